@@ -1,0 +1,1 @@
+"""Where completions come from. Importing this package imports no engine."""

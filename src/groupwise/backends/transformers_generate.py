@@ -1,0 +1,105 @@
+"""Generation with the policy's own ``generate``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from groupwise.core.padding import length_mask, pad_sequences
+from groupwise.stages import Completion
+
+
+class TransformersBackend:
+    """Samples with ``model.generate``: always the current weights, so there is nothing to synchronise.
+
+    Args:
+        model: returns the unwrapped policy; called at every generation because training may wrap it anew.
+        generation_config: sampling settings; see :func:`generation_config`.
+    """
+
+    def __init__(
+        self,
+        model: Callable[[], PreTrainedModel],
+        generation_config: GenerationConfig,
+        pad_to_multiple_of: int | None = None,
+    ) -> None:
+        self.model = model
+        self.generation_config = generation_config
+        self.pad_to_multiple_of = pad_to_multiple_of
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Every token that ends a completion."""
+        end = self.generation_config.eos_token_id
+        return frozenset([end] if isinstance(end, int) else end or [])
+
+    @torch.no_grad()
+    def generate(self, prompts: Sequence[Sequence[int]]) -> list[Completion]:
+        """Sample one completion per prompt.
+
+        Args:
+            prompts: B token lists, without padding.
+
+        Returns:
+            B completions, cut after their first end token; ``truncated`` where there was none.
+        """
+        model = self.model()
+        pad_token = self.generation_config.pad_token_id
+        input_ids = pad_sequences(
+            prompts, pad_token, left=True, multiple_of=self.pad_to_multiple_of, device=model.device
+        )
+        attention_mask = length_mask(
+            [len(prompt) for prompt in prompts], input_ids.shape[1], left=True, device=model.device
+        )
+        was_training = model.training
+        model.eval()  # dropout off, and gradient checkpointing does not switch the cache off
+        try:
+            sequences = model.generate(
+                input_ids=input_ids, attention_mask=attention_mask, generation_config=self.generation_config
+            )
+        finally:
+            model.train(was_training)
+        new_tokens = sequences[:, input_ids.shape[1] :].tolist()
+        return [self._completion(tokens) for tokens in new_tokens]
+
+    def _completion(self, tokens: list[int]) -> Completion:
+        for position, token in enumerate(tokens):
+            if token in self.end_tokens:
+                return Completion(tokens[: position + 1])
+        return Completion(tokens, truncated=True)
+
+    def sync_weights(self, params: Iterator[tuple[str, torch.Tensor]], *, step: int) -> None:
+        """Nothing to do: the policy itself generates."""
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def generation_config(config: Any, model: PreTrainedModel, tokenizer: Any) -> GenerationConfig:
+    """The sampler's settings from a ``GRPOConfig``, with every end token the model and the tokenizer know.
+
+    ``generation_kwargs`` of the configuration override the single fields.
+    """
+    own = model.generation_config.eos_token_id if model.generation_config is not None else None
+    end_tokens = {own} if isinstance(own, int) else set(own or [])
+    if tokenizer.eos_token_id is not None:
+        end_tokens.add(tokenizer.eos_token_id)
+    settings: dict[str, Any] = {
+        "max_new_tokens": config.max_completion_length,
+        "do_sample": True,
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "top_k": config.top_k or 0,
+        "min_p": config.min_p,
+        "repetition_penalty": config.repetition_penalty,
+        "cache_implementation": config.cache_implementation,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": sorted(end_tokens),
+        "use_cache": True,
+    }
+    settings.update(config.generation_kwargs or {})
+    return GenerationConfig(**settings)

@@ -1,0 +1,128 @@
+"""Checkpoints that are either whole or not there, and that hold what the Trainer itself does not save."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from groupwise.errors import ConfigError
+
+#: Where a checkpoint is written before it gets its name.
+STAGING = ".incomplete"
+_STATE = "groupwise_state_{rank}.pt"
+_REFERENCE = "groupwise_reference.pt"
+
+
+def staging_dir(run_dir: str) -> Path:
+    """The directory in which a checkpoint is written; what a crash left there is never resumed from."""
+    return Path(run_dir) / STAGING
+
+
+def publish(staged: Path, final: Path) -> None:
+    """Give a completely written checkpoint its name, in one step of the file system.
+
+    An older checkpoint of the same name makes way first. With several nodes on one file system the first to get
+    here wins and the others find nothing left to do.
+    """
+    for path in staged.rglob("*"):
+        if path.is_file():
+            _flush(path)
+    discarded = staged.with_name(f"{staged.name}.old")
+    if final.exists():
+        os.replace(final, discarded)
+    try:
+        os.replace(staged, final)
+    except FileNotFoundError:
+        if not final.exists():
+            raise
+    _flush(final.parent)
+    shutil.rmtree(staged.parent, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    """Force a file or directory to disk: a rename must not outlive its contents in a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | None:
+    """The directory to resume from, or None.
+
+    Args:
+        resume_from_checkpoint: a directory, or True for the newest checkpoint in ``output_dir``.
+
+    Raises:
+        ConfigError: there is no such checkpoint.
+    """
+    if resume_from_checkpoint is None or resume_from_checkpoint is False:
+        return None
+    if resume_from_checkpoint is not True:
+        if not os.path.isdir(resume_from_checkpoint):
+            raise ConfigError(f"resume_from_checkpoint={resume_from_checkpoint!r} is not a directory")
+        return str(resume_from_checkpoint)
+    pattern = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
+    found = {
+        int(match[1]): path
+        for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+        if path.is_dir() and (match := pattern.fullmatch(path.name))
+    }
+    if not found:
+        raise ConfigError(
+            f"resume_from_checkpoint=True, but {output_dir!r} holds no checkpoint; pass the directory of one, or "
+            "start from the beginning with resume_from_checkpoint=None"
+        )
+    return str(found[max(found)])
+
+
+def save_state(directory: str, rank: int, world_size: int, state: dict[str, Any]) -> None:
+    """Write one rank's share of the trainer state."""
+    os.makedirs(directory, exist_ok=True)
+    torch.save({**state, "world_size": world_size}, os.path.join(directory, _STATE.format(rank=rank)))
+
+
+def load_state(directory: str, rank: int, world_size: int) -> dict[str, Any]:
+    """Read one rank's share of the trainer state.
+
+    Raises:
+        ConfigError: the checkpoint was written by another number of processes, or by another trainer.
+    """
+    path = os.path.join(directory, _STATE.format(rank=rank))
+    if not os.path.isfile(path):
+        others = list(Path(directory).glob(_STATE.format(rank="*")))
+        if others:
+            raise _wrong_number_of_processes(directory, len(others), world_size)
+        raise ConfigError(
+            f"checkpoint {directory!r} holds no {os.path.basename(path)}: it was saved with save_only_model=True or "
+            "by another trainer; load the model from it and train without resume_from_checkpoint"
+        )
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if state["world_size"] != world_size:
+        raise _wrong_number_of_processes(directory, state["world_size"], world_size)
+    return state
+
+
+def _wrong_number_of_processes(directory: str, saved: int, now: int) -> ConfigError:
+    return ConfigError(
+        f"checkpoint {directory!r} was written by {saved} processes and cannot be resumed with {now}: each holds a "
+        f"part of the generated batch; start {saved} processes"
+    )
+
+
+def save_reference(directory: str, model: torch.nn.Module) -> None:
+    """Write the weights of a reference model that moves during training."""
+    os.makedirs(directory, exist_ok=True)
+    torch.save(model.state_dict(), os.path.join(directory, _REFERENCE))
+
+
+def load_reference(directory: str, model: torch.nn.Module) -> None:
+    """Read them back into ``model``."""
+    model.load_state_dict(torch.load(os.path.join(directory, _REFERENCE), map_location="cpu", weights_only=True))

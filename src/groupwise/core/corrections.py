@@ -1,0 +1,58 @@
+"""Corrections for data sampled by another engine than the one that trains (truncated and masked IS)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class CorrectionMode:
+    """How a sampler ratio is formed and bounded."""
+
+    per_sequence: bool
+    mask: bool
+
+
+CORRECTION_MODES: dict[str, CorrectionMode] = {
+    "token_truncate": CorrectionMode(per_sequence=False, mask=False),
+    "token_mask": CorrectionMode(per_sequence=False, mask=True),
+    "sequence_truncate": CorrectionMode(per_sequence=True, mask=False),
+    "sequence_mask": CorrectionMode(per_sequence=True, mask=True),
+}
+
+
+def sampler_log_gap(
+    old_logps_BT: torch.Tensor, sampler_logps_BT: torch.Tensor, mask_BT: torch.Tensor
+) -> torch.Tensor:
+    """d_it = ℓ_old − ℓ_samp on loss tokens, 0 elsewhere and where the sampler reported nothing (NaN). (B, T)"""
+    gap_BT = torch.nan_to_num(old_logps_BT - sampler_logps_BT, nan=0.0, posinf=0.0, neginf=0.0)
+    return gap_BT * mask_BT
+
+
+def sampler_correction(
+    log_gap_BT: torch.Tensor, mode: str, clip_min: float | None, clip_max: float | None
+) -> torch.Tensor:
+    """The factor c that multiplies the surrogate (not the KL).
+
+    Token level: c_it = e^{d_it}; sequence level: c_i = e^{Σ_t d_it}. ``*_truncate`` clamps c to
+    [clip_min, clip_max]; ``*_mask`` replaces c by 0 outside that interval. A bound of None is absent.
+
+    Args:
+        log_gap_BT: the output of :func:`sampler_log_gap`.
+
+    Returns:
+        (B, T) for token modes, (B, 1) for sequence modes; no gradient.
+    """
+    chosen = CORRECTION_MODES[mode]
+    log_gap_BX = log_gap_BT.detach()
+    if chosen.per_sequence:
+        log_gap_BX = log_gap_BX.sum(-1, keepdim=True)
+    factor_BX = log_gap_BX.exp()
+    lowest = 0.0 if clip_min is None else clip_min
+    highest = float("inf") if clip_max is None else clip_max
+    if not chosen.mask:
+        return factor_BX.clamp(lowest, highest)
+    outside_BX = (factor_BX < lowest) | (factor_BX > highest)
+    return factor_BX.masked_fill(outside_BX, 0.0)

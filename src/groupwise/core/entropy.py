@@ -1,0 +1,28 @@
+"""Adaptive entropy bonus (Skywork-OR1, section 4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class EntropyControl:
+    """State of the entropy coefficient between two optimizer steps.
+
+    coef: current coefficient.
+    entropy: mean token entropy of the last window in nats; None before the first one.
+    """
+
+    coef: float
+    entropy: float | None = None
+
+    def applied(self, target: float | None) -> float:
+        """The coefficient to use now: all of it without a target, else only while the entropy is at most it."""
+        if target is None or self.entropy is None or self.entropy <= target:
+            return self.coef
+        return 0.0
+
+    def step(self, entropy: float, target: float, delta: float, low: float, high: float) -> EntropyControl:
+        """coef += Δ when the window's entropy is at most the target, else −= Δ, kept within [low, high]."""
+        moved = self.coef + delta if entropy <= target else self.coef - delta
+        return replace(self, coef=min(max(moved, low), high), entropy=entropy)

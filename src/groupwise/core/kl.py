@@ -1,0 +1,37 @@
+"""Per-token estimators of KL(π_θ ‖ π_ref) from samples of the policy (Schulman, "Approximating KL divergence")."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+def k1(logps_BT: torch.Tensor, ref_logps_BT: torch.Tensor) -> torch.Tensor:
+    """ℓ − ℓ_ref: unbiased, high variance, may be negative."""
+    return logps_BT - ref_logps_BT
+
+
+def k2(logps_BT: torch.Tensor, ref_logps_BT: torch.Tensor) -> torch.Tensor:
+    """½ (ℓ − ℓ_ref)²: biased value, gradient of the reverse KL in expectation."""
+    return 0.5 * (logps_BT - ref_logps_BT).square()
+
+
+def k3(logps_BT: torch.Tensor, ref_logps_BT: torch.Tensor) -> torch.Tensor:
+    """e^{ℓ_ref−ℓ} − (ℓ_ref−ℓ) − 1: unbiased and non-negative (DeepSeekMath, eq. 4)."""
+    delta_BT = ref_logps_BT - logps_BT
+    return delta_BT.exp() - delta_BT - 1
+
+
+def k3_k2grad(logps_BT: torch.Tensor, ref_logps_BT: torch.Tensor) -> torch.Tensor:
+    """The value of k3 with the gradient of k2."""
+    quadratic_BT = k2(logps_BT, ref_logps_BT)
+    return quadratic_BT + (k3(logps_BT, ref_logps_BT) - quadratic_BT).detach()
+
+
+KL_ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "k1": k1,
+    "k2": k2,
+    "k3": k3,
+    "k3_k2grad": k3_k2grad,
+}

@@ -1,0 +1,46 @@
+"""Masks that select which tokens carry the surrogate."""
+
+from __future__ import annotations
+
+import torch
+
+
+def entropy_threshold(entropies: torch.Tensor, top_quantile: float) -> torch.Tensor:
+    """The entropy at or above which the top ``top_quantile`` share of loss tokens lies (Beyond the 80/20 Rule).
+
+    Args:
+        entropies: (n,) entropies of all loss tokens of the global batch, in nats.
+        top_quantile: share of tokens to keep, in (0, 1].
+
+    Returns:
+        A scalar; +inf when there is no token.
+    """
+    if entropies.numel() == 0:
+        return torch.tensor(float("inf"))
+    position = (1.0 - top_quantile) * (entropies.numel() - 1)
+    # torch.quantile refuses more than 2^24 values; sorting has no such limit and interpolates the same way.
+    ordered = entropies.double().sort().values
+    below = int(position)
+    above = min(below + 1, ordered.numel() - 1)
+    return (ordered[below] + (ordered[above] - ordered[below]) * (position - below)).to(entropies.dtype)
+
+
+def off_policy_keep(
+    advantages_BX: torch.Tensor,
+    logps_BT: torch.Tensor,
+    behaviour_logps_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    threshold: float,
+) -> torch.Tensor:
+    """Keep-mask of DeepSeek-V3.2: drop negative-advantage sequences that drifted too far.
+
+    The drift is the mean over loss tokens of ℓ_behaviour − ℓ, where the behaviour policy is the sampler if it
+    reported log-probs, else the old policy. A NaN log-prob is no evidence and counts as 0.
+
+    Returns:
+        (B, X) of ones (keep) and zeros (drop), no gradient.
+    """
+    drift_BT = torch.nan_to_num(behaviour_logps_BT - logps_BT.detach(), nan=0.0, posinf=0.0, neginf=0.0)
+    lengths_B1 = mask_BT.sum(-1, keepdim=True).clamp(min=1)
+    drift_B1 = (drift_BT * mask_BT).sum(-1, keepdim=True) / lengths_B1
+    return ((advantages_BX >= 0) | (drift_B1 <= threshold)).to(logps_BT.dtype)

@@ -1,0 +1,120 @@
+"""Metric values that know how to be merged: across micro-batches, steps and ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+Scalar = float | torch.Tensor
+
+
+def _number(value: Scalar) -> float:
+    return value.item() if isinstance(value, torch.Tensor) else float(value)
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A weighted mean kept as its numerator and its denominator, so that merging stays exact."""
+
+    total: Scalar
+    count: Scalar = 1.0
+
+    def merge(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.count + other.count)
+
+    def value(self) -> float:
+        count = _number(self.count)
+        return _number(self.total) / count if count else math.nan
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A quantity that adds up."""
+
+    total: Scalar
+
+    def merge(self, other: Sum) -> Sum:
+        return Sum(self.total + other.total)
+
+    def value(self) -> float:
+        return _number(self.total)
+
+
+@dataclass(frozen=True)
+class Max:
+    """A largest value."""
+
+    largest: Scalar
+
+    def merge(self, other: Max) -> Max:
+        return Max(_extreme(torch.maximum, max, self.largest, other.largest))
+
+    def value(self) -> float:
+        return _number(self.largest)
+
+
+@dataclass(frozen=True)
+class Min:
+    """A smallest value."""
+
+    smallest: Scalar
+
+    def merge(self, other: Min) -> Min:
+        return Min(_extreme(torch.minimum, min, self.smallest, other.smallest))
+
+    def value(self) -> float:
+        return _number(self.smallest)
+
+
+Reduction = Mean | Sum | Max | Min
+Metrics = dict[str, Reduction]
+
+
+def _extreme(tensor_op, number_op, a: Scalar, b: Scalar) -> Scalar:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        like = a if isinstance(a, torch.Tensor) else b
+        return tensor_op(torch.as_tensor(a).to(like), torch.as_tensor(b).to(like))  # type: ignore[arg-type]
+    return number_op(a, b)
+
+
+def merge_metrics(parts: Iterable[Mapping[str, Reduction]]) -> Metrics:
+    """Merge dictionaries of reductions key by key; a key that is missing from a part contributes nothing.
+
+    Raises:
+        TypeError: one name was recorded as two kinds of reduction.
+    """
+    merged: Metrics = {}
+    for part in parts:
+        for name, reduction in part.items():
+            known = merged.get(name)
+            if known is None:
+                merged[name] = reduction
+            elif type(known) is not type(reduction):
+                raise TypeError(f"metric {name!r} is both {type(known).__name__} and {type(reduction).__name__}")
+            else:
+                merged[name] = known.merge(reduction)  # type: ignore[arg-type]
+    return merged
+
+
+def detach_metrics(metrics: Mapping[str, Reduction]) -> dict[str, tuple[str, tuple[float, ...]]]:
+    """Plain Python numbers, for a checkpoint or for another rank: ``{name: (kind, numbers)}``."""
+    return {
+        name: (type(reduction).__name__, tuple(_number(v) for v in vars(reduction).values()))
+        for name, reduction in metrics.items()
+    }
+
+
+def attach_metrics(plain: Mapping[str, tuple[str, tuple[float, ...]]]) -> Metrics:
+    """The inverse of :func:`detach_metrics`."""
+    kinds = {kind.__name__: kind for kind in (Mean, Sum, Max, Min)}
+    return {name: kinds[kind](*numbers) for name, (kind, numbers) in plain.items()}
+
+
+def masked_mean(values_BX: torch.Tensor, mask_BT: torch.Tensor) -> Mean:
+    """Mean over the unmasked tokens, or over sequences when there is one value per sequence."""
+    if values_BX.shape[1] == 1 and mask_BT.shape[1] != 1:
+        return Mean(values_BX.detach().sum(), float(values_BX.shape[0]))
+    return Mean((values_BX.detach() * mask_BT).sum(), mask_BT.sum())

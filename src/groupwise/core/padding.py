@@ -1,0 +1,46 @@
+"""Ragged lists to rectangular tensors and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def pad_sequences(
+    sequences: Sequence[Sequence[float]],
+    value: float,
+    *,
+    left: bool = False,
+    multiple_of: int | None = None,
+    dtype: torch.dtype = torch.long,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """Stack sequences of different lengths into a tensor of shape (B, T).
+
+    Args:
+        sequences: B sequences of numbers.
+        value: what fills the padding.
+        left: put the padding before the sequence instead of after it.
+        multiple_of: round T up to a multiple of this number.
+
+    Returns:
+        A tensor of shape (B, T), where T is the longest length (at least 1), rounded up.
+    """
+    width = max([len(sequence) for sequence in sequences] + [1])
+    if multiple_of:
+        width = -(-width // multiple_of) * multiple_of
+    padded = torch.full((len(sequences), width), value, dtype=dtype)
+    for row, sequence in zip(padded, sequences):  # noqa: B905 - equal by construction
+        if len(sequence):
+            span = slice(width - len(sequence), None) if left else slice(len(sequence))
+            row[span] = torch.as_tensor(sequence, dtype=dtype)
+    return padded.to(device) if device is not None else padded
+
+
+def length_mask(lengths: Sequence[int], width: int, *, left: bool = False, device=None) -> torch.Tensor:
+    """Ones over the real tokens of padded rows: (B, width), dtype long."""
+    position = torch.arange(width, device=device)
+    lengths_B1 = torch.as_tensor(list(lengths), device=device).unsqueeze(1)
+    real = position >= width - lengths_B1 if left else position < lengths_B1
+    return real.long()

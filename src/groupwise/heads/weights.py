@@ -1,0 +1,115 @@
+"""What a language-model head needs to turn hidden states into logits, read from a model.
+
+Axes: V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from groupwise.errors import ConfigError
+
+_MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+_MULTIPLIED_BY_LOGITS_SCALING = {"hyperclovax"}
+# MPT carries the field and never uses it; MiniCPM3 divides the hidden states, before the head sees them.
+_FIELDS_NOT_FOR_LOGITS = {"mpt", "minicpm3"}
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """The head's parameters and the transform the model puts on its logits.
+
+    `logits = cap(scale * (h Wᵀ + b))`, with `cap(x) = softcap * tanh(x / softcap)` where the model has a softcap.
+
+    Args:
+        weight_VH: projection, the live parameter (not a copy).
+        bias_V: bias, or None.
+        softcap: bound of the logits (Gemma 2, arXiv 2408.00118, section 2), or None.
+        scale: factor of the logits, before the softcap.
+        fp32: project in float32 whatever the dtype of the weights and of the hidden states.
+    """
+
+    weight_VH: torch.Tensor
+    bias_V: torch.Tensor | None = None
+    softcap: float | None = None
+    scale: float = 1.0
+    fp32: bool = False
+
+    def shape_logits(self, raw: torch.Tensor) -> torch.Tensor:
+        """The model's own transform of the projection `raw` (any shape), in `raw`'s dtype."""
+        scaled = raw * self.scale if self.scale != 1.0 else raw
+        return scaled if self.softcap is None else self.softcap * torch.tanh(scaled / self.softcap)
+
+
+def output_head(model: Any) -> nn.Module:
+    """The module that projects hidden states to logits, also of a PEFT model.
+
+    Raises:
+        ConfigError: the model has none.
+    """
+    head = model.get_output_embeddings()
+    if head is None or getattr(head, "weight", None) is None:
+        raise ConfigError(
+            f"{type(model).__name__} has no language-model head with a weight (get_output_embeddings() gave "
+            f"{type(head).__name__}); pass a causal language model, for instance one from AutoModelForCausalLM."
+        )
+    return head
+
+
+def check_head(model: Any) -> None:
+    """Refuse a model whose head is changed by an adapter: the log-prob heads read the plain weight.
+
+    Raises:
+        ConfigError: a PEFT adapter, or a `modules_to_save` copy, sits on the head; the message names the entries of
+            the PEFT config to drop.
+    """
+    head = model.get_output_embeddings()
+    is_adapter = hasattr(head, "base_layer")
+    is_copy = hasattr(head, "original_module")
+    if not (is_adapter or is_copy):
+        return
+    path = next((name for name, module in model.named_modules() if module is head), "lm_head")
+    name = path.rpartition(".")[2]
+    settings = "target_modules" if is_adapter else "modules_to_save (or trainable_token_indices)"
+    raise ConfigError(
+        f"a PEFT adapter ({type(head).__name__}) sits on the language-model head {path!r}, and log-probs are computed "
+        f"from the head's plain weight; drop {name!r} from {settings} of the PEFT config. "
+        f'target_modules="all-linear" leaves the head alone.'
+    )
+
+
+def head_weights(model: Any, fp32: bool = False) -> HeadWeights:
+    """Read a causal language model's head: its live parameters, scale and softcap.
+
+    Args:
+        model: a transformers causal language model, or a PEFT model around one.
+        fp32: project in float32.
+
+    Raises:
+        ConfigError: there is no head, or an adapter sits on it.
+    """
+    check_head(model)
+    head = output_head(model)
+    config = model.config.get_text_config(decoder=True)
+    return HeadWeights(
+        weight_VH=head.weight,
+        bias_V=getattr(head, "bias", None),
+        softcap=getattr(config, "final_logit_softcapping", None),
+        scale=_logit_factor(config),
+        fp32=fp32,
+    )
+
+
+def _logit_factor(config: Any) -> float:
+    if config.model_type in _FIELDS_NOT_FOR_LOGITS:
+        return 1.0
+    factors = [float(value) for name in _MULTIPLIERS if (value := getattr(config, name, None)) is not None]
+    scaling = getattr(config, "logits_scaling", None)
+    if scaling is not None:
+        factors.append(float(scaling) if config.model_type in _MULTIPLIED_BY_LOGITS_SCALING else 1 / scaling)
+    return math.prod(factors)

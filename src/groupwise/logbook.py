@@ -1,0 +1,90 @@
+"""Metrics between two log calls, kept as reductions and joined over ranks once."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from groupwise.core.metrics import Mean, Metrics, Reduction, attach_metrics, detach_metrics, merge_metrics
+from groupwise.stages import ScoredBatch
+
+#: Counted from the start of the run instead of since the last log.
+RUNNING_TOTALS = frozenset({"num_tokens"})
+
+
+class Logbook:
+    """Collects the metrics of one mode ("train" or "eval") and, on request, rows for the completions table."""
+
+    def __init__(self) -> None:
+        self.metrics: Metrics = {}
+        self.rows: list[dict[str, Any]] = []
+
+    def record(self, metrics: Mapping[str, Reduction]) -> None:
+        self.metrics = merge_metrics([self.metrics, metrics])
+
+    @contextmanager
+    def clock(self, stage: str) -> Iterator[None]:
+        """Record the wall time of the block, in seconds, as ``time/<stage>`` (mean per occurrence)."""
+        start = time.perf_counter()
+        yield
+        self.record({f"time/{stage}": Mean(time.perf_counter() - start)})
+
+    def drain(self, gather: Callable[[Any], list[Any]]) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Numbers to log and table rows, over all ranks; starts the next interval.
+
+        Args:
+            gather: maps one picklable object per rank to the list of all of them: the only collective.
+
+        Returns:
+            finite numbers by name, and the rows of all ranks in rank order.
+        """
+        parts = gather((detach_metrics(self.metrics), self.rows))
+        merged = merge_metrics(attach_metrics(plain) for plain, _ in parts)
+        rows = [row for _, part in parts for row in part]
+        self.metrics = {name: kept for name, kept in self.metrics.items() if name in RUNNING_TOTALS}
+        self.rows = []
+        values = {name: reduction.value() for name, reduction in merged.items()}
+        return {name: value for name, value in values.items() if math.isfinite(value)}, rows
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"metrics": detach_metrics(self.metrics), "rows": self.rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.metrics = attach_metrics(state["metrics"])
+        self.rows = list(state["rows"])
+
+
+def completion_rows(
+    scored: ScoredBatch, advantages: torch.Tensor, reward_names: list[str], step: int
+) -> list[dict[str, Any]]:
+    """One row per completion of this rank for the completions table: plain strings and numbers."""
+    rollout, rewards_NF = scored.rollout, scored.rewards.rewards_NF[scored.local]
+    rows = []
+    for i, rewards_F in enumerate(rewards_NF.tolist()):
+        named = zip(reward_names, rewards_F, strict=False)
+        rows.append(
+            {
+                "step": step,
+                "prompt": _readable(rollout.prompts[i]),
+                "completion": _readable(rollout.texts[i]),
+                "rewards": {name: None if math.isnan(reward) else reward for name, reward in named},
+                "advantage": advantages[i].mean().item(),
+                "columns": {name: _plain(values[i]) for name, values in scored.columns.items()},
+            }
+        )
+    return rows
+
+
+def _readable(text: Any) -> str:
+    if isinstance(text, str):
+        return text
+    return "\n".join(f"{message['role']}: {message['content']}" for message in text)
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

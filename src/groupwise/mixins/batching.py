@@ -1,0 +1,47 @@
+"""Dataset rows to loaders, generations to micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import Dataset
+from transformers import TrainerState
+
+from groupwise.config import GRPOConfig
+from groupwise.data import GenerationBuffer, GroupSampler
+from groupwise.stages import TrainBatch
+
+
+class BatchingMixin:
+    """Owns the buffer of generated micro-batches."""
+
+    args: GRPOConfig
+    state: TrainerState
+    generation_buffer: GenerationBuffer
+
+    def make_group_sampler(self, dataset: Dataset) -> GroupSampler:
+        """Indices of the prompts of each generation batch, repeated once per micro-batch trained on it."""
+        args = self.args
+        return GroupSampler(
+            dataset,  # type: ignore[arg-type]
+            num_generations=args.num_generations,
+            prompts_per_batch=args.generation_batch_size // args.num_generations,
+            repeats=args.steps_per_generation * args.num_iterations,
+            shuffle=args.shuffle_dataset,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            epoch=lambda: int(self.state.epoch or 0),
+        )
+
+    def take_micro_batch(
+        self, rows: list[dict[str, Any]], generate: Callable[[list[dict[str, Any]]], list[TrainBatch]]
+    ) -> TrainBatch:
+        """The next micro-batch; ``generate(rows)`` refills the buffer when every use of the last one is spent."""
+        if self.generation_buffer.exhausted:
+            self.generation_buffer = GenerationBuffer(generate(rows), self.args.num_iterations)
+        return self.generation_buffer.next()
+
+    def is_exactly_on_policy(self) -> bool:
+        """Whether every generation is used within one optimizer step, so that ℓ_old = sg(ℓ)."""
+        uses = self.args.steps_per_generation * self.args.num_iterations
+        return self.args.gradient_accumulation_steps % uses == 0

@@ -1,0 +1,130 @@
+"""Micro-batches to losses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from accelerate import Accelerator
+
+from groupwise.config import GRPOConfig
+from groupwise.core.entropy import EntropyControl
+from groupwise.core.metrics import Mean, Metrics, masked_mean
+from groupwise.core.objectives import OBJECTIVES, ObjectiveSettings, ObjectiveTerms, evaluate
+from groupwise.core.surrogates import SurrogateSettings
+from groupwise.core.weights import NORMALIZERS, WindowCounts
+from groupwise.stages import LossOutput, TokenScores, TrainBatch
+
+
+class LossMixin:
+    """Owns the objective's settings and the state of the entropy bonus."""
+
+    args: GRPOConfig
+    accelerator: Accelerator
+    objective_settings: ObjectiveSettings
+    entropy_control: EntropyControl
+    router_aux_loss_coef: float
+
+    def weigh_window(self, window: list[TrainBatch]) -> list[TrainBatch]:
+        """Give every loss token of an accumulation window its weight, from exact counts over all ranks."""
+        kept = [batch.loss_mask_BC if batch.keep_BC is None else batch.keep_BC for batch in window]
+        local = [
+            sum(len(batch) for batch in window),
+            sum(int(batch.loss_mask_BC.sum()) for batch in window),
+            sum(int(mask.sum()) for mask in kept),
+        ]
+        totals = self.accelerator.reduce(torch.tensor(local, device=self.accelerator.device), "sum").tolist()
+        sequences, tokens, kept_tokens = totals
+        world_size = self.accelerator.num_processes
+        counts = WindowCounts(sequences, tokens, len(window), world_size, self.args.max_completion_length)
+        normalizer = NORMALIZERS[OBJECTIVES[self.args.loss_type].normalizer]
+        target = self.args.entropy_target if self.args.use_adaptive_entropy else None
+        coef = self.entropy_control.applied(target) if self._has_entropy_bonus() else None
+        share = None if coef is None else coef * world_size / max(kept_tokens, 1)
+        return [
+            replace(
+                batch,
+                weights_BC=normalizer(batch.loss_mask_BC.float(), counts),
+                entropy_weights_BC=None if share is None else mask.float() * share,
+                share_B1=torch.full((len(batch), 1), world_size / sequences, device=mask.device),
+            )
+            for batch, mask in zip(window, kept, strict=True)
+        ]
+
+    def evaluate_objective(self, batch: TrainBatch, scores: TokenScores) -> LossOutput:
+        """The loss of one micro-batch; the losses of a window add up to the loss of the window.
+
+        Override it to train on your own objective, or register one (``groupwise.register_objective``).
+
+        Args:
+            batch: with advantages and weights.
+            scores: the current policy's log-probs, differentiable.
+        """
+        terms = ObjectiveTerms(
+            logps_BT=scores.logps_BC,
+            entropy_BT=scores.entropy_BC,
+            advantages_BX=batch.advantages_BX,
+            mask_BT=batch.loss_mask_BC,
+            weights_BT=batch.weights_BC,
+            old_logps_BT=batch.old_logps_BC,
+            ref_logps_BT=batch.ref_logps_BC,
+            sampler_logps_BT=batch.sampler_logps_BC,
+            keep_BT=batch.keep_BC,
+            entropy_weights_BT=batch.entropy_weights_BC,
+        )
+        loss, metrics = evaluate(terms, self.objective_settings)
+        if scores.aux_loss is not None:
+            loss = loss + self.router_aux_loss_coef * scores.aux_loss * batch.share_B1.sum()
+            metrics["aux_loss"] = Mean(scores.aux_loss.detach())
+        bonus_entropy = None
+        if batch.entropy_weights_BC is not None:
+            acted_on_BC = batch.loss_mask_BC if batch.keep_BC is None else batch.keep_BC
+            bonus_entropy = masked_mean(scores.entropy_BC, acted_on_BC)
+        return LossOutput(loss, bonus_entropy, metrics)
+
+    def update_entropy_coef(self, window_entropy: Mean) -> Metrics:
+        """Move the adaptive entropy coefficient by what the window showed on all ranks; metrics to log."""
+        if not self._has_entropy_bonus():
+            return {}
+        args = self.args
+        if args.use_adaptive_entropy:
+            local = torch.stack([torch.as_tensor(v, dtype=torch.float32) for v in vars(window_entropy).values()])
+            total, count = self.accelerator.reduce(local.to(self.accelerator.device), "sum").tolist()
+            self.entropy_control = self.entropy_control.step(
+                total / max(count, 1.0),
+                args.entropy_target,
+                args.entropy_coef_delta,
+                args.entropy_coef_min,
+                args.entropy_coef_max,
+            )
+        return {"entropy_coef": Mean(self.entropy_control.coef)}
+
+    def _has_entropy_bonus(self) -> bool:
+        return self.args.use_adaptive_entropy or self.args.entropy_coef != 0.0
+
+
+def objective_settings(args: GRPOConfig) -> ObjectiveSettings:
+    """What the objective needs to know of the configuration."""
+    return ObjectiveSettings(
+        objective=args.loss_type,
+        ratio_level=args.importance_sampling_level,
+        beta=args.beta,
+        kl_estimator=args.kl_estimator,
+        kl_in_loss=not args.kl_in_reward,
+        bias_correction_kl=args.use_bias_correction_kl,
+        off_policy_threshold=args.off_policy_mask_threshold,
+        correction_mode=args.vllm_importance_sampling_mode if args.vllm_importance_sampling_correction else None,
+        correction_clip_min=args.vllm_importance_sampling_clip_min,
+        correction_clip_max=args.vllm_importance_sampling_clip_max,
+        surrogate=SurrogateSettings(
+            epsilon_low=args.epsilon,
+            epsilon_high=args.epsilon_high,
+            delta=args.delta,
+            sapo_temperature_pos=args.sapo_temperature_pos,
+            sapo_temperature_neg=args.sapo_temperature_neg,
+            vespo_k_pos=args.vespo_k_pos,
+            vespo_lambda_pos=args.vespo_lambda_pos,
+            vespo_k_neg=args.vespo_k_neg,
+            vespo_lambda_neg=args.vespo_lambda_neg,
+        ),
+    )

@@ -1,0 +1,119 @@
+"""Completions to tensors and log-probs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from groupwise.config import GRPOConfig
+from groupwise.core.advantages import with_penalty
+from groupwise.core.kl import KL_ESTIMATORS
+from groupwise.core.masks import entropy_threshold
+from groupwise.core.padding import length_mask, pad_sequences
+from groupwise.layout import DEFAULT_LAYOUT, LAYOUTS
+from groupwise.reference import Reference
+from groupwise.stages import RolloutBatch, ScoredBatch, TokenScores, TrainBatch
+
+
+class PolicyMixin:
+    """Owns the reference and the choice of the output head."""
+
+    args: GRPOConfig
+    accelerator: Accelerator
+    processing_class: Any
+    reference: Reference
+    logprob_head: str
+    aux_loss_enabled: bool
+
+    def assemble(self, rollout: RolloutBatch) -> TrainBatch:
+        """Padded tensors of a rollout on the training device, without log-probs and advantages."""
+        completions = rollout.completions
+        tokens = [completion.token_ids for completion in completions]
+        pad = {"multiple_of": self.args.pad_to_multiple_of, "device": self.accelerator.device}
+        pad_token = getattr(self.processing_class, "tokenizer", self.processing_class).pad_token_id
+        prompt_ids_BP = pad_sequences(rollout.prompt_ids, pad_token, left=True, **pad)
+        completion_ids_BC = pad_sequences(tokens, pad_token, **pad)
+        lengths = [len(ids) for ids in rollout.prompt_ids]
+        loss_mask = [self._loss_mask(completion) for completion in completions]
+        sampler_logps_BC = None
+        if any(completion.logps is not None for completion in completions):
+            logps = [c.logps if c.logps is not None else [float("nan")] * len(c.token_ids) for c in completions]
+            sampler_logps_BC = pad_sequences(logps, 0.0, dtype=torch.float32, **pad)
+        return TrainBatch(
+            prompt_ids_BP=prompt_ids_BP,
+            prompt_mask_BP=length_mask(
+                lengths, prompt_ids_BP.shape[1], left=True, device=self.accelerator.device
+            ),
+            completion_ids_BC=completion_ids_BC,
+            completion_mask_BC=length_mask(
+                [len(ids) for ids in tokens], completion_ids_BC.shape[1], device=self.accelerator.device
+            ),
+            loss_mask_BC=pad_sequences(loss_mask, 0, **pad),
+            sampler_logps_BC=sampler_logps_BC,
+        )
+
+    def _loss_mask(self, completion: Any) -> list[int]:
+        if completion.truncated and self.args.mask_truncated_completions:
+            return [0] * len(completion.token_ids)
+        return completion.loss_mask or [1] * len(completion.token_ids)
+
+    def score_tokens(self, model: Any, batch: TrainBatch, *, with_entropy: bool = False) -> TokenScores:
+        """Log-probs (and entropies) of the completion tokens under ``model`` at the sampling temperature."""
+        layout = DEFAULT_LAYOUT if self.args.sequence_layout == "auto" else self.args.sequence_layout
+        return LAYOUTS[layout](
+            model,
+            batch,
+            self.logprob_head,
+            self.args.temperature,
+            with_entropy=with_entropy,
+            fp32_head=self.args.cast_lm_head_to_fp32,
+            with_aux_loss=self.aux_loss_enabled and model.training,
+        )
+
+    @torch.no_grad()
+    def annotate(self, model: Any, batch: TrainBatch, *, on_policy: bool) -> TrainBatch:
+        """Add the log-probs of the old policy (unless that is the current one) and of the reference.
+
+        Dropout is off: both policies are the ones that generate.
+        """
+        was_training = model.training
+        model.eval()
+        try:
+            if not on_policy:
+                batch = replace(batch, old_logps_BC=self.score_tokens(model, batch).logps_BC)
+            with self.reference.scoring(model) as reference:
+                if reference is not None:
+                    batch = replace(batch, ref_logps_BC=self.score_tokens(reference, batch).logps_BC)
+        finally:
+            model.train(was_training)
+        return batch
+
+    def charge_kl(self, scored: ScoredBatch, batches: list[TrainBatch]) -> ScoredBatch:
+        """Take β · Σ_t KL_it off the rewards: one more column, which completions without any reward do not get."""
+        estimator = KL_ESTIMATORS[self.args.kl_estimator]
+        local_B = torch.cat(
+            [(estimator(b.old_logps_BC, b.ref_logps_BC) * b.loss_mask_BC).sum(-1) for b in batches]  # type: ignore[arg-type]
+        )
+        rewards = scored.rewards
+        kl_N = self.accelerator.gather(local_B)[: len(rewards.rewards_NF)].to(rewards.rewards_NF)
+        return replace(scored, rewards=with_penalty(rewards, self.args.beta * kl_N))
+
+    @torch.no_grad()
+    def keep_high_entropy(self, model: Any, window: list[TrainBatch]) -> list[TrainBatch]:
+        """Mark the tokens in the top entropy quantile of the whole window, over all micro-batches and ranks."""
+        if self.args.top_entropy_quantile >= 1.0:
+            return window
+        entropies = [self.score_tokens(model, batch, with_entropy=True).entropy_BC for batch in window]
+        masks = [batch.loss_mask_BC.bool() for batch in window]
+        local = torch.cat([entropy[mask] for entropy, mask in zip(entropies, masks, strict=True)])
+        padded = self.accelerator.pad_across_processes(local, pad_index=-1.0)
+        gathered = self.accelerator.gather(padded)
+        # An entropy is never negative, so the filler cannot be mistaken for one.
+        threshold = entropy_threshold(gathered[gathered >= 0], self.args.top_entropy_quantile)
+        return [
+            replace(batch, keep_BC=(entropy >= threshold.to(entropy)).long() * batch.loss_mask_BC)
+            for batch, entropy in zip(window, entropies, strict=True)
+        ]

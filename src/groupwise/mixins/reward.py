@@ -1,0 +1,100 @@
+"""Completions to rewards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from transformers import TrainerState
+
+from groupwise.core.advantages import GroupRewards, combined_rewards, nan_std
+from groupwise.core.metrics import Mean, Metrics, merge_metrics
+from groupwise.rewards.calling import Reward, call_rewards
+from groupwise.stages import RolloutBatch, ScoredBatch
+
+
+class RewardMixin:
+    """Owns the reward functions, their names and their weights."""
+
+    accelerator: Accelerator
+    state: TrainerState
+    reward_callables: list[Callable[..., Any]]
+    reward_func_names: list[str]
+    reward_weights: torch.Tensor
+
+    def score(self, rollout: RolloutBatch, num_generations: int, num_rows: int | None = None) -> ScoredBatch:
+        """Rewards of this rank's completions, joined with those of the other ranks.
+
+        Override it to compute rewards in your own way.
+
+        Args:
+            num_generations: completions per prompt (G).
+            num_rows: completions of the global batch that count; later ones are loader padding. None counts all.
+
+        Raises:
+            RewardError: a reward function failed or returned something unusable.
+        """
+        columns: dict[str, list[Any]] = {}
+        logged: list[Metrics] = []
+
+        def log_extra(column: str, values: list[Any]) -> None:
+            columns[column] = list(values)
+
+        def log_metric(name: str, value: float) -> None:
+            logged.append({name: Mean(float(value))})
+
+        rewards_FB = call_rewards(
+            self.reward_callables,
+            self.reward_func_names,
+            rollout,
+            trainer_state=self.state,
+            log_extra=log_extra,
+            log_metric=log_metric,
+        )
+        rewards = self._join(rewards_FB, rollout, num_generations, num_rows)
+        start = self.accelerator.process_index * len(rollout)
+        local = slice(start, start + len(rollout))
+        metrics = reward_metrics(rewards, self.reward_func_names)
+        return ScoredBatch(rollout, rewards, local, columns, merge_metrics([metrics, *logged]))
+
+    def _join(
+        self, rewards_FB: list[list[Reward]], rollout: RolloutBatch, num_generations: int, num_rows: int | None
+    ) -> GroupRewards:
+        """All ranks' rewards in rank order: outcome rewards as a matrix, step rewards by column."""
+        by_step = [any(isinstance(reward, list) for reward in column) for column in rewards_FB]
+        width = max(len(completion.token_ids) for completion in rollout.completions)
+        # Ranks may differ in which functions returned step rewards, so objects travel rather than tensors.
+        gathered = gather_object([(rewards_FB, by_step, width)])
+        columns = [[r for part, _, _ in gathered for r in part[i]][:num_rows] for i in range(len(rewards_FB))]
+        stepwise = [i for i in range(len(columns)) if any(flags[i] for _, flags, _ in gathered)]
+        matrix = [[math.nan] * len(c) if i in stepwise else c for i, c in enumerate(columns)]
+        return GroupRewards(
+            rewards_NF=torch.tensor(matrix, dtype=torch.float32).T,
+            weights_F=self.reward_weights,
+            num_generations=num_generations,
+            step_rewards={i: [r if isinstance(r, list) else [] for r in columns[i]] for i in stepwise},
+            num_tokens=max(width for _, _, width in gathered),
+        )
+
+
+def reward_metrics(rewards: GroupRewards, names: list[str]) -> Metrics:
+    """Statistics of the global batch (the same on every rank)."""
+    metrics: Metrics = {}
+    for column, name in enumerate(names):
+        values_N = rewards.rewards_NF[:, column]
+        if column in rewards.step_rewards:
+            values_N = torch.tensor([sum(r for _, r in steps) for steps in rewards.step_rewards[column]])
+        if not values_N.isnan().all():
+            metrics[f"rewards/{name}/mean"] = Mean(values_N.nanmean().item())
+            metrics[f"rewards/{name}/std"] = Mean(nan_std(values_N, 0).item())
+    total_PG = combined_rewards(rewards.rewards_NF, rewards.weights_F).view(-1, rewards.num_generations)
+    if not total_PG.isnan().all():
+        std_P = nan_std(total_PG, -1)[~total_PG.isnan().all(-1)]
+        metrics["reward"] = Mean(total_PG.nanmean().item())
+        metrics["reward_std"] = Mean(std_P.mean().item())
+        metrics["frac_reward_zero_std"] = Mean((std_P < 1e-8).float().mean().item())
+    return metrics

@@ -1,0 +1,87 @@
+"""Rows to completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from groupwise.backends.rollout_function import call_rollout_function
+from groupwise.backends.transformers_generate import TransformersBackend
+from groupwise.config import GRPOConfig
+from groupwise.core.metrics import Max, Mean, Metrics, Min, Sum
+from groupwise.prompts import as_completion, tokenize_prompt
+from groupwise.protocols import RolloutFunction
+from groupwise.stages import Completion, RolloutBatch
+
+
+class RolloutMixin:
+    """Owns the generation backend and the user's rollout function."""
+
+    args: GRPOConfig
+    processing_class: Any
+    backend: TransformersBackend
+    rollout_func: RolloutFunction | None
+
+    def roll_out(self, rows: list[dict[str, Any]]) -> RolloutBatch:
+        """Sample one completion for each row; a prompt that stands in several rows gets several samples.
+
+        Override it to generate in your own way.
+
+        Args:
+            rows: dataset rows with a ``prompt``; rows of one group are next to each other.
+        """
+        prompts = [row["prompt"] for row in rows]
+        extra: dict[str, list[Any]] = {}
+        if self.rollout_func is None:
+            prompt_ids = self._tokenize(prompts)
+            completions = self.backend.generate(prompt_ids)
+        else:
+            prompt_ids, completions, extra = call_rollout_function(
+                self.rollout_func, prompts, self, self.backend.end_tokens
+            )
+        texts = self.processing_class.batch_decode(
+            [completion.token_ids for completion in completions], skip_special_tokens=True
+        )
+        return RolloutBatch(
+            rows=rows,
+            prompts=prompts,
+            prompt_ids=prompt_ids,
+            completions=completions,
+            texts=[as_completion(prompt, text) for prompt, text in zip(prompts, texts, strict=True)],
+            extra=extra,
+            metrics=length_metrics(prompt_ids, completions),
+        )
+
+    def _tokenize(self, prompts: list[Any]) -> list[list[int]]:
+        """Tokens of every prompt; a prompt equal to the one before it is not tokenised again."""
+        prompt_ids: list[list[int]] = []
+        for index, prompt in enumerate(prompts):
+            if index and prompt == prompts[index - 1]:
+                prompt_ids.append(prompt_ids[-1])
+            else:
+                prompt_ids.append(
+                    tokenize_prompt(
+                        self.processing_class,
+                        prompt,
+                        self.args.chat_template_kwargs,
+                        self.args.max_prompt_length,
+                    )
+                )
+        return prompt_ids
+
+
+def length_metrics(prompt_ids: list[list[int]], completions: list[Completion]) -> Metrics:
+    """Token counts and completion lengths, over all completions and over those that ended by themselves."""
+    lengths = [len(completion.token_ids) for completion in completions]
+    metrics: Metrics = {
+        "num_tokens": Sum(float(sum(lengths) + sum(len(ids) for ids in prompt_ids))),
+        "completions/clipped_ratio": Mean(
+            float(sum(completion.truncated for completion in completions)), float(len(completions))
+        ),
+    }
+    ended = [length for length, completion in zip(lengths, completions, strict=True) if not completion.truncated]
+    for kind, values in (("length", lengths), ("terminated_length", ended)):
+        if values:
+            metrics[f"completions/mean_{kind}"] = Mean(float(sum(values)), float(len(values)))
+            metrics[f"completions/min_{kind}"] = Min(float(min(values)))
+            metrics[f"completions/max_{kind}"] = Max(float(max(values)))
+    return metrics

@@ -1,0 +1,93 @@
+"""Loading the policy and preparing it for training."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoProcessor, PreTrainedModel
+
+from groupwise.errors import ConfigError
+from groupwise.heads import check_head
+from groupwise.heads.weights import output_head
+
+logger = logging.getLogger(__name__)
+
+
+def load_policy(model: str | PreTrainedModel, config: Any, quantization_config: Any = None) -> PreTrainedModel:
+    """The policy from a hub id, a directory or a ready model.
+
+    Weights given by name are loaded in float32 unless ``model_init_kwargs`` say otherwise: small updates would be
+    lost in half precision.
+    """
+    options = dict(config.model_init_kwargs or {})
+    if not isinstance(model, str):
+        if options or quantization_config is not None:
+            raise ConfigError(
+                "model_init_kwargs and quantization_config apply only when the model is given by name; the model "
+                f"given is already a {type(model).__name__}: drop them, or pass its name"
+            )
+        return model
+    options.setdefault("dtype", torch.float32)
+    if isinstance(options["dtype"], str) and options["dtype"] != "auto":
+        options["dtype"] = getattr(torch, options["dtype"])
+    if quantization_config is not None:
+        options["quantization_config"] = quantization_config
+    options.setdefault("trust_remote_code", config.trust_remote_code)
+    return AutoModelForCausalLM.from_pretrained(model, **options)
+
+
+def load_processing_class(processing_class: Any, model: PreTrainedModel, config: Any) -> Any:
+    """The tokenizer or processor, padding on the left, with a pad token."""
+    if processing_class is None:
+        processing_class = AutoProcessor.from_pretrained(
+            model.config._name_or_path, trust_remote_code=config.trust_remote_code, padding_side="left"
+        )
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return processing_class
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set the probability of every dropout module to zero."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
+def cast_head_to_fp32(model: PreTrainedModel) -> None:
+    """Keep the head's parameters, its inputs and its outputs in float32 (ScaleRL, section 3.2).
+
+    A tied embedding shares the parameter, so its output is cast back to the dtype the rest of the model works in.
+    """
+    head, embedding = output_head(model), model.get_input_embeddings()
+    activation_dtype = embedding.weight.dtype
+    tied = head.weight is embedding.weight
+    head.float()
+    head.register_forward_pre_hook(lambda _, args: (args[0].float(), *args[1:]))
+    if tied:
+        embedding.register_forward_hook(lambda _, __, output: output.to(activation_dtype))
+
+
+def apply_peft(model: PreTrainedModel, peft_config: Any) -> PreTrainedModel:
+    """Wrap the model in an adapter, if one is asked for.
+
+    Raises:
+        ConfigError: PEFT is missing, the model already has an adapter, or an adapter sits on the head.
+    """
+    if peft_config is not None:
+        try:
+            from peft import PeftModel, get_peft_model
+        except ImportError as missing:
+            raise ConfigError("peft_config needs PEFT: pip install 'groupwise[peft]'") from missing
+        if isinstance(model, PeftModel):
+            raise ConfigError(
+                "peft_config was given for a model that already has an adapter; drop peft_config to continue that "
+                "adapter, or merge it first (model = model.merge_and_unload())"
+            )
+        model = get_peft_model(model, peft_config)
+    check_head(model)
+    return model

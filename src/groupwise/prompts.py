@@ -1,0 +1,52 @@
+"""Prompts to tokens, tokens to completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Prompt = str | list[dict[str, Any]]
+
+
+def is_chat(prompt: Prompt) -> bool:
+    """Whether a prompt is a list of chat messages rather than plain text."""
+    return not isinstance(prompt, str)
+
+
+def tokenize_prompt(
+    tokenizer: Any, prompt: Prompt, template_kwargs: dict[str, Any] | None = None, max_length: int | None = None
+) -> list[int]:
+    """Token ids of a prompt, ready to be continued.
+
+    Chat prompts go through the chat template; one that ends with an assistant message is continued where it
+    stops. Prompts longer than ``max_length`` lose tokens on the left.
+    """
+    if is_chat(prompt):
+        unfinished = prompt[-1]["role"] == "assistant"
+        ids = tokenizer.apply_chat_template(
+            prompt,
+            add_generation_prompt=not unfinished,
+            continue_final_message=unfinished,
+            tokenize=True,
+            return_dict=True,
+            **(template_kwargs or {}),
+        )["input_ids"]
+    else:
+        ids = tokenizer(prompt)["input_ids"]
+    return list(ids) if max_length is None else list(ids)[-max_length:]
+
+
+def as_completion(prompt: Prompt, text: str) -> Prompt:
+    """A completion in the form of its prompt: text, or the assistant message that answers the chat."""
+    if not is_chat(prompt):
+        return text
+    last = prompt[-1]
+    started = last["content"] if last["role"] == "assistant" else ""
+    return [{"role": "assistant", "content": started + text}]
+
+
+def conversation(prompt: Prompt, completion: Prompt) -> Prompt:
+    """Prompt and completion as one text or one list of messages."""
+    if not is_chat(prompt):
+        return prompt + completion
+    asked = prompt[:-1] if prompt[-1]["role"] == "assistant" else prompt
+    return [*asked, *completion]

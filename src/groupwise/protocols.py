@@ -1,0 +1,57 @@
+"""The interfaces behind which implementations are exchanged. Nothing here is needed at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from groupwise.stages import Completion, TokenScores, TrainBatch
+
+
+class GenerationBackend(Protocol):
+    """Something that continues prompts."""
+
+    def generate(self, prompts: Sequence[Sequence[int]]) -> list[Completion]:
+        """One completion per prompt, in order; repeated prompts give independent samples."""
+
+    def sync_weights(self, params: Iterator[tuple[str, torch.Tensor]], *, step: int) -> None:
+        """Take over the policy's weights as of optimizer step ``step``."""
+
+    def close(self) -> None:
+        """Release what the backend holds."""
+
+
+class LogprobHead(Protocol):
+    """Hidden states to log-probabilities and entropies."""
+
+    def __call__(
+        self,
+        hidden_NH: torch.Tensor,
+        head: Any,
+        targets_N: torch.Tensor,
+        temperature: float,
+        with_entropy: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
+
+
+class Layout(Protocol):
+    """Sequences to model inputs, and the model's outputs back to (B, C)."""
+
+    def __call__(
+        self, model: torch.nn.Module, batch: TrainBatch, head: str, temperature: float, *, with_entropy: bool
+    ) -> TokenScores: ...
+
+
+class RewardFunction(Protocol):
+    """A reward callable: one float (or None) per completion; may be ``async``.
+
+    Keyword arguments are ``prompts``, ``completions``, ``completion_ids``, every other dataset column,
+    ``trainer_state``, ``log_extra(column, values)`` and ``log_metric(name, value)``.
+    """
+
+    def __call__(self, **kwargs: Any) -> Sequence[float | None]: ...
+
+
+RolloutFunction = Callable[[list[Any], Any], dict[str, Any]]

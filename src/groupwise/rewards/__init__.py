@@ -1,0 +1,1 @@
+"""Calling reward functions and reward models."""

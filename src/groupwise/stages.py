@@ -1,0 +1,160 @@
+"""The records that travel between the stages of a step.
+
+    rows -roll_out-> RolloutBatch -score-> ScoredBatch -estimate_advantages-> (N,) or (N, T)
+         -annotate-> TrainBatch -evaluate_objective-> LossOutput
+
+Axis suffixes: B sequences at hand, P prompt tokens, C completion tokens, X is C or 1, N sequences of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+
+from groupwise.core.advantages import GroupRewards
+from groupwise.core.metrics import Mean, Metrics
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled continuation.
+
+    token_ids: the tokens after the prompt, the end token included when there is one.
+    logps: log-probability of each token under the sampling distribution; None when the sampler is the policy
+        itself or did not report them; NaN for a token it could not score.
+    loss_mask: 1 for tokens the policy chose, 0 for tokens of tools and environments; None means all chosen.
+    truncated: the length limit ended it, not an end token.
+    """
+
+    token_ids: list[int]
+    logps: list[float] | None = None
+    loss_mask: list[int] | None = None
+    truncated: bool = False
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """What was sampled on this rank, one entry per completion, the completions of a prompt next to each other.
+
+    rows: the dataset rows.
+    prompts: the prompts as the dataset gave them.
+    prompt_ids: their tokens, without padding.
+    completions: what the sampler returned.
+    texts: the completions as reward functions see them: strings, or message lists for chat prompts.
+    extra: further per-completion columns that reach the reward functions.
+    """
+
+    rows: list[dict[str, Any]]
+    prompts: list[Any]
+    prompt_ids: list[list[int]]
+    completions: list[Completion]
+    texts: list[Any]
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+
+@dataclass(frozen=True)
+class ScoredBatch:
+    """Rewards of the global batch, and where this rank's completions lie in it.
+
+    rewards: all ranks, in rank order, so that groups are contiguous.
+    local: the rows of ``rewards`` that belong to ``rollout``.
+    columns: extra columns that reward functions logged for the completions table.
+    """
+
+    rollout: RolloutBatch
+    rewards: GroupRewards
+    local: slice
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """Sequences ready for the loss.
+
+    prompt_ids_BP, prompt_mask_BP: left-padded prompts; the mask is 1 on real tokens.
+    completion_ids_BC, completion_mask_BC: right-padded completions.
+    loss_mask_BC: tokens that carry loss: policy tokens of completions that are not masked as truncated.
+    advantages_BX: (B, 1) or (B, C).
+    old_logps_BC: log-probs of the policy that generated; None when that is the current policy.
+    ref_logps_BC, sampler_logps_BC: None when there is no reference, or no separate sampler.
+    weights_BC: token weights of the window (see ``groupwise.core.weights``).
+    keep_BC: tokens kept by the entropy quantile; None keeps all.
+    entropy_weights_BC: weights of the entropy bonus, coefficient included; None is no bonus.
+    share_B1: the share of each row in the window, for terms that are one number per micro-batch.
+    """
+
+    prompt_ids_BP: torch.Tensor
+    prompt_mask_BP: torch.Tensor
+    completion_ids_BC: torch.Tensor
+    completion_mask_BC: torch.Tensor
+    loss_mask_BC: torch.Tensor
+    advantages_BX: torch.Tensor | None = None
+    old_logps_BC: torch.Tensor | None = None
+    ref_logps_BC: torch.Tensor | None = None
+    sampler_logps_BC: torch.Tensor | None = None
+    weights_BC: torch.Tensor | None = None
+    keep_BC: torch.Tensor | None = None
+    entropy_weights_BC: torch.Tensor | None = None
+    share_B1: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.completion_ids_BC.shape[0]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors that are set, by field name."""
+        named = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return {name: tensor for name, tensor in named if tensor is not None}
+
+    def to(self, device: torch.device | str) -> TrainBatch:
+        return replace(self, **{name: tensor.to(device) for name, tensor in self.tensors().items()})
+
+    def split(self, rows: int) -> Iterator[TrainBatch]:
+        """Micro-batches of ``rows`` sequences (the last may be smaller), without columns that are all padding."""
+        for start in range(0, len(self), rows):
+            part = {name: tensor[start : start + rows] for name, tensor in self.tensors().items()}
+            yield replace(self, **part).trimmed()
+
+    def trimmed(self) -> TrainBatch:
+        """Drop leading prompt columns and trailing completion columns in which every row is padding."""
+        prompt_width = max(int(self.prompt_mask_BP.sum(-1).max()), 1)
+        width = max(int(self.completion_mask_BC.sum(-1).max()), 1)
+        cut = {}
+        for name, tensor in self.tensors().items():
+            if name.endswith("_BP"):
+                cut[name] = tensor[:, tensor.shape[1] - prompt_width :]
+            elif tensor.shape[1] > 1:
+                cut[name] = tensor[:, :width]
+        return replace(self, **cut)
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """A policy's view of the completion tokens of a :class:`TrainBatch`, at the sampling temperature.
+
+    logps_BC, entropy_BC: float32; the entropy is None when nobody asked for it.
+    aux_loss: balancing loss of a mixture-of-experts model, a scalar.
+    """
+
+    logps_BC: torch.Tensor
+    entropy_BC: torch.Tensor | None = None
+    aux_loss: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """The loss of one micro-batch: the losses of a window add up.
+
+    bonus_entropy: entropy of the tokens an entropy bonus acts on; None without a bonus.
+    """
+
+    loss: torch.Tensor
+    bonus_entropy: Mean | None = None
+    metrics: Metrics = field(default_factory=dict)

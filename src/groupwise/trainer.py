@@ -1,0 +1,427 @@
+"""The trainer: what happens in a step, and every hook of ``transformers.Trainer``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate.utils import gather_object, set_seed
+from torch import nn
+from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ProgressCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, rotate_checkpoints
+
+from groupwise import checkpoint, reporting, setup
+from groupwise.backends.transformers_generate import TransformersBackend, generation_config
+from groupwise.config import GRPOConfig
+from groupwise.core.entropy import EntropyControl
+from groupwise.core.metrics import Mean
+from groupwise.data import GenerationBuffer, as_rows, local_rows, repeat_rows, with_advantages
+from groupwise.logbook import Logbook, completion_rows
+from groupwise.mixins import (
+    AdvantageMixin,
+    BatchingMixin,
+    LossMixin,
+    PolicyMixin,
+    RewardMixin,
+    RolloutMixin,
+)
+from groupwise.mixins.loss import objective_settings
+from groupwise.models import load_processing_class
+from groupwise.protocols import RewardFunction, RolloutFunction
+from groupwise.reference import MixReference, Reference, make_reference
+from groupwise.stages import TrainBatch
+
+logger = logging.getLogger(__name__)
+
+
+class GRPOTrainer(
+    BatchingMixin, RolloutMixin, RewardMixin, AdvantageMixin, PolicyMixin, LossMixin, Trainer
+):
+    """Group relative policy optimisation on top of ``transformers.Trainer``.
+
+    Args:
+        model: hub id, directory, ``PreTrainedModel`` or ``PeftModel`` (causal LM).
+        reward_funcs: one or a list of callables, async callables, sequence-classification models or their ids.
+        args: the configuration; by default it writes to "<model name>-GRPO".
+        train_dataset, eval_dataset: rows with a ``prompt`` (text or chat messages); the evaluation set may be a
+            dictionary of datasets. Other columns reach the rewards.
+        processing_class: tokenizer; by default the model's.
+        reward_processing_classes: None, one, or one per reward; by default each reward model's own tokenizer.
+        callbacks, optimizers: as in ``Trainer``.
+        quantization_config, peft_config: as in transformers and PEFT.
+        tools, environment_factory: not available yet.
+        rollout_func: ``rollout_func(prompts, trainer)`` replaces generation; see the documentation.
+
+    Raises:
+        ConfigError: settings, data or models that cannot be trained with.
+    """
+
+    _tag_names = ("groupwise", "grpo")
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        reward_funcs: RewardFunction | str | PreTrainedModel | list[Any] | None = None,
+        args: GRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: list[Callable[..., Any]] | None = None,
+        rollout_func: RolloutFunction | None = None,
+        environment_factory: Any = None,
+    ) -> None:
+        args = args or GRPOConfig(f"{setup.model_name(model)}-GRPO")
+        setup.refuse_unavailable(tools=tools, environment_factory=environment_factory)
+        setup.check_data(train_dataset, eval_dataset, args)
+        rewards = setup.check_rewards(reward_funcs, reward_processing_classes, args)
+        model = setup.prepare_policy(model, args, quantization_config, peft_config)
+        processing_class = load_processing_class(processing_class, model, args)
+        self.reference: Reference = make_reference(model, args, fresh_adapter=peft_config is not None)
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=as_rows,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            # Only its presence counts: it tells every supported Trainer that the loss is scaled already.
+            compute_loss_func=_never_called,
+        )
+        set_seed(args.seed, device_specific=True)  # ranks must not sample the same completions
+        self._set_rewards(rewards)
+        self._set_policy_state(rollout_func)
+        self._set_run_state()
+
+    def _set_rewards(self, rewards: setup.RewardSetup) -> None:
+        loaded = setup.load_rewards(rewards, self.args, self.accelerator)
+        self.reward_funcs = loaded.functions
+        self.reward_callables = loaded.callables
+        self.reward_func_names = loaded.names
+        self.reward_processing_classes = loaded.processing_classes
+        self.reward_weights = torch.tensor(self.args.reward_weights or [1.0] * len(loaded.names))
+
+    def _set_policy_state(self, rollout_func: RolloutFunction | None) -> None:
+        if self.reference.model is not None:
+            self.reference.model = self.accelerator.prepare_model(self.reference.model, evaluation_mode=True)
+        self.rollout_func = rollout_func
+        self.backend = TransformersBackend(
+            lambda: self.accelerator.unwrap_model(self.model_wrapped),
+            generation_config(self.args, self.accelerator.unwrap_model(self.model), self.processing_class),
+            self.args.pad_to_multiple_of,
+        )
+        self.logprob_head = "chunked" if self.args.logprob_head == "auto" else self.args.logprob_head
+        self.router_aux_loss_coef = setup.router_aux_loss_coef(self.model, self.args)
+        self.aux_loss_enabled = self.router_aux_loss_coef != 0.0
+        self.objective_settings = objective_settings(self.args)
+        self.entropy_control = EntropyControl(self.args.entropy_coef)
+
+    def _set_run_state(self) -> None:
+        self.generation_buffer = GenerationBuffer()
+        self.books = {"train": Logbook(), "eval": Logbook()}
+        self.window_entropy = Mean(0.0, 0.0)
+        self.step_start = time.perf_counter()
+        self.unrestored_rng: str | None = None
+        self.staging = False
+        self.num_parameters = self.model.num_parameters(exclude_embeddings=True)
+        if self.pop_callback(ProgressCallback) is not None:
+            self.add_callback(reporting.RewardProgressCallback)
+        if self.args.sync_ref_model:
+            self.add_callback(MixReference(self.reference, self.args, self.accelerator))
+
+    # One step, in the order in which it happens.
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[TrainBatch], None]:
+        """One accumulation window: micro-batches from the buffer, which is refilled when it is used up."""
+        window: list[TrainBatch] = []
+        # The range comes first: zip must not take rows that it then drops.
+        for _, rows in zip(range(num_batches), epoch_iterator, strict=False):
+            if self.unrestored_rng is not None:  # generation must not run on the state of a fresh process
+                self._load_rng_state(self.unrestored_rng)
+            window.append(self.take_micro_batch(rows, self.generate_micro_batches))
+        if window:
+            window = self.weigh_window(self.keep_high_entropy(self.model, window))
+        return window, None
+
+    def generate_micro_batches(self, rows: list[dict[str, Any]]) -> list[TrainBatch]:
+        """A generation batch: sampled, scored, given its advantages and cut into micro-batches."""
+        args = self.args
+        return self._generate(
+            rows, "train", args.num_generations, args.per_device_train_batch_size, self.is_exactly_on_policy() and not args.kl_in_reward
+        )
+
+    def _generate(
+        self,
+        rows: list[dict[str, Any]],
+        mode: str,
+        num_generations: int,
+        micro_batch_rows: int,
+        on_policy: bool,
+        num_rows: int | None = None,
+    ) -> list[TrainBatch]:
+        book = self.books[mode]
+        with book.clock("generate"):
+            rollout = self.roll_out(rows)
+        with book.clock("reward"):
+            scored = self.score(rollout, num_generations, num_rows)
+        with book.clock("score"):
+            parts = self.assemble(rollout).split(micro_batch_rows)
+            batches = [self.annotate(self.model, part, on_policy=on_policy) for part in parts]
+        if self.args.kl_in_reward:
+            scored = self.charge_kl(scored, batches)
+        advantages = local_rows(self.estimate_advantages(scored), scored.local).to(self.accelerator.device)
+        book.record(rollout.metrics)
+        book.record(scored.metrics)
+        if self.args.log_completions:
+            book.rows += completion_rows(scored, advantages, self.reward_func_names, self.state.global_step)
+        return with_advantages(batches, advantages)
+
+    def training_step(
+        self, model: nn.Module, inputs: TrainBatch, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """Loss and gradients of one micro-batch."""
+        with self.books["train"].clock("train"):
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.accelerator.sync_gradients:
+            self._end_window()
+        return loss
+
+    def compute_loss(
+        self, model: nn.Module, inputs: TrainBatch, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The loss of one micro-batch under the current policy."""
+        scores = self.score_tokens(model, inputs, with_entropy=True)
+        output = self.evaluate_objective(inputs, scores)
+        book = self.books["train" if model.training else "eval"]
+        book.record(output.metrics)
+        if model.training:
+            # The losses of a window add up, so a step counts once however many micro-batches it has.
+            book.record({"loss": Mean(output.loss.detach(), 1.0 / self.current_gradient_accumulation_steps)})
+            if output.bonus_entropy is not None:
+                self.window_entropy = self.window_entropy.merge(output.bonus_entropy)
+        return (output.loss, scores) if return_outputs else output.loss
+
+    def _end_window(self) -> None:
+        book = self.books["train"]
+        book.record(self.update_entropy_coef(self.window_entropy))
+        self.window_entropy = Mean(0.0, 0.0)
+        now = time.perf_counter()
+        book.record({"step_time": Mean(now - self.step_start)})
+        self.step_start = now
+
+    def prediction_step(
+        self, model: nn.Module, inputs: list[dict[str, Any]], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[torch.Tensor, None, None]:
+        """Generate, score and evaluate the loss of one evaluation batch."""
+        gradient_state = self.accelerator.gradient_state
+        # The last batch is filled up so that all ranks get the same number of rows; those do not count.
+        num_rows = gradient_state.remainder if gradient_state.end_of_dataloader else 0
+        with torch.no_grad():
+            (batch,) = self._generate(
+                inputs, "eval", self.args.num_generations_eval, len(inputs), True, num_rows or None
+            )
+            (batch,) = self.weigh_window(self.keep_high_entropy(model, [batch]))
+            loss = self.compute_loss(model, batch)
+        return loss.detach(), None, None
+
+    # Data.
+
+    def get_train_dataloader(self) -> Any:
+        """A loader position is one micro-batch; the first of a generation batch carries the rows that are used."""
+        return self._get_dataloader(
+            dataset=self.train_dataset,
+            description="Training",
+            batch_size=self._train_batch_size * self.args.steps_per_generation,
+            sampler_fn=self._get_train_sampler,
+            is_training=True,
+        )
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return self.make_group_sampler(self.train_dataset if train_dataset is None else train_dataset)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Every evaluation row ``num_generations_eval`` times in a row."""
+        key = eval_dataset if isinstance(eval_dataset, str) else "eval"
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        dataset = self.eval_dataset[key] if isinstance(eval_dataset, str) else dataset
+        return self._get_dataloader(
+            dataset=repeat_rows(dataset, self.args.num_generations_eval),
+            description="Evaluation",
+            batch_size=self.args.eval_batch_size,
+            sampler_fn=self._get_eval_sampler,
+            dataloader_key=key,
+        )
+
+    def _set_signature_columns_if_needed(self) -> None:
+        self._signature_columns = ["prompt"]
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return inputs  # the records are built on the training device
+
+    def floating_point_ops(self, inputs: TrainBatch) -> int:
+        """6 operations per parameter and token: forward and backward."""
+        tokens = inputs.prompt_ids_BP.numel() + inputs.completion_ids_BC.numel()
+        return 6 * tokens * self.num_parameters
+
+    # Logging.
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log; a training log also carries the metrics of the steps since the last one, joined over ranks."""
+        if "loss" in logs:
+            logs.update(self._drain("train"))
+        super().log(logs, start_time)
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
+        """As in ``Trainer``; the metrics returned also hold those of generation, rewards and loss."""
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        output.metrics.update({f"{metric_key_prefix}_{k}": v for k, v in self._drain("eval").items()})
+        return output
+
+    def _drain(self, mode: str) -> dict[str, float]:
+        values, rows = self.books[mode].drain(lambda part: gather_object([part]))
+        if rows and self.is_world_process_zero():
+            reporting.report_completions(rows, self.state.global_step, self.args, self.args.output_dir)
+        return values
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: Any = None, **_: Any
+    ) -> None:
+        """Write ``README.md`` into the output directory."""
+        if not self.is_world_process_zero():
+            return
+        extra_tags = [tags] if isinstance(tags, str) else list(tags or [])
+        card = reporting.model_card(
+            model_name=model_name or os.path.basename(os.path.normpath(self.args.output_dir)),
+            base_model=getattr(self.model.config, "_name_or_path", None),
+            dataset_name=dataset_name,
+            tags=extra_tags,
+            args=self.args,
+            versions={"transformers": transformers.__version__, "torch": torch.__version__},
+            log_history=self.state.log_history,
+            reward_names=self.reward_func_names,
+        )
+        os.makedirs(self.args.output_dir, exist_ok=True)
+        with open(os.path.join(self.args.output_dir, "README.md"), "w", encoding="utf-8") as file:
+            file.write(card)
+
+    # Checkpoints.
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
+    ) -> Any:
+        """Train; ``resume_from_checkpoint`` (True or a directory) continues exactly where the checkpoint was made."""
+        directory = checkpoint.find_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        self._restore(directory)
+        self.step_start = time.perf_counter()
+        return super().train(directory, trial, ignore_keys_for_eval)
+
+    def _restore(self, directory: str | None) -> None:
+        """Take over the state that ``Trainer`` does not keep; None starts afresh."""
+        self.generation_buffer = GenerationBuffer()
+        self.books["train"] = Logbook()
+        self.unrestored_rng = directory
+        if directory is None:
+            return
+        state = checkpoint.load_state(directory, self.args.process_index, self.args.world_size)
+        self.generation_buffer = GenerationBuffer.from_state(state["buffer"], self.accelerator.device)
+        self.books["train"].load_state_dict(state["book"])
+        self.entropy_control = EntropyControl(*state["entropy_control"])
+        if self.args.sync_ref_model:
+            checkpoint.load_reference(directory, self.reference.model)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        # Trainer restores it after the first window was fetched, which here means after generating: too late.
+        if self.unrestored_rng is not None:
+            super()._load_rng_state(checkpoint)
+            self.unrestored_rng = None
+
+    def _get_output_dir(self, trial: Any) -> str:
+        run_dir = super()._get_output_dir(trial)
+        return str(checkpoint.staging_dir(run_dir)) if self.staging else run_dir
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write the checkpoint aside and rename it when everything is on disk."""
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        run_dir = self._get_output_dir(trial)
+        staged, final = checkpoint.staging_dir(run_dir) / name, os.path.join(run_dir, name)
+        self.staging = True
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.staging = False
+        if not self.args.save_only_model:
+            self._save_own_state(str(staged))
+        if self.state.best_model_checkpoint == str(staged):
+            self.state.best_model_checkpoint = final
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            self.state.save_to_json(str(staged / TRAINER_STATE_NAME))
+            checkpoint.publish(staged, Path(final))
+            rotate_checkpoints(
+                output_dir=run_dir,
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub:
+            super()._push_from_checkpoint(final)
+
+    def _save_own_state(self, directory: str) -> None:
+        control = self.entropy_control
+        state = {
+            "buffer": self.generation_buffer.state_dict(),
+            "book": self.books["train"].state_dict(),
+            "entropy_control": (control.coef, control.entropy),
+        }
+        checkpoint.save_state(directory, self.args.process_index, self.args.world_size, state)
+        if self.args.sync_ref_model and self.args.should_save:
+            checkpoint.save_reference(directory, self.accelerator.unwrap_model(self.reference.model))
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if not self.staging:  # while staging, the folder does not have its name yet
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    # What scripts and callbacks read.
+
+    @property
+    def ref_model(self) -> PreTrainedModel | None:
+        """The reference model, if it is one of its own."""
+        return self.reference.model
+
+    @property
+    def entropy_coef(self) -> float:
+        """The current coefficient of the entropy bonus."""
+        return self.entropy_control.coef
+
+    @property
+    def num_generations(self) -> int:
+        return self.args.num_generations
+
+    @property
+    def temperature(self) -> float:
+        return self.args.temperature
+
+    @property
+    def beta(self) -> float:
+        return self.args.beta
+
+
+def _never_called(*_: Any, **__: Any) -> None:
+    raise AssertionError("compute_loss is overridden")
