@@ -125,4 +125,6 @@ def save_reference(directory: str, model: torch.nn.Module) -> None:
 
 def load_reference(directory: str, model: torch.nn.Module) -> None:
     """Read them back into ``model``."""
-    model.load_state_dict(torch.load(os.path.join(directory, _REFERENCE), map_location="cpu", weights_only=True))
+    model.load_state_dict(
+        torch.load(os.path.join(directory, _REFERENCE), map_location="cpu", weights_only=True)
+    )

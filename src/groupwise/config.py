@@ -20,14 +20,18 @@ from transformers import TrainingArguments
 from transformers.utils import is_torch_xla_available
 
 from groupwise.config_conflicts import OLD_NAMES, SAMPLING_FIELDS
+from groupwise.config_rules import default_of
 from groupwise.validation import check
 
 logger = logging.getLogger(__name__)
 
 
-def _opt(default: Any, doc: str) -> Any:
-    """A dataclass field whose doc is also its command-line help."""
-    return dataclasses.field(default=default, metadata={"help": doc})
+def _opt(default: Any, doc: str, **argument: Any) -> Any:
+    """A dataclass field whose doc is also its command-line help; ``argument`` goes to ``add_argument``."""
+    return dataclasses.field(default=default, metadata={"help": doc, **argument})
+
+
+_SWITCH = {"nargs": "?", "const": True}  # `--flag` alone means True, also where the default is None
 
 
 @dataclass(repr=False)
@@ -47,8 +51,10 @@ class GRPOConfig(TrainingArguments):
     logging_steps: float = _opt(10, "Optimizer steps between logs; below 1, a share of all steps.")
     gradient_checkpointing: bool = _opt(True, "Recompute activations in the backward pass to save memory.")
     remove_unused_columns: bool = _opt(False, "Drop dataset columns before the rewards could see them.")
-    bf16: bool | None = _opt(
-        None, "bfloat16 mixed precision. None: on if fp16 is off and the device computes bfloat16 natively."
+    bf16: bool | None = _opt(  # type: ignore[assignment]
+        None,
+        "bfloat16 mixed precision. None: on if fp16 is off and the device computes bfloat16 natively.",
+        **_SWITCH,
     )
 
     # Model
@@ -196,11 +202,13 @@ class GRPOConfig(TrainingArguments):
     log_completions_hub_repo: str | None = _opt(None, "Hub dataset to upload the completions to.")
 
     # Old names
-    use_transformers_paged: bool | None = _opt(None, "Old name of use_transformers_continuous_batching.")
+    use_transformers_paged: bool | None = _opt(
+        None, "Old name of use_transformers_continuous_batching.", **_SWITCH
+    )
     vllm_guided_decoding_regex: str | None = _opt(None, "Old name of vllm_structured_outputs_regex.")
     vllm_importance_sampling_cap: float | None = _opt(None, "Old name of vllm_importance_sampling_clip_max.")
-    use_liger_loss: bool | None = _opt(None, "Old name of use_liger_kernel.")
-    wandb_log_unique_prompts: bool | None = _opt(None, "Old name of log_unique_prompts.")
+    use_liger_loss: bool | None = _opt(None, "Old name of use_liger_kernel.", **_SWITCH)
+    wandb_log_unique_prompts: bool | None = _opt(None, "Old name of log_unique_prompts.", **_SWITCH)
 
     def __post_init__(self) -> None:
         _read_strings(self)
@@ -275,7 +283,7 @@ def _move_old_names(config: GRPOConfig) -> None:
         warnings.warn(
             f"{old} is the old name of {new} and goes away in the next release", FutureWarning, stacklevel=4
         )
-        if getattr(config, new) in (getattr(GRPOConfig, new), value):
+        if getattr(config, new) in (default_of(config, new), value):
             setattr(config, new, value)
             setattr(config, old, None)
 
@@ -336,7 +344,7 @@ def _resolve_sampling(config: GRPOConfig) -> None:
     if not isinstance(config.generation_kwargs, dict):
         return
     for key, name in SAMPLING_FIELDS.items():
-        if key in config.generation_kwargs and getattr(config, name) == getattr(GRPOConfig, name):
+        if key in config.generation_kwargs and getattr(config, name) == default_of(config, name):
             setattr(config, name, config.generation_kwargs[key])
 
 

@@ -26,6 +26,11 @@ class Rule:
     example: Mapping[str, Any]
 
 
+def default_of(config: Any, name: str) -> Any:
+    """The default of a field in the class of this configuration, which may be a subclass with its own."""
+    return config.__dataclass_fields__[name].default
+
+
 def join_lines(messages: Mapping[str, str]) -> str:
     """The messages of a rule that found several offenders, as the lines of an error."""
     return "\n  - ".join(messages.values())
@@ -155,8 +160,8 @@ def _unequal_steps(config: Any) -> bool:
 def _unequal_steps_message(config: Any) -> str:
     size, steps = config.generation_batch_size, config.steps_per_generation
     return (
-        f"generation_batch_size={size} and steps_per_generation={steps} are both given and disagree; allowed: "
-        f"one, the other None; nearest valid: generation_batch_size={steps * _per_step(config)}"
+        f"generation_batch_size={size} and steps_per_generation={steps} are both given and disagree; "
+        f"allowed: one, the other None; nearest valid: generation_batch_size={steps * _per_step(config)}"
     )
 
 
@@ -170,8 +175,8 @@ def _split_step_message(config: Any) -> str:
     sizes = _multiples(size, math.lcm(per_step, max(config.num_generations, 1)))
     return (
         f"generation_batch_size={size} is not divisible by {per_step}, which is per_device_train_batch_size="
-        f"{config.per_device_train_batch_size} x {config.world_size} process(es); allowed: multiples of it and "
-        f"of num_generations={config.num_generations}; nearest valid: {sizes}"
+        f"{config.per_device_train_batch_size} x {config.world_size} process(es); allowed: multiples of it "
+        f"and of num_generations={config.num_generations}; nearest valid: {sizes}"
     )
 
 
@@ -186,8 +191,8 @@ def _split_groups_message(config: Any) -> str:
     groups = _divisors(size, near=group, low=2)
     return (
         f"generation_batch_size={size} (= per_device_train_batch_size x processes x steps_per_generation) is "
-        f"not divisible by num_generations={group}; allowed: whole groups; nearest valid: generation_batch_size "
-        f"{sizes}" + (f", or num_generations {groups}" if groups else "")
+        f"not divisible by num_generations={group}; allowed: whole groups; nearest valid: "
+        f"generation_batch_size {sizes}" + (f", or num_generations {groups}" if groups else "")
     )
 
 

@@ -82,7 +82,9 @@ def with_advantages(batches: Sequence[TrainBatch], advantages: torch.Tensor) -> 
     return [
         replace(
             batch,
-            advantages_BX=part.unsqueeze(1) if part.dim() == 1 else part[:, : batch.completion_ids_BC.shape[1]],
+            advantages_BX=part.unsqueeze(1)
+            if part.dim() == 1
+            else part[:, : batch.completion_ids_BC.shape[1]],
         )
         for batch, part in zip(batches, parts, strict=True)
     ]

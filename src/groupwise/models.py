@@ -16,7 +16,9 @@ from groupwise.heads.weights import output_head
 logger = logging.getLogger(__name__)
 
 
-def load_policy(model: str | PreTrainedModel, config: Any, quantization_config: Any = None) -> PreTrainedModel:
+def load_policy(
+    model: str | PreTrainedModel, config: Any, quantization_config: Any = None
+) -> PreTrainedModel:
     """The policy from a hub id, a directory or a ready model.
 
     Weights given by name are loaded in float32 unless ``model_init_kwargs`` say otherwise: small updates would be

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-Prompt = str | list[dict[str, Any]]
+#: A string, or a list of chat messages ``{"role": ..., "content": ...}``.
+Prompt = Any
 
 
 def is_chat(prompt: Prompt) -> bool:
@@ -13,7 +14,10 @@ def is_chat(prompt: Prompt) -> bool:
 
 
 def tokenize_prompt(
-    tokenizer: Any, prompt: Prompt, template_kwargs: dict[str, Any] | None = None, max_length: int | None = None
+    tokenizer: Any,
+    prompt: Prompt,
+    template_kwargs: dict[str, Any] | None = None,
+    max_length: int | None = None,
 ) -> list[int]:
     """Token ids of a prompt, ready to be continued.
 

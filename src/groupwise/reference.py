@@ -40,6 +40,7 @@ class SeparateReference(Reference):
 
     @torch.no_grad()
     def mix(self, policy: nn.Module, alpha: float) -> None:
+        assert self.model is not None
         for ours, theirs in zip(self.model.parameters(), policy.parameters(), strict=True):
             ours.lerp_(theirs.to(ours), alpha)
 
@@ -48,7 +49,7 @@ class DisabledAdapter(Reference):
     """The base model below a fresh adapter."""
 
     @contextmanager
-    def scoring(self, policy: nn.Module) -> Iterator[nn.Module]:
+    def scoring(self, policy: Any) -> Iterator[nn.Module]:
         with policy.disable_adapter():
             yield policy
 

@@ -55,7 +55,9 @@ def refuse_unavailable(**features: Any) -> None:
     """Raise for arguments whose feature does not exist yet."""
     given = [name for name, value in features.items() if value is not None]
     if given:
-        raise ConfigError(f"not implemented yet: {', '.join(given)}; leave {'them' if given[1:] else 'it'} out")
+        raise ConfigError(
+            f"not implemented yet: {', '.join(given)}; leave {'them' if given[1:] else 'it'} out"
+        )
 
 
 def check_data(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> None:
@@ -86,7 +88,9 @@ def check_data(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> Non
 
 def _check_dataset(name: str, dataset: Any) -> None:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise ConfigError(f"{name} is a {type(dataset).__name__}: streaming data are not implemented yet; pass a Dataset")
+        raise ConfigError(
+            f"{name} is a {type(dataset).__name__}: streaming data are not implemented yet; pass a Dataset"
+        )
     if len(dataset) == 0:
         raise ConfigError(f"{name} is empty")
     columns = getattr(dataset, "column_names", None) or list(dataset[0])

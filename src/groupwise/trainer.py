@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from accelerate.utils import gather_object, set_seed
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback
@@ -36,23 +34,19 @@ from groupwise.mixins import (
 from groupwise.mixins.loss import objective_settings
 from groupwise.models import load_processing_class
 from groupwise.protocols import RewardFunction, RolloutFunction
-from groupwise.reference import MixReference, Reference, make_reference
+from groupwise.reference import MixReference, make_reference
 from groupwise.stages import TrainBatch
 
-logger = logging.getLogger(__name__)
 
-
-class GRPOTrainer(
-    BatchingMixin, RolloutMixin, RewardMixin, AdvantageMixin, PolicyMixin, LossMixin, Trainer
-):
+class GRPOTrainer(BatchingMixin, RolloutMixin, RewardMixin, AdvantageMixin, PolicyMixin, LossMixin, Trainer):
     """Group relative policy optimisation on top of ``transformers.Trainer``.
 
     Args:
         model: hub id, directory, ``PreTrainedModel`` or ``PeftModel`` (causal LM).
-        reward_funcs: one or a list of callables, async callables, sequence-classification models or their ids.
+        reward_funcs: one or a list of callables, async callables, sequence-classification models or ids of such.
         args: the configuration; by default it writes to "<model name>-GRPO".
-        train_dataset, eval_dataset: rows with a ``prompt`` (text or chat messages); the evaluation set may be a
-            dictionary of datasets. Other columns reach the rewards.
+        train_dataset, eval_dataset: rows with a ``prompt`` (text or chat messages); other columns reach the
+            rewards. The evaluation set may be a dictionary of datasets.
         processing_class: tokenizer; by default the model's.
         reward_processing_classes: None, one, or one per reward; by default each reward model's own tokenizer.
         callbacks, optimizers: as in ``Trainer``.
@@ -64,7 +58,8 @@ class GRPOTrainer(
         ConfigError: settings, data or models that cannot be trained with.
     """
 
-    _tag_names = ("groupwise", "grpo")
+    args: GRPOConfig  # type: ignore[assignment]
+    model: PreTrainedModel  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -87,11 +82,11 @@ class GRPOTrainer(
         setup.refuse_unavailable(tools=tools, environment_factory=environment_factory)
         setup.check_data(train_dataset, eval_dataset, args)
         rewards = setup.check_rewards(reward_funcs, reward_processing_classes, args)
-        model = setup.prepare_policy(model, args, quantization_config, peft_config)
-        processing_class = load_processing_class(processing_class, model, args)
-        self.reference: Reference = make_reference(model, args, fresh_adapter=peft_config is not None)
+        policy = setup.prepare_policy(model, args, quantization_config, peft_config)
+        processing_class = load_processing_class(processing_class, policy, args)
+        self.reference = make_reference(policy, args, fresh_adapter=peft_config is not None)
         super().__init__(
-            model=model,
+            model=policy,
             args=args,
             data_collator=as_rows,
             train_dataset=train_dataset,
@@ -116,19 +111,21 @@ class GRPOTrainer(
         self.reward_weights = torch.tensor(self.args.reward_weights or [1.0] * len(loaded.names))
 
     def _set_policy_state(self, rollout_func: RolloutFunction | None) -> None:
+        args = self.args
         if self.reference.model is not None:
             self.reference.model = self.accelerator.prepare_model(self.reference.model, evaluation_mode=True)
         self.rollout_func = rollout_func
         self.backend = TransformersBackend(
             lambda: self.accelerator.unwrap_model(self.model_wrapped),
-            generation_config(self.args, self.accelerator.unwrap_model(self.model), self.processing_class),
-            self.args.pad_to_multiple_of,
+            generation_config(args, self.accelerator.unwrap_model(self.model), self.processing_class),
+            args.pad_to_multiple_of,
         )
-        self.logprob_head = "chunked" if self.args.logprob_head == "auto" else self.args.logprob_head
-        self.router_aux_loss_coef = setup.router_aux_loss_coef(self.model, self.args)
+        self.logprob_head = "chunked" if args.logprob_head == "auto" else args.logprob_head
+        self.router_aux_loss_coef = setup.router_aux_loss_coef(self.model, args)
         self.aux_loss_enabled = self.router_aux_loss_coef != 0.0
-        self.objective_settings = objective_settings(self.args)
-        self.entropy_control = EntropyControl(self.args.entropy_coef)
+        self.objective_settings = objective_settings(args)
+        self.entropy_control = EntropyControl(args.entropy_coef)
+        self.num_generations, self.temperature, self.beta = args.num_generations, args.temperature, args.beta
 
     def _set_run_state(self) -> None:
         self.generation_buffer = GenerationBuffer()
@@ -161,9 +158,9 @@ class GRPOTrainer(
 
     def generate_micro_batches(self, rows: list[dict[str, Any]]) -> list[TrainBatch]:
         """A generation batch: sampled, scored, given its advantages and cut into micro-batches."""
-        args = self.args
+        on_policy = self.is_exactly_on_policy() and not self.args.kl_in_reward
         return self._generate(
-            rows, "train", args.num_generations, args.per_device_train_batch_size, self.is_exactly_on_policy() and not args.kl_in_reward
+            rows, "train", self.num_generations, self.args.per_device_train_batch_size, on_policy=on_policy
         )
 
     def _generate(
@@ -172,6 +169,7 @@ class GRPOTrainer(
         mode: str,
         num_generations: int,
         micro_batch_rows: int,
+        *,
         on_policy: bool,
         num_rows: int | None = None,
     ) -> list[TrainBatch]:
@@ -192,9 +190,7 @@ class GRPOTrainer(
             book.rows += completion_rows(scored, advantages, self.reward_func_names, self.state.global_step)
         return with_advantages(batches, advantages)
 
-    def training_step(
-        self, model: nn.Module, inputs: TrainBatch, num_items_in_batch: Any = None
-    ) -> torch.Tensor:
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Loss and gradients of one micro-batch."""
         with self.books["train"].clock("train"):
             loss = super().training_step(model, inputs, num_items_in_batch)
@@ -203,7 +199,7 @@ class GRPOTrainer(
         return loss
 
     def compute_loss(
-        self, model: nn.Module, inputs: TrainBatch, return_outputs: bool = False, num_items_in_batch: Any = None
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The loss of one micro-batch under the current policy."""
         scores = self.score_tokens(model, inputs, with_entropy=True)
@@ -226,7 +222,7 @@ class GRPOTrainer(
         self.step_start = now
 
     def prediction_step(
-        self, model: nn.Module, inputs: list[dict[str, Any]], prediction_loss_only: bool, ignore_keys: Any = None
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[torch.Tensor, None, None]:
         """Generate, score and evaluate the loss of one evaluation batch."""
         gradient_state = self.accelerator.gradient_state
@@ -234,7 +230,12 @@ class GRPOTrainer(
         num_rows = gradient_state.remainder if gradient_state.end_of_dataloader else 0
         with torch.no_grad():
             (batch,) = self._generate(
-                inputs, "eval", self.args.num_generations_eval, len(inputs), True, num_rows or None
+                inputs,
+                "eval",
+                self.args.num_generations_eval,
+                len(inputs),
+                on_policy=not self.args.kl_in_reward,
+                num_rows=num_rows or None,
             )
             (batch,) = self.weigh_window(self.keep_high_entropy(model, [batch]))
             loss = self.compute_loss(model, batch)
@@ -243,9 +244,9 @@ class GRPOTrainer(
     # Data.
 
     def get_train_dataloader(self) -> Any:
-        """A loader position is one micro-batch; the first of a generation batch carries the rows that are used."""
+        """A loader position is one micro-batch; the first of a generation batch carries the rows it uses."""
         return self._get_dataloader(
-            dataset=self.train_dataset,
+            dataset=self.train_dataset,  # type: ignore[arg-type]
             description="Training",
             batch_size=self._train_batch_size * self.args.steps_per_generation,
             sampler_fn=self._get_train_sampler,
@@ -258,18 +259,21 @@ class GRPOTrainer(
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Every evaluation row ``num_generations_eval`` times in a row."""
         key = eval_dataset if isinstance(eval_dataset, str) else "eval"
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        dataset = self.eval_dataset[key] if isinstance(eval_dataset, str) else dataset
+        known: Any = self.eval_dataset
+        if isinstance(eval_dataset, str):
+            eval_dataset = known[eval_dataset]
         return self._get_dataloader(
-            dataset=repeat_rows(dataset, self.args.num_generations_eval),
+            dataset=repeat_rows(
+                known if eval_dataset is None else eval_dataset, self.args.num_generations_eval
+            ),
             description="Evaluation",
             batch_size=self.args.eval_batch_size,
-            sampler_fn=self._get_eval_sampler,
+            sampler_fn=self._get_eval_sampler,  # type: ignore[arg-type]
             dataloader_key=key,
         )
 
     def _set_signature_columns_if_needed(self) -> None:
-        self._signature_columns = ["prompt"]
+        self._signature_columns = ["prompt"]  # type: ignore[assignment]
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         return inputs  # the records are built on the training device
@@ -287,11 +291,12 @@ class GRPOTrainer(
             logs.update(self._drain("train"))
         super().log(logs, start_time)
 
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """As in ``Trainer``; the metrics returned also hold those of generation, rewards and loss."""
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        output.metrics.update({f"{metric_key_prefix}_{k}": v for k, v in self._drain("eval").items()})
-        return output
+        output = super().evaluation_loop(*args, **kwargs)
+        prefix = kwargs.get("metric_key_prefix", "eval")
+        own = {f"{prefix}_{name}": value for name, value in self._drain("eval").items()}
+        return output._replace(metrics={**(output.metrics or {}), **own})
 
     def _drain(self, mode: str) -> dict[str, float]:
         values, rows = self.books[mode].drain(lambda part: gather_object([part]))
@@ -299,37 +304,29 @@ class GRPOTrainer(
             reporting.report_completions(rows, self.state.global_step, self.args, self.args.output_dir)
         return values
 
-    def create_model_card(
+    def create_model_card(  # type: ignore[override]
         self, model_name: str | None = None, dataset_name: str | None = None, tags: Any = None, **_: Any
     ) -> None:
         """Write ``README.md`` into the output directory."""
-        if not self.is_world_process_zero():
-            return
-        extra_tags = [tags] if isinstance(tags, str) else list(tags or [])
-        card = reporting.model_card(
-            model_name=model_name or os.path.basename(os.path.normpath(self.args.output_dir)),
-            base_model=getattr(self.model.config, "_name_or_path", None),
-            dataset_name=dataset_name,
-            tags=extra_tags,
-            args=self.args,
-            versions={"transformers": transformers.__version__, "torch": torch.__version__},
-            log_history=self.state.log_history,
-            reward_names=self.reward_func_names,
-        )
-        os.makedirs(self.args.output_dir, exist_ok=True)
-        with open(os.path.join(self.args.output_dir, "README.md"), "w", encoding="utf-8") as file:
-            file.write(card)
+        if self.is_world_process_zero():
+            reporting.write_model_card(
+                self.args,
+                model_name=model_name,
+                base_model=getattr(self.model.config, "_name_or_path", None),
+                dataset_name=dataset_name,
+                tags=[tags] if isinstance(tags, str) else list(tags or []),
+                log_history=self.state.log_history,
+                reward_names=self.reward_func_names,
+            )
 
     # Checkpoints.
 
-    def train(
-        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
-    ) -> Any:
-        """Train; ``resume_from_checkpoint`` (True or a directory) continues exactly where the checkpoint was made."""
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train; ``resume_from_checkpoint`` (True or a directory) continues exactly where it was made."""
         directory = checkpoint.find_checkpoint(resume_from_checkpoint, self.args.output_dir)
         self._restore(directory)
         self.step_start = time.perf_counter()
-        return super().train(directory, trial, ignore_keys_for_eval)
+        return super().train(directory, *args, **kwargs)
 
     def _restore(self, directory: str | None) -> None:
         """Take over the state that ``Trainer`` does not keep; None starts afresh."""
@@ -409,18 +406,6 @@ class GRPOTrainer(
     def entropy_coef(self) -> float:
         """The current coefficient of the entropy bonus."""
         return self.entropy_control.coef
-
-    @property
-    def num_generations(self) -> int:
-        return self.args.num_generations
-
-    @property
-    def temperature(self) -> float:
-        return self.args.temperature
-
-    @property
-    def beta(self) -> float:
-        return self.args.beta
 
 
 def _never_called(*_: Any, **__: Any) -> None:

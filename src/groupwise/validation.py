@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from groupwise.config_conflicts import COMBINATION_RULES, is_surrogate
-from groupwise.config_rules import BATCH_RULES, CHOICE_RULES, RANGE_RULES, Rule, join_lines
+from groupwise.config_rules import BATCH_RULES, CHOICE_RULES, RANGE_RULES, Rule, default_of, join_lines
 from groupwise.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def check(config: GRPOConfig) -> None:
         lines = "".join(f"\n  - {message}" for message in found.values())
         raise ConfigError(f"{type(config).__name__}: {len(found)} invalid setting(s){lines}")
     for names, used, reason in WITHOUT_EFFECT:
-        changed = [name for name in names if getattr(config, name) != _default(name)]
+        changed = [name for name in names if getattr(config, name) != default_of(config, name)]
         if changed and not used(config):
             _warn_once(f"{', '.join(changed)} set, but without effect: {reason}")
 
@@ -54,7 +54,7 @@ def violations(config: GRPOConfig) -> dict[str, str]:
         value = getattr(config, name)
         if value not in accepted and name not in found and name not in broken:
             allowed = " or ".join(repr(item) for item in accepted)
-            found[name] = f"{name}={value!r} is not implemented yet; allowed: {allowed}{_hint(name)}"
+            found[name] = f"{name}={value!r} is not implemented yet; allowed: {allowed}{_hint(config, name)}"
     return found
 
 
@@ -79,12 +79,6 @@ def _warn_once(message: str) -> None:
     logger.warning(message)
 
 
-def _default(name: str) -> Any:
-    from groupwise.config import GRPOConfig
-
-    return getattr(GRPOConfig, name)
-
-
 def _mistyped(config: GRPOConfig) -> dict[str, str]:
     from groupwise.config import field_types
 
@@ -94,7 +88,7 @@ def _mistyped(config: GRPOConfig) -> dict[str, str]:
         if not _is_of(value, kinds):
             allowed = " or ".join(sorted("None" if kind is type(None) else kind.__name__ for kind in kinds))
             found[name] = (
-                f"{name}={value!r} is of type {type(value).__name__}; allowed: {allowed}{_hint(name)}"
+                f"{name}={value!r} is of type {type(value).__name__}; allowed: {allowed}{_hint(config, name)}"
             )
     return found
 
@@ -114,12 +108,12 @@ def _not_finite(config: GRPOConfig) -> dict[str, str]:
         value = getattr(config, name)
         numbers = value if isinstance(value, list) else [value]
         if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
-            found[name] = f"{name}={value} is not finite; allowed: finite numbers{_hint(name)}"
+            found[name] = f"{name}={value} is not finite; allowed: finite numbers{_hint(config, name)}"
     return found
 
 
-def _hint(name: str) -> str:
-    return f"; nearest valid: {_default(name)!r} (the default)"
+def _hint(config: GRPOConfig, name: str) -> str:
+    return f"; nearest valid: {default_of(config, name)!r} (the default)"
 
 
 VALUE_RULES = (

@@ -40,10 +40,10 @@ def call_rollout_function(
                 f"rollout_func {name!r} returned {len(values)} entries for {key!r}, but there are {len(prompts)} "
                 "prompts (each prompt is repeated once per completion)"
             )
-    completions = [
-        _completion(output, row, name, end_tokens) for row in range(len(prompts))
-    ]
-    extra = {key: list(values) for key, values in output.items() if key not in _OWN_KEYS and values is not None}
+    completions = [_completion(output, row, name, end_tokens) for row in range(len(prompts))]
+    extra = {
+        key: list(values) for key, values in output.items() if key not in _OWN_KEYS and values is not None
+    }
     return [list(ids) for ids in output["prompt_ids"]], completions, extra
 
 

@@ -46,7 +46,7 @@ class TransformersBackend:
         Returns:
             B completions, cut after their first end token; ``truncated`` where there was none.
         """
-        model = self.model()
+        model: Any = self.model()
         pad_token = self.generation_config.pad_token_id
         input_ids = pad_sequences(
             prompts, pad_token, left=True, multiple_of=self.pad_to_multiple_of, device=model.device

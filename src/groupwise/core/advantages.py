@@ -168,5 +168,7 @@ def register_advantage(name: str, estimator: Estimator) -> None:
         ValueError: the name is taken.
     """
     if name in ADVANTAGES:
-        raise ValueError(f"advantage {name!r} is already registered; registered: {', '.join(sorted(ADVANTAGES))}")
+        raise ValueError(
+            f"advantage {name!r} is already registered; registered: {', '.join(sorted(ADVANTAGES))}"
+        )
     ADVANTAGES[name] = estimator

@@ -75,8 +75,8 @@ Metrics = dict[str, Reduction]
 
 def _extreme(tensor_op, number_op, a: Scalar, b: Scalar) -> Scalar:
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        like = a if isinstance(a, torch.Tensor) else b
-        return tensor_op(torch.as_tensor(a).to(like), torch.as_tensor(b).to(like))  # type: ignore[arg-type]
+        device = (a if isinstance(a, torch.Tensor) else b).device  # type: ignore[union-attr]
+        return tensor_op(torch.as_tensor(a, device=device), torch.as_tensor(b, device=device))
     return number_op(a, b)
 
 
@@ -93,7 +93,9 @@ def merge_metrics(parts: Iterable[Mapping[str, Reduction]]) -> Metrics:
             if known is None:
                 merged[name] = reduction
             elif type(known) is not type(reduction):
-                raise TypeError(f"metric {name!r} is both {type(known).__name__} and {type(reduction).__name__}")
+                raise TypeError(
+                    f"metric {name!r} is both {type(known).__name__} and {type(reduction).__name__}"
+                )
             else:
                 merged[name] = known.merge(reduction)  # type: ignore[arg-type]
     return merged

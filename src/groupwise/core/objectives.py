@@ -112,7 +112,7 @@ def evaluate(terms: ObjectiveTerms, settings: ObjectiveSettings) -> tuple[torch.
         logps_BT=logps_BT,
         log_ratio_BT=log_ratio_BT,
         mask_BT=mask_BT,
-        log_correction_BX=_log_correction(correction_BX, off_BT) if folded else None,
+        log_correction_BX=_log_correction(correction_BX, off_BT) if folded else None,  # type: ignore[arg-type]
     )
     per_token_BX = objective.surrogate(surrogate_terms, settings.surrogate)
     if settings.off_policy_threshold is not None:
@@ -164,7 +164,9 @@ def _correction(
     metrics["sampling/importance_sampling_ratio/mean"] = Mean(
         (correction_BX * present_BX).sum(), present_BX.sum()
     )
-    metrics["sampling/importance_sampling_ratio/min"] = Min(correction_BX.masked_fill(absent_BX, torch.inf).min())
+    metrics["sampling/importance_sampling_ratio/min"] = Min(
+        correction_BX.masked_fill(absent_BX, torch.inf).min()
+    )
     metrics["sampling/importance_sampling_ratio/max"] = Max(
         correction_BX.masked_fill(absent_BX, -torch.inf).max()
     )
@@ -231,7 +233,9 @@ def register_objective(
         ValueError: the name is taken, or the normaliser is unknown.
     """
     if name in OBJECTIVES:
-        raise ValueError(f"objective {name!r} is already registered; registered: {', '.join(sorted(OBJECTIVES))}")
+        raise ValueError(
+            f"objective {name!r} is already registered; registered: {', '.join(sorted(OBJECTIVES))}"
+        )
     if normalizer not in NORMALIZERS:
         raise ValueError(f"normalizer={normalizer!r} is unknown; allowed: {', '.join(sorted(NORMALIZERS))}")
     OBJECTIVES[name] = Objective(name, surrogate, normalizer, diagnostics, folds_correction)

@@ -1,4 +1,4 @@
-"""From hidden states to log-probs and entropy: `dense` holds all logits, `chunked` never more than one tile of them."""
+"""From hidden states to log-probs and entropy: `dense` holds all logits, `chunked` one tile of them."""
 
 from groupwise.heads.capture import CapturedScores, score_at_head
 from groupwise.heads.chunked import chunked_head

@@ -1,7 +1,7 @@
 """Log-probs out of a causal language model's own forward, whose logits are then never made.
 
-While `score_at_head` is active the model's head module scores the hidden states it receives. Its hooks run as always,
-so frameworks that shard, gather, move or cast the head's weights see an ordinary call.
+While `score_at_head` is active the model's head module scores the hidden states it receives. Its hooks run
+as always, so frameworks that shard, gather, move or cast the head's weights see an ordinary call.
 
 Axes: B sequences, K scored positions per sequence, H hidden size.
 """
@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from groupwise.errors import ConfigError
 from groupwise.heads.weights import HeadWeights, output_head
@@ -41,8 +40,8 @@ class CapturedScores:
     def read(self, model_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The scores, with their gradients routed through what the model returned.
 
-        Wrappers that act on a model's outputs (FSDP registers its backward there) need the loss to depend on them.
-        The values are those the head computed, bit for bit, whatever the model did to its "logits" afterwards.
+        Wrappers that act on a model's outputs (FSDP registers its backward there) need the loss to depend on
+        them. The values are those the head computed, bit for bit, whatever the model did to its "logits".
 
         Args:
             model_logits: `outputs.logits` of the forward that ran inside the context.
@@ -66,13 +65,13 @@ class CapturedScores:
             return
         zero_logp, zero_entropy, probe = model_logits.detach()[0, 0].double().tolist()
         expected = self.head.shape_logits(torch.tensor(_PROBE, dtype=torch.float64)).item()
-        rounding = 4 * torch.finfo(model_logits.dtype).eps
+        rounding = 16 * torch.finfo(model_logits.dtype).eps
         if zero_logp or zero_entropy or abs(probe - expected) > rounding * abs(expected):
             raise ConfigError(
-                f"the model's forward turns a head output of {_PROBE} into {probe:.6g} and 0 into {zero_logp:.6g}, "
-                f"while its config says scale={self.head.scale}, softcap={self.head.softcap} ({expected:.6g} and 0): "
-                f'it changes its logits in a way log-prob heads do not know; pass logprob_head="dense" with the '
-                f"model's own logits, or set the scale and the softcap in its config."
+                f"the model's forward turns a head output of {_PROBE} into {probe:.6g} and "
+                f"0 into {zero_logp:.6g}, while the head is described by scale={self.head.scale}, "
+                f"softcap={self.head.softcap} ({expected:.6g} and 0): log-probs would not be the model's; "
+                f"set logit_scale (or logits_scaling) and final_logit_softcapping of its config accordingly."
             )
 
 
@@ -87,9 +86,9 @@ def score_at_head(
 ) -> Iterator[CapturedScores]:
     """Make the model's head return scores of `targets_BK` in place of logits, inside the `with` block.
 
-    The head scores every position the model passes to it, so `targets_BK[:, k]` is the token that follows kept position
-    k. For the last C tokens of a sequence call the model with `logits_to_keep=C + 1`, give targets of width C + 1 whose
-    last column is any valid id (nothing follows the last token), and drop the last column of the result:
+    The head scores every position the model passes to it: `targets_BK[:, k]` is the token that follows kept
+    position k. For the last C tokens of a sequence call the model with `logits_to_keep=C + 1`, give targets
+    of width C + 1 whose last column is any valid id (nothing follows the last token), and drop that column:
 
         targets = torch.cat([ids[:, -C:], ids[:, -1:]], dim=1)
         with score_at_head(model, chunked_head, head_weights(model), targets) as captured:
@@ -97,12 +96,12 @@ def score_at_head(
         logps, entropy = captured.read(output.logits)
         logps = logps[:, :-1]
 
-    Weight and bias are read from the module at the call, since sharding frameworks exchange them; `head` gives the
-    scale, the softcap and the precision. Several forwards may run inside one block; the last one counts.
+    Weight and bias are read from the module at the call, since sharding frameworks exchange them; `head`
+    gives the scale, the softcap and the precision. Of several forwards inside one block the last one counts.
 
     Args:
-        model: the unwrapped transformers model (or PEFT model) whose head is taken over; calling a wrapper around it
-            (DDP, FSDP, an engine) inside the block is fine.
+        model: the unwrapped transformers model (or PEFT model) whose head is taken over; calling a wrapper
+            around it (DDP, FSDP, an engine) inside the block is fine.
         head_fn: `dense_head` or `chunked_head`.
         head: from `head_weights(model)`.
         targets_BK: token ids in [0, V), one per kept position.
@@ -113,47 +112,45 @@ def score_at_head(
         RuntimeError: the model is already being scored; the context does not nest.
     """
     module = output_head(model)
-    if _ACTIVE in module.__dict__:
-        raise RuntimeError("score_at_head is already active on this model; leave its block before entering another")
+    if _ACTIVE in vars(module):
+        raise RuntimeError("score_at_head is already active on this model; leave that block first")
     captured = CapturedScores(head)
 
     def forward(hidden_BKH: torch.Tensor) -> torch.Tensor:
-        assert hidden_BKH.shape[:-1] == targets_BK.shape, (
-            f"the head received positions {tuple(hidden_BKH.shape[:-1])} for targets {tuple(targets_BK.shape)}"
-        )
+        given, wanted = tuple(hidden_BKH.shape[:-1]), tuple(targets_BK.shape)
+        assert given == wanted, f"the head received positions {given} for targets {wanted}"
         live = replace(head, weight_VH=module.weight, bias_V=getattr(module, "bias", None))
-        logps_N, entropy_N = head_fn(
-            hidden_BKH.flatten(0, -2), live, targets_BK.flatten(), temperature, with_entropy=with_entropy
-        )
-        captured.logps = logps_N.view(targets_BK.shape)
-        captured.entropy = None if entropy_N is None else entropy_N.view(targets_BK.shape)
+        rows = hidden_BKH.flatten(0, -2), live, targets_BK.flatten(), temperature
+        logps_N, entropy_N = head_fn(*rows, with_entropy=with_entropy)
+        captured.logps = logps_N.view(wanted)
+        captured.entropy = None if entropy_N is None else entropy_N.view(wanted)
         return _carrier(captured.logps, captured.entropy)
 
-    # accelerate's device hooks replace `forward` by a wrapper and keep the original beside it.
-    slot = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
-    missing = object()
-    before = module.__dict__.get(slot, missing)
-    object.__setattr__(module, _ACTIVE, True)
-    object.__setattr__(module, slot, forward)
-    try:
+    with _forward_replaced(module, forward):
         yield captured
+
+
+@contextmanager
+def _forward_replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    # accelerate's device hooks replace `forward` by a wrapper and keep the original beside it.
+    slot = "_old_forward" if "_old_forward" in vars(module) else "forward"
+    before = vars(module).get(slot)
+    vars(module).update({_ACTIVE: True, slot: forward})
+    try:
+        yield
     finally:
-        _restore(module, slot, None if before is missing else before)
-
-
-def _restore(module: nn.Module, slot: str, before: Any) -> None:
-    module.__dict__.pop(_ACTIVE)
-    if before is None:
-        module.__dict__.pop(slot)
-    else:
-        object.__setattr__(module, slot, before)
+        del vars(module)[_ACTIVE]
+        if before is None:
+            del vars(module)[slot]
+        else:
+            vars(module)[slot] = before
 
 
 def _carrier(logps_BK: torch.Tensor, entropy_BK: torch.Tensor | None) -> torch.Tensor:
-    """(B, K, 3): zeros that pass gradients to the log-probs and the entropy, and a constant that shows the transform.
+    """(B, K, 3): zeros that pass gradients to log-probs and entropy, and a constant that shows the transform.
 
-    At zero, a scale followed by a softcap gives zero with slope `scale`, so the model's processing of its output
-    loses no digit of the scores and is undone by a division.
+    At zero, a scale followed by a softcap gives zero with slope `scale`, so the model's processing of its
+    output loses no digit of the scores and is undone by a division.
     """
     zero_logps = _ZeroWithGradient.apply(logps_BK)
     zero_entropy = torch.zeros_like(logps_BK) if entropy_BK is None else _ZeroWithGradient.apply(entropy_BK)

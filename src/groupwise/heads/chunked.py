@@ -1,8 +1,8 @@
 """Log-probs and entropy without the logits: the N x V matrix is visited tile by tile and never held.
 
-Forward folds every tile into running softmax statistics; backward computes each tile again from the saved statistics
-and turns it in place into the gradient of the logits. A tile is small enough for the processor's cache, so the
-elementwise passes cost little beside the products.
+Forward folds every tile into running softmax statistics; backward computes each tile again and, with the
+saved statistics, turns it in place into the gradient of the logits. A tile is small enough for a
+processor's cache, so the elementwise passes cost little beside the products.
 
 Axes: N rows (one predicted token each), V vocabulary, H hidden size, R rows of a tile, C columns of a tile.
 """
@@ -14,14 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from groupwise.heads.dense import projection_dtype, statistics_dtype
 from groupwise.heads.weights import HeadWeights
 
-_CPU_TILE = (1024, 4096)  # 16 MB of float32: fits the last-level cache
+_CPU_TILE = (1024, 2048)  # 8 MB of float32: a few such buffers stay in the last-level cache
 _ACCELERATOR_TILE = (4096, 16384)  # 256 MB of float32: large products, few kernel launches
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
+_HAS_ONEDNN = torch.backends.mkldnn.is_available()
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,8 @@ def chunked_head(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs and entropy from hidden states, with at most one tile of logits in memory.
 
-    Both outputs are differentiable once, in the hidden states, the weight and the bias; a frozen one costs nothing.
-    Beside its inputs and their gradients the function keeps two floats per row between the passes.
+    Both outputs are differentiable once, in the hidden states, the weight and the bias; a frozen one costs
+    nothing. Beside its inputs and their gradients the function keeps three floats per row between the passes.
 
     Args:
         hidden_NH: final hidden states, one row per predicted token.
@@ -93,27 +95,30 @@ class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_NH, weight_VH, bias_V, targets_N, plan: _Plan, with_entropy: bool):
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            target_logit_N, lse_N, entropy_N = _fold(hidden_NH, weight_VH, bias_V, targets_N, plan, with_entropy)
+            logps_N, entropy_N, max_N, sum_N = _fold(
+                hidden_NH, weight_VH, bias_V, targets_N, plan, with_entropy
+            )
         ctx.plan = plan
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, lse_N, entropy_N)
-        return target_logit_N - lse_N, entropy_N
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, entropy_N, max_N, sum_N)
+        return logps_N, entropy_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logps_N, grad_entropy_N):
         if grad_logps_N is None and grad_entropy_N is None:
             return (None,) * 6
-        with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
-            gradients = _unfold(ctx.saved_tensors, grad_logps_N, grad_entropy_N, ctx.plan, ctx.needs_input_grad)
+        saved = ctx.saved_tensors
+        with torch.autocast(saved[0].device.type, enabled=False):
+            gradients = _unfold(saved, grad_logps_N, grad_entropy_N, ctx.plan, ctx.needs_input_grad)
         return *gradients, None, None, None
 
 
 def _fold(hidden_NH, weight_VH, bias_V, targets_N, plan: _Plan, with_entropy: bool):
-    """Target logit, log-sum-exp and entropy of every row, in one pass over the tiles (online softmax).
+    """Log-prob and entropy of every row in one pass over the tiles (online softmax), and the statistics m and s.
 
-    Running statistics per row, relative to the running maximum m: s = Σ e^(x-m) and t = Σ e^(x-m) (x-m) <= 0, so that
-    entropy = log s - t / s adds two non-negative terms and nothing cancels.
+    Relative to the running maximum m of a row: s = Σ e^(x-m) and t = Σ e^(x-m) (x-m) <= 0. The entropy
+    log s - t / s then adds two non-negative terms, and no logit meets a sum of its own size.
     """
     total = hidden_NH.shape[0]
     options = {"dtype": statistics_dtype(plan.dtype), "device": hidden_NH.device}
@@ -143,26 +148,29 @@ def _fold(hidden_NH, weight_VH, bias_V, targets_N, plan: _Plan, with_entropy: bo
             sum_N[rows] = sum_N[rows] * shrink_R + tile_sum_R
             max_N[rows] = new_max_R
     log_sum_N = sum_N.log()
-    return target_logit_N, max_N + log_sum_N, log_sum_N - weighted_N / sum_N if with_entropy else None
+    entropy_N = log_sum_N - weighted_N / sum_N if with_entropy else None
+    return target_logit_N - max_N - log_sum_N, entropy_N, max_N, sum_N
 
 
 def _unfold(saved, grad_logps_N, grad_entropy_N, plan: _Plan, needed):
     """Gradients of hidden states, weight and bias, with the tiles computed again.
 
-    With log p = x - lse:  ∂logp/∂x_j = [j = target] - p_j  and  ∂H/∂x_j = -p_j (log p_j + H), hence
-    ∂L/∂x_j = g [j = target] - p_j (g + e H + e log p_j), where g and e are the gradients of logp and H.
+    ∂logp/∂x_j = [j = target] - p_j  and  ∂H/∂x_j = -p_j (log p_j + H), where p = e^z / s, log p = z - log s and
+    z = x - m. With g and e the gradients of logp and H, ∂L/∂x_j = g [j = target] - e^(z_j) (a + b z_j), where
+    a = (g + e (H - log s)) / s and b = e / s are numbers of the row.
     """
-    hidden_NH, weight_VH, bias_V, targets_N, lse_N, entropy_N = saved
+    hidden_NH, weight_VH, bias_V, targets_N, entropy_N, max_N, sum_N = saved
     needs_hidden, needs_weight, needs_bias = needed[:3]
     options = {"dtype": statistics_dtype(plan.dtype), "device": hidden_NH.device}
     # The slope of the logits in the projection is common to all columns, so it is paid once per row.
-    g_N = torch.zeros_like(lse_N) if grad_logps_N is None else grad_logps_N.to(lse_N.dtype) * plan.gain
-    e_N = None if grad_entropy_N is None else grad_entropy_N.to(lse_N.dtype) * plan.gain
-    base_N = g_N if e_N is None else g_N + e_N * entropy_N
+    g_N = torch.zeros_like(sum_N) if grad_logps_N is None else grad_logps_N.to(sum_N.dtype) * plan.gain
+    e_N = None if grad_entropy_N is None else grad_entropy_N.to(sum_N.dtype) * plan.gain
+    a_N = g_N / sum_N if e_N is None else (g_N + e_N * (entropy_N - sum_N.log())) / sum_N
+    b_N = None if e_N is None else e_N / sum_N
     grad_hidden_NH = torch.zeros(hidden_NH.shape, **options) if needs_hidden else None
     grad_weight_VH = torch.empty_like(weight_VH) if needs_weight else None
     grad_bias_V = torch.empty_like(bias_V) if needs_bias else None
-    tiles = _Tiles(plan, options, 1 + (e_N is not None) + (plan.softcap is not None))
+    tiles = _Tiles(plan, options, 1 + (b_N is not None) + (plan.softcap is not None))
     for columns in _spans(weight_VH.shape[0], plan.columns):
         weight_CH, bias_C = _operands(weight_VH, bias_V, columns, plan)
         # Summed over the rows in the statistics' dtype and rounded to the weight's dtype once.
@@ -173,12 +181,12 @@ def _unfold(saved, grad_logps_N, grad_entropy_N, plan: _Plan, needed):
             x_RC, *scratch = tiles.views(rows, columns)
             _project(x_RC, hidden_RH, weight_CH, bias_C, plan)
             slope_RC = _softcap_slope(x_RC, scratch.pop(), plan) if plan.softcap is not None else None
-            x_RC.sub_(lse_N[rows].unsqueeze(1))
-            if e_N is None:
-                grad_RC = x_RC.exp_().mul_(-base_N[rows].unsqueeze(1))
+            x_RC.sub_(max_N[rows].unsqueeze(1))
+            if b_N is None:
+                grad_RC = x_RC.exp_().mul_(-a_N[rows].unsqueeze(1))
             else:
-                p_RC = torch.exp(x_RC, out=scratch[0])
-                grad_RC = x_RC.mul_(-e_N[rows].unsqueeze(1)).sub_(base_N[rows].unsqueeze(1)).mul_(p_RC)
+                exp_RC = torch.exp(x_RC, out=scratch[0])
+                grad_RC = x_RC.mul_(-b_N[rows].unsqueeze(1)).sub_(a_N[rows].unsqueeze(1)).mul_(exp_RC)
             local_R1, inside_R1 = _local_targets(targets_N[rows], columns)
             grad_RC.scatter_add_(1, local_R1, g_N[rows].unsqueeze(1) * inside_R1)
             if slope_RC is not None:
@@ -189,9 +197,9 @@ def _unfold(saved, grad_logps_N, grad_entropy_N, plan: _Plan, needed):
                 _accumulate(sum_CH, grad_RC.t(), hidden_RH)
             if sum_C is not None:
                 sum_C += grad_RC.sum(0)
-        if grad_weight_VH is not None:
+        if grad_weight_VH is not None and sum_CH is not None:
             grad_weight_VH[columns] = sum_CH
-        if grad_bias_V is not None:
+        if grad_bias_V is not None and sum_C is not None:
             grad_bias_V[columns] = sum_C
     if grad_hidden_NH is not None:
         grad_hidden_NH = grad_hidden_NH.to(hidden_NH.dtype)
@@ -199,7 +207,7 @@ def _unfold(saved, grad_logps_N, grad_entropy_N, plan: _Plan, needed):
 
 
 class _Tiles:
-    """Buffers of one tile each, allocated once: fresh memory for every tile would cost a page fault per page."""
+    """Buffers of one tile each, allocated once: fresh memory for every tile costs a fault per page."""
 
     def __init__(self, plan: _Plan, options: dict[str, Any], count: int):
         self._buffers = [torch.empty(plan.rows * plan.columns, **options) for _ in range(count)]
@@ -220,7 +228,7 @@ def _operands(weight_VH, bias_V, columns: slice, plan: _Plan):
 
 
 def _local_targets(targets_R: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Column of each target inside the tile (clamped), and whether it lies there: both (R, 1), without a sync."""
+    """Column of each target inside the tile (clamped), and whether it lies there: (R, 1), without a sync."""
     local_R1 = targets_R.unsqueeze(1) - columns.start
     width = columns.stop - columns.start
     return local_R1.clamp(0, width - 1), (local_R1 >= 0) & (local_R1 < width)
@@ -228,18 +236,27 @@ def _local_targets(targets_R: torch.Tensor, columns: slice) -> tuple[torch.Tenso
 
 def _project(x_RC, hidden_RH, weight_CH, bias_C, plan: _Plan) -> None:
     """Fill a tile with temperature-scaled logits: x = cap(scale * (h Wᵀ + b)) / temperature."""
-    if plan.dtype == x_RC.dtype:
-        torch.mm(hidden_RH, weight_CH.t(), out=x_RC)
-    elif x_RC.is_cuda:
+    if x_RC.is_cuda and plan.dtype in _LOW_PRECISION:
         torch.mm(hidden_RH, weight_CH.t(), out_dtype=x_RC.dtype, out=x_RC)  # no rounding of the logits
     else:
-        x_RC.copy_(hidden_RH @ weight_CH.t())
+        x_RC.copy_(_product(hidden_RH, weight_CH))
     if bias_C is not None:
         x_RC.add_(bias_C)
     if plan.softcap is not None:
         x_RC.mul_(plan.gain / plan.bound).tanh_().mul_(plan.bound)
     elif plan.gain != 1.0:
         x_RC.mul_(plan.gain)
+
+
+def _product(left, right) -> torch.Tensor:
+    """`left @ right.T`.
+
+    In float32 on a CPU through oneDNN, which uses the widest vector units of every vendor; the library behind
+    `torch.mm` (MKL) does not on AMD processors, where it takes twice the time.
+    """
+    if _HAS_ONEDNN and left.device.type == "cpu" and left.dtype == torch.float32:
+        return F.linear(left.to_mkldnn(), right.to_mkldnn()).to_dense()
+    return left @ right.t()
 
 
 def _softcap_slope(x_RC, out_RC, plan: _Plan) -> torch.Tensor:
@@ -251,10 +268,10 @@ def _softcap_slope(x_RC, out_RC, plan: _Plan) -> torch.Tensor:
 def _accumulate(sum_, left, right) -> None:
     """`sum_ += left @ right`, every partial product summed in `sum_`'s dtype.
 
-    Rounding the product of each tile to a half precision before the sum would add an error for every tile, which no
-    single full product has.
+    Rounding the product of each tile to a half precision before the sum would add an error for every tile,
+    which no single full product has.
     """
     if right.dtype in _LOW_PRECISION and sum_.is_cuda:
         torch.addmm(sum_, left.to(right.dtype), right, out_dtype=sum_.dtype, out=sum_)
     else:
-        sum_.addmm_(left, right.to(sum_.dtype))
+        sum_ += _product(left, right.to(sum_.dtype).t())

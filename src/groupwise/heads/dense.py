@@ -12,7 +12,7 @@ from groupwise.heads.weights import HeadWeights
 
 
 def projection_dtype(hidden: torch.Tensor, fp32: bool) -> torch.dtype:
-    """The dtype in which a head multiplies: float32 on request, else autocast's, else that of the hidden states."""
+    """The dtype a head multiplies in: float32 on request, else autocast's, else that of the hidden states."""
     if hidden.dtype == torch.float64:
         return torch.float64
     if fp32:

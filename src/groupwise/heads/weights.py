@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from groupwise.errors import ConfigError
 
@@ -24,7 +23,7 @@ _FIELDS_NOT_FOR_LOGITS = {"mpt", "minicpm3"}
 class HeadWeights:
     """The head's parameters and the transform the model puts on its logits.
 
-    `logits = cap(scale * (h Wᵀ + b))`, with `cap(x) = softcap * tanh(x / softcap)` where the model has a softcap.
+    `logits = cap(scale * (h Wᵀ + b))`, where `cap(x) = softcap * tanh(x / softcap)` if there is a softcap.
 
     Args:
         weight_VH: projection, the live parameter (not a copy).
@@ -46,7 +45,7 @@ class HeadWeights:
         return scaled if self.softcap is None else self.softcap * torch.tanh(scaled / self.softcap)
 
 
-def output_head(model: Any) -> nn.Module:
+def output_head(model: Any) -> Any:
     """The module that projects hidden states to logits, also of a PEFT model.
 
     Raises:
@@ -56,7 +55,7 @@ def output_head(model: Any) -> nn.Module:
     if head is None or getattr(head, "weight", None) is None:
         raise ConfigError(
             f"{type(model).__name__} has no language-model head with a weight (get_output_embeddings() gave "
-            f"{type(head).__name__}); pass a causal language model, for instance one from AutoModelForCausalLM."
+            f"{type(head).__name__}); pass a causal language model, such as one from AutoModelForCausalLM."
         )
     return head
 
@@ -65,8 +64,8 @@ def check_head(model: Any) -> None:
     """Refuse a model whose head is changed by an adapter: the log-prob heads read the plain weight.
 
     Raises:
-        ConfigError: a PEFT adapter, or a `modules_to_save` copy, sits on the head; the message names the entries of
-            the PEFT config to drop.
+        ConfigError: a PEFT adapter, or a `modules_to_save` copy, sits on the head; the message names the
+            entries of the PEFT config to drop.
     """
     head = model.get_output_embeddings()
     is_adapter = hasattr(head, "base_layer")
@@ -77,8 +76,8 @@ def check_head(model: Any) -> None:
     name = path.rpartition(".")[2]
     settings = "target_modules" if is_adapter else "modules_to_save (or trainable_token_indices)"
     raise ConfigError(
-        f"a PEFT adapter ({type(head).__name__}) sits on the language-model head {path!r}, and log-probs are computed "
-        f"from the head's plain weight; drop {name!r} from {settings} of the PEFT config. "
+        f"a PEFT adapter ({type(head).__name__}) sits on the language-model head {path!r}, and log-probs are "
+        f"computed from the head's plain weight; drop {name!r} from {settings} of the PEFT config. "
         f'target_modules="all-linear" leaves the head alone.'
     )
 

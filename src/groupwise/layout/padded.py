@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 
@@ -70,7 +71,7 @@ def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     return extract_model_from_parallel(model)
 
 
-def _accepted_arguments(model: torch.nn.Module) -> set[str]:
+def _accepted_arguments(model: Any) -> set[str]:
     """Parameter names of the causal LM's own forward, below adapters and mixed-precision wrappers."""
     causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
     return set(inspect.signature(type(causal_lm).forward).parameters)

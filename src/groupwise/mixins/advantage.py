@@ -22,5 +22,7 @@ class AdvantageMixin:
         Returns:
             (N,), or (N, T) with a value per completion token, for the N completions of all ranks.
         """
-        settings = AdvantageSettings(scale=self.args.scale_rewards, aggregation=self.args.multi_objective_aggregation)
+        settings = AdvantageSettings(
+            scale=self.args.scale_rewards, aggregation=self.args.multi_objective_aggregation
+        )
         return ADVANTAGES[self.args.advantage_baseline](scored.rewards, settings)

@@ -88,7 +88,9 @@ class LossMixin:
             return {}
         args = self.args
         if args.use_adaptive_entropy:
-            local = torch.stack([torch.as_tensor(v, dtype=torch.float32) for v in vars(window_entropy).values()])
+            local = torch.stack(
+                [torch.as_tensor(v, dtype=torch.float32) for v in vars(window_entropy).values()]
+            )
             total, count = self.accelerator.reduce(local.to(self.accelerator.device), "sum").tolist()
             self.entropy_control = self.entropy_control.step(
                 total / max(count, 1.0),
@@ -113,7 +115,9 @@ def objective_settings(args: GRPOConfig) -> ObjectiveSettings:
         kl_in_loss=not args.kl_in_reward,
         bias_correction_kl=args.use_bias_correction_kl,
         off_policy_threshold=args.off_policy_mask_threshold,
-        correction_mode=args.vllm_importance_sampling_mode if args.vllm_importance_sampling_correction else None,
+        correction_mode=args.vllm_importance_sampling_mode
+        if args.vllm_importance_sampling_correction
+        else None,
         correction_clip_min=args.vllm_importance_sampling_clip_min,
         correction_clip_max=args.vllm_importance_sampling_clip_max,
         surrogate=SurrogateSettings(

@@ -40,7 +40,9 @@ class PolicyMixin:
         loss_mask = [self._loss_mask(completion) for completion in completions]
         sampler_logps_BC = None
         if any(completion.logps is not None for completion in completions):
-            logps = [c.logps if c.logps is not None else [float("nan")] * len(c.token_ids) for c in completions]
+            logps = [
+                c.logps if c.logps is not None else [float("nan")] * len(c.token_ids) for c in completions
+            ]
             sampler_logps_BC = pad_sequences(logps, 0.0, dtype=torch.float32, **pad)
         return TrainBatch(
             prompt_ids_BP=prompt_ids_BP,

@@ -62,7 +62,11 @@ class RewardMixin:
         return ScoredBatch(rollout, rewards, local, columns, merge_metrics([metrics, *logged]))
 
     def _join(
-        self, rewards_FB: list[list[Reward]], rollout: RolloutBatch, num_generations: int, num_rows: int | None
+        self,
+        rewards_FB: list[list[Reward]],
+        rollout: RolloutBatch,
+        num_generations: int,
+        num_rows: int | None,
     ) -> GroupRewards:
         """All ranks' rewards in rank order: outcome rewards as a matrix, step rewards by column."""
         by_step = [any(isinstance(reward, list) for reward in column) for column in rewards_FB]

@@ -78,7 +78,9 @@ def length_metrics(prompt_ids: list[list[int]], completions: list[Completion]) -
             float(sum(completion.truncated for completion in completions)), float(len(completions))
         ),
     }
-    ended = [length for length, completion in zip(lengths, completions, strict=True) if not completion.truncated]
+    ended = [
+        length for length, completion in zip(lengths, completions, strict=True) if not completion.truncated
+    ]
     for kind, values in (("length", lengths), ("terminated_length", ended)):
         if values:
             metrics[f"completions/mean_{kind}"] = Mean(float(sum(values)), float(len(values)))

@@ -25,7 +25,8 @@ _RESERVED = ("prompt", "completion", "completion_ids")
 def reward_name(function: Any) -> str:
     """How a reward function or model is called in metrics and messages."""
     if isinstance(function, torch.nn.Module):
-        return function.config._name_or_path.rstrip("/").split("/")[-1] or type(function).__name__
+        path = str(function.config._name_or_path)  # type: ignore[union-attr]
+        return path.rstrip("/").split("/")[-1] or type(function).__name__
     if isinstance(function, functools.partial):
         return reward_name(function.func)
     return getattr(function, "__name__", type(function).__name__)

@@ -27,7 +27,9 @@ class RewardModel:
         batch_size: texts per forward pass.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, batch_size: int, trust_remote_code: bool) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Any, batch_size: int, trust_remote_code: bool
+    ) -> None:
         if model.config.num_labels != 1:
             raise ConfigError(
                 f"reward model {model.config._name_or_path!r} has {model.config.num_labels} labels; a reward model "
@@ -47,7 +49,9 @@ class RewardModel:
 
     @torch.no_grad()
     def __call__(self, prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
-        texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        texts = [
+            self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)
+        ]
         scores: list[float] = []
         for start in range(0, len(texts), self.batch_size):
             inputs = self.tokenizer(

@@ -1,0 +1,7 @@
+"""What a run shows of itself: completions tables, the progress bar and the model card."""
+
+from groupwise.reporting.card import model_card, write_model_card
+from groupwise.reporting.completions import report_completions
+from groupwise.reporting.progress import RewardProgressCallback
+
+__all__ = ["RewardProgressCallback", "model_card", "report_completions", "write_model_card"]

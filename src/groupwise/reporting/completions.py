@@ -1,0 +1,98 @@
+"""The completions of a logging interval, sent to every place the configuration asks for."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from groupwise.config import GRPOConfig
+from groupwise.reporting.console import print_table
+from groupwise.reporting.dashboards import log_tables
+from groupwise.reporting.hub import push_folder
+from groupwise.reporting.table import Table, as_table
+
+Row = dict[str, Any]
+
+
+def report_completions(
+    rows: list[Row], step: int, args: GRPOConfig, output_dir: str, mode: str = "train"
+) -> None:
+    """Print, save and send the completions of one logging interval; call it on the main process only.
+
+    With ``log_unique_prompts`` every place gets the first row of each prompt of the interval, also when the
+    prompt came up in several of its steps. The parquet file is
+    ``<output_dir>/completions/completions_<step>.parquet``; modes other than "train" have the folder
+    ``completions_<mode>``, because an evaluation happens at the step of a training log.
+
+    Args:
+        rows: ``{"step": int, "prompt": str, "completion": str, "rewards": {name: float | None},
+            "advantage": float, "columns": {name: str or number}}``; left as they are.
+        step: the optimizer step that names this report.
+        args: reads ``num_completions_to_print``, ``log_unique_prompts``, ``log_completions_hub_repo``,
+            ``report_to`` and the Hub settings.
+        output_dir: where the folder of parquet files is kept.
+        mode: "train", or the prefix of an evaluation ("eval", "eval_math").
+
+    Raises:
+        OSError: the file cannot be written. Trouble with a dashboard or the Hub is only logged.
+    """
+    if not rows:
+        return
+    if args.log_unique_prompts:
+        rows = first_of_each_prompt(rows)
+    mode = re.sub(r"[^\w.-]", "_", mode)  # names of evaluation sets are free text
+    kind = "completions" if mode == "train" else f"completions_{mode}"
+    table = as_table(rows)
+    print_table(spread(table, args.num_completions_to_print), f"{kind}, step {step}")
+    folder = Path(output_dir) / kind
+    write_parquet(table, folder / f"completions_{step:05d}.parquet")
+    log_tables(table, kind, step, args.report_to or [])
+    if args.log_completions_hub_repo:
+        push_folder(folder, args.log_completions_hub_repo, mode, args.hub_token, args.hub_private_repo)
+
+
+def first_of_each_prompt(rows: list[Row]) -> list[Row]:
+    first: dict[str, Row] = {}
+    for row in rows:
+        first.setdefault(row["prompt"], row)
+    return list(first.values())
+
+
+def spread(table: Table, count: int | None) -> Table:
+    """``count`` rows at even distances (None: all), so that a few rows show several prompts and steps."""
+    total = len(table["step"])
+    if count is None or count >= total:
+        return table
+    return {name: [values[i * total // count] for i in range(count)] for name, values in table.items()}
+
+
+def write_parquet(table: Table, path: Path) -> None:
+    """Write the table so that ``path`` never holds half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.tmp")
+    pq.write_table(
+        pa.table({name: _arrow_column(name, values) for name, values in table.items()}), unfinished
+    )
+    os.replace(unfinished, path)
+
+
+def _arrow_column(name: str, values: list[Any]) -> pa.Array:
+    """Few types, so that the files of a run fit together: int64 steps, float64 numbers, booleans, strings."""
+    known = [value for value in values if value is not None]
+    if name == "step":
+        return pa.array(values, pa.int64())
+    if known and all(isinstance(value, bool) for value in known):
+        return pa.array(values, pa.bool_())
+    if known and all(isinstance(value, int | float) for value in known):
+        return pa.array([None if value is None else float(value) for value in values], pa.float64())
+    return pa.array([None if value is None else _utf8(str(value)) for value in values], pa.string())
+
+
+def _utf8(text: str) -> str:
+    """Lone surrogates, which JSON can carry into a dataset, have no UTF-8 form."""
+    return text.encode("utf-8", "replace").decode("utf-8")
