@@ -115,7 +115,7 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 def _fold(hidden_NH, weight_VH, bias_V, targets_N, plan: _Plan, with_entropy: bool):
-    """Log-prob and entropy of every row in one pass over the tiles (online softmax), and the statistics m and s.
+    """Log-prob, entropy and the statistics m and s of every row, in one pass over the tiles (online softmax).
 
     Relative to the running maximum m of a row: s = Σ e^(x-m) and t = Σ e^(x-m) (x-m) <= 0. The entropy
     log s - t / s then adds two non-negative terms, and no logit meets a sum of its own size.
@@ -155,9 +155,9 @@ def _fold(hidden_NH, weight_VH, bias_V, targets_N, plan: _Plan, with_entropy: bo
 def _unfold(saved, grad_logps_N, grad_entropy_N, plan: _Plan, needed):
     """Gradients of hidden states, weight and bias, with the tiles computed again.
 
-    ∂logp/∂x_j = [j = target] - p_j  and  ∂H/∂x_j = -p_j (log p_j + H), where p = e^z / s, log p = z - log s and
-    z = x - m. With g and e the gradients of logp and H, ∂L/∂x_j = g [j = target] - e^(z_j) (a + b z_j), where
-    a = (g + e (H - log s)) / s and b = e / s are numbers of the row.
+    ∂logp/∂x_j = [j = target] - p_j  and  ∂H/∂x_j = -p_j (log p_j + H), where z = x - m, p = e^z / s and
+    log p = z - log s. With g and e the gradients of logp and H,
+    ∂L/∂x_j = g [j = target] - e^(z_j) (a + b z_j), with a = (g + e (H - log s)) / s and b = e / s per row.
     """
     hidden_NH, weight_VH, bias_V, targets_N, entropy_N, max_N, sum_N = saved
     needs_hidden, needs_weight, needs_bias = needed[:3]
@@ -236,8 +236,12 @@ def _local_targets(targets_R: torch.Tensor, columns: slice) -> tuple[torch.Tenso
 
 def _project(x_RC, hidden_RH, weight_CH, bias_C, plan: _Plan) -> None:
     """Fill a tile with temperature-scaled logits: x = cap(scale * (h Wᵀ + b)) / temperature."""
-    if x_RC.is_cuda and plan.dtype in _LOW_PRECISION:
+    rounds = plan.dtype != x_RC.dtype
+    if rounds and x_RC.is_cuda:
         torch.mm(hidden_RH, weight_CH.t(), out_dtype=x_RC.dtype, out=x_RC)  # no rounding of the logits
+    elif rounds:
+        x_RC.copy_(F.linear(hidden_RH, weight_CH, bias_C))
+        bias_C = None
     else:
         x_RC.copy_(_product(hidden_RH, weight_CH))
     if bias_C is not None:

@@ -86,19 +86,21 @@ class RewardMixin:
 
 
 def reward_metrics(rewards: GroupRewards, names: list[str]) -> Metrics:
-    """Statistics of the global batch (the same on every rank)."""
+    """Statistics of the global batch (the same on every rank), weighted by what they count."""
     metrics: Metrics = {}
     for column, name in enumerate(names):
         values_N = rewards.rewards_NF[:, column]
         if column in rewards.step_rewards:
             values_N = torch.tensor([sum(r for _, r in steps) for steps in rewards.step_rewards[column]])
-        if not values_N.isnan().all():
-            metrics[f"rewards/{name}/mean"] = Mean(values_N.nanmean().item())
-            metrics[f"rewards/{name}/std"] = Mean(nan_std(values_N, 0).item())
+        scored = (~values_N.isnan()).sum().item()
+        if scored:
+            metrics[f"rewards/{name}/mean"] = Mean(values_N.nansum().item(), scored)
+            metrics[f"rewards/{name}/std"] = Mean(nan_std(values_N, 0).item() * scored, scored)
     total_PG = combined_rewards(rewards.rewards_NF, rewards.weights_F).view(-1, rewards.num_generations)
-    if not total_PG.isnan().all():
+    scored = (~total_PG.isnan()).sum().item()
+    if scored:
         std_P = nan_std(total_PG, -1)[~total_PG.isnan().all(-1)]
-        metrics["reward"] = Mean(total_PG.nanmean().item())
-        metrics["reward_std"] = Mean(std_P.mean().item())
-        metrics["frac_reward_zero_std"] = Mean((std_P < 1e-8).float().mean().item())
+        metrics["reward"] = Mean(total_PG.nansum().item(), scored)
+        metrics["reward_std"] = Mean(std_P.sum().item(), len(std_P))
+        metrics["frac_reward_zero_std"] = Mean((std_P < 1e-8).sum().item(), len(std_P))
     return metrics

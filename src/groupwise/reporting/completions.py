@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from groupwise.config import GRPOConfig
 from groupwise.reporting.console import print_table
 from groupwise.reporting.dashboards import log_tables
 from groupwise.reporting.hub import push_folder
-from groupwise.reporting.table import Table, as_table
+from groupwise.reporting.table import Table, as_table, reward_columns
 
 Row = dict[str, Any]
 
@@ -50,7 +51,7 @@ def report_completions(
     table = as_table(rows)
     print_table(spread(table, args.num_completions_to_print), f"{kind}, step {step}")
     folder = Path(output_dir) / kind
-    write_parquet(table, folder / f"completions_{step:05d}.parquet")
+    write_parquet(table, folder / f"completions_{step:05d}.parquet", reward_columns(table))
     log_tables(table, kind, step, args.report_to or [])
     if args.log_completions_hub_repo:
         push_folder(folder, args.log_completions_hub_repo, mode, args.hub_token, args.hub_private_repo)
@@ -71,28 +72,25 @@ def spread(table: Table, count: int | None) -> Table:
     return {name: [values[i * total // count] for i in range(count)] for name, values in table.items()}
 
 
-def write_parquet(table: Table, path: Path) -> None:
-    """Write the table so that ``path`` never holds half a file."""
+def write_parquet(table: Table, path: Path, numeric: Collection[str] = ()) -> None:
+    """Write the table so that ``path`` never holds half a file.
+
+    Few types, so that the files of a run fit together: int64 steps, float64 numbers, booleans, strings.
+    ``numeric`` columns are numbers also when all values are missing, other columns then are strings.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.tmp")
-    pq.write_table(
-        pa.table({name: _arrow_column(name, values) for name, values in table.items()}), unfinished
-    )
+    columns = {
+        name: _arrow_column(values, name in numeric) for name, values in table.items() if name != "step"
+    }
+    pq.write_table(pa.table({"step": pa.array(table["step"], pa.int64()), **columns}), unfinished)
     os.replace(unfinished, path)
 
 
-def _arrow_column(name: str, values: list[Any]) -> pa.Array:
-    """Few types, so that the files of a run fit together: int64 steps, float64 numbers, booleans, strings."""
+def _arrow_column(values: list[Any], numeric: bool) -> pa.Array:
     known = [value for value in values if value is not None]
-    if name == "step":
-        return pa.array(values, pa.int64())
-    if known and all(isinstance(value, bool) for value in known):
+    if known and not numeric and all(isinstance(value, bool) for value in known):
         return pa.array(values, pa.bool_())
-    if known and all(isinstance(value, int | float) for value in known):
+    if numeric or (known and all(isinstance(value, int | float) for value in known)):
         return pa.array([None if value is None else float(value) for value in values], pa.float64())
-    return pa.array([None if value is None else _utf8(str(value)) for value in values], pa.string())
-
-
-def _utf8(text: str) -> str:
-    """Lone surrogates, which JSON can carry into a dataset, have no UTF-8 form."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return pa.array([None if value is None else str(value) for value in values], pa.string())

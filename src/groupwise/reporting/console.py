@@ -91,9 +91,9 @@ def _cell(value: Any) -> str:
 
 
 def _visible(character: str) -> str:
-    """What a model writes must not move the cursor, and a lone surrogate cannot be printed at all."""
+    """What a model writes must not move the cursor."""
     if character == "\t":
         return " "
-    if character != "\n" and unicodedata.category(character) in ("Cc", "Cs"):
+    if character != "\n" and unicodedata.category(character) == "Cc":
         return character.encode("unicode_escape").decode("ascii")
     return character

@@ -21,7 +21,8 @@ def push_folder(folder: Path, repo: str, mode: str, token: str | None, private: 
     """Upload the parquet files of ``folder`` in the background, as the directory ``mode`` of a dataset.
 
     The whole folder goes each time: files that are there already cost nothing, and what a failed upload
-    missed comes with the next one. The interpreter waits for the last upload before it ends. Errors are logged.
+    missed comes with the next one. The interpreter waits for the last upload before it ends. Errors are
+    logged.
     """
     api = _api()
     api.run_as_future(_push, api, folder, repo, mode, token, private)

@@ -18,7 +18,7 @@ def as_table(rows: list[dict[str, Any]]) -> Table:
     taken = set(_FIXED)
     rewards = _columns(rows, "rewards", taken)
     extra = _columns(rows, "columns", taken)
-    fixed = {name: [row[name] for row in rows] for name in _FIXED}
+    fixed = {name: [_utf8(row[name]) for row in rows] for name in _FIXED}
     advantage = {"advantage": fixed.pop("advantage")}
     return {**fixed, **rewards, **advantage, **extra}
 
@@ -30,5 +30,16 @@ def _columns(rows: list[dict[str, Any]], part: str, taken: set[str]) -> Table:
         while name in taken:
             name += "_"
         taken.add(name)
-        columns[name] = [row[part].get(key) for row in rows]
+        columns[name] = [_utf8(row[part].get(key)) for row in rows]
     return columns
+
+
+def reward_columns(table: Table) -> list[str]:
+    """The columns of :func:`as_table` that hold rewards: those between the completion and the advantage."""
+    names = list(table)
+    return names[names.index("completion") + 1 : names.index("advantage")]
+
+
+def _utf8(value: Any) -> Any:
+    """Lone surrogates, which JSON can carry into a dataset, cannot be printed or saved: they become "?"."""
+    return value.encode("utf-8", "replace").decode("utf-8") if isinstance(value, str) else value

@@ -1,0 +1,101 @@
+"""What the benchmarks share: where they ran, how ratios are summarised, how results are kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = (
+    "torch",
+    "transformers",
+    "trl",
+    "accelerate",
+    "datasets",
+    "peft",
+    "vllm",
+    "liger-kernel",
+    "groupwise",
+)
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, memory, load, accelerators and versions: what a measured number means nothing without."""
+    import torch
+
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+        "load_average": [round(value, 2) for value in os.getloadavg()],
+        "threads": torch.get_num_threads(),
+        "accelerators": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def ratio_summary(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, Any]:
+    """Ratio of two series measured in turn: the median of the pairwise ratios, and their spread.
+
+    Pairs are neighbours in time, so that the load of the machine falls on both of them.
+
+    Args:
+        numerators: measurements of one candidate.
+        denominators: measurements of the other, in the same order and number.
+
+    Returns:
+        `median`, `low` and `high` of the pairwise ratios, and their number `pairs`.
+
+    Raises:
+        ValueError: the series are empty or differ in length.
+    """
+    if not numerators or len(numerators) != len(denominators):
+        raise ValueError(
+            f"ratio_summary needs two series of equal length, got {len(numerators)} and {len(denominators)}"
+        )
+    ratios = [one / other for one, other in zip(numerators, denominators, strict=True)]
+    return {
+        "median": round(statistics.median(ratios), 4),
+        "low": round(min(ratios), 4),
+        "high": round(max(ratios), 4),
+        "pairs": len(ratios),
+    }
+
+
+def format_ratio(summary: dict[str, Any]) -> str:
+    """A summary of `ratio_summary` as text: median and range."""
+    return f"{summary['median']:.3f} ({summary['low']:.3f} to {summary['high']:.3f}, n={summary['pairs']})"
+
+
+def write_results(name: str, results: dict[str, Any]) -> Path:
+    """Keep `results` with the description of the machine as `benchmarks/results/<name>.json`."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"machine": describe_machine(), **results}, indent=2) + "\n")
+    return path
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown"
+    )

@@ -1,0 +1,137 @@
+"""End-to-end optimizer steps of TRL and of groupwise on the same work, in turn.
+
+Both train SmolLM2-135M-Instruct in float32 with the same data, the same rewards and completions forced to the full
+length, so that a step is the same number of tokens for both. Each round starts a fresh process for each library; the
+first step of a process is a warm-up and does not count.
+
+    python benchmarks/step_time.py --case short --rounds 3 --timed_steps 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "examples"))
+
+LIBRARIES = ("trl", "groupwise")
+WORDS = "The quick brown fox jumps over the lazy dog while seven wizards mix a strong potion in the dark cellar. "
+
+
+def case_settings(name: str) -> dict:
+    """Prompts per step, words repeated before the question, and completion length of a case."""
+    return {
+        "short": {"prompts": 4, "padding_sentences": 0, "new_tokens": 64},
+        "long": {"prompts": 1, "padding_sentences": 19, "new_tokens": 64},
+    }[name]
+
+
+def varied_reward(completions: list, **_: object) -> list[float]:
+    """A number in [0, 1) from the text alone: practically every group has variance."""
+    digests = (hashlib.sha256(completion[0]["content"].encode()).digest() for completion in completions)
+    return [digest[0] / 256 for digest in digests]
+
+
+def run_worker(library: str, case: str, timed_steps: int) -> None:
+    """Train in this process and print one line of JSON: seconds of every timed step and peak memory."""
+    from datasets import Dataset
+    from smollm2 import local_model
+    from transformers import AutoTokenizer, TrainerCallback
+
+    settings = case_settings(case)
+    if library == "trl":
+        from trl import GRPOConfig, GRPOTrainer
+    else:
+        from groupwise import GRPOConfig, GRPOTrainer
+
+    class StepClock(TrainerCallback):
+        """End of one step to end of the next: everything in between counts, whoever does it when."""
+
+        def __init__(self) -> None:
+            self.marks: list[float] = []
+
+        def on_step_end(self, args, state, control, **kwargs) -> None:
+            self.marks.append(time.perf_counter())
+
+    filler = WORDS * settings["padding_sentences"]
+    questions = [f"{filler}Write a short story about the number {n}." for n in range(64)]
+    dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in questions]})
+    model, clock = str(local_model()), StepClock()
+    with tempfile.TemporaryDirectory() as output_dir:
+        config = GRPOConfig(
+            output_dir=output_dir,
+            per_device_train_batch_size=settings["prompts"] * 8,
+            num_generations=8,
+            max_completion_length=settings["new_tokens"],
+            generation_kwargs={"min_new_tokens": settings["new_tokens"]},
+            model_init_kwargs={"dtype": "float32"},
+            bf16=False,
+            use_cpu=True,
+            max_steps=timed_steps + 1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        GRPOTrainer(
+            model=model,
+            reward_funcs=varied_reward,
+            args=config,
+            train_dataset=dataset,
+            processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
+            callbacks=[clock],
+        ).train()
+    seconds = [after - before for before, after in zip(clock.marks, clock.marks[1:], strict=False)]
+    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print("RESULT " + json.dumps({"seconds": seconds, "peak_mib": peak_mib}))
+
+
+def measure(library: str, case: str, timed_steps: int) -> dict:
+    command = [sys.executable, __file__, "--worker", library, "--case", case, "--timed_steps", str(timed_steps)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        raise SystemExit(f"{library} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return json.loads(lines[-1].removeprefix("RESULT "))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=("short", "long"), default="short")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--timed_steps", type=int, default=2)
+    parser.add_argument("--worker", choices=LIBRARIES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        run_worker(options.worker, options.case, options.timed_steps)
+        return
+    from common import describe_machine, ratio_summary, write_results
+
+    runs: dict[str, list[dict]] = {library: [] for library in LIBRARIES}
+    for round_index in range(options.rounds):
+        for library in LIBRARIES:
+            runs[library].append(measure(library, options.case, options.timed_steps))
+            print(f"round {round_index + 1} {library}: {runs[library][-1]}", flush=True)
+    seconds = {library: [s for run in runs[library] for s in run["seconds"]] for library in LIBRARIES}
+    peaks = {library: [run["peak_mib"] for run in runs[library]] for library in LIBRARIES}
+    results = {
+        "machine": describe_machine(),
+        "settings": {**vars(options), **case_settings(options.case)},
+        "seconds": seconds,
+        "peak_mib": peaks,
+        "time_ratio": ratio_summary(seconds["groupwise"], seconds["trl"]),
+        "memory_ratio": ratio_summary(peaks["groupwise"], peaks["trl"]),
+    }
+    print(f"groupwise / TRL: time {results['time_ratio']}, peak memory {results['memory_ratio']}")
+    write_results(f"step_time_{options.case}", results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""GRPO and its relatives inside ``transformers.Trainer``.
+
+Importing the package loads nothing; each public name loads its module when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from groupwise.config import GRPOConfig
+    from groupwise.core.advantages import register_advantage
+    from groupwise.core.objectives import register_objective
+    from groupwise.errors import BackendError, ConfigError, GroupwiseError, RewardError
+    from groupwise.stages import Completion, LossOutput, RolloutBatch, ScoredBatch, TrainBatch
+    from groupwise.trainer import GRPOTrainer
+
+_MODULES = {
+    "GRPOConfig": "config",
+    "GRPOTrainer": "trainer",
+    "register_objective": "core.objectives",
+    "register_advantage": "core.advantages",
+    "Completion": "stages",
+    "RolloutBatch": "stages",
+    "ScoredBatch": "stages",
+    "TrainBatch": "stages",
+    "LossOutput": "stages",
+    "GroupwiseError": "errors",
+    "ConfigError": "errors",
+    "RewardError": "errors",
+    "BackendError": "errors",
+}
+
+__all__ = [
+    "BackendError",
+    "Completion",
+    "ConfigError",
+    "GRPOConfig",
+    "GRPOTrainer",
+    "GroupwiseError",
+    "LossOutput",
+    "RewardError",
+    "RolloutBatch",
+    "ScoredBatch",
+    "TrainBatch",
+    "register_advantage",
+    "register_objective",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,247 @@
+"""What building a configuration fills in, moves and keeps."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+import warnings
+
+import pytest
+import torch
+
+from groupwise import config as config_module
+from groupwise.config import GRPOConfig, computes_bf16_natively
+from groupwise.errors import ConfigError
+
+
+def test_open_settings_are_filled_in(build):
+    config = build(per_device_train_batch_size=4, gradient_accumulation_steps=6, epsilon=0.3)
+    assert (config.steps_per_generation, config.generation_batch_size) == (6, 24)  # 4 x 1 process x 6
+    assert (config.epsilon_high, config.num_generations_eval, config.top_k) == (0.3, 8, 0)
+
+
+def test_given_settings_stay(build):
+    config = build(epsilon_high=0.28, num_generations_eval=1, top_k=50)
+    assert (config.epsilon, config.epsilon_high, config.num_generations_eval, config.top_k) == (
+        0.2,
+        0.28,
+        1,
+        50,
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "size", "steps"),
+    [({"steps_per_generation": 3}, 24, 3), ({"generation_batch_size": 32}, 32, 4)],
+)
+def test_batch_and_steps_follow_from_each_other(build, given, size, steps):
+    config = build(per_device_train_batch_size=8, gradient_accumulation_steps=2, **given)
+    assert (config.generation_batch_size, config.steps_per_generation) == (size, steps)
+
+
+def test_generation_kwargs_set_the_field_that_says_the_same(build):
+    kwargs = {"temperature": 0.7, "max_new_tokens": 32, "do_sample": True}
+    config = build(generation_kwargs=kwargs)
+    assert (config.temperature, config.max_completion_length) == (0.7, 32)
+    assert kwargs == {"temperature": 0.7, "max_new_tokens": 32, "do_sample": True}
+
+
+def test_values_from_generation_kwargs_are_checked_too(build):
+    with pytest.raises(ConfigError, match="temperature=-1 is out of range"):
+        build(generation_kwargs={"temperature": -1})
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "value"),
+    [
+        ("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max", 2.0),
+        ("wandb_log_unique_prompts", "log_unique_prompts", True),
+        ("use_liger_loss", "use_liger_kernel", False),
+        ("use_transformers_paged", "use_transformers_continuous_batching", False),
+    ],
+)
+def test_old_names_move_to_the_new(build, old, new, value):
+    with pytest.warns(FutureWarning, match=f"{old} is the old name of {new}") as caught:
+        config = build(**{old: value})
+    assert getattr(config, new) == value
+    assert getattr(config, old) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dataclasses.replace(config)
+    assert len([one for one in caught if one.category is FutureWarning]) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.* is the old name of:FutureWarning")
+@pytest.mark.parametrize(
+    ("old", "new", "value"),
+    [
+        ("use_transformers_paged", "use_transformers_continuous_batching", True),
+        ("use_liger_loss", "use_liger_kernel", True),
+        ("vllm_guided_decoding_regex", "vllm_structured_outputs_regex", "a+"),
+    ],
+)
+def test_old_names_are_judged_as_the_new(build, old, new, value):
+    with pytest.raises(ConfigError, match=f"{new}=.* is not implemented yet"):
+        build(**{old: value})
+
+
+@pytest.mark.filterwarnings("ignore:.* is the old name of:FutureWarning")
+def test_old_and_new_names_may_agree_but_not_differ(build):
+    both = {"vllm_importance_sampling_cap": 2.0, "vllm_importance_sampling_clip_max": 2.0}
+    assert build(**both).vllm_importance_sampling_clip_max == 2.0
+    with pytest.raises(
+        ConfigError, match=r"vllm_importance_sampling_cap=2\.0 is the old name of .*clip_max=4\.0"
+    ):
+        build(**{**both, "vllm_importance_sampling_clip_max": 4.0})
+
+
+def _on(monkeypatch, device: str, native: bool) -> None:
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    monkeypatch.setattr(config_module, "_device_type", lambda use_cpu: device)
+    monkeypatch.setattr(config_module, "computes_bf16_natively", lambda device_type: native)
+    config_module._say_float32.cache_clear()
+
+
+def test_bf16_is_on_where_it_is_native(build, monkeypatch, caplog):
+    _on(monkeypatch, "cpu", native=True)
+    config = build(bf16=None)
+    assert (config.bf16, config.mixed_precision, config.device.type) == (True, "bf16", "cpu")
+    assert "bf16" not in caplog.text
+
+
+def test_bf16_is_off_elsewhere_and_that_is_said_once(build, monkeypatch, caplog):
+    _on(monkeypatch, "cpu", native=False)
+    assert [build(bf16=None).bf16, build(bf16=None).mixed_precision] == [False, "no"]
+    said = [record.getMessage() for record in caplog.records if record.name == "groupwise.config"]
+    assert said == ["bf16 is off, training in float32: the cpu device does not compute bfloat16 natively"]
+
+
+def test_bf16_gives_way_to_fp16(build, monkeypatch):
+    _on(monkeypatch, "cpu", native=True)
+    config = build(bf16=None, fp16=True)
+    assert (config.bf16, config.fp16, config.mixed_precision) == (False, True, "fp16")
+
+
+@pytest.mark.parametrize(("launched", "bf16", "native"), [("fp16", False, True), ("bf16", True, False)])
+def test_bf16_follows_accelerate_launch(build, monkeypatch, launched, bf16, native):
+    _on(monkeypatch, "cpu", native)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+    config = build(bf16=None)
+    assert (config.bf16, config.mixed_precision) == (bf16, launched)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_bf16_given_is_kept(build, monkeypatch, given):
+    _on(monkeypatch, "cpu", native=not given)
+    assert build(bf16=given, use_cpu=True).bf16 is given
+
+
+@pytest.mark.parametrize(
+    ("avx512", "amx", "native"),
+    [(True, False, True), (False, True, True), (False, False, False)],
+)
+def test_cpus_with_avx512_bf16_or_amx_are_native(monkeypatch, avx512, amx, native):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512, raising=False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx, raising=False)
+    assert computes_bf16_natively("cpu") is native
+
+
+def test_cuda_is_asked_without_emulation(monkeypatch):
+    # a device that only emulates bfloat16 answers True unless emulation is excluded
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert computes_bf16_natively("cuda") is False
+
+
+def test_unknown_devices_are_not_native():
+    assert computes_bf16_natively("mps") is False
+
+
+def test_device_choice_follows_use_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    assert [config_module._device_type(True), config_module._device_type(False)] == ["cpu", "cuda"]
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert config_module._device_type(False) == "cpu"
+
+
+def test_gradient_checkpointing_can_be_turned_off(build):
+    assert [build().gradient_checkpointing, build(gradient_checkpointing=False).gradient_checkpointing] == [
+        True,
+        False,
+    ]
+
+
+def test_the_defaults_warn_about_nothing(build):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build()
+
+
+def test_dict_and_json_round_trips(build):
+    config = build(
+        model_init_kwargs={"dtype": torch.float32},
+        generation_kwargs={"temperature": 0.7},
+        reward_weights=[1.0, 0.5],
+        per_device_train_batch_size=16,
+        gradient_accumulation_steps=2,
+        beta=0.04,
+    )
+    rebuilt = GRPOConfig(**config.to_dict())
+    assert rebuilt.to_dict() == config.to_dict()
+    assert json.loads(config.to_json_string())["generation_batch_size"] == 32
+    assert json.loads(config.to_json_string())["model_init_kwargs"] == {"dtype": "float32"}
+
+
+def test_to_dict_changes_nothing(build):
+    kwargs = {"dtype": torch.float32, "nested": {"dtype": torch.bfloat16}}
+    config = build(model_init_kwargs=kwargs)
+    config.to_dict()
+    assert kwargs == {"dtype": torch.float32, "nested": {"dtype": torch.bfloat16}}
+    assert config.model_init_kwargs == kwargs
+
+
+def test_pickle_save_and_copy(build, tmp_path):
+    config = build(beta=0.04, reward_weights=[1.0])
+    torch.save(config, tmp_path / "args.bin")
+    loaded = torch.load(tmp_path / "args.bin", weights_only=False)
+    for other in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config), loaded):
+        assert type(other) is GRPOConfig
+        assert other.to_dict() == config.to_dict()
+
+
+def test_replace(build):
+    config = build(gradient_accumulation_steps=2)
+    replaced = dataclasses.replace(config, beta=0.1)
+    assert (replaced.beta, replaced.generation_batch_size, replaced.steps_per_generation) == (0.1, 16, 2)
+    resized = dataclasses.replace(config, steps_per_generation=4, generation_batch_size=None)
+    assert resized.generation_batch_size == 32
+    with pytest.raises(
+        ConfigError, match="generation_batch_size=16 and steps_per_generation=4 are both given"
+    ):
+        dataclasses.replace(config, steps_per_generation=4)
+
+
+def test_repr_hides_tokens(build):
+    text = repr(build(hub_token="secret-token"))
+    assert "secret-token" not in text
+    assert "loss_type=dapo" in text
+
+
+def test_subclasses_with_fields_of_their_own_work(tmp_path):
+    @dataclasses.dataclass
+    class Mine(GRPOConfig):
+        extra: float = 1.0
+        temperature: float = 0.9
+
+    mine = Mine(output_dir=str(tmp_path), bf16=False, extra=2.0, generation_kwargs={"temperature": 0.5})
+    assert (mine.extra, mine.temperature) == (2.0, 0.5)
+    with pytest.raises(ConfigError, match="extra=nan is not finite"):
+        Mine(output_dir=str(tmp_path), bf16=False, extra=float("nan"))
+
+
+def test_errors_of_training_arguments_stay_theirs(build):
+    with pytest.raises(ValueError, match="non-zero --logging_steps") as caught:
+        build(logging_steps=0)
+    assert not isinstance(caught.value, ConfigError)

@@ -1,0 +1,102 @@
+"""Adding objectives and advantages of one's own."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from groupwise.core.advantages import ADVANTAGES, AdvantageSettings, GroupRewards, register_advantage
+from groupwise.core.metrics import Sum
+from groupwise.core.objectives import (
+    OBJECTIVES,
+    ObjectiveSettings,
+    ObjectiveTerms,
+    evaluate,
+    register_objective,
+)
+
+
+def terms(**extra) -> ObjectiveTerms:
+    return ObjectiveTerms(
+        logps_BT=torch.tensor([[-1.0, -2.0]], requires_grad=True),
+        advantages_BX=torch.tensor([[3.0]]),
+        mask_BT=torch.ones(1, 2),
+        weights_BT=torch.tensor([[0.5, 0.5]]),
+        **extra,
+    )
+
+
+def reinforce(t, settings):
+    return -t.advantages_BX * t.logps_BT
+
+
+@pytest.fixture
+def mine(monkeypatch):
+    monkeypatch.setattr("groupwise.core.objectives.OBJECTIVES", dict(OBJECTIVES))
+    return "mine"
+
+
+def test_a_registered_objective_is_used(mine):
+    register_objective(mine, reinforce, "token_mean", diagnostics=lambda t, s: {"seen": Sum(t.mask_BT.sum())})
+    t = terms()
+    loss, metrics = evaluate(t, ObjectiveSettings(objective=mine))
+    # −3 · (−1 − 2) · 0.5 = 4.5
+    assert loss.item() == 4.5
+    assert metrics["seen"].value() == 2.0
+    assert torch.autograd.grad(loss, t.logps_BT)[0].tolist() == [[-1.5, -1.5]]
+
+
+@pytest.mark.parametrize("folds", [False, True])
+def test_a_registered_objective_may_fold_the_correction_in(mine, folds):
+    seen = []
+
+    def surrogate(t, settings):
+        seen.append(t.log_correction_BX)
+        return reinforce(t, settings)
+
+    register_objective(mine, surrogate, "token_mean", folds_correction=folds)
+    sampler = torch.tensor([[-1.0 - math.log(2.0), -2.0]])
+    loss, _ = evaluate(
+        terms(sampler_logps_BT=sampler), ObjectiveSettings(objective=mine, correction_mode="token_truncate")
+    )
+    if folds:
+        assert seen[0].tolist() == [pytest.approx([math.log(2.0), 0.0])]
+        assert loss.item() == 4.5
+    else:
+        # The first token counts twice: 3 · (2 · 1 + 2) · 0.5
+        assert seen == [None]
+        assert loss.item() == pytest.approx(6.0)
+
+
+def test_duplicate_objective_is_refused():
+    with pytest.raises(ValueError, match=r"'dapo' is already registered; registered: bnpo, cispo, dapo"):
+        register_objective("dapo", reinforce, "token_mean")
+    assert OBJECTIVES["dapo"].surrogate is not reinforce
+
+
+def test_unknown_normaliser_is_refused():
+    with pytest.raises(
+        ValueError, match=r"normalizer='per_token' is unknown; allowed: constant_length, local"
+    ):
+        register_objective("other", reinforce, "per_token")
+    assert "other" not in OBJECTIVES
+
+
+def test_a_registered_advantage_is_used(monkeypatch):
+    monkeypatch.setattr("groupwise.core.advantages.ADVANTAGES", dict(ADVANTAGES))
+    register_advantage("raw", lambda rewards, settings: rewards.rewards_NF.sum(-1))
+    from groupwise.core import advantages
+
+    rewards = GroupRewards(torch.tensor([[1.0, 2.0]]), torch.ones(2), 1)
+    assert advantages.ADVANTAGES["raw"](rewards, AdvantageSettings()).tolist() == [3.0]
+
+
+def test_duplicate_advantage_is_refused():
+    before = ADVANTAGES["group_mean"]
+    with pytest.raises(
+        ValueError, match=r"'group_mean' is already registered; registered: group_mean, leave_one"
+    ):
+        register_advantage("group_mean", lambda rewards, settings: rewards.rewards_NF)
+    assert ADVANTAGES["group_mean"] is before

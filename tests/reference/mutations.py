@@ -1,0 +1,216 @@
+"""Small edits of ``groupwise.core`` that a test must notice.
+
+Each is (file, fragment of the source that occurs once, what replaces it, the tests to try first). Edits that
+leave every result as it was have no place here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+OBJECTIVES = ("tests/reference/test_objectives.py", "-k", "on_policy or constants")
+KL = ("tests/reference/test_objectives.py", "-k", "differentiates or k1 or k2 or k3")
+GARBAGE = ("tests/reference/test_objectives.py", "-k", "garbage or bounded_away")
+LIMITS = ("tests/reference/test_surrogate_limits.py",)
+MASKS = ("tests/reference/test_masks.py",)
+DIAGNOSTICS = ("tests/reference/test_diagnostics.py",)
+WEIGHTS = ("tests/reference/test_weights.py",)
+ADVANTAGES = ("tests/reference/test_advantages.py",)
+MERGING = ("tests/core/test_metric_merging.py",)
+PADDING = ("tests/core/test_pad_sequences.py",)
+REGISTRATION = ("tests/core/test_registration.py",)
+
+
+class Mutation(NamedTuple):
+    file: str
+    old: str
+    new: str
+    first: tuple[str, ...]
+
+
+def _of(file: str, *edits: tuple[str, str, tuple[str, ...]]) -> list[Mutation]:
+    return [Mutation(file, old, new, first) for old, new, first in edits]
+
+
+MUTATIONS = [
+    *_of(
+        "ratios.py",
+        ("(log_ratio_BT * mask_BT).sum(", "log_ratio_BT.sum(", LIMITS),
+        (".clamp(min=1)", ".clamp(min=2)", LIMITS),
+        (" / lengths_B1", "", OBJECTIVES),
+        ("mask_BT.sum(-1, keepdim=True)", "torch.ones_like(mask_BT).sum(-1, keepdim=True)", LIMITS),
+        ("(log_ratio_BT * mask_BT).sum(-1", "(log_ratio_BT * mask_BT).sum(0", LIMITS),
+        ('"sequence": sequence_log_ratio', '"sequence": token_log_ratio', OBJECTIVES),
+    ),
+    *_of(
+        "surrogates.py",
+        ("clamp(1 - settings.epsilon_low", "clamp(1 - settings.epsilon_high", LIMITS),
+        ("1 + settings.epsilon_high", "1 + settings.epsilon_low", LIMITS),
+        ("torch.minimum(", "torch.maximum(", LIMITS),
+        ("return -torch.minimum(", "return torch.minimum(", LIMITS),
+        ("clamp(max=settings.delta)", "clamp(min=settings.delta)", LIMITS),
+        ("torch.minimum(capped_BX", "torch.minimum(ratio_BX", LIMITS),
+        ("terms.ratio_BX.detach()", "terms.ratio_BX", OBJECTIVES),
+        ("clamp(max=settings.epsilon_high)", "clamp(max=1 + settings.epsilon_high)", LIMITS),
+        (
+            "clamp(max=settings.epsilon_high)",
+            "clamp(1 - settings.epsilon_low, settings.epsilon_high)",
+            LIMITS,
+        ),
+        ("return -weight_BX", "return weight_BX", LIMITS),
+        ("terms.advantages_BX > 0", "terms.advantages_BX < 0", OBJECTIVES),
+        ("(terms.ratio_BX - 1)", "terms.ratio_BX", LIMITS),
+        ("* 4 / temperature_BX", "* 4", LIMITS),
+        ("* 4 / temperature_BX", "* 2 / temperature_BX", LIMITS),
+        ("return -gate_BX", "return gate_BX", LIMITS),
+        ("return -vespo_gate(", "return vespo_gate(", OBJECTIVES),
+        ("terms.log_ratio_BT.detach()", "terms.log_ratio_BT", OBJECTIVES),
+        (".clamp(-20, 20)", ".clamp(-10, 10)", LIMITS),
+        (".clamp(-20, 20)", "", LIMITS),
+        (".clamp(-20, 20) * terms.mask_BT", ".clamp(-20, 20)", LIMITS),
+        ("terms.log_correction_BX.clamp(math.log(1e-8), 20)", "terms.log_correction_BX", LIMITS),
+        ("log_w_B1 = log_w_B1 + terms.log", "log_w_B1 = log_w_B1 - terms.log", LIMITS),
+        ("log_w_B1.clamp(math.log(1e-8), 20)", "log_w_B1", LIMITS),
+        ("log_w_B1.clamp(math.log(1e-8), 20)", "log_w_B1.clamp(math.log(1e-6), 20)", LIMITS),
+        ("log_w_B1.clamp(math.log(1e-8), 20)", "log_w_B1.clamp(math.log(1e-8), 40)", LIMITS),
+        ("terms.advantages_BX >= 0", "terms.advantages_BX > 0", LIMITS),
+        ("- lambda_BX * log_w_B1.exp()", "+ lambda_BX * log_w_B1.exp()", LIMITS),
+        ("k_BX * log_w_B1", "log_w_B1", LIMITS),
+        ("above), below)", "below), above)", LIMITS),
+        ("like.new_full((), above)", "above", OBJECTIVES),
+    ),
+    *_of(
+        "kl.py",
+        ("return logps_BT - ref_logps_BT", "return ref_logps_BT - logps_BT", DIAGNOSTICS),
+        ("0.5 * (", "(", DIAGNOSTICS),
+        ("delta_BT = ref_logps_BT - logps_BT", "delta_BT = logps_BT - ref_logps_BT", DIAGNOSTICS),
+        ("- delta_BT - 1", "- delta_BT", DIAGNOSTICS),
+        ("quadratic_BT).detach()", "quadratic_BT)", KL),
+        ("return quadratic_BT + (", "return quadratic_BT.detach() + (", KL),
+        ("return quadratic_BT + (", "return quadratic_BT - (", DIAGNOSTICS),
+        ('"k2": k2', '"k2": k3', DIAGNOSTICS),
+    ),
+    *_of(
+        "corrections.py",
+        ("old_logps_BT - sampler_logps_BT", "sampler_logps_BT - old_logps_BT", MASKS),
+        ("nan=0.0", "nan=1.0", MASKS),
+        ("gap_BT * mask_BT", "gap_BT", MASKS),
+        (".sum(-1, keepdim=True)", ".mean(-1, keepdim=True)", MASKS),
+        ("factor_BX.clamp(lowest, highest)", "factor_BX.clamp(max=highest)", MASKS),
+        ("factor_BX.clamp(lowest, highest)", "factor_BX.clamp(min=lowest)", MASKS),
+        ("factor_BX < lowest", "factor_BX <= lowest", MASKS),
+        ("factor_BX > highest", "factor_BX >= highest", MASKS),
+        ("(outside_BX, 0.0)", "(outside_BX, 1.0)", MASKS),
+        ("if not chosen.mask", "if chosen.mask", MASKS),
+        (
+            '"token_mask": CorrectionMode(per_sequence=False',
+            '"token_mask": CorrectionMode(per_sequence=True',
+            MASKS,
+        ),
+        ("log_gap_BT.detach()", "log_gap_BT", MASKS),
+    ),
+    *_of(
+        "masks.py",
+        ("(1.0 - top_quantile)", "top_quantile", MASKS),
+        ("* (entropies.numel() - 1)", "* entropies.numel()", MASKS),
+        (" * (position - below)", "", MASKS),
+        ("behaviour_logps_BT - logps_BT.detach()", "logps_BT.detach() - behaviour_logps_BT", MASKS),
+        ("drift_B1 <= threshold", "drift_B1 < threshold", MASKS),
+        ("advantages_BX >= 0", "advantages_BX > 0", MASKS),
+        ("(advantages_BX >= 0) |", "(advantages_BX >= 0) &", MASKS),
+        ("keepdim=True) / lengths_B1", "keepdim=True)", MASKS),
+        ("nan=0.0", "nan=1e9", MASKS),
+        ("(drift_BT * mask_BT).sum", "drift_BT.sum", MASKS),
+    ),
+    *_of(
+        "weights.py",
+        ("counts.sequences * lengths_B1", "len(mask_BT) * lengths_B1", WEIGHTS),
+        ("counts.sequences * lengths_B1", "counts.sequences * lengths_B1.sum()", WEIGHTS),
+        ("mask_BT.sum(-1, keepdim=True)", "mask_BT.sum(0, keepdim=True)", WEIGHTS),
+        ("counts.micro_batches * mask_BT.sum()", "mask_BT.sum()", WEIGHTS),
+        ("mask_BT.sum().clamp(min=1)", "mask_BT.sum().clamp(min=2)", WEIGHTS),
+        ("counts.max_completion_length)", "mask_BT.shape[1])", WEIGHTS),
+        ("mask_BT * counts.world_size / max(", "mask_BT / max(", WEIGHTS),
+        ("max(counts.tokens, 1)", "mask_BT.sum().clamp(min=1)", WEIGHTS),
+        ("max(counts.tokens, 1)", "counts.sequences", WEIGHTS),
+        ("counts.world_size / counts.sequences", "1 / counts.sequences", WEIGHTS),
+        ('"sequence_sum": sequence_sum', '"sequence_sum": constant_length', WEIGHTS),
+    ),
+    *_of(
+        "objectives.py",
+        ("terms.logps_BT.detach() if", "terms.logps_BT if", OBJECTIVES),
+        ("old_logps_BT).masked_fill(off_BT, 0.0)", "old_logps_BT)", GARBAGE),
+        ("logps_BT = terms.logps_BT.masked_fill(off_BT, 0.0)", "logps_BT = terms.logps_BT", GARBAGE),
+        ("terms.ref_logps_BT.masked_fill(off_BT, 0.0)", "terms.ref_logps_BT", GARBAGE),
+        ("_log_correction(correction_BX, off_BT) if", "correction_BX.log() if", GARBAGE),
+        ("correction_BX is not None and not folded", "correction_BX is not None", OBJECTIVES),
+        ("per_token_BX * terms.keep_BT", "per_token_BX * (1 - terms.keep_BT)", KL),
+        ("(per_token_BX * terms.weights_BT).sum()", "(per_token_BX * terms.weights_BT).mean()", OBJECTIVES),
+        ("kl_BT * ratio_BX", "kl_BT * ratio_BX.detach()", KL),
+        ("if settings.bias_correction_kl", "if not settings.bias_correction_kl", KL),
+        ("loss + settings.beta", "loss - settings.beta", OBJECTIVES),
+        ("if settings.kl_in_loss", "if True", ("tests/reference/test_objectives.py", "-k", "only_measured")),
+        ("loss - (terms.entropy_BT", "loss + (terms.entropy_BT", MASKS),
+        ("None else terms.sampler_logps_BT", "None else old_logps_BT", OBJECTIVES),
+        ("behaviour_BT, mask_BT, settings", "behaviour_BT, mask_BT, -settings", OBJECTIVES),
+        (
+            "(kl_BT * terms.weights_BT)",
+            "(kl_BT * (1.0 if correction_BX is None else correction_BX) * terms.weights_BT)",
+            OBJECTIVES,
+        ),
+        ("ratio_BX < 1 - settings.epsilon_low", "ratio_BX < 1 - settings.epsilon_high", DIAGNOSTICS),
+        ("terms.advantages_BX < 0", "terms.advantages_BX > 0", DIAGNOSTICS),
+        ("ratio_BX.detach() > settings.epsilon_high", "ratio_BX.detach() > 1", DIAGNOSTICS),
+        ("present_BX == 0", "present_BX < 0", DIAGNOSTICS),
+        ("mask_BT.amax(", "mask_BT.amin(", DIAGNOSTICS),
+        ('"bnpo": "local_token_mean"', '"bnpo": "token_mean"', WEIGHTS),
+        ('surrogates.sapo, "sequence_mean"', 'surrogates.sapo, "token_mean"', WEIGHTS),
+        ("if name in OBJECTIVES:", "if name in ():", REGISTRATION),
+    ),
+    *_of(
+        "advantages.py",
+        ("STD_EPSILON = 1e-4", "STD_EPSILON = 1e-6", ADVANTAGES),
+        ("(count - 1).clamp", "count.clamp", ADVANTAGES),
+        ("centred.square().sum(dim, keepdim=True)", "centred.square().sum()", ADVANTAGES),
+        ("(rewards_NF * weights_F)", "rewards_NF", ADVANTAGES),
+        ("(rewards_NF.isnan().all(-1), ", "(rewards_NF.isnan().any(-1), ", ADVANTAGES),
+        ("(total_P1 - rewards_PG)", "total_P1", ADVANTAGES),
+        (".sum(-1, keepdim=True) - 1", ".sum(-1, keepdim=True)", ADVANTAGES),
+        ("(r_PG - baseline(r_PG))", "r_PG", ADVANTAGES),
+        ("(total_N - total_N.nanmean())", "total_N", ADVANTAGES),
+        ('settings.scale == "group"', 'settings.scale != "none"', ADVANTAGES),
+        ("nan_std(rewards_PG.reshape(-1), 0)", "nan_std(rewards_PG, -1)", ADVANTAGES),
+        ("nan_to_num(nan=0.0)", "nan_to_num(nan=1.0)", ADVANTAGES),
+        ("rewards.weights_F[column]", "rewards.weights_F[0]", ADVANTAGES),
+        ('scale=settings.scale != "none"', "scale=True", ADVANTAGES),
+        ("[row, : end + 1]", "[row, :end]", ADVANTAGES),
+        ("(reward - values.mean().item())", "reward", ADVANTAGES),
+        ("(-penalty_N)", "penalty_N", ADVANTAGES),
+    ),
+    *_of(
+        "metrics.py",
+        ("self.count + other.count", "self.count", MERGING),
+        ("_extreme(torch.maximum, max", "_extreme(torch.minimum, min", MERGING),
+        (" * mask_BT).sum(), mask_BT.sum()", ").sum(), mask_BT.sum()", MERGING),
+        ("mask_BT.sum())", "float(mask_BT.numel()))", MERGING),
+        ("type(known) is not type(reduction)", "False", MERGING),
+    ),
+    *_of(
+        "entropy.py",
+        ("self.entropy <= target", "self.entropy < target", MASKS),
+        ("if entropy <= target else", "if entropy < target else", MASKS),
+        ("self.coef - delta", "self.coef", MASKS),
+        ("min(max(moved, low), high)", "max(moved, low)", MASKS),
+        ("min(max(moved, low), high)", "min(moved, high)", MASKS),
+    ),
+    *_of(
+        "padding.py",
+        ("-(-width // multiple_of)", "(width // multiple_of)", PADDING),
+        (
+            "slice(width - len(sequence), None) if left",
+            "slice(width - len(sequence), None) if not left",
+            PADDING,
+        ),
+        ("position < lengths_B1", "position <= lengths_B1", PADDING),
+    ),
+]

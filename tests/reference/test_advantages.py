@@ -1,0 +1,166 @@
+"""Advantages against loops over plain floats, with rewards that are missing in every way they can be."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from oracle_advantages import advantages, process_advantages
+
+from groupwise.core import advantages as core
+from groupwise.core.advantages import ADVANTAGES, AdvantageSettings, GroupRewards
+
+SCALES = ["group", "batch", "none"]
+AGGREGATIONS = ["sum_then_normalize", "normalize_then_sum"]
+KINDS = ["group_mean", "leave_one_out"]
+
+
+def rewards_table(functions: int, missing: float) -> list[list[float | None]]:
+    """Five groups of four; the fourth without variance, the fifth with a single reward at most."""
+    rng = random.Random(functions)
+    rows = [[rng.gauss(i // 4, 1.0 + i // 4) for _ in range(functions)] for i in range(20)]
+    for i, f in itertools.product(range(12), range(functions)):
+        if rng.random() < missing:
+            rows[i][f] = None
+    rows[12:16] = [[0.5 + f for f in range(functions)] for _ in range(4)]
+    if missing:
+        rows[1] = [None] * functions
+        rows[17:20] = [[None] * functions for _ in range(3)]
+    return rows
+
+
+def to_core(rows, weights, size) -> GroupRewards:
+    table = torch.tensor([[math.nan if r is None else r for r in row] for row in rows], dtype=torch.float64)
+    return GroupRewards(table, torch.tensor(weights, dtype=torch.float64), size)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("functions", [1, 3])
+@pytest.mark.parametrize("missing", [0.0, 0.3])
+def test_advantages(kind, aggregation, scale, functions, missing):
+    weights = [0.7, -1.3, 2.0][:functions]
+    rows = rewards_table(functions, missing)
+    for size in (4, 2, 20, 1):
+        got = ADVANTAGES[kind](to_core(rows, weights, size), AdvantageSettings(scale, aggregation))
+        expected = advantages(rows, weights, size, scale, aggregation, kind)
+        torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-10)
+
+
+def test_a_group_by_hand():
+    """Rewards 1, 2, 3, 6: mean 3, unbiased variance (4+1+0+9)/3 = 14/3."""
+    got = ADVANTAGES["group_mean"](to_core([[1.0], [2.0], [3.0], [6.0]], [1.0], 4), AdvantageSettings())
+    std = math.sqrt(14 / 3)
+    assert got.tolist() == pytest.approx([x / (std + 1e-4) for x in (-2, -1, 0, 3)])
+
+
+def test_leave_one_out_by_hand():
+    """Mean of the others of 1, 2, 3, 6: 11/3, 10/3, 3, 2."""
+    got = ADVANTAGES["leave_one_out"](
+        to_core([[1.0], [2.0], [3.0], [6.0]], [1.0], 4), AdvantageSettings("none")
+    )
+    assert got.tolist() == pytest.approx([1 - 11 / 3, 2 - 10 / 3, 0.0, 4.0])
+
+
+def test_the_epsilon_keeps_equal_rewards_at_zero_and_tiny_spreads_small():
+    """Std of (0, 1e-4) is 1e-4/√2, so A = ±0.5e-4 / (1e-4/√2 + 1e-4) = ±0.2929 instead of ±0.7071."""
+    settings = AdvantageSettings()
+    assert ADVANTAGES["group_mean"](to_core([[2.0], [2.0]], [1.0], 2), settings).tolist() == [0.0, 0.0]
+    got = ADVANTAGES["group_mean"](to_core([[0.0], [1e-4]], [1.0], 2), settings)
+    assert got.tolist() == pytest.approx([-0.2929, 0.2929], abs=1e-4)
+
+
+def test_none_reward_is_out_of_the_statistics():
+    """1, None, 3: mean 2 and std √2 of the two that are there; the missing one gets 0."""
+    got = ADVANTAGES["group_mean"](to_core([[1.0], [None], [3.0]], [1.0], 3), AdvantageSettings())
+    value = 1 / (math.sqrt(2) + 1e-4)
+    assert got.tolist() == pytest.approx([-value, 0.0, value])
+
+
+def test_no_reward_at_all_gives_zero_everywhere():
+    for kind, aggregation, scale in itertools.product(KINDS, AGGREGATIONS, SCALES):
+        got = ADVANTAGES[kind](
+            to_core([[None, None]] * 4, [1.0, 2.0], 2), AdvantageSettings(scale, aggregation)
+        )
+        assert got.tolist() == [0.0] * 4
+
+
+STEPS = [
+    [(1, 1.0), (3, 0.0), (5, 2.0)],
+    [(2, -1.0)],
+    [],
+    [(0, 0.5), (5, 0.5)],
+    [],
+    [],
+    [],
+    [],
+    [(4, 3.0)],
+    [],
+    [],
+    [],
+]
+
+
+@pytest.mark.parametrize("scale", [True, False])
+@pytest.mark.parametrize("size", [4, 2])
+def test_process_supervision(scale, size):
+    got = core.process_advantages(STEPS, size, 6, scale=scale)
+    expected = process_advantages(STEPS, size, 6, scale)
+    torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float32), rtol=1e-6, atol=1e-6)
+
+
+def test_process_supervision_by_hand():
+    """Rewards 1, 3 of one sequence, 2 of the other: mean 2, std 1; the second step ends at token 2."""
+    got = core.process_advantages([[(0, 1.0), (2, 3.0)], [(1, 2.0)]], 2, 4, scale=False)
+    assert got.tolist() == [[0.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("scale", SCALES)
+def test_process_rewards_beside_outcome_rewards(kind, aggregation, scale):
+    rng = random.Random(3)
+    rows = [[rng.gauss(0, 1), None] for _ in STEPS]
+    rows[2][0] = None
+    weights = [0.7, 0.3]
+    table = to_core(rows, weights, 4)
+    table = GroupRewards(table.rewards_NF, table.weights_F, 4, {1: STEPS}, 6)
+    got = ADVANTAGES[kind](table, AdvantageSettings(scale, aggregation))
+    outcome = advantages(rows, weights, 4, scale, aggregation, kind)
+    process = process_advantages(STEPS, 4, 6, scale != "none")
+    expected = [[o + 0.3 * p for p in row] for o, row in zip(outcome, process, strict=True)]
+    torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+
+
+def test_two_process_functions_are_weighted_and_added():
+    table = GroupRewards(
+        torch.full((12, 2), math.nan), torch.tensor([0.5, 2.0]), 4, {0: STEPS, 1: STEPS[::-1]}, 6
+    )
+    got = ADVANTAGES["group_mean"](table, AdvantageSettings())
+    first, second = process_advantages(STEPS, 4, 6, True), process_advantages(STEPS[::-1], 4, 6, True)
+    expected = [
+        [0.5 * a + 2 * b for a, b in zip(x, y, strict=True)] for x, y in zip(first, second, strict=True)
+    ]
+    torch.testing.assert_close(got, torch.tensor(expected), rtol=1e-6, atol=1e-6)
+
+
+def test_float32_stays_within_its_budget():
+    """Rewards of size r with spread σ lose a few times eps · r / σ in the subtraction."""
+    rows = [[100.0 + 0.1 * (i * 7 % 11)] for i in range(8)]
+    got = ADVANTAGES["group_mean"](GroupRewards(torch.tensor(rows), torch.ones(1), 4), AdvantageSettings())
+    exact = torch.tensor(rows).double().tolist()
+    expected = torch.tensor(advantages(exact, [1.0], 4, "group", "sum_then_normalize", "group_mean"))
+    assert (got - expected).abs().max() <= 8 * torch.finfo(torch.float32).eps * 100 / 0.1
+
+
+def test_a_penalty_counts_as_one_more_reward_where_there_is_one():
+    """1 − 0.5, None, 3 − 1 = 0.5, None, 2.0; mean 1.25."""
+    rewards = core.with_penalty(to_core([[1.0], [None], [3.0]], [1.0], 3), torch.tensor([0.5, 9.0, 1.0]))
+    got = ADVANTAGES["group_mean"](rewards, AdvantageSettings("none"))
+    assert got.tolist() == pytest.approx([-0.75, 0.0, 0.75])
+    weighted = core.with_penalty(to_core([[1.0], [3.0]], [2.0], 2), torch.tensor([0.5, 1.0]))
+    assert core.combined_rewards(weighted.rewards_NF, weighted.weights_F).tolist() == [1.5, 5.0]

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import pytest
+
+from groupwise import GRPOConfig
+
+
+@pytest.fixture
+def make_args(tmp_path):
+    """A configuration for this machine; reports go to nobody unless the test says so."""
+
+    def make(**settings):
+        return GRPOConfig(
+            str(tmp_path / "out"), **{"use_cpu": True, "bf16": False, "report_to": "none"} | settings
+        )
+
+    return make
+
+
+@pytest.fixture
+def make_row():
+    def make(prompt="What is 2+2?", completion="4", **fields):
+        row = {"step": 3, "prompt": prompt, "completion": completion, "advantage": 0.5}
+        return row | {"rewards": {"accuracy": 1.0, "form": None}, "columns": {"length": 1}} | fields
+
+    return make

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import pytest
+from huggingface_hub import ModelCard
+
+from groupwise.reporting import model_card
+
+HISTORY = [
+    {"reward": 0.1, "reward_std": 0.2, "rewards/accuracy/mean": 0.1, "rewards/accuracy/std": 0.3, "step": 10},
+    {"reward": 0.625, "reward_std": 0.25, "rewards/accuracy/mean": 0.5, "step": 20},
+    {"eval_reward": 0.75, "eval_rewards/accuracy/mean": 0.875, "step": 20},
+    {"train_runtime": 1.0, "step": 20},
+]
+
+
+@pytest.fixture
+def card(make_args):
+    def make(*, settings=None, **changes):
+        given = {
+            "model_name": "someone/tiny-grpo",
+            "base_model": "HuggingFaceTB/SmolLM2-135M-Instruct",
+            "dataset_name": "openai/gsm8k",
+            "tags": [],
+            "args": make_args(**(settings or {})),
+            "versions": {"transformers": "5.19.0", "torch": "2.13.0"},
+            "log_history": HISTORY,
+            "reward_names": ["accuracy"],
+        }
+        return model_card(**given | changes)
+
+    return make
+
+
+def listed(text):
+    table = text.split("| Setting | Value |\n|---|---|\n")[1].split("\n\n")[0]
+    return dict(line.strip("| ").split(" | ") for line in table.splitlines())
+
+
+def test_head_is_valid_and_complete(card):
+    data = ModelCard(card(tags=["math", "grpo"])).data.to_dict()
+    assert data == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "base_model": "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "datasets": ["openai/gsm8k"],
+        "model_name": "someone/tiny-grpo",
+        "tags": ["groupwise", "grpo", "generated_from_trainer", "math"],
+    }
+
+
+def test_the_quick_start_is_python(card):
+    text = card(settings={"hub_model_id": "someone/else"})
+    code = text.split("```python\n")[1].split("```")[0]
+    compile(code, "quick start", "exec")
+    assert 'model="someone/else"' in code
+
+
+def test_last_rewards_of_training_and_evaluation(card):
+    text = card()
+    assert "Last training log, step 20:" in text and "Last evaluation log, step 20:" in text
+    for line in ("| total | 0.625 | 0.25 |", "| accuracy | 0.5 |  |", "| accuracy | 0.875 |  |"):
+        assert line in text
+    assert "0.1" not in text.split("## Rewards")[1].split("## Framework")[0]
+
+
+def test_without_logs_there_is_no_reward_section(card):
+    assert "## Rewards" not in card(log_history=[{"train_runtime": 1.0}])
+
+
+def test_versions_and_citation(card):
+    text = card()
+    assert "- transformers: 5.19.0\n- torch: 2.13.0" in text
+    assert "arXiv:2402.03300" in text
+
+
+def test_settings_list_the_method_and_what_was_changed(card):
+    plain = listed(card())
+    assert (
+        plain["loss_type"] == "dapo" and plain["epsilon_high"] == "0.2" and plain["learning_rate"] == "1e-06"
+    )
+    assert not {"vespo_k_pos", "top_k", "top_p", "delta", "dynamic_sampling", "max_steps"} & set(plain)
+    changed = settings(
+        card(settings={"loss_type": "vespo", "top_p": 0.9, "lr_scheduler_type": "cosine", "max_steps": 7})
+    )
+    assert changed["vespo_k_pos"] == "2.0"  # a setting of the chosen objective, though at its default
+    assert (changed["top_p"], changed["lr_scheduler_type"], changed["max_steps"]) == ("0.9", "cosine", "7")
+    assert "sapo_temperature_pos" not in changed
+
+
+@pytest.mark.parametrize(
+    "base", ["/home/ann/models/sft", "./models/sft", "../sft/", "C:\\models\\sft", "a/b/sft", "~/sft"]
+)
+def test_local_names_are_reduced(card, base):
+    text = card(base_model=base, dataset_name=base, model_name=base, reward_names=[base])
+    assert base not in text and "ann" not in text.split("## Citation")[0].split("## Framework")[0]
+    data = ModelCard(text).data
+    assert data.base_model is None and data.datasets is None and data.model_name == "sft"
+    assert "starting from `sft`" in text and "| sft |" in text
+
+
+def test_a_directory_that_looks_like_a_hub_id_is_local(card, tmp_path, monkeypatch):
+    (tmp_path / "runs" / "sft").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    text = card(base_model="runs/sft")
+    assert ModelCard(text).data.base_model is None
+    assert "runs/sft" not in text
+
+
+def test_nothing_secret_enters_the_card(card, make_args, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret_env")
+    monkeypatch.setenv("WANDB_API_KEY", "secret_wandb")
+    settings = {
+        "hub_token": "hf_secret_token",
+        "model_init_kwargs": {"token": "hf_secret_init"},
+        "chat_template_kwargs": {"note": "secret_note"},
+        "generation_kwargs": {"stop": "secret_stop"},
+        "log_completions": True,
+        "log_completions_hub_repo": "someone/secret_repo",
+        "run_name": "secret_run",
+    }
+    args = make_args(**settings)
+    args.vllm_server_host = "secret-host"
+    args.vllm_server_base_url = "http://ann:secret_url@internal:8000"
+    args.vllm_engine_kwargs = {"download_dir": "/secret_dir"}
+    text = card(args=args)
+    assert "secret" not in text
+    assert str(tmp_path) not in text

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import copy
+import os
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import load_dataset
+
+from groupwise.reporting import report_completions
+from groupwise.reporting.completions import spread, write_parquet
+
+
+def read(path):
+    return pq.read_table(path).to_pylist()
+
+
+def test_parquet_holds_every_field_and_rows_stay_untouched(tmp_path, make_args, make_row):
+    rows = [make_row(), make_row(completion="5", rewards={"accuracy": 0.0, "form": 0.25}, columns={})]
+    before = copy.deepcopy(rows)
+    report_completions(rows, 3, make_args(num_completions_to_print=0), str(tmp_path))
+    assert rows == before
+    shared = {"step": 3, "prompt": "What is 2+2?", "advantage": 0.5}
+    assert read(tmp_path / "completions" / "completions_00003.parquet") == [
+        shared | {"completion": "4", "accuracy": 1.0, "form": None, "length": 1.0},
+        shared | {"completion": "5", "accuracy": 0.0, "form": 0.25, "length": None},
+    ]
+    assert os.listdir(tmp_path / "completions") == ["completions_00003.parquet"]
+
+
+def test_files_of_a_run_load_together(tmp_path, make_args, make_row):
+    """A reward that is missing in one file and an extra column of other kinds must not split the types."""
+    args = make_args(num_completions_to_print=0)
+    first = make_row(rewards={"accuracy": None}, columns={"length": 1, "note": None})
+    second = make_row(step=13, rewards={"accuracy": 0.5}, columns={"length": 2.5, "note": "long"})
+    report_completions([first], 3, args, str(tmp_path))
+    report_completions([second], 13, args, str(tmp_path))
+    data = load_dataset("parquet", data_dir=str(tmp_path / "completions"), cache_dir=str(tmp_path / "cache"))
+    assert data["train"]["step"][:] == [3, 13]
+    assert data["train"]["accuracy"][:] == [None, 0.5]
+    assert data["train"]["length"][:] == [1.0, 2.5]
+    assert data["train"]["note"][:] == [None, "long"]
+
+
+def test_every_reward_missing_is_still_a_number_column(tmp_path, make_args, make_row):
+    args = make_args(num_completions_to_print=0)
+    report_completions([make_row(rewards={"accuracy": None})], 3, args, str(tmp_path))
+    schema = pq.read_schema(tmp_path / "completions" / "completions_00003.parquet")
+    assert schema.field("accuracy").type == pa.float64()
+
+
+def test_types_of_extra_columns(tmp_path):
+    table = {"step": [1, 2], "flag": [True, None], "count": [1, 2.5], "mixed": [1, "a"], "none": [None, None]}
+    write_parquet(table, tmp_path / "t.parquet")
+    assert read(tmp_path / "t.parquet") == [
+        {"step": 1, "flag": True, "count": 1.0, "mixed": "1", "none": None},
+        {"step": 2, "flag": None, "count": 2.5, "mixed": "a", "none": None},
+    ]
+
+
+def test_taken_names_and_broken_unicode(tmp_path, make_args, make_row):
+    row = make_row(completion="a\ud800b", rewards={"step": 1.0}, columns={"step": "x", "prompt": "y"})
+    report_completions([row], 3, make_args(num_completions_to_print=0), str(tmp_path))
+    (saved,) = read(tmp_path / "completions" / "completions_00003.parquet")
+    assert saved["completion"] == "a?b"
+    assert (saved["step"], saved["step_"], saved["step__"], saved["prompt_"]) == (3, 1.0, "x", "y")
+
+
+def test_unique_prompts_keep_the_first_row_of_each(tmp_path, make_args, make_row, capsys):
+    rows = [make_row("p", "one"), make_row("p", "two"), make_row("q", "three"), make_row("p", "four", step=4)]
+    report_completions(rows, 4, make_args(log_unique_prompts=True), str(tmp_path))
+    saved = read(tmp_path / "completions" / "completions_00004.parquet")
+    assert [(row["prompt"], row["completion"]) for row in saved] == [("p", "one"), ("q", "three")]
+    printed = capsys.readouterr().out
+    assert "one" in printed and "three" in printed and "two" not in printed and "four" not in printed
+
+
+@pytest.mark.parametrize(("count", "kept"), [(None, "abcde"), (9, "abcde"), (5, "abcde"), (2, "ac"), (0, "")])
+def test_printed_rows_are_spread_over_the_interval(count, kept):
+    # two of five: rows 0 * 5 // 2 = 0 and 1 * 5 // 2 = 2
+    table = {"step": [0, 1, 2, 3, 4], "completion": list("abcde")}
+    assert spread(table, count)["completion"] == list(kept)
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "t.parquet"
+    write_parquet({"step": [1]}, path)
+
+    def interrupted(table, where):
+        with open(where, "wb") as file:
+            file.write(b"PAR1 half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(pq, "write_table", interrupted)
+    with pytest.raises(OSError, match="disk full"):
+        write_parquet({"step": [2]}, path)
+    monkeypatch.undo()
+    assert read(path) == [{"step": 1}]
+    assert (
+        len(load_dataset("parquet", data_dir=str(tmp_path), cache_dir=str(tmp_path / "cache"))["train"]) == 1
+    )
+
+
+def test_evaluation_does_not_overwrite_the_training_log_of_its_step(tmp_path, make_args, make_row):
+    args = make_args(num_completions_to_print=0)
+    report_completions([make_row(completion="t")], 3, args, str(tmp_path))
+    report_completions([make_row(completion="e")], 3, args, str(tmp_path), mode="eval_a/b")
+    assert read(tmp_path / "completions" / "completions_00003.parquet")[0]["completion"] == "t"
+    assert read(tmp_path / "completions_eval_a_b" / "completions_00003.parquet")[0]["completion"] == "e"
+
+
+def test_no_rows_report_nothing(tmp_path, make_args, capsys):
+    report_completions([], 3, make_args(), str(tmp_path))
+    assert capsys.readouterr().out == ""
+    assert list(tmp_path.iterdir()) == []

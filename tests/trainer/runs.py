@@ -1,0 +1,101 @@
+"""A tiny policy, a tokenizer made on the spot, and short runs with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from groupwise import GRPOConfig, GRPOTrainer
+
+WORDS = [f"w{i}" for i in range(28)]
+CHAT = (
+    "{% for m in messages %}<user> {{ m['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """32 words; ids 0 and 1 are padding and end."""
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "<eos>", "<user>", "<assistant>", *WORDS])}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.decoder = decoders.Sequence([decoders.Replace("w", " w")])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        padding_side="left",
+        chat_template=CHAT,
+    )
+
+
+def policy(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
+    """A two-layer Llama with random weights over those 32 words."""
+    torch.manual_seed(seed)
+    shape = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": None,
+        "max_position_embeddings": 128,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**shape, **changes}))
+
+
+def prompts(count: int = 8) -> Dataset:
+    """Prompts of one to four words, and a column for the rewards."""
+    texts = [" ".join(WORDS[i : i + 1 + i % 4]) for i in range(count)]
+    return Dataset.from_dict({"prompt": texts, "row": list(range(count))})
+
+
+def chats(count: int = 8) -> Dataset:
+    return prompts(count).map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
+
+
+def count_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """How many tokens of a completion have an even id: varies within groups."""
+    return [float(sum(token % 2 == 0 for token in ids)) for ids in completion_ids]
+
+
+def trainer(directory: Path | str, rewards: Any = count_reward, **given: Any) -> GRPOTrainer:
+    """A trainer for the tiny policy; ``given`` holds configuration fields and trainer arguments."""
+    arguments = {
+        name: given.pop(name)
+        for name in ("peft_config", "rollout_func", "callbacks", "reward_processing_classes", "optimizers")
+        if name in given
+    }
+    model = given.pop("model", None)
+    train_dataset, eval_dataset = given.pop("train_dataset", prompts()), given.pop("eval_dataset", None)
+    processing_class = given.pop("processing_class", None) or tokenizer()
+    settings = {
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "max_completion_length": 6,
+        "max_steps": 2,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "save_strategy": "no",
+        "report_to": "none",
+        "bf16": False,
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    return GRPOTrainer(
+        policy() if model is None else model,
+        rewards,
+        GRPOConfig(str(directory), **{**settings, **given}),
+        train_dataset,
+        eval_dataset,
+        processing_class,
+        **arguments,
+    )

@@ -1,0 +1,194 @@
+"""Adapters, references and precision: PEFT end to end, what the KL is measured against, heads in float32."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from runs import policy, tokenizer, trainer
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from groupwise import ConfigError
+
+peft = pytest.importorskip("peft")
+
+ROWS = [{"prompt": "w1 w2", "row": 0}] * 4
+
+
+def lora(**changes):
+    return peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **changes})
+
+
+def adapter_weights(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" in name}
+
+
+def test_an_adapter_trains_saves_and_loads_while_the_base_stays(tmp_path):
+    base = policy()
+    before = copy.deepcopy(base.state_dict())
+    run = trainer(tmp_path, model=base, peft_config=lora(), beta=0.04, max_steps=2, gradient_checkpointing=True)
+    start = adapter_weights(run.model)
+    run.train()
+    trained = adapter_weights(run.model)
+    assert all((trained[name] != start[name]).any() for name in trained if "lora_B" in name)
+    for name, tensor in run.model.get_base_model().state_dict().items():
+        if "lora_" not in name:
+            assert torch.equal(tensor, before[name.replace(".base_layer", "")])
+    run.save_model()
+    loaded = peft.PeftModel.from_pretrained(policy(), tmp_path)
+    for name, tensor in adapter_weights(loaded).items():
+        assert torch.equal(tensor, trained[name])
+
+
+def test_a_fresh_adapter_is_measured_against_the_base(tmp_path):
+    run = trainer(tmp_path, peft_config=lora(), beta=0.04)
+    assert run.ref_model is None
+    with torch.no_grad():
+        for name, parameter in run.model.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.3)
+    (batch,) = run.generate_micro_batches(ROWS)
+    with torch.no_grad():
+        base = run.score_tokens(policy(), batch).logps_BC
+        current = run.score_tokens(run.model, batch).logps_BC
+    torch.testing.assert_close(batch.ref_logps_BC, base)
+    assert (current - base).abs().max() > 1e-2
+
+
+def test_a_continued_adapter_is_measured_against_a_frozen_copy_of_itself(tmp_path):
+    model = peft.get_peft_model(policy(), lora())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.3)
+    start = copy.deepcopy(model)
+    run = trainer(tmp_path, model=model, beta=0.04, max_steps=3)
+    run.train()
+    (batch,) = run.generate_micro_batches(ROWS)
+    with torch.no_grad():
+        torch.testing.assert_close(batch.ref_logps_BC, run.score_tokens(start, batch).logps_BC)
+    trainable = [name for name, p in run.model.named_parameters() if p.requires_grad]
+    assert trainable and all(".default." in name for name in trainable)
+
+
+@pytest.mark.parametrize("changes", [{"target_modules": ["q_proj", "lm_head"]}, {"modules_to_save": ["lm_head"]}])
+def test_an_adapter_on_the_head_is_refused(tmp_path, changes):
+    with pytest.raises(ConfigError, match="lm_head"):
+        trainer(tmp_path, peft_config=lora(**changes))
+
+
+def test_contradicting_adapter_settings_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="already has an adapter"):
+        trainer(tmp_path, model=peft.get_peft_model(policy(), lora()), peft_config=lora())
+    with pytest.raises(ConfigError, match="sync_ref_model"):
+        trainer(tmp_path, peft_config=lora(), beta=0.1, sync_ref_model=True)
+
+
+def test_without_beta_there_is_no_reference(tmp_path):
+    run = trainer(tmp_path)
+    assert run.ref_model is None
+    assert run.generate_micro_batches(ROWS)[0].ref_logps_BC is None
+
+
+def test_the_reference_is_the_policy_as_given_and_stays(tmp_path):
+    run = trainer(tmp_path, beta=0.04, max_steps=2)
+    run.train()
+    for name, parameter in policy().named_parameters():
+        assert torch.equal(run.ref_model.get_parameter(name), parameter)
+    assert not any(parameter.requires_grad for parameter in run.ref_model.parameters())
+
+
+@pytest.mark.parametrize("alpha", [0.25, 1.0])
+def test_the_reference_moves_towards_the_policy(tmp_path, alpha):
+    run = trainer(
+        tmp_path, beta=0.04, sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=alpha, max_steps=2
+    )
+    run.train()
+    start = policy()
+    for name, parameter in run.model.named_parameters():
+        # π_ref ← α π_θ + (1 − α) π_ref, once, after the second step
+        mixed = alpha * parameter + (1 - alpha) * start.get_parameter(name)
+        torch.testing.assert_close(run.ref_model.get_parameter(name), mixed, atol=1e-7, rtol=1e-6)
+        assert (parameter != start.get_parameter(name)).any()
+
+
+def test_kl_in_the_reward_lowers_it_by_beta_times_kl(tmp_path):
+    run = trainer(
+        tmp_path, lambda completions, **_: [0.0] * len(completions), beta=0.5, kl_in_reward=True,
+        kl_estimator="k1", scale_rewards="none",
+    )  # fmt: skip
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+    (batch,) = run.generate_micro_batches(ROWS)
+    kl_B = ((batch.old_logps_BC - batch.ref_logps_BC) * batch.loss_mask_BC).sum(-1)
+    # rewards −β·KL, centred on their mean
+    torch.testing.assert_close(batch.advantages_BX[:, 0], -0.5 * (kl_B - kl_B.mean()), atol=1e-6, rtol=1e-5)
+    assert kl_B.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_can_work_in_float32_below_a_bfloat16_model(tmp_path, tied):
+    model = policy(tie_word_embeddings=tied).to(torch.bfloat16)
+    run = trainer(tmp_path, model=model, cast_lm_head_to_fp32=True, max_steps=1, beta=0.1)
+    assert run.model.lm_head.weight.dtype == torch.float32
+    assert run.model.model.layers[0].self_attn.q_proj.weight.dtype == torch.bfloat16
+    assert run.model(torch.tensor([[4, 5]])).logits.dtype == torch.float32
+    run.train()
+    (batch,) = run.generate_micro_batches(ROWS)
+    with torch.no_grad():
+        chunked = run.score_tokens(run.model, batch).logps_BC
+        run.logprob_head = "dense"
+        torch.testing.assert_close(chunked, run.score_tokens(run.model, batch).logps_BC, atol=1e-5, rtol=0)
+
+
+def test_dropout_can_be_switched_off(tmp_path):
+    model = policy()
+    model.model.layers[0].mlp.add_module("drop", torch.nn.Dropout(0.5))
+    trainer(tmp_path, model=model, disable_dropout=True)
+    assert model.model.layers[0].mlp.drop.p == 0.0
+
+
+def mixture():
+    torch.manual_seed(0)
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+            router_aux_loss_coef=0.3,
+            pad_token_id=0,
+            eos_token_id=1,
+            bos_token_id=None,
+        )
+    )
+
+
+def test_experts_are_balanced_and_a_dense_model_has_none(tmp_path):
+    run = trainer(tmp_path, model=mixture(), max_steps=1)
+    run.train()
+    assert run.aux_loss_enabled and run.router_aux_loss_coef == 0.3
+    log = run.state.log_history[0]
+    # on-policy, the policy part of the loss is the mean advantage, zero: what is left is the balancing loss
+    assert log["loss"] == pytest.approx(0.3 * log["aux_loss"], abs=1e-5)
+    with pytest.raises(ConfigError, match="no expert router"):
+        trainer(tmp_path, router_aux_loss_coef=0.1)
+
+
+def test_a_model_by_name_is_loaded_in_float32_with_its_tokenizer(tmp_path):
+    saved = tmp_path / "policy"
+    policy().to(torch.bfloat16).save_pretrained(saved)
+    tokenizer().save_pretrained(saved)
+    run = trainer(tmp_path / "out", model=str(saved), max_steps=1)
+    assert run.model.dtype == torch.float32
+    half = trainer(tmp_path / "out", model=str(saved), model_init_kwargs={"dtype": "bfloat16"})
+    assert half.model.dtype == torch.bfloat16
+    run.train()
+    run.save_model()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.float32

@@ -1,0 +1,258 @@
+"""A run resumed from any of its checkpoints continues bit for bit as if it had never stopped."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from resume_runs import gpt2_with_dropout, make_trainer
+
+SCRIPT = Path(__file__).with_name("resume_runs.py")
+TIMEOUT = 180
+
+# Wall-clock time never repeats.
+_TIMING = re.compile(r"time/.*|step_time|.*_runtime|.*_per_second")
+# Of the summary line only: Trainer counts it over the steps of the process at hand, by design.
+_OF_THIS_PROCESS = {"train_loss"}
+
+
+def _history(trainer: Any) -> list[dict[str, Any]]:
+    return [
+        {k: v for k, v in line.items() if not _TIMING.fullmatch(k) and k not in _OF_THIS_PROCESS}
+        for line in trainer.state.log_history
+    ]
+
+
+def _weights(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
+
+
+def _assert_same_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def _assert_resumes(directory: Path, steps: list[int], make: Callable[..., Any], **settings: Any) -> Any:
+    """Train through, then once more from each of the checkpoints; returns the uninterrupted trainer."""
+    whole = make(directory / "whole", **settings)
+    before = _weights(whole)
+    whole.train()
+    after = _weights(whole)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    for step in steps:
+        resumed = make(directory / f"from-{step}", **{**settings, "save_strategy": "no"})
+        resumed.train(resume_from_checkpoint=str(directory / "whole" / f"checkpoint-{step}"))
+        assert resumed.state.global_step == whole.state.global_step
+        _assert_same_weights(_weights(resumed), after)
+        assert _history(resumed) == _history(whole)
+    return whole
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"gradient_accumulation_steps": 2, "steps_per_generation": 4},
+        {"gradient_accumulation_steps": 2, "steps_per_generation": 1},
+        {"scale_rewards": "batch", "beta": 0.1},
+        {"kl_in_reward": True, "beta": 0.1, "num_iterations": 2},
+        {"top_entropy_quantile": 0.5, "lr_scheduler_type": "cosine"},
+        {"log_completions": True, "logging_steps": 2},
+    ],
+    ids=str,
+)
+def test_resume_repeats_the_run(tmp_path: Path, settings: dict[str, Any]) -> None:
+    _assert_resumes(tmp_path, [1, 3], make_trainer, **settings)
+
+
+def test_resume_at_every_step_of_a_reuse_window(tmp_path: Path) -> None:
+    # 4 micro-batches, each used twice: steps 1-8 share a generation, 9 and 10 are on the next one.
+    _assert_resumes(
+        tmp_path, list(range(1, 10)), make_trainer, num_iterations=2, steps_per_generation=4, max_steps=10
+    )
+
+
+def test_resume_keeps_a_reference_that_moves(tmp_path: Path) -> None:
+    # It moves after steps 2, 4 and 6; checkpoints right at a move and between two.
+    settings = {"beta": 0.5, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
+    whole = _assert_resumes(tmp_path, [2, 3], make_trainer, **settings)
+    start = make_trainer(tmp_path / "start").model.state_dict()
+    reference = whole.ref_model.state_dict()
+    assert any(not torch.equal(start[name], reference[name]) for name in start)
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_resume_with_dropout(tmp_path: Path, checkpointing: bool) -> None:
+    def make(directory: Path, **settings: Any) -> Any:
+        return make_trainer(directory, model=gpt2_with_dropout(), **settings)
+
+    _assert_resumes(
+        tmp_path, [3, 4], make, num_iterations=2, steps_per_generation=2, gradient_checkpointing=checkpointing
+    )
+
+
+def test_dropout_is_active(tmp_path: Path) -> None:
+    # Otherwise the test above says nothing about the generator that dropout draws from.
+    runs = []
+    for disable_dropout in (False, True):
+        trainer = make_trainer(
+            tmp_path / str(disable_dropout),
+            model=gpt2_with_dropout(),
+            disable_dropout=disable_dropout,
+            max_steps=1,
+        )
+        trainer.train()
+        runs.append(trainer.state.log_history[0]["grad_norm"])
+    assert runs[0] != runs[1]
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_resume_with_a_fresh_adapter(tmp_path: Path, beta: float) -> None:
+    peft = pytest.importorskip("peft")
+
+    def make(directory: Path, **settings: Any) -> Any:
+        adapter = peft.LoraConfig(r=2, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
+        return make_trainer(directory, peft_config=adapter, beta=beta, **settings)
+
+    _assert_resumes(tmp_path, [3], make, num_iterations=2, steps_per_generation=2)
+
+
+def test_resume_with_an_adapter_trained_before(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    from resume_runs import llama
+
+    def make(directory: Path, **settings: Any) -> Any:
+        torch.manual_seed(1)
+        adapter = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        return make_trainer(directory, model=peft.get_peft_model(llama(), adapter), beta=0.1, **settings)
+
+    _assert_resumes(tmp_path, [3], make, num_iterations=2, steps_per_generation=2)
+
+
+def test_resume_keeps_the_adaptive_entropy_coefficient(tmp_path: Path) -> None:
+    # A random model's entropy (log 40 = 3.7 nats) stays below 5, so the coefficient grows by 0.25 a step to its bound.
+    settings = {
+        "use_adaptive_entropy": True,
+        "entropy_target": 5.0,
+        "entropy_coef_delta": 0.25,
+        "entropy_coef": 0.0,
+    }
+    whole = _assert_resumes(tmp_path, [2, 4], make_trainer, **settings)
+    logged = [line["entropy_coef"] for line in whole.state.log_history if "loss" in line]
+    assert logged == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_resume_between_two_logs_and_two_evaluations(tmp_path: Path) -> None:
+    # Logs after steps 3 and 6, evaluations after 2, 4 and 6: a checkpoint of step 2 or 4 is in the middle of an interval.
+    whole = _assert_resumes(
+        tmp_path,
+        [2, 4],
+        make_trainer,
+        logging_steps=3,
+        save_steps=2,
+        eval_strategy="steps",
+        eval_steps=2,
+        gradient_accumulation_steps=2,
+    )
+    assert len(whole.state.log_history) == 2 + 3 + 1
+
+
+def test_resume_at_the_end_of_an_epoch_and_inside_one(tmp_path: Path) -> None:
+    # 5 prompts, 2 per generation batch: 2 batches (one prompt sits out), each used twice: 4 steps an epoch.
+    whole = _assert_resumes(
+        tmp_path, [3, 4, 5, 8], make_trainer, num_prompts=5, num_iterations=2, max_steps=-1, num_train_epochs=3
+    )
+    assert whole.state.global_step == 12
+
+
+def test_resume_when_the_last_window_of_an_epoch_is_short(tmp_path: Path) -> None:
+    # 3 generation batches an epoch and windows of 2: the second step of an epoch has a single micro-batch.
+    whole = _assert_resumes(
+        tmp_path,
+        [1, 2, 3],
+        make_trainer,
+        num_prompts=6,
+        gradient_accumulation_steps=2,
+        steps_per_generation=1,
+        max_steps=-1,
+        num_train_epochs=2,
+    )
+    assert whole.state.global_step == 4
+
+
+def test_resume_with_loader_workers(tmp_path: Path) -> None:
+    _assert_resumes(tmp_path, [2, 3], make_trainer, num_prompts=4, dataloader_num_workers=1, max_steps=4)
+
+
+def _start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def _contents(output_dir: Path) -> dict[str, set[str]]:
+    """The files of every checkpoint that has its name."""
+    return {
+        directory.name: {str(file.relative_to(directory)) for file in directory.rglob("*")}
+        for directory in output_dir.glob("checkpoint-*")
+    }
+
+
+def _run_until(moments: list[str], whole: set[str], output_dir: Path, weights: Path, *flags: str) -> None:
+    """Let a run pass ``moments`` in this order and kill it at the last; at every moment all checkpoints are whole."""
+    child = _start(str(output_dir), str(weights), "--announce", *flags)
+    assert child.stdin is not None and child.stdout is not None
+    passed = []
+    waiting_for = list(moments)
+    try:
+        for line in child.stdout:
+            passed.append(line.strip())
+            broken = {name: files for name, files in _contents(output_dir).items() if files != whole}
+            assert broken == {}, f"incomplete at {passed}"
+            if passed[-1] == waiting_for[0]:
+                waiting_for.pop(0)
+            if not waiting_for:
+                return
+            child.stdin.write("go on\n")
+            child.stdin.flush()
+        raise AssertionError(f"never came to {waiting_for}, but to {passed}")
+    finally:
+        child.kill()  # SIGKILL: no handler, no flush, no cleanup
+        child.wait(TIMEOUT)
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_run_is_resumed_from_its_last_whole_checkpoint(tmp_path: Path) -> None:
+    uninterrupted = _start(str(tmp_path / "whole"), str(tmp_path / "whole.pt"))
+    uninterrupted.communicate(timeout=TIMEOUT)
+    assert uninterrupted.returncode == 0
+    whole = _contents(tmp_path / "whole")["checkpoint-6"]
+    output_dir, weights = tmp_path / "killed", tmp_path / "killed.pt"
+
+    # In the middle of the Trainer's own file, in the middle of ours, and just before the checkpoint gets its name.
+    _run_until(["after rename to checkpoint-1", "half of optimizer.pt"], whole, output_dir, weights)
+    assert set(_contents(output_dir)) == {"checkpoint-1"}
+    to_third = ["after rename to checkpoint-2", "half of groupwise_state_0.pt"]
+    _run_until(to_third, whole, output_dir, weights, "--resume")
+    assert set(_contents(output_dir)) == {"checkpoint-1", "checkpoint-2"}
+    # Two are kept: the removal of the first one is cut short, and the next run goes on from the third.
+    to_fourth = ["after rename to checkpoint-3", "before rename to checkpoint-4"]
+    _run_until(to_fourth, whole, output_dir, weights, "--resume")
+    assert set(_contents(output_dir)) == {"checkpoint-2", "checkpoint-3"}
+    _run_until(["after rename to checkpoint-5", "trained"], whole, output_dir, weights, "--resume")
+    last = _start(str(output_dir), str(weights), "--resume")
+    last.communicate(timeout=TIMEOUT)
+    assert last.returncode == 0
+    _assert_same_weights(torch.load(weights), torch.load(tmp_path / "whole.pt"))

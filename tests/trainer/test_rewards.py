@@ -1,0 +1,273 @@
+"""Reward functions through the trainer: what they get, what they may return, how they fail."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+
+import numpy as np
+import pytest
+import torch
+from runs import chats, policy, prompts, tokenizer, trainer
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from groupwise import ConfigError, RewardError
+
+
+def first_batch(run):
+    """Rewards and advantages of the first four rows (one prompt, four completions)."""
+    rows = [run.train_dataset[0]] * 4
+    scored = run.score(run.roll_out(rows), 4)
+    return scored, run.estimate_advantages(scored)
+
+
+def test_a_reward_gets_the_rollout_every_column_and_the_state(tmp_path):
+    seen = {}
+
+    def reward(**arguments):
+        seen.update(arguments)
+        return [0.0] * 4
+
+    run = trainer(tmp_path, reward)
+    first_batch(run)
+    assert seen["prompts"] == [run.train_dataset[0]["prompt"]] * 4
+    assert seen["row"] == [0, 0, 0, 0]
+    assert [type(text) for text in seen["completions"]] == [str] * 4
+    assert all(isinstance(token, int) for ids in seen["completion_ids"] for token in ids)
+    assert seen["trainer_state"] is run.state
+    assert "prompt" not in seen and callable(seen["log_extra"]) and callable(seen["log_metric"])
+
+
+def test_chat_prompts_give_chat_completions(tmp_path):
+    seen = {}
+
+    def reward(prompts, completions, **_):
+        seen.update(prompts=prompts, completions=completions)
+        return [0.0] * 4
+
+    first_batch(trainer(tmp_path, reward, train_dataset=chats()))
+    assert seen["prompts"][0][0]["role"] == "user"
+    assert [set(completion[0]) for completion in seen["completions"]] == [{"role", "content"}] * 4
+    assert seen["completions"][0][0]["role"] == "assistant"
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        [1, 2, 3, 4],
+        (1.0, 2.0, 3.0, 4.0),
+        np.array([1.0, 2.0, 3.0, 4.0]),
+        torch.tensor([1.0, 2.0, 3.0, 4.0]),
+        [torch.tensor(1.0), np.float32(2), np.int64(3), 4],
+    ],
+    ids=["ints", "tuple", "array", "tensor", "zero-d and numpy scalars"],
+)
+def test_numbers_of_any_kind_are_rewards(tmp_path, returned):
+    scored, _ = first_batch(trainer(tmp_path, lambda **_: returned))
+    assert scored.rewards.rewards_NF[:, 0].tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ([1.0, 2.0, 3.0], "returned 3 rewards for 4 completions"),
+        (1.0, "must return a list"),
+        (None, "must return a list"),
+        ([1.0, math.nan, 3.0, 4.0], "row 1"),
+        ([1.0, 2.0, math.inf, 4.0], "row 2"),
+        ([1.0, 2.0, 3.0, "4"], "row 3"),
+        ([[(99, 1.0)], [], [], []], "row 0"),
+    ],
+    ids=["length", "scalar", "none", "nan", "inf", "string", "step out of range"],
+)
+def test_unusable_rewards_name_function_row_prompt_and_completion(tmp_path, returned, said):
+    def broken(**_):
+        return returned
+
+    with pytest.raises(RewardError, match="'broken'") as caught:
+        first_batch(trainer(tmp_path, broken))
+    assert said in str(caught.value)
+    if "row" in said:
+        assert "prompt: 'w0'" in str(caught.value) and "completion: " in str(caught.value)
+
+
+def test_an_exception_keeps_its_cause(tmp_path):
+    def failing(**_):
+        return [1 / 0]
+
+    with pytest.raises(RewardError, match="'failing' raised ZeroDivisionError") as caught:
+        first_batch(trainer(tmp_path, failing))
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_a_failing_async_reward_is_named_too(tmp_path):
+    async def failing(**_):
+        raise KeyError("answer")
+
+    with pytest.raises(RewardError, match="'failing' raised KeyError"):
+        first_batch(trainer(tmp_path, failing))
+
+
+@pytest.mark.timeout(60)
+def test_async_rewards_wait_together(tmp_path):
+    arrived = []
+
+    def waiting(name):
+        async def reward(completions, **_):
+            arrived.append(name)
+            while len(arrived) < 2:  # never ends if they run one after the other
+                await asyncio.sleep(0.01)
+            return [1.0] * len(completions)
+
+        return reward
+
+    async def both(run):
+        return first_batch(run)
+
+    run = trainer(tmp_path, [waiting("a"), waiting("b")])
+    # Inside a running event loop, as in a notebook.
+    scored, _ = asyncio.run(both(run))
+    assert scored.rewards.rewards_NF.shape == (4, 2)
+
+
+def test_none_leaves_the_decision_to_the_others(tmp_path):
+    run = trainer(
+        tmp_path,
+        [lambda **_: [1.0, None, 3.0, None], lambda **_: [1.0, 5.0, None, None]],
+        reward_weights=[1.0, 2.0],
+        scale_rewards="none",
+    )
+    _, advantages = first_batch(run)
+    # weighted sums 1 + 2·1 = 3, 2·5 = 10, 3, none; mean of the three 16/3
+    assert advantages.tolist() == pytest.approx([3 - 16 / 3, 10 - 16 / 3, 3 - 16 / 3, 0.0])
+
+
+def test_a_function_that_never_scores_logs_nothing(tmp_path):
+    run = trainer(tmp_path, [lambda **_: [None] * 4, lambda **_: [1.0, 2.0, 3.0, 4.0]], max_steps=1)
+    run.train()
+    names = set(run.state.log_history[0])
+    assert "rewards/<lambda>/mean" not in names and "rewards/<lambda>_2/mean" in names
+
+
+def test_step_rewards_reach_the_tokens_before_them(tmp_path):
+    def stepwise(completion_ids, **_):
+        return [[(0, 1.0), (len(ids) - 1, 0.0)] for ids in completion_ids]
+
+    run = trainer(tmp_path, stepwise, scale_rewards="none")
+    scored, advantages_NT = first_batch(run)
+    ids = scored.rollout.completions[0].token_ids
+    assert len(ids) > 1
+    # rewards 1 and 0 in every completion: mean 1/2, so the steps carry +1/2 and −1/2
+    assert advantages_NT[0, 0].item() == pytest.approx(0.0)
+    assert advantages_NT[0, 1 : len(ids)].tolist() == pytest.approx([-0.5] * (len(ids) - 1))
+    run.train()
+    assert run.state.global_step == 2
+
+
+def test_logged_columns_and_metrics_arrive(tmp_path):
+    def reward(completions, log_extra, log_metric, **_):
+        log_extra("length", [len(text) for text in completions])
+        log_metric("seen", 2.5)
+        return [1.0, 2.0, 3.0, 4.0]
+
+    run = trainer(tmp_path, reward, max_steps=1, log_completions=True, num_completions_to_print=0)
+    run.train()
+    assert run.state.log_history[0]["seen"] == 2.5
+    import pandas
+
+    (table,) = (tmp_path / "completions").glob("*.parquet")
+    assert "length" in pandas.read_parquet(table).columns
+
+
+def test_names_come_from_functions_partials_and_objects(tmp_path):
+    def named(**_):
+        return [0.0] * 4
+
+    class Judge:
+        def __call__(self, **_):
+            return [0.0] * 4
+
+    run = trainer(tmp_path, [named, functools.partial(named), Judge()])
+    assert run.reward_func_names == ["named", "named_2", "Judge"]
+
+
+def reward_model(labels: int = 1) -> LlamaForSequenceClassification:
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_labels=labels,
+        pad_token_id=0,
+    )
+    return LlamaForSequenceClassification(config)
+
+
+def save_reward_model(path):
+    reward_model().save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return str(path)
+
+
+def test_a_reward_model_scores_each_text_as_it_would_alone(tmp_path):
+    judge = save_reward_model(tmp_path / "judge")
+    functions = [judge]
+    run = trainer(tmp_path, functions)
+    scored, _ = first_batch(run)
+    assert functions == [judge] and run.reward_func_names == ["judge"]
+    rollout, model = scored.rollout, reward_model().eval()
+    for row in range(4):
+        text = rollout.prompts[row] + rollout.texts[row]
+        inputs = tokenizer()(text, return_tensors="pt")
+        alone = model(**inputs).logits[0, 0].item()
+        assert scored.rewards.rewards_NF[row, 0].item() == pytest.approx(alone, abs=1e-5)
+
+
+def test_a_reward_model_as_a_module_takes_the_tokenizer_given_for_it(tmp_path):
+    own = tokenizer()
+    run = trainer(tmp_path, [reward_model(), lambda **_: [0.0] * 4], reward_processing_classes=[own, None])
+    assert run.reward_processing_classes[0] is own
+    assert first_batch(run)[0].rewards.rewards_NF.shape == (4, 2)
+
+
+def test_a_reward_model_scores_chats_through_its_template(tmp_path):
+    run = trainer(tmp_path, save_reward_model(tmp_path / "judge"), train_dataset=chats())
+    assert not first_batch(run)[0].rewards.rewards_NF.isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("rewards", "changes", "said"),
+    [
+        (None, {}, "reward_funcs is missing"),
+        ([], {}, "reward_funcs is missing"),
+        ([3], {}, "reward_funcs holds 3"),
+        ([len, len], {"reward_weights": [1.0]}, "reward_weights has 1 entries for 2"),
+        ([len], {"reward_processing_classes": [None, None]}, "reward_processing_classes has 2 entries for 1"),
+    ],
+    ids=["none", "empty", "number", "weights", "tokenizers"],
+)
+def test_unusable_reward_arguments_are_refused_before_the_model_loads(tmp_path, rewards, changes, said):
+    with pytest.raises(ConfigError, match=said):
+        trainer(tmp_path, rewards, model="/nowhere/at/all", **changes)
+
+
+def test_a_reward_model_with_two_labels_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="2 labels"):
+        trainer(tmp_path, reward_model(labels=2), reward_processing_classes=tokenizer())
+
+
+def test_the_callers_objects_stay_as_they_were(tmp_path):
+    dataset, functions = prompts(), [lambda **_: [1.0, 2.0, 3.0, 4.0]]
+    kwargs = {"dtype": "float32"}
+    saved = tmp_path / "policy"
+    policy().save_pretrained(saved)
+    tokenizer().save_pretrained(saved)
+    run = trainer(
+        tmp_path, functions, model=str(saved), train_dataset=dataset, model_init_kwargs=kwargs, max_steps=1
+    )
+    run.train()
+    assert kwargs == {"dtype": "float32"} and len(functions) == 1
+    assert dataset.to_dict() == prompts().to_dict()

@@ -1,0 +1,431 @@
+"""One step through the real trainer: generation, reuse of a generation, windows, evaluation, logging."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from runs import WORDS, chats, count_reward, policy, prompts, tokenizer, trainer
+from transformers import TrainerCallback
+
+from groupwise import Completion, ConfigError, GRPOTrainer, LossOutput, register_advantage, register_objective
+from groupwise.core.advantages import ADVANTAGES
+from groupwise.core.objectives import OBJECTIVES
+from groupwise.core.surrogates import clipped
+
+
+def fixed_rollout(logprobs=None, masks=None):
+    """A rollout function whose completions follow from the prompt and a counter."""
+    counter = itertools.count()
+
+    def rollout(prompts_given, run):
+        ids = tokenizer()(list(prompts_given))["input_ids"]
+        completions = [[4 + (7 * next(counter) + j) % 28 for j in range(1 + i % 5)] + [1] for i in range(len(ids))]
+        output = {"prompt_ids": ids, "completion_ids": completions}
+        if logprobs is not None:
+            output["logprobs"] = [[logprobs] * len(tokens) for tokens in completions]
+        if masks is not None:
+            output["env_mask"] = [[masks(j) for j in range(len(tokens))] for tokens in completions]
+        return output
+
+    return rollout
+
+
+def weights(run):
+    return torch.cat([parameter.detach().flatten() for parameter in run.model.parameters()])
+
+
+def test_completions_end_at_any_end_token_of_the_model(tmp_path):
+    model = policy()
+    model.generation_config.eos_token_id = [1, 7]
+    run = trainer(tmp_path, model=model, max_completion_length=64)
+    completions = run.backend.generate([[4, 5], [4, 5, 6], [9], [10]] * 4)
+    assert run.backend.end_tokens == {1, 7}
+    ended = [completion for completion in completions if not completion.truncated]
+    assert ended and any(completion.token_ids[-1] == 7 for completion in ended)
+    assert all(not {1, 7} & set(completion.token_ids[:-1]) for completion in completions)
+    assert all(len(c.token_ids) == 64 and not {1, 7} & set(c.token_ids) for c in completions if c.truncated)
+
+
+def test_sampling_settings_reach_the_sampler(tmp_path):
+    run = trainer(
+        tmp_path, temperature=0.7, top_p=0.9, top_k=5, min_p=0.01, repetition_penalty=1.1,
+        generation_kwargs={"no_repeat_ngram_size": 2},
+    )  # fmt: skip
+    sampler = run.backend.generation_config
+    assert (sampler.temperature, sampler.top_p, sampler.top_k) == (0.7, 0.9, 5)
+    assert (sampler.min_p, sampler.repetition_penalty, sampler.no_repeat_ngram_size) == (0.01, 1.1, 2)
+    assert sampler.do_sample and sampler.max_new_tokens == 6
+
+
+def test_sampled_frequencies_are_those_of_the_scored_distribution(tmp_path):
+    """The log-probs of the trainer are the distribution the completions were drawn from (chi-square test)."""
+    run = trainer(tmp_path, max_completion_length=1, temperature=2.0, model=policy(initializer_range=0.6))
+    rollout = run.roll_out([{"prompt": "w3 w4"}] * 4000)
+    counts = torch.zeros(32)
+    for completion in rollout.completions:
+        counts[completion.token_ids[0]] += 1
+    every_token = [Completion([token]) for token in range(32)]
+    batch = run.assemble(
+        dataclasses.replace(rollout, prompt_ids=rollout.prompt_ids[:32], completions=every_token)
+    )
+    with torch.no_grad():
+        expected = 4000 * run.score_tokens(run.model, batch).logps_BC[:, 0].exp()
+    assert expected.sum().item() == pytest.approx(4000, rel=1e-4)
+    chi_square = ((counts - expected) ** 2 / expected).sum().item()
+    # 31 degrees of freedom: 99.9 % of correct samplers stay below 61.1; the seed is fixed.
+    assert chi_square < 61.1
+
+
+def test_scores_equal_the_models_own_log_softmax_whatever_the_padding(tmp_path):
+    run = trainer(tmp_path, temperature=0.7)
+    rollout = run.roll_out([{"prompt": text} for text in ["w1", "w2 w3 w4 w5", "w6 w7"]] * 2)
+    batch = run.assemble(rollout)
+    with torch.no_grad():
+        scores = run.score_tokens(run.model, batch, with_entropy=True)
+        for row, completion in enumerate(rollout.completions):
+            ids = torch.tensor([rollout.prompt_ids[row] + completion.token_ids])
+            start = len(rollout.prompt_ids[row]) - 1
+            logps = torch.log_softmax(run.model(ids).logits[0, start:-1] / 0.7, -1)
+            mine = scores.logps_BC[row, : len(completion.token_ids)]
+            torch.testing.assert_close(mine, logps.gather(1, ids[0, start + 1 :, None])[:, 0], atol=1e-5, rtol=0)
+            entropy = -(logps.exp() * logps).sum(-1)
+            torch.testing.assert_close(scores.entropy_BC[row, : len(entropy)], entropy, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("steps_per_generation", "accumulation", "iterations", "generations"),
+    [(1, 1, 1, 4), (4, 1, 1, 1), (2, 1, 2, 1), (2, 2, 1, 4), (4, 2, 1, 2), (1, 2, 2, 4)],
+)
+def test_a_generation_is_used_as_often_as_configured(
+    tmp_path, steps_per_generation, accumulation, iterations, generations
+):
+    """Four optimizer steps take 4·accumulation micro-batches; a generation gives steps·iterations of them."""
+    calls = []
+
+    class Counting(GRPOTrainer):
+        pass
+
+    run = trainer(
+        tmp_path,
+        max_steps=4,
+        steps_per_generation=steps_per_generation,
+        gradient_accumulation_steps=accumulation,
+        num_iterations=iterations,
+    )
+    generate = run.roll_out
+    run.roll_out = lambda rows: calls.append(len(rows)) or generate(rows)
+    run.train()
+    assert calls == [4 * steps_per_generation] * generations
+    uses = steps_per_generation * iterations
+    assert run.is_exactly_on_policy() is (accumulation % uses == 0)
+
+
+def test_old_log_probs_are_kept_only_off_policy(tmp_path):
+    rows = [{"prompt": "w1", "row": 0}] * 4
+    assert trainer(tmp_path).generate_micro_batches(rows)[0].old_logps_BC is None
+    assert trainer(tmp_path, num_iterations=2).generate_micro_batches(rows)[0].old_logps_BC is not None
+
+
+def test_every_prompt_of_an_epoch_is_seen_once_in_groups(tmp_path):
+    seen = []
+
+    def reward(row, **_):
+        seen.append(row)
+        return [0.0] * len(row)
+
+    run = trainer(tmp_path, reward, max_steps=-1, num_train_epochs=2, per_device_train_batch_size=8)
+    run.train()
+    groups = [batch[start] for batch in seen for start in (0, 4)]
+    assert all(batch[:4] == batch[:1] * 4 and batch[4:] == batch[4:5] * 4 for batch in seen)
+    assert sorted(groups[:8]) == sorted(groups[8:]) == list(range(8))
+    assert groups[:8] != groups[8:]  # every epoch has an order of its own
+
+
+def test_unshuffled_data_keep_their_order(tmp_path):
+    seen = []
+
+    def reward(row, **_):
+        seen.extend(row[::4])
+        return [0.0] * len(row)
+
+    trainer(tmp_path, reward, max_steps=3, shuffle_dataset=False).train()
+    assert seen == [0, 1, 2]
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"])
+def test_the_split_into_micro_batches_does_not_change_the_update(tmp_path, loss_type):
+    """8 completions in one, two or four micro-batches: the same parameters after an SGD step."""
+    after = []
+    for accumulation in (1, 2, 4):
+        model = policy()
+        run = trainer(
+            tmp_path,
+            model=model,
+            loss_type=loss_type,
+            per_device_train_batch_size=8 // accumulation,
+            gradient_accumulation_steps=accumulation,
+            rollout_func=fixed_rollout(),
+            optimizers=(torch.optim.SGD(model.parameters(), lr=1.0), None),
+            max_steps=1,
+            max_grad_norm=0.0,
+            lr_scheduler_type="constant",
+            epsilon_high=2.0,
+        )
+        run.train()
+        after.append(weights(run))
+    assert (after[0] - torch.cat([p.detach().flatten() for p in policy().parameters()])).abs().max() > 1e-3
+    torch.testing.assert_close(after[1], after[0], atol=2e-6, rtol=0)
+    torch.testing.assert_close(after[2], after[0], atol=2e-6, rtol=0)
+
+
+def test_tokens_of_the_environment_carry_no_loss(tmp_path):
+    """Masking all but the first token leaves a gradient that only depends on first tokens."""
+    run = trainer(tmp_path, rollout_func=fixed_rollout(masks=lambda j: int(j == 0)))
+    (batch,) = run.generate_micro_batches([{"prompt": "w1", "row": 0}] * 4)
+    assert batch.loss_mask_BC.sum(-1).tolist() == [1, 1, 1, 1]
+    assert batch.completion_mask_BC.sum(-1).tolist() == [2, 3, 4, 5]
+    (weighed,) = run.weigh_window([batch])
+    assert weighed.weights_BC.sum().item() == pytest.approx(1.0)
+    assert weighed.weights_BC[:, 1:].abs().sum().item() == 0
+
+
+def test_truncated_completions_can_be_left_out(tmp_path):
+    run = trainer(tmp_path, mask_truncated_completions=True)
+    rollout = run.roll_out([{"prompt": "w1"}] * 4)
+    cut = dataclasses.replace(rollout, completions=[Completion([5, 6], truncated=True), *rollout.completions[1:]])
+    assert run.assemble(cut).loss_mask_BC[0].sum().item() == 0
+    assert run.assemble(cut).completion_mask_BC[0].sum().item() == 2
+
+
+def test_a_separate_sampler_is_corrected_for(tmp_path):
+    """Log-probs of 0 from the sampler mean ratios far below 1; the mask mode removes nothing below its maximum."""
+    run = trainer(tmp_path, rollout_func=fixed_rollout(logprobs=0.0), max_steps=1)
+    run.train()
+    log = run.state.log_history[0]
+    assert log["sampling/sampling_logp_difference/max"] > 1
+    assert 0 < log["sampling/importance_sampling_ratio/mean"] < 1
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ({}, "no prompt_ids and no completion_ids"),
+        ({"prompt_ids": [[1]], "completion_ids": [[1]]}, "1 entries for 'prompt_ids'"),
+        (
+            {"prompt_ids": [[4]] * 4, "completion_ids": [[4, 5]] * 4, "logprobs": [[0.0]] * 4},
+            "1 values in 'logprobs' for 2 tokens",
+        ),
+    ],
+    ids=["nothing", "lengths", "logprobs"],
+)
+def test_rollout_functions_are_checked(tmp_path, returned, said):
+    run = trainer(tmp_path, rollout_func=lambda prompts, run: returned)
+    with pytest.raises(RuntimeError, match=said):
+        run.roll_out([{"prompt": "w1"}] * 4)
+
+
+def test_extra_columns_of_a_rollout_function_reach_the_rewards(tmp_path):
+    inner = fixed_rollout()
+    seen = {}
+
+    def reward(note, **_):
+        seen["note"] = note
+        return [0.0] * len(note)
+
+    def rollout(prompts, run):
+        return {**inner(prompts, run), "note": [f"n{i}" for i in range(len(prompts))]}
+
+    trainer(tmp_path, reward, rollout_func=rollout, max_steps=1).train()
+    assert seen["note"] == ["n0", "n1", "n2", "n3"]
+
+
+def test_evaluation_returns_what_it_logs(tmp_path):
+    run = trainer(tmp_path, eval_dataset=prompts(6), num_generations_eval=2, per_device_eval_batch_size=4)
+    metrics = run.evaluate()
+    assert {"eval_reward", "eval_rewards/count_reward/mean", "eval_loss", "eval_entropy"} <= set(metrics)
+    logged = run.state.log_history[-1]
+    assert logged["eval_reward"] == metrics["eval_reward"]
+
+
+def test_evaluation_counts_every_row_once(tmp_path):
+    """Five prompts twice each in batches of four: the last batch is short, and the mean is over ten rows."""
+    seen = []
+
+    def reward(row, **_):
+        seen.extend(row)
+        return [float(r) for r in row]
+
+    run = trainer(
+        tmp_path, reward, eval_dataset=prompts(5), num_generations_eval=2, per_device_eval_batch_size=4
+    )
+    metrics = run.evaluate()
+    assert sorted(seen) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    # batch means (0+0+1+1)/4, (2+2+3+3)/4 and (4+4)/2, weighted by their sizes: 20/10
+    assert metrics["eval_rewards/reward/mean"] == pytest.approx(2.0)
+
+
+def test_evaluation_sets_by_name_and_the_best_model(tmp_path):
+    run = trainer(
+        tmp_path,
+        eval_dataset={"easy": prompts(4), "hard": prompts(4)},
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_easy_reward",
+        per_device_eval_batch_size=8,
+    )
+    run.train()
+    assert run.state.best_metric is not None
+    assert run.state.best_model_checkpoint.startswith(str(tmp_path / "checkpoint-"))
+    assert any("eval_hard_reward" in entry for entry in run.state.log_history)
+
+
+def test_logs_are_json_and_hold_the_metrics_of_the_contract(tmp_path):
+    run = trainer(tmp_path, beta=0.1, entropy_coef=0.01, num_iterations=2, max_steps=4)
+    run.train()
+    log = run.state.log_history[1]
+    json.dumps(log, allow_nan=False)
+    expected = """num_tokens step_time completions/mean_length completions/min_length completions/max_length
+        completions/clipped_ratio rewards/count_reward/mean rewards/count_reward/std reward reward_std
+        frac_reward_zero_std entropy kl clip_ratio/low_mean clip_ratio/low_min clip_ratio/high_mean
+        clip_ratio/high_max clip_ratio/region_mean policy_loss entropy_coef loss grad_norm learning_rate"""
+    # the second log falls into the reuse of a generation: what was generated is in the first
+    everything = {**run.state.log_history[0], **log}
+    assert set(expected.split()) <= set(everything)
+    assert all(math.isfinite(value) for value in everything.values())
+
+
+def test_num_tokens_is_a_running_total(tmp_path):
+    run = trainer(tmp_path, rollout_func=fixed_rollout(), max_steps=2, shuffle_dataset=False)
+    run.train()
+    totals = [entry["num_tokens"] for entry in run.state.log_history if "num_tokens" in entry]
+    # completions of 2, 3, 4 and 5 tokens after four prompts of one word, then of two words
+    assert totals == [14 + 4, 14 + 4 + 14 + 8]
+
+
+def test_adaptive_entropy_moves_once_per_optimizer_step(tmp_path):
+    run = trainer(
+        tmp_path,
+        use_adaptive_entropy=True,
+        entropy_coef=0.5,
+        entropy_target=100.0,  # far above: the coefficient rises every step
+        entropy_coef_delta=0.1,
+        entropy_coef_max=0.65,
+        gradient_accumulation_steps=2,
+        max_steps=3,
+    )
+    run.train()
+    logged = [entry["entropy_coef"] for entry in run.state.log_history if "entropy_coef" in entry]
+    assert logged == pytest.approx([0.6, 0.65, 0.65])
+    assert run.entropy_coef == pytest.approx(0.65)
+
+
+def test_high_entropy_tokens_are_chosen_over_the_whole_window(tmp_path):
+    run = trainer(tmp_path, top_entropy_quantile=0.3, rollout_func=fixed_rollout(), steps_per_generation=2)
+    batches = run.generate_micro_batches([{"prompt": f"w{i // 4}", "row": 0} for i in range(8)])
+    window = run.keep_high_entropy(run.model, batches)
+    kept = sum(batch.keep_BC.sum().item() for batch in window)
+    tokens = sum(batch.loss_mask_BC.sum().item() for batch in window)
+    assert kept == math.ceil(0.3 * tokens)
+
+
+def test_an_own_objective_and_an_own_advantage_by_name(tmp_path):
+    register_objective("test_halved", lambda terms, settings: 0.5 * clipped(terms, settings), "sequence_sum")
+    register_advantage("test_ones", lambda rewards, settings: torch.ones(len(rewards.rewards_NF)))
+    try:
+        run = trainer(tmp_path, loss_type="test_halved", advantage_baseline="test_ones", max_steps=1)
+        run.train()
+        (batch,) = run.generate_micro_batches([{"prompt": "w1", "row": 0}] * 4)
+        assert batch.advantages_BX.tolist() == [[1.0]] * 4
+        assert run.state.log_history[0]["loss"] < 0
+    finally:
+        del OBJECTIVES["test_halved"], ADVANTAGES["test_ones"]
+
+
+def test_verbs_can_be_overridden(tmp_path):
+    class Constant(GRPOTrainer):
+        def estimate_advantages(self, scored):
+            return torch.full((len(scored.rewards.rewards_NF),), 2.0)
+
+        def evaluate_objective(self, batch, scores):
+            assert (batch.advantages_BX == 2.0).all()
+            return LossOutput((scores.logps_BC * batch.weights_BC).sum())
+
+    plain = trainer(tmp_path, max_steps=1)
+    run = Constant(policy(), count_reward, plain.args, prompts(), processing_class=tokenizer())
+    run.train()
+    assert run.state.log_history[0]["loss"] < 0  # a mean log-prob
+
+
+def test_chat_prompts_use_the_template_and_continue_an_unfinished_answer(tmp_path):
+    run = trainer(tmp_path, train_dataset=chats(), max_prompt_length=2)
+    rollout = run.roll_out([{"prompt": [{"role": "user", "content": "w5 w6 w7"}]}] * 4)
+    # <user> w5 w6 w7 <assistant>, of which the last two tokens are kept
+    assert rollout.prompt_ids[0] == [4 + 7, 3]
+    started = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}]
+    answer = run.roll_out([{"prompt": started}] * 4).texts[0]
+    assert answer[0]["role"] == "assistant" and answer[0]["content"].startswith("w6")
+    assert len(started) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"train_dataset": Dataset.from_dict({"text": ["a"]})}, "no 'prompt' column; its columns are 'text'"),
+        ({"train_dataset": Dataset.from_dict({"prompt": []})}, "train_dataset is empty"),
+        ({"train_dataset": prompts(2), "per_device_train_batch_size": 16}, "has 2 prompts.*takes 4"),
+        ({"train_dataset": IterableDataset.from_generator(lambda: iter([]))}, "streaming data"),
+        ({"eval_dataset": {"a": Dataset.from_dict({"text": ["a"]})}}, "eval_dataset.'a'.* no 'prompt'"),
+        ({"train_dataset": None}, "train_dataset is missing"),
+    ],
+    ids=["column", "empty", "small", "streaming", "named", "missing"],
+)
+def test_unusable_data_are_refused_before_the_model_loads(tmp_path, changes, said):
+    with pytest.raises(ConfigError, match=said):
+        trainer(tmp_path, model="/nowhere/at/all", **changes)
+
+
+def test_a_model_without_settings_of_its_own_is_left_alone(tmp_path):
+    with pytest.raises(ConfigError, match="already a LlamaForCausalLM"):
+        trainer(tmp_path, model_init_kwargs={"dtype": "float32"})
+
+
+def test_truncated_sampling_is_pointed_out(tmp_path, caplog):
+    trainer(tmp_path, top_p=0.9)
+    assert "top_p=0.9" in caplog.text and "biases the importance ratio" in caplog.text
+
+
+def test_callbacks_see_a_normal_trainer(tmp_path):
+    events = []
+
+    class Recorder(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            events.append(state.global_step)
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            events.append("reward" in logs)
+
+    trainer(tmp_path, callbacks=[Recorder()], max_steps=1).train()
+    assert events == [1, True, False]  # the last log is the summary of the run
+
+
+def test_the_saved_model_loads_and_the_card_is_written(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run = trainer(tmp_path, max_steps=1)
+    run.train()
+    run.save_model()
+    run.create_model_card(model_name="counts")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for name, parameter in run.model.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter)
+    assert AutoTokenizer.from_pretrained(tmp_path).decode([4, 5]).split() == WORDS[:2]
+    assert "GRPO" in (tmp_path / "README.md").read_text()
