@@ -24,25 +24,53 @@ def staging_dir(run_dir: str) -> Path:
     return Path(run_dir) / STAGING
 
 
+def clear_staging(run_dir: str) -> None:
+    """Remove what a crash left behind: its files must not end up in the next checkpoint of the same name."""
+    shutil.rmtree(staging_dir(run_dir), ignore_errors=True)
+
+
 def publish(staged: Path, final: Path) -> None:
     """Give a completely written checkpoint its name, in one step of the file system.
 
-    An older checkpoint of the same name makes way first. With several nodes on one file system the first to get
-    here wins and the others find nothing left to do.
+    An older checkpoint of the same name makes way first.
     """
     for path in staged.rglob("*"):
-        if path.is_file():
-            _flush(path)
-    discarded = staged.with_name(f"{staged.name}.old")
+        _flush(path)
+    _flush(staged)
     if final.exists():
-        os.replace(final, discarded)
-    try:
-        os.replace(staged, final)
-    except FileNotFoundError:
-        if not final.exists():
-            raise
+        os.replace(final, staged.with_name(f"{final.name}.old"))
+    os.replace(staged, final)
     _flush(final.parent)
     shutil.rmtree(staged.parent, ignore_errors=True)
+
+
+def rotate(newest: Path, limit: int | None, best: str | None) -> None:
+    """Remove the oldest checkpoints beside ``newest`` until ``limit`` are left; None keeps all.
+
+    ``newest`` and ``best`` stay in any case. A checkpoint loses its name before its files, so that no part of
+    one is ever left under it.
+    """
+    if limit is None or limit <= 0:
+        return
+    protected = {newest.resolve()} | ({Path(best).resolve()} if best else set())
+    # By time and not by number: a directory may hold the checkpoints of an earlier, longer run.
+    paths = sorted(_checkpoints(newest.parent).values(), key=lambda path: path.stat().st_mtime)
+    surplus = len(paths) - max(limit, len(protected))
+    for path in [path for path in paths if path.resolve() not in protected][: max(surplus, 0)]:
+        discarded = staging_dir(str(newest.parent)) / path.name
+        discarded.parent.mkdir(exist_ok=True)
+        os.replace(path, discarded)
+        shutil.rmtree(discarded.parent, ignore_errors=True)
+
+
+def _checkpoints(run_dir: str | Path) -> dict[int, Path]:
+    """The checkpoints in a directory by their step."""
+    pattern = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
+    return {
+        int(match[1]): path
+        for path in Path(run_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+        if path.is_dir() and (match := pattern.fullmatch(path.name))
+    }
 
 
 def _flush(path: Path) -> None:
@@ -69,16 +97,11 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) 
         if not os.path.isdir(resume_from_checkpoint):
             raise ConfigError(f"resume_from_checkpoint={resume_from_checkpoint!r} is not a directory")
         return str(resume_from_checkpoint)
-    pattern = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
-    found = {
-        int(match[1]): path
-        for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-        if path.is_dir() and (match := pattern.fullmatch(path.name))
-    }
+    found = _checkpoints(output_dir)
     if not found:
         raise ConfigError(
-            f"resume_from_checkpoint=True, but {output_dir!r} holds no checkpoint; pass the directory of one, or "
-            "start from the beginning with resume_from_checkpoint=None"
+            f"resume_from_checkpoint=True, but {output_dir!r} holds no checkpoint; pass the directory of "
+            "one, or start from the beginning with resume_from_checkpoint=None"
         )
     return str(found[max(found)])
 
@@ -101,8 +124,8 @@ def load_state(directory: str, rank: int, world_size: int) -> dict[str, Any]:
         if others:
             raise _wrong_number_of_processes(directory, len(others), world_size)
         raise ConfigError(
-            f"checkpoint {directory!r} holds no {os.path.basename(path)}: it was saved with save_only_model=True or "
-            "by another trainer; load the model from it and train without resume_from_checkpoint"
+            f"checkpoint {directory!r} holds no {os.path.basename(path)}: it was saved with save_only_model="
+            "True or by another trainer; load the model from it and train without resume_from_checkpoint"
         )
     state = torch.load(path, map_location="cpu", weights_only=True)
     if state["world_size"] != world_size:
@@ -112,8 +135,8 @@ def load_state(directory: str, rank: int, world_size: int) -> dict[str, Any]:
 
 def _wrong_number_of_processes(directory: str, saved: int, now: int) -> ConfigError:
     return ConfigError(
-        f"checkpoint {directory!r} was written by {saved} processes and cannot be resumed with {now}: each holds a "
-        f"part of the generated batch; start {saved} processes"
+        f"checkpoint {directory!r} was written by {saved} processes and cannot be resumed with {now}: each "
+        f"holds a part of the generated batch; start {saved} processes"
     )
 
 

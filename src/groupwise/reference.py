@@ -28,6 +28,9 @@ class Reference:
     def mix(self, policy: nn.Module, alpha: float) -> None:
         """π_ref ← α π_θ + (1 − α) π_ref (TR-DPO, eq. 3)."""
 
+    def complete_load(self, policy: nn.Module, directory: str) -> None:
+        """Load what ``Trainer`` leaves out when it loads the policy from a checkpoint."""
+
 
 class SeparateReference(Reference):
     """A frozen copy of the whole policy."""
@@ -77,6 +80,11 @@ class FrozenAdapter(Reference):
             yield policy
         finally:
             policy.set_adapter(self.trained)
+
+    def complete_load(self, policy: Any, directory: str) -> None:
+        # Of several adapters Trainer loads those in directories of their own; the default one lies at the top.
+        if self.trained == "default":
+            policy.load_adapter(directory, self.trained, is_trainable=True)
 
 
 def make_reference(policy: PreTrainedModel, config: Any, *, fresh_adapter: bool) -> Reference:

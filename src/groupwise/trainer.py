@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ProgressCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
 from groupwise import checkpoint, reporting, setup
 from groupwise.backends.transformers_generate import TransformersBackend, generation_config
@@ -301,7 +302,9 @@ class GRPOTrainer(BatchingMixin, RolloutMixin, RewardMixin, AdvantageMixin, Poli
     def _drain(self, mode: str) -> dict[str, float]:
         values, rows = self.books[mode].drain(lambda part: gather_object([part]))
         if rows and self.is_world_process_zero():
+            generator = random.getstate()  # the import of rich, in a process's first report, draws from it
             reporting.report_completions(rows, self.state.global_step, self.args, self.args.output_dir)
+            random.setstate(generator)
         return values
 
     def create_model_card(  # type: ignore[override]
@@ -331,16 +334,21 @@ class GRPOTrainer(BatchingMixin, RolloutMixin, RewardMixin, AdvantageMixin, Poli
     def _restore(self, directory: str | None) -> None:
         """Take over the state that ``Trainer`` does not keep; None starts afresh."""
         self.generation_buffer = GenerationBuffer()
-        self.books["train"] = Logbook()
+        self.books = {"train": Logbook(), "eval": Logbook()}
         self.unrestored_rng = directory
         if directory is None:
             return
         state = checkpoint.load_state(directory, self.args.process_index, self.args.world_size)
         self.generation_buffer = GenerationBuffer.from_state(state["buffer"], self.accelerator.device)
-        self.books["train"].load_state_dict(state["book"])
+        for mode, book in self.books.items():
+            book.load_state_dict(state["books"][mode])
         self.entropy_control = EntropyControl(*state["entropy_control"])
         if self.args.sync_ref_model:
             checkpoint.load_reference(directory, self.reference.model)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self.reference.complete_load(self.model if model is None else model, resume_from_checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         # Trainer restores it after the first window was fetched, which here means after generating: too late.
@@ -357,6 +365,9 @@ class GRPOTrainer(BatchingMixin, RolloutMixin, RewardMixin, AdvantageMixin, Poli
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         run_dir = self._get_output_dir(trial)
         staged, final = checkpoint.staging_dir(run_dir) / name, os.path.join(run_dir, name)
+        if self.args.should_save:
+            checkpoint.clear_staging(run_dir)
+        self.accelerator.wait_for_everyone()
         self.staging = True
         try:
             super()._save_checkpoint(model, trial)
@@ -370,12 +381,7 @@ class GRPOTrainer(BatchingMixin, RolloutMixin, RewardMixin, AdvantageMixin, Poli
         if self.args.should_save:
             self.state.save_to_json(str(staged / TRAINER_STATE_NAME))
             checkpoint.publish(staged, Path(final))
-            rotate_checkpoints(
-                output_dir=run_dir,
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
-            )
+            checkpoint.rotate(Path(final), self.args.save_total_limit, self.state.best_model_checkpoint)
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub:
             super()._push_from_checkpoint(final)
@@ -384,7 +390,7 @@ class GRPOTrainer(BatchingMixin, RolloutMixin, RewardMixin, AdvantageMixin, Poli
         control = self.entropy_control
         state = {
             "buffer": self.generation_buffer.state_dict(),
-            "book": self.books["train"].state_dict(),
+            "books": {mode: book.state_dict() for mode, book in self.books.items()},
             "entropy_control": (control.coef, control.entropy),
         }
         checkpoint.save_state(directory, self.args.process_index, self.args.world_size, state)

@@ -75,13 +75,10 @@ def test_versions_and_citation(card):
 
 def test_settings_list_the_method_and_what_was_changed(card):
     plain = listed(card())
-    assert (
-        plain["loss_type"] == "dapo" and plain["epsilon_high"] == "0.2" and plain["learning_rate"] == "1e-06"
-    )
+    assert (plain["loss_type"], plain["epsilon_high"], plain["learning_rate"]) == ("dapo", "0.2", "1e-06")
     assert not {"vespo_k_pos", "top_k", "top_p", "delta", "dynamic_sampling", "max_steps"} & set(plain)
-    changed = settings(
-        card(settings={"loss_type": "vespo", "top_p": 0.9, "lr_scheduler_type": "cosine", "max_steps": 7})
-    )
+    changes = {"loss_type": "vespo", "top_p": 0.9, "lr_scheduler_type": "cosine", "max_steps": 7}
+    changed = listed(card(settings=changes))
     assert changed["vespo_k_pos"] == "2.0"  # a setting of the chosen objective, though at its default
     assert (changed["top_p"], changed["lr_scheduler_type"], changed["max_steps"]) == ("0.9", "cosine", "7")
     assert "sapo_temperature_pos" not in changed

@@ -1,8 +1,9 @@
-"""Tiny runs for the resume tests; as a script, one run in a process of its own that can be stopped while it writes.
+"""Tiny runs for the resume tests; as a script, one run in a process of its own, to be killed as it writes.
 
     python resume_runs.py OUTPUT_DIR WEIGHTS_FILE [--resume] [--announce]
 
-With ``--announce`` the script prints a line at every moment at which a kill could do harm and waits for an answer.
+With ``--announce`` the script prints a line at every moment at which a kill could do harm and waits for an
+answer.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from groupwise.config import GRPOConfig
 from groupwise.trainer import GRPOTrainer
 
+ANNOUNCEMENT = "moment: "
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 "
 
 
@@ -69,7 +71,7 @@ def prompts(count: int) -> Dataset:
 
 
 def make_trainer(
-    output_dir: str | Path, *, model: Any = None, num_prompts: int = 12, callbacks: Any = None, **settings: Any
+    output_dir: str | Path, *, model: Any = None, num_prompts: int = 12, **settings: Any
 ) -> GRPOTrainer:
     """A trainer of a randomly initialised model that samples with ``generate``."""
     peft_config = settings.pop("peft_config", None)
@@ -97,17 +99,16 @@ def make_trainer(
         eval_dataset=prompts(3),
         processing_class=tokenizer(),
         peft_config=peft_config,
-        callbacks=callbacks,
     )
 
 
 def _announce(moment: str) -> None:
-    print(moment, flush=True)
+    print(f"\n{ANNOUNCEMENT}{moment}", flush=True)
     sys.stdin.readline()  # the test looks at the directory, then answers or kills
 
 
 def _announce_writes() -> None:
-    """Stop in the middle of every file torch writes, around every rename and in the middle of every removal."""
+    """Stop in the middle of every file torch writes and of every removal, and around every rename."""
     real_save, real_replace, real_rmtree = torch.save, os.replace, shutil.rmtree
 
     def save(value: Any, path: Any, *args: Any, **kwargs: Any) -> None:
@@ -149,10 +150,7 @@ def main() -> None:
     if options.announce:
         _announce_writes()
     trainer.train(resume_from_checkpoint=True if options.resume else None)
-    if options.announce:
-        _announce("trained")
-    with open(options.weights_file, "wb") as file:
-        torch.save(trainer.model.state_dict(), file)
+    torch.save(trainer.model.state_dict(), options.weights_file)
 
 
 if __name__ == "__main__":

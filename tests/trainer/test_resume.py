@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from resume_runs import gpt2_with_dropout, make_trainer
+from resume_runs import ANNOUNCEMENT, gpt2_with_dropout, llama, make_trainer
 
 SCRIPT = Path(__file__).with_name("resume_runs.py")
 TIMEOUT = 180
 
 # Wall-clock time never repeats.
-_TIMING = re.compile(r"time/.*|step_time|.*_runtime|.*_per_second")
+_TIMING = re.compile(r"(eval_)?time/.*|step_time|.*_runtime|.*_per_second")
 # Of the summary line only: Trainer counts it over the steps of the process at hand, by design.
 _OF_THIS_PROCESS = {"train_loss"}
 
@@ -64,7 +64,6 @@ def _assert_resumes(directory: Path, steps: list[int], make: Callable[..., Any],
         {"scale_rewards": "batch", "beta": 0.1},
         {"kl_in_reward": True, "beta": 0.1, "num_iterations": 2},
         {"top_entropy_quantile": 0.5, "lr_scheduler_type": "cosine"},
-        {"log_completions": True, "logging_steps": 2},
     ],
     ids=str,
 )
@@ -126,7 +125,6 @@ def test_resume_with_a_fresh_adapter(tmp_path: Path, beta: float) -> None:
 
 def test_resume_with_an_adapter_trained_before(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    from resume_runs import llama
 
     def make(directory: Path, **settings: Any) -> Any:
         torch.manual_seed(1)
@@ -137,7 +135,7 @@ def test_resume_with_an_adapter_trained_before(tmp_path: Path) -> None:
 
 
 def test_resume_keeps_the_adaptive_entropy_coefficient(tmp_path: Path) -> None:
-    # A random model's entropy (log 40 = 3.7 nats) stays below 5, so the coefficient grows by 0.25 a step to its bound.
+    # A random model's entropy (log 40 = 3.7 nats) stays below 5: the coefficient grows by 0.25 a step, up to 1.
     settings = {
         "use_adaptive_entropy": True,
         "entropy_target": 5.0,
@@ -150,7 +148,7 @@ def test_resume_keeps_the_adaptive_entropy_coefficient(tmp_path: Path) -> None:
 
 
 def test_resume_between_two_logs_and_two_evaluations(tmp_path: Path) -> None:
-    # Logs after steps 3 and 6, evaluations after 2, 4 and 6: a checkpoint of step 2 or 4 is in the middle of an interval.
+    # Logs after steps 3 and 6, evaluations after 2, 4 and 6: checkpoints 2 and 4 lie between two logs.
     whole = _assert_resumes(
         tmp_path,
         [2, 4],
@@ -164,11 +162,21 @@ def test_resume_between_two_logs_and_two_evaluations(tmp_path: Path) -> None:
     assert len(whole.state.log_history) == 2 + 3 + 1
 
 
+def test_resume_keeps_completions_that_wait_for_their_table(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    _assert_resumes(tmp_path, [1], make_trainer, log_completions=True, logging_steps=2, max_steps=2)
+    tables = [
+        parquet.read_table(tmp_path / run / "completions" / "completions_00002.parquet")
+        for run in ("whole", "from-1")
+    ]
+    assert tables[0]["step"].to_pylist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert tables[0].equals(tables[1])
+
+
 def test_resume_at_the_end_of_an_epoch_and_inside_one(tmp_path: Path) -> None:
     # 5 prompts, 2 per generation batch: 2 batches (one prompt sits out), each used twice: 4 steps an epoch.
-    whole = _assert_resumes(
-        tmp_path, [3, 4, 5, 8], make_trainer, num_prompts=5, num_iterations=2, max_steps=-1, num_train_epochs=3
-    )
+    settings = {"num_prompts": 5, "num_iterations": 2, "max_steps": -1, "num_train_epochs": 3}
+    whole = _assert_resumes(tmp_path, [3, 4, 5, 8], make_trainer, **settings)
     assert whole.state.global_step == 12
 
 
@@ -196,7 +204,7 @@ def _start(*arguments: str) -> subprocess.Popen[str]:
         [sys.executable, str(SCRIPT), *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
@@ -211,14 +219,17 @@ def _contents(output_dir: Path) -> dict[str, set[str]]:
 
 
 def _run_until(moments: list[str], whole: set[str], output_dir: Path, weights: Path, *flags: str) -> None:
-    """Let a run pass ``moments`` in this order and kill it at the last; at every moment all checkpoints are whole."""
+    """Let a run pass ``moments`` in this order and kill it at the last; checkpoints are whole all the time."""
     child = _start(str(output_dir), str(weights), "--announce", *flags)
     assert child.stdin is not None and child.stdout is not None
-    passed = []
+    passed, output = [], []
     waiting_for = list(moments)
     try:
         for line in child.stdout:
-            passed.append(line.strip())
+            output.append(line)
+            if not line.startswith(ANNOUNCEMENT):
+                continue  # only an announcement waits for an answer
+            passed.append(line.removeprefix(ANNOUNCEMENT).strip())
             broken = {name: files for name, files in _contents(output_dir).items() if files != whole}
             assert broken == {}, f"incomplete at {passed}"
             if passed[-1] == waiting_for[0]:
@@ -227,32 +238,34 @@ def _run_until(moments: list[str], whole: set[str], output_dir: Path, weights: P
                 return
             child.stdin.write("go on\n")
             child.stdin.flush()
-        raise AssertionError(f"never came to {waiting_for}, but to {passed}")
+        raise AssertionError(f"never came to {waiting_for}, but to {passed}:\n{''.join(output)}")
     finally:
         child.kill()  # SIGKILL: no handler, no flush, no cleanup
         child.wait(TIMEOUT)
 
 
-@pytest.mark.timeout(600)
 def test_a_killed_run_is_resumed_from_its_last_whole_checkpoint(tmp_path: Path) -> None:
     uninterrupted = _start(str(tmp_path / "whole"), str(tmp_path / "whole.pt"))
-    uninterrupted.communicate(timeout=TIMEOUT)
-    assert uninterrupted.returncode == 0
+    output, _ = uninterrupted.communicate(timeout=TIMEOUT)
+    assert uninterrupted.returncode == 0, output
     whole = _contents(tmp_path / "whole")["checkpoint-6"]
     output_dir, weights = tmp_path / "killed", tmp_path / "killed.pt"
 
-    # In the middle of the Trainer's own file, in the middle of ours, and just before the checkpoint gets its name.
+    # In the middle of a file of the Trainer's, then of one of ours.
     _run_until(["after rename to checkpoint-1", "half of optimizer.pt"], whole, output_dir, weights)
     assert set(_contents(output_dir)) == {"checkpoint-1"}
-    to_third = ["after rename to checkpoint-2", "half of groupwise_state_0.pt"]
-    _run_until(to_third, whole, output_dir, weights, "--resume")
+    moments = ["after rename to checkpoint-2", "half of groupwise_state_0.pt"]
+    _run_until(moments, whole, output_dir, weights, "--resume")
     assert set(_contents(output_dir)) == {"checkpoint-1", "checkpoint-2"}
-    # Two are kept: the removal of the first one is cut short, and the next run goes on from the third.
-    to_fourth = ["after rename to checkpoint-3", "before rename to checkpoint-4"]
-    _run_until(to_fourth, whole, output_dir, weights, "--resume")
+    # Two are kept: while the first one is being removed, then just before the fourth gets its name.
+    moments = ["after rename to checkpoint-3", "half of .incomplete removed"]
+    _run_until(moments, whole, output_dir, weights, "--resume")
     assert set(_contents(output_dir)) == {"checkpoint-2", "checkpoint-3"}
-    _run_until(["after rename to checkpoint-5", "trained"], whole, output_dir, weights, "--resume")
+    _run_until(["before rename to checkpoint-4"], whole, output_dir, weights, "--resume")
+    assert set(_contents(output_dir)) == {"checkpoint-2", "checkpoint-3"}
+
     last = _start(str(output_dir), str(weights), "--resume")
-    last.communicate(timeout=TIMEOUT)
-    assert last.returncode == 0
+    output, _ = last.communicate(timeout=TIMEOUT)
+    assert last.returncode == 0, output
+    assert _contents(output_dir) == {"checkpoint-5": whole, "checkpoint-6": whole}
     _assert_same_weights(torch.load(weights), torch.load(tmp_path / "whole.pt"))

