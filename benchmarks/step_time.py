@@ -1,8 +1,8 @@
 """End-to-end optimizer steps of TRL and of groupwise on the same work, in turn.
 
-Both train SmolLM2-135M-Instruct in float32 with the same data, the same rewards and completions forced to the full
-length, so that a step is the same number of tokens for both. Each round starts a fresh process for each library; the
-first step of a process is a warm-up and does not count.
+Both train SmolLM2-135M-Instruct in float32 with the same data, the same rewards and completions forced to the
+full length, so that a step is the same number of tokens for both. Each round starts a fresh process for each
+library; the first step of a process is a warm-up and does not count.
 
     python benchmarks/step_time.py --case short --rounds 3 --timed_steps 2
 """
@@ -23,7 +23,9 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "examples"))
 
 LIBRARIES = ("trl", "groupwise")
-WORDS = "The quick brown fox jumps over the lazy dog while seven wizards mix a strong potion in the dark cellar. "
+WORDS = (
+    "The quick brown fox jumps over the lazy dog while seven wizards mix a strong potion in the dark cellar. "
+)
 
 
 def case_settings(name: str) -> dict:
@@ -94,7 +96,16 @@ def run_worker(library: str, case: str, timed_steps: int) -> None:
 
 
 def measure(library: str, case: str, timed_steps: int) -> dict:
-    command = [sys.executable, __file__, "--worker", library, "--case", case, "--timed_steps", str(timed_steps)]
+    command = [
+        sys.executable,
+        __file__,
+        "--worker",
+        library,
+        "--case",
+        case,
+        "--timed_steps",
+        str(timed_steps),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:
@@ -103,7 +114,9 @@ def measure(library: str, case: str, timed_steps: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--case", choices=("short", "long"), default="short")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--timed_steps", type=int, default=2)

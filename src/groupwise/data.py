@@ -15,9 +15,9 @@ from groupwise.stages import TrainBatch
 class GroupSampler(Sampler[int]):
     """Indices such that consecutive batches make up whole generation batches.
 
-    Every generation batch holds ``prompts_per_batch`` prompts, each ``num_generations`` times in a row, and is
-    repeated ``repeats`` times, once for each micro-batch that is trained on it: a loader position is then a
-    micro-batch, which is what the Trainer counts and skips on resume. A last, incomplete batch is dropped.
+    Every generation batch holds ``prompts_per_batch`` prompts, each ``num_generations`` times in a row, and
+    is repeated ``repeats`` times, once for each micro-batch that is trained on it: a loader position is then
+    a micro-batch, which is what the Trainer counts and skips on resume. A last, incomplete batch is dropped.
 
     Args:
         epoch: returns the current epoch; the order depends on nothing but it and the seed.

@@ -18,7 +18,7 @@ RUNNING_TOTALS = frozenset({"num_tokens"})
 
 
 class Logbook:
-    """Collects the metrics of one mode ("train" or "eval") and, on request, rows for the completions table."""
+    """The metrics of one mode ("train" or "eval") and, on request, rows for the completions table."""
 
     def __init__(self) -> None:
         self.metrics: Metrics = {}

@@ -21,14 +21,15 @@ def load_policy(
 ) -> PreTrainedModel:
     """The policy from a hub id, a directory or a ready model.
 
-    Weights given by name are loaded in float32 unless ``model_init_kwargs`` say otherwise: small updates would be
-    lost in half precision.
+    Weights given by name are loaded in float32 unless ``model_init_kwargs`` say otherwise: small updates
+    would be lost in half precision.
     """
     options = dict(config.model_init_kwargs or {})
     if not isinstance(model, str):
         if options or quantization_config is not None:
             raise ConfigError(
-                "model_init_kwargs and quantization_config apply only when the model is given by name; the model "
+                "model_init_kwargs and quantization_config apply only when the model is given by name; the "
+                "model "
                 f"given is already a {type(model).__name__}: drop them, or pass its name"
             )
         return model
@@ -63,7 +64,8 @@ def disable_dropout(model: nn.Module) -> None:
 def cast_head_to_fp32(model: PreTrainedModel) -> None:
     """Keep the head's parameters, its inputs and its outputs in float32 (ScaleRL, section 3.2).
 
-    A tied embedding shares the parameter, so its output is cast back to the dtype the rest of the model works in.
+    A tied embedding shares the parameter, so its output is cast back to the dtype the rest of the model works
+    in.
     """
     head, embedding = output_head(model), model.get_input_embeddings()
     activation_dtype = embedding.weight.dtype
@@ -87,7 +89,8 @@ def apply_peft(model: PreTrainedModel, peft_config: Any) -> PreTrainedModel:
             raise ConfigError("peft_config needs PEFT: pip install 'groupwise[peft]'") from missing
         if isinstance(model, PeftModel):
             raise ConfigError(
-                "peft_config was given for a model that already has an adapter; drop peft_config to continue that "
+                "peft_config was given for a model that already has an adapter; drop peft_config to continue "
+                "that "
                 "adapter, or merge it first (model = model.merge_and_unload())"
             )
         model = get_peft_model(model, peft_config)

@@ -82,7 +82,8 @@ class FrozenAdapter(Reference):
             policy.set_adapter(self.trained)
 
     def complete_load(self, policy: Any, directory: str) -> None:
-        # Of several adapters Trainer loads those in directories of their own; the default one lies at the top.
+        # Of several adapters Trainer loads those in directories of their own; the default one lies at the
+        # top.
         if self.trained == "default":
             policy.load_adapter(directory, self.trained, is_trainable=True)
 
@@ -95,7 +96,8 @@ def make_reference(policy: PreTrainedModel, config: Any, *, fresh_adapter: bool)
         return SeparateReference(policy)
     if config.sync_ref_model:
         raise ConfigError(
-            "sync_ref_model=True needs a reference model of its own, but a PEFT policy uses its own base weights as "
+            "sync_ref_model=True needs a reference model of its own, but a PEFT policy uses its own base "
+            "weights as "
             "the reference; set sync_ref_model=False or train without an adapter"
         )
     return DisabledAdapter() if fresh_adapter else FrozenAdapter(policy)

@@ -81,7 +81,8 @@ def check_data(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> Non
     if train_dataset is not None and len(train_dataset) < needed:
         raise ConfigError(
             f"train_dataset has {len(train_dataset)} prompts, but one generation batch takes {needed} "
-            f"(generation_batch_size={config.generation_batch_size} / num_generations={config.num_generations}); "
+            f"(generation_batch_size={config.generation_batch_size} / "
+            f"num_generations={config.num_generations}); "
             "use more prompts or a smaller batch"
         )
 
@@ -99,7 +100,8 @@ def _check_dataset(name: str, dataset: Any) -> None:
 
 
 def check_rewards(reward_funcs: Any, processing_classes: Any, config: GRPOConfig) -> RewardSetup:
-    """One or several reward functions, and their tokenizers, as lists of equal length; the caller's lists stay.
+    """One or several reward functions, and their tokenizers, as lists of equal length; the caller's lists
+    stay.
 
     Raises:
         ConfigError: no function, something that is not one, or lists whose lengths differ.
@@ -157,7 +159,8 @@ def prepare_policy(
         cast_head_to_fp32(policy)
     policy = apply_peft(policy, peft_config)
     if config.gradient_checkpointing and hasattr(policy, "peft_config"):
-        # The frozen embedding gives activations without gradients; recomputation would then have none to return.
+        # The frozen embedding gives activations without gradients; recomputation would then have none to
+        # return.
         policy.enable_input_require_grads()
     _warn_about_truncated_sampling(config)
     return policy
@@ -168,7 +171,8 @@ def _warn_about_truncated_sampling(config: GRPOConfig) -> None:
     used = [f"{name}={getattr(config, name)}" for name, truncates in truncating.items() if truncates]
     if used:
         logger.warning(
-            "%s: completions are sampled from a truncated distribution while log-probs are those of the full one, "
+            "%s: completions are sampled from a truncated distribution while log-probs are those of the full "
+            "one, "
             "which biases the importance ratio; top_p=1.0 with top_k=0 and min_p=None has no such bias",
             ", ".join(used),
         )
@@ -185,7 +189,8 @@ def router_aux_loss_coef(model: PreTrainedModel, config: GRPOConfig) -> float:
         return float(own or 0.0)
     if own is None and config.router_aux_loss_coef != 0.0:
         raise ConfigError(
-            f"router_aux_loss_coef={config.router_aux_loss_coef}, but {type(model).__name__} has no expert router; "
+            f"router_aux_loss_coef={config.router_aux_loss_coef}, but {type(model).__name__} has no expert "
+            "router; "
             "leave it at None"
         )
     return config.router_aux_loss_coef

@@ -3,7 +3,8 @@
     rows -roll_out-> RolloutBatch -score-> ScoredBatch -estimate_advantages-> (N,) or (N, T)
          -annotate-> TrainBatch -evaluate_objective-> LossOutput
 
-Axis suffixes: B sequences at hand, P prompt tokens, C completion tokens, X is C or 1, N sequences of all ranks.
+Axis suffixes: B sequences at hand, P prompt tokens, C completion tokens, X is C or 1, N sequences of all
+ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Completion:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """What was sampled on this rank, one entry per completion, the completions of a prompt next to each other.
+    """What was sampled on this rank, one entry per completion, the completions of a prompt next to each
+    other.
 
     rows: the dataset rows.
     prompts: the prompts as the dataset gave them.
@@ -117,7 +119,7 @@ class TrainBatch:
         return replace(self, **{name: tensor.to(device) for name, tensor in self.tensors().items()})
 
     def split(self, rows: int) -> Iterator[TrainBatch]:
-        """Micro-batches of ``rows`` sequences (the last may be smaller), without columns that are all padding."""
+        """Micro-batches of ``rows`` sequences (the last may be smaller), without all-padding columns."""
         for start in range(0, len(self), rows):
             part = {name: tensor[start : start + rows] for name, tensor in self.tensors().items()}
             yield replace(self, **part).trimmed()

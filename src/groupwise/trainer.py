@@ -44,7 +44,8 @@ class GRPOTrainer(BatchingMixin, RolloutMixin, RewardMixin, AdvantageMixin, Poli
 
     Args:
         model: hub id, directory, ``PreTrainedModel`` or ``PeftModel`` (causal LM).
-        reward_funcs: one or a list of callables, async callables, sequence-classification models or ids of such.
+        reward_funcs: one or a list of callables, async callables, sequence-classification models or ids of
+            such.
         args: the configuration; by default it writes to "<model name>-GRPO".
         train_dataset, eval_dataset: rows with a ``prompt`` (text or chat messages); other columns reach the
             rewards. The evaluation set may be a dictionary of datasets.

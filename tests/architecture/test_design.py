@@ -9,8 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import design_rules as rules
+import pytest
 import transformers
 
 from groupwise import mixins
@@ -53,7 +53,9 @@ LAYERS = {
 def taken_by_trainer() -> set[str]:
     """Methods of the Trainer, and the attributes that it sets on itself."""
     tree = ast.parse(inspect.getsource(transformers.Trainer))
-    return {name for name in dir(transformers.Trainer) if not name.startswith("__")} | rules.assigned_on_self(tree)
+    return {name for name in dir(transformers.Trainer) if not name.startswith("__")} | rules.assigned_on_self(
+        tree
+    )
 
 
 def room(module: str) -> str:
@@ -109,7 +111,9 @@ def test_everything_a_mixin_uses_of_self_is_declared(name):
 
 
 def test_undeclared_uses_and_reflection_are_seen():
-    source = "class AMixin:\n    x: int\n    def f(self):\n        return self.x + self.y + getattr(self, 'z')\n"
+    source = (
+        "class AMixin:\n    x: int\n    def f(self):\n        return self.x + self.y + getattr(self, 'z')\n"
+    )
     assert rules.undeclared(source) == ["AMixin.y"] and rules.reflection(source) == ["line 4"]
 
 
@@ -140,11 +144,15 @@ def test_the_core_needs_only_torch(name):
 
 
 def test_other_imports_in_the_core_are_seen():
-    source = "import math, transformers\nfrom groupwise.config import GRPOConfig\nfrom groupwise.core import kl\n"
+    source = (
+        "import math, transformers\nfrom groupwise.config import GRPOConfig\nfrom groupwise.core import kl\n"
+    )
     assert rules.beyond_torch(source) == ["groupwise.config", "transformers"]
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name not in ("__init__.py", "trainer.py", "cli.py")])
+@pytest.mark.parametrize(
+    "name", [name for name in FILES if name not in ("__init__.py", "trainer.py", "cli.py")]
+)
 def test_imports_follow_the_layers(name):
     assert forbidden_imports(name, FILES[name]) == []
 
@@ -165,7 +173,9 @@ def test_a_long_function_is_seen():
 
 
 def test_the_backend_is_chosen_in_one_place():
-    checked = {name: source for name, source in FILES.items() if not name.startswith(("config", "validation"))}
+    checked = {
+        name: source for name, source in FILES.items() if not name.startswith(("config", "validation"))
+    }
     assert sum(rules.attribute_reads(source, "use_vllm") for source in checked.values()) <= 1
 
 
@@ -174,7 +184,9 @@ def test_importing_the_package_loads_nothing_heavy():
         "import sys, groupwise; groupwise.ConfigError; "
         "print([m for m in ('torch', 'transformers', 'vllm') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 

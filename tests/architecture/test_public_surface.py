@@ -41,7 +41,9 @@ def current_surface() -> dict:
         for field in dataclasses.fields(groupwise.GRPOConfig)
         if field.name not in inherited or field.default != inherited[field.name]
     }
-    return json.loads(json.dumps({"signatures": signatures, "records": records, "config": config}, default=str))
+    return json.loads(
+        json.dumps({"signatures": signatures, "records": records, "config": config}, default=str)
+    )
 
 
 def test_the_public_surface_is_the_frozen_one():

@@ -11,7 +11,14 @@ import pytest
 from groupwise.reporting import report_completions
 
 COLUMNS = ["step", "prompt", "completion", "accuracy", "form", "advantage", "length"]
-VALUES = [3, "What is 2+2?", "4", 1.0, None, 0.5, 1]
+VALUES = [[3, "What is 2+2?", "4", 1.0, None, 0.5, 1], [3, "What is 2+2?", "5", None, 0.25, 0.5, "one"]]
+RECORDS = [dict(zip(COLUMNS, values, strict=True)) for values in VALUES]
+
+
+@pytest.fixture
+def rows(make_row):
+    other = make_row(completion="5", rewards={"accuracy": None, "form": 0.25}, columns={"length": "one"})
+    return [make_row(), other]
 
 
 def recorder(active=True):
@@ -36,43 +43,43 @@ def wandb_run(tmp_path, monkeypatch):
     run.finish()
 
 
-def test_wandb_keeps_the_table(wandb_run, tmp_path, make_args, make_row):
+def test_wandb_keeps_the_table(wandb_run, tmp_path, make_args, rows):
     args = make_args(report_to=["wandb"], num_completions_to_print=0)
-    report_completions([make_row()], 3, args, str(tmp_path))
+    report_completions(rows, 3, args, str(tmp_path))
     wandb_run.finish()
     (path,) = tmp_path.glob("wandb/offline-run-*/files/media/table/completions_*.table.json")
-    assert json.loads(path.read_text()) == {"columns": COLUMNS, "data": [VALUES]}
+    assert json.loads(path.read_text()) == {"columns": COLUMNS, "data": VALUES}
 
 
-def test_trackio_keeps_the_table(tmp_path, monkeypatch, make_args, make_row):
+def test_trackio_keeps_the_table(tmp_path, monkeypatch, make_args, rows):
     trackio = pytest.importorskip("trackio")
     storage = pytest.importorskip("trackio.sqlite_storage")
     monkeypatch.setattr(storage, "TRACKIO_DIR", tmp_path / "trackio")
     trackio.init(project="groupwise-test", name="run")
     args = make_args(report_to=["trackio"], num_completions_to_print=0)
-    report_completions([make_row()], 3, args, str(tmp_path))
+    report_completions(rows, 3, args, str(tmp_path))
     trackio.finish()
     (path,) = (tmp_path / "trackio").glob("*.db")
     ((metrics,),) = sqlite3.connect(path).execute("select metrics from metrics").fetchall()
     logged = json.loads(metrics)
     assert logged["train/global_step"] == 3
-    assert logged["completions"]["_value"] == [dict(zip(COLUMNS, VALUES, strict=True))]
+    assert logged["completions"]["_value"] == RECORDS
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_the_table_goes_to_an_active_run(name, tmp_path, monkeypatch, make_args, make_row):
+def test_the_table_goes_to_an_active_run(name, tmp_path, monkeypatch, make_args, rows):
     module = recorder()
     monkeypatch.setitem(sys.modules, name, module)
     args = make_args(num_completions_to_print=0)
     args.report_to = [name]
-    report_completions([make_row()], 3, args, str(tmp_path), mode="eval")
+    report_completions(rows, 3, args, str(tmp_path), mode="eval")
     (logged,) = module.logged
     assert logged["train/global_step"] == 3
     table = logged["completions_eval"]
     if name == "wandb":
-        assert (table["columns"], table["data"]) == (COLUMNS, [VALUES])
+        assert (table["columns"], table["data"]) == (COLUMNS, VALUES)
     else:
-        assert table["dataframe"].to_dict(orient="records") == [dict(zip(COLUMNS, VALUES, strict=True))]
+        assert table["dataframe"].to_dict(orient="records") == RECORDS
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
@@ -84,16 +91,16 @@ def test_nothing_is_logged_without_a_run_or_unasked(
     monkeypatch.setitem(sys.modules, name, module)
     args = make_args(num_completions_to_print=0)
     args.report_to = [name] if asked else ["tensorboard"]
-    report_completions([make_row()], 3, args, str(tmp_path))
+    report_completions(rows, 3, args, str(tmp_path))
     assert module.logged == []
 
 
-def test_a_failing_dashboard_is_a_warning(tmp_path, monkeypatch, caplog, make_args, make_row):
+def test_a_failing_dashboard_is_a_warning(tmp_path, monkeypatch, caplog, make_args, rows):
     module = recorder()
     module.Table = None  # calling it raises
     monkeypatch.setitem(sys.modules, "wandb", module)
     args = make_args(num_completions_to_print=0)
     args.report_to = ["wandb"]
     with caplog.at_level(logging.WARNING, "groupwise.reporting.dashboards"):
-        report_completions([make_row()], 3, args, str(tmp_path))
+        report_completions(rows, 3, args, str(tmp_path))
     assert "could not be logged to wandb" in caplog.text

@@ -1,19 +1,12 @@
-"""Tiny runs for the resume tests; as a script, one run in a process of its own, to be killed as it writes.
-
-    python resume_runs.py OUTPUT_DIR WEIGHTS_FILE [--resume] [--announce]
-
-With ``--announce`` the script prints a line at every moment at which a kill could do harm and waits for an
-answer.
-"""
+"""Tiny runs for the resume tests, and one to be killed as it writes."""
 
 from __future__ import annotations
 
-import argparse
 import io
 import os
 import random
 import shutil
-import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +18,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from groupwise.config import GRPOConfig
 from groupwise.trainer import GRPOTrainer
 
-ANNOUNCEMENT = "moment: "
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 "
 
 
@@ -74,7 +66,7 @@ def make_trainer(
     output_dir: str | Path, *, model: Any = None, num_prompts: int = 12, **settings: Any
 ) -> GRPOTrainer:
     """A trainer of a randomly initialised model that samples with ``generate``."""
-    peft_config = settings.pop("peft_config", None)
+    given = {name: settings.pop(name) for name in ("peft_config", "reward_funcs") if name in settings}
     defaults: dict[str, Any] = {
         "output_dir": str(output_dir),
         "per_device_train_batch_size": 4,
@@ -93,23 +85,37 @@ def make_trainer(
     }
     return GRPOTrainer(
         model=llama() if model is None else model,
-        reward_funcs=vowels,
         args=GRPOConfig(**{**defaults, **settings}),
         train_dataset=prompts(num_prompts),
         eval_dataset=prompts(3),
         processing_class=tokenizer(),
-        peft_config=peft_config,
+        **{"reward_funcs": vowels, **given},
     )
 
 
-def _announce(moment: str) -> None:
-    print(f"\n{ANNOUNCEMENT}{moment}", flush=True)
-    sys.stdin.readline()  # the test looks at the directory, then answers or kills
+def train_in_a_process(
+    talk: Connection, output_dir: str, weights_file: str, resume: bool, stop: bool
+) -> None:
+    """One run in a process of its own.
+
+    With ``stop`` it tells of every moment at which a kill could do harm and goes on when it is answered.
+    """
+    torch.set_num_threads(1)
+    trainer = make_trainer(output_dir, num_iterations=2, steps_per_generation=2, save_total_limit=2)
+    real_save = torch.save
+    if stop:
+        _stop_at_writes(talk)
+    trainer.train(resume_from_checkpoint=resume or None)
+    real_save(trainer.model.state_dict(), weights_file)
 
 
-def _announce_writes() -> None:
+def _stop_at_writes(talk: Connection) -> None:
     """Stop in the middle of every file torch writes and of every removal, and around every rename."""
     real_save, real_replace, real_rmtree = torch.save, os.replace, shutil.rmtree
+
+    def announce(moment: str) -> None:
+        talk.send(moment)
+        talk.recv()
 
     def save(value: Any, path: Any, *args: Any, **kwargs: Any) -> None:
         content = io.BytesIO()
@@ -118,40 +124,20 @@ def _announce_writes() -> None:
         with open(path, "wb") as file:
             file.write(content.getvalue()[:half])
             file.flush()
-            _announce(f"half of {os.path.basename(path)}")
+            announce(f"half of {os.path.basename(path)}")
             file.write(content.getvalue()[half:])
 
     def replace(source: Any, target: Any) -> None:
-        _announce(f"before rename to {os.path.basename(target)}")
+        announce(f"before rename to {os.path.basename(target)}")
         real_replace(source, target)
-        _announce(f"after rename to {os.path.basename(target)}")
+        announce(f"after rename to {os.path.basename(target)}")
 
     def rmtree(path: Any, *args: Any, **kwargs: Any) -> None:
         files = [file for file in sorted(Path(path).rglob("*")) if file.is_file()]
         for file in files[: len(files) // 2]:
             file.unlink()
         if files:
-            _announce(f"half of {os.path.basename(path)} removed")
+            announce(f"half of {os.path.basename(path)} removed")
         real_rmtree(path, *args, **kwargs)
 
     torch.save, os.replace, shutil.rmtree = save, replace, rmtree
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("output_dir")
-    parser.add_argument("weights_file")
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--announce", action="store_true")
-    options = parser.parse_args()
-    trainer = make_trainer(
-        options.output_dir, num_iterations=2, steps_per_generation=2, save_total_limit=2, max_steps=6
-    )
-    if options.announce:
-        _announce_writes()
-    trainer.train(resume_from_checkpoint=True if options.resume else None)
-    torch.save(trainer.model.state_dict(), options.weights_file)
-
-
-if __name__ == "__main__":
-    main()

@@ -17,7 +17,9 @@ ROWS = [{"prompt": "w1 w2", "row": 0}] * 4
 
 
 def lora(**changes):
-    return peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **changes})
+    return peft.LoraConfig(
+        **{"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **changes}
+    )
 
 
 def adapter_weights(model):
@@ -27,7 +29,9 @@ def adapter_weights(model):
 def test_an_adapter_trains_saves_and_loads_while_the_base_stays(tmp_path):
     base = policy()
     before = copy.deepcopy(base.state_dict())
-    run = trainer(tmp_path, model=base, peft_config=lora(), beta=0.04, max_steps=2, gradient_checkpointing=True)
+    run = trainer(
+        tmp_path, model=base, peft_config=lora(), beta=0.04, max_steps=2, gradient_checkpointing=True
+    )
     start = adapter_weights(run.model)
     run.train()
     trained = adapter_weights(run.model)
@@ -72,7 +76,9 @@ def test_a_continued_adapter_is_measured_against_a_frozen_copy_of_itself(tmp_pat
     assert trainable and all(".default." in name for name in trainable)
 
 
-@pytest.mark.parametrize("changes", [{"target_modules": ["q_proj", "lm_head"]}, {"modules_to_save": ["lm_head"]}])
+@pytest.mark.parametrize(
+    "changes", [{"target_modules": ["q_proj", "lm_head"]}, {"modules_to_save": ["lm_head"]}]
+)
 def test_an_adapter_on_the_head_is_refused(tmp_path, changes):
     with pytest.raises(ConfigError, match="lm_head"):
         trainer(tmp_path, peft_config=lora(**changes))
@@ -102,7 +108,12 @@ def test_the_reference_is_the_policy_as_given_and_stays(tmp_path):
 @pytest.mark.parametrize("alpha", [0.25, 1.0])
 def test_the_reference_moves_towards_the_policy(tmp_path, alpha):
     run = trainer(
-        tmp_path, beta=0.04, sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=alpha, max_steps=2
+        tmp_path,
+        beta=0.04,
+        sync_ref_model=True,
+        ref_model_sync_steps=2,
+        ref_model_mixup_alpha=alpha,
+        max_steps=2,
     )
     run.train()
     start = policy()

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 import re
-import subprocess
-import sys
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from resume_runs import ANNOUNCEMENT, gpt2_with_dropout, llama, make_trainer
+from resume_runs import gpt2_with_dropout, llama, make_trainer, train_in_a_process
 
-SCRIPT = Path(__file__).with_name("resume_runs.py")
-TIMEOUT = 180
+TIMEOUT = 180  # seconds
 
 # Wall-clock time never repeats.
 _TIMING = re.compile(r"(eval_)?time/.*|step_time|.*_runtime|.*_per_second")
@@ -135,7 +133,7 @@ def test_resume_with_an_adapter_trained_before(tmp_path: Path) -> None:
 
 
 def test_resume_keeps_the_adaptive_entropy_coefficient(tmp_path: Path) -> None:
-    # A random model's entropy (log 40 = 3.7 nats) stays below 5: the coefficient grows by 0.25 a step, up to 1.
+    # A random model's entropy (log 40 = 3.7 nats) stays below 5: the coefficient grows by 0.25 a step to 1.
     settings = {
         "use_adaptive_entropy": True,
         "entropy_target": 5.0,
@@ -199,15 +197,25 @@ def test_resume_with_loader_workers(tmp_path: Path) -> None:
     _assert_resumes(tmp_path, [2, 3], make_trainer, num_prompts=4, dataloader_num_workers=1, max_steps=4)
 
 
-def _start(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, str(SCRIPT), *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+def _start(output_dir: Path, weights: Path, *, resume: bool, stop: bool) -> tuple[Any, Connection]:
+    # A fresh process each, forked from one that has done the slow imports and nothing else.
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["resume_runs"])
+    here, there = processes.Pipe()
+    child = processes.Process(
+        target=train_in_a_process, args=(there, str(output_dir), str(weights), resume, stop)
     )
+    child.start()
+    there.close()
+    return child, here
+
+
+def _run_to_the_end(output_dir: Path, weights: Path, *, resume: bool) -> dict[str, torch.Tensor]:
+    child, _ = _start(output_dir, weights, resume=resume, stop=False)
+    child.join(TIMEOUT)
+    child.kill()
+    assert child.exitcode == 0
+    return torch.load(weights)
 
 
 def _contents(output_dir: Path) -> dict[str, set[str]]:
@@ -218,54 +226,43 @@ def _contents(output_dir: Path) -> dict[str, set[str]]:
     }
 
 
-def _run_until(moments: list[str], whole: set[str], output_dir: Path, weights: Path, *flags: str) -> None:
-    """Let a run pass ``moments`` in this order and kill it at the last; checkpoints are whole all the time."""
-    child = _start(str(output_dir), str(weights), "--announce", *flags)
-    assert child.stdin is not None and child.stdout is not None
-    passed, output = [], []
-    waiting_for = list(moments)
+def _run_until(moments: list[str], whole: set[str], output_dir: Path, *, resume: bool) -> set[str]:
+    """Let a run pass ``moments`` in this order and kill it at the last; returns the checkpoints then there.
+
+    At every moment, all checkpoints that have their name are whole.
+    """
+    child, talk = _start(output_dir, output_dir / "never", resume=resume, stop=True)
+    passed: list[str] = []
     try:
-        for line in child.stdout:
-            output.append(line)
-            if not line.startswith(ANNOUNCEMENT):
-                continue  # only an announcement waits for an answer
-            passed.append(line.removeprefix(ANNOUNCEMENT).strip())
-            broken = {name: files for name, files in _contents(output_dir).items() if files != whole}
-            assert broken == {}, f"incomplete at {passed}"
-            if passed[-1] == waiting_for[0]:
-                waiting_for.pop(0)
-            if not waiting_for:
-                return
-            child.stdin.write("go on\n")
-            child.stdin.flush()
-        raise AssertionError(f"never came to {waiting_for}, but to {passed}:\n{''.join(output)}")
+        for moment in moments:
+            while not passed or passed[-1] != moment:
+                if passed:
+                    talk.send("go on")
+                assert talk.poll(TIMEOUT), f"stuck after {passed}"
+                passed.append(talk.recv())
+                broken = {name: files for name, files in _contents(output_dir).items() if files != whole}
+                assert broken == {}, f"incomplete at {passed}"
     finally:
         child.kill()  # SIGKILL: no handler, no flush, no cleanup
-        child.wait(TIMEOUT)
+        child.join(TIMEOUT)
+    return set(_contents(output_dir))
 
 
 def test_a_killed_run_is_resumed_from_its_last_whole_checkpoint(tmp_path: Path) -> None:
-    uninterrupted = _start(str(tmp_path / "whole"), str(tmp_path / "whole.pt"))
-    output, _ = uninterrupted.communicate(timeout=TIMEOUT)
-    assert uninterrupted.returncode == 0, output
+    expected = _run_to_the_end(tmp_path / "whole", tmp_path / "whole.pt", resume=False)
     whole = _contents(tmp_path / "whole")["checkpoint-6"]
-    output_dir, weights = tmp_path / "killed", tmp_path / "killed.pt"
+    output_dir = tmp_path / "killed"
 
     # In the middle of a file of the Trainer's, then of one of ours.
-    _run_until(["after rename to checkpoint-1", "half of optimizer.pt"], whole, output_dir, weights)
-    assert set(_contents(output_dir)) == {"checkpoint-1"}
+    moments = ["after rename to checkpoint-1", "half of optimizer.pt"]
+    assert _run_until(moments, whole, output_dir, resume=False) == {"checkpoint-1"}
     moments = ["after rename to checkpoint-2", "half of groupwise_state_0.pt"]
-    _run_until(moments, whole, output_dir, weights, "--resume")
-    assert set(_contents(output_dir)) == {"checkpoint-1", "checkpoint-2"}
+    assert _run_until(moments, whole, output_dir, resume=True) == {"checkpoint-1", "checkpoint-2"}
     # Two are kept: while the first one is being removed, then just before the fourth gets its name.
     moments = ["after rename to checkpoint-3", "half of .incomplete removed"]
-    _run_until(moments, whole, output_dir, weights, "--resume")
-    assert set(_contents(output_dir)) == {"checkpoint-2", "checkpoint-3"}
-    _run_until(["before rename to checkpoint-4"], whole, output_dir, weights, "--resume")
-    assert set(_contents(output_dir)) == {"checkpoint-2", "checkpoint-3"}
+    assert _run_until(moments, whole, output_dir, resume=True) == {"checkpoint-2", "checkpoint-3"}
+    moments = ["before rename to checkpoint-4"]
+    assert _run_until(moments, whole, output_dir, resume=True) == {"checkpoint-2", "checkpoint-3"}
 
-    last = _start(str(output_dir), str(weights), "--resume")
-    output, _ = last.communicate(timeout=TIMEOUT)
-    assert last.returncode == 0, output
+    _assert_same_weights(_run_to_the_end(output_dir, tmp_path / "killed.pt", resume=True), expected)
     assert _contents(output_dir) == {"checkpoint-5": whole, "checkpoint-6": whole}
-    _assert_same_weights(torch.load(weights), torch.load(tmp_path / "whole.pt"))

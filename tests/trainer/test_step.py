@@ -25,7 +25,9 @@ def fixed_rollout(logprobs=None, masks=None):
 
     def rollout(prompts_given, run):
         ids = tokenizer()(list(prompts_given))["input_ids"]
-        completions = [[4 + (7 * next(counter) + j) % 28 for j in range(1 + i % 5)] + [1] for i in range(len(ids))]
+        completions = [
+            [4 + (7 * next(counter) + j) % 28 for j in range(1 + i % 5)] + [1] for i in range(len(ids))
+        ]
         output = {"prompt_ids": ids, "completion_ids": completions}
         if logprobs is not None:
             output["logprobs"] = [[logprobs] * len(tokens) for tokens in completions]
@@ -93,7 +95,9 @@ def test_scores_equal_the_models_own_log_softmax_whatever_the_padding(tmp_path):
             start = len(rollout.prompt_ids[row]) - 1
             logps = torch.log_softmax(run.model(ids).logits[0, start:-1] / 0.7, -1)
             mine = scores.logps_BC[row, : len(completion.token_ids)]
-            torch.testing.assert_close(mine, logps.gather(1, ids[0, start + 1 :, None])[:, 0], atol=1e-5, rtol=0)
+            torch.testing.assert_close(
+                mine, logps.gather(1, ids[0, start + 1 :, None])[:, 0], atol=1e-5, rtol=0
+            )
             entropy = -(logps.exp() * logps).sum(-1)
             torch.testing.assert_close(scores.entropy_BC[row, : len(entropy)], entropy, atol=1e-5, rtol=0)
 
@@ -198,13 +202,16 @@ def test_tokens_of_the_environment_carry_no_loss(tmp_path):
 def test_truncated_completions_can_be_left_out(tmp_path):
     run = trainer(tmp_path, mask_truncated_completions=True)
     rollout = run.roll_out([{"prompt": "w1"}] * 4)
-    cut = dataclasses.replace(rollout, completions=[Completion([5, 6], truncated=True), *rollout.completions[1:]])
+    cut = dataclasses.replace(
+        rollout, completions=[Completion([5, 6], truncated=True), *rollout.completions[1:]]
+    )
     assert run.assemble(cut).loss_mask_BC[0].sum().item() == 0
     assert run.assemble(cut).completion_mask_BC[0].sum().item() == 2
 
 
 def test_a_separate_sampler_is_corrected_for(tmp_path):
-    """Log-probs of 0 from the sampler mean ratios far below 1; the mask mode removes nothing below its maximum."""
+    """Log-probs of 0 from the sampler mean ratios far below 1; the mask mode removes nothing below its
+    maximum."""
     run = trainer(tmp_path, rollout_func=fixed_rollout(logprobs=0.0), max_steps=1)
     run.train()
     log = run.state.log_history[0]

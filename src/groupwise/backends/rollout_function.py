@@ -32,12 +32,14 @@ def call_rollout_function(
     if missing:
         raise BackendError(
             f"rollout_func {name!r} returned no {' and no '.join(missing)}; it returned {sorted(output)}; "
-            "it must return prompt_ids and completion_ids, and may return logprobs, env_mask and extra columns"
+            "it must return prompt_ids and completion_ids, and may return logprobs, env_mask and extra "
+            "columns"
         )
     for key, values in output.items():
         if values is not None and len(values) != len(prompts):
             raise BackendError(
-                f"rollout_func {name!r} returned {len(values)} entries for {key!r}, but there are {len(prompts)} "
+                f"rollout_func {name!r} returned {len(values)} entries for {key!r}, but there are "
+                f"{len(prompts)} "
                 "prompts (each prompt is repeated once per completion)"
             )
     completions = [_completion(output, row, name, end_tokens) for row in range(len(prompts))]
@@ -55,7 +57,8 @@ def _completion(output: dict[str, Any], row: int, name: str, end_tokens: frozens
     for key, values in (("logprobs", logps), ("env_mask", loss_mask)):
         if values is not None and len(values) != len(tokens):
             raise BackendError(
-                f"rollout_func {name!r}, completion {row}: {len(values)} values in {key!r} for {len(tokens)} tokens"
+                f"rollout_func {name!r}, completion {row}: {len(values)} values in {key!r} for {len(tokens)} "
+                "tokens"
             )
     return Completion(
         token_ids=tokens,

@@ -44,7 +44,7 @@ Baseline = Callable[[torch.Tensor], torch.Tensor]
 
 
 def nan_std(values: torch.Tensor, dim: int) -> torch.Tensor:
-    """Unbiased standard deviation over the values that are there, dimension kept; 0 where fewer than two are."""
+    """Unbiased standard deviation over the values that are there, dimension kept; 0 for fewer than two."""
     present = ~values.isnan()
     count = present.sum(dim, keepdim=True)
     centred = torch.where(present, values - values.nanmean(dim, keepdim=True), 0.0)
@@ -74,9 +74,9 @@ def normalised_advantages(
 ) -> torch.Tensor:
     """Advantages with a baseline from the group and the chosen scale.
 
-    ``sum_then_normalize``: combine the functions, subtract the baseline, divide by std + 1e-4 of the group or of
-    the batch (Lite PPO) or not at all (Dr. GRPO). ``normalize_then_sum``: normalise each function within the
-    group, weight, sum, then whiten over the batch. A completion without any reward takes no part in the
+    ``sum_then_normalize``: combine the functions, subtract the baseline, divide by std + 1e-4 of the group or
+    of the batch (Lite PPO) or not at all (Dr. GRPO). ``normalize_then_sum``: normalise each function within
+    the group, weight, sum, then whiten over the batch. A completion without any reward takes no part in the
     statistics and gets 0. Step rewards are added as :func:`process_advantages`.
 
     Returns:
@@ -109,7 +109,7 @@ def normalised_advantages(
 
 
 def with_penalty(rewards: GroupRewards, penalty_N: torch.Tensor) -> GroupRewards:
-    """The rewards with one more function of weight 1 that gives −penalty to every completion with a reward."""
+    """The rewards with one more function, of weight 1: −penalty for every completion with a reward."""
     unrewarded_N = rewards.rewards_NF.isnan().all(-1)
     column_N1 = (-penalty_N).masked_fill(unrewarded_N, float("nan")).unsqueeze(-1)
     return replace(
@@ -124,8 +124,9 @@ def process_advantages(
 ) -> torch.Tensor:
     """Process supervision (DeepSeekMath, section 4.1.3).
 
-    All step rewards R of a group are normalised together, r̃ = (r − mean(R)) / std(R), and a token's advantage is
-    the sum of the normalised rewards of the steps that end at or after it: A_it = Σ_{index(j) ≥ t} r̃_i^{index(j)}.
+    All step rewards R of a group are normalised together, r̃ = (r − mean(R)) / std(R), and a token's
+    advantage is the sum of the normalised rewards of the steps that end at or after it:
+    A_it = Σ_{index(j) ≥ t} r̃_i^{index(j)}.
 
     Args:
         step_rewards: N sequences of (index of the step's last token, reward).

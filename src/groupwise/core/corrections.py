@@ -26,7 +26,7 @@ CORRECTION_MODES: dict[str, CorrectionMode] = {
 def sampler_log_gap(
     old_logps_BT: torch.Tensor, sampler_logps_BT: torch.Tensor, mask_BT: torch.Tensor
 ) -> torch.Tensor:
-    """d_it = ℓ_old − ℓ_samp on loss tokens, 0 elsewhere and where the sampler reported nothing (NaN). (B, T)"""
+    """d_it = ℓ_old − ℓ_samp on loss tokens, 0 elsewhere and where the sampler reported NaN. (B, T)"""
     gap_BT = torch.nan_to_num(old_logps_BT - sampler_logps_BT, nan=0.0, posinf=0.0, neginf=0.0)
     return gap_BT * mask_BT
 

@@ -17,7 +17,7 @@ class EntropyControl:
     entropy: float | None = None
 
     def applied(self, target: float | None) -> float:
-        """The coefficient to use now: all of it without a target, else only while the entropy is at most it."""
+        """The coefficient to use now: without a target all of it, else only while entropy ≤ target."""
         if target is None or self.entropy is None or self.entropy <= target:
             return self.coef
         return 0.0

@@ -1,4 +1,4 @@
-"""Per-token estimators of KL(π_θ ‖ π_ref) from samples of the policy (Schulman, "Approximating KL divergence")."""
+"""Per-token estimators of KL(π_θ ‖ π_ref) from samples of π_θ (Schulman, "Approximating KL divergence")."""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ import torch
 
 
 def entropy_threshold(entropies: torch.Tensor, top_quantile: float) -> torch.Tensor:
-    """The entropy at or above which the top ``top_quantile`` share of loss tokens lies (Beyond the 80/20 Rule).
+    """The entropy at or above which the top ``top_quantile`` share of loss tokens lies (Beyond the 80/20
+    Rule).
 
     Args:
         entropies: (n,) entropies of all loss tokens of the global batch, in nats.

@@ -8,7 +8,7 @@ To add one, write a surrogate (or take one), choose a normaliser and call :func:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -56,7 +56,7 @@ class ObjectiveSettings:
     correction_mode: str | None = "sequence_mask"
     correction_clip_min: float | None = None
     correction_clip_max: float | None = 3.0
-    surrogate: SurrogateSettings = SurrogateSettings()
+    surrogate: SurrogateSettings = field(default_factory=SurrogateSettings)
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class ObjectiveTerms:
 def evaluate(terms: ObjectiveTerms, settings: ObjectiveSettings) -> tuple[torch.Tensor, Metrics]:
     """The scalar loss of one micro-batch and its metrics.
 
-    The losses of the micro-batches of a window add up to the loss of the window: the weights already hold every
-    normalisation, so nothing is divided afterwards.
+    The losses of the micro-batches of a window add up to the loss of the window: the weights already hold
+    every normalisation, so nothing is divided afterwards.
 
     Returns:
         loss: scalar, differentiable.
@@ -223,7 +223,8 @@ def register_objective(
     """Make ``loss_type=name`` available.
 
     Args:
-        surrogate: ``(SurrogateTerms, SurrogateSettings) -> (B, T) or (B, 1)`` per-token loss, to be minimised.
+        surrogate: ``(SurrogateTerms, SurrogateSettings) -> (B, T) or (B, 1)`` per-token loss, to be
+            minimised.
         normalizer: one of ``sequence_mean``, ``local_token_mean``, ``constant_length``, ``token_mean``,
             ``sequence_sum``.
         diagnostics: optional ``(SurrogateTerms, SurrogateSettings) -> {name: reduction}``.

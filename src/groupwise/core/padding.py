@@ -31,7 +31,7 @@ def pad_sequences(
     if multiple_of:
         width = -(-width // multiple_of) * multiple_of
     padded = torch.full((len(sequences), width), value, dtype=dtype)
-    for row, sequence in zip(padded, sequences):  # noqa: B905 - equal by construction
+    for row, sequence in zip(padded, sequences, strict=True):
         if len(sequence):
             span = slice(width - len(sequence), None) if left else slice(len(sequence))
             row[span] = torch.as_tensor(sequence, dtype=dtype)

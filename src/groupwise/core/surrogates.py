@@ -78,7 +78,8 @@ def vespo(terms: SurrogateTerms, settings: SurrogateSettings) -> torch.Tensor:
 
 
 def vespo_gate(terms: SurrogateTerms, settings: SurrogateSettings) -> torch.Tensor:
-    """φ(w_i), with w_i = exp(Σ_t m_it clip(ℓ−ℓ_old, ±20) + Σ_t log c_it) clamped to [1e-8, e^20]; no gradient.
+    """φ(w_i), with w_i = exp(Σ_t m_it clip(ℓ−ℓ_old, ±20) + Σ_t log c_it) clamped to [1e-8, e^20]; no
+    gradient.
 
     (k, λ) follow the sign of the advantage. Returns (B, 1), or (B, T) for token-wise advantages.
     """
@@ -93,5 +94,5 @@ def vespo_gate(terms: SurrogateTerms, settings: SurrogateSettings) -> torch.Tens
 
 
 def _by_sign(positive_BX: torch.Tensor, above: float, below: float, like: torch.Tensor) -> torch.Tensor:
-    """One of two constants per element, in the precision of ``like`` (two bare numbers would become float32)."""
+    """One of two constants per element, in the precision of ``like`` (bare numbers would be float32)."""
     return torch.where(positive_BX, like.new_full((), above), below)

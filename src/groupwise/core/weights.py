@@ -1,8 +1,8 @@
 """Token weights: every normaliser of the family, linear in the per-token loss.
 
-A normaliser depends on masks and counts only, so the weights of a whole accumulation window are known before its
-first forward pass. Gradients are averaged over ranks afterwards; the factor ``world_size`` undoes that where the
-normaliser is a global count.
+A normaliser depends on masks and counts only, so the weights of a whole accumulation window are known before
+its first forward pass. Gradients are averaged over ranks afterwards; the factor ``world_size`` undoes that
+where the normaliser is a global count.
 """
 
 from __future__ import annotations

@@ -42,7 +42,8 @@ def score_padded(
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
     if "position_ids" in accepted:
         inputs["position_ids"] = (attention_mask.cumsum(-1) - 1).clamp(min=0)
-    # The token at position j is predicted at j - 1: the last position predicts nothing and gets a dummy target.
+    # The token at position j is predicted at j - 1: the last position predicts nothing and gets a dummy
+    # target.
     targets = torch.nn.functional.pad(input_ids[:, 1:], (0, 1))
     if "logits_to_keep" in accepted:
         inputs["logits_to_keep"] = width + 1

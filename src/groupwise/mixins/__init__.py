@@ -1,7 +1,7 @@
 """Glue between the trainer and the functions: each mixin is one verb a subclass may override.
 
-A mixin has no ``__init__``, overrides nothing of ``transformers.Trainer`` and reads nothing another mixin owns: the
-trainer sets every attribute annotated here and passes records from one to the next.
+A mixin has no ``__init__``, overrides nothing of ``transformers.Trainer`` and reads nothing another mixin
+owns: the trainer sets every attribute annotated here and passes records from one to the next.
 """
 
 from groupwise.mixins.advantage import AdvantageMixin

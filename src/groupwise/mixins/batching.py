@@ -36,7 +36,7 @@ class BatchingMixin:
     def take_micro_batch(
         self, rows: list[dict[str, Any]], generate: Callable[[list[dict[str, Any]]], list[TrainBatch]]
     ) -> TrainBatch:
-        """The next micro-batch; ``generate(rows)`` refills the buffer when every use of the last one is spent."""
+        """The next micro-batch; ``generate(rows)`` refills the buffer when its last use is spent."""
         if self.generation_buffer.exhausted:
             self.generation_buffer = GenerationBuffer(generate(rows), self.args.num_iterations)
         return self.generation_buffer.next()

@@ -94,7 +94,7 @@ class PolicyMixin:
         return batch
 
     def charge_kl(self, scored: ScoredBatch, batches: list[TrainBatch]) -> ScoredBatch:
-        """Take β · Σ_t KL_it off the rewards: one more column, which completions without any reward do not get."""
+        """Take β · Σ_t KL_it off the rewards: one more column, absent where there is no reward at all."""
         estimator = KL_ESTIMATORS[self.args.kl_estimator]
         local_B = torch.cat(
             [(estimator(b.old_logps_BC, b.ref_logps_BC) * b.loss_mask_BC).sum(-1) for b in batches]  # type: ignore[arg-type]
@@ -105,7 +105,7 @@ class PolicyMixin:
 
     @torch.no_grad()
     def keep_high_entropy(self, model: Any, window: list[TrainBatch]) -> list[TrainBatch]:
-        """Mark the tokens in the top entropy quantile of the whole window, over all micro-batches and ranks."""
+        """Mark the tokens in the top entropy quantile of the window, over all micro-batches and ranks."""
         if self.args.top_entropy_quantile >= 1.0:
             return window
         entropies = [self.score_tokens(model, batch, with_entropy=True).entropy_BC for batch in window]

@@ -33,7 +33,8 @@ class RewardMixin:
 
         Args:
             num_generations: completions per prompt (G).
-            num_rows: completions of the global batch that count; later ones are loader padding. None counts all.
+            num_rows: completions of the global batch that count; later ones are loader padding. None counts
+                all.
 
         Raises:
             RewardError: a reward function failed or returned something unusable.

@@ -25,7 +25,7 @@ _ESSENTIAL = (
     *("generation_batch_size", "bf16", "seed"),
 )
 # Listed only where they differ from their default. A setting enters the card by being named here. What can
-# hold addresses, directories, credentials or free text is not: hub_token, *_kwargs, vllm_server_*, output_dir.
+# hold addresses, directories, credentials or free text is not: hub_token, *_kwargs, vllm_server_*, paths.
 _OTHER = (
     *("delta", "kl_estimator", "kl_in_reward", "use_bias_correction_kl", "off_policy_mask_threshold"),
     *("sapo_temperature_pos", "sapo_temperature_neg"),

@@ -18,7 +18,7 @@ class RewardProgressCallback(ProgressCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         super().on_train_begin(args, state, control, **kwargs)
-        self.shown = getattr(self,"shown",{})
+        self.shown: dict[str, str] = {}
 
     def on_log(
         self,

@@ -112,7 +112,8 @@ def checked_rewards(output: Any, name: str, rollout: RolloutBatch) -> list[Rewar
         output = output.tolist()
     if not isinstance(output, (list, tuple)):
         raise RewardError(
-            f"reward function {name!r} returned {type(output).__name__} ({output!r:.80}); it must return a list "
+            f"reward function {name!r} returned {type(output).__name__} ({output!r:.80}); it must return a "
+            "list "
             f"with one number or None for each of the {len(rollout)} completions"
         )
     if len(output) != len(rollout):

@@ -32,7 +32,8 @@ class RewardModel:
     ) -> None:
         if model.config.num_labels != 1:
             raise ConfigError(
-                f"reward model {model.config._name_or_path!r} has {model.config.num_labels} labels; a reward model "
+                f"reward model {model.config._name_or_path!r} has {model.config.num_labels} labels; a reward "
+                "model "
                 "has one (load it with num_labels=1)"
             )
         if tokenizer is None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -123,6 +124,7 @@ COMMON: dict[str, Any] = {
     "max_steps": 4,
     "optim": "sgd",
     "learning_rate": 0.05,
+    "use_bias_correction_kl": False,
     "lr_scheduler_type": "constant",
     "max_grad_norm": 0.0,
     "gradient_checkpointing": False,
@@ -211,3 +213,23 @@ def largest_difference(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tens
 def movement(run: Run, policy: Policy) -> float:
     """The largest change of any parameter since the start."""
     return largest_difference(run.parameters, dict(policy.load().named_parameters()))
+
+
+#: ``reward_std``: ours is the mean over groups, TRL's is over all rewards, whatever their prompt.
+#: ``num_tokens``: ours counts at every step, TRL's only at those that generate. The rest measures time.
+_NOT_COMPARED = {"reward_std", "num_tokens", "step_time", "train_runtime"}
+
+
+def assert_same_log(ours: Run, theirs: Run) -> None:
+    """Whatever both libraries log under one name during training has one meaning."""
+    names = {name for entry in ours.log if "loss" in entry for name in entry} - _NOT_COMPARED
+    shared = {name for entry in theirs.log if "loss" in entry for name in entry} & names
+    assert {"loss", "grad_norm", "reward", "entropy"} <= shared
+    for name in sorted(shared):
+        assert ours.logged(name) == pytest.approx(theirs.logged(name), rel=1e-4, abs=2e-5), name
+
+
+def assert_same_update(ours: Run, theirs: Run, policy: Policy) -> None:
+    """Equal to a thousandth of the movement or better; runs that stand still would agree as well."""
+    assert movement(ours, policy) > 1e-3
+    assert largest_difference(ours.parameters, theirs.parameters) < 1e-6
