@@ -149,6 +149,17 @@ COMBINATION_RULES = (
         use_bias_correction_kl=True,
     ),
     _rule(
+        "kl_in_reward_normalised_away",
+        lambda c: c.kl_in_reward and c.beta != 0 and c.multi_objective_aggregation == "normalize_then_sum",
+        'kl_in_reward=True with multi_objective_aggregation="normalize_then_sum" divides the KL by its own '
+        "standard deviation, so that beta has no effect",
+        'multi_objective_aggregation="sum_then_normalize", or kl_in_reward=False',
+        "kl_in_reward=False",
+        kl_in_reward=True,
+        beta=0.04,
+        multi_objective_aggregation="normalize_then_sum",
+    ),
+    _rule(
         "bias_correction_with_kl_in_reward",
         lambda c: c.use_bias_correction_kl and c.kl_in_reward and c.beta != 0,
         "use_bias_correction_kl=True corrects the KL of the loss, which kl_in_reward=True removes",

@@ -64,7 +64,7 @@ def repeat_rows(dataset: Dataset, times: int) -> Subset:
     return Subset(dataset, [index for index in range(len(dataset)) for _ in range(times)])  # type: ignore[arg-type]
 
 
-def as_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def as_rows(rows: Sequence[dict[str, Any]]) -> Any:
     """The collator: rows stay rows, because rewards want Python values."""
     return list(rows)
 

@@ -40,7 +40,15 @@ class Layout(Protocol):
     """Sequences to model inputs, and the model's outputs back to (B, C)."""
 
     def __call__(
-        self, model: torch.nn.Module, batch: TrainBatch, head: str, temperature: float, *, with_entropy: bool
+        self,
+        model: torch.nn.Module,
+        batch: TrainBatch,
+        head: str,
+        temperature: float,
+        *,
+        with_entropy: bool,
+        fp32_head: bool = False,
+        with_aux_loss: bool = False,
     ) -> TokenScores: ...
 
 

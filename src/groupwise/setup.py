@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from accelerate import Accelerator
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 from transformers import PreTrainedModel
 
 from groupwise.config import GRPOConfig
+from groupwise.data import repeat_rows
 from groupwise.errors import ConfigError
 from groupwise.models import apply_peft, cast_head_to_fp32, disable_dropout, load_policy
 from groupwise.rewards.calling import reward_name, unique_names
@@ -99,6 +100,24 @@ def _check_dataset(name: str, dataset: Any) -> None:
         raise ConfigError(f"{name} has no 'prompt' column; its columns are {', '.join(map(repr, columns))}")
 
 
+def evaluation_rows(dataset: Any, config: GRPOConfig) -> Dataset:
+    """Every row ``num_generations_eval`` times in a row, for batches that hold whole groups.
+
+    Raises:
+        ConfigError: with the nearest sizes that fit.
+    """
+    size, group = config.eval_batch_size * config.world_size, config.num_generations_eval
+    if size % group:
+        below = size // group * group
+        nearest = " or ".join(str(valid) for valid in (below, below + group) if valid)
+        raise ConfigError(
+            f"the evaluation batch of all processes has {size} completions, which is not divisible by "
+            f"num_generations_eval={group}; nearest valid: {nearest} "
+            "(per_device_eval_batch_size times the number of processes)"
+        )
+    return repeat_rows(dataset, group)
+
+
 def check_rewards(reward_funcs: Any, processing_classes: Any, config: GRPOConfig) -> RewardSetup:
     """One or several reward functions, and their tokenizers, as lists of equal length; the caller's lists
     stay.
@@ -130,7 +149,9 @@ def check_rewards(reward_funcs: Any, processing_classes: Any, config: GRPOConfig
 
 def load_rewards(rewards: RewardSetup, config: GRPOConfig, accelerator: Accelerator) -> LoadedRewards:
     """Load the reward models that were given by name and put all reward models where they score."""
-    functions, callables, tokenizers = [], [], []
+    functions: list[Any] = []
+    callables: list[Callable[..., Any]] = []
+    tokenizers: list[Any] = []
     for function, tokenizer in zip(rewards.functions, rewards.processing_classes, strict=True):
         if isinstance(function, str):
             function = load_reward_model(function, config.trust_remote_code)
@@ -194,3 +215,8 @@ def router_aux_loss_coef(model: PreTrainedModel, config: GRPOConfig) -> float:
             "leave it at None"
         )
     return config.router_aux_loss_coef
+
+
+def loss_is_scaled(*_: Any, **__: Any) -> None:
+    """Stands for ``compute_loss_func``, which is never called because ``compute_loss`` is overridden."""
+    raise AssertionError("compute_loss is overridden")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +21,7 @@ from groupwise.backends.transformers_generate import TransformersBackend, genera
 from groupwise.config import GRPOConfig
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean
-from groupwise.data import GenerationBuffer, as_rows, local_rows, repeat_rows, with_advantages
+from groupwise.data import GenerationBuffer, as_rows, local_rows, with_advantages
 from groupwise.logbook import Logbook, completion_rows
 from groupwise.mixins import (
     AdvantageMixin,
@@ -54,7 +53,7 @@ class GRPOTrainer(BatchingMixin, RolloutMixin, RewardMixin, AdvantageMixin, Poli
         callbacks, optimizers: as in ``Trainer``.
         quantization_config, peft_config: as in transformers and PEFT.
         tools, environment_factory: not available yet.
-        rollout_func: ``rollout_func(prompts, trainer)`` replaces generation; see the documentation.
+        rollout_func: ``rollout_func(prompts, trainer)`` replaces generation.
 
     Raises:
         ConfigError: settings, data or models that cannot be trained with.
@@ -97,7 +96,7 @@ class GRPOTrainer(BatchingMixin, RolloutMixin, RewardMixin, AdvantageMixin, Poli
             callbacks=callbacks,
             optimizers=optimizers,
             # Only its presence counts: it tells every supported Trainer that the loss is scaled already.
-            compute_loss_func=_never_called,
+            compute_loss_func=setup.loss_is_scaled,
         )
         set_seed(args.seed, device_specific=True)  # ranks must not sample the same completions
         self._set_rewards(rewards)
@@ -209,8 +208,8 @@ class GRPOTrainer(BatchingMixin, RolloutMixin, RewardMixin, AdvantageMixin, Poli
         book = self.books["train" if model.training else "eval"]
         book.record(output.metrics)
         if model.training:
-            # The losses of a window add up, so a step counts once however many micro-batches it has.
-            book.record({"loss": Mean(output.loss.detach(), 1.0 / self.current_gradient_accumulation_steps)})
+            # The losses of a window add up, so a window counts once however it is cut.
+            book.record({"loss": Mean(output.loss.detach(), inputs.share_B1.sum())})
             if output.bonus_entropy is not None:
                 self.window_entropy = self.window_entropy.merge(output.bonus_entropy)
         return (output.loss, scores) if return_outputs else output.loss
@@ -260,18 +259,14 @@ class GRPOTrainer(BatchingMixin, RolloutMixin, RewardMixin, AdvantageMixin, Poli
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Every evaluation row ``num_generations_eval`` times in a row."""
-        key = eval_dataset if isinstance(eval_dataset, str) else "eval"
-        known: Any = self.eval_dataset
-        if isinstance(eval_dataset, str):
-            eval_dataset = known[eval_dataset]
+        named = isinstance(eval_dataset, str)
+        dataset: Any = self.eval_dataset if named or eval_dataset is None else eval_dataset
         return self._get_dataloader(
-            dataset=repeat_rows(
-                known if eval_dataset is None else eval_dataset, self.args.num_generations_eval
-            ),
+            dataset=setup.evaluation_rows(dataset[eval_dataset] if named else dataset, self.args),
             description="Evaluation",
             batch_size=self.args.eval_batch_size,
             sampler_fn=self._get_eval_sampler,  # type: ignore[arg-type]
-            dataloader_key=key,
+            dataloader_key=eval_dataset if named else "eval",
         )
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -280,32 +275,29 @@ class GRPOTrainer(BatchingMixin, RolloutMixin, RewardMixin, AdvantageMixin, Poli
     def _prepare_inputs(self, inputs: Any) -> Any:
         return inputs  # the records are built on the training device
 
-    def floating_point_ops(self, inputs: TrainBatch) -> int:
+    def floating_point_ops(self, inputs: Any) -> int:
         """6 operations per parameter and token: forward and backward."""
-        tokens = inputs.prompt_ids_BP.numel() + inputs.completion_ids_BC.numel()
-        return 6 * tokens * self.num_parameters
+        return 6 * self.num_parameters * (inputs.prompt_ids_BP.numel() + inputs.completion_ids_BC.numel())
 
     # Logging.
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log; a training log also carries the metrics of the steps since the last one, joined over ranks."""
         if "loss" in logs:
-            logs.update(self._drain("train"))
+            logs.update(self._drain("train", "train"))
         super().log(logs, start_time)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """As in ``Trainer``; the metrics returned also hold those of generation, rewards and loss."""
         output = super().evaluation_loop(*args, **kwargs)
         prefix = kwargs.get("metric_key_prefix", "eval")
-        own = {f"{prefix}_{name}": value for name, value in self._drain("eval").items()}
+        own = {f"{prefix}_{name}": value for name, value in self._drain("eval", prefix).items()}
         return output._replace(metrics={**(output.metrics or {}), **own})
 
-    def _drain(self, mode: str) -> dict[str, float]:
+    def _drain(self, mode: str, label: str) -> dict[str, float]:
         values, rows = self.books[mode].drain(lambda part: gather_object([part]))
         if rows and self.is_world_process_zero():
-            generator = random.getstate()  # the import of rich, in a process's first report, draws from it
-            reporting.report_completions(rows, self.state.global_step, self.args, self.args.output_dir)
-            random.setstate(generator)
+            reporting.report_completions(rows, self.state.global_step, self.args, self.args.output_dir, label)
         return values
 
     def create_model_card(  # type: ignore[override]
@@ -313,15 +305,7 @@ class GRPOTrainer(BatchingMixin, RolloutMixin, RewardMixin, AdvantageMixin, Poli
     ) -> None:
         """Write ``README.md`` into the output directory."""
         if self.is_world_process_zero():
-            reporting.write_model_card(
-                self.args,
-                model_name=model_name,
-                base_model=getattr(self.model.config, "_name_or_path", None),
-                dataset_name=dataset_name,
-                tags=[tags] if isinstance(tags, str) else list(tags or []),
-                log_history=self.state.log_history,
-                reward_names=self.reward_func_names,
-            )
+            reporting.write_model_card(self, model_name, dataset_name, tags)
 
     # Checkpoints.
 
@@ -413,7 +397,3 @@ class GRPOTrainer(BatchingMixin, RolloutMixin, RewardMixin, AdvantageMixin, Poli
     def entropy_coef(self) -> float:
         """The current coefficient of the entropy bonus."""
         return self.entropy_control.coef
-
-
-def _never_called(*_: Any, **__: Any) -> None:
-    raise AssertionError("compute_loss is overridden")

@@ -42,9 +42,9 @@ LAYERS = {
     "backends": {"core", "errors", "stages"},
     "rewards": {"errors", "prompts", "stages"},
     "reporting": {"config"},
-    "setup": {"config", "errors", "models", "rewards"},
+    "setup": {"config", "data", "errors", "models", "rewards"},
     "mixins": {
-        *("backends", "config", "core", "data", "layout", "prompts", "protocols", "reference", "rewards"),
+        *("backends", "config", "core", "data", "errors", "layout", "prompts", "protocols", "reference", "rewards"),
         "stages",
     },
 }

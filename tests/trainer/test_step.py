@@ -436,3 +436,9 @@ def test_the_saved_model_loads_and_the_card_is_written(tmp_path):
         assert torch.equal(loaded.get_parameter(name), parameter)
     assert AutoTokenizer.from_pretrained(tmp_path).decode([4, 5]).split() == WORDS[:2]
     assert "GRPO" in (tmp_path / "README.md").read_text()
+
+
+def test_an_evaluation_batch_that_cuts_groups_is_refused(tmp_path):
+    run = trainer(tmp_path, eval_dataset=prompts(4), per_device_eval_batch_size=6, num_generations_eval=4)
+    with pytest.raises(ConfigError, match=r"6 completions.*num_generations_eval=4; nearest valid: 4 or 8"):
+        run.evaluate()

@@ -40,10 +40,8 @@ def logps_from_logits(
     Returns:
         Log-probs and entropy (or None), shaped like `targets_N`, float32 (float64 for float64 logits).
     """
-    logits_NV = logits_NV.to(statistics_dtype(logits_NV.dtype)) / temperature
-    all_logps_NV = torch.log_softmax(logits_NV, dim=-1)
-    logps_N = all_logps_NV.gather(-1, targets_N.unsqueeze(-1)).squeeze(-1)
-    return logps_N, -(all_logps_NV.exp() * all_logps_NV).sum(-1) if with_entropy else None
+    logits_NV = logits_NV.to(statistics_dtype(logits_NV.dtype))
+    return _scores(_all_logps(logits_NV, temperature), targets_N, with_entropy)
 
 
 def dense_head(
@@ -68,6 +66,21 @@ def dense_head(
     dtype = projection_dtype(hidden_NH, head.fp32)
     bias_V = None if head.bias_V is None else head.bias_V.to(dtype)
     with torch.autocast(hidden_NH.device.type, enabled=False):
-        raw_NV = F.linear(hidden_NH.to(dtype), head.weight_VH.to(dtype), bias_V)
-        logits_NV = head.shape_logits(raw_NV.to(statistics_dtype(dtype)))
-        return logps_from_logits(logits_NV, targets_N, temperature, with_entropy)
+        logits_NV = F.linear(hidden_NH.to(dtype), head.weight_VH.to(dtype), bias_V).to(
+            statistics_dtype(dtype)
+        )
+        logits_NV = head.shape_logits(logits_NV)
+        all_logps_NV = _all_logps(logits_NV, temperature)
+        del logits_NV  # or it would stay beside the tensors of the entropy, each of its size
+        return _scores(all_logps_NV, targets_N, with_entropy)
+
+
+def _all_logps(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    return torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
+
+
+def _scores(
+    all_logps: torch.Tensor, targets: torch.Tensor, with_entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    logps = all_logps.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    return logps, -(all_logps.exp() * all_logps).sum(-1) if with_entropy else None

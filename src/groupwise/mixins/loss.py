@@ -73,6 +73,9 @@ class LossMixin:
             entropy_weights_BT=batch.entropy_weights_BC,
         )
         loss, metrics = evaluate(terms, self.objective_settings)
+        policy_loss = metrics.get("policy_loss")
+        if isinstance(policy_loss, Mean):  # counted by window, as the loss is
+            metrics["policy_loss"] = Mean(policy_loss.total, batch.share_B1.sum())
         if scores.aux_loss is not None:
             loss = loss + self.router_aux_loss_coef * scores.aux_loss * batch.share_B1.sum()
             metrics["aux_loss"] = Mean(scores.aux_loss.detach())

@@ -13,6 +13,7 @@ from groupwise.core.advantages import with_penalty
 from groupwise.core.kl import KL_ESTIMATORS
 from groupwise.core.masks import entropy_threshold
 from groupwise.core.padding import length_mask, pad_sequences
+from groupwise.errors import ConfigError
 from groupwise.layout import DEFAULT_LAYOUT, LAYOUTS
 from groupwise.reference import Reference
 from groupwise.stages import RolloutBatch, ScoredBatch, TokenScores, TrainBatch
@@ -95,6 +96,12 @@ class PolicyMixin:
 
     def charge_kl(self, scored: ScoredBatch, batches: list[TrainBatch]) -> ScoredBatch:
         """Take β · Σ_t KL_it off the rewards: one more column, absent where there is no reward at all."""
+        if scored.rewards.step_rewards:
+            raise ConfigError(
+                "kl_in_reward=True applies to rewards of whole completions, but a reward function returned "
+                "step "
+                "rewards; put the KL into the loss (kl_in_reward=False)"
+            )
         estimator = KL_ESTIMATORS[self.args.kl_estimator]
         local_B = torch.cat(
             [(estimator(b.old_logps_BC, b.ref_logps_BC) * b.loss_mask_BC).sum(-1) for b in batches]  # type: ignore[arg-type]

@@ -62,7 +62,7 @@ class RolloutMixin:
                     tokenize_prompt(
                         self.processing_class,
                         prompt,
-                        self.args.chat_template_kwargs,
+                        self.args.chat_template_kwargs,  # type: ignore[arg-type]
                         self.args.max_prompt_length,
                     )
                 )

@@ -178,11 +178,11 @@ def _rewards(log_history: list[dict[str, Any]], reward_names: list[str]) -> str:
         lines = [
             f"Last {title} log, step {logs.get('step', '?')}:",
             "",
-            "| Reward | Mean | Std |",
+            "| Metric | Mean | Std |",
             "|---|---|---|",
         ]
-        for name, mean, std in [("total", f"{prefix}reward", f"{prefix}reward_std"), *keys]:
-            lines.append(f"| {_escape(name)} | {_number(logs.get(mean))} | {_number(logs.get(std))} |")
+        for name, mean, std in [("reward", f"{prefix}reward", f"{prefix}reward_std"), *keys]:
+            lines.append(f"| `{_escape(name)}` | {_number(logs.get(mean))} | {_number(logs.get(std))} |")
         parts.append("\n".join(lines))
     return "\n\n".join(["## Rewards", *parts]) if parts else ""
 
@@ -191,15 +191,23 @@ def _number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) else ""
 
 
-def write_model_card(args: GRPOConfig, *, model_name: str | None, **facts: Any) -> None:
-    """Write the card as ``README.md`` into the output directory.
+def write_model_card(trainer: Any, model_name: str | None, dataset_name: str | None, tags: Any) -> None:
+    """Write the card of a trainer's model as ``README.md`` into its output directory.
 
     Args:
         model_name: title; by default the last component of the output directory.
-        facts: the other arguments of :func:`model_card`.
+        tags: one or a list of further tags, or None.
     """
-    directory = Path(args.output_dir or ".")
-    versions = {"transformers": transformers.__version__, "torch": torch.__version__}
-    card = model_card(model_name=model_name or directory.name, args=args, versions=versions, **facts)
+    directory = Path(trainer.args.output_dir)
+    card = model_card(
+        model_name=model_name or directory.name,
+        base_model=getattr(trainer.model.config, "_name_or_path", None),
+        dataset_name=dataset_name,
+        tags=[tags] if isinstance(tags, str) else list(tags or []),
+        args=trainer.args,
+        versions={"transformers": transformers.__version__, "torch": torch.__version__},
+        log_history=trainer.state.log_history,
+        reward_names=trainer.reward_func_names,
+    )
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "README.md").write_text(card, encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 from collections.abc import Collection
 from pathlib import Path
@@ -46,9 +47,15 @@ def report_completions(
         return
     if args.log_unique_prompts:
         rows = first_of_each_prompt(rows)
-    mode = re.sub(r"[^\w.-]", "_", mode)  # names of evaluation sets are free text
+    generator = random.getstate()  # the first import of rich draws from it, and training must not notice
+    try:
+        _report(as_table(rows), step, args, output_dir, re.sub(r"[^\w.-]", "_", mode))
+    finally:
+        random.setstate(generator)
+
+
+def _report(table: Table, step: int, args: GRPOConfig, output_dir: str, mode: str) -> None:
     kind = "completions" if mode == "train" else f"completions_{mode}"
-    table = as_table(rows)
     print_table(spread(table, args.num_completions_to_print), f"{kind}, step {step}")
     folder = Path(output_dir) / kind
     write_parquet(table, folder / f"completions_{step:05d}.parquet", reward_columns(table))
