@@ -29,8 +29,7 @@ def load_policy(
         if options or quantization_config is not None:
             raise ConfigError(
                 "model_init_kwargs and quantization_config apply only when the model is given by name; the "
-                "model "
-                f"given is already a {type(model).__name__}: drop them, or pass its name"
+                f"model given is already a {type(model).__name__}: drop them, or pass its name"
             )
         return model
     options.setdefault("dtype", torch.float32)
@@ -90,8 +89,7 @@ def apply_peft(model: PreTrainedModel, peft_config: Any) -> PreTrainedModel:
         if isinstance(model, PeftModel):
             raise ConfigError(
                 "peft_config was given for a model that already has an adapter; drop peft_config to continue "
-                "that "
-                "adapter, or merge it first (model = model.merge_and_unload())"
+                "that adapter, or merge it first (model = model.merge_and_unload())"
             )
         model = get_peft_model(model, peft_config)
     check_head(model)

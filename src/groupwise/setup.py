@@ -83,8 +83,7 @@ def check_data(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> Non
         raise ConfigError(
             f"train_dataset has {len(train_dataset)} prompts, but one generation batch takes {needed} "
             f"(generation_batch_size={config.generation_batch_size} / "
-            f"num_generations={config.num_generations}); "
-            "use more prompts or a smaller batch"
+            f"num_generations={config.num_generations}); use more prompts or a smaller batch"
         )
 
 
@@ -193,8 +192,7 @@ def _warn_about_truncated_sampling(config: GRPOConfig) -> None:
     if used:
         logger.warning(
             "%s: completions are sampled from a truncated distribution while log-probs are those of the full "
-            "one, "
-            "which biases the importance ratio; top_p=1.0 with top_k=0 and min_p=None has no such bias",
+            "one, which biases the importance ratio; top_p=1.0 with top_k=0 and min_p=None has no such bias",
             ", ".join(used),
         )
 
@@ -211,8 +209,7 @@ def router_aux_loss_coef(model: PreTrainedModel, config: GRPOConfig) -> float:
     if own is None and config.router_aux_loss_coef != 0.0:
         raise ConfigError(
             f"router_aux_loss_coef={config.router_aux_loss_coef}, but {type(model).__name__} has no expert "
-            "router; "
-            "leave it at None"
+            "router; leave it at None"
         )
     return config.router_aux_loss_coef
 

@@ -58,7 +58,7 @@ def test_the_quick_start_is_python(card):
 def test_last_rewards_of_training_and_evaluation(card):
     text = card()
     assert "Last training log, step 20:" in text and "Last evaluation log, step 20:" in text
-    for line in ("| total | 0.625 | 0.25 |", "| accuracy | 0.5 |  |", "| accuracy | 0.875 |  |"):
+    for line in ("| `reward` | 0.625 | 0.25 |", "| `accuracy` | 0.5 |  |", "| `accuracy` | 0.875 |  |"):
         assert line in text
     assert "0.1" not in text.split("## Rewards")[1].split("## Framework")[0]
 
@@ -92,7 +92,7 @@ def test_local_names_are_reduced(card, base):
     assert base not in text and "ann" not in text.split("## Citation")[0].split("## Framework")[0]
     data = ModelCard(text).data
     assert data.base_model is None and data.datasets is None and data.model_name == "sft"
-    assert "starting from `sft`" in text and "| sft |" in text
+    assert "starting from `sft`" in text and "| `sft` |" in text
 
 
 def test_a_directory_that_looks_like_a_hub_id_is_local(card, tmp_path, monkeypatch):

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import copy
 import os
+import random
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import load_dataset
 
-from groupwise.reporting import report_completions
+from groupwise.reporting import completions, report_completions
 from groupwise.reporting.completions import spread, write_parquet
 
 
@@ -108,6 +109,16 @@ def test_evaluation_does_not_overwrite_the_training_log_of_its_step(tmp_path, ma
     report_completions([make_row(completion="e")], 3, args, str(tmp_path), mode="eval_a/b")
     assert read(tmp_path / "completions" / "completions_00003.parquet")[0]["completion"] == "t"
     assert read(tmp_path / "completions_eval_a_b" / "completions_00003.parquet")[0]["completion"] == "e"
+
+
+def test_the_random_state_is_left_alone(tmp_path, monkeypatch, make_args, make_row):
+    """Importing rich for the first time draws from ``random``."""
+    drawn = []
+    monkeypatch.setattr(completions, "print_table", lambda *_: drawn.append(random.random()))
+    before = random.getstate()
+    report_completions([make_row()], 3, make_args(), str(tmp_path))
+    assert len(drawn) == 1
+    assert random.getstate() == before
 
 
 def test_no_rows_report_nothing(tmp_path, make_args, capsys):

@@ -85,7 +85,7 @@ def test_the_table_goes_to_an_active_run(name, tmp_path, monkeypatch, make_args,
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 @pytest.mark.parametrize(("active", "asked"), [(False, True), (True, False)])
 def test_nothing_is_logged_without_a_run_or_unasked(
-    name, active, asked, tmp_path, monkeypatch, make_args, make_row
+    name, active, asked, tmp_path, monkeypatch, make_args, rows
 ):
     module = recorder(active)
     monkeypatch.setitem(sys.modules, name, module)

@@ -39,8 +39,7 @@ def call_rollout_function(
         if values is not None and len(values) != len(prompts):
             raise BackendError(
                 f"rollout_func {name!r} returned {len(values)} entries for {key!r}, but there are "
-                f"{len(prompts)} "
-                "prompts (each prompt is repeated once per completion)"
+                f"{len(prompts)} prompts (each prompt is repeated once per completion)"
             )
     completions = [_completion(output, row, name, end_tokens) for row in range(len(prompts))]
     extra = {

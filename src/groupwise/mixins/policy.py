@@ -99,8 +99,7 @@ class PolicyMixin:
         if scored.rewards.step_rewards:
             raise ConfigError(
                 "kl_in_reward=True applies to rewards of whole completions, but a reward function returned "
-                "step "
-                "rewards; put the KL into the loss (kl_in_reward=False)"
+                "step rewards; put the KL into the loss (kl_in_reward=False)"
             )
         estimator = KL_ESTIMATORS[self.args.kl_estimator]
         local_B = torch.cat(

@@ -113,8 +113,7 @@ def checked_rewards(output: Any, name: str, rollout: RolloutBatch) -> list[Rewar
     if not isinstance(output, (list, tuple)):
         raise RewardError(
             f"reward function {name!r} returned {type(output).__name__} ({output!r:.80}); it must return a "
-            "list "
-            f"with one number or None for each of the {len(rollout)} completions"
+            f"list with one number or None for each of the {len(rollout)} completions"
         )
     if len(output) != len(rollout):
         raise RewardError(

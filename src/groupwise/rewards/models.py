@@ -33,8 +33,7 @@ class RewardModel:
         if model.config.num_labels != 1:
             raise ConfigError(
                 f"reward model {model.config._name_or_path!r} has {model.config.num_labels} labels; a reward "
-                "model "
-                "has one (load it with num_labels=1)"
+                "model has one (load it with num_labels=1)"
             )
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(
