@@ -76,6 +76,12 @@ def local_rows(values: torch.Tensor, local: slice) -> torch.Tensor:
     return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
 
 
+def without_filler(batch: TrainBatch, counted: int) -> TrainBatch:
+    """The batch with no loss, and so no token metrics, on the rows from ``counted`` on."""
+    counts_B1 = (torch.arange(len(batch), device=batch.loss_mask_BC.device) < counted).unsqueeze(1)
+    return replace(batch, loss_mask_BC=batch.loss_mask_BC * counts_B1)
+
+
 def with_advantages(batches: Sequence[TrainBatch], advantages: torch.Tensor) -> list[TrainBatch]:
     """Micro-batches with their rows of ``advantages``, (B,) or (B, T)."""
     parts = advantages.split([len(batch) for batch in batches])

@@ -10,8 +10,18 @@ from typing import Any
 
 import torch
 
-from groupwise.core.metrics import Mean, Metrics, Reduction, attach_metrics, detach_metrics, merge_metrics
-from groupwise.stages import ScoredBatch
+from groupwise.core.metrics import (
+    Max,
+    Mean,
+    Metrics,
+    Min,
+    Reduction,
+    Sum,
+    attach_metrics,
+    detach_metrics,
+    merge_metrics,
+)
+from groupwise.stages import Completion, ScoredBatch
 
 #: Counted from the start of the run instead of since the last log.
 RUNNING_TOTALS = frozenset({"num_tokens"})
@@ -88,3 +98,23 @@ def _readable(text: Any) -> str:
 
 def _plain(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def length_metrics(prompt_ids: list[list[int]], completions: list[Completion]) -> Metrics:
+    """Token counts and completion lengths, over all completions and over those that ended by themselves."""
+    lengths = [len(completion.token_ids) for completion in completions]
+    metrics: Metrics = {
+        "num_tokens": Sum(float(sum(lengths) + sum(len(ids) for ids in prompt_ids))),
+        "completions/clipped_ratio": Mean(
+            float(sum(completion.truncated for completion in completions)), float(len(completions))
+        ),
+    }
+    ended = [
+        length for length, completion in zip(lengths, completions, strict=True) if not completion.truncated
+    ]
+    for kind, values in (("length", lengths), ("terminated_length", ended)):
+        if values:
+            metrics[f"completions/mean_{kind}"] = Mean(float(sum(values)), float(len(values)))
+            metrics[f"completions/min_{kind}"] = Min(float(min(values)))
+            metrics[f"completions/max_{kind}"] = Max(float(max(values)))
+    return metrics

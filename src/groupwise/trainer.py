@@ -21,8 +21,8 @@ from groupwise.backends.transformers_generate import TransformersBackend, genera
 from groupwise.config import GRPOConfig
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean
-from groupwise.data import GenerationBuffer, as_rows, local_rows, with_advantages
-from groupwise.logbook import Logbook, completion_rows
+from groupwise.data import GenerationBuffer, as_rows, local_rows, with_advantages, without_filler
+from groupwise.logbook import Logbook, completion_rows, length_metrics
 from groupwise.mixins import (
     AdvantageMixin,
     BatchingMixin,
@@ -179,14 +179,15 @@ class GRPOTrainer(BatchingMixin, RolloutMixin, RewardMixin, AdvantageMixin, Poli
             rollout = self.roll_out(rows)
         with book.clock("reward"):
             scored = self.score(rollout, num_generations, num_rows)
+        counted = len(scored.rewards.rewards_NF[scored.local])  # later rows only fill up an evaluation batch
         with book.clock("score"):
-            parts = self.assemble(rollout).split(micro_batch_rows)
+            parts = without_filler(self.assemble(rollout), counted).split(micro_batch_rows)
             batches = [self.annotate(self.model, part, on_policy=on_policy) for part in parts]
         if self.args.kl_in_reward:
             scored = self.charge_kl(scored, batches)
         advantages = local_rows(self.estimate_advantages(scored), scored.local).to(self.accelerator.device)
-        book.record(rollout.metrics)
-        book.record(scored.metrics)
+        lengths = length_metrics(rollout.prompt_ids[:counted], rollout.completions[:counted])
+        book.record({**lengths, **rollout.metrics, **scored.metrics})
         if self.args.log_completions:
             book.rows += completion_rows(scored, advantages, self.reward_func_names, self.state.global_step)
         return with_advantages(batches, advantages)

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from parity_runs import Policy, make_policy
@@ -22,8 +20,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_collections() -> Iterator[None]:
-    """Every training run ends in a full garbage collection, which takes longer than the run itself: let it skip
-    what imports left behind."""
+    """Every training run ends in a full garbage collection, slower than the run: let it skip imports."""
     gc.collect()
     gc.freeze()
     yield
@@ -31,7 +28,5 @@ def quick_collections() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """TRL warns about uncommon combinations of settings; here they are meant."""
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    monkeypatch.setattr(logging.getLogger("trl"), "disabled", True)

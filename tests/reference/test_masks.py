@@ -173,7 +173,7 @@ def test_adaptive_entropy_follows_the_loop(low, high):
 
 
 def test_entropy_coefficient_before_the_first_window_and_without_a_target():
-    assert EntropyControl(0.3).applied(0.2) == 0.3
+    assert EntropyControl(0.3).applied(0.2) == 0.0
     assert EntropyControl(0.3, entropy=5.0).applied(None) == 0.3
     assert EntropyControl(0.3, entropy=5.0).applied(0.2) == 0.0
     assert EntropyControl(0.3, entropy=0.2).applied(0.2) == 0.3

@@ -149,8 +149,9 @@ def _correction(
     if terms.sampler_logps_BT is None:
         return None, {}
     gap_BT = sampler_log_gap(old_logps_BT.detach(), terms.sampler_logps_BT, mask_BT)
+    reported_BT = mask_BT * ~terms.sampler_logps_BT.isnan()
     metrics: Metrics = {
-        "sampling/sampling_logp_difference/mean": masked_mean(gap_BT.abs(), mask_BT),
+        "sampling/sampling_logp_difference/mean": masked_mean(gap_BT.abs(), reported_BT),
         "sampling/sampling_logp_difference/max": Max(gap_BT.abs().max()),
     }
     if settings.correction_mode is None:

@@ -102,6 +102,6 @@ def reward_metrics(rewards: GroupRewards, names: list[str]) -> Metrics:
     if scored:
         std_P = nan_std(total_PG, -1)[~total_PG.isnan().all(-1)]
         metrics["reward"] = Mean(total_PG.nansum().item(), scored)
-        metrics["reward_std"] = Mean(std_P.sum().item(), len(std_P))
+        metrics["reward_std"] = Mean(nan_std(total_PG.flatten(), 0).item() * scored, scored)
         metrics["frac_reward_zero_std"] = Mean((std_P < 1e-8).sum().item(), len(std_P))
     return metrics

@@ -7,10 +7,9 @@ from typing import Any
 from groupwise.backends.rollout_function import call_rollout_function
 from groupwise.backends.transformers_generate import TransformersBackend
 from groupwise.config import GRPOConfig
-from groupwise.core.metrics import Max, Mean, Metrics, Min, Sum
 from groupwise.prompts import as_completion, tokenize_prompt
 from groupwise.protocols import RolloutFunction
-from groupwise.stages import Completion, RolloutBatch
+from groupwise.stages import RolloutBatch
 
 
 class RolloutMixin:
@@ -48,7 +47,6 @@ class RolloutMixin:
             completions=completions,
             texts=[as_completion(prompt, text) for prompt, text in zip(prompts, texts, strict=True)],
             extra=extra,
-            metrics=length_metrics(prompt_ids, completions),
         )
 
     def _tokenize(self, prompts: list[Any]) -> list[list[int]]:
@@ -67,23 +65,3 @@ class RolloutMixin:
                     )
                 )
         return prompt_ids
-
-
-def length_metrics(prompt_ids: list[list[int]], completions: list[Completion]) -> Metrics:
-    """Token counts and completion lengths, over all completions and over those that ended by themselves."""
-    lengths = [len(completion.token_ids) for completion in completions]
-    metrics: Metrics = {
-        "num_tokens": Sum(float(sum(lengths) + sum(len(ids) for ids in prompt_ids))),
-        "completions/clipped_ratio": Mean(
-            float(sum(completion.truncated for completion in completions)), float(len(completions))
-        ),
-    }
-    ended = [
-        length for length, completion in zip(lengths, completions, strict=True) if not completion.truncated
-    ]
-    for kind, values in (("length", lengths), ("terminated_length", ended)):
-        if values:
-            metrics[f"completions/mean_{kind}"] = Mean(float(sum(values)), float(len(values)))
-            metrics[f"completions/min_{kind}"] = Min(float(min(values)))
-            metrics[f"completions/max_{kind}"] = Max(float(max(values)))
-    return metrics
