@@ -12,4 +12,7 @@ if command -v nvidia-smi >/dev/null || [ "$(uname -s)" != Linux ]; then
 fi
 # A local or configured source may have the CPU build; PyTorch's own index has it for everybody else.
 "$python" -m pip install -q "torch==$version+cpu" 2>/dev/null ||
-    "$python" -m pip install -q "torch==$version" --index-url https://download.pytorch.org/whl/cpu
+    "$python" -m pip install -q "torch==$version" --index-url https://download.pytorch.org/whl/cpu || {
+    echo "No CPU build of torch $version was found for $("$python" --version). Install one into $1, then run make again." >&2
+    exit 1
+}

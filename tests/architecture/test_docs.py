@@ -1,4 +1,5 @@
-"""The documentation says what the code does: its tables match the code's, its code runs, its links lead somewhere."""
+"""The documentation says what the code does: its tables match the code's, its code runs, its links lead "
+"somewhere."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ import pytest
 from oracle import (
     Choices,
     corrections,
-    finite_or_zero,
     gamma_gate,
     kl_term,
     loss_tokens,

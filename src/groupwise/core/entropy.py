@@ -17,7 +17,7 @@ class EntropyControl:
     entropy: float | None = None
 
     def applied(self, target: float | None) -> float:
-        """The coefficient to use now: without a target all of it, else only while a known entropy is at most it."""
+        """The coefficient to use now: without a target all of it, else only at a known entropy ≤ target."""
         if target is None or (self.entropy is not None and self.entropy <= target):
             return self.coef
         return 0.0

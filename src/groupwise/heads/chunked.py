@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from groupwise.heads.dense import projection_dtype, statistics_dtype
 from groupwise.heads.weights import HeadWeights
 
-_CPU_TILE = (1024, 2048)  # 8 MB of float32: a few such buffers stay in the last-level cache
+_CPU_TILE = (1024, 4096)  # 16 MB of float32: stays in a last-level cache
 _ACCELERATOR_TILE = (4096, 16384)  # 256 MB of float32: large products, few kernel launches
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
