@@ -2,7 +2,8 @@
 
 Each measurement is a process of its own. Its peak is the high-water mark of resident memory (Linux) during
 forward and backward, less what was resident before: inputs, weight and libraries do not count, gradients do,
-since every head must return them. The heads take turns, and ratios are taken within a turn.
+since every head must return them. The heads take turns, and ratios are taken within a turn. On a machine that
+others use too, run with --threads 1 and compare cpu_seconds: waiting does not count in them.
 
     python benchmarks/head_memory.py   # the full comparison, about half an hour on two cores
     python benchmarks/head_memory.py --vocabularies 4096 --tokens 256 --repeats 1 --output none
@@ -21,6 +22,7 @@ from pathlib import Path
 from common import format_ratio, ratio_summary, write_results
 
 HEADS = ("dense", "chunked", "trl")
+QUANTITIES = ("seconds", "cpu_seconds", "peak_bytes")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -72,20 +74,24 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
     score = scoring_function(name)
     torch.manual_seed(0)
 
-    def run(tokens: int, vocabulary: int) -> tuple[float, float]:
+    def run(tokens: int, vocabulary: int) -> dict[str, float]:
         hidden = torch.randn(tokens, arguments.hidden).to(getattr(torch, arguments.dtype)).requires_grad_()
         weight = torch.randn(vocabulary, arguments.hidden).mul_(arguments.hidden**-0.5).to(hidden.dtype)
         weight.requires_grad_(not arguments.frozen)
         targets = torch.randint(vocabulary, (tokens,))
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
-        before, start = resident_bytes("VmRSS"), time.perf_counter()
+        before = resident_bytes("VmRSS")
+        start, start_cpu = time.perf_counter(), time.process_time()
         logps, entropy = score(hidden, weight, targets)
         (-logps.mean() + 0.1 * entropy.mean()).backward()
-        return time.perf_counter() - start, resident_bytes("VmHWM") - before
+        return {
+            "seconds": time.perf_counter() - start,
+            "cpu_seconds": time.process_time() - start_cpu,
+            "peak_bytes": resident_bytes("VmHWM") - before,
+        }
 
     run(8, 64)  # loads kernels and thread pools
-    seconds, peak = run(arguments.tokens, vocabulary)
-    return {"seconds": seconds, "peak_bytes": peak}
+    return run(arguments.tokens, vocabulary)
 
 
 def run_measurement(name: str, vocabulary: int) -> dict[str, float]:
@@ -111,17 +117,17 @@ def compare(arguments: argparse.Namespace, vocabulary: int) -> dict[str, object]
         return [one[quantity] for one in seen[name]]
 
     result: dict[str, object] = {
-        name: {quantity: series(name, quantity) for quantity in ("seconds", "peak_bytes")} for name in seen
+        name: {quantity: series(name, quantity) for quantity in QUANTITIES} for name in seen
     }
     print(
         f"\nvocabulary {vocabulary}, {arguments.tokens} tokens, hidden {arguments.hidden}, {arguments.dtype}"
     )
     for name in seen:
-        seconds, peak = (statistics.median(series(name, quantity)) for quantity in ("seconds", "peak_bytes"))
-        print(f"  {name:8} {seconds:7.2f} s   {peak / 2**20:8.0f} MiB")
+        wall, cpu, peak = (statistics.median(series(name, quantity)) for quantity in QUANTITIES)
+        print(f"  {name:8} {wall:7.2f} s   {cpu:7.2f} s of CPU   {peak / 2**20:8.0f} MiB")
     for other in ("dense", "trl"):
         if "chunked" in seen and other in seen:
-            for quantity in ("seconds", "peak_bytes"):
+            for quantity in QUANTITIES:
                 summary = ratio_summary(series("chunked", quantity), series(other, quantity))
                 result[f"chunked/{other} {quantity}"] = summary
                 print(f"  chunked/{other} {quantity}: {format_ratio(summary)}", flush=True)

@@ -1,5 +1,4 @@
-"""The documentation says what the code does: its tables match the code's, its code runs, its links lead "
-"somewhere."""
+"""The documentation says what the code does: tables match the code, examples run, links lead somewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from groupwise.core.objectives import OBJECTIVES
 from groupwise.core.weights import NORMALIZERS
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("benchmarks/*.md"))]
+PAGES = [page for pattern in ("*.md", "docs/*.md", "benchmarks/*.md") for page in sorted(ROOT.glob(pattern))]
 BLOCKS = [
     (page, block)
     for page in PAGES
@@ -31,7 +30,10 @@ def test_the_table_of_objectives_is_the_code_s():
     assert all(f"| `{name}` |" in text for name in NORMALIZERS)
 
 
-@pytest.mark.parametrize(("page", "block"), BLOCKS, ids=[f"{page.stem}-{i}" for i, (page, _) in enumerate(BLOCKS)])
+IDS = [f"{page.stem}-{number}" for number, (page, _) in enumerate(BLOCKS)]
+
+
+@pytest.mark.parametrize(("page", "block"), BLOCKS, ids=IDS)
 def test_code_in_the_documentation_runs(page, block, tmp_path, monkeypatch):
     if 'GRPOTrainer("path/or/hub-id"' in block:
         monkeypatch.chdir(tmp_path)

@@ -294,6 +294,13 @@ def test_a_model_without_a_head_is_refused():
         head_weights(model)
 
 
+def test_weights_are_the_live_parameters():
+    model = build_model("phi_bias")
+    weights = head_weights(model, fp32=True)
+    assert weights.weight_VH is model.lm_head.weight and weights.bias_V is model.lm_head.bias
+    assert weights.fp32 and not head_weights(model).fp32
+
+
 def test_scales_follow_the_architecture():
     """Granite divides by logits_scaling, HyperCLOVA X multiplies; MiniCPM3 and MPT do neither to logits."""
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from groupwise.heads import HEADS, HeadWeights, chunked_head, dense_head, logps_from_logits
 
@@ -311,15 +312,18 @@ def test_no_tensor_larger_than_a_tile_or_the_weight_is_ever_made(dtype):
     assert largest_tensor(chunked_head, frozen_weight=True, **chunks) <= 4000
 
 
-def test_a_frozen_weight_costs_no_gradient_of_its_size():
-    # Without the weight's gradient the largest tensors are the tile, 16 * 100, and views of the weight.
-    hidden, weight, _, targets = rows(64, 500, 8, torch.float32)
-    logps, entropy = chunked_head(
-        hidden, HeadWeights(weight.detach()), targets, chunk_rows=16, chunk_columns=100
-    )
-    with LargestTensor() as largest:
+@pytest.mark.parametrize(("frozen", "products"), [("neither", 3), ("weight", 2), ("hidden", 2)])
+def test_backward_makes_no_product_for_a_frozen_input(frozen, products):
+    # One product to make the logits again and one per gradient, each of 2 N V H = 2 * 64 * 500 * 8 operations
+    # (float64, whose products the counter knows).
+    hidden, weight, _, targets = rows(64, 500, 8)
+    hidden.requires_grad_(frozen != "hidden")
+    weight.requires_grad_(frozen != "weight")
+    head = HeadWeights(weight)
+    logps, entropy = chunked_head(hidden, head, targets, chunk_rows=16, chunk_columns=100)
+    with FlopCounterMode(display=False) as counter:
         (logps + entropy).sum().backward()
-    assert largest.elements <= 1600
+    assert counter.get_total_flops() == products * 2 * 64 * 500 * 8
 
 
 def test_only_inputs_and_three_numbers_per_row_stay_between_the_passes():

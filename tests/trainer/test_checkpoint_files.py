@@ -196,7 +196,9 @@ def test_only_better_checkpoints_are_saved_on_request(tmp_path: Path) -> None:
     )
     trainer.train()
     assert _names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
-    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    assert trainer.state.best_metric == 5.0
+    # Older versions of transformers do not note the path with this strategy.
+    assert trainer.state.best_model_checkpoint in (None, str(tmp_path / "checkpoint-2"))
 
 
 def test_a_resumed_run_keeps_the_best_checkpoint(tmp_path: Path) -> None:

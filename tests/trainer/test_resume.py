@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import re
+import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -248,7 +250,10 @@ def _run_until(moments: list[str], whole: set[str], output_dir: Path, *, resume:
     return set(_contents(output_dir))
 
 
-def test_a_killed_run_is_resumed_from_its_last_whole_checkpoint(tmp_path: Path) -> None:
+def test_a_killed_run_is_resumed_from_its_last_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the fork server does not take over sys.path
     expected = _run_to_the_end(tmp_path / "whole", tmp_path / "whole.pt", resume=False)
     whole = _contents(tmp_path / "whole")["checkpoint-6"]
     output_dir = tmp_path / "killed"

@@ -1,0 +1,80 @@
+"""GRPO on a CPU in minutes: SmolLM2-135M-Instruct learns to tell good reviews from bad ones.
+
+At first it rambles and likes nearly everything. The held-out reviews use adjectives it never trains on.
+"""
+
+import argparse
+import random
+import re
+
+import matplotlib.pyplot as plt
+from datasets import Dataset
+from smollm2 import local_model
+from transformers import AutoModelForCausalLM, pipeline
+
+from groupwise import GRPOConfig, GRPOTrainer
+
+POSITIVE = """amazing awesome beautiful brilliant charming delightful enjoyable excellent fantastic great
+impressive lovely marvelous outstanding perfect pleasant superb terrific wonderful good"""
+NEGATIVE = """annoying awful bad boring disappointing disgusting dreadful dull horrible mediocre nasty painful
+poor ridiculous sad terrible ugly unpleasant useless weak"""
+THINGS = ["book", "concert", "game", "hotel", "meal", "movie", "party", "play", "show", "song", "trip"]
+
+
+def reviews(size, seed, words):
+    """Chat prompts, and a column with the right answers that the reward functions receive."""
+    rng, rows = random.Random(seed), []
+    for _ in range(size):
+        answer, adjectives = rng.choice([("positive", POSITIVE), ("negative", NEGATIVE)])
+        review = rng.choice(["The {} was {}.", "I found the {} {}.", "Our {} was really {}."])
+        review = review.format(rng.choice(THINGS), rng.choice(adjectives.split()[words]))
+        question = {"role": "user", "content": f"{review} Positive or negative?"}
+        rows.append({"prompt": [{"role": "system", "content": "Short answers."}, question], "answer": answer})
+    return Dataset.from_list(rows)
+
+
+def correct(completions, answer, **_):
+    """1 where the completion names the right one of the two answers and not the other."""
+    named = [set(re.findall("positive|negative", c[0]["content"].lower())) for c in completions]
+    return [float(names == {right}) for names, right in zip(named, answer, strict=True)]
+
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--max_steps", type=int, default=40)
+parser.add_argument("--output_dir", default="quickstart-output")
+options = parser.parse_args()
+
+trainer = GRPOTrainer(
+    model=str(local_model()),
+    reward_funcs=correct,
+    args=GRPOConfig(
+        **vars(options),
+        learning_rate=1e-5,
+        per_device_train_batch_size=64,  # 8 prompts with num_generations=8 completions each
+        max_completion_length=8,
+        per_device_eval_batch_size=100,
+        num_generations_eval=1,
+        gradient_checkpointing=False,
+        logging_steps=4,
+        save_strategy="no",
+    ),
+    train_dataset=reviews(8 * options.max_steps, options.seed, words=slice(12)),
+    eval_dataset=reviews(200, seed=-1, words=slice(12, None)),
+)
+before = trainer.evaluate()["eval_rewards/correct/mean"]
+trainer.train()
+after = trainer.evaluate()["eval_rewards/correct/mean"]
+print(f"held-out accuracy: {before:.1%} before, {after:.1%} after {options.max_steps} steps")
+
+curve = [(log["step"], log["reward"]) for log in trainer.state.log_history if "reward" in log]
+plt.plot(*zip(*curve, strict=True), label="training batches")
+plt.plot([0, options.max_steps], [before, after], "o--", label="held-out reviews")
+plt.xlabel("step"), plt.ylabel("share correct"), plt.ylim(0, 1), plt.legend()
+plt.savefig(f"{options.output_dir}/learning_curve.png")
+
+trainer.save_model()
+model = AutoModelForCausalLM.from_pretrained(options.output_dir)
+ask = pipeline("text-generation", model, tokenizer=trainer.processing_class, max_new_tokens=8)
+for message in ask(trainer.eval_dataset[0]["prompt"])[0]["generated_text"]:
+    print(f"{message['role']}: {message['content']}")

@@ -1,0 +1,192 @@
+"""Two gloo processes against one: the same update, the same evaluation, checkpoints of both."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from filelock import FileLock
+from worker import OBJECTIVES, UPDATES, evaluate, policy, sampled_run, update
+
+from groupwise.errors import ConfigError
+
+pytestmark = pytest.mark.distributed
+
+SCRIPT = Path(__file__).with_name("worker.py")
+TIMEOUT = 300  # seconds
+
+_TIMING = re.compile(
+    r"(eval_)?time/.*|step_time|.*_runtime|.*_per_second|eval_model_preparation_time|train_loss"
+)
+
+
+def _free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def _torchrun() -> list[str]:
+    options = ["--nproc_per_node", "2", "--master_addr", "127.0.0.1", "--master_port", _free_port()]
+    return ["-m", "torch.distributed.run", *options]
+
+
+def _accelerate() -> list[str]:
+    # `--cpu` starts one process unless there is MPI; the runs themselves stay on the CPU (use_cpu=True).
+    options = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
+    port = ["--dynamo_backend", "no", "--main_process_port", _free_port()]
+    return ["-m", "accelerate.commands.launch", *options, *port]
+
+
+def _launch(launcher: list[str], *arguments: str | Path) -> None:
+    """Run the worker; on failure its output is the message."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(
+        [sys.executable, *launcher, str(SCRIPT), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the launcher and the processes it started
+        output, _ = process.communicate()
+        pytest.fail(f"no end within {TIMEOUT} s:\n{output}")
+    if process.returncode != 0:
+        pytest.fail(f"exit code {process.returncode}:\n{output}")
+
+
+def _launched_once(factory: pytest.TempPathFactory, launcher: list[str], mode: str) -> Path:
+    """The directory with the results of a launch that all test processes share."""
+    base = factory.getbasetemp()
+    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / mode
+    with FileLock(f"{directory}.lock"):
+        if not directory.exists():
+            begun = directory.with_suffix(".begun")
+            shutil.rmtree(begun, ignore_errors=True)
+            begun.mkdir()
+            _launch(launcher, mode, begun)
+            begun.rename(directory)
+    return directory
+
+
+def _same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.fixture(scope="module")
+def updates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, torch.Tensor]]:
+    """Weights of two processes by case."""
+    return torch.load(_launched_once(tmp_path_factory, _torchrun(), "updates") / "updates.pt")
+
+
+def _assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    start = policy().state_dict()
+    assert max((ours[name] - start[name]).abs().max() for name in start) > 1e-3
+    for name in start:
+        torch.testing.assert_close(ours[name], theirs[name], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("case", list(UPDATES))
+def test_two_processes_make_the_update_of_one(tmp_path: Path, updates: Any, case: str) -> None:
+    # The single process takes the rows of both in micro-batches of the same size: so the update is the same
+    # by definition also for "bnpo", whose normaliser is that of the micro-batch.
+    settings = UPDATES[case]
+    single = update(tmp_path, rows=6, micro_batches=2 * settings.get("accumulate", 1), **settings)
+    _assert_close(updates[case], single)
+
+
+@pytest.mark.parametrize("case", [name for name in OBJECTIVES if name != "bnpo"])
+def test_two_processes_make_the_update_of_one_large_batch(tmp_path: Path, updates: Any, case: str) -> None:
+    single = update(tmp_path, rows=12, micro_batches=1, **UPDATES[case])
+    _assert_close(updates[case], single)
+
+
+@pytest.mark.parametrize("case", [name for name in UPDATES if name.partition(",")[0] not in OBJECTIVES])
+def test_every_setting_changes_the_update(updates: Any, case: str) -> None:
+    # Otherwise the agreement above would be one of runs without it.
+    assert any((updates[case][name] - updates["dapo"][name]).abs().max() > 1e-5 for name in updates["dapo"])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run started with ``accelerate launch`` on two processes."""
+    return _launched_once(tmp_path_factory, _accelerate(), "train")
+
+
+def _history(directory: Path, name: str) -> list[dict[str, Any]]:
+    lines = json.loads((directory / f"{name}.json").read_text())
+    return [{k: v for k, v in line.items() if not _TIMING.fullmatch(k)} for line in lines]
+
+
+def test_a_launched_run_trains_evaluates_and_saves(trained: Path) -> None:
+    history = _history(trained, "whole")
+    assert [line["step"] for line in history if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in history if "eval_reward" in line] == [2, 4, 6]
+    assert sorted(path.name for path in (trained / "run").glob("checkpoint-*")) == [
+        f"checkpoint-{step}" for step in range(1, 7)
+    ]
+    start, end = policy().state_dict(), torch.load(trained / "whole.pt")
+    assert not _same(start, end)
+    files = {path.name for path in (trained / "run" / "checkpoint-3").iterdir()}
+    assert {"groupwise_state_0.pt", "groupwise_state_1.pt", "rng_state_0.pth", "rng_state_1.pth"} <= files
+
+
+def test_metrics_that_one_process_logs_reach_the_log(trained: Path) -> None:
+    # Steps 1 and 5 begin a generation, and only then are the rewards called.
+    logged = {line["step"]: line for line in _history(trained, "whole") if "loss" in line}
+    assert [step for step, line in logged.items() if "only_second" in line] == [1, 5]
+    assert logged[1]["only_second"] == 2.0
+    assert (logged[1]["of_rank_0"], logged[1]["of_rank_1"]) == (0.0, 1.0)
+
+
+def test_processes_sample_different_completions(trained: Path) -> None:
+    first, second = (json.loads((trained / f"seen_{rank}.json").read_text()) for rank in (0, 1))
+    assert len(first[0]) == len(second[0]) == 8
+    assert not set(first[0]) & set(second[0])
+
+
+def test_evaluation_counts_every_row_once(trained: Path, tmp_path: Path) -> None:
+    # 10 rows in batches of 2 x 3: the second batch has 4 rows and 2 that only fill it up.
+    # Prompt i is answered with i + 1 vowels: the mean reward is (1 + 2 + 3 + 4 + 5) / 5 = 3.
+    two = json.loads((trained / "evaluation.json").read_text())
+    one = evaluate(tmp_path, rows=10)
+    assert two["eval_reward"] == pytest.approx(3.0)
+    own = {k: v for k, v in one.items() if not _TIMING.fullmatch(k)}
+    # The spread of rewards is one of each batch by definition, and batches differ.
+    own = {k: v for k, v in own.items() if k not in ("eval_rewards/vowels/std", "eval_reward_std")}
+    assert {k: two.get(k) for k in own} == pytest.approx(own, abs=1e-6)
+
+
+_ALONE = {"eval_strategy": "no"}  # an evaluation batch of 3 rows is half a group when there is one process
+
+
+def test_a_launched_run_resumes(trained: Path, tmp_path: Path) -> None:
+    trainer, _ = sampled_run(tmp_path / "single", **_ALONE)
+    trainer.args.max_steps = 1
+    trainer.train()
+    _launch(_accelerate(), "resume", trained, tmp_path / "single" / "checkpoint-1")
+    for rank in (0, 1):
+        refusal = (trained / f"refused_{rank}.txt").read_text()
+        assert "written by 1 processes and cannot be resumed with 2" in refusal
+    assert _same(torch.load(trained / "resumed.pt"), torch.load(trained / "whole.pt"))
+    assert _history(trained, "resumed") == _history(trained, "whole")
+
+
+def test_one_process_refuses_the_checkpoint_of_two(trained: Path, tmp_path: Path) -> None:
+    trainer, _ = sampled_run(tmp_path, **_ALONE)
+    with pytest.raises(ConfigError, match="written by 2 processes and cannot be resumed with 1"):
+        trainer.train(resume_from_checkpoint=str(trained / "run" / "checkpoint-3"))
