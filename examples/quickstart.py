@@ -10,7 +10,7 @@ import re
 import matplotlib.pyplot as plt
 from datasets import Dataset
 from smollm2 import local_model
-from transformers import AutoModelForCausalLM, pipeline
+from transformers import AutoModelForCausalLM
 
 from groupwise import GRPOConfig, GRPOTrainer
 
@@ -75,6 +75,6 @@ plt.savefig(f"{options.output_dir}/learning_curve.png")
 
 trainer.save_model()
 model = AutoModelForCausalLM.from_pretrained(options.output_dir)
-ask = pipeline("text-generation", model, tokenizer=trainer.processing_class, max_new_tokens=8)
-for message in ask(trainer.eval_dataset[0]["prompt"])[0]["generated_text"]:
-    print(f"{message['role']}: {message['content']}")
+tokenizer, chat = trainer.processing_class, trainer.eval_dataset[0]["prompt"]
+inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=8)[0], skip_special_tokens=True))

@@ -112,7 +112,7 @@ def test_several_rewards(rewards: str, options: dict[str, Any], policy: Policy, 
     ids=["rises", "stays_at_zero", "target_in_range", "from_a_first_value"],
 )
 def test_adaptive_entropy(entropy_coef: float, target: float, policy: Policy, tmp_path: Path) -> None:
-    """The coefficient moves by 0.02 a step; it is used only while a measured entropy is at most the target."""
+    """The coefficient moves by 0.02 a step, and is used only while a measured entropy is at most target."""
     setting = Setting(
         {
             "loss_type": "grpo",
