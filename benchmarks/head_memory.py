@@ -98,9 +98,8 @@ def run_measurement(name: str, vocabulary: int) -> dict[str, float]:
     command = [sys.executable, __file__, *sys.argv[1:], "--measure", name, str(vocabulary)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(
-            f"measuring {name} at vocabulary {vocabulary} failed ({done.returncode}):\n{done.stderr[-2000:]}"
-        )
+        reason = done.stderr[-2000:] or "killed, most likely for want of memory"
+        sys.exit(f"measuring {name} at vocabulary {vocabulary} failed ({done.returncode}): {reason}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -140,10 +139,12 @@ def main() -> None:
         print(json.dumps(measure(arguments)))
         return
     settings = {key: value for key, value in vars(arguments).items() if key not in ("measure", "output")}
-    results = {str(vocabulary): compare(arguments, vocabulary) for vocabulary in arguments.vocabularies}
-    if arguments.output != "none":
-        path = write_results(arguments.output, {"settings": settings, "vocabularies": results})
-        print(f"\nwritten to {path}")
+    results = {}
+    for vocabulary in arguments.vocabularies:
+        results[str(vocabulary)] = compare(arguments, vocabulary)
+        if arguments.output != "none":  # after each, so that a later one that fails loses nothing
+            path = write_results(arguments.output, {"settings": settings, "vocabularies": results})
+            print(f"written to {path}", flush=True)
 
 
 if __name__ == "__main__":
