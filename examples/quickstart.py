@@ -1,6 +1,6 @@
-"""GRPO on a CPU in minutes: SmolLM2-135M-Instruct learns to tell good reviews from bad ones.
+"""GRPO on a CPU: SmolLM2-135M-Instruct is rewarded for calling one-line reviews positive or negative.
 
-At first it rambles and likes nearly everything. The held-out reviews use adjectives it never trains on.
+At first it often names neither. The held-out reviews use adjectives it never trains on.
 """
 
 import argparse
