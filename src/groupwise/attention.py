@@ -1,0 +1,93 @@
+"""A door for our own attention in stock transformers models.
+
+A model whose implementation is ``IMPLEMENTATION`` computes exactly what it computes with "sdpa", except in a
+forward that is given ``attend=...``: then that callable replaces the attention of every layer. It travels as an
+argument of the forward, not as state, because gradient checkpointing calls the layers again in the backward.
+
+Axes: B sequences, H query heads, K key-value heads, T queries, S keys, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+IMPLEMENTATION = "groupwise_sdpa"
+
+#: ``(query_BHTD, key_BKSD, value_BKSD, scale, window) -> (B, T, H, D)``; window is None or the number of keys seen.
+Attend = Callable[..., torch.Tensor]
+
+
+def open_attention(model: Any) -> bool:
+    """Let forwards of ``model`` take ``attend=``; False, and nothing changed, where that cannot be right.
+
+    It takes an architecture that uses transformers' attention interface with "sdpa".
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if base.config._attn_implementation == IMPLEMENTATION:
+        return True
+    if base.config._attn_implementation != "sdpa" or not getattr(base, "_supports_attention_backend", False):
+        return False
+    _register()
+    base.set_attn_implementation(IMPLEMENTATION)
+    return True
+
+
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(IMPLEMENTATION, _attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    *,
+    attend: Attend | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The signature that transformers calls; what "sdpa" ignores (a softcap of the scores) is ignored here too."""
+    if attend is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    if dropout:
+        raise NotImplementedError("attention dropout")
+    return attend(query, key, value, scaling, kwargs.get("sliding_window")), None
+
+
+def grouped_query_attention(
+    query_BHTD: torch.Tensor,
+    key_BKSD: torch.Tensor,
+    value_BKSD: torch.Tensor,
+    mask_B1TS: torch.Tensor | None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Masked attention with H / K query heads to each key-value head, whose keys are not copied: (B, H, T, D).
+
+    The query heads of a key-value head become further queries of it, so that every fused kernel takes the
+    mask; None is causal attention over T = S.
+    """
+    batch, heads, width, size = query_BHTD.shape
+    kv_heads = key_BKSD.shape[1]
+    if mask_B1TS is None:
+        return scaled_dot_product_attention(
+            query_BHTD, key_BKSD, value_BKSD, scale=scale, is_causal=True, enable_gqa=heads != kv_heads
+        )
+    per_head = heads // kv_heads
+    folded = query_BHTD.reshape(batch, kv_heads, per_head * width, size)
+    mask = mask_B1TS.repeat(1, 1, per_head, 1)
+    out = scaled_dot_product_attention(folded, key_BKSD, value_BKSD, attn_mask=mask, scale=scale)
+    return out.view(batch, heads, width, size)
