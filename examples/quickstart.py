@@ -24,8 +24,7 @@ THINGS = ["book", "concert", "game", "hotel", "meal", "movie", "party", "play", 
 def reviews(size, seed, words):
     """Chat prompts, and a column with the right answers that the reward functions receive."""
     rng, rows = random.Random(seed), []
-    for _ in range(size):
-        answer, adjectives = rng.choice([("positive", POSITIVE), ("negative", NEGATIVE)])
+    for answer, adjectives in [("positive", POSITIVE), ("negative", NEGATIVE)] * (size // 2):
         review = rng.choice(["The {} was {}.", "I found the {} {}.", "Our {} was really {}."])
         review = review.format(rng.choice(THINGS), rng.choice(adjectives.split()[words]))
         question = {"role": "user", "content": f"{review} Positive or negative?"}

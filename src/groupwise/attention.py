@@ -1,8 +1,9 @@
 """A door for our own attention in stock transformers models.
 
-A model whose implementation is ``IMPLEMENTATION`` computes exactly what it computes with "sdpa", except in a
-forward that is given ``attend=...``: then that callable replaces the attention of every layer. It travels as an
-argument of the forward, not as state, because gradient checkpointing calls the layers again in the backward.
+A model whose implementation is ``IMPLEMENTATION`` computes exactly what it computes with "sdpa", except in
+a forward that is given ``attend=...``: then that callable replaces the attention of every layer. It travels
+as an argument of the forward, not as state, because gradient checkpointing calls the layers again in the
+backward.
 
 Axes: B sequences, H query heads, K key-value heads, T queries, S keys, D head size.
 """
@@ -17,7 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 IMPLEMENTATION = "groupwise_sdpa"
 
-#: ``(query_BHTD, key_BKSD, value_BKSD, scale, window) -> (B, T, H, D)``; window is None or the number of keys seen.
+#: ``(query_BHTD, key_BKSD, value_BKSD, scale, window) -> (B, T, H, D)``; the window is the number of keys
+#: seen, or None.
 Attend = Callable[..., torch.Tensor]
 
 
@@ -56,15 +58,16 @@ def _attention(
     attend: Attend | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The signature that transformers calls; what "sdpa" ignores (a softcap of the scores) is ignored here too."""
+    """What transformers calls; what "sdpa" ignores (a softcap of the scores) is ignored here too."""
     if attend is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    if dropout:
-        raise NotImplementedError("attention dropout")
+    unknown = [name for name in ("position_bias", "s_aux") if kwargs.get(name) is not None]
+    if dropout or unknown:
+        raise NotImplementedError(f"attention with {', '.join(unknown) or 'dropout'}")
     return attend(query, key, value, scaling, kwargs.get("sliding_window")), None
 
 
@@ -75,7 +78,7 @@ def grouped_query_attention(
     mask_B1TS: torch.Tensor | None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Masked attention with H / K query heads to each key-value head, whose keys are not copied: (B, H, T, D).
+    """Masked attention with H / K query heads to a key-value head, whose keys are not copied: (B, H, T, D).
 
     The query heads of a key-value head become further queries of it, so that every fused kernel takes the
     mask; None is causal attention over T = S.

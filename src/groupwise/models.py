@@ -54,10 +54,12 @@ def load_processing_class(processing_class: Any, model: PreTrainedModel, config:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set the probability of every dropout module to zero."""
+    """Set the probability of every dropout to zero, also where attention keeps it as a plain number."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
 
 
 def cast_head_to_fp32(model: PreTrainedModel) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from groupwise.stages import Completion, TokenScores, TrainBatch
+from groupwise.stages import Completion
 
 
 class GenerationBackend(Protocol):
@@ -34,22 +34,6 @@ class LogprobHead(Protocol):
         temperature: float,
         with_entropy: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
-
-
-class Layout(Protocol):
-    """Sequences to model inputs, and the model's outputs back to (B, C)."""
-
-    def __call__(
-        self,
-        model: torch.nn.Module,
-        batch: TrainBatch,
-        head: str,
-        temperature: float,
-        *,
-        with_entropy: bool,
-        fp32_head: bool = False,
-        with_aux_loss: bool = False,
-    ) -> TokenScores: ...
 
 
 class RewardFunction(Protocol):

@@ -8,13 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch.utils.data import Dataset, IterableDataset
 from transformers import PreTrainedModel
 
 from groupwise.config import GRPOConfig
 from groupwise.data import repeat_rows
 from groupwise.errors import ConfigError
+from groupwise.layout import HeadSettings, TokenScorer, choose_layout
 from groupwise.models import apply_peft, cast_head_to_fp32, disable_dropout, load_policy
 from groupwise.rewards.calling import reward_name, unique_names
 from groupwise.rewards.models import RewardModel, load_reward_model
@@ -184,6 +187,29 @@ def prepare_policy(
         policy.enable_input_require_grads()
     _warn_about_truncated_sampling(config)
     return policy
+
+
+def make_scorer(policy: PreTrainedModel, config: GRPOConfig, accelerator: Accelerator) -> TokenScorer:
+    """What computes log-probs, in the layout and with the output head that the configuration asks for."""
+    layout = choose_layout(
+        config.sequence_layout,
+        policy,
+        group_size=config.num_generations,
+        with_aux_loss=router_aux_loss_coef(policy, config) != 0.0,
+    )
+    head = HeadSettings(
+        "chunked" if config.logprob_head == "auto" else config.logprob_head,
+        config.temperature,
+        config.cast_lm_head_to_fp32,
+    )
+
+    def agree(here: bool) -> bool:
+        disagreeing = torch.tensor(int(not here), device=accelerator.device)
+        return accelerator.reduce(disagreeing, "sum").item() == 0
+
+    sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+    return TokenScorer(layout, head, agree, sharded=sharded, mixed_precision=mixed)
 
 
 def _warn_about_truncated_sampling(config: GRPOConfig) -> None:

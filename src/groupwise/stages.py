@@ -9,11 +9,12 @@ ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from groupwise.core.advantages import GroupRewards
 from groupwise.core.metrics import Mean, Metrics
@@ -91,6 +92,7 @@ class TrainBatch:
     keep_BC: tokens kept by the entropy quantile; None keeps all.
     entropy_weights_BC: weights of the entropy bonus, coefficient included; None is no bonus.
     share_B1: the share of each row in the window, for terms that are one number per micro-batch.
+    stream: the same sequences without padding (``groupwise.layout.stream``), if the layout prepared it.
     """
 
     prompt_ids_BP: torch.Tensor
@@ -106,6 +108,7 @@ class TrainBatch:
     keep_BC: torch.Tensor | None = None
     entropy_weights_BC: torch.Tensor | None = None
     share_B1: torch.Tensor | None = None
+    stream: Any = None
 
     def __len__(self) -> int:
         return self.completion_ids_BC.shape[0]
@@ -113,7 +116,7 @@ class TrainBatch:
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors that are set, by field name."""
         named = ((f.name, getattr(self, f.name)) for f in fields(self))
-        return {name: tensor for name, tensor in named if tensor is not None}
+        return {name: value for name, value in named if isinstance(value, torch.Tensor)}
 
     def to(self, device: torch.device | str) -> TrainBatch:
         return replace(self, **{name: tensor.to(device) for name, tensor in self.tensors().items()})
@@ -121,8 +124,27 @@ class TrainBatch:
     def split(self, rows: int) -> Iterator[TrainBatch]:
         """Micro-batches of ``rows`` sequences (the last may be smaller), without all-padding columns."""
         for start in range(0, len(self), rows):
-            part = {name: tensor[start : start + rows] for name, tensor in self.tensors().items()}
-            yield replace(self, **part).trimmed()
+            yield self.select(range(start, min(start + rows, len(self))))
+
+    def select(self, rows: Sequence[int]) -> TrainBatch:
+        """The given rows, without all-padding columns."""
+        index = torch.tensor(list(rows), device=self.completion_ids_BC.device)
+        part = {name: tensor[index] for name, tensor in self.tensors().items()}
+        return replace(self, **part, stream=None).trimmed()
+
+    @staticmethod
+    def concatenate(batches: Sequence[TrainBatch]) -> TrainBatch:
+        """All rows of batches that have the same fields."""
+        widths = {
+            name: max(batch.tensors()[name].shape[1] for batch in batches) for name in batches[0].tensors()
+        }
+        joined = {}
+        for name, width in widths.items():
+            parts = [batch.tensors()[name] for batch in batches]
+            gaps = [width - part.shape[1] for part in parts]
+            sides = [(gap, 0) if name.endswith("_BP") else (0, gap) for gap in gaps]
+            joined[name] = torch.cat([F.pad(p, side) for p, side in zip(parts, sides, strict=True)])
+        return replace(batches[0], **joined, stream=None)
 
     def trimmed(self) -> TrainBatch:
         """Drop leading prompt columns and trailing completion columns in which every row is padding."""
@@ -134,7 +156,7 @@ class TrainBatch:
                 cut[name] = tensor[:, tensor.shape[1] - prompt_width :]
             elif tensor.shape[1] > 1:
                 cut[name] = tensor[:, :width]
-        return replace(self, **cut)
+        return replace(self, **cut, stream=None)
 
 
 @dataclass(frozen=True)

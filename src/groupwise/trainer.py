@@ -121,7 +121,7 @@ class GRPOTrainer(BatchingMixin, RolloutMixin, RewardMixin, AdvantageMixin, Poli
             generation_config(args, self.accelerator.unwrap_model(self.model), self.processing_class),
             args.pad_to_multiple_of,
         )
-        self.logprob_head = "chunked" if args.logprob_head == "auto" else args.logprob_head
+        self.scorer = setup.make_scorer(self.model, args, self.accelerator)
         self.router_aux_loss_coef = setup.router_aux_loss_coef(self.model, args)
         self.aux_loss_enabled = self.router_aux_loss_coef != 0.0
         self.objective_settings = objective_settings(args)

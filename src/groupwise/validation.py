@@ -152,7 +152,6 @@ NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "eval_pass_at_k": (None,),
     "max_tool_calling_iterations": (None,),
     "use_liger_kernel": (False,),
-    "sequence_layout": ("auto", "padded"),
     "dynamic_sampling": (False,),
     "dynamic_sampling_max_rounds": (10,),
     "rollout_staleness": (0,),

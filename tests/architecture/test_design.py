@@ -30,7 +30,8 @@ LAYERS = {
     "prompts": set(),
     "protocols": {"stages"},
     "heads": {"errors"},
-    "layout": {"heads", "protocols", "stages"},
+    "attention": set(),
+    "layout": {"attention", "core", "errors", "heads", "stages"},
     "data": {"stages"},
     "logbook": {"core", "stages"},
     "config": {"errors", "core", "validation", "config_rules", "config_conflicts"},
@@ -40,10 +41,10 @@ LAYERS = {
     "checkpoint": {"errors"},
     "models": {"errors", "heads"},
     "reference": {"config", "errors"},
-    "backends": {"core", "errors", "stages"},
+    "backends": {"attention", "core", "errors", "stages"},
     "rewards": {"errors", "prompts", "stages"},
     "reporting": {"config"},
-    "setup": {"config", "data", "errors", "models", "rewards"},
+    "setup": {"config", "data", "errors", "layout", "models", "rewards"},
     "mixins": {
         *(
             "backends",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -150,7 +151,7 @@ def test_the_head_can_work_in_float32_below_a_bfloat16_model(tmp_path, tied):
     (batch,) = run.generate_micro_batches(ROWS)
     with torch.no_grad():
         chunked = run.score_tokens(run.model, batch).logps_BC
-        run.logprob_head = "dense"
+        run.scorer.head = replace(run.scorer.head, name="dense")
         torch.testing.assert_close(chunked, run.score_tokens(run.model, batch).logps_BC, atol=1e-5, rtol=0)
 
 

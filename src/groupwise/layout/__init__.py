@@ -1,13 +1,17 @@
 """How sequences become model inputs and log-probs come back."""
 
-from __future__ import annotations
-
+from groupwise.layout.forward import HeadSettings, score_forward
 from groupwise.layout.padded import score_padded
-from groupwise.protocols import Layout
+from groupwise.layout.scorer import TokenScorer, choose_layout
+from groupwise.layout.streamed import prepare_stream, score_stream, unsupported
 
-LAYOUTS: dict[str, Layout] = {"padded": score_padded}
-
-#: What ``sequence_layout="auto"`` stands for.
-DEFAULT_LAYOUT = "padded"
-
-__all__ = ["DEFAULT_LAYOUT", "LAYOUTS", "score_padded"]
+__all__ = [
+    "HeadSettings",
+    "TokenScorer",
+    "choose_layout",
+    "prepare_stream",
+    "score_forward",
+    "score_padded",
+    "score_stream",
+    "unsupported",
+]

@@ -14,19 +14,19 @@ from groupwise.core.kl import KL_ESTIMATORS
 from groupwise.core.masks import entropy_threshold
 from groupwise.core.padding import length_mask, pad_sequences
 from groupwise.errors import ConfigError
-from groupwise.layout import DEFAULT_LAYOUT, LAYOUTS
+from groupwise.layout import TokenScorer
 from groupwise.reference import Reference
 from groupwise.stages import RolloutBatch, ScoredBatch, TokenScores, TrainBatch
 
 
 class PolicyMixin:
-    """Owns the reference and the choice of the output head."""
+    """Owns the reference and the scorer of completions."""
 
     args: GRPOConfig
     accelerator: Accelerator
     processing_class: Any
     reference: Reference
-    logprob_head: str
+    scorer: TokenScorer
     aux_loss_enabled: bool
 
     def assemble(self, rollout: RolloutBatch) -> TrainBatch:
@@ -65,16 +65,8 @@ class PolicyMixin:
 
     def score_tokens(self, model: Any, batch: TrainBatch, *, with_entropy: bool = False) -> TokenScores:
         """Log-probs (and entropies) of the completion tokens under ``model`` at the sampling temperature."""
-        layout = DEFAULT_LAYOUT if self.args.sequence_layout == "auto" else self.args.sequence_layout
-        return LAYOUTS[layout](
-            model,
-            batch,
-            self.logprob_head,
-            self.args.temperature,
-            with_entropy=with_entropy,
-            fp32_head=self.args.cast_lm_head_to_fp32,
-            with_aux_loss=self.aux_loss_enabled and model.training,
-        )
+        with_aux_loss = self.aux_loss_enabled and model.training
+        return self.scorer(model, batch, with_entropy=with_entropy, with_aux_loss=with_aux_loss)
 
     @torch.no_grad()
     def annotate(self, model: Any, batch: TrainBatch, *, on_policy: bool) -> TrainBatch:
