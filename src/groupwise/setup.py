@@ -15,12 +15,15 @@ from torch.utils.data import Dataset, IterableDataset
 from transformers import PreTrainedModel
 
 from groupwise.config import GRPOConfig
+from groupwise.core.objectives import OBJECTIVES
 from groupwise.data import repeat_rows
 from groupwise.errors import ConfigError
 from groupwise.layout import HeadSettings, TokenScorer, choose_layout
+from groupwise.mixins.loss import LossMixin
 from groupwise.models import apply_peft, cast_head_to_fp32, disable_dropout, load_policy
 from groupwise.rewards.calling import reward_name, unique_names
 from groupwise.rewards.models import RewardModel, load_reward_model
+from groupwise.window import Cut
 
 logger = logging.getLogger(__name__)
 
@@ -210,6 +213,23 @@ def make_scorer(policy: PreTrainedModel, config: GRPOConfig, accelerator: Accele
     sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
     return TokenScorer(layout, head, agree, sharded=sharded, mixed_precision=mixed)
+
+
+def window_cut(trainer: type, config: GRPOConfig) -> Cut:
+    """How an accumulation window may be cut under this configuration.
+
+    Rows with zero advantage are skipped unless something else has a gradient there: the KL to the reference,
+    an entropy bonus, an objective that does not promise to be flat, or one of a subclass.
+    """
+    kl_in_loss = config.beta != 0.0 and not config.kl_in_reward
+    bonus = config.use_adaptive_entropy or config.entropy_coef != 0.0
+    own_loss = trainer.evaluate_objective is not LossMixin.evaluate_objective  # type: ignore[attr-defined]
+    flat = OBJECTIVES[config.loss_type].flat_without_advantage and not own_loss
+    return Cut(
+        rows=config.per_device_train_batch_size,
+        completion_length=config.max_completion_length,
+        skip_zero_advantage=config.skip_zero_advantage and flat and not kl_in_loss and not bonus,
+    )
 
 
 def _warn_about_truncated_sampling(config: GRPOConfig) -> None:

@@ -118,6 +118,11 @@ class TrainBatch:
         named = ((f.name, getattr(self, f.name)) for f in fields(self))
         return {name: value for name, value in named if isinstance(value, torch.Tensor)}
 
+    def computed_tokens(self) -> int:
+        """Tokens of the model's input, padding included."""
+        padded = self.prompt_ids_BP.numel() + self.completion_ids_BC.numel()
+        return padded if self.stream is None else self.stream.token_ids_1T.numel()
+
     def to(self, device: torch.device | str) -> TrainBatch:
         return replace(self, **{name: tensor.to(device) for name, tensor in self.tensors().items()})
 

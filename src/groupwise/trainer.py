@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object, set_seed
 from torch import nn
-from transformers import PreTrainedModel, Trainer, TrainerCallback
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ProgressCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput
 
 from groupwise import checkpoint, reporting, setup
+from groupwise.atomic import AtomicTrainer
 from groupwise.backends.transformers_generate import TransformersBackend, generation_config
 from groupwise.config import GRPOConfig
 from groupwise.core.entropy import EntropyControl
@@ -38,7 +36,9 @@ from groupwise.reference import MixReference, make_reference
 from groupwise.stages import TrainBatch
 
 
-class GRPOTrainer(BatchingMixin, RolloutMixin, RewardMixin, AdvantageMixin, PolicyMixin, LossMixin, Trainer):
+class GRPOTrainer(
+    BatchingMixin, RolloutMixin, RewardMixin, AdvantageMixin, PolicyMixin, LossMixin, AtomicTrainer
+):
     """Group relative policy optimisation on top of ``transformers.Trainer``.
 
     Args:
@@ -124,6 +124,7 @@ class GRPOTrainer(BatchingMixin, RolloutMixin, RewardMixin, AdvantageMixin, Poli
         self.scorer = setup.make_scorer(self.model, args, self.accelerator)
         self.router_aux_loss_coef = setup.router_aux_loss_coef(self.model, args)
         self.aux_loss_enabled = self.router_aux_loss_coef != 0.0
+        self.window_cut = setup.window_cut(type(self), args)
         self.objective_settings = objective_settings(args)
         self.entropy_control = EntropyControl(args.entropy_coef)
         self.num_generations, self.temperature, self.beta = args.num_generations, args.temperature, args.beta
@@ -133,8 +134,6 @@ class GRPOTrainer(BatchingMixin, RolloutMixin, RewardMixin, AdvantageMixin, Poli
         self.books = {"train": Logbook(), "eval": Logbook()}
         self.window_entropy = Mean(0.0, 0.0)
         self.step_start = time.perf_counter()
-        self.unrestored_rng: str | None = None
-        self.staging = False
         self.num_parameters = self.model.num_parameters(exclude_embeddings=True)
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(reporting.RewardProgressCallback)
@@ -145,7 +144,7 @@ class GRPOTrainer(BatchingMixin, RolloutMixin, RewardMixin, AdvantageMixin, Poli
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[TrainBatch], None]:
+    ) -> tuple[list[TrainBatch | None], None]:
         """One accumulation window: micro-batches from the buffer, which is refilled when it is used up."""
         window: list[TrainBatch] = []
         # The range comes first: zip must not take rows that it then drops.
@@ -153,9 +152,14 @@ class GRPOTrainer(BatchingMixin, RolloutMixin, RewardMixin, AdvantageMixin, Poli
             if self.unrestored_rng is not None:  # generation must not run on the state of a fresh process
                 self._load_rng_state(self.unrestored_rng)
             window.append(self.take_micro_batch(rows, self.generate_micro_batches))
-        if window:
-            window = self.weigh_window(self.keep_high_entropy(self.model, window))
-        return window, None
+        if not window:
+            return [], None
+        window = self.weigh_window(self.keep_high_entropy(self.model, window))
+        if self.aux_loss_enabled:  # not linear in the rows: it depends on the micro-batch they are in
+            return list(window), None
+        batches, metrics = self.recut_window(window, self.scorer.layout)
+        self.books["train"].record(metrics)
+        return [None if batch is None else self.scorer.prepare(batch) for batch in batches], None
 
     def generate_micro_batches(self, rows: list[dict[str, Any]]) -> list[TrainBatch]:
         """A generation batch: sampled, scored, given its advantages and cut into micro-batches."""
@@ -193,7 +197,9 @@ class GRPOTrainer(BatchingMixin, RolloutMixin, RewardMixin, AdvantageMixin, Poli
         return with_advantages(batches, advantages)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Loss and gradients of one micro-batch."""
+        """Loss and gradients of one micro-batch; None is one that the window does not need."""
+        if inputs is None:
+            return torch.zeros((), device=self.accelerator.device)
         with self.books["train"].clock("train"):
             loss = super().training_step(model, inputs, num_items_in_batch)
         if self.accelerator.sync_gradients:
@@ -278,7 +284,7 @@ class GRPOTrainer(BatchingMixin, RolloutMixin, RewardMixin, AdvantageMixin, Poli
 
     def floating_point_ops(self, inputs: Any) -> int:
         """6 operations per parameter and token: forward and backward."""
-        return 6 * self.num_parameters * (inputs.prompt_ids_BP.numel() + inputs.completion_ids_BC.numel())
+        return 0 if inputs is None else 6 * self.num_parameters * inputs.computed_tokens()
 
     # Logging.
 
@@ -336,43 +342,7 @@ class GRPOTrainer(BatchingMixin, RolloutMixin, RewardMixin, AdvantageMixin, Poli
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         self.reference.complete_load(self.model if model is None else model, resume_from_checkpoint)
 
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        # Trainer restores it after the first window was fetched, which here means after generating: too late.
-        if self.unrestored_rng is not None:
-            super()._load_rng_state(checkpoint)
-            self.unrestored_rng = None
-
-    def _get_output_dir(self, trial: Any) -> str:
-        run_dir = super()._get_output_dir(trial)
-        return str(checkpoint.staging_dir(run_dir)) if self.staging else run_dir
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write the checkpoint aside and rename it when everything is on disk."""
-        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        run_dir = self._get_output_dir(trial)
-        staged, final = checkpoint.staging_dir(run_dir) / name, os.path.join(run_dir, name)
-        if self.args.should_save:
-            checkpoint.clear_staging(run_dir)
-        self.accelerator.wait_for_everyone()
-        self.staging = True
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self.staging = False
-        if not self.args.save_only_model:
-            self._save_own_state(str(staged))
-        if self.state.best_model_checkpoint == str(staged):
-            self.state.best_model_checkpoint = final
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            self.state.save_to_json(str(staged / TRAINER_STATE_NAME))
-            checkpoint.publish(staged, Path(final))
-            checkpoint.rotate(Path(final), self.args.save_total_limit, self.state.best_model_checkpoint)
-        self.accelerator.wait_for_everyone()
-        if self.args.push_to_hub:
-            super()._push_from_checkpoint(final)
-
-    def _save_own_state(self, directory: str) -> None:
+    def save_own_state(self, directory: str) -> None:
         control = self.entropy_control
         state = {
             "buffer": self.generation_buffer.state_dict(),
@@ -382,10 +352,6 @@ class GRPOTrainer(BatchingMixin, RolloutMixin, RewardMixin, AdvantageMixin, Poli
         checkpoint.save_state(directory, self.args.process_index, self.args.world_size, state)
         if self.args.sync_ref_model and self.args.should_save:
             checkpoint.save_reference(directory, self.accelerator.unwrap_model(self.reference.model))
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if not self.staging:  # while staging, the folder does not have its name yet
-            super()._push_from_checkpoint(checkpoint_folder)
 
     # What scripts and callbacks read.
 

@@ -39,12 +39,17 @@ LAYERS = {
     "config_rules": {"errors", "core", "config", "config_conflicts"},
     "config_conflicts": {"errors", "core", "config", "config_rules"},
     "checkpoint": {"errors"},
+    "atomic": {"checkpoint"},
     "models": {"errors", "heads"},
     "reference": {"config", "errors"},
     "backends": {"attention", "core", "errors", "stages"},
     "rewards": {"errors", "prompts", "stages"},
     "reporting": {"config"},
-    "setup": {"config", "data", "errors", "layout", "models", "rewards"},
+    "window": {"core", "layout", "stages"},
+    "setup": {
+        *("config", "core", "data", "errors", "layout", "mixins", "models"),
+        *("rewards", "window"),
+    },
     "mixins": {
         *(
             "backends",
@@ -58,7 +63,7 @@ LAYERS = {
             "reference",
             "rewards",
         ),
-        "stages",
+        *("stages", "window"),
     },
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -33,6 +34,7 @@ class Objective:
     normalizer: a name in ``NORMALIZERS``.
     diagnostics: extra metrics from the same inputs.
     folds_correction: the surrogate uses the sampler correction itself instead of being multiplied by it.
+    flat_without_advantage: the surrogate has no gradient where the advantage is zero.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Objective:
     normalizer: str
     diagnostics: Diagnostics | None = None
     folds_correction: bool = False
+    flat_without_advantage: bool = False
 
 
 @dataclass(frozen=True)
@@ -220,6 +223,7 @@ def register_objective(
     *,
     diagnostics: Diagnostics | None = None,
     folds_correction: bool = False,
+    flat_without_advantage: bool = False,
 ) -> None:
     """Make ``loss_type=name`` available.
 
@@ -230,6 +234,8 @@ def register_objective(
             ``sequence_sum``.
         diagnostics: optional ``(SurrogateTerms, SurrogateSettings) -> {name: reduction}``.
         folds_correction: the surrogate reads ``log_correction_BX`` itself.
+        flat_without_advantage: the surrogate has no gradient where the advantage is zero, so that such rows
+            need not be computed.
 
     Raises:
         ValueError: the name is taken, or the normaliser is unknown.
@@ -240,9 +246,13 @@ def register_objective(
         )
     if normalizer not in NORMALIZERS:
         raise ValueError(f"normalizer={normalizer!r} is unknown; allowed: {', '.join(sorted(NORMALIZERS))}")
-    OBJECTIVES[name] = Objective(name, surrogate, normalizer, diagnostics, folds_correction)
+    OBJECTIVES[name] = Objective(
+        name, surrogate, normalizer, diagnostics, folds_correction, flat_without_advantage
+    )
 
 
+#: Every surrogate of the family is a factor times the advantage.
+_BUILT_IN: dict[str, Any] = {"flat_without_advantage": True}
 for _name, _normalizer in {
     "grpo": "sequence_mean",
     "bnpo": "local_token_mean",
@@ -250,9 +260,14 @@ for _name, _normalizer in {
     "dapo": "token_mean",
     "luspo": "sequence_sum",
 }.items():
-    register_objective(_name, surrogates.clipped, _normalizer, diagnostics=_clip_diagnostics)
-register_objective("cispo", surrogates.cispo, "token_mean", diagnostics=_cispo_diagnostics)
-register_objective("sapo", surrogates.sapo, "sequence_mean")
+    register_objective(_name, surrogates.clipped, _normalizer, diagnostics=_clip_diagnostics, **_BUILT_IN)
+register_objective("cispo", surrogates.cispo, "token_mean", diagnostics=_cispo_diagnostics, **_BUILT_IN)
+register_objective("sapo", surrogates.sapo, "sequence_mean", **_BUILT_IN)
 register_objective(
-    "vespo", surrogates.vespo, "token_mean", diagnostics=_vespo_diagnostics, folds_correction=True
+    "vespo",
+    surrogates.vespo,
+    "token_mean",
+    diagnostics=_vespo_diagnostics,
+    folds_correction=True,
+    **_BUILT_IN,
 )

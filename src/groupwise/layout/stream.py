@@ -124,9 +124,10 @@ class Shape:
     completions: list[int]
     repeats: list[bool]
 
-    @property
-    def padded_tokens(self) -> int:
-        return len(self.prompts) * (max(self.prompts) + max(self.completions))
+    def padded_tokens(self, rows: Sequence[int]) -> int:
+        """Tokens of a rectangle that holds the rows."""
+        width = max((self.prompts[row] for row in rows), default=0)
+        return len(rows) * (width + max((self.completions[row] for row in rows), default=0))
 
     def groups(self) -> list[list[int]]:
         """Runs of rows with one prompt."""

@@ -5,20 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from accelerate import Accelerator
 from torch.utils.data import Dataset
 from transformers import TrainerState
 
 from groupwise.config import GRPOConfig
+from groupwise.core.metrics import Metrics
 from groupwise.data import GenerationBuffer, GroupSampler
 from groupwise.stages import TrainBatch
+from groupwise.window import Cut, recut
 
 
 class BatchingMixin:
-    """Owns the buffer of generated micro-batches."""
+    """Owns the buffer of generated micro-batches, and how a window of them may be cut."""
 
     args: GRPOConfig
     state: TrainerState
+    accelerator: Accelerator
     generation_buffer: GenerationBuffer
+    window_cut: Cut
 
     def make_group_sampler(self, dataset: Dataset) -> GroupSampler:
         """Indices of the prompts of each generation batch, repeated once per micro-batch trained on it."""
@@ -45,3 +51,12 @@ class BatchingMixin:
         """Whether every generation is used within one optimizer step, so that ℓ_old = sg(ℓ)."""
         uses = self.args.steps_per_generation * self.args.num_iterations
         return self.args.gradient_accumulation_steps % uses == 0
+
+    def recut_window(self, window: list[TrainBatch], layout: str) -> tuple[list[TrainBatch | None], Metrics]:
+        """The window without rows that have no gradient, in micro-batches of about equal cost; metrics."""
+
+        def largest_of_ranks(number: int) -> int:
+            numbers = self.accelerator.gather(torch.tensor([number], device=self.accelerator.device))
+            return int(numbers.max())
+
+        return recut(window, layout, self.window_cut, largest_of_ranks)

@@ -1,0 +1,63 @@
+"""A ``transformers.Trainer`` whose checkpoints are whole or not there; nothing in it is about GRPO."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from groupwise import checkpoint
+
+
+class AtomicTrainer(Trainer):
+    """Writes a checkpoint aside and renames it when everything is on disk; restores random states early."""
+
+    staging = False
+    unrestored_rng: str | None = None
+
+    def save_own_state(self, directory: str) -> None:
+        """Add to a checkpoint what ``Trainer`` does not save; nothing here."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        # Trainer restores it after the first window was fetched, which here means after generating: too late.
+        if self.unrestored_rng is not None:
+            super()._load_rng_state(checkpoint)
+            self.unrestored_rng = None
+
+    def _get_output_dir(self, trial: Any) -> str:
+        run_dir = super()._get_output_dir(trial)
+        return str(checkpoint.staging_dir(run_dir)) if self.staging else run_dir
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        run_dir = self._get_output_dir(trial)
+        staged, final = checkpoint.staging_dir(run_dir) / name, os.path.join(run_dir, name)
+        if self.args.should_save:
+            checkpoint.clear_staging(run_dir)
+        self.accelerator.wait_for_everyone()
+        self.staging = True
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.staging = False
+        if not self.args.save_only_model:
+            self.save_own_state(str(staged))
+        if self.state.best_model_checkpoint == str(staged):
+            self.state.best_model_checkpoint = final
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            self.state.save_to_json(str(staged / TRAINER_STATE_NAME))
+            checkpoint.publish(staged, Path(final))
+            checkpoint.rotate(Path(final), self.args.save_total_limit, self.state.best_model_checkpoint)
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub:
+            super()._push_from_checkpoint(final)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if not self.staging:  # while staging, the folder does not have its name yet
+            super()._push_from_checkpoint(checkpoint_folder)
