@@ -19,6 +19,7 @@ from groupwise.core.objectives import OBJECTIVES
 from groupwise.data import repeat_rows
 from groupwise.errors import ConfigError
 from groupwise.layout import HeadSettings, TokenScorer, choose_layout
+from groupwise.linear import speed_up_linears
 from groupwise.mixins.loss import LossMixin
 from groupwise.models import apply_peft, cast_head_to_fp32, disable_dropout, load_policy
 from groupwise.rewards.calling import reward_name, unique_names
@@ -213,6 +214,14 @@ def make_scorer(policy: PreTrainedModel, config: GRPOConfig, accelerator: Accele
     sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
     return TokenScorer(layout, head, agree, sharded=sharded, mixed_precision=mixed)
+
+
+def speed_up(models: list[Any], config: GRPOConfig, accelerator: Accelerator) -> None:
+    """Faster linear layers where the models compute in float32 on a CPU and nothing else rewrites them."""
+    sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    if accelerator.device.type == "cpu" and not sharded and not config.torch_compile:
+        layers = sum(speed_up_linears(model) for model in models if model is not None)
+        logger.info("%d linear layers compute through oneDNN", layers)
 
 
 def window_cut(trainer: type, config: GRPOConfig) -> Cut:

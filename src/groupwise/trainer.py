@@ -115,6 +115,7 @@ class GRPOTrainer(
         args = self.args
         if self.reference.model is not None:
             self.reference.model = self.accelerator.prepare_model(self.reference.model, evaluation_mode=True)
+        setup.speed_up([self.model, self.reference.model], args, self.accelerator)
         self.rollout_func = rollout_func
         self.backend = TransformersBackend(
             lambda: self.accelerator.unwrap_model(self.model_wrapped),

@@ -31,6 +31,7 @@ LAYERS = {
     "protocols": {"stages"},
     "heads": {"errors"},
     "attention": set(),
+    "linear": set(),
     "layout": {"attention", "core", "errors", "heads", "stages"},
     "data": {"stages"},
     "logbook": {"core", "stages"},
@@ -47,7 +48,7 @@ LAYERS = {
     "reporting": {"config"},
     "window": {"core", "layout", "stages"},
     "setup": {
-        *("config", "core", "data", "errors", "layout", "mixins", "models"),
+        *("config", "core", "data", "errors", "layout", "linear", "mixins", "models"),
         *("rewards", "window"),
     },
     "mixins": {

@@ -195,7 +195,10 @@ def _trained(trainer: Any) -> Run:
 
 
 def train_groupwise(policy: Policy, setting: Setting, directory: Path) -> Run:
-    args = GRPOConfig(output_dir=str(directory), **{**COMMON, **setting.options})
+    # Token metrics of both libraries are over the same rows only if none is skipped.
+    args = GRPOConfig(
+        output_dir=str(directory), **{**COMMON, "skip_zero_advantage": False, **setting.options}
+    )
     return _trained(GRPOTrainer(args=args, **_arguments(policy, setting)))
 
 
