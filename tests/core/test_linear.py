@@ -1,0 +1,81 @@
+"""oneDNN's linear layers against float64: as close as PyTorch's own, in value and in every gradient."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from groupwise.linear import OneDNNLinear, speed_up_linears
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
+
+
+class Quantised(torch.nn.Linear):
+    """Stands for a layer that computes something else from its weight."""
+
+
+def results(layer, inputs, weights):
+    inputs = inputs.detach().clone().requires_grad_()
+    output = layer(inputs)
+    (output * weights).sum().backward()
+    return [output.detach(), inputs.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(7, 200), (3, 5, 200), (1, 1, 200), (0, 200)])
+def test_values_and_gradients_are_as_close_as_those_of_pytorch(shape, bias):
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(200, 130, bias=bias)
+    fast, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
+    assert speed_up_linears(fast) == 1
+    inputs = torch.randn(shape)
+    weights = torch.randn(*shape[:-1], 130)
+    truth = results(exact, inputs.double(), weights.double())
+    for ours, theirs, true in zip(
+        results(fast, inputs, weights), results(plain, inputs, weights), truth, strict=True
+    ):
+        assert ours.dtype == torch.float32 and ours.shape == true.shape
+        if ours.numel():
+            assert (ours - true).abs().max() <= 2 * (theirs - true).abs().max() + 1e-6
+
+
+def test_operands_need_not_be_contiguous():
+    layer = torch.nn.Linear(200, 130)
+    inputs = torch.randn(2, 400, 6).transpose(1, 2)[..., ::2]
+    expected = layer(inputs)
+    speed_up_linears(layer)
+    torch.testing.assert_close(layer(inputs), expected, atol=1e-5, rtol=0)
+
+
+def test_a_frozen_weight_gets_no_gradient():
+    layer = torch.nn.Linear(200, 130)
+    layer.weight.requires_grad_(False)
+    speed_up_linears(layer)
+    inputs = torch.randn(3, 200, requires_grad=True)
+    layer(inputs).sum().backward()
+    assert layer.weight.grad is None and inputs.grad is not None and layer.bias.grad is not None
+
+
+def test_other_precisions_and_vectors_take_the_usual_way():
+    layer = torch.nn.Linear(200, 130)
+    plain = copy.deepcopy(layer)
+    speed_up_linears(layer)
+    inputs = torch.randn(3, 200)
+    assert torch.equal(layer(inputs[0]), plain(inputs[0]))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(inputs).dtype == torch.bfloat16
+    assert layer.double()(inputs.double()).dtype == torch.float64
+
+
+def test_only_large_plain_layers_change_and_the_rest_of_the_model_sees_nothing():
+    model = torch.nn.Sequential(torch.nn.Linear(200, 130), torch.nn.Linear(200, 8), Quantised(200, 200))
+    state = model.state_dict()
+    assert speed_up_linears(model) == 1 and speed_up_linears(model) == 0
+    assert [type(layer) for layer in model] == [OneDNNLinear, torch.nn.Linear, Quantised]
+    assert model.state_dict().keys() == state.keys()
+    assert all(
+        isinstance(layer, torch.nn.Linear) for layer in pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    )

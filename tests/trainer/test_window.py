@@ -1,0 +1,181 @@
+"""A window cut anew: the same update, with less of it computed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from runs import prompts, trainer
+
+from groupwise.core.surrogates import clipped
+from groupwise.stages import TrainBatch
+from groupwise.window import Cut, recut
+
+LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
+
+
+def some_reward(prompts, completion_ids, **_):
+    """No variance in the groups of every other prompt."""
+    return [
+        float(sum(ids) % 5) if len(prompt.split()) % 2 else 1.0
+        for prompt, ids in zip(prompts, completion_ids, strict=True)
+    ]
+
+
+def no_variance(completion_ids, **_):
+    return [1.0] * len(completion_ids)
+
+
+def train(tmp_path, name, rewards=some_reward, **settings):
+    run = trainer(
+        tmp_path / name,
+        rewards,
+        **{
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 4,
+            "max_steps": 2,
+            "optim": "sgd",
+            "max_grad_norm": 0.0,
+            "train_dataset": prompts(16),
+            **settings,
+        },
+    )
+    run.train()
+    return run
+
+
+def assert_same_weights(run, other, tolerance):
+    moved = 0.0
+    for ours, theirs in zip(run.model.parameters(), other.model.parameters(), strict=True):
+        assert (ours - theirs).abs().max() < tolerance
+        moved = max(moved, float(ours.detach().abs().max()))
+    assert moved > 0
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared_prefix"])
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_skipping_and_recutting_leave_the_update_as_it_is(tmp_path, loss_type, layout):
+    extra = {"epsilon_high": 2.0} if loss_type == "cispo" else {}
+    settings = {"loss_type": loss_type, "num_iterations": 2, **extra}
+    full = train(tmp_path, "full", sequence_layout="padded", skip_zero_advantage=False, **settings)
+    cut = train(tmp_path, "cut", sequence_layout=layout, **settings)
+    # learning rate 1e-2 times gradients of order 1: a hundred float32 roundings of 6e-8
+    assert_same_weights(cut, full, 1e-6)
+    # half of the groups; a single completion may hit the mean of its group as well
+    assert 0.5 <= cut.state.log_history[0]["skipped_share"] < 0.7
+    assert full.state.log_history[0]["skipped_share"] == 0.0
+    assert cut.state.log_history[0]["loss"] == pytest.approx(full.state.log_history[0]["loss"], abs=1e-5)
+
+
+def test_the_update_of_a_window_without_any_gradient_is_zero_and_not_absent(tmp_path):
+    run = train(tmp_path, "none", no_variance, weight_decay=0.1, optim="adamw_torch", max_steps=1)
+    full = train(
+        tmp_path,
+        "full",
+        no_variance,
+        weight_decay=0.1,
+        optim="adamw_torch",
+        max_steps=1,
+        skip_zero_advantage=False,
+    )
+    assert run.state.log_history[0]["skipped_share"] == 1.0
+    assert run.state.log_history[0]["grad_norm"] == 0.0
+    assert_same_weights(run, full, 1e-12)  # the weight decay alone
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"beta": 0.1}, {"entropy_coef": 0.01}, {"use_adaptive_entropy": True}, {"skip_zero_advantage": False}],
+)
+def test_rows_that_something_else_needs_are_computed(tmp_path, settings):
+    run = train(tmp_path, "run", max_steps=1, **settings)
+    assert run.state.log_history[0]["skipped_share"] == 0.0
+
+
+def test_an_objective_that_does_not_promise_to_be_flat_sees_every_row(tmp_path):
+    from groupwise import register_objective
+
+    def pulled(terms, settings):
+        return clipped(terms, settings) + 0.1 * terms.ratio_BX
+
+    register_objective("pulled_to_one", pulled, "token_mean")
+    run = train(tmp_path, "run", loss_type="pulled_to_one", max_steps=1)
+    assert run.state.log_history[0]["skipped_share"] == 0.0
+
+
+def test_truncated_completions_without_loss_are_not_computed(tmp_path):
+    run = train(tmp_path, "run", mask_truncated_completions=True, beta=0.1, max_steps=1)
+    log = run.state.log_history[0]
+    assert log["skipped_share"] == pytest.approx(log["completions/clipped_ratio"])
+    assert 0 < log["skipped_share"] < 1
+
+
+def window(prompt_lengths, completion_lengths, advantages, rows):
+    """Micro-batches of ``rows`` rows; rows with the same prompt length have the same prompt."""
+    count, width, prompt_width = len(prompt_lengths), max(completion_lengths), max(prompt_lengths)
+    prompts = torch.zeros(count, prompt_width).long()
+    prompt_mask, mask = torch.zeros_like(prompts), torch.zeros(count, width).long()
+    for row, (prompt, size) in enumerate(zip(prompt_lengths, completion_lengths, strict=True)):
+        prompts[row, prompt_width - prompt :] = 2 + prompt
+        prompt_mask[row, prompt_width - prompt :] = 1
+        mask[row, :size] = 1
+    batch = TrainBatch(
+        prompts,
+        prompt_mask,
+        torch.arange(count)[:, None] * mask,
+        mask,
+        mask,
+        advantages_BX=torch.tensor(advantages)[:, None],
+        weights_BC=mask / count,
+        share_B1=torch.full((count, 1), 1 / count),
+    )
+    return list(batch.split(rows))
+
+
+def rows_of(batches):
+    """The rows of each micro-batch; None for one that is not needed."""
+    return [None if b is None else sorted(b.completion_ids_BC[:, 0].tolist()) for b in batches]
+
+
+def test_groups_stay_together_in_as_few_micro_batches_as_hold_them():
+    # two groups: 10 + 4 x 5 = 30 and 12 + 4 x 5 = 32 tokens; a micro-batch holds 2 x (12 + 6) = 36
+    given = window([10] * 4 + [12] * 4, [5] * 8, [1.0] * 8, 2)
+    batches, _ = recut(given, "shared_prefix", Cut(2, 6, True))
+    assert rows_of(batches) == [None, None, [4, 5, 6, 7], [0, 1, 2, 3]]
+
+
+def test_a_group_that_does_not_fit_is_parted():
+    # a micro-batch holds 1 x (10 + 12) = 22 tokens: two completions of 5 after the prompt of 10
+    batches, _ = recut(window([10] * 4, [5] * 4, [1.0] * 4, 1), "shared_prefix", Cut(1, 12, True))
+    assert rows_of(batches) == [None, None, [0, 1], [2, 3]]
+
+
+def test_without_padding_tokens_are_balanced():
+    batches, _ = recut(window([1, 2, 3, 4], [9, 1, 1, 8], [1.0] * 4, 2), "packed", Cut(2, 9, True))
+    # costs 10, 3, 4, 12, of which 2 x (4 + 9) = 26 fit: two parts, 12 + 3 and 10 + 4
+    assert rows_of(batches) == [[1, 3], [0, 2]]
+
+
+def test_padded_rows_of_similar_length_come_together():
+    given = window([1, 2, 3, 4], [9, 1, 2, 8], [1.0] * 4, 2)
+    batches, metrics = recut(given, "padded", Cut(2, 9, True))
+    assert rows_of(batches) == [[0, 3], [1, 2]]
+    # 2 x (4 + 9) + 2 x (3 + 2) = 36 tokens for 30 real ones
+    assert metrics["padding_share"].value() == pytest.approx(6 / 36)
+
+
+def test_rows_without_gradient_are_left_out_and_what_counts_rows_still_counts_them():
+    given = window([2] * 4, [3, 3, 3, 3], [0.0, 1.0, 0.0, -1.0], 2)
+    for layout in ("padded", "packed", "shared_prefix"):
+        batches, metrics = recut(given, layout, Cut(2, 3, True))
+        assert rows_of(batches) == [None, [1, 3]]
+        assert metrics["skipped_share"].value() == 0.5
+        assert batches[1].share_B1.sum() == pytest.approx(1.0)
+
+
+def test_all_ranks_run_as_many_forward_passes_as_the_busiest():
+    given = window([2] * 4, [3] * 4, [0.0, 0.0, 0.0, 1.0], 2)
+    for layout in ("padded", "packed", "shared_prefix"):
+        batches, _ = recut(given, layout, Cut(2, 3, True), most=lambda number: 2)
+        assert None not in batches
+        filler = next(b for b in batches if rows_of([b]) != [[3]])
+        assert len(filler) == 1 and filler.weights_BC.sum() == 0 and filler.loss_mask_BC.sum() == 0
