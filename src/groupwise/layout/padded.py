@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from groupwise.heads import HEADS, head_weights, logps_from_logits
-from groupwise.heads.capture import score_at_head
+from groupwise.heads.capture import Head, score_at_head
 from groupwise.stages import TokenScores, TrainBatch
 
 
 def score_padded(
     model: torch.nn.Module,
     batch: TrainBatch,
-    head: str,
+    head: str | Head,
     temperature: float,
     *,
     with_entropy: bool,
@@ -29,7 +29,8 @@ def score_padded(
 
     Args:
         model: the causal LM, wrapped or not.
-        head: "dense" takes the model's own logits; every other name in ``HEADS`` replaces the output layer.
+        head: "dense" takes the model's own logits; every other name in ``HEADS``, or a function like those
+            there, replaces the output layer.
 
     Returns:
         log-probs and entropies of shape (B, C), float32.
@@ -55,7 +56,8 @@ def score_padded(
         logps, entropy = logps_from_logits(output.logits, targets, temperature, with_entropy)
     else:
         weights = head_weights(inner, fp32=fp32_head)
-        with score_at_head(inner, HEADS[head], weights, targets, temperature, with_entropy) as captured:
+        head_fn = HEADS[head] if isinstance(head, str) else head
+        with score_at_head(inner, head_fn, weights, targets, temperature, with_entropy) as captured:
             output = model(**inputs)
         logps, entropy = captured.read(output.logits)
     span = slice(-(width + 1), -1)
