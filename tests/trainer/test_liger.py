@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
@@ -102,6 +103,33 @@ def test_two_steps_are_those_of_the_ordinary_path(tmp_path, settings):
 
 
 @needs_liger
+@pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
+def test_gradients_of_uneven_micro_batches_far_off_policy(tmp_path, settings):
+    """Three micro-batches of 3, 3 and 2 rows, with ratios from a half to two and more."""
+    options = {"per_device_train_batch_size": 8, "epsilon": 0.1, "rollout_func": rollout(masked=True)}
+    runs = [
+        trainer(tmp_path, model=policy(), use_liger_kernel=use, **options, **settings)
+        for use in (False, True)
+    ]
+    (batch,) = runs[0].generate_micro_batches([{"prompt": WORDS[0], "row": 0}] * 8)
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.randn(batch.completion_ids_BC.shape, generator=generator) / 2
+    batch = replace(batch, old_logps_BC=runs[0].score_tokens(runs[0].model, batch).logps_BC.detach() + noise)
+    window = runs[0].weigh_window(list(batch.split(3)))
+    gradients = []
+    for run in runs:
+        losses = [run.compute_loss(run.model, part) for part in window]
+        for loss in losses:
+            loss.backward()
+        gradients.append({name: p.grad for name, p in run.model.named_parameters()})
+        gradients[-1]["losses"] = torch.stack(losses).detach()
+    for name, expected in gradients[0].items():
+        # 64 roundings of the largest entry: another order of summation, through two layers
+        budget = 64 * torch.finfo(torch.float32).eps * expected.abs().max().item()
+        torch.testing.assert_close(gradients[1][name], expected, rtol=0, atol=budget)
+
+
+@needs_liger
 @pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
 @pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
 def test_a_separate_sampler_is_corrected_for(tmp_path, loss_type, mode):
@@ -132,6 +160,18 @@ def test_the_models_own_scale_of_the_logits_counts(tmp_path):
     fused, _ = moved(tmp_path, True, rollout(), model())
     start = torch.cat([p.detach().flatten() for p in model().parameters()])
     assert (plain - start).abs().max() > 1e-3
+    torch.testing.assert_close(fused, plain, atol=5e-6, rtol=0)
+
+
+@needs_liger
+def test_a_frozen_head_gets_no_gradient_and_changes_no_other(tmp_path):
+    def model():
+        made = policy()
+        made.lm_head.requires_grad_(False)
+        return made
+
+    plain, _ = moved(tmp_path, False, rollout(), model())
+    fused, _ = moved(tmp_path, True, rollout(), model())
     torch.testing.assert_close(fused, plain, atol=5e-6, rtol=0)
 
 
