@@ -1,9 +1,13 @@
 #!/usr/bin/env bash
 # Installs the pinned torch into the given virtual environment, without CUDA packages where there is no NVIDIA GPU.
+# There it adds Triton, which Liger and the tests of the kernels need; CUDA builds of torch bring their own.
 set -euo pipefail
 python=$1/bin/python
 version=$(sed -n 's/^torch==//p' constraints.txt)
 
+if [ "$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null; then
+    "$python" -m pip install -q triton==3.9.0
+fi
 if "$python" -c "import torch, sys; sys.exit(torch.__version__.split('+')[0] != '$version')" 2>/dev/null; then
     exit 0
 fi

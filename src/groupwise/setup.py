@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import logging
 import os
 from collections.abc import Callable
@@ -12,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.utils.data import Dataset, IterableDataset
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from groupwise.config import GRPOConfig
 from groupwise.core.objectives import OBJECTIVES
@@ -179,6 +181,8 @@ def prepare_policy(
     model: str | PreTrainedModel, config: GRPOConfig, quantization_config: Any, peft_config: Any
 ) -> PreTrainedModel:
     """The policy, loaded and changed as the configuration asks."""
+    if config.use_liger_kernel:
+        prepare_liger(model, config)
     policy = load_policy(model, config, quantization_config)
     if config.disable_dropout:
         disable_dropout(policy)
@@ -196,7 +200,7 @@ def prepare_policy(
 def make_scorer(policy: PreTrainedModel, config: GRPOConfig, accelerator: Accelerator) -> TokenScorer:
     """What computes log-probs, in the layout and with the output head that the configuration asks for."""
     layout = choose_layout(
-        config.sequence_layout,
+        "padded" if config.use_liger_kernel else config.sequence_layout,
         policy,
         group_size=config.num_generations,
         with_aux_loss=router_aux_loss_coef(policy, config) != 0.0,
@@ -224,7 +228,7 @@ def speed_up(models: list[Any], config: GRPOConfig, accelerator: Accelerator) ->
         logger.info("%d linear layers compute through oneDNN", layers)
 
 
-def window_cut(trainer: type, config: GRPOConfig) -> Cut:
+def window_cut(trainer: type, config: GRPOConfig, *, aux_loss: bool) -> Cut:
     """How an accumulation window may be cut under this configuration.
 
     Rows with zero advantage are skipped unless something else has a gradient there: the KL to the reference,
@@ -235,10 +239,60 @@ def window_cut(trainer: type, config: GRPOConfig) -> Cut:
     own_loss = trainer.evaluate_objective is not LossMixin.evaluate_objective  # type: ignore[attr-defined]
     flat = OBJECTIVES[config.loss_type].flat_without_advantage and not own_loss
     return Cut(
+        # Neither a balancing loss nor Liger's normalisation is a sum over rows.
+        fixed=aux_loss or config.use_liger_kernel,
         rows=config.per_device_train_batch_size,
         completion_length=config.max_completion_length,
         skip_zero_advantage=config.skip_zero_advantage and flat and not kl_in_loss and not bonus,
     )
+
+
+def prepare_liger(model: str | PreTrainedModel, config: GRPOConfig) -> None:
+    """Refuse what Liger's loss cannot do, and say which of its layer kernels ``Trainer`` puts into the model.
+
+    Those are Triton kernels: on other devices than GPUs all of them stay off. So does its cross-entropy,
+    which replaces the model's forward.
+
+    Raises:
+        ConfigError: liger-kernel is not installed, or the model bounds its logits by a softcap.
+    """
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise ConfigError(
+            "use_liger_kernel=True needs liger-kernel, which is not installed; install groupwise[liger], or "
+            "set use_liger_kernel=False"
+        )
+    softcap = getattr(_text_config(model, config), "final_logit_softcapping", None)
+    if softcap is not None:
+        raise ConfigError(
+            f"use_liger_kernel=True, but the model bounds its logits (final_logit_softcapping={softcap}), "
+            "which Liger's loss does not; set use_liger_kernel=False"
+        )
+    if config.device.type == "cuda":
+        chosen = {"fused_linear_cross_entropy": False, **(config.liger_kernel_config or {})}
+    else:
+        if config.liger_kernel_config is not None:
+            logger.warning(
+                "liger_kernel_config is ignored: Liger's layers need a GPU; its loss is used alone"
+            )
+        chosen = dict.fromkeys(_liger_switches(), False)
+    config.liger_kernel_config = chosen
+
+
+def _text_config(model: str | PreTrainedModel, config: GRPOConfig) -> Any:
+    if not isinstance(model, str):
+        return model.config.get_text_config(decoder=True)
+    given: Any = config.model_init_kwargs or {}
+    options = {"trust_remote_code": config.trust_remote_code, **given}
+    named = {name: options[name] for name in ("trust_remote_code", "revision", "token") if name in options}
+    return AutoConfig.from_pretrained(model, **named).get_text_config(decoder=True)
+
+
+def _liger_switches() -> set[str]:
+    """The names of all layer kernels of all architectures."""
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as functions
+
+    parameters = [p for f in functions.values() for p in inspect.signature(f).parameters.values()]
+    return {parameter.name for parameter in parameters if isinstance(parameter.default, bool)}
 
 
 def _warn_about_truncated_sampling(config: GRPOConfig) -> None:

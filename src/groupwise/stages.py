@@ -170,11 +170,13 @@ class TokenScores:
 
     logps_BC, entropy_BC: float32; the entropy is None when nobody asked for it.
     aux_loss: balancing loss of a mixture-of-experts model, a scalar.
+    fused: the loss without that one, where it was computed in place of log-probs, which are None then.
     """
 
-    logps_BC: torch.Tensor
+    logps_BC: torch.Tensor | None
     entropy_BC: torch.Tensor | None = None
     aux_loss: torch.Tensor | None = None
+    fused: LossOutput | None = None
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ class GRPOTrainer(
         self.scorer = setup.make_scorer(self.model, args, self.accelerator)
         self.router_aux_loss_coef = setup.router_aux_loss_coef(self.model, args)
         self.aux_loss_enabled = self.router_aux_loss_coef != 0.0
-        self.window_cut = setup.window_cut(type(self), args)
+        self.window_cut = setup.window_cut(type(self), args, aux_loss=self.aux_loss_enabled)
         self.objective_settings = objective_settings(args)
         self.entropy_control = EntropyControl(args.entropy_coef)
         self.num_generations, self.temperature, self.beta = args.num_generations, args.temperature, args.beta
@@ -156,8 +156,6 @@ class GRPOTrainer(
         if not window:
             return [], None
         window = self.weigh_window(self.keep_high_entropy(self.model, window))
-        if self.aux_loss_enabled:  # not linear in the rows: it depends on the micro-batch they are in
-            return list(window), None
         batches, metrics = self.recut_window(window, self.scorer.layout)
         self.books["train"].record(metrics)
         return [None if batch is None else self.scorer.prepare(batch) for batch in batches], None

@@ -1,7 +1,7 @@
 """What a configuration must satisfy: one named rule per constraint, all violations reported together.
 
-A new constraint is one more :class:`Rule` in ``config_rules`` or ``config_conflicts``. When a feature ships,
-its lines of ``NOT_IMPLEMENTED`` are deleted.
+A new constraint is one more :class:`Rule` in ``config_rules``, ``config_conflicts`` or ``config_liger``. When
+a feature ships, its lines of ``NOT_IMPLEMENTED`` are deleted.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from groupwise.config_conflicts import COMBINATION_RULES, is_surrogate
+from groupwise.config_liger import LIGER_RULES
 from groupwise.config_rules import BATCH_RULES, CHOICE_RULES, RANGE_RULES, Rule, default_of, join_lines
 from groupwise.errors import ConfigError
 
@@ -126,7 +127,7 @@ VALUE_RULES = (
     ),
 )
 
-RULES = VALUE_RULES + RANGE_RULES + CHOICE_RULES + BATCH_RULES + COMBINATION_RULES
+RULES = VALUE_RULES + RANGE_RULES + CHOICE_RULES + BATCH_RULES + COMBINATION_RULES + LIGER_RULES
 
 # field -> the values that work today
 NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
@@ -151,7 +152,6 @@ NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "reward_on_error": ("raise",),
     "eval_pass_at_k": (None,),
     "max_tool_calling_iterations": (None,),
-    "use_liger_kernel": (False,),
     "dynamic_sampling": (False,),
     "dynamic_sampling_max_rounds": (10,),
     "rollout_staleness": (0,),

@@ -21,11 +21,13 @@ from groupwise.stages import TrainBatch
 class Cut:
     """How a window may be cut.
 
+    fixed: not at all.
     rows: sequences that a micro-batch may have by the configuration.
     completion_length: tokens that a completion may have by the configuration.
     skip_zero_advantage: rows whose advantages are zero have no gradient.
     """
 
+    fixed: bool
     rows: int
     completion_length: int
     skip_zero_advantage: bool
@@ -48,6 +50,8 @@ def recut(
     Returns:
         the micro-batches, and metrics of what was saved.
     """
+    if cut.fixed:
+        return list(window), {}
     batch = TrainBatch.concatenate(window)
     shape = shape_of(batch)
     rows = _rows_with_gradient(batch, cut.skip_zero_advantage)

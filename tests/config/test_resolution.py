@@ -78,7 +78,6 @@ def test_old_names_move_to_the_new(build, old, new, value):
     ("old", "new", "value"),
     [
         ("use_transformers_paged", "use_transformers_continuous_batching", True),
-        ("use_liger_loss", "use_liger_kernel", True),
         ("vllm_guided_decoding_regex", "vllm_structured_outputs_regex", "a+"),
     ],
 )

@@ -47,7 +47,6 @@ UNBUILT = {
     "reward_on_error": "none",
     "eval_pass_at_k": [1],
     "max_tool_calling_iterations": 3,
-    "use_liger_kernel": True,
     "dynamic_sampling": True,
     "dynamic_sampling_max_rounds": 3,
 }

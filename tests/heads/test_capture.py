@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import peft
 import pytest
 import torch
@@ -267,6 +269,39 @@ def test_a_logit_transform_the_head_does_not_know_is_refused(wrong):
     ) as captured:
         output = model(**inputs)
     with pytest.raises(ConfigError, match=f"scale={described['scale']}, softcap={described['softcap']}"):
+        captured.read(output.logits)
+
+
+def test_only_the_first_reading_of_a_model_waits_for_the_device(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("a value was read")
+
+    def read_without_values(model):
+        captured, output = captured_scores(model, chunked_head, 1.0)
+        with monkeypatch.context() as patches:
+            for name in ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__"):
+                patches.setattr(torch.Tensor, name, refuse)
+            captured.read(output.logits)
+
+    model = build_model("gemma2_softcap")
+    with pytest.raises(AssertionError, match="a value was read"):
+        read_without_values(model)
+    captured, output = captured_scores(model, chunked_head, 1.0)
+    captured.read(output.logits)
+    read_without_values(model)
+    with pytest.raises(AssertionError, match="a value was read"):
+        read_without_values(copy.deepcopy(model))
+
+
+def test_a_head_described_otherwise_is_compared_again():
+    model = build_model("gemma2_softcap")
+    captured, output = captured_scores(model, chunked_head, 1.0)
+    captured.read(output.logits)
+    model.config.final_logit_softcapping = 3.0
+    captured, output = captured_scores(model, chunked_head, 1.0)
+    captured.read(output.logits)  # the model reads the same field
+    captured.head = HeadWeights(model.lm_head.weight, softcap=4.0)
+    with pytest.raises(ConfigError, match=r"softcap=4\.0"):
         captured.read(output.logits)
 
 

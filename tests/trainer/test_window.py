@@ -139,25 +139,25 @@ def rows_of(batches):
 def test_groups_stay_together_in_as_few_micro_batches_as_hold_them():
     # two groups: 10 + 4 x 5 = 30 and 12 + 4 x 5 = 32 tokens; a micro-batch holds 2 x (12 + 6) = 36
     given = window([10] * 4 + [12] * 4, [5] * 8, [1.0] * 8, 2)
-    batches, _ = recut(given, "shared_prefix", Cut(2, 6, True))
+    batches, _ = recut(given, "shared_prefix", Cut(False, 2, 6, True))
     assert rows_of(batches) == [None, None, [4, 5, 6, 7], [0, 1, 2, 3]]
 
 
 def test_a_group_that_does_not_fit_is_parted():
     # a micro-batch holds 1 x (10 + 12) = 22 tokens: two completions of 5 after the prompt of 10
-    batches, _ = recut(window([10] * 4, [5] * 4, [1.0] * 4, 1), "shared_prefix", Cut(1, 12, True))
+    batches, _ = recut(window([10] * 4, [5] * 4, [1.0] * 4, 1), "shared_prefix", Cut(False, 1, 12, True))
     assert rows_of(batches) == [None, None, [0, 1], [2, 3]]
 
 
 def test_without_padding_tokens_are_balanced():
-    batches, _ = recut(window([1, 2, 3, 4], [9, 1, 1, 8], [1.0] * 4, 2), "packed", Cut(2, 9, True))
+    batches, _ = recut(window([1, 2, 3, 4], [9, 1, 1, 8], [1.0] * 4, 2), "packed", Cut(False, 2, 9, True))
     # costs 10, 3, 4, 12, of which 2 x (4 + 9) = 26 fit: two parts, 12 + 3 and 10 + 4
     assert rows_of(batches) == [[1, 3], [0, 2]]
 
 
 def test_padded_rows_of_similar_length_come_together():
     given = window([1, 2, 3, 4], [9, 1, 2, 8], [1.0] * 4, 2)
-    batches, metrics = recut(given, "padded", Cut(2, 9, True))
+    batches, metrics = recut(given, "padded", Cut(False, 2, 9, True))
     assert rows_of(batches) == [[0, 3], [1, 2]]
     # 2 x (4 + 9) + 2 x (3 + 2) = 36 tokens for 30 real ones
     assert metrics["padding_share"].value() == pytest.approx(6 / 36)
@@ -166,7 +166,7 @@ def test_padded_rows_of_similar_length_come_together():
 def test_rows_without_gradient_are_left_out_and_what_counts_rows_still_counts_them():
     given = window([2] * 4, [3, 3, 3, 3], [0.0, 1.0, 0.0, -1.0], 2)
     for layout in ("padded", "packed", "shared_prefix"):
-        batches, metrics = recut(given, layout, Cut(2, 3, True))
+        batches, metrics = recut(given, layout, Cut(False, 2, 3, True))
         assert rows_of(batches) == [None, [1, 3]]
         assert metrics["skipped_share"].value() == 0.5
         assert batches[1].share_B1.sum() == pytest.approx(1.0)
@@ -175,7 +175,7 @@ def test_rows_without_gradient_are_left_out_and_what_counts_rows_still_counts_th
 def test_all_ranks_run_as_many_forward_passes_as_the_busiest():
     given = window([2] * 4, [3] * 4, [0.0, 0.0, 0.0, 1.0], 2)
     for layout in ("padded", "packed", "shared_prefix"):
-        batches, _ = recut(given, layout, Cut(2, 3, True), most=lambda number: 2)
+        batches, _ = recut(given, layout, Cut(False, 2, 3, True), most=lambda number: 2)
         assert None not in batches
         filler = next(b for b in batches if rows_of([b]) != [[3]])
         assert len(filler) == 1 and filler.weights_BC.sum() == 0 and filler.loss_mask_BC.sum() == 0

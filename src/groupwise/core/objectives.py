@@ -107,7 +107,7 @@ def evaluate(terms: ObjectiveTerms, settings: ObjectiveSettings) -> tuple[torch.
     logps_BT = terms.logps_BT.masked_fill(off_BT, 0.0)
     log_ratio_BT = (terms.logps_BT - old_logps_BT).masked_fill(off_BT, 0.0)
     ratio_BX = RATIO_LEVELS[settings.ratio_level](log_ratio_BT, mask_BT).exp()
-    correction_BX, metrics = _correction(terms, settings, old_logps_BT, mask_BT)
+    correction_BX, metrics = correction(terms, settings, old_logps_BT, mask_BT)
     folded = objective.folds_correction and correction_BX is not None
     surrogate_terms = SurrogateTerms(
         ratio_BX=ratio_BX,
@@ -145,7 +145,7 @@ def evaluate(terms: ObjectiveTerms, settings: ObjectiveSettings) -> tuple[torch.
     return loss, metrics
 
 
-def _correction(
+def correction(
     terms: ObjectiveTerms, settings: ObjectiveSettings, old_logps_BT: torch.Tensor, mask_BT: torch.Tensor
 ) -> tuple[torch.Tensor | None, Metrics]:
     """The sampler correction, if there is a separate sampler, and how far that sampler is off."""

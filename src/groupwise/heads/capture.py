@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -22,6 +23,8 @@ Head = Callable[..., tuple[torch.Tensor, "torch.Tensor | None"]]
 
 _PROBE = 8.0  # large enough to tell one softcap or scale from another, also in bfloat16
 _ACTIVE = "_groupwise_scoring"
+#: Head modules whose model was seen to transform its logits as described, by scale and softcap.
+_checked: WeakKeyDictionary[torch.nn.Module, tuple[float, float | None]] = WeakKeyDictionary()
 
 
 @dataclass
@@ -34,6 +37,7 @@ class CapturedScores:
     """
 
     head: HeadWeights
+    module: torch.nn.Module
     logps: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
 
@@ -42,6 +46,8 @@ class CapturedScores:
 
         Wrappers that act on a model's outputs (FSDP registers its backward there) need the loss to depend on
         them. The values are those the head computed, bit for bit, whatever the model did to its "logits".
+        What it did is compared with the head's description at the first reading of a model only: a comparison
+        waits for the device.
 
         Args:
             model_logits: `outputs.logits` of the forward that ran inside the context.
@@ -61,7 +67,8 @@ class CapturedScores:
         return logps, None if self.entropy is None else self.entropy.detach() + carried[..., 1]
 
     def _check_transform(self, model_logits: torch.Tensor) -> None:
-        if not model_logits.numel():
+        described = (self.head.scale, self.head.softcap)
+        if not model_logits.numel() or _checked.get(self.module) == described:
             return
         zero_logp, zero_entropy, probe = model_logits.detach()[0, 0].double().tolist()
         expected = self.head.shape_logits(torch.tensor(_PROBE, dtype=torch.float64)).item()
@@ -73,6 +80,7 @@ class CapturedScores:
                 f"softcap={self.head.softcap} ({expected:.6g} and 0): log-probs would not be the model's; "
                 f"set logit_scale (or logits_scaling) and final_logit_softcapping of its config accordingly."
             )
+        _checked[self.module] = described
 
 
 @contextmanager
@@ -114,7 +122,7 @@ def score_at_head(
     module = output_head(model)
     if _ACTIVE in vars(module):
         raise RuntimeError("score_at_head is already active on this model; leave that block first")
-    captured = CapturedScores(head)
+    captured = CapturedScores(head, module)
 
     def forward(hidden_BKH: torch.Tensor) -> torch.Tensor:
         given, wanted = tuple(hidden_BKH.shape[:-1]), tuple(targets_BK.shape)

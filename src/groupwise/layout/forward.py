@@ -10,19 +10,20 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 
 from groupwise.heads import HEADS, head_weights, logps_from_logits
-from groupwise.heads.capture import score_at_head
+from groupwise.heads.capture import Head, score_at_head
 
 
 @dataclass(frozen=True)
 class HeadSettings:
     """How hidden states become log-probs.
 
-    name: "dense" takes the model's own logits; every other name in ``HEADS`` replaces the output layer.
+    name: "dense" takes the model's own logits; every other name in ``HEADS``, or a function like those there,
+        replaces the output layer.
     temperature: divisor of the logits.
     fp32: project in float32.
     """
 
-    name: str = "chunked"
+    name: str | Head = "chunked"
     temperature: float = 1.0
     fp32: bool = False
 
@@ -58,8 +59,8 @@ def score_forward(
     else:
         inner = unwrapped(model)
         weights = head_weights(inner, fp32=head.fp32)
-        scoring = (HEADS[head.name], weights, targets_BK, head.temperature, with_entropy)
-        with score_at_head(inner, *scoring) as captured:
+        function = HEADS[head.name] if isinstance(head.name, str) else head.name
+        with score_at_head(inner, function, weights, targets_BK, head.temperature, with_entropy) as captured:
             output = model(**inputs)
         logps, entropy = captured.read(output.logits)
     return logps, entropy, output.aux_loss if with_aux_loss else None

@@ -58,21 +58,12 @@ class LossMixin:
 
         Args:
             batch: with advantages and weights.
-            scores: the current policy's log-probs, differentiable.
+            scores: the current policy's log-probs, differentiable; with ``use_liger_kernel`` the fused loss.
         """
-        terms = ObjectiveTerms(
-            logps_BT=scores.logps_BC,
-            entropy_BT=scores.entropy_BC,
-            advantages_BX=batch.advantages_BX,
-            mask_BT=batch.loss_mask_BC,
-            weights_BT=batch.weights_BC,
-            old_logps_BT=batch.old_logps_BC,
-            ref_logps_BT=batch.ref_logps_BC,
-            sampler_logps_BT=batch.sampler_logps_BC,
-            keep_BT=batch.keep_BC,
-            entropy_weights_BT=batch.entropy_weights_BC,
-        )
-        loss, metrics = evaluate(terms, self.objective_settings)
+        if scores.fused is None:
+            loss, metrics = evaluate(_terms(batch, scores), self.objective_settings)
+        else:
+            loss, metrics = scores.fused.loss, dict(scores.fused.metrics)
         policy_loss = metrics.get("policy_loss")
         if isinstance(policy_loss, Mean):  # counted by window, as the loss is
             metrics["policy_loss"] = Mean(policy_loss.total, batch.share_B1.sum())
@@ -106,6 +97,21 @@ class LossMixin:
 
     def _has_entropy_bonus(self) -> bool:
         return self.args.use_adaptive_entropy or self.args.entropy_coef != 0.0
+
+
+def _terms(batch: TrainBatch, scores: TokenScores) -> ObjectiveTerms:
+    return ObjectiveTerms(
+        logps_BT=scores.logps_BC,
+        entropy_BT=scores.entropy_BC,
+        advantages_BX=batch.advantages_BX,
+        mask_BT=batch.loss_mask_BC,
+        weights_BT=batch.weights_BC,
+        old_logps_BT=batch.old_logps_BC,
+        ref_logps_BT=batch.ref_logps_BC,
+        sampler_logps_BT=batch.sampler_logps_BC,
+        keep_BT=batch.keep_BC,
+        entropy_weights_BT=batch.entropy_weights_BC,
+    )
 
 
 def objective_settings(args: GRPOConfig) -> ObjectiveSettings:

@@ -15,6 +15,8 @@ from groupwise.core.masks import entropy_threshold
 from groupwise.core.padding import length_mask, pad_sequences
 from groupwise.errors import ConfigError
 from groupwise.layout import TokenScorer
+from groupwise.liger import fused_scores
+from groupwise.mixins.loss import objective_settings
 from groupwise.reference import Reference
 from groupwise.stages import RolloutBatch, ScoredBatch, TokenScores, TrainBatch
 
@@ -66,6 +68,15 @@ class PolicyMixin:
     def score_tokens(self, model: Any, batch: TrainBatch, *, with_entropy: bool = False) -> TokenScores:
         """Log-probs (and entropies) of the completion tokens under ``model`` at the sampling temperature."""
         with_aux_loss = self.aux_loss_enabled and model.training
+        if self.args.use_liger_kernel and batch.weights_BC is not None:  # a loss is next, and Liger fuses it
+            return fused_scores(
+                model,
+                batch,
+                objective_settings(self.args),
+                self.scorer.head,
+                self.args.max_completion_length,
+                with_aux_loss=with_aux_loss,
+            )
         return self.scorer(model, batch, with_entropy=with_entropy, with_aux_loss=with_aux_loss)
 
     @torch.no_grad()
@@ -77,7 +88,8 @@ class PolicyMixin:
         was_training = model.training
         model.eval()
         try:
-            if not on_policy:
+            # Liger takes the correction for the sampler as it finds it, and that needs the old policy.
+            if not on_policy or (self.args.use_liger_kernel and batch.sampler_logps_BC is not None):
                 batch = replace(batch, old_logps_BC=self.score_tokens(model, batch).logps_BC)
             with self.reference.scoring(model) as reference:
                 if reference is not None:
