@@ -24,7 +24,7 @@ class OneDNNLinear(torch.nn.Linear):
         if not plain or input.dim() < 2 or not input.numel():
             return F.linear(input, self.weight, self.bias)
         if not torch.is_grad_enabled():
-            return _product(input, self.weight, self.bias)
+            return onednn_product(input, self.weight, self.bias)
         return _Linear.apply(input, self.weight, self.bias)
 
 
@@ -33,12 +33,15 @@ def speed_up_linears(model: torch.nn.Module) -> int:
 
     Subclasses, such as quantised layers, and modules that are not on a CPU stay as they are.
     """
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return 0
-    layers = [module for module in model.modules() if _eligible(module)]
+    layers = [module for module in model.modules() if _eligible(module)] if has_onednn() else []
     for layer in layers:
         layer.__class__ = OneDNNLinear
     return len(layers)
+
+
+def has_onednn() -> bool:
+    """Whether this build of PyTorch has the operation that :func:`onednn_product` calls."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def _eligible(module: torch.nn.Module) -> bool:
@@ -53,18 +56,20 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input_NI, weight_OI, bias_O):
         ctx.save_for_backward(input_NI, weight_OI)
-        return _product(input_NI, weight_OI, bias_O)
+        return onednn_product(input_NI, weight_OI, bias_O)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_NO):
         input_NI, weight_OI = ctx.saved_tensors
         flat_NO = grad_NO.flatten(0, -2)
-        grad_input = _product(grad_NO, weight_OI.t()) if ctx.needs_input_grad[0] else None
-        grad_weight = _product(flat_NO.t(), input_NI.flatten(0, -2).t()) if ctx.needs_input_grad[1] else None
+        grad_input = onednn_product(grad_NO, weight_OI.t()) if ctx.needs_input_grad[0] else None
+        grad_weight = (
+            onednn_product(flat_NO.t(), input_NI.flatten(0, -2).t()) if ctx.needs_input_grad[1] else None
+        )
         return grad_input, grad_weight, flat_NO.sum(0) if ctx.needs_input_grad[2] else None
 
 
-def _product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``left @ right.T + bias``."""
+def onednn_product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``left @ right.T + bias`` of float32 tensors on a CPU; ``left`` (..., I) not empty, ``right`` (O, I)."""
     return torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")

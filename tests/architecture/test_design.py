@@ -29,7 +29,7 @@ LAYERS = {
     "stages": {"core"},
     "prompts": set(),
     "protocols": {"stages"},
-    "heads": {"errors"},
+    "heads": {"errors", "linear"},
     "attention": set(),
     "linear": set(),
     "layout": {"attention", "core", "errors", "heads", "stages"},

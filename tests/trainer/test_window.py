@@ -97,8 +97,8 @@ def test_an_objective_that_does_not_promise_to_be_flat_sees_every_row(tmp_path):
     def pulled(terms, settings):
         return clipped(terms, settings) + 0.1 * terms.ratio_BX
 
-    register_objective("pulled_to_one", pulled, "token_mean")
-    run = train(tmp_path, "run", loss_type="pulled_to_one", max_steps=1)
+    register_objective("test_pulled_to_one", pulled, "token_mean")
+    run = train(tmp_path, "run", loss_type="test_pulled_to_one", max_steps=1)
     assert run.state.log_history[0]["skipped_share"] == 0.0
 
 

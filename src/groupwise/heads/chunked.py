@@ -22,12 +22,12 @@ from torch.autograd.function import once_differentiable
 from groupwise.heads.dense import projection_dtype, statistics_dtype
 from groupwise.heads.tiles import LogitTransform, RowSlopes, RowStatistics, Tiles
 from groupwise.heads.weights import HeadWeights
+from groupwise.linear import has_onednn, onednn_product
 
 _CPU_TILE = (1024, 4096)  # 16 MB of float32: stays in a last-level cache
 _ACCELERATOR_TILE = (4096, 16384)  # 256 MB of float32: large products, few kernel launches
 _ALIGNMENT = 64  # columns
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
-_HAS_ONEDNN = torch.backends.mkldnn.is_available()
 
 
 @dataclass(frozen=True)
@@ -219,13 +219,9 @@ def _project(raw_RC, hidden_RH, weight_CH, bias_C) -> torch.Tensor | None:
 
 
 def _product(left, right) -> torch.Tensor:
-    """`left @ right.T`.
-
-    In float32 on a CPU through oneDNN, which uses the widest vector units of every vendor; the library behind
-    `torch.mm` (MKL) does not on AMD processors, where it takes twice the time.
-    """
-    if _HAS_ONEDNN and left.device.type == "cpu" and left.dtype == torch.float32:
-        return F.linear(left.to_mkldnn(), right.to_mkldnn()).to_dense()
+    """`left @ right.T`."""
+    if left.device.type == "cpu" and left.dtype == torch.float32 and left.numel() and has_onednn():
+        return onednn_product(left, right)
     return left @ right.t()
 
 
