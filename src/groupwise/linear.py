@@ -70,6 +70,6 @@ class _Linear(torch.autograd.Function):
         return grad_input, grad_weight, flat_NO.sum(0) if ctx.needs_input_grad[2] else None
 
 
-def onednn_product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``left @ right.T + bias`` of float32 tensors on a CPU; ``left`` (..., I) not empty, ``right`` (O, I)."""
+def onednn_product(left: torch.Tensor, right: torch.Tensor, bias: Any = None) -> torch.Tensor:
+    """``left @ right.T + bias`` in float32 on a CPU; ``left`` (..., I) not empty, ``right`` (O, I)."""
     return torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")

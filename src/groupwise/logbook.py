@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from groupwise.core.metrics import (
     detach_metrics,
     merge_metrics,
 )
+from groupwise.ledger import StepLedger
 from groupwise.stages import Completion, ScoredBatch
 
 #: Counted from the start of the run instead of since the last log.
@@ -33,16 +32,10 @@ class Logbook:
     def __init__(self) -> None:
         self.metrics: Metrics = {}
         self.rows: list[dict[str, Any]] = []
+        self.ledger = StepLedger()
 
     def record(self, metrics: Mapping[str, Reduction]) -> None:
         self.metrics = merge_metrics([self.metrics, metrics])
-
-    @contextmanager
-    def clock(self, stage: str) -> Iterator[None]:
-        """Record the wall time of the block, in seconds, as ``time/<stage>`` (mean per occurrence)."""
-        start = time.perf_counter()
-        yield
-        self.record({f"time/{stage}": Mean(time.perf_counter() - start)})
 
     def drain(self, gather: Callable[[Any], list[Any]]) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Numbers to log and table rows, over all ranks; starts the next interval.
@@ -53,6 +46,7 @@ class Logbook:
         Returns:
             finite numbers by name, and the rows of all ranks in rank order.
         """
+        self.record(self.ledger.stages())  # of an evaluation; those of training steps are recorded by step
         parts = gather((detach_metrics(self.metrics), self.rows))
         merged = merge_metrics(attach_metrics(plain) for plain, _ in parts)
         rows = [row for _, part in parts for row in part]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,6 +33,7 @@ from groupwise.models import load_processing_class
 from groupwise.protocols import RewardFunction, RolloutFunction
 from groupwise.reference import MixReference, make_reference
 from groupwise.stages import TrainBatch
+from groupwise.window import WindowWork
 
 
 class GRPOTrainer(
@@ -134,7 +134,7 @@ class GRPOTrainer(
         self.generation_buffer = GenerationBuffer()
         self.books = {"train": Logbook(), "eval": Logbook()}
         self.window_entropy = Mean(0.0, 0.0)
-        self.step_start = time.perf_counter()
+        self.window_work = WindowWork()
         self.num_parameters = self.model.num_parameters(exclude_embeddings=True)
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(reporting.RewardProgressCallback)
@@ -156,8 +156,8 @@ class GRPOTrainer(
         if not window:
             return [], None
         window = self.weigh_window(self.keep_high_entropy(self.model, window))
-        batches, metrics = self.recut_window(window, self.scorer.layout)
-        self.books["train"].record(metrics)
+        batches, self.window_work = self.recut_window(window, self.scorer.layout)
+        self.books["train"].record(self.window_work.metrics())
         return [None if batch is None else self.scorer.prepare(batch) for batch in batches], None
 
     def generate_micro_batches(self, rows: list[dict[str, Any]]) -> list[TrainBatch]:
@@ -178,12 +178,12 @@ class GRPOTrainer(
         num_rows: int | None = None,
     ) -> list[TrainBatch]:
         book = self.books[mode]
-        with book.clock("generate"):
+        with book.ledger.clock("generate"):
             rollout = self.roll_out(rows)
-        with book.clock("reward"):
+        with book.ledger.clock("reward"):
             scored = self.score(rollout, num_generations, num_rows)
         counted = len(scored.rewards.rewards_NF[scored.local])  # later rows only fill up an evaluation batch
-        with book.clock("score"):
+        with book.ledger.clock("score"):
             parts = without_filler(self.assemble(rollout), counted).split(micro_batch_rows)
             batches = [self.annotate(self.model, part, on_policy=on_policy) for part in parts]
         if self.args.kl_in_reward:
@@ -199,9 +199,10 @@ class GRPOTrainer(
         """Loss and gradients of one micro-batch; None is one that the window does not need."""
         if inputs is None:
             return torch.zeros((), device=self.accelerator.device)
-        with self.books["train"].clock("train"):
+        last = self.accelerator.sync_gradients
+        with self.books["train"].ledger.clock("train", wait=last):
             loss = super().training_step(model, inputs, num_items_in_batch)
-        if self.accelerator.sync_gradients:
+        if last:
             self._end_window()
         return loss
 
@@ -224,9 +225,8 @@ class GRPOTrainer(
         book = self.books["train"]
         book.record(self.update_entropy_coef(self.window_entropy))
         self.window_entropy = Mean(0.0, 0.0)
-        now = time.perf_counter()
-        book.record({"step_time": Mean(now - self.step_start)})
-        self.step_start = now
+        work = self.window_work
+        book.record(book.ledger.close_step(work.tokens, 6.0 * self.num_parameters * work.computed_tokens))
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
@@ -319,7 +319,7 @@ class GRPOTrainer(
         """Train; ``resume_from_checkpoint`` (True or a directory) continues exactly where it was made."""
         directory = checkpoint.find_checkpoint(resume_from_checkpoint, self.args.output_dir)
         self._restore(directory)
-        self.step_start = time.perf_counter()
+        self.books["train"].ledger.restart()
         return super().train(directory, *args, **kwargs)
 
     def _restore(self, directory: str | None) -> None:

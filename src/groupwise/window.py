@@ -33,9 +33,32 @@ class Cut:
     skip_zero_advantage: bool
 
 
+@dataclass(frozen=True)
+class WindowWork:
+    """How much of a window there was, and how much of it was computed; on this rank.
+
+    rows, skipped_rows: sequences, and those left out.
+    tokens: prompt and completion tokens of all rows.
+    computed_tokens: tokens that go through the model, padding included, prompts as often as computed.
+    padding: padding among those.
+    """
+
+    rows: int = 0
+    skipped_rows: int = 0
+    tokens: int = 0
+    computed_tokens: int = 0
+    padding: int = 0
+
+    def metrics(self) -> Metrics:
+        return {
+            "skipped_share": Mean(float(self.skipped_rows), float(self.rows)),
+            "padding_share": Mean(float(self.padding), float(self.computed_tokens)),
+        }
+
+
 def recut(
     window: Sequence[TrainBatch], layout: str, cut: Cut, most: Callable[[int], int] = int
-) -> tuple[list[TrainBatch | None], Metrics]:
+) -> tuple[list[TrainBatch | None], WindowWork]:
     """As many micro-batches as before, of which the first are None where fewer suffice.
 
     Without padding, a micro-batch takes as many tokens as the configured number of rows has at their
@@ -48,12 +71,14 @@ def recut(
         most: the largest of all ranks' numbers; every rank runs as many forward passes, at least one.
 
     Returns:
-        the micro-batches, and metrics of what was saved.
+        the micro-batches, and what was saved.
     """
-    if cut.fixed:
-        return list(window), {}
     batch = TrainBatch.concatenate(window)
     shape = shape_of(batch)
+    everything = list(range(len(batch)))
+    if cut.fixed:
+        whole = [everything[start : start + len(window[0])] for start in everything[:: len(window[0])]]
+        return list(window), _work(shape, everything, whole, "padded")
     rows = _rows_with_gradient(batch, cut.skip_zero_advantage)
     plan = {"padded": _by_length, "packed": _by_tokens, "shared_prefix": _by_groups}[layout]
     parts = plan(shape, rows, cut, len(window), most)
@@ -63,13 +88,18 @@ def recut(
     # What is averaged over windows counts a window as one, however much of it was skipped.
     missing = batch.share_B1.sum() - sum(part.share_B1.sum() for part in batches)  # type: ignore[union-attr]
     batches[-1] = _with_share(batches[-1], missing)
-    metrics: Metrics = {"skipped_share": Mean(float(len(batch) - len(rows)), float(len(batch)))}
+    return [None] * (len(window) - len(batches)) + batches, _work(shape, rows, parts, layout)
+
+
+def _work(shape: Shape, rows: list[int], parts: list[list[int]], layout: str) -> WindowWork:
+    real = _tokens(shape, range(len(shape.prompts)))
+    counts = {"skipped_rows": len(shape.prompts) - len(rows), "rows": len(shape.prompts), "tokens": real}
     if layout == "padded":
-        real, computed = _tokens(shape, rows), sum(shape.padded_tokens(part) for part in parts)
-        metrics["padding_share"] = Mean(float(computed - real), float(computed))
-    else:
-        metrics["padding_share"] = Mean(0.0)
-    return [None] * (len(window) - len(batches)) + batches, metrics
+        computed = sum(shape.padded_tokens(part) for part in parts)
+        return WindowWork(**counts, computed_tokens=computed, padding=computed - _tokens(shape, rows))
+    if layout == "packed":
+        return WindowWork(**counts, computed_tokens=_tokens(shape, rows))
+    return WindowWork(**counts, computed_tokens=sum(shape.shared_tokens(part) for part in parts))
 
 
 def _rows_with_gradient(batch: TrainBatch, skip_zero_advantage: bool) -> list[int]:

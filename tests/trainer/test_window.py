@@ -157,18 +157,18 @@ def test_without_padding_tokens_are_balanced():
 
 def test_padded_rows_of_similar_length_come_together():
     given = window([1, 2, 3, 4], [9, 1, 2, 8], [1.0] * 4, 2)
-    batches, metrics = recut(given, "padded", Cut(False, 2, 9, True))
+    batches, work = recut(given, "padded", Cut(False, 2, 9, True))
     assert rows_of(batches) == [[0, 3], [1, 2]]
     # 2 x (4 + 9) + 2 x (3 + 2) = 36 tokens for 30 real ones
-    assert metrics["padding_share"].value() == pytest.approx(6 / 36)
+    assert (work.padding, work.computed_tokens, work.tokens) == (6, 36, 30)
 
 
 def test_rows_without_gradient_are_left_out_and_what_counts_rows_still_counts_them():
     given = window([2] * 4, [3, 3, 3, 3], [0.0, 1.0, 0.0, -1.0], 2)
     for layout in ("padded", "packed", "shared_prefix"):
-        batches, metrics = recut(given, layout, Cut(False, 2, 3, True))
+        batches, work = recut(given, layout, Cut(False, 2, 3, True))
         assert rows_of(batches) == [None, [1, 3]]
-        assert metrics["skipped_share"].value() == 0.5
+        assert (work.skipped_rows, work.rows) == (2, 4)
         assert batches[1].share_B1.sum() == pytest.approx(1.0)
 
 

@@ -129,6 +129,12 @@ class Shape:
         width = max((self.prompts[row] for row in rows), default=0)
         return len(rows) * (width + max((self.completions[row] for row in rows), default=0))
 
+    def shared_tokens(self, rows: Sequence[int]) -> int:
+        """Tokens of a stream of the rows in which each group's prompt stands once."""
+        kept = set(rows)
+        first = [min(kept.intersection(group)) for group in self.groups() if kept.intersection(group)]
+        return sum(self.prompts[row] for row in first) + sum(self.completions[row] for row in rows)
+
     def groups(self) -> list[list[int]]:
         """Runs of rows with one prompt."""
         runs: list[list[int]] = []

@@ -11,10 +11,9 @@ from torch.utils.data import Dataset
 from transformers import TrainerState
 
 from groupwise.config import GRPOConfig
-from groupwise.core.metrics import Metrics
 from groupwise.data import GenerationBuffer, GroupSampler
 from groupwise.stages import TrainBatch
-from groupwise.window import Cut, recut
+from groupwise.window import Cut, WindowWork, recut
 
 
 class BatchingMixin:
@@ -52,8 +51,10 @@ class BatchingMixin:
         uses = self.args.steps_per_generation * self.args.num_iterations
         return self.args.gradient_accumulation_steps % uses == 0
 
-    def recut_window(self, window: list[TrainBatch], layout: str) -> tuple[list[TrainBatch | None], Metrics]:
-        """The window without rows that have no gradient, in micro-batches of about equal cost; metrics."""
+    def recut_window(
+        self, window: list[TrainBatch], layout: str
+    ) -> tuple[list[TrainBatch | None], WindowWork]:
+        """The window without rows that have no gradient, in micro-batches of about equal cost."""
 
         def largest_of_ranks(number: int) -> int:
             numbers = self.accelerator.gather(torch.tensor([number], device=self.accelerator.device))
