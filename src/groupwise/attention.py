@@ -90,4 +90,4 @@ def grouped_query_attention(
     folded = query_BHTD.reshape(batch, kv_heads, per_head * width, size)
     mask = mask_B1TS.repeat(1, 1, per_head, 1)
     out = scaled_dot_product_attention(folded, key_BKSD, value_BKSD, attn_mask=mask, scale=scale)
-    return out.view(batch, heads, width, -1)  # values may be narrower than keys
+    return out.view(batch, heads, width, size)

@@ -15,12 +15,13 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache, GenerationConfig, GenerationMixin
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from groupwise.attention import Attend, grouped_query_attention, open_attention
+from groupwise.attention import Attend, open_attention
 from groupwise.backends.growing_cache import continue_rows
 
 #: Settings that generate's own preparation turns into processors and criteria which look at each row alone.
@@ -175,7 +176,8 @@ class _Rows:
         """The logits after the newest token."""
         inputs = self.model.prepare_inputs_for_generation(self.tokens_RS, **self.step_kwargs, **self.kwargs)
         if self.attends:
-            mask_R11S = inputs["attention_mask"][:, None, None, :].bool()
+            mask_RS = inputs.get("attention_mask")  # generate leaves it out where nothing is padded
+            mask_R11S = None if mask_RS is None else mask_RS[:, None, None, :].bool()
             inputs.update(attention_mask=mask_R11S, attend=attend_with(mask_R11S))
         self._take(self.model(**inputs, return_dict=True))
 
@@ -185,20 +187,26 @@ class _Rows:
         self.logits_RV = outputs.logits[:, -1].to(self.tokens_RS.device, torch.float32, copy=True)
 
 
-def attend_with(mask_R11S: torch.Tensor) -> Attend:
-    """Attention of one query for each row to the positions where the mask is true, the last of them its own."""
+def attend_with(mask_R11S: torch.Tensor | None) -> Attend:
+    """Attention of one query for each row to the positions where the mask is true (None: all), itself the last.
+
+    The H / K query heads of a key-value head become queries of it, so that its keys are not copied for each.
+    """
 
     def attend(
-        query_RHTD: torch.Tensor,
+        query_RH1D: torch.Tensor,
         key_RKSD: torch.Tensor,
         value_RKSD: torch.Tensor,
         scale: float | None,
         window: int | None,
     ) -> torch.Tensor:
+        rows, heads, _, size = query_RH1D.shape
         seen = slice(-window if window else None, None)
-        out = grouped_query_attention(
-            query_RHTD, key_RKSD[:, :, seen], value_RKSD[:, :, seen], mask_R11S[..., seen], scale
+        folded = query_RH1D.reshape(rows, key_RKSD.shape[1], -1, size)
+        mask = None if mask_R11S is None else mask_R11S[..., seen]
+        out = scaled_dot_product_attention(
+            folded, key_RKSD[:, :, seen], value_RKSD[:, :, seen], attn_mask=mask, scale=scale
         )
-        return out.transpose(1, 2)
+        return out.reshape(rows, 1, heads, -1)
 
     return attend
