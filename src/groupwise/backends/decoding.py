@@ -1,9 +1,10 @@
 """Sampling of groups: every prompt is read once, and rows that have ended leave the batch.
 
-``decode_groups`` stands in for the loop of ``model.generate`` (its ``custom_generate``), which prepares the cache,
-the logits processors and the stopping criteria as always. The distribution of the completions is the same.
+``decode_groups`` stands in for the loop of ``model.generate`` (its ``custom_generate``), which prepares the
+cache, the logits processors and the stopping criteria as always. The distribution of completions is the same.
 
-Axes: P distinct prompts, R rows (completions being decoded), S positions, V vocabulary.
+Axes: R rows (completions being decoded), S positions, V vocabulary, H query and K key-value heads, D
+head size.
 """
 
 from __future__ import annotations
@@ -24,17 +25,23 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from groupwise.attention import Attend, open_attention
 from groupwise.backends.growing_cache import continue_rows
 
-#: Settings that generate's own preparation turns into processors and criteria which look at each row alone.
+#: Settings that generate's preparation turns into processors and criteria which look at each row alone.
 HONOURED = frozenset(
-    "max_length max_new_tokens min_length min_new_tokens max_time do_sample temperature top_k top_p top_h min_p"
-    " typical_p epsilon_cutoff eta_cutoff repetition_penalty no_repeat_ngram_size bad_words_ids sequence_bias"
-    " suppress_tokens begin_suppress_tokens exponential_decay_length_penalty forced_bos_token_id"
-    " forced_eos_token_id renormalize_logits remove_invalid_values pad_token_id bos_token_id eos_token_id"
-    " transformers_version _from_model_config".split()
+    {
+        *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "do_sample"),
+        *("temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+        *("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias"),
+        *("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
+        *("exponential_decay_length_penalty", "renormalize_logits", "remove_invalid_values"),
+        *("pad_token_id", "bos_token_id", "eos_token_id", "transformers_version", "_from_model_config"),
+    }
 )
 
 #: Values of other settings that change nothing; None and False never do, apart from ``use_cache``.
-NEUTRAL = (("use_cache", True), ("cache_implementation", "dynamic"), ("num_beams", 1), ("num_return_sequences", 1))
+NEUTRAL = {"use_cache": True, "cache_implementation": "dynamic", "num_beams": 1, "num_return_sequences": 1}
+
+#: Layers of a cache that hold nothing but keys and values, one row of them for each row of the batch.
+SELECTABLE = (DynamicLayer, DynamicSlidingWindowLayer)
 
 #: Rows that have ended stay until they are this part of the batch, because removing them copies the others.
 ENDED_PART = 0.25
@@ -52,32 +59,40 @@ def runs_in_step(model: Any) -> bool:
 
 
 def can_decode_groups(model: Any, config: GenerationConfig) -> bool:
-    """Whether ``decode_groups`` does what ``model.generate`` would do; where it is not certain, it is False.
+    """Whether ``decode_groups`` does what ``model.generate`` would do; False where that is not certain.
 
-    It takes a text model with nothing but attention layers, transformers' own sampling loop and cache, settings that
-    act on each row alone, no prompt tuning, and ranks that may run different numbers of forwards.
+    It takes transformers' own loop and cache, a text model of nothing but attention layers, settings that act
+    on each row alone, no prompt tuning, and ranks that need not run the same number of forwards.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if any(getattr(adapter, "is_prompt_learning", False) for adapter in getattr(model, "peft_config", {}).values()):
-        return False
-    if any(
-        getattr(getattr(base, name, None), "__func__", None) is not getattr(GenerationMixin, name)
+    adapters = getattr(model, "peft_config", {}).values()
+    return (
+        _has_the_usual_loop(base)
+        and not any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters)
+        and not base.config.is_encoder_decoder
+        and base.config.get_text_config(decoder=True) is base.config  # others keep positions of their own
+        and not base._is_stateful
+        and base._supports_default_dynamic_cache()
+        and all(type(layer) in SELECTABLE for layer in DynamicCache(config=base.config).layers)
+        and _acts_on_rows_alone(config, base.generation_config)
+        and not runs_in_step(base)
+    )
+
+
+def _has_the_usual_loop(model: Any) -> bool:
+    """Neither the class nor the instance has a ``generate`` or a sampling loop of its own."""
+    return all(
+        getattr(getattr(model, name, None), "__func__", None) is getattr(GenerationMixin, name)
         for name in ("generate", "_sample")
-    ):
-        return False
-    settings = [*config.to_diff_dict().items(), *base.generation_config.to_diff_dict().items()]
-    if any(
-        name not in HONOURED
-        and (name, value) not in NEUTRAL
-        and (name == "use_cache" or value not in (None, False))
-        for name, value in settings
-    ):
-        return False
-    text_only = base.config.get_text_config(decoder=True) is base.config and not base.config.is_encoder_decoder
-    if not text_only or base._is_stateful or not base._supports_default_dynamic_cache() or runs_in_step(base):
-        return False
-    layers = DynamicCache(config=base.config).layers
-    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+    )
+
+
+def _acts_on_rows_alone(config: GenerationConfig, defaults: GenerationConfig) -> bool:
+    """Whether no row matters to another, where ``defaults`` are the model's own for what is left open."""
+    return all(
+        name in HONOURED or value == NEUTRAL.get(name) or (value is False and name != "use_cache")
+        for name, value in {**defaults.to_diff_dict(), **config.to_diff_dict()}.items()
+    )
 
 
 def casts_kept(device: torch.device) -> AbstractContextManager[Any]:
@@ -103,7 +118,7 @@ def decode_groups(
     """Continue every prompt as often as asked; all arguments but ``copies`` are those of generate's own loop.
 
     Args:
-        input_ids: P distinct prompts, padded on the left, (P, S).
+        input_ids: the distinct prompts, padded on the left.
         copies: the number of completions of each prompt.
 
     Returns:
@@ -148,13 +163,14 @@ class _Rows:
 
     def __init__(self, model: Any, tokens: torch.Tensor, outputs: Any, model_kwargs: dict[str, Any]) -> None:
         self.model, self.tokens_RS = model, tokens
+        # A sliding layer holds fewer positions than the mask that all layers would share.
         sliding = any(layer.is_sliding for layer in outputs.past_key_values.layers)
-        takes_more = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
-        self.attends = not sliding and takes_more and open_attention(model)
+        self.attends = not sliding and _takes_any_keyword(model.forward) and open_attention(model)
         prepare = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
         # Where there is no such argument, the cache position tells how many tokens are new.
         self.step_kwargs = {"next_sequence_length": 1} if "next_sequence_length" in prepare else {}
         self.kwargs = model_kwargs
+        self.logits_RV: torch.Tensor
         self._take(outputs)
 
     @property
@@ -166,7 +182,7 @@ class _Rows:
         """Let the given rows, named as often as wanted, be the batch; the cache is left alone."""
         self.tokens_RS, self.logits_RV = self.tokens_RS[rows_R], self.logits_RV[rows_R]
         for name, value in self.kwargs.items():
-            if isinstance(value, torch.Tensor) and value.ndim > 1:  # one dimension: positions common to all rows
+            if isinstance(value, torch.Tensor) and value.ndim > 1:  # one dimension is common to all rows
                 self.kwargs[name] = value[rows_R]
 
     def append(self, tokens_R: torch.Tensor) -> None:
@@ -183,14 +199,19 @@ class _Rows:
 
     def _take(self, outputs: Any) -> None:
         self.kwargs = self.model._update_model_kwargs_for_generation(outputs, self.kwargs)
-        # A copy, so that nothing holds on to the logits of a whole prompt where the model has no other choice.
+        # A copy: a view would hold on to the logits of the whole prompt where the model computes them all.
         self.logits_RV = outputs.logits[:, -1].to(self.tokens_RS.device, torch.float32, copy=True)
 
 
+def _takes_any_keyword(function: Any) -> bool:
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
+
+
 def attend_with(mask_R11S: torch.Tensor | None) -> Attend:
-    """Attention of one query for each row to the positions where the mask is true (None: all), itself the last.
+    """Attention of one query for each row to the positions where the mask is true; None is all of them.
 
     The H / K query heads of a key-value head become queries of it, so that its keys are not copied for each.
+    A window counts back from the last position, which is the query's own.
     """
 
     def attend(

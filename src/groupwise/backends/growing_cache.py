@@ -73,4 +73,4 @@ def continue_rows(cache: DynamicCache, rows_R: torch.Tensor, limit: int) -> None
         if type(layer) is DynamicLayer and layer.is_initialized:
             cache.layers[index] = GrowingLayer(layer, rows_R, limit)
         else:
-            layer.batch_select_indices(rows_R)
+            layer.batch_select_indices(rows_R)  # type: ignore[union-attr]
