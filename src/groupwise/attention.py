@@ -17,7 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 IMPLEMENTATION = "groupwise_sdpa"
 
-#: ``(query_BHTD, key_BKSD, value_BKSD, scale, window) -> (B, T, H, D)``; window is None or the number of keys seen.
+#: ``(query_BHTD, key_BKSD, value_BKSD, scale, window) -> (B, T, H, D)``; window is None or the number of keys
+#: seen. One with an attribute ``mask`` serves only the layers that have that mask; others make their own of it.
 Attend = Callable[..., torch.Tensor]
 
 
@@ -57,7 +58,7 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The signature that transformers calls; what "sdpa" ignores (a softcap of the scores) is ignored here too."""
-    if attend is None:
+    if attend is None or attention_mask is not getattr(attend, "mask", attention_mask):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(

@@ -30,7 +30,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
-from groupwise.backends.decoding import attend_with, can_decode_groups, group_prompts
+from groupwise.backends.decoding import OneQueryAttention, can_decode_groups, group_prompts
 from groupwise.backends.growing_cache import GrowingLayer
 from groupwise.backends.transformers_generate import TransformersBackend
 
@@ -305,8 +305,8 @@ def test_a_window_hides_older_positions():
     mask[1, ..., :7] = False
     windowed = mask.clone()
     windowed[..., :5] = False
-    expected = attend_with(windowed)(query, key, value, None, None)
-    torch.testing.assert_close(attend_with(mask)(query, key, value, None, 4), expected)
+    expected = OneQueryAttention(windowed)(query, key, value, None, None)
+    torch.testing.assert_close(OneQueryAttention(mask)(query, key, value, None, 4), expected)
     scores = torch.einsum("bhd,bhsd->bhs", query[:, :, 0], key.repeat_interleave(2, 1)) / 8**0.5
     weights = scores.masked_fill(~windowed[:, 0], -torch.inf).softmax(-1)
     by_hand = torch.einsum("bhs,bhsd->bhd", weights, value.repeat_interleave(2, 1))[:, None]

@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from groupwise.attention import Attend, open_attention
+from groupwise.attention import open_attention
 from groupwise.backends.growing_cache import continue_rows
 
 #: Settings that generate's preparation turns into processors and criteria which look at each row alone.
@@ -73,6 +73,7 @@ def can_decode_groups(model: Any, config: GenerationConfig) -> bool:
         and base.config.get_text_config(decoder=True) is base.config  # others keep positions of their own
         and not base._is_stateful
         and base._supports_default_dynamic_cache()
+        and "past_key_values" in inspect.signature(base.forward).parameters
         and all(type(layer) in SELECTABLE for layer in DynamicCache(config=base.config).layers)
         and _acts_on_rows_alone(config, base.generation_config)
         and not runs_in_step(base)
@@ -193,8 +194,8 @@ class _Rows:
         inputs = self.model.prepare_inputs_for_generation(self.tokens_RS, **self.step_kwargs, **self.kwargs)
         if self.attends:
             mask_RS = inputs.get("attention_mask")  # generate leaves it out where nothing is padded
-            mask_R11S = None if mask_RS is None else mask_RS[:, None, None, :].bool()
-            inputs.update(attention_mask=mask_R11S, attend=attend_with(mask_R11S))
+            attend = OneQueryAttention(None if mask_RS is None else mask_RS[:, None, None, :].bool())
+            inputs.update(attention_mask=attend.mask, attend=attend)
         self._take(self.model(**inputs, return_dict=True))
 
     def _take(self, outputs: Any) -> None:
@@ -207,14 +208,18 @@ def _takes_any_keyword(function: Any) -> bool:
     return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
 
 
-def attend_with(mask_R11S: torch.Tensor | None) -> Attend:
-    """Attention of one query for each row to the positions where the mask is true; None is all of them.
+class OneQueryAttention:
+    """Attention of one query for each row to the positions where ``mask`` (R, 1, 1, S) is true; None is all.
 
     The H / K query heads of a key-value head become queries of it, so that its keys are not copied for each.
     A window counts back from the last position, which is the query's own.
     """
 
-    def attend(
+    def __init__(self, mask: torch.Tensor | None) -> None:
+        self.mask = mask
+
+    def __call__(
+        self,
         query_RH1D: torch.Tensor,
         key_RKSD: torch.Tensor,
         value_RKSD: torch.Tensor,
@@ -223,11 +228,11 @@ def attend_with(mask_R11S: torch.Tensor | None) -> Attend:
     ) -> torch.Tensor:
         rows, heads, _, size = query_RH1D.shape
         seen = slice(-window if window else None, None)
-        folded = query_RH1D.reshape(rows, key_RKSD.shape[1], -1, size)
-        mask = None if mask_R11S is None else mask_R11S[..., seen]
         out = scaled_dot_product_attention(
-            folded, key_RKSD[:, :, seen], value_RKSD[:, :, seen], attn_mask=mask, scale=scale
+            query_RH1D.reshape(rows, key_RKSD.shape[1], -1, size),
+            key_RKSD[:, :, seen],
+            value_RKSD[:, :, seen],
+            attn_mask=None if self.mask is None else self.mask[..., seen],
+            scale=scale,
         )
         return out.reshape(rows, 1, heads, -1)
-
-    return attend
