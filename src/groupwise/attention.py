@@ -1,8 +1,9 @@
 """A door for our own attention in stock transformers models.
 
-A model whose implementation is ``IMPLEMENTATION`` computes exactly what it computes with "sdpa", except in a
-forward that is given ``attend=...``: then that callable replaces the attention of every layer. It travels as an
-argument of the forward, not as state, because gradient checkpointing calls the layers again in the backward.
+A model whose implementation is ``IMPLEMENTATION`` computes exactly what it computes with "sdpa", except in
+a forward that is given ``attend=...``: then that callable replaces the attention of every layer. It travels
+as an argument of the forward, not as state, because gradient checkpointing calls the layers again in the
+backward.
 
 Axes: B sequences, H query heads, K key-value heads, T queries, S keys, D head size.
 """
@@ -17,8 +18,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 IMPLEMENTATION = "groupwise_sdpa"
 
-#: ``(query_BHTD, key_BKSD, value_BKSD, scale, window) -> (B, T, H, D)``; window is None or the number of keys
-#: seen. One with an attribute ``mask`` serves only the layers that have that mask; others make their own of it.
+#: ``(query_BHTD, key_BKSD, value_BKSD, scale, window) -> (B, T, H, D)``; the window is the number of keys
+#: seen, or None. One with an attribute ``mask`` need not serve every layer: those that make a mask of their
+#: own of it, or ask for what it does not know, keep the attention they have.
 Attend = Callable[..., torch.Tensor]
 
 
@@ -57,15 +59,17 @@ def _attention(
     attend: Attend | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The signature that transformers calls; what "sdpa" ignores (a softcap of the scores) is ignored here too."""
-    if attend is None or attention_mask is not getattr(attend, "mask", attention_mask):
+    """What transformers calls; what "sdpa" ignores (a softcap of the scores) is ignored here too."""
+    unknown = [name for name in ("position_bias", "s_aux") if kwargs.get(name) is not None]
+    own_mask = attention_mask is not getattr(attend, "mask", attention_mask)
+    if attend is None or own_mask or (unknown and hasattr(attend, "mask")):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    if dropout:
-        raise NotImplementedError("attention dropout")
+    if dropout or unknown:
+        raise NotImplementedError(f"attention with {', '.join(unknown) or 'dropout'}")
     return attend(query, key, value, scaling, kwargs.get("sliding_window")), None
 
 
@@ -76,7 +80,7 @@ def grouped_query_attention(
     mask_B1TS: torch.Tensor | None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Masked attention with H / K query heads to each key-value head, whose keys are not copied: (B, H, T, D).
+    """Masked attention with H / K query heads to a key-value head, whose keys are not copied: (B, H, T, D).
 
     The query heads of a key-value head become further queries of it, so that every fused kernel takes the
     mask; None is causal attention over T = S.

@@ -40,7 +40,6 @@ LAYERS = {
     "checkpoint": {"errors"},
     "models": {"errors", "heads"},
     "reference": {"config", "errors"},
-    "attention": set(),
     "backends": {"attention", "core", "errors", "stages"},
     "rewards": {"errors", "prompts", "stages"},
     "reporting": {"config"},
