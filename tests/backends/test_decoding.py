@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    DogeConfig,
+    DogeForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -25,14 +27,17 @@ from transformers import (
     MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
 from transformers.cache_utils import DynamicLayer
 
-from groupwise.backends.decoding import OneQueryAttention, can_decode_groups, group_prompts
+from groupwise.backends.decoding import OneQueryAttention, can_decode_groups, decode_groups, group_prompts
 from groupwise.backends.growing_cache import GrowingLayer
 from groupwise.backends.transformers_generate import TransformersBackend
+from groupwise.core.padding import length_mask, pad_sequences
 
 SIZE = {
     "vocab_size": 40,
@@ -50,11 +55,13 @@ MODELS = {
     "llama": (LlamaForCausalLM, LlamaConfig, GROUPED),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, GROUPED),
     "gpt_neox": (GPTNeoXForCausalLM, GPTNeoXConfig, SIZE),
+    "doge_mask_of_its_own": (DogeForCausalLM, DogeConfig, {**GROUPED, "keep_window_size": 4}),
     "mistral_sliding": (MistralForCausalLM, MistralConfig, SLIDING),
     "gemma2_sliding": (Gemma2ForCausalLM, Gemma2Config, SLIDING),
     "gemma3_sliding": (Gemma3ForCausalLM, Gemma3TextConfig, SLIDING),
 }
-RECURRENT = {
+WITHOUT_ROWS = {
+    "openai_gpt": (OpenAIGPTLMHeadModel, OpenAIGPTConfig, {**SIZE, "n_embd": 32, "n_layer": 2, "n_head": 4}),
     "mamba": (MambaForCausalLM, MambaConfig, {**SIZE, "state_size": 4}),
     "jamba": (
         JambaForCausalLM,
@@ -70,7 +77,7 @@ ENDS = [3, 8, 9, 10, 21, 22]
 
 def tiny(name: str, seed: int = 0):
     """A model whose weights are large enough for greedy completions to differ and end at different places."""
-    model_class, config_class, changes = {**MODELS, **RECURRENT}[name]
+    model_class, config_class, changes = {**MODELS, **WITHOUT_ROWS}[name]
     torch.manual_seed(seed)
     model = model_class(config_class(**changes)).eval()
     with torch.no_grad():
@@ -160,7 +167,7 @@ def test_sampled_frequencies_are_the_exact_probabilities():
     logits[:, 4:] = -30.0
     probabilities = (logits / 0.7).softmax(-1)
     config = settings(max_new_tokens=3, do_sample=True, temperature=0.7, top_k=0, eos_token_id=3)
-    rows = 6000
+    rows = 20000
     sampled = by_groups(markov_model(logits.float()), [[1]] * rows + [[0, 2]] * rows, config)
     for start, completions in ((1, sampled[:rows]), (2, sampled[rows:])):
         expected: dict[tuple[int, ...], float] = {}
@@ -190,16 +197,28 @@ def test_a_prompt_is_read_once_for_its_group():
 
 
 def test_rows_that_ended_leave_the_batch():
-    model, config = tiny("llama"), settings()
-    lengths = [len(row.token_ids) for row in by_groups(model, PROMPTS, config)]
+    model = tiny("llama", 1)
     shapes = forward_shapes(model)
-    by_groups(model, PROMPTS, config)
-    steps = [rows for rows, width in shapes if width == 1]
-    assert len(steps) == max(lengths) - 1
-    running = [sum(length > step for length in lengths) for step in range(1, max(lengths))]
-    assert len(set(running)) > 1
-    for rows, still_running in zip(steps, running, strict=True):
-        assert still_running <= rows < still_running / 0.75 + 1e-9 or rows == still_running
+    lengths = [len(row.token_ids) for row in by_groups(model, PROMPTS, settings())]
+    assert lengths == [1, 1, 1, 3, 5, 5, 5, 5]
+    # Three of eight leave after the first token; of five, one is less than a quarter and stays to the end.
+    assert shapes == [(3, 8), *[(5, 1)] * 4]
+
+
+def test_sequences_are_padded_like_those_of_generate():
+    model, config = tiny("llama", 1), settings()
+    distinct, copies = group_prompts(PROMPTS)
+    loop = partial(decode_groups, copies=copies)
+    found, expected = (
+        model.generate(
+            pad_sequences(prompts, 0, left=True),
+            attention_mask=length_mask([len(prompt) for prompt in prompts], 8, left=True),
+            generation_config=config,
+            custom_generate=custom_generate,
+        )
+        for prompts, custom_generate in ((distinct, loop), (PROMPTS, None))
+    )
+    assert torch.equal(found, expected)
 
 
 def test_everything_stops_when_all_rows_end_at_once(monkeypatch):
@@ -217,8 +236,8 @@ def test_one_group_without_padding(monkeypatch):
     assert by_groups(model, prompts, settings()) == by_generate(model, prompts, settings(), monkeypatch)
 
 
-@pytest.mark.parametrize("name", RECURRENT)
-def test_recurrent_models_use_the_loop_of_generate(name, monkeypatch):
+@pytest.mark.parametrize("name", WITHOUT_ROWS)
+def test_models_without_a_cache_of_rows_use_the_loop_of_generate(name, monkeypatch):
     model = tiny(name)
     assert not can_decode_groups(model, settings())
     rows = TransformersBackend(lambda: model, settings()).generate(PROMPTS)
@@ -250,6 +269,12 @@ def test_a_generate_of_the_models_own_is_used():
     model = tiny("llama")
     assert can_decode_groups(model, settings())
     model.generate = partial(LlamaForCausalLM.generate, model)
+    assert not can_decode_groups(model, settings())
+
+
+def test_stateful_models_use_the_loop_of_generate(monkeypatch):
+    model = tiny("llama")
+    monkeypatch.setattr(model, "_is_stateful", True)
     assert not can_decode_groups(model, settings())
 
 

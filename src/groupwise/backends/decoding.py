@@ -130,7 +130,7 @@ def decode_groups(
     limit, pad = generation_config.max_length, generation_config.pad_token_id
     sequences = input_ids.new_full((len(rows_R), limit), pad)
     outputs = model._prefill(input_ids, generation_config, model_kwargs)
-    batch = _Rows(model, input_ids, outputs, model_kwargs)
+    batch = _Rows(model, input_ids, outputs, model_kwargs, logits_processor)
     continue_rows(batch.cache, rows_R, limit)
     batch.select(rows_R)
     place_R = torch.arange(len(rows_R), device=input_ids.device)
@@ -162,8 +162,10 @@ def choose(scores_RV: torch.Tensor, do_sample: bool) -> torch.Tensor:
 class _Rows:
     """The rows that are being decoded: their tokens, next logits, cache and further inputs of the model."""
 
-    def __init__(self, model: Any, tokens: torch.Tensor, outputs: Any, model_kwargs: dict[str, Any]) -> None:
-        self.model, self.tokens_RS = model, tokens
+    def __init__(
+        self, model: Any, tokens: torch.Tensor, outputs: Any, model_kwargs: dict[str, Any], processors: Any
+    ) -> None:
+        self.model, self.tokens_RS, self.processors = model, tokens, processors
         # A sliding layer holds fewer positions than the mask that all layers would share.
         sliding = any(layer.is_sliding for layer in outputs.past_key_values.layers)
         self.attends = not sliding and _takes_any_keyword(model.forward) and open_attention(model)
@@ -185,6 +187,10 @@ class _Rows:
         for name, value in self.kwargs.items():
             if isinstance(value, torch.Tensor) and value.ndim > 1:  # one dimension is common to all rows
                 self.kwargs[name] = value[rows_R]
+        for processor in self.processors:  # the padding that the repetition penalty leaves out
+            lengths = getattr(processor, "prompt_ignore_length", None)
+            if isinstance(lengths, torch.Tensor):
+                processor.prompt_ignore_length = lengths[rows_R.to(lengths.device)]
 
     def append(self, tokens_R: torch.Tensor) -> None:
         self.tokens_RS = torch.cat([self.tokens_RS, tokens_R[:, None]], dim=1)
