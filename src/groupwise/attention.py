@@ -19,7 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 IMPLEMENTATION = "groupwise_sdpa"
 
 #: ``(query_BHTD, key_BKSD, value_BKSD, scale, window) -> (B, T, H, D)``; the window is the number of keys
-#: seen, or None.
+#: seen, or None. One with an attribute ``mask`` need not serve every layer: those that make a mask of their
+#: own of it, or ask for what it does not know, keep the attention they have.
 Attend = Callable[..., torch.Tensor]
 
 
@@ -59,13 +60,14 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls; what "sdpa" ignores (a softcap of the scores) is ignored here too."""
-    if attend is None:
+    unknown = [name for name in ("position_bias", "s_aux") if kwargs.get(name) is not None]
+    own_mask = attention_mask is not getattr(attend, "mask", attention_mask)
+    if attend is None or own_mask or (unknown and hasattr(attend, "mask")):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    unknown = [name for name in ("position_bias", "s_aux") if kwargs.get(name) is not None]
     if dropout or unknown:
         raise NotImplementedError(f"attention with {', '.join(unknown) or 'dropout'}")
     return attend(query, key, value, scaling, kwargs.get("sliding_window")), None

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from groupwise.backends.decoding import (
+    can_decode_groups,
+    casts_kept,
+    decode_groups,
+    group_prompts,
+    runs_in_step,
+)
 from groupwise.core.padding import length_mask, pad_sequences
 from groupwise.stages import Completion
 
 
 class TransformersBackend:
     """Samples with ``model.generate``: always the current weights, so there is nothing to synchronise.
+
+    Where it can, the loop inside is ``decode_groups``, which reads a prompt once for all its completions and
+    stops computing those that have ended.
 
     Args:
         model: returns the unwrapped policy; called at every generation because training may wrap it anew.
@@ -47,19 +59,26 @@ class TransformersBackend:
             B completions, cut after their first end token; ``truncated`` where there was none.
         """
         model: Any = self.model()
+        shared = can_decode_groups(model, self.generation_config)
+        distinct, copies = group_prompts(prompts) if shared else (prompts, [])
         pad_token = self.generation_config.pad_token_id
         input_ids = pad_sequences(
-            prompts, pad_token, left=True, multiple_of=self.pad_to_multiple_of, device=model.device
+            distinct, pad_token, left=True, multiple_of=self.pad_to_multiple_of, device=model.device
         )
         attention_mask = length_mask(
-            [len(prompt) for prompt in prompts], input_ids.shape[1], left=True, device=model.device
+            [len(prompt) for prompt in distinct], input_ids.shape[1], left=True, device=model.device
         )
+        loop = {"custom_generate": partial(decode_groups, copies=copies)} if shared else {}
         was_training = model.training
         model.eval()  # dropout off, and gradient checkpointing does not switch the cache off
         try:
-            sequences = model.generate(
-                input_ids=input_ids, attention_mask=attention_mask, generation_config=self.generation_config
-            )
+            with nullcontext() if runs_in_step(model) else casts_kept(model.device):
+                sequences = model.generate(
+                    input_ids=input_ids,
+                    attention_mask=attention_mask,
+                    generation_config=self.generation_config,
+                    **loop,
+                )
         finally:
             model.train(was_training)
         new_tokens = sequences[:, input_ids.shape[1] :].tolist()
