@@ -4,7 +4,7 @@ Both train SmolLM2-135M-Instruct in float32 with the same data, the same rewards
 full length, so that a step is the same number of tokens for both. Each round starts a fresh process for each
 library; the first step of a process is a warm-up and does not count.
 
-    python benchmarks/step_time.py --case short --rounds 3 --timed_steps 2
+    python benchmarks/step_time.py --case short --rounds 3 --timed_steps 2 --zero_variance 50
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def case_settings(name: str) -> dict:
     }[name]
 
 
-def varied_reward(completions: list, **_: object) -> list[float]:
-    """A number in [0, 1) from the text alone: practically every group has variance."""
+def binary_reward(completions: list, constant: list[bool], **_: object) -> list[float]:
+    """0 or 1 from the text alone, so that practically every group has variance, unless it is to have none."""
     digests = (hashlib.sha256(completion[0]["content"].encode()).digest() for completion in completions)
-    return [digest[0] / 256 for digest in digests]
+    return [1.0 if same else float(digest[0] % 2) for digest, same in zip(digests, constant, strict=True)]
 
 
-def run_worker(library: str, case: str, timed_steps: int) -> None:
+def run_worker(library: str, case: str, timed_steps: int, zero_variance: int) -> None:
     """Train in this process and print one line of JSON: seconds of every timed step and peak memory."""
     from datasets import Dataset
     from smollm2 import local_model
@@ -65,7 +65,13 @@ def run_worker(library: str, case: str, timed_steps: int) -> None:
 
     filler = WORDS * settings["padding_sentences"]
     questions = [f"{filler}Write a short story about the number {n}." for n in range(64)]
-    dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in questions]})
+    dataset = Dataset.from_dict(
+        {
+            "prompt": [[{"role": "user", "content": text}] for text in questions],
+            # of every ten prompts, spread over the steps
+            "constant": [(n * 3) % 10 < zero_variance // 10 for n in range(64)],
+        }
+    )
     model, clock = str(local_model()), StepClock()
     with tempfile.TemporaryDirectory() as output_dir:
         config = GRPOConfig(
@@ -81,10 +87,11 @@ def run_worker(library: str, case: str, timed_steps: int) -> None:
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
+            shuffle_dataset=False,
         )
         GRPOTrainer(
             model=model,
-            reward_funcs=varied_reward,
+            reward_funcs=binary_reward,
             args=config,
             train_dataset=dataset,
             processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
@@ -95,17 +102,10 @@ def run_worker(library: str, case: str, timed_steps: int) -> None:
     print("RESULT " + json.dumps({"seconds": seconds, "peak_mib": peak_mib}))
 
 
-def measure(library: str, case: str, timed_steps: int) -> dict:
-    command = [
-        sys.executable,
-        __file__,
-        "--worker",
-        library,
-        "--case",
-        case,
-        "--timed_steps",
-        str(timed_steps),
-    ]
+def measure(library: str, options: argparse.Namespace) -> dict:
+    command = [sys.executable, __file__, "--worker", library]
+    for name in ("case", "timed_steps", "zero_variance"):
+        command += [f"--{name}", str(getattr(options, name))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:
@@ -120,30 +120,32 @@ def main() -> None:
     parser.add_argument("--case", choices=("short", "long"), default="short")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--timed_steps", type=int, default=2)
+    parser.add_argument(
+        "--zero_variance", type=int, choices=range(0, 100, 10), default=0, help="per cent of groups without"
+    )
     parser.add_argument("--worker", choices=LIBRARIES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        run_worker(options.worker, options.case, options.timed_steps)
+        run_worker(options.worker, options.case, options.timed_steps, options.zero_variance)
         return
-    from common import describe_machine, ratio_summary, write_results
+    from common import ratio_summary, write_results
 
     runs: dict[str, list[dict]] = {library: [] for library in LIBRARIES}
     for round_index in range(options.rounds):
         for library in LIBRARIES:
-            runs[library].append(measure(library, options.case, options.timed_steps))
+            runs[library].append(measure(library, options))
             print(f"round {round_index + 1} {library}: {runs[library][-1]}", flush=True)
-    seconds = {library: [s for run in runs[library] for s in run["seconds"]] for library in LIBRARIES}
-    peaks = {library: [run["peak_mib"] for run in runs[library]] for library in LIBRARIES}
-    results = {
-        "machine": describe_machine(),
-        "settings": {**vars(options), **case_settings(options.case)},
-        "seconds": seconds,
-        "peak_mib": peaks,
-        "time_ratio": ratio_summary(seconds["groupwise"], seconds["trl"]),
-        "memory_ratio": ratio_summary(peaks["groupwise"], peaks["trl"]),
-    }
+        seconds = {library: [s for run in runs[library] for s in run["seconds"]] for library in LIBRARIES}
+        peaks = {library: [run["peak_mib"] for run in runs[library]] for library in LIBRARIES}
+        results = {
+            "settings": {**vars(options), **case_settings(options.case)},
+            "seconds": seconds,
+            "peak_mib": peaks,
+            "time_ratio": ratio_summary(seconds["groupwise"], seconds["trl"]),
+            "memory_ratio": ratio_summary(peaks["groupwise"], peaks["trl"]),
+        }
+        write_results(f"step_time_{options.case}_zero{options.zero_variance}", results)
     print(f"groupwise / TRL: time {results['time_ratio']}, peak memory {results['memory_ratio']}")
-    write_results(f"step_time_{options.case}", results)
 
 
 if __name__ == "__main__":
