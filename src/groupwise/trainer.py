@@ -32,12 +32,20 @@ from groupwise.mixins.loss import objective_settings
 from groupwise.models import load_processing_class
 from groupwise.protocols import RewardFunction, RolloutFunction
 from groupwise.reference import MixReference, make_reference
+from groupwise.splitting import SplittingTrainer
 from groupwise.stages import TrainBatch
 from groupwise.window import WindowWork
 
 
 class GRPOTrainer(
-    BatchingMixin, RolloutMixin, RewardMixin, AdvantageMixin, PolicyMixin, LossMixin, AtomicTrainer
+    BatchingMixin,
+    RolloutMixin,
+    RewardMixin,
+    AdvantageMixin,
+    PolicyMixin,
+    LossMixin,
+    SplittingTrainer,
+    AtomicTrainer,
 ):
     """Group relative policy optimisation on top of ``transformers.Trainer``.
 
@@ -219,7 +227,22 @@ class GRPOTrainer(
             book.record({"loss": Mean(output.loss.detach(), inputs.share_B1.sum())})
             if output.bonus_entropy is not None:
                 self.window_entropy = self.window_entropy.merge(output.bonus_entropy)
+        self.in_backward = True
         return (output.loss, scores) if return_outputs else output.loss
+
+    def size_of(self, inputs: TrainBatch) -> int:
+        return inputs.computed_tokens()
+
+    def halves_of(self, inputs: TrainBatch) -> list[TrainBatch]:
+        if self.window_cut.fixed:  # the loss is not a sum over rows
+            return [inputs]
+        return [self.scorer.prepare(half) for half in inputs.split(-(-len(inputs) // 2))]
+
+    def window_state(self) -> Any:
+        return self.books["train"].metrics, self.window_entropy
+
+    def restore_window_state(self, state: Any) -> None:
+        self.books["train"].metrics, self.window_entropy = state
 
     def _end_window(self) -> None:
         book = self.books["train"]

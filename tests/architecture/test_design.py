@@ -44,6 +44,7 @@ LAYERS = {
     "config_conflicts": {"errors", "core", "config", "config_rules"},
     "checkpoint": {"errors"},
     "atomic": {"checkpoint"},
+    "splitting": {"errors"},
     "models": {"errors", "heads"},
     "reference": {"config", "errors"},
     "backends": {"attention", "core", "errors", "stages"},

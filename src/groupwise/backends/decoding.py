@@ -163,10 +163,10 @@ def choose(scores_RV: torch.Tensor, do_sample: bool) -> torch.Tensor:
 
 
 def _invert(probabilities_RV: torch.Tensor) -> torch.Tensor:
-    """A draw from each row by inverting its distribution function: one random number for the row.
+    """A draw from each row by inverting its distribution function, with one random number for the row.
 
-    ``multinomial`` makes one for every token of the vocabulary, on a CPU one after the other: a quarter of the
-    time of a step. Sums are float64; a token without probability is never the first to exceed a number.
+    ``multinomial`` makes one for every token of the vocabulary, on a CPU one after the other: a quarter of
+    the time of a step. Sums are float64; a token without probability is never the first to exceed a number.
     """
     sums_RV = probabilities_RV.cumsum(-1, dtype=torch.float64)
     total_R1 = sums_RV[:, -1:]
