@@ -22,7 +22,6 @@ from groupwise.data import repeat_rows
 from groupwise.errors import ConfigError
 from groupwise.layout import HeadSettings, TokenScorer, choose_layout
 from groupwise.linear import speed_up_linears
-from groupwise.mixins.loss import LossMixin
 from groupwise.models import apply_peft, cast_head_to_fp32, disable_dropout, load_policy
 from groupwise.rewards.calling import reward_name, unique_names
 from groupwise.rewards.models import RewardModel, load_reward_model
@@ -228,6 +227,10 @@ def speed_up(models: list[Any], config: GRPOConfig, accelerator: Accelerator) ->
         logger.info("%d linear layers compute through oneDNN", layers)
 
 
+_LOSS_VERBS = ("compute_loss", "evaluate_objective")
+_OUR_LOSS = ("groupwise.trainer", "groupwise.mixins.loss")
+
+
 def window_cut(trainer: type, config: GRPOConfig, *, aux_loss: bool) -> Cut:
     """How an accumulation window may be cut under this configuration.
 
@@ -236,7 +239,8 @@ def window_cut(trainer: type, config: GRPOConfig, *, aux_loss: bool) -> Cut:
     """
     kl_in_loss = config.beta != 0.0 and not config.kl_in_reward
     bonus = config.use_adaptive_entropy or config.entropy_coef != 0.0
-    own_loss = trainer.evaluate_objective is not LossMixin.evaluate_objective  # type: ignore[attr-defined]
+    # A subclass may have added terms of its own to either.
+    own_loss = any(getattr(trainer, verb).__module__ not in _OUR_LOSS for verb in _LOSS_VERBS)
     flat = OBJECTIVES[config.loss_type].flat_without_advantage and not own_loss
     return Cut(
         # Neither a balancing loss nor Liger's normalisation is a sum over rows.

@@ -52,7 +52,7 @@ LAYERS = {
     "reporting": {"config"},
     "window": {"core", "layout", "stages"},
     "setup": {
-        *("config", "core", "data", "errors", "layout", "linear", "mixins", "models"),
+        *("config", "core", "data", "errors", "layout", "linear", "models"),
         *("rewards", "window"),
     },
     "mixins": {

@@ -48,6 +48,11 @@ UPDATES: dict[str, dict[str, Any]] = {
     "token correction": {"sampler": True, "vllm_importance_sampling_mode": "token_truncate"},
     "sequence correction": {"sampler": True, "vllm_importance_sampling_mode": "sequence_mask"},
     "vespo correction": {"sampler": True, "loss_type": "vespo"},
+    # Of every three groups only the last has variance: the first process has no row with a gradient.
+    "idle process": {"sparse": True, "shuffle_dataset": False},
+    "idle process, accumulation": {"sparse": True, "shuffle_dataset": False, "accumulate": 2},
+    "padded": {"sparse": True, "sequence_layout": "padded"},
+    "packed": {"sparse": True, "sequence_layout": "packed", "accumulate": 2},
     "off-policy mask": {"sampler": True, "off_policy_mask_threshold": 0.02},
 }
 
@@ -85,6 +90,13 @@ def prompts(count: int) -> Dataset:
 
 def vowels(completions: list[str], **_: Any) -> list[float]:
     return [float(sum(letter in "aeiou" for letter in text)) for text in completions]
+
+
+def sparse_vowels(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """Zero for two of every three prompts."""
+    numbers = [int("".join(letter for letter in prompt if letter.isdigit())) for prompt in prompts]
+    counts = vowels(completions)
+    return [count * (number % 3 == 2) for count, number in zip(counts, numbers, strict=True)]
 
 
 def digits_if_any(completions: list[str], **_: Any) -> list[float | None]:
@@ -153,7 +165,7 @@ def update(output_dir: str | Path, *, rows: int, micro_batches: int, **case: Any
     trainer = make_trainer(
         output_dir,
         rollout_func=fixed_rollouts(case.pop("sampler", False)),
-        reward_funcs=[vowels, digits_if_any],
+        reward_funcs=[sparse_vowels] if case.pop("sparse", False) else [vowels, digits_if_any],
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=micro_batches,
         steps_per_generation=micro_batches,

@@ -102,6 +102,47 @@ def test_an_objective_that_does_not_promise_to_be_flat_sees_every_row(tmp_path):
     assert run.state.log_history[0]["skipped_share"] == 0.0
 
 
+def test_a_loss_of_a_subclass_sees_every_row(tmp_path):
+    from runs import policy, tokenizer
+
+    from groupwise import GRPOConfig, GRPOTrainer
+
+    class OwnLoss(GRPOTrainer):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs)
+
+    class OwnObjective(GRPOTrainer):
+        def evaluate_objective(self, batch, scores):
+            return super().evaluate_objective(batch, scores)
+
+    class OwnReward(GRPOTrainer):
+        def score(self, *args):
+            return super().score(*args)
+
+    for kind, skips in ((OwnLoss, False), (OwnObjective, False), (OwnReward, True)):
+        config = GRPOConfig(str(tmp_path), per_device_train_batch_size=8, bf16=False, use_cpu=True)
+        run = kind(policy(), no_variance, config, prompts(), processing_class=tokenizer())
+        assert run.window_cut.skip_zero_advantage is skips
+
+
+@pytest.mark.parametrize("layout", ["packed", "shared_prefix"])
+def test_a_micro_batch_reads_nothing_back_from_the_device(tmp_path, layout, monkeypatch):
+    run = train(tmp_path, "run", sequence_layout=layout, max_steps=1)  # what is checked once is checked now
+    rows = [{"prompt": text} for text in prompts(4)["prompt"] for _ in range(4)]
+    window = run.weigh_window(run.generate_micro_batches(rows))
+    batches, _ = run.recut_window(window, layout)
+    batches = [run.scorer.prepare(batch) for batch in batches if batch is not None]
+
+    def read(*_):
+        raise AssertionError("a value was read back from the device")
+
+    for name in ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__"):
+        monkeypatch.setattr(torch.Tensor, name, read)
+    run.model.train()
+    for batch in batches:
+        run.compute_loss(run.model, batch).backward()
+
+
 def test_truncated_completions_without_loss_are_not_computed(tmp_path):
     run = train(tmp_path, "run", mask_truncated_completions=True, beta=0.1, max_steps=1)
     log = run.state.log_history[0]
