@@ -25,17 +25,20 @@ class Cut:
     rows: sequences that a micro-batch may have by the configuration.
     completion_length: tokens that a completion may have by the configuration.
     skip_zero_advantage: rows whose advantages are zero have no gradient.
+    ranks, rank: processes that share the rows, and which of them this is.
     """
 
     fixed: bool
     rows: int
     completion_length: int
     skip_zero_advantage: bool
+    ranks: int = 1
+    rank: int = 0
 
 
 @dataclass(frozen=True)
 class WindowWork:
-    """How much of a window there was, and how much of it was computed; on this rank.
+    """How much of a window there was, and how much of it was computed: this rank's share.
 
     rows, skipped_rows: sequences, and those left out.
     tokens: prompt and completion tokens of all rows.
@@ -43,63 +46,74 @@ class WindowWork:
     padding: padding among those.
     """
 
-    rows: int = 0
-    skipped_rows: int = 0
-    tokens: int = 0
+    rows: float = 0
+    skipped_rows: float = 0
+    tokens: float = 0
     computed_tokens: int = 0
     padding: int = 0
 
     def metrics(self) -> Metrics:
         return {
-            "skipped_share": Mean(float(self.skipped_rows), float(self.rows)),
+            "skipped_share": Mean(self.skipped_rows, self.rows),
             "padding_share": Mean(float(self.padding), float(self.computed_tokens)),
         }
 
 
 def recut(
-    window: Sequence[TrainBatch], layout: str, cut: Cut, most: Callable[[int], int] = int
+    window: Sequence[TrainBatch],
+    layout: str,
+    cut: Cut,
+    join: Callable[[TrainBatch], TrainBatch] = lambda batch: batch,
 ) -> tuple[list[TrainBatch | None], WindowWork]:
     """As many micro-batches as before, of which the first are None where fewer suffice.
 
-    Without padding, a micro-batch takes as many tokens as the configured number of rows has at their
-    greatest length: that is what it was given memory for. Completions of a prompt stay together as far as
-    that allows.
+    Rows move between ranks, so that all of them have about the same to do in every micro-batch. Without
+    padding, a micro-batch takes as many tokens as the configured number of rows has at their greatest length:
+    that is what it was given memory for. Completions of a prompt stay together as far as that allows.
 
     Args:
-        window: micro-batches with advantages and weights.
+        window: this rank's micro-batches, with advantages and weights.
         layout: what will compute them.
-        most: the largest of all ranks' numbers; every rank runs as many forward passes, at least one.
+        join: this rank's rows to those of all ranks in rank order.
 
     Returns:
-        the micro-batches, and what was saved.
+        this rank's micro-batches, and what was saved.
     """
     batch = TrainBatch.concatenate(window)
+    batch = batch if cut.fixed else join(batch)
     shape = shape_of(batch)
     everything = list(range(len(batch)))
     if cut.fixed:
         whole = [everything[start : start + len(window[0])] for start in everything[:: len(window[0])]]
-        return list(window), _work(shape, everything, whole, "padded")
+        return list(window), _work(shape, everything, whole, "padded", 1)
     rows = _rows_with_gradient(batch, cut.skip_zero_advantage)
     plan = {"padded": _by_length, "packed": _by_tokens, "shared_prefix": _by_groups}[layout]
-    parts = plan(shape, rows, cut, len(window), most)
+    # Neighbours in the plan cost about the same: they become the same micro-batch of different ranks.
+    parts = plan(shape, rows, cut, len(window))[cut.rank :: cut.ranks]
     # A rank without rows still takes part in every forward, with a row that counts for nothing.
-    idle = _weightless(batch.select([_shortest(shape)]))
-    batches = [batch.select(part) if part else idle for part in parts]
-    # What is averaged over windows counts a window as one, however much of it was skipped.
-    missing = batch.share_B1.sum() - sum(part.share_B1.sum() for part in batches)  # type: ignore[union-attr]
-    batches[-1] = _with_share(batches[-1], missing)
-    return [None] * (len(window) - len(batches)) + batches, _work(shape, rows, parts, layout)
+    batches = [
+        batch.select(part) if part else _weightless(batch.select([_shortest(shape)])) for part in parts
+    ]
+    if cut.rank == 0:
+        # What is averaged over windows counts a window as one, however much of it was skipped.
+        computed = set(rows)
+        skipped = [row for row in everything if row not in computed]
+        batches[-1] = _with_share(batches[-1], batch.share_B1[skipped].sum())  # type: ignore[index]
+    return [None] * (len(window) - len(batches)) + batches, _work(shape, rows, parts, layout, cut.ranks)
 
 
-def _work(shape: Shape, rows: list[int], parts: list[list[int]], layout: str) -> WindowWork:
-    real = _tokens(shape, range(len(shape.prompts)))
-    counts = {"skipped_rows": len(shape.prompts) - len(rows), "rows": len(shape.prompts), "tokens": real}
-    if layout == "padded":
-        computed = sum(shape.padded_tokens(part) for part in parts)
-        return WindowWork(**counts, computed_tokens=computed, padding=computed - _tokens(shape, rows))
-    if layout == "packed":
-        return WindowWork(**counts, computed_tokens=_tokens(shape, rows))
-    return WindowWork(**counts, computed_tokens=sum(shape.shared_tokens(part) for part in parts))
+def _work(shape: Shape, rows: list[int], parts: list[list[int]], layout: str, ranks: int) -> WindowWork:
+    """Rows and tokens are those of all ranks, shared evenly; what is computed is this rank's."""
+    tokens = _tokens(shape, range(len(shape.prompts))) / ranks
+    own = [row for part in parts for row in part]
+    computed = {
+        "padded": sum(shape.padded_tokens(part) for part in parts),
+        "packed": _tokens(shape, own),
+        "shared_prefix": sum(shape.shared_tokens(part) for part in parts),
+    }[layout]
+    padding = computed - _tokens(shape, own) if layout == "padded" else 0
+    total = len(shape.prompts)
+    return WindowWork(total / ranks, (total - len(rows)) / ranks, tokens, computed, padding)
 
 
 def _rows_with_gradient(batch: TrainBatch, skip_zero_advantage: bool) -> list[int]:
@@ -110,26 +124,20 @@ def _rows_with_gradient(batch: TrainBatch, skip_zero_advantage: bool) -> list[in
     return counts_BC.any(-1).nonzero().flatten().tolist()
 
 
-def _by_length(
-    shape: Shape, rows: list[int], cut: Cut, available: int, most: Callable[[int], int]
-) -> list[list[int]]:
+def _by_length(shape: Shape, rows: list[int], cut: Cut, available: int) -> list[list[int]]:
     """Rows of similar length together, at most the configured number: least padding."""
-    count = max(most(-(-len(rows) // cut.rows)), 1)
+    count = cut.ranks * max(-(-len(rows) // (cut.rows * cut.ranks)), 1)
     longest_first = sorted(rows, key=lambda row: (-shape.prompts[row] - shape.completions[row], row))
     size, larger = divmod(len(rows), count)
     ends = [sum(size + (part < larger) for part in range(done)) for done in range(count + 1)]
     return [sorted(longest_first[start:end]) for start, end in pairwise(ends)]
 
 
-def _by_tokens(
-    shape: Shape, rows: list[int], cut: Cut, available: int, most: Callable[[int], int]
-) -> list[list[int]]:
-    return _balanced(shape, [[row] for row in rows], cut, available, most)
+def _by_tokens(shape: Shape, rows: list[int], cut: Cut, available: int) -> list[list[int]]:
+    return _balanced(shape, [[row] for row in rows], cut, available)
 
 
-def _by_groups(
-    shape: Shape, rows: list[int], cut: Cut, available: int, most: Callable[[int], int]
-) -> list[list[int]]:
+def _by_groups(shape: Shape, rows: list[int], cut: Cut, available: int) -> list[list[int]]:
     """Whole groups where they fit, else as few parts of them as fit."""
     kept = set(rows)
     pieces: list[list[int]] = []
@@ -141,21 +149,33 @@ def _by_groups(
                 piece = []
             piece.append(row)
         pieces += [piece] if piece else []
-    return _balanced(shape, pieces, cut, available, most)
+    return _balanced(shape, pieces, cut, available)
 
 
-def _balanced(
-    shape: Shape, pieces: list[list[int]], cut: Cut, available: int, most: Callable[[int], int]
-) -> list[list[int]]:
-    """The fewest parts that hold the pieces, made about equal."""
-    costs = [_piece_cost(shape, piece) for piece in pieces]
+def _balanced(shape: Shape, pieces: list[list[int]], cut: Cut, available: int) -> list[list[int]]:
+    """The fewest parts that hold the pieces, the same number for every rank, made about equal."""
     capacity = _capacity(shape, cut)
-    count = max(-(-sum(costs) // capacity), 1)
-    while count < available and _largest(balanced_parts(costs, count), costs) > capacity:
+    costs = [_piece_cost(shape, piece) for piece in pieces]
+    count = min(max(-(-sum(costs) // (capacity * cut.ranks)), 1), available)
+    while count < available and _largest(balanced_parts(costs, count * cut.ranks), costs) > capacity:
         count += 1
-    count = max(most(min(count, available)), 1)
-    parts = balanced_parts(costs, count)
+    if cut.ranks > 1:  # nobody should wait for a rank that has what could have been shared
+        pieces = _at_least(shape, pieces, count * cut.ranks)
+        costs = [_piece_cost(shape, piece) for piece in pieces]
+    parts = balanced_parts(costs, count * cut.ranks)
+    parts.sort(key=lambda part: -sum(costs[index] for index in part))
     return [sorted(row for index in part for row in pieces[index]) for part in parts]
+
+
+def _at_least(shape: Shape, pieces: list[list[int]], number: int) -> list[list[int]]:
+    """The pieces, the largest halved until there are ``number`` or nothing is left to halve."""
+    while 0 < len(pieces) < number:
+        largest = max(pieces, key=lambda piece: (len(piece) > 1, _piece_cost(shape, piece)))
+        if len(largest) == 1:
+            break
+        half = len(largest) // 2
+        pieces = [piece for piece in pieces if piece is not largest] + [largest[:half], largest[half:]]
+    return pieces
 
 
 def _piece_cost(shape: Shape, piece: Sequence[int]) -> int:

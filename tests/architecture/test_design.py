@@ -31,6 +31,7 @@ LAYERS = {
     "protocols": {"stages"},
     "heads": {"errors", "linear"},
     "attention": set(),
+    "heap": set(),
     "linear": set(),
     "layout": {"attention", "core", "errors", "heads", "stages"},
     "liger": {"core", "errors", "heads", "layout", "stages"},
@@ -52,7 +53,7 @@ LAYERS = {
     "reporting": {"config"},
     "window": {"core", "layout", "stages"},
     "setup": {
-        *("config", "core", "data", "errors", "layout", "linear", "models"),
+        *("config", "core", "data", "errors", "heap", "layout", "linear", "models"),
         *("rewards", "window"),
     },
     "mixins": {

@@ -136,7 +136,17 @@ def test_a_micro_batch_reads_nothing_back_from_the_device(tmp_path, layout, monk
     def read(*_):
         raise AssertionError("a value was read back from the device")
 
-    for name in ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__"):
+    for name in (
+        "item",
+        "tolist",
+        "cpu",
+        "numpy",
+        "nonzero",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+    ):
         monkeypatch.setattr(torch.Tensor, name, read)
     run.model.train()
     for batch in batches:
@@ -213,10 +223,29 @@ def test_rows_without_gradient_are_left_out_and_what_counts_rows_still_counts_th
         assert batches[1].share_B1.sum() == pytest.approx(1.0)
 
 
-def test_all_ranks_run_as_many_forward_passes_as_the_busiest():
+def test_every_rank_has_about_the_same_to_do_and_every_row_is_somewhere():
+    # rank 0 sampled the short completions, rank 1 the long ones
+    short, long = ([3] * 4, [2, 1, 2, 1]), ([3] * 4, [9, 8, 9, 8])
+    everything = TrainBatch.concatenate(window(short[0] + long[0], short[1] + long[1], [1.0] * 8, 4))
+    for layout in ("padded", "packed", "shared_prefix"):
+        of_rank = []
+        for rank, (prompts_of, sizes) in enumerate((short, long)):
+            own = window(prompts_of, sizes, [1.0] * 4, 2)
+            cut = Cut(False, 2, 9, True, ranks=2, rank=rank)
+            of_rank.append(recut(own, layout, cut, lambda _: everything))
+        (first, work), (second, other) = of_rank
+        assert [b is None for b in first] == [b is None for b in second]
+        found = [row for rows in rows_of(first) + rows_of(second) if rows is not None for row in rows]
+        assert sorted(found) == list(range(8))
+        assert abs(work.computed_tokens - other.computed_tokens) <= 12  # a row; 26 and 64 as sampled
+
+
+def test_a_rank_without_rows_takes_part_with_one_that_counts_for_nothing():
     given = window([2] * 4, [3] * 4, [0.0, 0.0, 0.0, 1.0], 2)
     for layout in ("padded", "packed", "shared_prefix"):
-        batches, _ = recut(given, layout, Cut(False, 2, 3, True), most=lambda number: 2)
-        assert None not in batches
-        filler = next(b for b in batches if rows_of([b]) != [[3]])
-        assert len(filler) == 1 and filler.weights_BC.sum() == 0 and filler.loss_mask_BC.sum() == 0
+        cuts = [Cut(False, 2, 3, True, ranks=2, rank=rank) for rank in (0, 1)]
+        (busy, _), (idle, _) = (recut(given, layout, cut) for cut in cuts)
+        assert rows_of(busy) == [None, [3]]
+        assert idle[0] is None and len(idle[1]) == 1
+        assert idle[1].weights_BC.sum() == 0 and idle[1].loss_mask_BC.sum() == 0
+        assert busy[1].share_B1.sum() + idle[1].share_B1.sum() == pytest.approx(1.0)

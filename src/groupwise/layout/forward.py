@@ -68,7 +68,7 @@ def score_forward(
 
 def unwrapped(model: Any) -> Any:
     """The model below DDP, compilation and the like; mixed precision stays."""
-    return extract_model_from_parallel(model)
+    return extract_model_from_parallel(model, keep_torch_compile=False)
 
 
 def base_model(model: Any) -> Any:

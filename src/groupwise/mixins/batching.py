@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch.utils.data import Dataset
 from transformers import TrainerState
 
@@ -55,9 +56,16 @@ class BatchingMixin:
         self, window: list[TrainBatch], layout: str
     ) -> tuple[list[TrainBatch | None], WindowWork]:
         """The window without rows that have no gradient, in micro-batches of about equal cost."""
+        return recut(window, layout, self.window_cut, self._rows_of_all_ranks)
 
-        def largest_of_ranks(number: int) -> int:
-            numbers = self.accelerator.gather(torch.tensor([number], device=self.accelerator.device))
-            return int(numbers.max())
-
-        return recut(window, layout, self.window_cut, largest_of_ranks)
+    def _rows_of_all_ranks(self, batch: TrainBatch) -> TrainBatch:
+        """The rows of all ranks; ranks may differ in whether their sampler reported log-probs."""
+        if self.accelerator.num_processes == 1:
+            return batch
+        gathered = gather_object([{name: tensor.cpu() for name, tensor in batch.tensors().items()}])
+        names = {name for tensors in gathered for name in tensors}
+        for tensors in gathered:
+            for name in names - tensors.keys():
+                tensors[name] = torch.full(tensors["completion_ids_BC"].shape, torch.nan)
+        joined = TrainBatch.concatenate([TrainBatch(**tensors) for tensors in gathered])
+        return joined.to(self.accelerator.device)
