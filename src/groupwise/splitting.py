@@ -38,6 +38,10 @@ class SplittingTrainer(Trainer):
         """The inputs in two parts, or in one if they cannot be split."""
         raise NotImplementedError
 
+    def parts_of(self, inputs: Any) -> list[Any]:
+        """The inputs in parts that are better computed one after the other even if all of them fit."""
+        return [inputs]
+
     def window_state(self) -> Any:
         """What a window changes beside gradients."""
         raise NotImplementedError
@@ -86,11 +90,16 @@ class SplittingTrainer(Trainer):
         return torch.stack(losses).sum(), None
 
     def _pieces(self, inputs: Any) -> list[Any]:
+        return [piece for part in self.parts_of(inputs) for piece in self._within_limit(part)]
+
+    def _within_limit(self, inputs: Any) -> list[Any]:
         """The inputs, split until each part is within the limit or cannot be split."""
         if self.piece_limit is None or self.size_of(inputs) <= self.piece_limit:
             return [inputs]
         halves = self.halves_of(inputs)
-        return halves if len(halves) == 1 else [piece for half in halves for piece in self._pieces(half)]
+        return (
+            halves if len(halves) == 1 else [piece for half in halves for piece in self._within_limit(half)]
+        )
 
     def _lower_limit(self, window: Sequence[Any], failure: RuntimeError) -> None:
         largest = max((piece for batch in window for piece in self._pieces(batch)), key=self.size_of)

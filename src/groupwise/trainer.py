@@ -34,7 +34,7 @@ from groupwise.protocols import RewardFunction, RolloutFunction
 from groupwise.reference import MixReference, make_reference
 from groupwise.splitting import SplittingTrainer
 from groupwise.stages import TrainBatch
-from groupwise.window import WindowWork
+from groupwise.window import WindowWork, cache_sized
 
 
 class GRPOTrainer(
@@ -237,6 +237,11 @@ class GRPOTrainer(
         if self.window_cut.fixed:  # the loss is not a sum over rows
             return [inputs]
         return [self.scorer.prepare(half) for half in inputs.split(-(-len(inputs) // 2))]
+
+    def parts_of(self, inputs: TrainBatch) -> list[TrainBatch]:
+        if self.window_cut.fixed or self.accelerator.device.type != "cpu":
+            return [inputs]
+        return [self.scorer.prepare(part) for part in cache_sized(inputs, self.scorer.layout)]
 
     def window_state(self) -> Any:
         return self.books["train"].metrics, self.window_entropy

@@ -16,6 +16,8 @@ from groupwise.core.partition import balanced_parts
 from groupwise.layout.stream import Shape, shape_of
 from groupwise.stages import TrainBatch
 
+_CACHE_TOKENS = 1024  # of a part on a CPU, unless one group has more
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -114,6 +116,25 @@ def _work(shape: Shape, rows: list[int], parts: list[list[int]], layout: str, ra
     padding = computed - _tokens(shape, own) if layout == "padded" else 0
     total = len(shape.prompts)
     return WindowWork(total / ranks, (total - len(rows)) / ranks, tokens, computed, padding)
+
+
+def cache_sized(batch: TrainBatch, layout: str) -> list[TrainBatch]:
+    """Parts of a micro-batch whose activations a processor's cache holds better, without computing more.
+
+    A CPU gains nothing from more rows in a product than these have, and writes less to memory.
+    """
+    shape = shape_of(batch)
+    groups = shape.groups() if layout == "shared_prefix" else [[row] for row in range(len(batch))]
+    parts: list[list[int]] = []
+    room = 0
+    for group in groups:
+        cost = _piece_cost(shape, group)
+        if cost > room:
+            parts.append([])
+            room = _CACHE_TOKENS
+        parts[-1] += group
+        room -= cost
+    return [batch] if len(parts) == 1 else [batch.select(part) for part in parts]
 
 
 def _rows_with_gradient(batch: TrainBatch, skip_zero_advantage: bool) -> list[int]:

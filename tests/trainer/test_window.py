@@ -8,7 +8,7 @@ from runs import prompts, trainer
 
 from groupwise.core.surrogates import clipped
 from groupwise.stages import TrainBatch
-from groupwise.window import Cut, recut
+from groupwise.window import Cut, cache_sized, recut
 
 LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 
@@ -221,6 +221,16 @@ def test_rows_without_gradient_are_left_out_and_what_counts_rows_still_counts_th
         assert rows_of(batches) == [None, [1, 3]]
         assert (work.skipped_rows, work.rows) == (2, 4)
         assert batches[1].share_B1.sum() == pytest.approx(1.0)
+
+
+def test_a_cpu_computes_few_tokens_at_a_time_but_no_prompt_twice(monkeypatch):
+    monkeypatch.setattr("groupwise.window._CACHE_TOKENS", 20)
+    # groups of 10 + 4 x 2 = 18 and 3 + 4 x 2 = 11 tokens and one of 4 + 2 x 4 = 12
+    batch = TrainBatch.concatenate(window([10] * 4 + [3] * 4 + [4] * 2, [2] * 8 + [4] * 2, [1.0] * 10, 10))
+    assert rows_of(cache_sized(batch, "shared_prefix")) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    # rows of 12, 5 and 8 tokens, in their order
+    assert rows_of(cache_sized(batch, "packed")) == [[0], [1], [2], [3, 4], [5, 6, 7], [8, 9]]
+    assert cache_sized(batch.select([0, 1]), "shared_prefix")[0].stream is None
 
 
 def test_every_rank_has_about_the_same_to_do_and_every_row_is_somewhere():
