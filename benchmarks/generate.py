@@ -27,12 +27,12 @@ GROUP = 8
 CASES = {"short": {"prompts": 4, "sentences": 0}, "long": {"prompts": 1, "sentences": 19}}
 
 
-def skewed_lengths(count: int, limit: int) -> list[int]:
-    """Quantiles of an exponential distribution whose mean is a quarter of the limit, cut off at the limit.
+def skewed_lengths(count: int, limit: int, scale: float = 0.25) -> list[int]:
+    """Quantiles of an exponential distribution whose mean is `scale` limits, cut off at the limit.
 
     Descending: the rows that a processor ends are the last ones still running.
     """
-    lengths = [math.ceil(-limit / 4 * math.log1p(-(i + 0.5) / count)) for i in range(count)]
+    lengths = [math.ceil(-limit * scale * math.log1p(-(i + 0.5) / count)) for i in range(count)]
     return sorted((min(limit, length) for length in lengths), reverse=True)
 
 

@@ -1,0 +1,292 @@
+"""The training phase alone: forward and backward of an accumulation window whose completions are given.
+
+Alternatives: groupwise in the layout it chooses (`auto`) and padded, TRL's `training_step` on the same
+completions, padded, and a floor. The floor is what no trainer can avoid with this model: forward and backward
+of the bare model over each prompt once and each completion once, without padding, with scores at the
+completion tokens only. Its rows are cut to the length at which plain causal attention has as many scores to
+compute as the groups have.
+
+Counted is everything between getting the window's completions and its last gradient, cutting and weighing
+included; generation, rewards, advantages and the optimizer are not. All alternatives checkpoint activations.
+Each measurement is a process of its own, and the alternatives take turns.
+
+    OMP_NUM_THREADS=2 python benchmarks/train_phase.py --rounds 3
+    python benchmarks/train_phase.py --device cuda --dtype bfloat16 --model random:24,896,14,2,4864,151936
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, fields, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from common import format_ratio, ratio_summary, write_results
+from head_memory import resident_bytes
+from training_work import Spec, adapter_config, make_model, make_trainer, make_work
+
+#: Library and settings of every alternative that is a trainer.
+TRAINERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "auto": ("groupwise", {}),
+    "padded": ("groupwise", {"sequence_layout": "padded"}),
+    "padded_dense": ("groupwise", {"sequence_layout": "padded", "logprob_head": "dense"}),
+    "trl": ("trl", {}),
+}
+METHODS = ("auto", "padded", "trl", "floor")
+
+
+class Meter:
+    """Seconds and peak memory of each window; the first is a warm-up."""
+
+    def __init__(self, device: str) -> None:
+        self.cuda = device.startswith("cuda")
+        self.seconds: list[float] = []
+        self.peaks: list[int] = []
+        self.running = 0.0
+        self.before: int | None = None
+
+    @contextmanager
+    def clock(self, sign: int = 1) -> Iterator[None]:
+        """Add the time of the block to the window's, or take it off."""
+        start = self._now()
+        yield
+        self.running += sign * (self._now() - start)
+
+    def start_window(self) -> None:
+        self.running = 0.0
+        if self.cuda:
+            import torch
+
+            torch.cuda.reset_peak_memory_stats()
+            self.before = torch.cuda.memory_allocated() if self.before is None else self.before
+        else:
+            Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
+            self.before = resident_bytes("VmRSS") if self.before is None else self.before
+
+    def end_window(self) -> None:
+        self.seconds.append(self.running)
+        if self.cuda:
+            import torch
+
+            self.peaks.append(torch.cuda.max_memory_allocated())
+        else:
+            self.peaks.append(resident_bytes("VmHWM"))
+
+    def result(self) -> dict[str, Any]:
+        """Without the warm-up; peaks are above what was there before it: weights and libraries."""
+        above = [peak - self.before for peak in self.peaks[1:]]
+        return {"seconds": self.seconds[1:], "peak_bytes": max(above)}
+
+    def _now(self) -> float:
+        if self.cuda:
+            import torch
+
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def metered(trainer_class: Any, meter: Meter) -> Any:
+    """The trainer class, with the training phase of every window measured."""
+
+    class Metered(trainer_class):
+        def get_batch_samples(self, *arguments: Any, **named: Any) -> Any:
+            meter.start_window()
+            with meter.clock():
+                return super().get_batch_samples(*arguments, **named)
+
+        def training_step(self, *arguments: Any, **named: Any) -> Any:
+            last = self.accelerator.sync_gradients
+            with meter.clock():
+                loss = super().training_step(*arguments, **named)
+            if last:
+                meter.end_window()
+            return loss
+
+        # Where groupwise and TRL generate, respectively: within what is measured, so it is taken off again.
+
+        def generate_micro_batches(self, rows: Any) -> Any:
+            with meter.clock(-1):
+                return super().generate_micro_batches(rows)
+
+        def _prepare_inputs(self, inputs: Any) -> Any:
+            with meter.clock(-1):
+                return super()._prepare_inputs(inputs)
+
+    return Metered
+
+
+def measure_trainer(method: str, spec: Spec) -> dict[str, Any]:
+    library, settings = TRAINERS[method]
+    meter = Meter(spec.device)
+    with tempfile.TemporaryDirectory() as directory:
+        trainer = make_trainer(library, spec, directory, lambda base: metered(base, meter), **settings)
+        trainer.train()
+    layout = trainer.scorer.layout if library == "groupwise" else "padded"
+    trainable = [p for p in trainer.model.parameters() if p.requires_grad]
+    return {**meter.result(), "layout": layout, **_sizes(trainable)}
+
+
+def measure_floor(spec: Spec) -> dict[str, Any]:
+    """The bare model; on a CPU with the linear layers that groupwise gives it."""
+    import torch
+
+    from groupwise.layout import HeadSettings, score_forward
+    from groupwise.linear import speed_up_linears
+
+    model = make_model(spec)
+    work = make_work(spec, model.config.vocab_size)
+    if spec.lora:
+        from peft import get_peft_model
+
+        model = get_peft_model(model, adapter_config())
+    if spec.device == "cpu":
+        speed_up_linears(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    meter = Meter(spec.device)
+    vocabulary = model.config.vocab_size
+    batches = []
+    for start in range(0, len(work.prompts), spec.groups):
+        part = slice(start, start + spec.groups)
+        rows, width, keep = floor_shape(
+            list(map(len, work.prompts[part])), [list(map(len, group)) for group in work.completions[part]]
+        )
+        batches.append((torch.randint(vocabulary, (rows, width), device=spec.device), keep))
+    for _ in range(spec.windows + 1):
+        meter.start_window()
+        with meter.clock():
+            for token_ids, keep in batches:
+                inputs = {"input_ids": token_ids, "logits_to_keep": keep}
+                targets = token_ids[:, -keep:]  # any will do
+                logps, *_ = score_forward(model, inputs, targets, HeadSettings(), with_entropy=False)
+                (-logps.mean() / len(batches)).backward()
+        meter.end_window()
+        model.zero_grad()
+    return {**meter.result(), "layout": "bare", **_sizes([p for p in model.parameters() if p.requires_grad])}
+
+
+def floor_shape(prompts: list[int], completions: list[list[int]]) -> tuple[int, int, int]:
+    """Rows, width, and scored places of a row, for token counts by group and by completion.
+
+    A prompt of P tokens has about P² / 2 attention scores, a completion of C after it C P + C² / 2; rows of
+    width W with as many tokens in all have W / 2 a token.
+    """
+    groups = list(zip(prompts, completions, strict=True))
+    scored = sum(map(sum, completions))
+    tokens = sum(prompts) + scored
+    attended = sum(p * p / 2 + sum(c * p + c * c / 2 for c in group) for p, group in groups)
+    rows = max(round(tokens * tokens / (2 * attended)), 1)
+    return rows, -(-tokens // rows), -(-scored // rows)
+
+
+def _sizes(trainable: list[Any]) -> dict[str, int]:
+    return {"gradient_bytes": sum(p.numel() * p.element_size() for p in trainable)}
+
+
+def run_worker(method: str, spec: Spec, timeout: float | None = None) -> dict[str, Any]:
+    """Measure in a process of its own.
+
+    Raises:
+        RuntimeError: the process failed or took longer than `timeout` seconds.
+    """
+    command = [sys.executable, __file__, "--worker", method, "--spec", json.dumps(asdict(spec))]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{method} was stopped after {timeout:.0f} s") from None
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        raise RuntimeError(
+            f"{method} failed ({done.returncode}):\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
+        )
+    return json.loads(lines[-1].removeprefix("RESULT "))
+
+
+def summarise(spec: Spec, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Rates, and ratios of groupwise's choice to every alternative that has as many rounds."""
+    work = make_work(spec, 3)  # of the tokens only the number counts here
+    seconds = {method: [s for run in runs[method] for s in run["seconds"]] for method in runs}
+    peaks = {method: [run["peak_bytes"] for run in runs[method]] for method in runs}
+    rates = {method: [round(work.tokens / s, 1) for s in seconds[method]] for method in runs}
+    ratios = {}
+    for method in runs:
+        if method != "auto" and runs[method] and len(runs[method]) == len(runs.get("auto", [])):
+            ratios[f"auto/{method}"] = {
+                "time": ratio_summary(seconds["auto"], seconds[method]),
+                "peak": ratio_summary(peaks["auto"], peaks[method]),
+            }
+    return {
+        "spec": asdict(spec),
+        "tokens": work.tokens,
+        "distinct_tokens": work.distinct_tokens,
+        "layouts": {method: runs[method][-1]["layout"] for method in runs if runs[method]},
+        "seconds": seconds,
+        "tokens_per_second": rates,
+        "peak_bytes": peaks,
+        "ratios": ratios,
+    }
+
+
+def available_methods(wanted: list[str]) -> list[str]:
+    """Without TRL where it is not installed, which is said."""
+    if "trl" in wanted and find_spec("trl") is None:
+        print("trl is not installed: measured without it", flush=True)
+        return [method for method in wanted if method != "trl"]
+    return wanted
+
+
+def print_summary(summary: dict[str, Any]) -> None:
+    for method, rates in summary["tokens_per_second"].items():
+        print(f"  {method:12} {', '.join(f'{rate:.0f}' for rate in rates)} tokens/s")
+    for name, ratio in summary["ratios"].items():
+        print(f"  {name}: time {format_ratio(ratio['time'])}, peak memory {format_ratio(ratio['peak'])}")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for field in fields(Spec):
+        if isinstance(field.default, bool):
+            parser.add_argument(f"--{field.name}", action="store_true")
+        else:
+            parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--methods", nargs="+", choices=(*TRAINERS, "floor"), default=list(METHODS))
+    parser.add_argument("--output", default="train_phase", help="name of the results file, or none")
+    parser.add_argument("--worker", choices=(*TRAINERS, "floor"), help=argparse.SUPPRESS)
+    parser.add_argument("--spec", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_arguments()
+    if options.worker:
+        spec = Spec(**json.loads(options.spec))
+        measured = measure_floor(spec) if options.worker == "floor" else measure_trainer(options.worker, spec)
+        print("RESULT " + json.dumps(measured))
+        return
+    spec = replace(Spec(), **{field.name: getattr(options, field.name) for field in fields(Spec)})
+    methods = available_methods(options.methods)
+    runs: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
+    for round_index in range(options.rounds):
+        for place in range(len(methods)):  # another order each time
+            method = methods[(place + round_index) % len(methods)]
+            runs[method].append(run_worker(method, spec))
+            print(f"round {round_index + 1} {method}: {runs[method][-1]}", flush=True)
+        summary = summarise(spec, runs)
+        if options.output != "none":
+            write_results(options.output, summary)
+    print_summary(summary)
+
+
+if __name__ == "__main__":
+    main()
