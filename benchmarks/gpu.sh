@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Training phase, step and head on one GPU, in under 8 minutes and without a network. PYTHON chooses the
-# interpreter, the first of CUDA_VISIBLE_DEVICES the GPU; arguments go to gpu_steps.py. Results: benchmarks/results/gpu.json
+# interpreter, the first of CUDA_VISIBLE_DEVICES the GPU; arguments go to gpu_steps.py. Results are written to
+# benchmarks/results/gpu.json.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [[ -z "${PYTHON:-}" ]]; then

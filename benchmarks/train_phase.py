@@ -17,6 +17,8 @@ Each measurement is a process of its own, and the alternatives take turns.
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import subprocess
 import sys
@@ -51,7 +53,7 @@ class Meter:
         self.seconds: list[float] = []
         self.peaks: list[int] = []
         self.running = 0.0
-        self.before: int | None = None
+        self.before = 0
 
     @contextmanager
     def clock(self, sign: int = 1) -> Iterator[None]:
@@ -61,15 +63,18 @@ class Meter:
         self.running += sign * (self._now() - start)
 
     def start_window(self) -> None:
+        warm = len(self.seconds) == 1  # what is there now stays: weights, libraries, thread pools
         self.running = 0.0
         if self.cuda:
             import torch
 
             torch.cuda.reset_peak_memory_stats()
-            self.before = torch.cuda.memory_allocated() if self.before is None else self.before
-        else:
-            Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
-            self.before = resident_bytes("VmRSS") if self.before is None else self.before
+            self.before = torch.cuda.memory_allocated() if warm else self.before
+            return
+        if warm:
+            give_back_free_memory()
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
+        self.before = resident_bytes("VmRSS") if warm else self.before
 
     def end_window(self) -> None:
         self.seconds.append(self.running)
@@ -81,7 +86,7 @@ class Meter:
             self.peaks.append(resident_bytes("VmHWM"))
 
     def result(self) -> dict[str, Any]:
-        """Without the warm-up; peaks are above what was there before it: weights and libraries."""
+        """Without the warm-up; the peak is above what was there after it."""
         above = [peak - self.before for peak in self.peaks[1:]]
         return {"seconds": self.seconds[1:], "peak_bytes": max(above)}
 
@@ -91,6 +96,14 @@ class Meter:
 
             torch.cuda.synchronize()
         return time.perf_counter()
+
+
+def give_back_free_memory() -> None:
+    """Of the C library's heap: it would count as resident before a window and hide what the window takes."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def metered(trainer_class: Any, meter: Meter) -> Any:
