@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from groupwise.errors import ConfigError, RewardError
-from groupwise.rewards import get_code_execution_reward
 from groupwise.rewards import code as code_module
+from groupwise.rewards import get_code_execution_reward
 from groupwise.rewards.code import program_text
 from groupwise.rewards.sandbox import Limits, run_program
 
@@ -172,7 +172,8 @@ def test_threads_are_limited():
     source = "import os, threading, time\ncount = 0\ntry:\n  while count < 50:\n"
     source += "    threading.Thread(target=time.sleep, args=(60,)).start()\n    count += 1\n"
     source += "except RuntimeError: print(count, flush=True)\nos._exit(0)"
-    assert run(source) == ("ok", "7\n")
+    # room for the stacks: the process limit must be what ends this
+    assert run(source, memory=2048 * MB) == ("ok", "7\n")
 
 
 @needs_isolation

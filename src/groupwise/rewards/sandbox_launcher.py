@@ -107,6 +107,8 @@ def _placeholder(path: str) -> None:
 
 def become_program(job: dict, work: str) -> None:
     """Give up every right, set the limits and replace this process; returns only by raising."""
+    # What else the process limit counts: without root, the waiting launcher is in the same user namespace.
+    others = int(os.geteuid() != 0)
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -115,12 +117,14 @@ def become_program(job: dict, work: str) -> None:
             # Here processes are counted from zero, and chroot is a right of this namespace until exec.
             _checked("user namespace", _libc.unshare(_NEW_USER))
     _checked("parent death signal", _libc.prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
-    if job["isolated"]:
+    if not job["isolated"]:
+        others = _tasks_of(os.geteuid())
+    else:
         # From inside a chroot the kernel makes no user namespaces, which would give these rights back.
         os.chroot(".")
     os.chdir(work)
     seconds = math.ceil(job["timeout"])
-    processes = job["processes"] + (0 if job["isolated"] else _tasks_of(os.geteuid()))
+    processes = job["processes"] + others
     for limit, soft, hard in (
         (resource.RLIMIT_AS, job["memory"], job["memory"]),
         (resource.RLIMIT_CPU, seconds, seconds + 1),
