@@ -26,7 +26,14 @@ def math_verify():
 
 @pytest.mark.usefixtures("math_verify")
 def test_equal_values_in_other_words_are_right():
-    texts = [r"It is \boxed{\frac{1}{3}}", r"\boxed{\frac{2}{6}}", r"\boxed{0.5}", "so $4$", "4", ""]
+    texts = [
+        r"It is \boxed{\frac{1}{3}}",
+        r"\boxed{\frac{2}{6}}",
+        r"\boxed{0.5}",
+        "The final answer is $4$",
+        "4",
+        "",
+    ]
     gold = [r"\frac{1}{3}", r"\frac{1}{3}", r"\frac{1}{3}", "4", "4", "4"]
     # a number without LaTeX around it is no answer
     assert accuracy_reward([chat(text) for text in texts], gold) == [1.0, 1.0, 0.0, 1.0, 0.0, 0.0]

@@ -25,7 +25,8 @@ def accuracy_reward(
 ) -> list[float | None]:
     r"""1 where the answer equals the solution, 0 where it does not, by math-verify.
 
-    The answer must be LaTeX: the first ``\boxed{...}``, else an expression in ``$``. The columns
+    The answer is LaTeX: what stands in ``\boxed{...}`` (several boxes in a row are one set), else an
+    expression after words such as "the final answer is". A bare number in the text is none. The columns
     ``solution``, ``gold_parsed`` and ``answer_parsed`` are logged.
 
     Outside the main thread (that is, with ``reward_timeout``) math-verify has no time limit of its own.

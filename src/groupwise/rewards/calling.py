@@ -61,7 +61,7 @@ def reward_arguments(rollout: RolloutBatch) -> dict[str, Any]:
     }
 
 
-class Rewards(NamedTuple):
+class RewardCalls(NamedTuple):
     """What the reward functions gave for a rollout.
 
     rewards_FB: one list per function with one reward per completion, NaN for None.
@@ -80,7 +80,7 @@ def call_rewards(
     timeout: float | None = None,
     on_error: str = "raise",
     **shared: Any,
-) -> Rewards:
+) -> RewardCalls:
     """Call every reward function on a rollout: the async ones together, beside the others one by one.
 
     Args:
@@ -119,7 +119,7 @@ def call_rewards(
             _warn_once(name, output)
             failures[i], output = output, [math.nan] * len(rollout)
         rewards_FB.append(output)
-    return Rewards(rewards_FB, failures)
+    return RewardCalls(rewards_FB, failures)
 
 
 def _error_or(function: Callable[..., Any], *arguments: Any) -> Any:
