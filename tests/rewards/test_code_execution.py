@@ -196,7 +196,7 @@ def test_the_environment_is_not_the_trainer_s(monkeypatch):
     source = "import os, glob\nprint(sorted(os.environ))\n"
     source += "for p in glob.glob('/proc/*/environ'): print(open(p).read())"
     status, output = run(source)
-    assert (status, output) == ("ok", "['HOME', 'LANG', 'PATH', 'TMPDIR']\n")
+    assert (status, output) == ("ok", "['HOME', 'LANG', 'OMP_NUM_THREADS', 'PATH', 'TMPDIR']\n")
 
 
 @needs_isolation

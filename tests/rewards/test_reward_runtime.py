@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+import torch
 
 from groupwise.errors import RewardError
 from groupwise.rewards import calling
@@ -63,6 +64,22 @@ def test_without_a_limit_functions_run_in_the_callers_thread():
     call(where, timeout=FOREVER)
     assert seen[0] is threading.main_thread() and seen[1] is not threading.main_thread()
     assert seen[1].daemon
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_threads_keep_the_callers_gradient_mode(grad):
+    seen = []
+
+    def plain(**_):
+        seen.append(torch.is_grad_enabled())
+        return [0.0, 0.0]
+
+    async def waiting(**_):
+        return plain()
+
+    with torch.set_grad_enabled(grad):
+        call(plain, waiting, timeout=FOREVER)
+    assert seen == [grad, grad]
 
 
 def test_a_limit_that_nothing_reaches_changes_nothing():

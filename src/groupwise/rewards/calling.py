@@ -159,8 +159,7 @@ def _call(function: Any, title: str, arguments: dict[str, Any], timeout: float |
         except BaseException as error:
             future.set_exception(error)
 
-    # Daemons, here and below: a call that never ends must not keep the process from ending.
-    threading.Thread(target=run, daemon=True).start()
+    _start_thread(run)
     return _result(future, title, timeout, timeout)
 
 
@@ -200,8 +199,23 @@ def _start_together(
                     future.set_exception(error)
 
     if calls:
-        threading.Thread(target=run, daemon=True).start()
+        _start_thread(run)
     return futures
+
+
+def _start_thread(function: Callable[[], None]) -> None:
+    """Run a function beside the caller, with the caller's gradient mode and GPU: a thread has its own."""
+    grad = torch.is_grad_enabled()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run() -> None:
+        torch.set_grad_enabled(grad)
+        if device is not None:
+            torch.cuda.set_device(device)
+        function()
+
+    # A daemon: a call that never ends must not keep the process from ending.
+    threading.Thread(target=run, daemon=True).start()
 
 
 async def _limited(function: Any, title: str, arguments: dict[str, Any], timeout: float | None) -> Any:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from groupwise.errors import RewardError
-from groupwise.rewards import sandbox_launcher
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,11 @@ def run_program(source: str, stdin: str, limits: Limits, isolated: bool) -> Outc
     Raises:
         RewardError: the sandbox could not be set up; the program was not run.
     """
+    if sys.platform != "linux":
+        raise RewardError("the sandbox could not be set up: it needs Linux")
+    # Not above: it imports what other systems do not have.
+    from groupwise.rewards import sandbox_launcher
+
     with (
         tempfile.TemporaryDirectory(prefix="groupwise_sandbox_", ignore_cleanup_errors=True) as name,
         tempfile.TemporaryFile() as given,
@@ -101,6 +105,11 @@ def _wait(process: subprocess.Popen[bytes], timeout: float) -> str:
         return ""
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            # Only a launcher that is asked to end can be sure to end what left its process group.
+            process.terminate()
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
             process.stderr.close()

@@ -146,6 +146,8 @@ def become_program(job: dict, work: str) -> None:
         raise PermissionError(f"the user of the sandbox cannot run {job['executable']}")
     os.dup2(devnull, 2)
     environment = {"PATH": "/usr/bin:/bin", "HOME": work, "TMPDIR": work, "LANG": "C.UTF-8"}
+    # numpy would start a thread per processor, which the process limit does not allow.
+    environment["OMP_NUM_THREADS"] = "1"
     os.execve(job["executable"], [job["executable"], "-I", "-B", "main.py"], environment)
 
 
@@ -219,11 +221,12 @@ def main(job: dict) -> int:
     if stopped:
         stop(stopped[0], None)
     _, status = os.waitpid(child, 0)
+    result = TIMED_OUT if stopped else 0 if status == 0 else FAILED
+    # Its number may be another process's from now on.
+    started.clear()
     if not job["isolated"]:
         _kill_descendants()
-    if stopped:
-        return TIMED_OUT
-    return 0 if status == 0 else FAILED
+    return result
 
 
 if __name__ == "__main__":
