@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -132,11 +133,12 @@ def refuse_namespaces(source, stdin, limits, isolated):
     return code_module.Outcome("ok", "1\n")
 
 
-def test_without_namespaces_it_refuses_unless_they_are_waived(monkeypatch):
+def test_without_namespaces_it_refuses_unless_they_are_waived(monkeypatch, caplog):
     monkeypatch.setattr(code_module, "run_program", refuse_namespaces)
     with pytest.raises(ConfigError, match=r"Operation not permitted.*require_isolation=False"):
         get_code_execution_reward()
     assert get_code_execution_reward(require_isolation=False).isolated is False
+    assert "programs run without isolation" in caplog.text
 
 
 @needs_isolation
@@ -208,6 +210,9 @@ def test_writing_outside_fails_and_inside_is_limited(tmp_path):
         assert run(f"open({target!r}, 'w').write('x')").status == "failed"
         assert not os.path.exists(target)
     assert run("open('/tmp/a', 'w').write('x'); print(open('a').read())") == ("ok", "x\n")
+    source = "import os, sys\nfor path in ('/', '/usr', sys.prefix, '/dev', '/tmp'):\n"
+    source += "  print(bool(os.statvfs(path).f_flag & os.ST_RDONLY))"
+    assert run(source).output.split() == ["True"] * 4 + ["False"]
     # one file of more than the output limit, and many smaller ones
     assert run("open('a', 'wb').write(bytes(70_000))").status == "failed"
     assert run("for i in range(99): open(f'a{i}', 'wb').write(bytes(60_000))").status == "failed"
@@ -240,7 +245,9 @@ def test_rights_cannot_be_won_back():
     source += "print(libc.mount(b'x', b'/tmp', b'tmpfs', 0, None), libc.chroot(b'/tmp'))\n"
     for attempt in ("os.setuid(0)", "os.chroot('/tmp')"):
         source += f"try: {attempt}; print('won')\nexcept OSError: pass\n"
-    assert run(source) == ("ok", "-1\n-1\n-1\n-1 -1\n")
+    # PR_GET_NO_NEW_PRIVS
+    source += "print(libc.prctl(39, 0, 0, 0, 0))"
+    assert run(source) == ("ok", "-1\n-1\n-1\n-1 -1\n1\n")
 
 
 @needs_isolation
@@ -268,6 +275,46 @@ def test_a_trainer_that_is_killed_takes_the_program_with_it(tmp_path, monkeypatc
         os.kill(trainer, signal.SIGKILL)
         os.waitpid(trainer, 0)
     wait_until(lambda: not any(command_line(pid) for pid in started))
+
+
+@pytest.fixture
+def run_unisolated(monkeypatch):
+    """Under limits only; as root, programs are run by another user, who may not reach this interpreter."""
+
+    def run(source: str, timeout: float = 1.5):
+        return run_program(source, "", Limits(timeout, 256 * MB, 8, 1 << 16), isolated=False)
+
+    for executable in (sys.executable, "/usr/bin/python3"):
+        monkeypatch.setattr(sys, "executable", executable)
+        try:
+            run("", timeout=10.0)
+        except (RewardError, FileNotFoundError):
+            continue
+        return run
+    pytest.skip("no interpreter that the user of the sandbox can run")
+
+
+def test_without_isolation_the_limits_hold(run_unisolated, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert run_unisolated("while True: pass", timeout=0.5).status == "timeout"
+    assert run_unisolated("x = bytearray(400 * 2**20)").status == "failed"
+    assert run_unisolated("print('x' * 2**20)").status == "failed"
+    status, output = run_unisolated("import os; print('HF_TOKEN' in os.environ, os.getuid() == 0)")
+    assert (status, output) == ("ok", "False False\n")
+    source = "import os, time\ncount = 0\nwhile count < 100:\n  try:\n    if os.fork() == 0: time.sleep(60)\n"
+    source += "    count += 1\n  except BlockingIOError: break\nprint(count < 20, flush=True)\nos._exit(0)"
+    assert run_unisolated(source) == ("ok", "True\n")
+
+
+def test_without_isolation_a_daemon_ends_too(run_unisolated):
+    mark = f"groupwise-unisolated-{os.getpid()}-{time.monotonic_ns()}"
+    source = "import subprocess, sys, time\n"
+    source += "code = 'import os, time\\nif os.fork(): os._exit(0)\\nos.setsid()\\ntime.sleep(60)'\n"
+    source += (
+        f"subprocess.Popen([sys.executable, '-c', code, {mark!r}], start_new_session=True).wait()\nprint(1)"
+    )
+    assert run_unisolated(source) == ("ok", "1\n")
+    assert [pid for pid in all_processes() if mark in command_line(pid)] == []
 
 
 def wait_until(condition) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import secrets
@@ -13,6 +14,8 @@ from typing import Any, ClassVar
 from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards.sandbox import Limits, Outcome, run_program
 from groupwise.rewards.texts import answer_text, check_number, check_whole
+
+logger = logging.getLogger(__name__)
 
 #: A statement that must not raise, or ``{"input": ..., "output": ...}`` of standard streams.
 Test = str | dict[str, str]
@@ -39,7 +42,7 @@ def get_code_execution_reward(
     - sees a read-only file system of the interpreter, ``/usr`` and four devices: none of the user's files, no
       ``/proc``; it can write to a ``/tmp`` of 8 times ``max_output_kb`` that ends with it;
     - has no network, not even the machine's own, and no process but its own;
-    - has an empty environment and no rights of root;
+    - has nothing of the environment of the training process, and no rights of root;
     - ends, with all its processes, after ``timeout``.
 
     It is no virtual machine. Not prevented are: attacks on the kernel (no system call is filtered) and on
@@ -68,9 +71,9 @@ def get_code_execution_reward(
         ConfigError: an argument is out of range, or a program cannot be run in isolation here.
     """
     check_number("timeout", timeout, above=0.0)
-    for name, value in (("memory_mb", memory_mb), ("max_output_kb", max_output_kb)):
-        check_whole(name, value, 1)
+    check_whole("memory_mb", memory_mb, 1)
     check_whole("max_processes", max_processes, 1)
+    check_whole("max_output_kb", max_output_kb, 1)
     if max_workers is not None:
         check_whole("max_workers", max_workers, 1)
     limits = Limits(timeout, memory_mb << 20, max_processes, max_output_kb << 10)
@@ -96,6 +99,7 @@ def _isolation(limits: Limits, required: bool) -> bool:
             isolated, outcome = False, run_program("print(1)", "", limits, isolated=False)
         except RewardError as second:
             raise ConfigError(f"programs cannot be run here, isolated or not ({second})") from second
+        logger.warning("programs run without isolation, with the network and the user's files (%s)", error)
     if outcome != Outcome("ok", "1\n"):
         raise ConfigError(
             f"a program of one line does not end well under {limits} (status {outcome.status!r}); allow "
