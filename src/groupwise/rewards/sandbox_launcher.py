@@ -206,8 +206,8 @@ def main(job: dict) -> int:
         outside = work = os.path.join(job["directory"], "work")
         _checked("subreaper", _libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
     path = os.path.join(outside, "main.py")
-    with open(path, "wb") as file:
-        file.write(program)
+    with open(path, "wb") as copy:
+        copy.write(program)
     os.chmod(path, 0o444)
     signal.setitimer(signal.ITIMER_REAL, job["timeout"])
     child = os.fork()
