@@ -148,8 +148,6 @@ NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "vllm_max_model_length": (None,),
     "vllm_tensor_parallel_size": (1,),
     "vllm_engine_kwargs": (None,),
-    "reward_timeout": (None,),
-    "reward_on_error": ("raise",),
     "eval_pass_at_k": (None,),
     "max_tool_calling_iterations": (None,),
     "dynamic_sampling": (False,),

@@ -43,8 +43,6 @@ UNBUILT = {
     "vllm_max_model_length": 128,
     "vllm_tensor_parallel_size": 2,
     "vllm_engine_kwargs": {"seed": 0},
-    "reward_timeout": 5.0,
-    "reward_on_error": "none",
     "eval_pass_at_k": [1],
     "max_tool_calling_iterations": 3,
     "dynamic_sampling": True,

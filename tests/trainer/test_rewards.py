@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
+import time
 
 import numpy as np
 import pytest
@@ -107,6 +108,31 @@ def test_a_failing_async_reward_is_named_too(tmp_path):
 
     with pytest.raises(RewardError, match="'failing' raised KeyError"):
         first_batch(trainer(tmp_path, failing))
+
+
+def test_a_failing_reward_is_counted_and_leaves_the_decision_to_others(tmp_path):
+    def failing(**_):
+        raise KeyError("answer")
+
+    def counting(**_):
+        return [1.0, 2.0, 3.0, 4.0]
+
+    run = trainer(tmp_path, [failing, counting], reward_on_error="none")
+    scored, advantages = first_batch(run)
+    assert scored.metrics["rewards/failing/errors"].value() == 1.0
+    assert scored.metrics["rewards/counting/errors"].value() == 0.0
+    assert "rewards/failing/mean" not in scored.metrics
+    alone, expected = first_batch(trainer(tmp_path, counting))
+    assert torch.equal(advantages, expected)
+    assert not any(name.endswith("/errors") for name in alone.metrics)
+
+
+def test_a_reward_that_takes_too_long_is_reported(tmp_path):
+    def slow(**_):
+        time.sleep(0.5)
+
+    with pytest.raises(RewardError, match=r"'slow' took longer than reward_timeout=0\.1 seconds"):
+        first_batch(trainer(tmp_path, slow, reward_timeout=0.1))
 
 
 @pytest.mark.timeout(60)

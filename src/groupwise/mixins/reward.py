@@ -11,8 +11,9 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from transformers import TrainerState
 
+from groupwise.config import GRPOConfig
 from groupwise.core.advantages import GroupRewards, combined_rewards, nan_std
-from groupwise.core.metrics import Mean, Metrics, merge_metrics
+from groupwise.core.metrics import Mean, Metrics, Sum, merge_metrics
 from groupwise.rewards.calling import Reward, call_rewards
 from groupwise.stages import RolloutBatch, ScoredBatch
 
@@ -21,6 +22,7 @@ class RewardMixin:
     """Owns the reward functions, their names and their weights."""
 
     accelerator: Accelerator
+    args: GRPOConfig
     state: TrainerState
     reward_callables: list[Callable[..., Any]]
     reward_func_names: list[str]
@@ -48,10 +50,12 @@ class RewardMixin:
         def log_metric(name: str, value: float) -> None:
             logged.append({name: Mean(float(value))})
 
-        rewards_FB = call_rewards(
+        rewards_FB, failures = call_rewards(
             self.reward_callables,
             self.reward_func_names,
             rollout,
+            timeout=self.args.reward_timeout,
+            on_error=self.args.reward_on_error,
             trainer_state=self.state,
             log_extra=log_extra,
             log_metric=log_metric,
@@ -60,7 +64,11 @@ class RewardMixin:
         start = self.accelerator.process_index * len(rollout)
         local = slice(start, start + len(rollout))
         metrics = reward_metrics(rewards, self.reward_func_names)
-        return ScoredBatch(rollout, rewards, local, columns, merge_metrics([metrics, *logged]))
+        if self.args.reward_on_error == "none":
+            for i, name in enumerate(self.reward_func_names):
+                metrics[f"rewards/{name}/errors"] = Sum(float(i in failures))
+        # Copies: a function that was given up may still log into these.
+        return ScoredBatch(rollout, rewards, local, dict(columns), merge_metrics([metrics, *list(logged)]))
 
     def _join(
         self,

@@ -1,1 +1,31 @@
-"""Calling reward functions and reward models."""
+"""The reward library. Optional packages (extra ``rewards``) are imported when a reward first needs them."""
+
+from groupwise.rewards.accuracy import (
+    accuracy_reward,
+    get_cosine_scaled_reward,
+    reasoning_accuracy_reward,
+)
+from groupwise.rewards.code import get_code_execution_reward
+from groupwise.rewards.reasoning_gym import (
+    create_reasoning_gym,
+    get_reasoning_gym_reward,
+    reasoning_gym_dataset,
+)
+from groupwise.rewards.shaping import (
+    get_repetition_penalty_reward,
+    get_soft_overlong_punishment,
+    think_format_reward,
+)
+
+__all__ = [
+    "accuracy_reward",
+    "create_reasoning_gym",
+    "get_code_execution_reward",
+    "get_cosine_scaled_reward",
+    "get_reasoning_gym_reward",
+    "get_repetition_penalty_reward",
+    "get_soft_overlong_punishment",
+    "reasoning_accuracy_reward",
+    "reasoning_gym_dataset",
+    "think_format_reward",
+]

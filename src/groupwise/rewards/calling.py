@@ -5,16 +5,23 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import logging
 import math
+import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from groupwise.errors import RewardError, boundary
+from groupwise.rewards.models import RewardModel
 from groupwise.stages import RolloutBatch
+
+logger = logging.getLogger(__name__)
 
 #: What a reward function may return per completion, after :func:`checked_rewards`.
 Reward = float | list[tuple[int, float]]
@@ -54,37 +61,81 @@ def reward_arguments(rollout: RolloutBatch) -> dict[str, Any]:
     }
 
 
+class RewardCalls(NamedTuple):
+    """What the reward functions gave for a rollout.
+
+    rewards_FB: one list per function with one reward per completion, NaN for None.
+    failures: the functions that failed, by position.
+    """
+
+    rewards_FB: list[list[Reward]]
+    failures: dict[int, RewardError]
+
+
 def call_rewards(
-    functions: Sequence[Callable[..., Any]], names: Sequence[str], rollout: RolloutBatch, **shared: Any
-) -> list[list[Reward]]:
-    """Call every reward function on a rollout; the async ones run together, beside the others.
+    functions: Sequence[Callable[..., Any]],
+    names: Sequence[str],
+    rollout: RolloutBatch,
+    *,
+    timeout: float | None = None,
+    on_error: str = "raise",
+    **shared: Any,
+) -> RewardCalls:
+    """Call every reward function on a rollout: the async ones together, beside the others one by one.
 
     Args:
+        timeout: seconds that a call may take. Async functions are cancelled. The others run in a thread of
+            their own then; a thread cannot be stopped, so one that takes longer goes on unheard. Reward
+            models stay in the caller's thread and have no limit: all ranks of a sharded one must finish.
+        on_error: "raise", or "none": a function that fails gives None for all completions of this call, and
+            the first failure of each function is logged as a warning.
         shared: further keyword arguments for all of them.
 
-    Returns:
-        one list per function with one reward per completion, NaN for None.
-
     Raises:
-        RewardError: a function raised, or returned something else than one finite number or None (or list of
-            step rewards) per completion.
+        RewardError: with "raise", a function raised, took too long, or returned something else than one
+            finite number or None (or list of step rewards) per completion.
     """
     arguments = {**reward_arguments(rollout), **shared}
-    is_async = [_is_async(function) for function in functions]
+    titles = [f"reward function {name!r}" for name in names]
+    waiting = {i: (f, titles[i]) for i, f in enumerate(functions) if _is_async(f)}
+    latest = None if timeout is None else time.monotonic() + timeout
+    futures = _start_together(waiting, arguments, timeout)
     outputs: dict[int, Any] = {}
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        # A thread of its own, because the caller's may already run an event loop (notebooks do).
-        waiting = [i for i, flag in enumerate(is_async) if flag]
-        if waiting:
-            calls = {i: (functions[i], names[i]) for i in waiting}
-            pending = pool.submit(asyncio.run, _call_together(calls, arguments))
-        for i, function in enumerate(functions):
-            if not is_async[i]:
-                with boundary(RewardError, f"reward function {names[i]!r}"):
-                    outputs[i] = function(**arguments)
-        if waiting:
-            outputs.update(pending.result())
-    return [checked_rewards(outputs[i], names[i], rollout) for i in range(len(functions))]
+    for i, function in enumerate(functions):
+        if i not in futures:
+            outputs[i] = _error_or(_call, function, titles[i], arguments, timeout)
+    for i, future in futures.items():
+        left = None if latest is None else max(latest - time.monotonic(), 0.0)
+        outputs[i] = _error_or(_result, future, titles[i], left, timeout)
+    rewards_FB: list[list[Reward]] = []
+    failures: dict[int, RewardError] = {}
+    for i, name in enumerate(names):
+        output = outputs[i]
+        if not isinstance(output, RewardError):
+            output = _error_or(checked_rewards, output, name, rollout)
+        if isinstance(output, RewardError):
+            if on_error == "raise":
+                raise output
+            _warn_once(name, output)
+            failures[i], output = output, [math.nan] * len(rollout)
+        rewards_FB.append(output)
+    return RewardCalls(rewards_FB, failures)
+
+
+def _error_or(function: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return function(*arguments)
+    except RewardError as error:
+        return error
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(name: str, error: RewardError) -> None:
+    if name not in _warned:
+        _warned.add(name)
+        logger.warning("%s; it gives no rewards for this batch, and later failures are only counted", error)
 
 
 def _is_async(function: Any) -> bool:
@@ -93,13 +144,88 @@ def _is_async(function: Any) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-async def _call_together(calls: dict[int, tuple[Any, str]], arguments: dict[str, Any]) -> dict[int, Any]:
-    async def call(function: Any, name: str) -> Any:
-        with boundary(RewardError, f"reward function {name!r}"):
-            return await function(**arguments)
+def _call(function: Any, title: str, arguments: dict[str, Any], timeout: float | None) -> Any:
+    def call() -> Any:
+        with boundary(RewardError, title):
+            return function(**arguments)
 
-    results = await asyncio.gather(*(call(function, name) for function, name in calls.values()))
-    return dict(zip(calls, results, strict=True))
+    if timeout is None or isinstance(function, RewardModel):
+        return call()
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    _start_thread(run)
+    return _result(future, title, timeout, timeout)
+
+
+def _result(future: Future[Any], title: str, left: float | None, timeout: float | None) -> Any:
+    try:
+        return future.result(left)
+    except FutureTimeoutError:
+        raise _late(title, timeout) from None
+
+
+def _late(title: str, timeout: float | None) -> RewardError:
+    return RewardError(f"{title} took longer than reward_timeout={timeout} seconds")
+
+
+def _start_together(
+    calls: dict[int, tuple[Any, str]], arguments: dict[str, Any], timeout: float | None
+) -> dict[int, Future[Any]]:
+    """Start async functions in an event loop in a thread, because the caller's may have one already
+    (notebooks do)."""
+    futures: dict[int, Future[Any]] = {i: Future() for i in calls}
+
+    async def one(i: int) -> None:
+        try:
+            futures[i].set_result(await _limited(*calls[i], arguments, timeout))
+        except Exception as error:
+            futures[i].set_exception(error)
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(one(i) for i in calls))
+
+    def run() -> None:
+        try:
+            asyncio.run(all_of_them())
+        except BaseException as error:
+            for future in futures.values():
+                if not future.done():
+                    future.set_exception(error)
+
+    if calls:
+        _start_thread(run)
+    return futures
+
+
+def _start_thread(function: Callable[[], None]) -> None:
+    """Run a function beside the caller, with the caller's gradient mode and GPU: a thread has its own."""
+    grad = torch.is_grad_enabled()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run() -> None:
+        torch.set_grad_enabled(grad)
+        if device is not None:
+            torch.cuda.set_device(device)
+        function()
+
+    # A daemon: a call that never ends must not keep the process from ending.
+    threading.Thread(target=run, daemon=True).start()
+
+
+async def _limited(function: Any, title: str, arguments: dict[str, Any], timeout: float | None) -> Any:
+    with boundary(RewardError, title):
+        task = asyncio.ensure_future(function(**arguments))
+        done, _ = await asyncio.wait({task}, timeout=timeout)
+        if done:
+            return task.result()
+    task.cancel()
+    raise _late(title, timeout)
 
 
 def checked_rewards(output: Any, name: str, rollout: RolloutBatch) -> list[Reward]:

@@ -1,0 +1,233 @@
+"""Runs one program under limits, as a script of its own: standard library only, started by ``sandbox.py``.
+
+The order matters. The file system is built with the rights to mount; then the process forks into its own
+process namespace, gives up root, gets its limits, is locked into the new root and becomes the program. What
+stays outside waits, and kills the program's whole process namespace when time is up.
+
+Exit status: 0, ``FAILED`` or ``TIMED_OUT`` for the program; anything on stderr is a failure of the sandbox.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import math
+import os
+import resource
+import signal
+import sys
+
+FAILED, TIMED_OUT = 10, 11
+NOBODY = 65534
+
+_NEW_NS, _NEW_UTS, _NEW_IPC = 0x00020000, 0x04000000, 0x08000000
+_NEW_USER, _NEW_PID, _NEW_NET = 0x10000000, 0x20000000, 0x40000000
+_NOSUID, _NODEV, _BIND, _REC, _PRIVATE = 2, 4, 4096, 16384, 1 << 18
+_SET_PDEATHSIG, _SET_CHILD_SUBREAPER, _SET_NO_NEW_PRIVS = 1, 36, 38
+_SYS_MOUNT_SETATTR, _AT_RECURSIVE = 442, 0x8000  # the same number on every architecture
+_SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _checked(what: str, result: int) -> None:
+    if result != 0:
+        raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
+
+
+def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    done = _libc.mount(
+        source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()
+    )
+    _checked(f"mount {target}", done)
+
+
+def enter_namespaces() -> None:
+    """Own mounts, processes, network and System V objects; without root, in a user namespace."""
+    flags = _NEW_NS | _NEW_PID | _NEW_NET | _NEW_IPC | _NEW_UTS
+    if os.geteuid() == 0:
+        _checked("namespaces", _libc.unshare(flags))
+        return
+    user, group = os.geteuid(), os.getegid()
+    _checked("namespaces", _libc.unshare(flags | _NEW_USER))
+    # A user id other than 0: the rights to mount end with exec.
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{NOBODY} {user} 1"),
+        ("gid_map", f"{NOBODY} {group} 1"),
+    ):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+
+
+def build_root(root: str, job: dict) -> None:
+    """A read-only file system with the interpreter and nothing of the user's, and a /tmp of limited size."""
+    _mount("none", "/", "", _REC | _PRIVATE)
+    _mount("tmpfs", root, "tmpfs", _NOSUID | _NODEV, "size=1m,mode=755")
+    bound: list[str] = []
+    for path in (*_SYSTEM, *job["prefixes"]):
+        inside = any(path == other or path.startswith(other + "/") for other in bound)
+        if not inside and os.path.lexists(path):
+            _show(path, root)
+            bound.append(path)
+    for device in _DEVICES:
+        _placeholder(root + device)
+    os.mkdir(root + "/tmp")
+    # struct mount_attr: flags to set (read-only, no setuid, no devices), flags to clear, propagation, a fd.
+    attributes = (ctypes.c_uint64 * 4)(1 | _NOSUID | _NODEV, 0, 0, 0)
+    done = _libc.syscall(
+        ctypes.c_long(_SYS_MOUNT_SETATTR), -100, root.encode(), _AT_RECURSIVE, attributes, ctypes.c_size_t(32)
+    )
+    _checked("mount_setattr (Linux 5.12)", done)
+    for device in _DEVICES:
+        _mount(device, root + device, "", _BIND)
+    size = 8 * job["output"]
+    _mount("tmpfs", root + "/tmp", "tmpfs", _NOSUID | _NODEV, f"size={size},nr_inodes=1000,mode=1777")
+
+
+def _show(path: str, root: str) -> None:
+    os.makedirs(os.path.dirname(root + path), exist_ok=True)
+    if os.path.islink(path):
+        os.symlink(os.readlink(path), root + path)
+        return
+    if os.path.isdir(path):
+        os.makedirs(root + path, exist_ok=True)
+    else:
+        _placeholder(root + path)
+    _mount(path, root + path, "", _BIND | _REC)
+
+
+def _placeholder(path: str) -> None:
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "w"):
+        pass
+
+
+def become_program(job: dict, work: str) -> None:
+    """Give up every right, set the limits and replace this process; returns only by raising."""
+    # What else the process limit counts: without root, the waiting launcher is in the same user namespace.
+    others = int(os.geteuid() != 0)
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        if job["isolated"]:
+            # Here processes are counted from zero, and chroot is a right of this namespace until exec.
+            _checked("user namespace", _libc.unshare(_NEW_USER))
+    _checked("parent death signal", _libc.prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
+    if not job["isolated"]:
+        others = _tasks_of(os.geteuid())
+    else:
+        # From inside a chroot the kernel makes no user namespaces, which would give these rights back.
+        os.chroot(".")
+    os.chdir(work)
+    seconds = math.ceil(job["timeout"])
+    processes = job["processes"] + others
+    for limit, soft, hard in (
+        (resource.RLIMIT_AS, job["memory"], job["memory"]),
+        (resource.RLIMIT_CPU, seconds, seconds + 1),
+        (resource.RLIMIT_FSIZE, job["output"], job["output"]),
+        (resource.RLIMIT_NPROC, processes, processes),
+        (resource.RLIMIT_NOFILE, 256, 256),
+        (resource.RLIMIT_CORE, 0, 0),
+    ):
+        # A hard limit that is already lower stays.
+        known = resource.getrlimit(limit)[1]
+        hard = hard if known == resource.RLIM_INFINITY else min(hard, known)
+        resource.setrlimit(limit, (min(soft, hard), hard))
+    _checked("no new privileges", _libc.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    for number in (signal.SIGTERM, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)
+    os.closerange(3, 1024)
+    devnull = os.open("/dev/null", os.O_WRONLY)
+    if not os.access(job["executable"], os.X_OK):
+        raise PermissionError(f"the user of the sandbox cannot run {job['executable']}")
+    os.dup2(devnull, 2)
+    environment = {"PATH": "/usr/bin:/bin", "HOME": work, "TMPDIR": work, "LANG": "C.UTF-8"}
+    # numpy would start a thread per processor, which the process limit does not allow.
+    environment["OMP_NUM_THREADS"] = "1"
+    os.execve(job["executable"], [job["executable"], "-I", "-B", "main.py"], environment)
+
+
+def _tasks_of(user: int) -> int:
+    """Processes and threads of a user, which is what the process limit counts."""
+    count = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if os.stat(f"/proc/{name}").st_uid == user:
+                count += len(os.listdir(f"/proc/{name}/task"))
+    return count
+
+
+def _kill_descendants() -> None:
+    """Without a process namespace: end what the program left behind; orphans are children of this process."""
+    while True:
+        try:
+            with open(f"/proc/self/task/{os.getpid()}/children") as file:
+                children = [int(pid) for pid in file.read().split()]
+        except OSError:
+            return
+        if not children:
+            return
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        for pid in children:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+def main(job: dict) -> int:
+    """Run ``program.py`` of the job's directory; see the module for the exit status."""
+    started: list[int] = []
+    stopped: list[int] = []
+
+    def stop(number: int, _frame: object) -> None:
+        stopped.append(number)
+        for pid in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGALRM, stop)
+    _checked("parent death signal", _libc.prctl(_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0))
+    with open(os.path.join(job["directory"], "program.py"), "rb") as file:
+        program = file.read()
+    root, work = os.path.join(job["directory"], "root"), "/tmp"
+    if job["isolated"]:
+        enter_namespaces()
+        build_root(root, job)
+        outside = root + "/tmp"
+        os.chdir(root)
+    else:
+        outside = work = os.path.join(job["directory"], "work")
+        _checked("subreaper", _libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
+    path = os.path.join(outside, "main.py")
+    with open(path, "wb") as copy:
+        copy.write(program)
+    os.chmod(path, 0o444)
+    signal.setitimer(signal.ITIMER_REAL, job["timeout"])
+    child = os.fork()
+    if child == 0:
+        try:
+            become_program(job, work)
+        except BaseException as error:
+            os.write(2, f"{type(error).__name__}: {error}".encode())
+        os._exit(1)
+    started.append(child)
+    if stopped:
+        stop(stopped[0], None)
+    _, status = os.waitpid(child, 0)
+    result = TIMED_OUT if stopped else 0 if status == 0 else FAILED
+    # Its number may be another process's from now on.
+    started.clear()
+    if not job["isolated"]:
+        _kill_descendants()
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1])))

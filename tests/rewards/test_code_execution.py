@@ -1,0 +1,351 @@
+"""Programs that pass tests are rewarded; programs that mean harm do none, and end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from groupwise.errors import ConfigError, RewardError
+from groupwise.rewards import code as code_module
+from groupwise.rewards import get_code_execution_reward
+from groupwise.rewards.code import program_text
+from groupwise.rewards.sandbox import Limits, run_program
+
+MB = 1 << 20
+
+
+def isolation_works() -> bool:
+    try:
+        return run_program("", "", Limits(5.0, 512 * MB, 8, MB), isolated=True).status == "ok"
+    except RewardError:
+        return False
+
+
+ISOLATED = isolation_works()
+# Without namespaces only the limits remain to be tested.
+needs_isolation = pytest.mark.skipif(not ISOLATED, reason="the kernel permits no user namespaces here")
+
+
+def run(source: str, stdin: str = "", timeout: float = 1.5, memory: int = 256 * MB, output: int = 1 << 16):
+    return run_program(source, stdin, Limits(timeout, memory, 8, output), isolated=True)
+
+
+def block(source: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": f"Here it is:\n```python\n{source}\n```\nDone."}]
+
+
+@pytest.fixture(scope="module")
+def reward():
+    if not ISOLATED:
+        pytest.skip("the kernel permits no user namespaces here")
+    return get_code_execution_reward(timeout=2.0, memory_mb=256, max_output_kb=64)
+
+
+def test_the_reward_is_the_share_of_passed_tests(reward):
+    logged = {}
+    double = "def f(x):\n    return 2 * x"
+    tests = ["assert f(1) == 2", "assert f(2) == 5", "assert f('a') == 'aa'", "assert g(1)"]
+    streams = [{"input": "2 3\n", "output": "5"}, {"input": "4 5\n", "output": "20"}]
+    add = "print(sum(map(int, input().split())))"
+    rewards = reward(
+        [block(double), block(add), block("1 +"), block(double)],
+        tests=[tests, streams, tests[:1], None],
+        log_extra=logged.__setitem__,
+    )
+    # two of four, one of two, a syntax error, nothing to pass
+    assert rewards == [0.5, 0.5, 0.0, None]
+    assert logged == {"tests_passed": ["2/4", "1/2", "0/1", "0/0"]}
+
+
+def test_spaces_at_line_ends_do_not_matter_and_lines_do(reward):
+    tests = [[{"input": "", "output": "1 2\n3\n"}]]
+    assert reward(["print('1 2  '); print(3); print()"], tests=tests) == [1.0]
+    assert reward(["print('1 2 3')"], tests=tests) == [0.0]
+
+
+def test_a_program_that_leaves_before_the_test_does_not_pass(reward):
+    for leave in ("import sys; sys.exit(0)", "import os; os._exit(0)", "raise SystemExit"):
+        assert reward([leave], tests=[["assert True"]]) == [0.0]
+
+
+def test_the_right_output_of_a_failing_program_does_not_pass(reward):
+    assert reward(["print(1, flush=True); 1 / 0"], tests=[[{"input": "", "output": "1"}]]) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("```python\nx = 1\n```", "x = 1\n"),
+        ("```py\na\n```\nor\n```\nb\n```", "b\n"),
+        ("so\n```python\nx = 1\n", "x = 1\n"),
+        ("print(1)", "print(1)"),
+        ("```python\ns = '```'\n```", "s = '```'\n"),
+    ],
+)
+def test_the_program_is_the_last_block_or_the_text(text, program):
+    assert program_text(text) == program
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"timeout": 0}, "timeout=0 is not valid; allowed: a finite number > 0"),
+        ({"timeout": float("inf")}, "timeout=inf"),
+        ({"memory_mb": 0.5}, "memory_mb=0.5 is not valid; allowed: an integer >= 1"),
+        ({"max_processes": 0}, "max_processes=0"),
+        ({"max_output_kb": 0}, "max_output_kb=0"),
+        ({"max_workers": True}, "max_workers=True"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, said):
+    with pytest.raises(ConfigError) as caught:
+        get_code_execution_reward(**arguments)
+    assert said in str(caught.value)
+
+
+@needs_isolation
+def test_limits_that_no_program_can_live_with_are_refused():
+    with pytest.raises(ConfigError, match="allow more memory"):
+        get_code_execution_reward(memory_mb=2)
+
+
+@pytest.mark.parametrize("tests", [[["assert 1", 3]], [[{"input": "1"}]]])
+def test_what_is_no_test_is_named(reward, tests):
+    with pytest.raises(RewardError, match="of row 0 is none; allowed: a statement, or"):
+        reward(["pass"], tests=tests)
+
+
+def test_a_missing_column_is_named(reward):
+    with pytest.raises(RewardError, match="no column 'tests'"):
+        reward(["pass"], answers=[[]])
+
+
+def refuse_namespaces(source, stdin, limits, isolated):
+    if isolated:
+        raise RewardError("the sandbox could not be set up: namespaces: Operation not permitted")
+    return code_module.Outcome("ok", "1\n")
+
+
+def test_without_namespaces_it_refuses_unless_they_are_waived(monkeypatch, caplog):
+    monkeypatch.setattr(code_module, "run_program", refuse_namespaces)
+    with pytest.raises(ConfigError, match=r"Operation not permitted.*require_isolation=False"):
+        get_code_execution_reward()
+    assert get_code_execution_reward(require_isolation=False).isolated is False
+    assert "programs run without isolation" in caplog.text
+
+
+@needs_isolation
+def test_an_endless_loop_ends():
+    assert run("while True: pass", timeout=0.5).status == "timeout"
+
+
+@needs_isolation
+def test_waiting_ends():
+    assert run("import time; time.sleep(60)", timeout=0.5).status == "timeout"
+
+
+@needs_isolation
+def test_signals_are_ignored_in_vain():
+    source = "import signal, time\nfor n in range(1, 65):\n  try: signal.signal(n, signal.SIG_IGN)\n"
+    source += "  except (OSError, ValueError): pass\ntime.sleep(60)"
+    assert run(source, timeout=0.5).status == "timeout"
+
+
+@needs_isolation
+def test_a_fork_bomb_ends_and_stays_small():
+    source = "import os, time\ncount = 0\nwhile count < 100:\n  try:\n    if os.fork() == 0: time.sleep(60)\n"
+    source += "    count += 1\n  except BlockingIOError: break\nprint(count, flush=True)\nos._exit(0)"
+    status, output = run(source)
+    # 8 processes, the first one included
+    assert (status, output) == ("ok", "7\n")
+    endless = run("import os\nwhile True:\n  try: os.fork()\n  except OSError: pass", timeout=0.5)
+    assert endless.status == "timeout"
+
+
+@needs_isolation
+def test_threads_are_limited():
+    source = "import os, threading, time\ncount = 0\ntry:\n  while count < 50:\n"
+    source += "    threading.Thread(target=time.sleep, args=(60,)).start()\n    count += 1\n"
+    source += "except RuntimeError: print(count, flush=True)\nos._exit(0)"
+    # room for the stacks: the process limit must be what ends this
+    assert run(source, memory=2048 * MB) == ("ok", "7\n")
+
+
+@needs_isolation
+def test_huge_output_is_cut():
+    status, output = run("import sys\nwhile True: sys.stdout.write('x' * 10000)", output=50_000)
+    assert status == "failed" and set(output) == {"x"} and len(output) <= 50_000
+    status, _ = run("import sys\nwhile True:\n  try: print('x' * 10000)\n  except OSError: pass", timeout=0.5)
+    assert status == "timeout"
+
+
+@needs_isolation
+def test_memory_is_limited():
+    assert run("x = bytearray(400 * 2**20)").status == "failed"
+    assert run("x = bytearray(100 * 2**20)").status == "ok"
+
+
+@needs_isolation
+def test_the_environment_is_not_the_trainer_s(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    source = "import os, glob\nprint(sorted(os.environ))\n"
+    source += "for p in glob.glob('/proc/*/environ'): print(open(p).read())"
+    status, output = run(source)
+    assert (status, output) == ("ok", "['HOME', 'LANG', 'OMP_NUM_THREADS', 'PATH', 'TMPDIR']\n")
+
+
+@needs_isolation
+def test_writing_outside_fails_and_inside_is_limited(tmp_path):
+    tmp_path.chmod(0o777)
+    prefix = Path(os.__file__).parent
+    targets = [tmp_path / "a", Path.home() / "groupwise_escape", prefix / "x.py", "/x", "/usr/x", "/dev/x"]
+    for target in map(str, targets):
+        assert run(f"open({target!r}, 'w').write('x')").status == "failed"
+        assert not os.path.exists(target)
+    assert run("open('/tmp/a', 'w').write('x'); print(open('a').read())") == ("ok", "x\n")
+    source = "import os, sys\nfor path in ('/', '/usr', sys.prefix, '/dev', '/tmp'):\n"
+    source += "  print(bool(os.statvfs(path).f_flag & os.ST_RDONLY))"
+    assert run(source).output.split() == ["True"] * 4 + ["False"]
+    # one file of more than the output limit, and many smaller ones
+    assert run("open('a', 'wb').write(bytes(70_000))").status == "failed"
+    assert run("for i in range(99): open(f'a{i}', 'wb').write(bytes(60_000))").status == "failed"
+
+
+@needs_isolation
+def test_the_users_files_are_not_there(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("hf_secret")
+    secret.chmod(0o644)
+    for path in (str(secret), "/etc/passwd", str(Path(__file__))):
+        assert run(f"print(open({path!r}).read())").output == ""
+
+
+@needs_isolation
+def test_there_is_no_network():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.1)
+        port = server.getsockname()[1]
+        assert run(f"import socket; socket.create_connection(('127.0.0.1', {port}), 1)").status == "failed"
+        with pytest.raises(TimeoutError):
+            server.accept()
+    assert run("import socket; print(socket.if_nameindex())") == ("ok", "[(1, 'lo')]\n")
+
+
+@needs_isolation
+def test_rights_cannot_be_won_back():
+    source = "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+    source += "for flags in (0x10000000, 0x20000, 0x40000000): print(libc.unshare(flags))\n"
+    source += "print(libc.mount(b'x', b'/tmp', b'tmpfs', 0, None), libc.chroot(b'/tmp'))\n"
+    for attempt in ("os.setuid(0)", "os.chroot('/tmp')"):
+        source += f"try: {attempt}; print('won')\nexcept OSError: pass\n"
+    # PR_GET_NO_NEW_PRIVS
+    source += "print(libc.prctl(39, 0, 0, 0, 0))"
+    assert run(source) == ("ok", "-1\n-1\n-1\n-1 -1\n1\n")
+
+
+@needs_isolation
+def test_a_daemon_left_behind_ends_with_the_program():
+    # It leaves the process group, the session and its parent; its command line is visible from here.
+    mark = f"groupwise-daemon-{os.getpid()}-{time.monotonic_ns()}"
+    source = "import subprocess, sys\n"
+    source += f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)', {mark!r}],"
+    source += " start_new_session=True)\nprint('left')"
+    assert run(source) == ("ok", "left\n")
+    assert [pid for pid in all_processes() if mark in command_line(pid)] == []
+
+
+@needs_isolation
+def test_a_trainer_that_is_killed_takes_the_program_with_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    trainer = os.fork()
+    if trainer == 0:
+        run("import time; time.sleep(60)", timeout=60.0)
+        os._exit(0)
+    try:
+        wait_until(lambda: any("main.py" in command_line(pid) for pid in descendants(trainer)))
+        started = descendants(trainer)
+    finally:
+        os.kill(trainer, signal.SIGKILL)
+        os.waitpid(trainer, 0)
+    wait_until(lambda: not any(command_line(pid) for pid in started))
+
+
+@pytest.fixture
+def run_unisolated(monkeypatch):
+    """Under limits only; as root, programs are run by another user, who may not reach this interpreter."""
+
+    def run(source: str, timeout: float = 1.5):
+        return run_program(source, "", Limits(timeout, 256 * MB, 8, 1 << 16), isolated=False)
+
+    for executable in (sys.executable, "/usr/bin/python3"):
+        monkeypatch.setattr(sys, "executable", executable)
+        try:
+            run("", timeout=10.0)
+        except (RewardError, FileNotFoundError):
+            continue
+        return run
+    pytest.skip("no interpreter that the user of the sandbox can run")
+
+
+def test_without_isolation_the_limits_hold(run_unisolated, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert run_unisolated("while True: pass", timeout=0.5).status == "timeout"
+    assert run_unisolated("x = bytearray(400 * 2**20)").status == "failed"
+    assert run_unisolated("print('x' * 2**20)").status == "failed"
+    status, output = run_unisolated("import os; print('HF_TOKEN' in os.environ, os.getuid() == 0)")
+    assert (status, output) == ("ok", "False False\n")
+    source = "import os, time\ncount = 0\nwhile count < 100:\n  try:\n    if os.fork() == 0: time.sleep(60)\n"
+    source += "    count += 1\n  except BlockingIOError: break\nprint(count < 20, flush=True)\nos._exit(0)"
+    assert run_unisolated(source) == ("ok", "True\n")
+
+
+def test_without_isolation_a_daemon_ends_too(run_unisolated):
+    mark = f"groupwise-unisolated-{os.getpid()}-{time.monotonic_ns()}"
+    source = "import subprocess, sys, time\n"
+    source += "code = 'import os, time\\nif os.fork(): os._exit(0)\\nos.setsid()\\ntime.sleep(60)'\n"
+    source += (
+        f"subprocess.Popen([sys.executable, '-c', code, {mark!r}], start_new_session=True).wait()\nprint(1)"
+    )
+    assert run_unisolated(source) == ("ok", "1\n")
+    assert [pid for pid in all_processes() if mark in command_line(pid)] == []
+
+
+def wait_until(condition) -> None:
+    for _ in range(200):
+        if condition():
+            return
+        time.sleep(0.05)
+    raise AssertionError("it did not come to pass within ten seconds")
+
+
+def all_processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def command_line(pid: int) -> str:
+    """Empty for a process that has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def descendants(pid: int) -> list[int]:
+    found, parents = [], {}
+    for other in all_processes():
+        try:
+            parents[other] = int(Path(f"/proc/{other}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    level = [pid]
+    while level:
+        level = [child for child, parent in parents.items() if parent in level]
+        found += level
+    return found

@@ -1,0 +1,243 @@
+"""Time limits of reward functions, what a failing one does to a batch, and what runs at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import math
+import threading
+import time
+
+import pytest
+import torch
+
+from groupwise.errors import RewardError
+from groupwise.rewards import calling
+from groupwise.rewards.calling import call_rewards
+from groupwise.rewards.models import RewardModel
+from groupwise.stages import Completion, RolloutBatch
+
+ROLLOUT = RolloutBatch(
+    rows=[{"answer": "1"}, {"answer": "2"}],
+    prompts=["a", "b"],
+    prompt_ids=[[1], [2]],
+    completions=[Completion([3]), Completion([4])],
+    texts=["c", "d"],
+)
+FOREVER = 600.0
+
+
+@pytest.fixture(autouse=True)
+def nothing_warned_yet(monkeypatch):
+    monkeypatch.setattr(calling, "_warned", set())
+
+
+@pytest.fixture
+def release():
+    """Ends the functions that a test gave up."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def good(**_):
+    return [1.0, 2.0]
+
+
+async def good_async(**_):
+    return [3.0, 4.0]
+
+
+def call(*functions, **settings):
+    return call_rewards(functions, [f.__name__ for f in functions], ROLLOUT, **settings)
+
+
+def test_without_a_limit_functions_run_in_the_callers_thread():
+    seen = []
+
+    def where(**_):
+        seen.append(threading.current_thread())
+        return [0.0, 0.0]
+
+    call(where)
+    call(where, timeout=FOREVER)
+    assert seen[0] is threading.main_thread() and seen[1] is not threading.main_thread()
+    assert seen[1].daemon
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_threads_keep_the_callers_gradient_mode(grad):
+    seen = []
+
+    def plain(**_):
+        seen.append(torch.is_grad_enabled())
+        return [0.0, 0.0]
+
+    async def waiting(**_):
+        return plain()
+
+    with torch.set_grad_enabled(grad):
+        call(plain, waiting, timeout=FOREVER)
+    assert seen == [grad, grad]
+
+
+def test_a_limit_that_nothing_reaches_changes_nothing():
+    assert call(good, good_async, timeout=FOREVER) == call(good, good_async)
+    assert call(good, good_async).rewards_FB == [[1.0, 2.0], [3.0, 4.0]]
+
+
+def test_a_function_that_takes_too_long_is_reported(release):
+    def slow(**_):
+        release.wait(FOREVER)
+
+    with pytest.raises(RewardError, match=r"'slow' took longer than reward_timeout=0\.1 seconds"):
+        call(good, slow, timeout=0.1)
+
+
+def test_an_async_function_that_takes_too_long_is_cancelled():
+    cancelled = threading.Event()
+
+    async def slow(**_):
+        try:
+            await asyncio.sleep(FOREVER)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    with pytest.raises(RewardError, match=r"'slow' took longer than reward_timeout=0\.1 seconds"):
+        call(slow, good_async, timeout=0.1)
+    assert cancelled.wait(10)
+
+
+@pytest.mark.timeout(60)
+def test_async_functions_that_cannot_be_cancelled_hold_nobody_up(release):
+    async def blocking(**_):
+        release.wait(FOREVER)
+        return [0.0, 0.0]
+
+    async def deaf(**_):
+        while not release.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.05)
+
+    for function in (blocking, deaf):
+        with pytest.raises(RewardError, match="took longer"):
+            call(function, timeout=0.2)
+
+
+def test_each_call_has_the_whole_time():
+    def half(**_):
+        time.sleep(0.3)
+        return [1.0, 1.0]
+
+    names = ["a", "b", "c"]
+    assert call_rewards([half] * 3, names, ROLLOUT, timeout=0.8).rewards_FB == [[1.0, 1.0]] * 3
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("timeout", [None, FOREVER])
+def test_async_functions_run_beside_each_other_and_beside_the_others(timeout):
+    arrived = {name: threading.Event() for name in ("first", "second", "plain")}
+
+    def waits(name):
+        async def reward(**_):
+            arrived[name].set()
+            while not all(event.is_set() for event in arrived.values()):
+                await asyncio.sleep(0.01)
+            return [1.0, 1.0]
+
+        return reward
+
+    def plain(**_):
+        arrived["plain"].set()
+        # never ends unless the async ones run meanwhile
+        assert arrived["first"].wait(30) and arrived["second"].wait(30)
+        return [2.0, 2.0]
+
+    result = call_rewards([waits("first"), plain, waits("second")], ["a", "b", "c"], ROLLOUT, timeout=timeout)
+    assert result.rewards_FB == [[1.0, 1.0], [2.0, 2.0], [1.0, 1.0]]
+
+
+def raises(**_):
+    raise KeyError("answer")
+
+
+async def raises_async(**_):
+    raise KeyError("answer")
+
+
+def too_few(**_):
+    return [1.0]
+
+
+def not_a_number(**_):
+    return [1.0, math.nan]
+
+
+def refuses_arguments():
+    return [1.0, 1.0]
+
+
+@pytest.mark.parametrize("failing", [raises, raises_async, too_few, not_a_number, refuses_arguments])
+@pytest.mark.parametrize("timeout", [None, FOREVER])
+def test_a_failing_function_gives_none_and_the_others_count(failing, timeout, caplog):
+    rewards_FB, failures = call(good, failing, good_async, timeout=timeout, on_error="none")
+    assert rewards_FB[0] == [1.0, 2.0] and rewards_FB[2] == [3.0, 4.0]
+    assert len(rewards_FB[1]) == 2 and all(math.isnan(reward) for reward in rewards_FB[1])
+    assert list(failures) == [1] and failing.__name__ in str(failures[1])
+    with pytest.raises(RewardError, match=failing.__name__) as caught:
+        call(good, failing, good_async, timeout=timeout)
+    assert str(caught.value) == str(failures[1])
+    assert type(caught.value.__cause__) is type(failures[1].__cause__)
+
+
+def test_a_slow_function_gives_none(release):
+    def slow(**_):
+        release.wait(FOREVER)
+
+    rewards_FB, failures = call(slow, good, timeout=0.1, on_error="none")
+    assert all(math.isnan(reward) for reward in rewards_FB[0]) and rewards_FB[1] == [1.0, 2.0]
+    assert "reward_timeout=0.1" in str(failures[0])
+
+
+def test_the_first_failure_of_each_function_is_said_with_its_cause(caplog):
+    def flaky(trial, **_):
+        raise ValueError(f"trial {trial}")
+
+    for trial in range(3):
+        call(flaky, raises, on_error="none", trial=trial)
+    messages = [record.getMessage() for record in caplog.records if record.name == calling.__name__]
+    assert len(messages) == 2
+    assert "'flaky' raised ValueError: trial 0" in messages[0]
+    assert "'raises' raised KeyError" in messages[1]
+
+
+@pytest.mark.parametrize("timeout", [None, FOREVER])
+def test_an_interrupt_is_no_failure(timeout):
+    def interrupted(**_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        call(interrupted, timeout=timeout, on_error="none")
+
+
+def test_partials_of_async_functions_are_async():
+    async def scaled(factor, **_):
+        await asyncio.sleep(0)
+        return [factor, factor]
+
+    partial = functools.partial(scaled, 2.0)
+    assert call_rewards([partial], ["scaled"], ROLLOUT, timeout=FOREVER).rewards_FB == [[2.0, 2.0]]
+
+
+def test_reward_models_stay_in_the_callers_thread(monkeypatch):
+    seen = []
+
+    def score(self, **_):
+        seen.append(threading.current_thread())
+        return [1.0, 1.0]
+
+    monkeypatch.setattr(RewardModel, "__call__", score)
+    call_rewards([RewardModel.__new__(RewardModel)], ["model"], ROLLOUT, timeout=1e-9)
+    assert seen == [threading.main_thread()]
