@@ -183,7 +183,7 @@ def mixture():
 
 
 def test_experts_are_balanced_and_a_dense_model_has_none(tmp_path):
-    run = trainer(tmp_path, model=mixture(), max_steps=1)
+    run = trainer(tmp_path, model=mixture(), max_steps=1, loss_type="grpo")
     run.train()
     assert run.aux_loss_enabled and run.router_aux_loss_coef == 0.3
     log = run.state.log_history[0]
