@@ -7,13 +7,17 @@ from typing import Any, Protocol
 
 import torch
 
-from groupwise.stages import Completion
+from groupwise.stages import Completion, Sampling
 
 
 class GenerationBackend(Protocol):
     """Something that continues prompts."""
 
-    def generate(self, prompts: Sequence[Sequence[int]]) -> list[Completion]:
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Every token that ends a completion."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
         """One completion per prompt, in order; repeated prompts give independent samples."""
 
     def sync_weights(self, params: Iterator[tuple[str, torch.Tensor]], *, step: int) -> None:

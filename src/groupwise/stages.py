@@ -38,6 +38,16 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """What a single call of a backend asks for beside the settings of the run.
+
+    max_tokens: the most tokens of each completion, by row; None is the configured limit for all.
+    """
+
+    max_tokens: Sequence[int] | None = None
+
+
+@dataclass(frozen=True)
 class RolloutBatch:
     """What was sampled on this rank, one entry per completion, the completions of a prompt next to each
     other.

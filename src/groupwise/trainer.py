@@ -1,4 +1,4 @@
-"""The trainer: what happens in a step, and every hook of ``transformers.Trainer``."""
+"""The trainer: what happens in a step."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import set_seed
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ProgressCallback
-from transformers.trainer_utils import EvalLoopOutput
 
 from groupwise import checkpoint, reporting, setup
 from groupwise.atomic import AtomicTrainer
-from groupwise.backends.transformers_generate import TransformersBackend, generation_config
 from groupwise.config import GRPOConfig
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean
 from groupwise.data import GenerationBuffer, as_rows, local_rows, with_advantages, without_filler
+from groupwise.loading import LoadingTrainer
 from groupwise.logbook import Logbook, completion_rows, length_metrics
 from groupwise.mixins import (
     AdvantageMixin,
@@ -31,6 +30,7 @@ from groupwise.mixins import (
 from groupwise.mixins.loss import objective_settings
 from groupwise.models import load_processing_class
 from groupwise.protocols import RewardFunction, RolloutFunction
+from groupwise.recording import RecordingTrainer
 from groupwise.reference import MixReference, make_reference
 from groupwise.splitting import SplittingTrainer
 from groupwise.stages import TrainBatch
@@ -44,6 +44,8 @@ class GRPOTrainer(
     AdvantageMixin,
     PolicyMixin,
     LossMixin,
+    LoadingTrainer,
+    RecordingTrainer,
     SplittingTrainer,
     AtomicTrainer,
 ):
@@ -125,10 +127,8 @@ class GRPOTrainer(
             self.reference.model = self.accelerator.prepare_model(self.reference.model, evaluation_mode=True)
         setup.speed_up([self.model, self.reference.model], args, self.accelerator)
         self.rollout_func = rollout_func
-        self.backend = TransformersBackend(
-            lambda: self.accelerator.unwrap_model(self.model_wrapped),
-            generation_config(args, self.accelerator.unwrap_model(self.model), self.processing_class),
-            args.pad_to_multiple_of,
+        self.backend = setup.make_backend(
+            lambda: self.accelerator.unwrap_model(self.model_wrapped), args, self.processing_class
         )
         self.scorer = setup.make_scorer(self.model, args, self.accelerator)
         self.router_aux_loss_coef = setup.router_aux_loss_coef(self.model, args)
@@ -276,70 +276,9 @@ class GRPOTrainer(
             loss = self.compute_loss(model, batch)
         return loss.detach(), None, None
 
-    # Data.
-
-    def get_train_dataloader(self) -> Any:
-        """A loader position is one micro-batch; the first of a generation batch carries the rows it uses."""
-        return self._get_dataloader(
-            dataset=self.train_dataset,  # type: ignore[arg-type]
-            description="Training",
-            batch_size=self._train_batch_size * self.args.steps_per_generation,
-            sampler_fn=self._get_train_sampler,
-            is_training=True,
-        )
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        return self.make_group_sampler(self.train_dataset if train_dataset is None else train_dataset)
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Every evaluation row ``num_generations_eval`` times in a row."""
-        named = isinstance(eval_dataset, str)
-        dataset: Any = self.eval_dataset if named or eval_dataset is None else eval_dataset
-        return self._get_dataloader(
-            dataset=setup.evaluation_rows(dataset[eval_dataset] if named else dataset, self.args),
-            description="Evaluation",
-            batch_size=self.args.eval_batch_size,
-            sampler_fn=self._get_eval_sampler,  # type: ignore[arg-type]
-            dataloader_key=eval_dataset if named else "eval",
-        )
-
-    def _set_signature_columns_if_needed(self) -> None:
-        self._signature_columns = ["prompt"]  # type: ignore[assignment]
-
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        return inputs  # the records are built on the training device
-
     def floating_point_ops(self, inputs: Any) -> int:
         """6 operations per parameter and token: forward and backward."""
         return 0 if inputs is None else 6 * self.num_parameters * inputs.computed_tokens()
-
-    # Logging.
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log; a training log also carries the metrics of the steps since the last one, joined over ranks."""
-        if "loss" in logs:
-            logs.update(self._drain("train", "train"))
-        super().log(logs, start_time)
-
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """As in ``Trainer``; the metrics returned also hold those of generation, rewards and loss."""
-        output = super().evaluation_loop(*args, **kwargs)
-        prefix = kwargs.get("metric_key_prefix", "eval")
-        own = {f"{prefix}_{name}": value for name, value in self._drain("eval", prefix).items()}
-        return output._replace(metrics={**(output.metrics or {}), **own})
-
-    def _drain(self, mode: str, label: str) -> dict[str, float]:
-        values, rows = self.books[mode].drain(lambda part: gather_object([part]))
-        if rows and self.is_world_process_zero():
-            reporting.report_completions(rows, self.state.global_step, self.args, self.args.output_dir, label)
-        return values
-
-    def create_model_card(  # type: ignore[override]
-        self, model_name: str | None = None, dataset_name: str | None = None, tags: Any = None, **_: Any
-    ) -> None:
-        """Write ``README.md`` into the output directory."""
-        if self.is_world_process_zero():
-            reporting.write_model_card(self, model_name, dataset_name, tags)
 
     # Checkpoints.
 

@@ -52,9 +52,11 @@ LAYERS = {
     "rewards": {"errors", "prompts", "stages"},
     "reporting": {"config"},
     "window": {"core", "layout", "stages"},
+    "loading": {"config", "data", "setup"},
+    "recording": {"config", "logbook", "reporting"},
     "setup": {
-        *("config", "core", "data", "errors", "heap", "layout", "linear", "models"),
-        *("rewards", "window"),
+        *("backends", "config", "core", "data", "errors", "heap", "layout", "linear", "models"),
+        *("protocols", "rewards", "window"),
     },
     "mixins": {
         *(

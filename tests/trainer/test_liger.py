@@ -12,7 +12,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from groupwise import ConfigError, GRPOConfig
 from groupwise.config_liger import LIGER_LIMITS
-from groupwise.setup import prepare_liger
+from groupwise.setup.policy import prepare_liger
 
 needs_liger = pytest.mark.skipif(
     importlib.util.find_spec("liger_kernel") is None, reason="liger-kernel is not installed"

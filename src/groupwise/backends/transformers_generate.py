@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -18,7 +19,9 @@ from groupwise.backends.decoding import (
     runs_in_step,
 )
 from groupwise.core.padding import length_mask, pad_sequences
-from groupwise.stages import Completion
+from groupwise.stages import Completion, Sampling
+
+_AS_CONFIGURED = Sampling()
 
 
 class TransformersBackend:
@@ -49,7 +52,9 @@ class TransformersBackend:
         return frozenset([end] if isinstance(end, int) else end or [])
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[Sequence[int]]) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling = _AS_CONFIGURED
+    ) -> list[Completion]:
         """Sample one completion per prompt.
 
         Args:
@@ -59,9 +64,10 @@ class TransformersBackend:
             B completions, cut after their first end token; ``truncated`` where there was none.
         """
         model: Any = self.model()
-        shared = can_decode_groups(model, self.generation_config)
+        config = self._config_for(sampling)
+        shared = can_decode_groups(model, config)
         distinct, copies = group_prompts(prompts) if shared else (prompts, [])
-        pad_token = self.generation_config.pad_token_id
+        pad_token = config.pad_token_id
         input_ids = pad_sequences(
             distinct, pad_token, left=True, multiple_of=self.pad_to_multiple_of, device=model.device
         )
@@ -76,13 +82,22 @@ class TransformersBackend:
                 sequences = model.generate(
                     input_ids=input_ids,
                     attention_mask=attention_mask,
-                    generation_config=self.generation_config,
+                    generation_config=config,
                     **loop,
                 )
         finally:
             model.train(was_training)
         new_tokens = sequences[:, input_ids.shape[1] :].tolist()
-        return [self._completion(tokens) for tokens in new_tokens]
+        limits = sampling.max_tokens or [config.max_new_tokens] * len(prompts)
+        return [self._completion(tokens[:limit]) for tokens, limit in zip(new_tokens, limits, strict=True)]
+
+    def _config_for(self, sampling: Sampling) -> GenerationConfig:
+        """The settings of the run; the batch runs on until the row with the highest limit has ended."""
+        if sampling.max_tokens is None:
+            return self.generation_config
+        config = copy.deepcopy(self.generation_config)
+        config.max_new_tokens = max(sampling.max_tokens)
+        return config
 
     def _completion(self, tokens: list[int]) -> Completion:
         for position, token in enumerate(tokens):

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from groupwise.backends.rollout_function import call_rollout_function
-from groupwise.backends.transformers_generate import TransformersBackend
 from groupwise.config import GRPOConfig
 from groupwise.prompts import as_completion, tokenize_prompt
-from groupwise.protocols import RolloutFunction
-from groupwise.stages import RolloutBatch
+from groupwise.protocols import GenerationBackend, RolloutFunction
+from groupwise.stages import RolloutBatch, Sampling
 
 
 class RolloutMixin:
@@ -17,7 +16,7 @@ class RolloutMixin:
 
     args: GRPOConfig
     processing_class: Any
-    backend: TransformersBackend
+    backend: GenerationBackend
     rollout_func: RolloutFunction | None
 
     def roll_out(self, rows: list[dict[str, Any]]) -> RolloutBatch:
@@ -32,7 +31,7 @@ class RolloutMixin:
         extra: dict[str, list[Any]] = {}
         if self.rollout_func is None:
             prompt_ids = self._tokenize(prompts)
-            completions = self.backend.generate(prompt_ids)
+            completions = self.backend.generate(prompt_ids, Sampling())
         else:
             prompt_ids, completions, extra = call_rollout_function(
                 self.rollout_func, prompts, self, self.backend.end_tokens

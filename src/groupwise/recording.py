@@ -1,0 +1,46 @@
+"""A ``transformers.Trainer`` that logs what its books hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.utils import gather_object
+from transformers import Trainer
+from transformers.trainer_utils import EvalLoopOutput
+
+from groupwise import reporting
+from groupwise.config import GRPOConfig
+from groupwise.logbook import Logbook
+
+
+class RecordingTrainer(Trainer):
+    """Joins the metrics and completions of all ranks once per log, and writes the model card."""
+
+    args: GRPOConfig  # type: ignore[assignment]
+    books: dict[str, Logbook]
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log; a training log also carries the metrics of the steps since the last one, joined over ranks."""
+        if "loss" in logs:
+            logs.update(self._drain("train", "train"))
+        super().log(logs, start_time)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """As in ``Trainer``; the metrics returned also hold those of generation, rewards and loss."""
+        output = super().evaluation_loop(*args, **kwargs)
+        prefix = kwargs.get("metric_key_prefix", "eval")
+        own = {f"{prefix}_{name}": value for name, value in self._drain("eval", prefix).items()}
+        return output._replace(metrics={**(output.metrics or {}), **own})
+
+    def _drain(self, mode: str, label: str) -> dict[str, float]:
+        values, rows = self.books[mode].drain(lambda part: gather_object([part]))
+        if rows and self.is_world_process_zero():
+            reporting.report_completions(rows, self.state.global_step, self.args, self.args.output_dir, label)
+        return values
+
+    def create_model_card(  # type: ignore[override]
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: Any = None, **_: Any
+    ) -> None:
+        """Write ``README.md`` into the output directory."""
+        if self.is_world_process_zero():
+            reporting.write_model_card(self, model_name, dataset_name, tags)

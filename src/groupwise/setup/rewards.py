@@ -1,0 +1,90 @@
+"""Reward functions, as given and ready to be called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate import Accelerator
+from transformers import PreTrainedModel
+
+from groupwise.config import GRPOConfig
+from groupwise.errors import ConfigError
+from groupwise.rewards.calling import reward_name, unique_names
+from groupwise.rewards.models import RewardModel, load_reward_model
+
+
+@dataclass(frozen=True)
+class RewardSetup:
+    """Reward functions as given: callables, models or names of models, with the tokenizers given for them."""
+
+    functions: list[Any]
+    processing_classes: list[Any]
+
+
+@dataclass(frozen=True)
+class LoadedRewards:
+    """Reward functions ready to be called.
+
+    functions: as given, names replaced by the models they stand for.
+    callables: what is called, in the same order.
+    names: unique names for metrics.
+    processing_classes: the tokenizers of the reward models, None for callables.
+    """
+
+    functions: list[Any]
+    callables: list[Callable[..., Any]]
+    names: list[str]
+    processing_classes: list[Any]
+
+
+def check_rewards(reward_funcs: Any, processing_classes: Any, config: GRPOConfig) -> RewardSetup:
+    """One or several reward functions, and their tokenizers, as lists of equal length; the caller's lists
+    stay.
+
+    Raises:
+        ConfigError: no function, something that is not one, or lists whose lengths differ.
+    """
+    functions = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+    if not functions or functions == [None]:
+        raise ConfigError("reward_funcs is missing; pass a reward function, a reward model or a list of them")
+    for function in functions:
+        if not (callable(function) or isinstance(function, str)):
+            raise ConfigError(
+                f"reward_funcs holds {function!r} ({type(function).__name__}); allowed: callables, "
+                "sequence-classification models and ids of such models"
+            )
+    if not isinstance(processing_classes, (list, tuple)):
+        processing_classes = [processing_classes] * len(functions)
+    for name, given in (
+        ("reward_processing_classes", processing_classes),
+        ("reward_weights", config.reward_weights or functions),
+    ):
+        if len(given) != len(functions):
+            raise ConfigError(
+                f"{name} has {len(given)} entries for {len(functions)} reward functions; give one for each"
+            )
+    return RewardSetup(functions, list(processing_classes))
+
+
+def load_rewards(rewards: RewardSetup, config: GRPOConfig, accelerator: Accelerator) -> LoadedRewards:
+    """Load the reward models that were given by name and put all reward models where they score."""
+    functions: list[Any] = []
+    callables: list[Callable[..., Any]] = []
+    tokenizers: list[Any] = []
+    for function, tokenizer in zip(rewards.functions, rewards.processing_classes, strict=True):
+        if isinstance(function, str):
+            function = load_reward_model(function, config.trust_remote_code)
+        functions.append(function)
+        if isinstance(function, PreTrainedModel):
+            model = accelerator.prepare_model(function, evaluation_mode=True)
+            scorer = RewardModel(
+                model, tokenizer, config.per_device_train_batch_size, config.trust_remote_code
+            )
+            callables.append(scorer)
+            tokenizers.append(scorer.tokenizer)
+        else:
+            callables.append(function)
+            tokenizers.append(None)
+    return LoadedRewards(functions, callables, unique_names([reward_name(f) for f in functions]), tokenizers)
