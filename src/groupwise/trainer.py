@@ -92,9 +92,11 @@ class GRPOTrainer(
         args = args or GRPOConfig(f"{setup.model_name(model)}-GRPO")
         setup.refuse_unavailable(tools=tools, environment_factory=environment_factory)
         setup.check_data(train_dataset, eval_dataset, args)
+        setup.check_backend(args)
         rewards = setup.check_rewards(reward_funcs, reward_processing_classes, args)
         policy = setup.prepare_policy(model, args, quantization_config, peft_config)
         processing_class = load_processing_class(processing_class, policy, args)
+        setup.check_prompt_lengths([train_dataset, eval_dataset], args, processing_class)
         self.reference = make_reference(policy, args, fresh_adapter=peft_config is not None)
         super().__init__(
             model=policy,
@@ -186,8 +188,11 @@ class GRPOTrainer(
         num_rows: int | None = None,
     ) -> list[TrainBatch]:
         book = self.books[mode]
+        with book.ledger.clock("sync"):
+            self.sync_sampler(self.accelerator.unwrap_model(self.model_wrapped))
         with book.ledger.clock("generate"):
             rollout = self.roll_out(rows)
+            self.backend.release()
         with book.ledger.clock("reward"):
             scored = self.score(rollout, num_generations, num_rows)
         counted = len(scored.rewards.rewards_NF[scored.local])  # later rows only fill up an evaluation batch
@@ -306,7 +311,12 @@ class GRPOTrainer(
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self.backend.version = None  # other weights at, maybe, the same step
         self.reference.complete_load(self.model if model is None else model, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self.backend.version = None
 
     def save_own_state(self, directory: str) -> None:
         control = self.entropy_control

@@ -56,7 +56,7 @@ LAYERS = {
     "recording": {"config", "logbook", "reporting"},
     "setup": {
         *("backends", "config", "core", "data", "errors", "heap", "layout", "linear", "models"),
-        *("protocols", "rewards", "window"),
+        *("prompts", "protocols", "rewards", "window"),
     },
     "mixins": {
         *(

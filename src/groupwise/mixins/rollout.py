@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import TrainerState
+
 from groupwise.backends.rollout_function import call_rollout_function
+from groupwise.backends.weight_stream import weight_stream
 from groupwise.config import GRPOConfig
 from groupwise.prompts import as_completion, tokenize_prompt
 from groupwise.protocols import GenerationBackend, RolloutFunction
@@ -15,9 +18,14 @@ class RolloutMixin:
     """Owns the generation backend and the user's rollout function."""
 
     args: GRPOConfig
+    state: TrainerState
     processing_class: Any
     backend: GenerationBackend
     rollout_func: RolloutFunction | None
+
+    def sync_sampler(self, policy: Any) -> None:
+        """Give the backend the weights of ``policy``, if an optimizer step has changed them since."""
+        self.backend.sync_weights(weight_stream(policy), step=self.state.global_step)
 
     def roll_out(self, rows: list[dict[str, Any]]) -> RolloutBatch:
         """Sample one completion for each row; a prompt that stands in several rows gets several samples.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,6 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from transformers import PreTrainedModel
 
-from groupwise.backends.transformers_generate import TransformersBackend, generation_config
 from groupwise.config import GRPOConfig
 from groupwise.core.objectives import OBJECTIVES
 from groupwise.layout import HeadSettings, TokenScorer, choose_layout
@@ -20,6 +20,28 @@ from groupwise.setup.policy import router_aux_loss_coef
 from groupwise.window import Cut
 
 logger = logging.getLogger(__name__)
+
+
+# the module that holds its check_settings and make_backend; loaded when it is chosen
+_BACKENDS = {
+    "transformers": "transformers_generate",
+    "colocate": "vllm.colocate",
+    "server": "vllm.client",
+}
+
+
+def chosen_backend(config: GRPOConfig) -> str:
+    """What generates: "transformers", or the mode in which vLLM does."""
+    return config.vllm_mode if config.use_vllm else "transformers"
+
+
+def check_backend(config: GRPOConfig) -> None:
+    """Refuse settings that the chosen backend cannot follow, before anything is loaded."""
+    _backend_module(config).check_settings(config)
+
+
+def _backend_module(config: GRPOConfig) -> Any:
+    return importlib.import_module(f"groupwise.backends.{_BACKENDS[chosen_backend(config)]}")
 
 
 def make_backend(
@@ -31,8 +53,7 @@ def make_backend(
         policy: returns the unwrapped policy; training may wrap it anew.
     """
     _warn_about_truncated_sampling(config)
-    sampler = generation_config(config, policy(), processing_class)
-    return TransformersBackend(policy, sampler, config.pad_to_multiple_of)
+    return _backend_module(config).make_backend(policy, config, processing_class)
 
 
 def _warn_about_truncated_sampling(config: GRPOConfig) -> None:
