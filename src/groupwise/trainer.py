@@ -131,6 +131,7 @@ class GRPOTrainer(
             lambda: self.accelerator.unwrap_model(self.model_wrapped), args, self.processing_class
         )
         self.scorer = setup.make_scorer(self.model, args, self.accelerator)
+        self.parity_gate = setup.make_parity_gate(self.scorer, args, self.accelerator, self.processing_class)
         self.router_aux_loss_coef = setup.router_aux_loss_coef(self.model, args)
         self.aux_loss_enabled = self.router_aux_loss_coef != 0.0
         self.window_cut = setup.window_cut(type(self), args, aux_loss=self.aux_loss_enabled)
@@ -192,7 +193,10 @@ class GRPOTrainer(
             scored = self.score(rollout, num_generations, num_rows)
         counted = len(scored.rewards.rewards_NF[scored.local])  # later rows only fill up an evaluation batch
         with book.ledger.clock("score"):
-            parts = without_filler(self.assemble(rollout), counted).split(micro_batch_rows)
+            whole = without_filler(self.assemble(rollout), counted)
+            if mode == "train":
+                book.record(self.parity_gate.check(self.model, whole))
+            parts = whole.split(micro_batch_rows)
             batches = [self.annotate(self.model, part, on_policy=on_policy) for part in parts]
         if self.args.kl_in_reward:
             scored = self.charge_kl(scored, batches)

@@ -54,9 +54,10 @@ LAYERS = {
     "window": {"core", "layout", "stages"},
     "loading": {"config", "data", "setup"},
     "recording": {"config", "logbook", "reporting"},
+    "parity": {"core", "errors", "layout", "stages"},
     "setup": {
         *("backends", "config", "core", "data", "errors", "heap", "layout", "linear", "models"),
-        *("protocols", "rewards", "window"),
+        *("parity", "protocols", "rewards", "window"),
     },
     "mixins": {
         *(

@@ -8,7 +8,7 @@ from groupwise.errors import ConfigError
 from groupwise.setup.data import check_data, evaluation_rows
 from groupwise.setup.policy import model_name, prepare_policy, router_aux_loss_coef, speed_up
 from groupwise.setup.rewards import LoadedRewards, RewardSetup, check_rewards, load_rewards
-from groupwise.setup.step import make_backend, make_scorer, window_cut
+from groupwise.setup.step import make_backend, make_parity_gate, make_scorer, window_cut
 
 __all__ = [
     "LoadedRewards",
@@ -19,6 +19,7 @@ __all__ = [
     "load_rewards",
     "loss_is_scaled",
     "make_backend",
+    "make_parity_gate",
     "make_scorer",
     "model_name",
     "prepare_policy",
