@@ -52,13 +52,14 @@ class GRPOTrainer(
     """Group relative policy optimisation on top of ``transformers.Trainer``.
 
     Args:
-        model: hub id, directory, ``PreTrainedModel`` or ``PeftModel`` (causal LM).
+        model: hub id, directory, ``PreTrainedModel`` or ``PeftModel`` (causal LM, or vision-language model).
         reward_funcs: one or a list of callables, async callables, sequence-classification models or ids of
             such.
         args: the configuration; by default it writes to "<model name>-GRPO".
         train_dataset, eval_dataset: rows with a ``prompt`` (text or chat messages); other columns reach the
-            rewards. The evaluation set may be a dictionary of datasets.
-        processing_class: tokenizer; by default the model's.
+            rewards, ``image`` or ``images`` also the model. The evaluation set may be a dictionary of
+            datasets.
+        processing_class: tokenizer or processor; by default the model's.
         reward_processing_classes: None, one, or one per reward; by default each reward model's own tokenizer.
         callbacks, optimizers: as in ``Trainer``.
         quantization_config, peft_config: as in transformers and PEFT.
@@ -95,6 +96,7 @@ class GRPOTrainer(
         rewards = setup.check_rewards(reward_funcs, reward_processing_classes, args)
         policy = setup.prepare_policy(model, args, quantization_config, peft_config)
         processing_class = load_processing_class(processing_class, policy, args)
+        setup.check_vision(policy, processing_class, args, train_dataset, eval_dataset)
         self.reference = make_reference(policy, args, fresh_adapter=peft_config is not None)
         super().__init__(
             model=policy,

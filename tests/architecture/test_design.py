@@ -28,6 +28,7 @@ LAYERS = {
     "errors": set(),
     "stages": {"core"},
     "prompts": set(),
+    "vision": {"core", "errors", "prompts"},
     "protocols": {"stages"},
     "heads": {"errors", "linear"},
     "attention": set(),
@@ -57,7 +58,7 @@ LAYERS = {
     "parity": {"core", "errors", "layout", "stages"},
     "setup": {
         *("backends", "config", "core", "data", "errors", "heap", "layout", "linear", "models"),
-        *("parity", "protocols", "rewards", "window"),
+        *("parity", "protocols", "rewards", "vision", "window"),
     },
     "mixins": {
         *(
@@ -73,7 +74,7 @@ LAYERS = {
             "reference",
             "rewards",
         ),
-        *("stages", "window"),
+        *("stages", "vision", "window"),
     },
 }
 

@@ -18,6 +18,7 @@ from groupwise.layout import HeadSettings, TokenScorer, choose_layout
 from groupwise.parity import ParityGate, ParitySettings
 from groupwise.protocols import GenerationBackend
 from groupwise.setup.policy import router_aux_loss_coef
+from groupwise.setup.vision import sampled_never
 from groupwise.window import Cut
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,9 @@ def make_backend(
         policy: returns the unwrapped policy; training may wrap it anew.
     """
     _warn_about_truncated_sampling(config)
-    sampler = generation_config(config, policy(), processing_class)
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    never = sampled_never(policy(), processing_class)
+    sampler = generation_config(config, policy(), tokenizer, never)
     return TransformersBackend(policy, sampler, config.pad_to_multiple_of)
 
 
