@@ -21,15 +21,8 @@ def check_data(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> Non
     """
     if train_dataset is None and eval_dataset is None:
         raise ConfigError("train_dataset is missing (and there is no eval_dataset either); pass a dataset")
-    named = {"train_dataset": train_dataset}
-    named.update(
-        {f"eval_dataset[{key!r}]": value for key, value in eval_dataset.items()}
-        if isinstance(eval_dataset, dict) and not hasattr(eval_dataset, "column_names")
-        else {"eval_dataset": eval_dataset}
-    )
-    for name, dataset in named.items():
-        if dataset is not None:
-            _check_dataset(name, dataset)
+    for name, dataset in named_datasets(train_dataset, eval_dataset).items():
+        _check_dataset(name, dataset)
     needed = config.generation_batch_size // config.num_generations
     if train_dataset is not None and len(train_dataset) < needed:
         raise ConfigError(
@@ -39,11 +32,24 @@ def check_data(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> Non
         )
 
 
+def named_datasets(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
+    """Every dataset that there is, by what to call it in a message."""
+    named = {"train_dataset": train_dataset}
+    named.update(
+        {f"eval_dataset[{key!r}]": value for key, value in eval_dataset.items()}
+        if isinstance(eval_dataset, dict) and not hasattr(eval_dataset, "column_names")
+        else {"eval_dataset": eval_dataset}
+    )
+    return {name: dataset for name, dataset in named.items() if dataset is not None}
+
+
 # the prompts with the most characters, whose tokens are counted
 _LONGEST = 32
 
 
-def check_prompt_lengths(datasets: list[Any], config: GRPOConfig, processing_class: Any) -> None:
+def check_prompt_lengths(
+    train_dataset: Any, eval_dataset: Any, config: GRPOConfig, processing_class: Any
+) -> None:
     """Refuse prompts that a colocated engine has no room for beside a whole completion.
 
     Tokens are counted for the prompts with the most characters; streams are not read.
@@ -54,7 +60,7 @@ def check_prompt_lengths(datasets: list[Any], config: GRPOConfig, processing_cla
     room = config.vllm_max_model_length
     if chosen_backend(config) != "colocate" or room is None or config.max_prompt_length is not None:
         return  # a limit for prompts has been compared when the configuration was built
-    for dataset in datasets:
+    for dataset in named_datasets(train_dataset, eval_dataset).values():
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "column_names"):
             continue
         longest = sorted(dataset["prompt"], key=lambda prompt: -len(str(prompt)))[:_LONGEST]

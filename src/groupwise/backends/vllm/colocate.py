@@ -180,19 +180,20 @@ def check_settings(config: Any) -> None:
 
 
 def make_backend(
-    policy: Callable[[], PreTrainedModel], config: Any, processing_class: Any
+    policy: Callable[[], PreTrainedModel], config: Any, processing_class: Any, never: Sequence[int] = ()
 ) -> ColocatedBackend:
     """Start the engine of this process.
 
     Args:
+        never: tokens that are not sampled.
         config: a ``GRPOConfig`` that ``check_settings`` has seen.
     """
     from vllm import LLM
 
     register()
     model: Any = policy()
-    end_tokens = find_end_tokens(model, processing_class)
-    sampling = sampling_arguments(config, end_tokens)
+    end_tokens = find_end_tokens(model, getattr(processing_class, "tokenizer", processing_class))
+    sampling = sampling_arguments(config, end_tokens, never)
     slice_ = EngineSlice.of(config.vllm_tensor_parallel_size, config.world_size, config.process_index)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     with tempfile.TemporaryDirectory(prefix="groupwise-") as directory, own_random_state():

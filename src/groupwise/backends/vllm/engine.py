@@ -135,7 +135,7 @@ def engine_arguments(config: Any, model: str, dtype: str) -> dict[str, Any]:
     return arguments | (config.vllm_engine_kwargs or {})
 
 
-def sampling_arguments(config: Any, end_tokens: Iterable[int]) -> dict[str, Any]:
+def sampling_arguments(config: Any, end_tokens: Iterable[int], never: Iterable[int] = ()) -> dict[str, Any]:
     """Arguments for ``vllm.SamplingParams`` beside the number, length and seed of the samples.
 
     Raises:
@@ -166,6 +166,8 @@ def sampling_arguments(config: Any, end_tokens: Iterable[int]) -> dict[str, Any]
         if name not in known:
             raise ConfigError(unknown("generation_kwargs", name, known))
         arguments[name] = value
+    if never := list(never):
+        arguments["logit_bias"] = {**(arguments.get("logit_bias") or {}), **dict.fromkeys(never, -100.0)}
     if arguments.get("stop"):
         arguments["detokenize"] = True  # strings are looked for in the text
     return arguments
