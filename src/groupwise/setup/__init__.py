@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from groupwise.errors import ConfigError
-from groupwise.setup.data import check_data, check_prompt_lengths, evaluation_rows
+from groupwise.setup.data import check_data, evaluation_rows
+from groupwise.setup.lengths import check_prompt_lengths
 from groupwise.setup.policy import model_name, prepare_policy, router_aux_loss_coef, speed_up
 from groupwise.setup.rewards import LoadedRewards, RewardSetup, check_rewards, load_rewards
 from groupwise.setup.step import check_backend, make_backend, make_parity_gate, make_scorer, window_cut

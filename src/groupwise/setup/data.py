@@ -9,8 +9,6 @@ from torch.utils.data import Dataset, IterableDataset
 from groupwise.config import GRPOConfig
 from groupwise.data import repeat_rows
 from groupwise.errors import ConfigError
-from groupwise.prompts import tokenize_prompt
-from groupwise.setup.step import chosen_backend
 
 
 def check_data(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> None:
@@ -41,40 +39,6 @@ def named_datasets(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
         else {"eval_dataset": eval_dataset}
     )
     return {name: dataset for name, dataset in named.items() if dataset is not None}
-
-
-# the prompts with the most characters, whose tokens are counted
-_LONGEST = 32
-
-
-def check_prompt_lengths(
-    train_dataset: Any, eval_dataset: Any, config: GRPOConfig, processing_class: Any
-) -> None:
-    """Refuse prompts that a colocated engine has no room for beside a whole completion.
-
-    Tokens are counted for the prompts with the most characters; streams are not read.
-
-    Raises:
-        ConfigError: with the length that is needed.
-    """
-    room = config.vllm_max_model_length
-    if chosen_backend(config) != "colocate" or room is None or config.max_prompt_length is not None:
-        return  # a limit for prompts has been compared when the configuration was built
-    for dataset in named_datasets(train_dataset, eval_dataset).values():
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "column_names"):
-            continue
-        longest = sorted(dataset["prompt"], key=lambda prompt: -len(str(prompt)))[:_LONGEST]
-        tokens = [
-            len(tokenize_prompt(processing_class, prompt, config.chat_template_kwargs))  # type: ignore[arg-type]
-            for prompt in longest
-        ]
-        needed = max(tokens) + config.max_completion_length
-        if needed > room:
-            raise ConfigError(
-                f"a prompt of {max(tokens)} tokens and max_completion_length={config.max_completion_length} "
-                f"do not fit into vllm_max_model_length={room}; nearest valid: vllm_max_model_length="
-                f"{needed}, or max_prompt_length={room - config.max_completion_length}"
-            )
 
 
 def _check_dataset(name: str, dataset: Any) -> None:

@@ -21,7 +21,7 @@ from groupwise.backends.vllm.plugin import register
 from groupwise.backends.vllm.slices import EngineSlice
 from groupwise.backends.vllm.transport import LocalSender
 from groupwise.backends.weight_stream import buckets
-from groupwise.errors import BackendError
+from groupwise.errors import BackendError, ConfigError
 from groupwise.stages import Completion, Sampling
 
 _AS_CONFIGURED = Sampling()
@@ -188,10 +188,11 @@ def make_backend(
         never: tokens that are not sampled.
         config: a ``GRPOConfig`` that ``check_settings`` has seen.
     """
+    model: Any = policy()
+    _check_policy(model, processing_class)
     from vllm import LLM
 
     register()
-    model: Any = policy()
     end_tokens = find_end_tokens(model, getattr(processing_class, "tokenizer", processing_class))
     sampling = sampling_arguments(config, end_tokens, never)
     slice_ = EngineSlice.of(config.vllm_tensor_parallel_size, config.world_size, config.process_index)
@@ -208,6 +209,24 @@ def make_backend(
         slice_,
         sleeps=config.vllm_enable_sleep_mode,
     )
+
+
+def _check_policy(model: Any, processing_class: Any) -> None:
+    if hasattr(processing_class, "image_processor"):
+        raise ConfigError(
+            "use_vllm=True does not pass images on to the engine; set use_vllm=False, or pass the tokenizer "
+            "alone as processing_class to train on text"
+        )
+    if getattr(model, "is_quantized", False):
+        raise ConfigError(
+            "the policy is quantised, and use_vllm=True would have to hand its weights to an engine that is not; "
+            "set use_vllm=False, or leave quantization_config out"
+        )
+    if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
+        raise ConfigError(
+            "the adapter adds virtual tokens to prompts, which no weights of an engine can express; use LoRA "
+            "or another adapter of weights, or set use_vllm=False"
+        )
 
 
 def _dtype(config: Any, model: PreTrainedModel) -> str:
