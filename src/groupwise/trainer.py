@@ -206,7 +206,8 @@ class GRPOTrainer(
         lengths = length_metrics(rollout.prompt_ids[:counted], rollout.completions[:counted])
         book.record({**lengths, **rollout.metrics, **scored.metrics})
         if self.args.log_completions:
-            book.rows += completion_rows(scored, advantages, self.reward_func_names, self.state.global_step)
+            where = self.reward_func_names, self.state.global_step
+            book.rows += completion_rows(scored, advantages, *where, multimodal=self.args.log_multimodal)
         return with_advantages(batches, advantages)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:

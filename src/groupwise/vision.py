@@ -16,6 +16,7 @@ from groupwise.prompts import Prompt, continues, is_chat
 COLUMNS = ("image", "images")
 
 _PAYLOADS = ("image", "url", "path", "base64")  # where a content block may keep its image
+_THUMBNAIL = 512
 _TOKEN_INPUTS = ("input_ids", "attention_mask")
 
 
@@ -209,6 +210,27 @@ def load_image(image: Any) -> Any:
     except Exception as error:
         shown = image if isinstance(image, str) else "the bytes of a dataset row"
         raise ConfigError(f"an image cannot be opened: {str(shown)[:200]!r}: {error}") from error
+
+
+def thumbnail(image: Any) -> bytes:
+    """A copy for people to look at, at most ``_THUMBNAIL`` pixels high and wide: the bytes of a PNG file."""
+    from PIL import Image
+
+    opened = load_image(image)
+    small = opened.copy() if isinstance(opened, Image.Image) else Image.fromarray(_pixels(opened))
+    small.thumbnail((_THUMBNAIL, _THUMBNAIL))
+    file = io.BytesIO()
+    (small if small.mode in ("RGB", "RGBA", "L") else small.convert("RGB")).save(file, "PNG")
+    return file.getvalue()
+
+
+def _pixels(image: Any) -> Any:
+    """An array or tensor as height, width and channels of bytes."""
+    array = torch.as_tensor(image).cpu()
+    if array.ndim == 3 and array.shape[0] in (1, 3):
+        array = array.movedim(0, -1)
+    scaled = array * 255 if array.is_floating_point() and array.max() <= 1 else array
+    return scaled.clamp(0, 255).to(torch.uint8).squeeze(-1).numpy()
 
 
 def image_token(config: Any) -> int | None:

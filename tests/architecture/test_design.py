@@ -38,7 +38,7 @@ LAYERS = {
     "liger": {"core", "errors", "heads", "layout", "stages"},
     "data": {"stages"},
     "ledger": {"core"},
-    "logbook": {"core", "ledger", "stages"},
+    "logbook": {"core", "ledger", "stages", "vision"},
     "config": {"errors", "core", "validation", "config_rules", "config_conflicts"},
     "validation": {"errors", "core", "config", "config_rules", "config_conflicts", "config_liger"},
     "config_liger": {"config_rules"},
