@@ -130,7 +130,7 @@ class TrainBatch:
     def __len__(self) -> int:
         return self.completion_ids_BC.shape[0]
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Any]:
         """The tensors that are set, by field name."""
         named = ((f.name, getattr(self, f.name)) for f in fields(self))
         return {name: value for name, value in named if isinstance(value, torch.Tensor)}

@@ -127,9 +127,9 @@ def check_rollout(
     for row, (theirs, ours, inputs) in enumerate(zip(given, own, images or (), strict=True)):
         if inputs.arrays and list(theirs) != list(ours):
             raise ConfigError(
-                f"rollout_func returned {len(theirs)} tokens for prompt {row}, which has images, and they are "
-                f"not the {len(ours)} tokens that the processor makes of it (apply_chat_template with the "
-                "chat_template_kwargs of the configuration); return those"
+                f"rollout_func returned {len(theirs)} tokens for prompt {row}, which has images, and they "
+                f"are not the {len(ours)} tokens that the processor makes of it (apply_chat_template with "
+                "the chat_template_kwargs of the configuration); return those"
             )
 
 
@@ -226,7 +226,7 @@ def thumbnail(image: Any) -> bytes:
 
 def _pixels(image: Any) -> Any:
     """An array or tensor as height, width and channels of bytes."""
-    array = torch.as_tensor(image).cpu()
+    array = torch.tensor(image) if not isinstance(image, torch.Tensor) else image.cpu()
     if array.ndim == 3 and array.shape[0] in (1, 3):
         array = array.movedim(0, -1)
     scaled = array * 255 if array.is_floating_point() and array.max() <= 1 else array
@@ -257,18 +257,16 @@ def _check_cut(cut: list[int], processor: Any, max_length: int | None, length: i
     tokens = {tokenizer.convert_tokens_to_ids(name) for name in names}
     if tokens & set(cut):
         raise ConfigError(
-            f"a prompt of {length} tokens is longer than max_prompt_length={max_length}, and cutting it would "
-            f"cut an image; set max_prompt_length to at least {length} or None, or let the processor make "
-            "fewer tokens of an image (a smaller size, or max_pixels)"
+            f"a prompt of {length} tokens is longer than max_prompt_length={max_length}, and cutting it "
+            f"would cut an image; set max_prompt_length to at least {length} or None, or let the processor "
+            "make fewer tokens of an image (a smaller size, or max_pixels)"
         )
 
 
 def _loaded(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The blocks with every image opened."""
     return [
-        {"type": "image", "image": load_image(_payload(block))}
-        if _has_payload(block)
-        else block
+        {"type": "image", "image": load_image(_payload(block))} if _has_payload(block) else block
         for block in blocks
     ]
 

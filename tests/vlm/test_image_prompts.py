@@ -106,9 +106,14 @@ def test_every_source_gives_the_same_inputs(given, tmp_path):
 
 def test_the_image_feature_of_datasets_is_read_in_both_places():
     block = {"type": Value("string"), "text": Value("string"), "image": ImageFeature()}
-    features = Features({"prompt": List({"role": Value("string"), "content": List(block)}), "image": ImageFeature()})
+    features = Features(
+        {"prompt": List({"role": Value("string"), "content": List(block)}), "image": ImageFeature()}
+    )
     rows = [
-        {"prompt": chat({"type": "image", "image": RED, "text": None}, {**ASK, "image": None}), "image": None},
+        {
+            "prompt": chat({"type": "image", "image": RED, "text": None}, {**ASK, "image": None}),
+            "image": None,
+        },
         {"prompt": chat({**ASK, "image": None}), "image": RED},
         {"prompt": chat({**ASK, "image": None}), "image": None},
     ]
@@ -224,5 +229,5 @@ def test_a_rollout_function_must_use_the_tokens_of_the_processor(tmp_path):
     shift = 0
     tiny.trainer(tmp_path, rollout_func=rollout, max_steps=1).train()
     shift = 1
-    with pytest.raises(ConfigError, match="not the .* tokens that the processor makes"):
+    with pytest.raises(ConfigError, match="that the processor makes"):
         tiny.trainer(tmp_path, rollout_func=rollout, max_steps=1).train()

@@ -61,7 +61,9 @@ def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         draw = random.Random(f"{key}/{seen[key]}")
         seen[key] += 1
         prompt_ids.append(ids)
-        completion_ids.append([draw.randrange(len(tiny.SPECIAL), len(tiny.VOCABULARY)) for _ in range(3)] + [1])
+        completion_ids.append(
+            [draw.randrange(len(tiny.SPECIAL), len(tiny.VOCABULARY)) for _ in range(3)] + [1]
+        )
     return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": None}
 
 
@@ -86,7 +88,10 @@ def test_the_update_is_that_of_trl(family, mixed, tmp_path, monkeypatch):
     given = {"reward_funcs": reward, "train_dataset": dataset(mixed), "rollout_func": rollout}
     ours = train(
         GRPOTrainer(
-            copy.deepcopy(model), args=GRPOConfig(str(tmp_path), **settings), processing_class=processor, **given
+            copy.deepcopy(model),
+            args=GRPOConfig(str(tmp_path), **settings),
+            processing_class=processor,
+            **given,
         )
     )
     with warnings.catch_warnings():

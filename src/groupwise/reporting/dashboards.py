@@ -16,7 +16,8 @@ logger = logging.getLogger(__name__)
 def log_tables(table: Table, images: Images, key: str, step: int, report_to: Collection[str]) -> None:
     """Log the table as ``key`` to each dashboard of ``report_to`` that has an active run.
 
-    Images become one more column. The table carries ``train/global_step`` as the metrics of ``transformers`` do. Errors are logged.
+    Images become one more column. The table carries ``train/global_step`` as the metrics of ``transformers``
+    do. Errors are logged.
     """
     for name, log in _DASHBOARDS.items():
         # A dashboard with an active run has been imported: nothing is gained by importing it here.
