@@ -21,6 +21,7 @@ from transformers.utils import is_torch_xla_available
 
 from groupwise.config_conflicts import OLD_NAMES, SAMPLING_FIELDS
 from groupwise.config_rules import default_of
+from groupwise.masking import masked
 from groupwise.validation import check
 
 logger = logging.getLogger(__name__)
@@ -229,12 +230,12 @@ class GRPOConfig(TrainingArguments):
         check(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """As in ``TrainingArguments``, which rewrites nested dicts in place: here it gets copies."""
-        clone = copy.copy(self)
-        for name, value in vars(self).items():
-            if isinstance(value, dict):
-                setattr(clone, name, copy.deepcopy(value))
-        return super(GRPOConfig, clone).to_dict()
+        """As in ``TrainingArguments``, which rewrites nested dicts in place: here those of a copy."""
+        return super(GRPOConfig, copy.copy(self)).to_dict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a pickle or a copy takes over: no tokens, because ``training_args.bin`` is pushed with a model."""
+        return masked(vars(self))
 
 
 # inherited fields that the batch sizes depend on
