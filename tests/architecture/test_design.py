@@ -24,6 +24,7 @@ CLASSES = [getattr(mixins, name) for name in mixins.__all__]
 
 #: Who may import whom: a room may use itself and the rooms listed.
 LAYERS = {
+    "agents": {"core", "errors", "prompts", "protocols", "stages"},
     "core": {"core"},
     "errors": set(),
     "stages": {"core"},
@@ -55,11 +56,12 @@ LAYERS = {
     "loading": {"config", "data", "setup"},
     "recording": {"config", "logbook", "reporting"},
     "setup": {
-        *("backends", "config", "core", "data", "errors", "heap", "layout", "linear", "models"),
+        *("agents", "backends", "config", "core", "data", "errors", "heap", "layout", "linear", "models"),
         *("protocols", "rewards", "window"),
     },
     "mixins": {
         *(
+            "agents",
             "backends",
             "config",
             "core",
