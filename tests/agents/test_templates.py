@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from scripted import CHAT, byte_tokenizer, call
 
@@ -66,7 +68,7 @@ def test_stand_ins_keep_earlier_messages_as_they_are(family):
     tokenizer = byte_tokenizer(family.turns)
     messages = [USER, looks(), *ANSWER, looks(), *ANSWER, {"role": "assistant", "content": "A cat."}, USER]
     texts = [tokenizer.apply_chat_template(messages[:n], tokenize=False) for n in range(1, len(messages) + 1)]
-    assert all(text.startswith(shorter) for shorter, text in zip(texts, texts[1:], strict=False))
+    assert all(text.startswith(shorter) for shorter, text in pairwise(texts))
     for text, message in zip(texts, messages, strict=True):
         assert (message["content"] or "look") in text
     opened = tokenizer.apply_chat_template(messages[:3], tokenize=False, add_generation_prompt=True)
@@ -85,6 +87,9 @@ def test_smollm3_shows_its_tools_under_its_own_name():
     assert "a cat" in tokenizer.decode(written.observation(ANSWER, tokenizer.eos_token_id))
 
 
+COUNTING = CHAT.replace("|im_start|", "turn").replace(
+    "+ message.role", "+ messages | length | string + message.role"
+)
 GEMMA_LIKE = (
     "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}"
     "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
@@ -98,7 +103,7 @@ GEMMA_LIKE = (
         (GEMMA_LIKE, "does not show tools to the model"),
         ("{{ tools }}" + GEMMA_LIKE, "it refuses a tool's message .*roles must alternate"),
         ("{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}", "leaves out parts of tool calls"),
-        (CHAT.replace("<|im_start|>", "<{{ messages | length }}>"), "writes the user message in another way"),
+        (COUNTING, "writes the user message in another way"),
         (None, "need a tokenizer with a chat template"),
     ],
 )
@@ -127,8 +132,8 @@ def test_a_template_whose_calls_cannot_be_read_is_refused():
         ("ipython", 'It is {"name": 3}.', 'It is {"name": 3}.', []),
         (
             "to=functions.",
-            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.look<|channel|>commentary "
-            'json<|message|>{"at": "it"}<|call|>',
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.look<|channel|>"
+            'commentary json<|message|>{"at": "it"}<|call|>',
             "Hm.",
             [("look", {"at": "it"})],
         ),
