@@ -64,7 +64,7 @@ def test_a_resumed_run_repeats_the_run(tmp_path: Path) -> None:
 
 
 class Game:
-    """Shows a number, which all completions of a group must share; its reward is a fact of what was played."""
+    """Shows a number, which all completions of a group must share, and rewards every call."""
 
     def reset(self, seed: int, **row: Any) -> str:
         self.seed, self.measured = seed, 0

@@ -15,8 +15,9 @@ class Transcript:
 
     prompt_ids: the prompt's tokens.
     limit: the most tokens of the completion, those of tools included.
-    token_ids, loss_mask, logps: of the completion so far; the mask is 1 where the policy chose, and the
-        log-probs are NaN where it did not or where the backend gave none.
+    token_ids, loss_mask, logps, versions: of the completion so far; the mask is 1 where the policy chose, the
+        log-probs are NaN where it did not or where the backend gave none, and the version of the weights is
+        that of the turn before where nothing was sampled.
     truncated: the limit ended it.
     forks: how often it was continued from another history than the one it had.
     """
@@ -26,9 +27,11 @@ class Transcript:
     token_ids: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     truncated: bool = False
     forks: int = 0
     has_logps: bool = False
+    has_versions: bool = False
 
     @property
     def context(self) -> list[int]:
@@ -47,6 +50,8 @@ class Transcript:
         self.token_ids += tokens
         self.loss_mask += [1] * len(tokens)
         self.logps += (completion.logps or [math.nan] * len(tokens))[: len(tokens)]
+        self.has_versions |= completion.versions is not None
+        self.versions += (completion.versions or [0] * len(tokens))[: len(tokens)]
         self.truncated = completion.truncated or len(tokens) < len(completion.token_ids)
 
     def observed(self, tokens: Sequence[int]) -> bool:
@@ -62,6 +67,7 @@ class Transcript:
         self.token_ids += tokens
         self.loss_mask += [0] * len(tokens)
         self.logps += [math.nan] * len(tokens)
+        self.versions += self.versions[-1:] * len(tokens) or [0] * len(tokens)
         return True
 
     def follow(self, rendered: Sequence[int]) -> bool:
@@ -85,7 +91,7 @@ class Transcript:
             if common < len(self.prompt_ids):
                 self.prompt_ids, common = list(rendered), len(rendered)
             kept = common - len(self.prompt_ids)
-            for values in (self.token_ids, self.loss_mask, self.logps):
+            for values in (self.token_ids, self.loss_mask, self.logps, self.versions):
                 del values[kept:]
         return self.observed(rendered[common:])
 
@@ -96,4 +102,5 @@ class Transcript:
             logps=self.logps if self.has_logps else None,
             loss_mask=self.loss_mask,
             truncated=self.truncated,
+            versions=self.versions if self.has_versions else None,
         )

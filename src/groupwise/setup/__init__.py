@@ -8,7 +8,8 @@ from groupwise.setup.agents import AgentSetup, check_agents, make_agents, own_da
 from groupwise.setup.data import check_data, evaluation_rows
 from groupwise.setup.policy import model_name, prepare_policy, router_aux_loss_coef, speed_up
 from groupwise.setup.rewards import LoadedRewards, RewardSetup, check_rewards, load_rewards
-from groupwise.setup.step import make_backend, make_scorer, window_cut
+from groupwise.setup.step import make_backend, make_parity_gate, make_scorer, window_cut
+from groupwise.setup.vision import check_vision
 
 __all__ = [
     "AgentSetup",
@@ -17,11 +18,13 @@ __all__ = [
     "check_agents",
     "check_data",
     "check_rewards",
+    "check_vision",
     "evaluation_rows",
     "load_rewards",
     "loss_is_scaled",
     "make_agents",
     "make_backend",
+    "make_parity_gate",
     "make_scorer",
     "model_name",
     "own_data",
