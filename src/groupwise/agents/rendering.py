@@ -68,7 +68,7 @@ class Renderer:
         Raises:
             DriftError: the made-up turn comes out differently because of the messages behind it.
         """
-        before = [_QUESTION, assistant([message["name"] for message in messages])]
+        before = [_QUESTION, assistant([messages[0]["name"]])]  # some templates take one call in a turn
         start = len(self._tokens([_QUESTION]))
         told, full = self._tokens(before), self._tokens(before + messages, add_generation_prompt=True)
         end = _last(told, start, {end_token}) or _last(told, start, self.end_tokens) or len(told)
