@@ -63,7 +63,8 @@ class GRPOTrainer(
         reward_processing_classes: None, one, or one per reward; by default each reward model's own tokenizer.
         callbacks, optimizers: as in ``Trainer``.
         quantization_config, peft_config: as in transformers and PEFT.
-        tools, environment_factory: not available yet.
+        tools: sync or async functions with type hints and docstrings, which the policy may call.
+        environment_factory: makes environments for the rollouts, or names and what makes theirs.
         rollout_func: ``rollout_func(prompts, trainer)`` replaces generation.
 
     Raises:
@@ -91,11 +92,12 @@ class GRPOTrainer(
         environment_factory: Any = None,
     ) -> None:
         args = args or GRPOConfig(f"{setup.model_name(model)}-GRPO")
-        setup.refuse_unavailable(tools=tools, environment_factory=environment_factory)
+        agents = setup.check_agents(tools, environment_factory, rollout_func, model, processing_class, args)
+        train_dataset = setup.own_data(train_dataset, agents, args)
         setup.check_data(train_dataset, eval_dataset, args)
-        rewards = setup.check_rewards(reward_funcs, reward_processing_classes, args)
+        rewards = setup.check_rewards(reward_funcs, reward_processing_classes, args, agents.rewards)
         policy = setup.prepare_policy(model, args, quantization_config, peft_config)
-        processing_class = load_processing_class(processing_class, policy, args)
+        processing_class = load_processing_class(agents.processing_class, policy, args)
         setup.check_vision(policy, processing_class, args, train_dataset, eval_dataset)
         self.reference = make_reference(policy, args, fresh_adapter=peft_config is not None)
         super().__init__(
@@ -112,7 +114,7 @@ class GRPOTrainer(
         )
         set_seed(args.seed, device_specific=True)  # ranks must not sample the same completions
         self._set_rewards(rewards)
-        self._set_policy_state(rollout_func)
+        self._set_policy_state(rollout_func, agents)
         self._set_run_state()
 
     def _set_rewards(self, rewards: setup.RewardSetup) -> None:
@@ -121,9 +123,10 @@ class GRPOTrainer(
         self.reward_callables = loaded.callables
         self.reward_func_names = loaded.names
         self.reward_processing_classes = loaded.processing_classes
-        self.reward_weights = torch.tensor(self.args.reward_weights or [1.0] * len(loaded.names))
+        given = self.args.reward_weights or []  # environments' own rewards come after those and weigh 1
+        self.reward_weights = torch.tensor(given + [1.0] * (len(loaded.names) - len(given)))
 
-    def _set_policy_state(self, rollout_func: RolloutFunction | None) -> None:
+    def _set_policy_state(self, rollout_func: RolloutFunction | None, agents: setup.AgentSetup) -> None:
         args = self.args
         if self.reference.model is not None:
             self.reference.model = self.accelerator.prepare_model(self.reference.model, evaluation_mode=True)
@@ -131,6 +134,10 @@ class GRPOTrainer(
         self.rollout_func = rollout_func
         self.backend = setup.make_backend(
             lambda: self.accelerator.unwrap_model(self.model_wrapped), args, self.processing_class
+        )
+        self.tools = [tool.function for tool in agents.all_tools]
+        self.agents = setup.make_agents(
+            agents, args, self.processing_class, self.backend, self.model, self.accelerator
         )
         self.scorer = setup.make_scorer(self.model, args, self.accelerator)
         self.parity_gate = setup.make_parity_gate(self.scorer, args, self.accelerator, self.processing_class)
@@ -332,6 +339,11 @@ class GRPOTrainer(
     def ref_model(self) -> PreTrainedModel | None:
         """The reference model, if it is one of its own."""
         return self.reference.model
+
+    @property
+    def environments(self) -> list[Any] | None:
+        """The environments of the newest batch, one per completion, if there are any."""
+        return None if self.agents is None else self.agents.current
 
     @property
     def entropy_coef(self) -> float:

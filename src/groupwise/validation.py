@@ -149,7 +149,6 @@ NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "vllm_tensor_parallel_size": (1,),
     "vllm_engine_kwargs": (None,),
     "eval_pass_at_k": (None,),
-    "max_tool_calling_iterations": (None,),
     "dynamic_sampling": (False,),
     "dynamic_sampling_max_rounds": (10,),
     "rollout_staleness": (0,),

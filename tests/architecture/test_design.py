@@ -24,6 +24,7 @@ CLASSES = [getattr(mixins, name) for name in mixins.__all__]
 
 #: Who may import whom: a room may use itself and the rooms listed.
 LAYERS = {
+    "agents": {"core", "errors", "prompts", "protocols", "stages"},
     "core": {"core"},
     "errors": set(),
     "stages": {"core"},
@@ -57,7 +58,7 @@ LAYERS = {
     "recording": {"config", "logbook", "reporting"},
     "parity": {"core", "errors", "layout", "stages"},
     "setup": {
-        *("backends", "config", "core", "data", "errors", "heap", "layout", "linear", "models"),
+        *("agents", "backends", "config", "core", "data", "errors", "heap", "layout", "linear", "models"),
         *("parity", "protocols", "rewards", "vision", "window"),
     },
     "masking": set(),
@@ -66,6 +67,7 @@ LAYERS = {
     },
     "mixins": {
         *(
+            "agents",
             "backends",
             "config",
             "core",

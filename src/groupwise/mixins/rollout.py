@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from groupwise.agents import Agents
 from groupwise.backends.rollout_function import call_rollout_function
 from groupwise.config import GRPOConfig
 from groupwise.core.images import ImageInputs
@@ -14,12 +15,13 @@ from groupwise.vision import check_rollout, image_prompt, is_processor, read_pro
 
 
 class RolloutMixin:
-    """Owns the generation backend and the user's rollout function."""
+    """Owns the generation backend, the loop over turns and the user's rollout function."""
 
     args: GRPOConfig
     processing_class: Any
     backend: GenerationBackend
     rollout_func: RolloutFunction | None
+    agents: Agents | None
 
     def roll_out(self, rows: list[dict[str, Any]]) -> RolloutBatch:
         """Sample one completion for each row; a prompt that stands in several rows gets several samples.
@@ -29,6 +31,8 @@ class RolloutMixin:
         Args:
             rows: dataset rows with a ``prompt``; rows of one group are next to each other.
         """
+        if self.agents is not None:
+            return self.agents.roll_out(rows, self.backend)
         prompts = [image_prompt(row) for row in rows]
         extra: dict[str, list[Any]] = {}
         images = None

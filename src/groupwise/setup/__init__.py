@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from groupwise.errors import ConfigError
+from groupwise.setup.agents import AgentSetup, check_agents, make_agents, own_data
 from groupwise.setup.data import check_data, evaluation_rows
 from groupwise.setup.policy import model_name, prepare_policy, router_aux_loss_coef, speed_up
 from groupwise.setup.rewards import LoadedRewards, RewardSetup, check_rewards, load_rewards
@@ -12,33 +12,27 @@ from groupwise.setup.step import make_backend, make_parity_gate, make_scorer, wi
 from groupwise.setup.vision import check_vision
 
 __all__ = [
+    "AgentSetup",
     "LoadedRewards",
     "RewardSetup",
+    "check_agents",
     "check_data",
     "check_rewards",
     "check_vision",
     "evaluation_rows",
     "load_rewards",
     "loss_is_scaled",
+    "make_agents",
     "make_backend",
     "make_parity_gate",
     "make_scorer",
     "model_name",
+    "own_data",
     "prepare_policy",
-    "refuse_unavailable",
     "router_aux_loss_coef",
     "speed_up",
     "window_cut",
 ]
-
-
-def refuse_unavailable(**features: Any) -> None:
-    """Raise for arguments whose feature does not exist yet."""
-    given = [name for name, value in features.items() if value is not None]
-    if given:
-        raise ConfigError(
-            f"not implemented yet: {', '.join(given)}; leave {'them' if given[1:] else 'it'} out"
-        )
 
 
 def loss_is_scaled(*_: Any, **__: Any) -> None:
