@@ -29,12 +29,14 @@ class Completion:
         itself or did not report them; NaN for a token it could not score.
     loss_mask: 1 for tokens the policy chose, 0 for tokens of tools and environments; None means all chosen.
     truncated: the length limit ended it, not an end token.
+    versions: the optimizer step whose weights sampled each token; None when the sampler is the policy itself.
     """
 
     token_ids: list[int]
     logps: list[float] | None = None
     loss_mask: list[int] | None = None
     truncated: bool = False
+    versions: list[int] | None = None
 
 
 @dataclass(frozen=True)
