@@ -149,10 +149,11 @@ class VLLMServers:
         """Return when all servers are healthy; a ConnectionError after the timeout."""
         list(self.pool.map(lambda server: server.wait_until_up(doing), self.servers))
 
-    def measure(self) -> None:
-        """Ask how many workers each server has."""
+    def measure(self) -> list[int]:
+        """How many workers each server has."""
         answers = self._on_all(lambda s: s.call("GET", "/get_world_size", doing="asking for its workers"))
         self.world_sizes = [answer["world_size"] for answer in answers]
+        return self.world_sizes
 
     def close(self) -> None:
         """End what is under way."""

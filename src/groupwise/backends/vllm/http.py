@@ -45,6 +45,7 @@ class HttpServer:
     """
 
     attempts = 4
+    first_pause = 0.5  # seconds before the second attempt; doubles with each
 
     def __init__(
         self,
@@ -103,10 +104,11 @@ class HttpServer:
             except LostAnswerError as lost:
                 if attempt == self.attempts:
                     raise ServerUnavailableError(
-                        f"the vLLM server at {self.url} failed {attempt} times while {doing}; the last time: {lost}"
+                        f"the vLLM server at {self.url} failed {attempt} times while {doing}; the last time: "
+                        f"{lost}"
                     ) from lost
                 logger.warning("%s: %s while %s; trying again", self.url, lost, doing)
-                self._sleep(0.25 * 2**attempt)
+                self._sleep(self.first_pause * 2 ** (attempt - 1))
                 self.wait_until_up(doing)
                 if before_retry is not None:
                     before_retry()
@@ -158,8 +160,8 @@ class HttpServer:
             except (LostAnswerError, ServerUnavailableError) as error:
                 if left <= 0:
                     raise ServerUnavailableError(
-                        f"no vLLM server was ready at {self.url} within vllm_server_timeout={self.timeout:g} s "
-                        f"while {doing} ({error}){self.how_to_start}"
+                        f"no vLLM server was ready at {self.url} within vllm_server_timeout="
+                        f"{self.timeout:g} s while {doing} ({error}){self.how_to_start}"
                     ) from None
                 if not told:
                     logger.warning(
@@ -204,8 +206,9 @@ class HttpServer:
                 raise LostAnswerError(f"no answer within {timeout:.1f} s")
             if timeout is None and waited >= self.timeout and self._is_still():
                 raise ServerUnavailableError(
-                    f"the vLLM server at {self.url} made no progress for vllm_server_timeout={self.timeout:g} s "
-                    f"while {doing}; look at its log, restart it, or raise vllm_server_timeout if it is only slow"
+                    f"the vLLM server at {self.url} made no progress for vllm_server_timeout="
+                    f"{self.timeout:g} s while {doing}; look at its log and restart it, or raise "
+                    "vllm_server_timeout if it is only slow"
                 )
             self._look()
 
@@ -250,7 +253,7 @@ class HttpServer:
 _ADVICE = {
     401: ". Set VLLM_API_KEY to the key that the server was started with",
     403: ". Start the server with --enable-scale-out (groupwise vllm-serve does)",
-    404: ". Start the server with VLLM_SERVER_DEV_MODE=1 and a vLLM that has this route (groupwise vllm-serve does)",
+    404: ". Start a vLLM that has this route, with VLLM_SERVER_DEV_MODE=1 (groupwise vllm-serve does)",
 }
 
 

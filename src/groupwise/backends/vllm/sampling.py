@@ -1,4 +1,4 @@
-"""What vLLM is asked for: its sampling fields from the configuration, and seeds that make a run repeatable."""
+"""What vLLM is asked for: sampling fields from the configuration, and seeds that make a run repeatable."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def group_requests(
 ) -> list[Request]:
     """Rows next to each other with the same prompt and limit as one request.
 
-    A sample's seed depends on the run's seed, the step, the rank, the prompt and how many samples of that prompt
-    stand before it: not on what else is sampled, on the order of requests or on the server.
+    A sample's seed depends on the run's seed, the step, the rank, the prompt and how many samples of that
+    prompt stand before it: not on what else is sampled, on the order of requests or on the server.
     """
     requests: list[Request] = []
     before: dict[bytes, int] = {}

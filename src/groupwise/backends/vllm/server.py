@@ -1,0 +1,251 @@
+"""Generation on vLLM servers that run beside the trainer.
+
+Every process sends the requests for its own rows; process 0 sends the weights to all servers. Servers may
+disappear and come back: what they were asked for is asked again with the same seeds, and a server that comes
+back without this run's weights gets them first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from accelerate.utils import gather_object
+
+from groupwise.backends.vllm import transport
+from groupwise.backends.vllm.client import LostWeightsError, VLLMServers
+from groupwise.backends.vllm.http import LostAnswerError, ServerUnavailableError
+from groupwise.backends.vllm.preflight import ServerFacts, check_servers
+from groupwise.backends.vllm.sampling import Request, group_requests, sampling_fields
+from groupwise.backends.vllm.serve import as_shell_line, serve_command
+from groupwise.backends.weight_stream import buckets, weight_stream
+from groupwise.errors import BackendError
+from groupwise.stages import Completion, Sampling
+
+logger = logging.getLogger(__name__)
+
+_AS_CONFIGURED = Sampling()
+_ATTEMPTS = 4
+
+
+class VLLMServerBackend:
+    """Samples on the servers of ``vllm_server_base_url``.
+
+    Args:
+        config: a ``GRPOConfig``.
+        policy: returns the unwrapped policy; training may wrap it anew.
+        end_tokens: every token that ends a completion.
+        tokenizer: the trainer's, compared with the servers'.
+    """
+
+    def __init__(
+        self, config: Any, policy: Callable[[], Any], end_tokens: frozenset[int], tokenizer: Any = None
+    ) -> None:
+        self.config, self.policy, self.end_tokens, self.tokenizer = config, policy, end_tokens, tokenizer
+        self.sampling = sampling_fields(config, end_tokens)
+        self.step = 0
+        self.facts: list[ServerFacts] = []
+        self._servers: VLLMServers | None = None
+        self._sender: transport.WeightSender | None = None
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling = _AS_CONFIGURED
+    ) -> list[Completion]:
+        """Sample one completion per prompt; repeated prompts next to each other are one request.
+
+        Raises:
+            BackendError: a server refuses a request; also a ConnectionError where one does not answer within
+                ``vllm_server_timeout``. Every process raises when one does.
+        """
+        requests = self._requests(prompts, sampling)
+        completions: list[Any] = [None] * len(prompts)
+        for request, samples in zip(requests, self._answers(requests), strict=True):
+            for row, completion in zip(request.rows, samples, strict=True):
+                completions[row] = completion
+        return completions
+
+    def sync_weights(self, params: Iterator[tuple[str, torch.Tensor]] | None = None, *, step: int) -> None:
+        """Send the policy's weights as of optimizer step ``step`` to all servers; every process calls it.
+
+        Args:
+            params: not used: a server that restarts later needs the weights a second time, so they are always
+                taken from the policy.
+        """
+        self.step = step
+        self._send_weights()
+
+    def close(self) -> None:
+        """End what is under way on the servers; the next use connects again."""
+        if self._servers is not None:
+            self._servers.close()
+        self._drop_sender()
+        self._servers = None
+
+    # Requests.
+
+    def _requests(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Request]:
+        longest = min(fact.max_model_length for fact in self.facts) if self.facts else None
+        limits = list(sampling.max_tokens or [self.config.max_completion_length] * len(prompts))
+        if longest is not None:
+            limits = [min(m, longest - len(prompt)) for m, prompt in zip(limits, prompts, strict=True)]
+            if min(limits, default=1) < 1:
+                raise BackendError(
+                    f"a prompt of {max(map(len, prompts))} tokens leaves no room within the server's "
+                    f"--max-model-len {longest}; raise that, or set max_prompt_length"
+                )
+        return group_requests(prompts, limits, self.config.seed, self.step, self.config.process_index)
+
+    def _answers(self, requests: list[Request]) -> list[list[Completion]]:
+        futures = self._submit(requests)
+        answers: list[Any] = [None] * len(requests)
+        missing = list(range(len(requests)))
+        for _ in range(_ATTEMPTS):
+            missing, error = self._collect(futures, missing, answers)
+            self._raise_together(error)
+            if not any(self._of_all(bool(missing))):
+                return answers
+            logger.warning("a vLLM server came back without this run's weights; sending them again")
+            self._send_weights()
+            futures = self._submit([requests[i] for i in missing])
+        raise BackendError(
+            f"vLLM servers lost their weights {_ATTEMPTS} times within one generation; does another run send "
+            "its weights to the same servers?"
+        )
+
+    def _submit(self, requests: list[Request]) -> list[Future[list[Completion]]]:
+        # Processes begin with different servers, so that a few requests of each do not all meet on the first.
+        return self.servers.submit(requests, self.sampling, first=self.config.process_index)
+
+    def _collect(
+        self, futures: list[Future[list[Completion]]], numbers: list[int], answers: list[Any]
+    ) -> tuple[list[int], BackendError | None]:
+        """Fill in ``answers``; returns the numbers lost with a server's weights, and the first failure."""
+        lost, error = [], None
+        try:
+            for number, future in zip(numbers, futures, strict=True):
+                try:
+                    answers[number] = future.result()
+                except LostWeightsError:
+                    lost.append(number)
+                except BackendError as failure:
+                    error = failure
+                    break
+        except BaseException:  # an interrupt: nobody will read the other answers
+            self.close()
+            raise
+        return lost, error
+
+    @property
+    def servers(self) -> VLLMServers:
+        """The servers, connected to and checked at the first use."""
+        if self._servers is None:
+            self._servers = self._connected()
+        return self._servers
+
+    def _connected(self) -> VLLMServers:
+        config = self.config
+        given = config.vllm_server_base_url or f"http://{config.vllm_server_host}:{config.vllm_server_port}"
+        urls = [url.strip() for url in given.split(",") if url.strip()]
+        servers = VLLMServers(urls, config.vllm_server_timeout, self._how_to_start(urls[0]))
+        try:
+            servers.wait_until_up("connecting")
+            self.facts = check_servers(servers, self.policy().config, config, self.tokenizer)
+        except BaseException:
+            servers.close()
+            raise
+        return servers
+
+    def _how_to_start(self, url: str) -> str:
+        command, environment = serve_command(
+            getattr(self.policy().config, "_name_or_path", "") or "MODEL",
+            port=urlsplit(url if "//" in url else f"http://{url}").port or 8000,
+            device="cuda" if self.config.device.type == "cuda" else "cpu",
+        )
+        return as_shell_line(command, environment)
+
+    # Weights.
+
+    def _send_weights(self) -> None:
+        """All processes together, because sharded weights are gathered by all of them."""
+        for attempt in range(1, _ATTEMPTS + 1):
+            lost: LostAnswerError | None = None
+            error: BackendError | None = None
+            stream = buckets(weight_stream(self.policy()))
+            try:
+                if self.config.process_index == 0:
+                    self._push(stream, again=attempt > 1)
+            except LostAnswerError as failure:
+                lost = failure
+                self._drop_sender()  # a server that restarted knows nothing of the transfer
+            except BackendError as failure:
+                error = failure
+            if self.config.world_size > 1:
+                for _ in stream:  # what process 0 left out or the others have to gather
+                    pass
+            if lost is not None and attempt == _ATTEMPTS:
+                error = ServerUnavailableError(
+                    f"sending weights to the vLLM servers failed {attempt} times; the last time: {lost}"
+                )
+            self._raise_together(error)
+            if not any(self._of_all(lost is not None)):
+                return
+            if lost is not None:
+                logger.warning("sending weights failed (%s); trying again", lost)
+
+    def _push(self, stream: Iterator[transport.Bucket], *, again: bool) -> None:
+        servers = self.servers
+        servers.wait_until_up("sending weights")
+        if again:
+            servers.abandon_update()
+        if self._sender is None:
+            sender = self._new_sender(servers)
+            sender.connect(servers)
+            self._sender = sender
+        servers.pause()
+        self._sender.push(stream, servers, self.step)
+        servers.resume()
+
+    def _new_sender(self, servers: VLLMServers) -> transport.WeightSender:
+        """The counterpart of the weight-transfer engine that the servers were started with."""
+        engine = self.facts[0].weight_transfer
+        if engine == transport.NcclSender.backend:
+            workers = sum(servers.measure())
+            return transport.NcclSender(_own_address(servers), self.config.vllm_group_port, workers)
+        if engine == transport.CudaIpcSender.backend:
+            return transport.CudaIpcSender()
+        return transport.SharedMemorySender()
+
+    def _drop_sender(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = None
+
+    # Processes.
+
+    def _of_all(self, value: Any) -> list[Any]:
+        return gather_object([value]) if self.config.world_size > 1 else [value]
+
+    def _raise_together(self, error: BackendError | None) -> None:
+        """Raise in every process when one has failed, so that no other waits for it."""
+        messages = self._of_all(None if error is None else str(error))
+        found = [(rank, message) for rank, message in enumerate(messages) if message is not None]
+        if not found:
+            return
+        self.close()
+        if error is not None:
+            raise error
+        rank, message = found[0]
+        raise ServerUnavailableError(f"process {rank}: {message}")
+
+
+def _own_address(servers: VLLMServers) -> str:
+    """An address of this machine that the first server reaches."""
+    import socket
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((servers.servers[0].host, servers.servers[0].port))  # sends nothing
+        return probe.getsockname()[0]
