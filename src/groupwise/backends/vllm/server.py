@@ -47,7 +47,7 @@ class VLLMServerBackend:
     ) -> None:
         self.config, self.policy, self.end_tokens, self.tokenizer = config, policy, end_tokens, tokenizer
         self.sampling = sampling_fields(config, end_tokens)
-        self.step = 0
+        self.version: int | None = None
         self.facts: list[ServerFacts] = []
         self._servers: VLLMServers | None = None
         self._sender: transport.WeightSender | None = None
@@ -61,6 +61,8 @@ class VLLMServerBackend:
             BackendError: a server refuses a request; also a ConnectionError where one does not answer within
                 ``vllm_server_timeout``. Every process raises when one does.
         """
+        if self.version is None:
+            raise BackendError("the servers have no weights; call sync_weights before generate")
         requests = self._requests(prompts, sampling)
         completions: list[Any] = [None] * len(prompts)
         for request, samples in zip(requests, self._answers(requests), strict=True):
@@ -69,21 +71,27 @@ class VLLMServerBackend:
         return completions
 
     def sync_weights(self, params: Iterator[tuple[str, torch.Tensor]] | None = None, *, step: int) -> None:
-        """Send the policy's weights as of optimizer step ``step`` to all servers; every process calls it.
+        """Send the policy's weights as of optimizer step ``step``, unless the servers have them.
 
         Args:
-            params: not used: a server that restarts later needs the weights a second time, so they are always
-                taken from the policy.
+            params: not used: a server that restarts needs the weights a second time, so they are always taken
+                from the policy.
         """
-        self.step = step
-        self._send_weights()
+        if self.version == step:
+            return
+        self.version = None
+        self._send_weights(step)
+        self.version = step
+
+    def release(self) -> None:
+        """Nothing to give back: the memory is the servers'."""
 
     def close(self) -> None:
         """End what is under way on the servers; the next use connects again."""
         if self._servers is not None:
             self._servers.close()
         self._drop_sender()
-        self._servers = None
+        self._servers = self.version = None
 
     # Requests.
 
@@ -97,7 +105,7 @@ class VLLMServerBackend:
                     f"a prompt of {max(map(len, prompts))} tokens leaves no room within the server's "
                     f"--max-model-len {longest}; raise that, or set max_prompt_length"
                 )
-        return group_requests(prompts, limits, self.config.seed, self.step, self.config.process_index)
+        return group_requests(prompts, limits, self.config.seed, self.version or 0, self.config.process_index)
 
     def _answers(self, requests: list[Request]) -> list[list[Completion]]:
         futures = self._submit(requests)
@@ -109,7 +117,7 @@ class VLLMServerBackend:
             if not any(self._of_all(bool(missing))):
                 return answers
             logger.warning("a vLLM server came back without this run's weights; sending them again")
-            self._send_weights()
+            self._send_weights(self.version or 0)
             futures = self._submit([requests[i] for i in missing])
         raise BackendError(
             f"vLLM servers lost their weights {_ATTEMPTS} times within one generation; does another run send "
@@ -169,7 +177,7 @@ class VLLMServerBackend:
 
     # Weights.
 
-    def _send_weights(self) -> None:
+    def _send_weights(self, step: int) -> None:
         """All processes together, because sharded weights are gathered by all of them."""
         for attempt in range(1, _ATTEMPTS + 1):
             lost: LostAnswerError | None = None
@@ -177,7 +185,7 @@ class VLLMServerBackend:
             stream = buckets(weight_stream(self.policy()))
             try:
                 if self.config.process_index == 0:
-                    self._push(stream, again=attempt > 1)
+                    self._push(stream, step, again=attempt > 1)
             except LostAnswerError as failure:
                 lost = failure
                 self._drop_sender()  # a server that restarted knows nothing of the transfer
@@ -196,7 +204,7 @@ class VLLMServerBackend:
             if lost is not None:
                 logger.warning("sending weights failed (%s); trying again", lost)
 
-    def _push(self, stream: Iterator[transport.Bucket], *, again: bool) -> None:
+    def _push(self, stream: Iterator[transport.Bucket], step: int, *, again: bool) -> None:
         servers = self.servers
         servers.wait_until_up("sending weights")
         if again:
@@ -206,7 +214,7 @@ class VLLMServerBackend:
             sender.connect(servers)
             self._sender = sender
         servers.pause()
-        self._sender.push(stream, servers, self.step)
+        self._sender.push(stream, servers, step)
         servers.resume()
 
     def _new_sender(self, servers: VLLMServers) -> transport.WeightSender:
@@ -240,6 +248,18 @@ class VLLMServerBackend:
             raise error
         rank, message = found[0]
         raise ServerUnavailableError(f"process {rank}: {message}")
+
+
+def check_settings(config: Any) -> None:
+    """Nothing to refuse yet: the servers are asked when they are up."""
+
+
+def make_backend(policy: Callable[[], Any], config: Any, processing_class: Any) -> VLLMServerBackend:
+    """What samples on the servers; they are connected to at the first use."""
+    from groupwise.backends.transformers_generate import end_tokens
+
+    tokens = frozenset(end_tokens(policy(), processing_class))
+    return VLLMServerBackend(config, policy, tokens, processing_class)
 
 
 def _own_address(servers: VLLMServers) -> str:
