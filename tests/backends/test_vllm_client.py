@@ -204,7 +204,9 @@ def test_prompts_are_spread_over_the_servers_and_weights_go_to_all():
     client.pause()
     assert all(fake.paused for fake in fakes)
     client.init_weight_transfer_engine({"rank_offset": 1, "world_size": 3})
-    offsets = [dict(fake.bodies)["/init_weight_transfer_engine"]["init_info"]["rank_offset"] for fake in fakes]
+    offsets = [
+        dict(fake.bodies)["/init_weight_transfer_engine"]["init_info"]["rank_offset"] for fake in fakes
+    ]
     assert offsets == [1, 2]
     client.start_weight_update()
     client.update_weights({"names": ["a"]})
@@ -248,7 +250,9 @@ def test_neighbouring_rows_of_a_prompt_are_one_request():
 
 def test_seeds_depend_on_what_they_should_and_on_nothing_else():
     def seed(prompts, at, **given):
-        return group_requests(prompts, [4] * len(prompts), **{"seed": 0, "step": 2, "rank": 0, **given})[at].seed
+        return group_requests(prompts, [4] * len(prompts), **{"seed": 0, "step": 2, "rank": 0, **given})[
+            at
+        ].seed
 
     reference = seed([[1, 2], [3]], 0)
     assert seed([[3], [1, 2]], 1) == reference

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import pytest
+import torch
 from fake_vllm import FakeVLLM
 from runs import policy, tokenizer
 from safetensors.torch import load_file
@@ -38,7 +40,9 @@ def fake():
 def backend_for(fake, tmp_path, **given):
     settings = {"use_cpu": True, "bf16": False, "num_generations": 2, "max_completion_length": 8}
     config = GRPOConfig(str(tmp_path), per_device_train_batch_size=4, **{**settings, **given})
-    config.vllm_server_base_url = ",".join(server.url for server in fake) if isinstance(fake, list) else fake.url
+    config.vllm_server_base_url = (
+        ",".join(server.url for server in fake) if isinstance(fake, list) else fake.url
+    )
     config.vllm_server_timeout = 2.0
     model = policy()
     return VLLMServerBackend(config, lambda: model, frozenset([1]))
@@ -49,6 +53,13 @@ def backend(fake, tmp_path):
     made = backend_for(fake, tmp_path)
     yield made
     made.close()
+
+
+def wait_for(condition):
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def control_calls(fake):
@@ -161,7 +172,11 @@ MISFITS = {
         "--logprobs-mode processed_logprobs",
     ),
     "logits": ({"logprobs_mode": "processed_logits"}, {}, "--logprobs-mode processed_logprobs"),
-    "a short context": ({"max_model_len": 16}, {"max_prompt_length": 9}, "--max-model-len 16 is less than 17"),
+    "a short context": (
+        {"max_model_len": 16},
+        {"max_prompt_length": 9},
+        "--max-model-len 16 is less than 17",
+    ),
 }
 
 
@@ -213,12 +228,53 @@ def test_another_dtype_is_warned_of(backend, fake, caplog):
     fake.info["model_config"]["dtype"] = "torch.bfloat16"
     with caplog.at_level(logging.WARNING):
         backend.sync_weights(step=0)
-    assert "computes in bfloat16 and the trainer in float32" in caplog.text and "--dtype float32" in caplog.text
+    assert (
+        "computes in bfloat16 and the trainer in float32" in caplog.text and "--dtype float32" in caplog.text
+    )
 
 
 def test_without_a_server_the_error_names_the_command(fake, tmp_path):
     fake.close()
     backend = backend_for(fake, tmp_path)
     backend.config.vllm_server_timeout = 0.3
-    with pytest.raises(ConnectionError, match=r"VLLM_SERVER_DEV_MODE=1.*vllm serve .*--weight-transfer-config"):
+    with pytest.raises(
+        ConnectionError, match=r"VLLM_SERVER_DEV_MODE=1.*vllm serve .*--weight-transfer-config"
+    ):
         backend.sync_weights(step=0)
+
+
+def test_what_was_asked_ahead_is_not_asked_again(backend, fake):
+    backend.sync_weights(step=4)
+    backend.generate_ahead([[3], [3], [5]], step=5)
+    wait_for(lambda: len(backend.state_dict()["finished"]) == 2)
+    backend.sync_weights(step=5)
+    completions = backend.generate([[3], [3], [5]])
+    assert fake.seen[GENERATE] == 2
+    assert [c.versions[0] for c in completions] == [4] * 3  # the weights that sampled it, not the newest
+
+
+def test_an_answer_ahead_that_was_lost_with_the_servers_weights_is_asked_for_again(backend, fake):
+    backend.sync_weights(step=4)
+    fake.version = "default"
+    backend.generate_ahead([[3], [3]], step=5)
+    backend.sync_weights(step=5)
+    assert [c.versions[0] for c in backend.generate([[3], [3]])] == [5, 5]
+
+
+def test_finished_answers_survive_a_restart_of_the_trainer_and_others_are_asked_again(
+    backend, fake, tmp_path
+):
+    backend.sync_weights(step=4)
+    backend.generate_ahead([[3], [3], [5]], step=5)
+    wait_for(lambda: len(backend.state_dict()["finished"]) == 2)
+    state = backend.state_dict()
+    del state["finished"][1]
+    torch.save(state, tmp_path / "state.pt")
+    resumed = backend_for(fake, tmp_path)
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    resumed.sync_weights(step=5)
+    asked = fake.seen[GENERATE]
+    again = resumed.generate([[3], [3], [5]])
+    assert fake.seen[GENERATE] == asked + 1
+    assert [c.versions[0] for c in again] == [4, 4, 5]
+    resumed.close()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from groupwise.backends.vllm.background import BackgroundThreads
 from groupwise.backends.vllm.http import HttpServer, LostAnswerError
 from groupwise.backends.vllm.sampling import Request
 from groupwise.errors import BackendError
@@ -44,7 +45,7 @@ class VLLMServers:
         self.servers = [HttpServer(url, timeout, headers, hint, _tokens_so_far) for url in urls]
         self.run = uuid.uuid4().hex[:12]  # marks weights as ours: a server started anew has none of them
         self.world_sizes: list[int] = []
-        self.pool = ThreadPoolExecutor(CONCURRENCY * len(self.servers), "vllm-request")
+        self.pool = BackgroundThreads(CONCURRENCY * len(self.servers))
 
     # Generation.
 
@@ -147,7 +148,7 @@ class VLLMServers:
 
     def wait_until_up(self, doing: str) -> None:
         """Return when all servers are healthy; a ConnectionError after the timeout."""
-        list(self.pool.map(lambda server: server.wait_until_up(doing), self.servers))
+        self._on_all(lambda server: server.wait_until_up(doing))
 
     def measure(self) -> list[int]:
         """How many workers each server has."""
@@ -159,7 +160,7 @@ class VLLMServers:
         """End what is under way."""
         for server in self.servers:
             server.close()
-        self.pool.shutdown(wait=False, cancel_futures=True)
+        self.pool.close()
 
     def _post(self, path: str, bodies: Sequence[Any] = ({},), *, doing: str) -> None:
         by_server = list(bodies) * (len(self.servers) // len(bodies))

@@ -26,6 +26,11 @@ class Request:
     seed: int
     max_tokens: int
 
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Equal for requests with equal answers under the same weights."""
+        return self.seed, len(self.rows), self.max_tokens
+
 
 def sampling_fields(config: Any, end_tokens: Iterable[int]) -> dict[str, Any]:
     """Fields of vLLM's ``SamplingParams`` that all requests of a run share.

@@ -50,6 +50,7 @@ class VLLMServerBackend:
         self.version: int | None = None
         self.facts: list[ServerFacts] = []
         self._servers: VLLMServers | None = None
+        self._asked: dict[Any, Future[list[Completion]]] = {}
         self._sender: transport.WeightSender | None = None
 
     def generate(
@@ -63,12 +64,21 @@ class VLLMServerBackend:
         """
         if self.version is None:
             raise BackendError("the servers have no weights; call sync_weights before generate")
-        requests = self._requests(prompts, sampling)
+        requests = self._requests(prompts, sampling, self.version)
         completions: list[Any] = [None] * len(prompts)
         for request, samples in zip(requests, self._answers(requests), strict=True):
             for row, completion in zip(request.rows, samples, strict=True):
                 completions[row] = completion
         return completions
+
+    def generate_ahead(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling = _AS_CONFIGURED, *, step: int
+    ) -> None:
+        """Begin with what ``generate`` will be asked for at optimizer step ``step``.
+
+        What is not finished when new weights arrive goes on with those.
+        """
+        self._ask(self._requests(prompts, sampling, step))
 
     def sync_weights(self, params: Iterator[tuple[str, torch.Tensor]] | None = None, *, step: int) -> None:
         """Send the policy's weights as of optimizer step ``step``, unless the servers have them.
@@ -92,10 +102,24 @@ class VLLMServerBackend:
             self._servers.close()
         self._drop_sender()
         self._servers = self.version = None
+        self._asked = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was generated ahead and is finished."""
+        finished = {key: future.result() for key, future in self._asked.items() if _succeeded(future)}
+        return {"finished": [(key, [vars(c) for c in samples]) for key, samples in finished.items()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it over; what was not finished is asked for again when its turn comes."""
+        self._asked = {}
+        for key, samples in state["finished"]:
+            future: Future[list[Completion]] = Future()
+            future.set_result([Completion(**fields) for fields in samples])
+            self._asked[tuple(key)] = future
 
     # Requests.
 
-    def _requests(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Request]:
+    def _requests(self, prompts: Sequence[Sequence[int]], sampling: Sampling, step: int) -> list[Request]:
         longest = min(fact.max_model_length for fact in self.facts) if self.facts else None
         limits = list(sampling.max_tokens or [self.config.max_completion_length] * len(prompts))
         if longest is not None:
@@ -105,40 +129,42 @@ class VLLMServerBackend:
                     f"a prompt of {max(map(len, prompts))} tokens leaves no room within the server's "
                     f"--max-model-len {longest}; raise that, or set max_prompt_length"
                 )
-        return group_requests(prompts, limits, self.config.seed, self.version or 0, self.config.process_index)
+        return group_requests(prompts, limits, self.config.seed, step, self.config.process_index)
+
+    def _ask(self, requests: list[Request]) -> None:
+        """Send the requests that have not been sent yet."""
+        new = [request for request in requests if request.key not in self._asked]
+        # Processes begin with different servers, so that a few requests of each do not all meet on the first.
+        futures = self.servers.submit(new, self.sampling, first=self.config.process_index)
+        self._asked.update((request.key, future) for request, future in zip(new, futures, strict=True))
 
     def _answers(self, requests: list[Request]) -> list[list[Completion]]:
-        futures = self._submit(requests)
-        answers: list[Any] = [None] * len(requests)
-        missing = list(range(len(requests)))
+        answers: dict[Any, list[Completion]] = {}
+        missing = requests
         for _ in range(_ATTEMPTS):
-            missing, error = self._collect(futures, missing, answers)
+            self._ask(missing)
+            missing, error = self._collect(missing, answers)
             self._raise_together(error)
             if not any(self._of_all(bool(missing))):
-                return answers
+                return [answers[request.key] for request in requests]
             logger.warning("a vLLM server came back without this run's weights; sending them again")
             self._send_weights(self.version or 0)
-            futures = self._submit([requests[i] for i in missing])
         raise BackendError(
             f"vLLM servers lost their weights {_ATTEMPTS} times within one generation; does another run send "
             "its weights to the same servers?"
         )
 
-    def _submit(self, requests: list[Request]) -> list[Future[list[Completion]]]:
-        # Processes begin with different servers, so that a few requests of each do not all meet on the first.
-        return self.servers.submit(requests, self.sampling, first=self.config.process_index)
-
     def _collect(
-        self, futures: list[Future[list[Completion]]], numbers: list[int], answers: list[Any]
-    ) -> tuple[list[int], BackendError | None]:
-        """Fill in ``answers``; returns the numbers lost with a server's weights, and the first failure."""
+        self, requests: list[Request], answers: dict[Any, list[Completion]]
+    ) -> tuple[list[Request], BackendError | None]:
+        """Wait for the answers; what was lost with a server's weights, and the first failure."""
         lost, error = [], None
         try:
-            for number, future in zip(numbers, futures, strict=True):
+            for request in requests:
                 try:
-                    answers[number] = future.result()
+                    answers[request.key] = self._asked.pop(request.key).result()
                 except LostWeightsError:
-                    lost.append(number)
+                    lost.append(request)
                 except BackendError as failure:
                     error = failure
                     break
@@ -248,6 +274,10 @@ class VLLMServerBackend:
             raise error
         rank, message = found[0]
         raise ServerUnavailableError(f"process {rank}: {message}")
+
+
+def _succeeded(future: Future[Any]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None
 
 
 def check_settings(config: Any) -> None:
