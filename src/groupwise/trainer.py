@@ -52,13 +52,14 @@ class GRPOTrainer(
     """Group relative policy optimisation on top of ``transformers.Trainer``.
 
     Args:
-        model: hub id, directory, ``PreTrainedModel`` or ``PeftModel`` (causal LM).
+        model: hub id, directory, ``PreTrainedModel`` or ``PeftModel`` (causal LM, or vision-language model).
         reward_funcs: one or a list of callables, async callables, sequence-classification models or ids of
             such.
         args: the configuration; by default it writes to "<model name>-GRPO".
         train_dataset, eval_dataset: rows with a ``prompt`` (text or chat messages); other columns reach the
-            rewards. The evaluation set may be a dictionary of datasets.
-        processing_class: tokenizer; by default the model's.
+            rewards, ``image`` or ``images`` also the model. The evaluation set may be a dictionary of
+            datasets.
+        processing_class: tokenizer or processor; by default the model's.
         reward_processing_classes: None, one, or one per reward; by default each reward model's own tokenizer.
         callbacks, optimizers: as in ``Trainer``.
         quantization_config, peft_config: as in transformers and PEFT.
@@ -92,9 +93,12 @@ class GRPOTrainer(
         args = args or GRPOConfig(f"{setup.model_name(model)}-GRPO")
         setup.refuse_unavailable(tools=tools, environment_factory=environment_factory)
         setup.check_data(train_dataset, eval_dataset, args)
+        setup.check_backend(args)
         rewards = setup.check_rewards(reward_funcs, reward_processing_classes, args)
         policy = setup.prepare_policy(model, args, quantization_config, peft_config)
         processing_class = load_processing_class(processing_class, policy, args)
+        setup.check_vision(policy, processing_class, args, train_dataset, eval_dataset)
+        setup.check_prompt_lengths(train_dataset, eval_dataset, args, processing_class)
         self.reference = make_reference(policy, args, fresh_adapter=peft_config is not None)
         super().__init__(
             model=policy,
@@ -131,6 +135,7 @@ class GRPOTrainer(
             lambda: self.accelerator.unwrap_model(self.model_wrapped), args, self.processing_class
         )
         self.scorer = setup.make_scorer(self.model, args, self.accelerator)
+        self.parity_gate = setup.make_parity_gate(self.scorer, args, self.accelerator, self.processing_class)
         self.router_aux_loss_coef = setup.router_aux_loss_coef(self.model, args)
         self.aux_loss_enabled = self.router_aux_loss_coef != 0.0
         self.window_cut = setup.window_cut(type(self), args, aux_loss=self.aux_loss_enabled)
@@ -186,13 +191,19 @@ class GRPOTrainer(
         num_rows: int | None = None,
     ) -> list[TrainBatch]:
         book = self.books[mode]
+        with book.ledger.clock("sync"):
+            self.sync_sampler(self.accelerator.unwrap_model(self.model_wrapped))
         with book.ledger.clock("generate"):
             rollout = self.roll_out(rows)
+            self.backend.release()
         with book.ledger.clock("reward"):
             scored = self.score(rollout, num_generations, num_rows)
         counted = len(scored.rewards.rewards_NF[scored.local])  # later rows only fill up an evaluation batch
         with book.ledger.clock("score"):
-            parts = without_filler(self.assemble(rollout), counted).split(micro_batch_rows)
+            whole = without_filler(self.assemble(rollout), counted)
+            if mode == "train":
+                book.record(self.parity_gate.check(self.model, whole))
+            parts = whole.split(micro_batch_rows)
             batches = [self.annotate(self.model, part, on_policy=on_policy) for part in parts]
         if self.args.kl_in_reward:
             scored = self.charge_kl(scored, batches)
@@ -306,7 +317,12 @@ class GRPOTrainer(
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self.backend.version = None  # other weights at, maybe, the same step
         self.reference.complete_load(self.model if model is None else model, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self.backend.version = None
 
     def save_own_state(self, directory: str) -> None:
         control = self.entropy_control

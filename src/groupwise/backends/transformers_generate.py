@@ -18,7 +18,9 @@ from groupwise.backends.decoding import (
     group_prompts,
     runs_in_step,
 )
+from groupwise.core.images import join_images
 from groupwise.core.padding import length_mask, pad_sequences
+from groupwise.errors import BackendError
 from groupwise.stages import Completion, Sampling
 
 _AS_CONFIGURED = Sampling()
@@ -44,6 +46,7 @@ class TransformersBackend:
         self.model = model
         self.generation_config = generation_config
         self.pad_to_multiple_of = pad_to_multiple_of
+        self.version: int | None = None
 
     @property
     def end_tokens(self) -> frozenset[int]:
@@ -65,7 +68,7 @@ class TransformersBackend:
         """
         model: Any = self.model()
         config = self._config_for(sampling)
-        shared = can_decode_groups(model, config)
+        shared = sampling.images is None and can_decode_groups(model, config)
         distinct, copies = group_prompts(prompts) if shared else (prompts, [])
         pad_token = config.pad_token_id
         input_ids = pad_sequences(
@@ -74,6 +77,9 @@ class TransformersBackend:
         attention_mask = length_mask(
             [len(prompt) for prompt in distinct], input_ids.shape[1], left=True, device=model.device
         )
+        _check_every_rank_sees(sampling, model)
+        starts = [input_ids.shape[1] - len(prompt) for prompt in distinct]
+        images = join_images(sampling.images or (), starts, input_ids.shape[1], model.device)
         loop = {"custom_generate": partial(decode_groups, copies=copies)} if shared else {}
         was_training = model.training
         model.eval()  # dropout off, and gradient checkpointing does not switch the cache off
@@ -83,6 +89,7 @@ class TransformersBackend:
                     input_ids=input_ids,
                     attention_mask=attention_mask,
                     generation_config=config,
+                    **images,
                     **loop,
                 )
         finally:
@@ -108,19 +115,54 @@ class TransformersBackend:
     def sync_weights(self, params: Iterator[tuple[str, torch.Tensor]], *, step: int) -> None:
         """Nothing to do: the policy itself generates."""
 
+    def release(self) -> None:
+        """Nothing to give back: the memory is the policy's."""
+
     def close(self) -> None:
         """Nothing to release."""
 
 
-def generation_config(config: Any, model: PreTrainedModel, tokenizer: Any) -> GenerationConfig:
+def _check_every_rank_sees(sampling: Sampling, model: Any) -> None:
+    """Where ranks share the parameters, all of them must run the vision part or none."""
+    if sampling.images is not None and runs_in_step(model) and not all(row.arrays for row in sampling.images):
+        raise BackendError(
+            "a prompt has no image, and the model's parameters are spread over ranks: those with images would "
+            "wait for this one forever; keep rows with images only, or do not shard (ZeRO-2, DDP)"
+        )
+
+
+def check_settings(config: Any) -> None:
+    """Nothing to refuse: the configuration's own rules cover it."""
+
+
+def make_backend(
+    policy: Callable[[], PreTrainedModel], config: Any, processing_class: Any, never: Sequence[int] = ()
+) -> TransformersBackend:
+    """What samples with the policy itself; tokens of ``never`` are not sampled."""
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    sampler = generation_config(config, policy(), tokenizer, never)
+    return TransformersBackend(policy, sampler, config.pad_to_multiple_of)
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: Any) -> list[int]:
+    """Every end token that the model or the tokenizer knows."""
+    own = model.generation_config.eos_token_id if model.generation_config is not None else None
+    tokens = {own} if isinstance(own, int) else set(own or [])
+    if tokenizer.eos_token_id is not None:
+        tokens.add(tokenizer.eos_token_id)
+    return sorted(tokens)
+
+
+def generation_config(
+    config: Any, model: PreTrainedModel, tokenizer: Any, never: Sequence[int] = ()
+) -> GenerationConfig:
     """The sampler's settings from a ``GRPOConfig``, with every end token the model and the tokenizer know.
 
     ``generation_kwargs`` of the configuration override the single fields.
+
+    Args:
+        never: tokens that are not sampled, whatever else the configuration suppresses.
     """
-    own = model.generation_config.eos_token_id if model.generation_config is not None else None
-    end_tokens = {own} if isinstance(own, int) else set(own or [])
-    if tokenizer.eos_token_id is not None:
-        end_tokens.add(tokenizer.eos_token_id)
     settings: dict[str, Any] = {
         "max_new_tokens": config.max_completion_length,
         "do_sample": True,
@@ -132,8 +174,10 @@ def generation_config(config: Any, model: PreTrainedModel, tokenizer: Any) -> Ge
         "cache_implementation": config.cache_implementation,
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": sorted(end_tokens),
+        "eos_token_id": end_tokens(model, tokenizer),
         "use_cache": True,
     }
     settings.update(config.generation_kwargs or {})
+    if never:
+        settings["suppress_tokens"] = sorted({*never, *(settings.get("suppress_tokens") or ())})
     return GenerationConfig(**settings)
