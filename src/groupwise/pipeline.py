@@ -1,8 +1,8 @@
 """Rows of the generations to come, so that a server can sample them while the current one trains.
 
 With ``rollout_staleness`` = k, a generation is asked for k generations before it is trained on. Its tokens
-then come from weights that are up to k generations old; each says from which, and the correction for the sampler
-(``core.corrections``) reweights for the difference.
+then come from weights that are up to k generations old; each says from which, and the correction for the
+sampler (``core.corrections``) reweights for the difference.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def test_a_refusal_is_not_repeated_and_says_why(servers, fake, status):
 
 def test_failing_again_and_again_ends_in_a_connection_error_with_the_servers_words(servers, fake):
     fake.failures[GENERATE] = [500] * 10
-    with pytest.raises(ConnectionError, match="failed 4 times while generating 2 completions.*as planned"):
+    with pytest.raises(ConnectionError, match=r"failed 4 times while generating 2 completions.*as planned"):
         ask(servers)
     assert fake.seen[GENERATE] == 4
 

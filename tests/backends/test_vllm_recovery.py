@@ -100,14 +100,16 @@ def test_the_limit_of_each_row_is_kept_and_the_servers_length_too(backend, fake)
     backend.sync_weights(step=0)
     assert [len(c.token_ids) for c in backend.generate([[3], [3], [4]], Sampling([1, 4, 2]))] == [1, 4, 2]
     assert len(backend.generate([[3] * 126])[0].token_ids) == 2  # of 128
-    with pytest.raises(BackendError, match="128 tokens leaves no room.*--max-model-len 128"):
+    with pytest.raises(BackendError, match=r"128 tokens leaves no room.*--max-model-len 128"):
         backend.generate([[3] * 128])
 
 
 def test_a_server_restarted_empty_gets_the_weights_again_and_the_run_goes_on(backend, fake):
     backend.sync_weights(step=4)
+    before = backend.state_dict()
     undisturbed = backend.generate([[3], [3], [5]])
     fake.version = "default"
+    backend.load_state_dict(before)
     assert backend.generate([[3], [3], [5]]) == undisturbed
     assert fake.seen["/update_weights"] == 2
 
@@ -123,7 +125,7 @@ def test_an_update_that_fails_is_made_again_from_its_start(backend, fake, path, 
 
 def test_updates_that_keep_failing_end_in_a_connection_error(backend, fake):
     fake.failures["/update_weights"] = [500] * 20
-    with pytest.raises(ConnectionError, match="sending weights .* failed 4 times.*as planned"):
+    with pytest.raises(ConnectionError, match=r"sending weights .* failed 4 times.*as planned"):
         backend.sync_weights(step=4)
     assert backend.version is None
 
@@ -137,7 +139,7 @@ def test_a_server_that_never_keeps_its_weights_is_given_up(backend, fake):
         return answer(path, query, body)
 
     fake.answer = forget
-    with pytest.raises(BackendError, match="lost their weights 4 times.*another run"):
+    with pytest.raises(BackendError, match=r"lost their weights 4 times.*another run"):
         backend.generate([[3]])
 
 
@@ -259,6 +261,16 @@ def test_an_answer_ahead_that_was_lost_with_the_servers_weights_is_asked_for_aga
     backend.generate_ahead([[3], [3]], step=5)
     backend.sync_weights(step=5)
     assert [c.versions[0] for c in backend.generate([[3], [3]])] == [5, 5]
+
+
+def test_a_prompt_asked_for_again_within_a_step_gets_other_samples(backend, fake):
+    backend.sync_weights(step=4)
+    first, second = backend.generate([[3], [3]]), backend.generate([[3], [3]])
+    seeds = [body["sampling_params"]["seed"] for path, body in fake.bodies if path == GENERATE]
+    assert seeds[1] == seeds[0] + 2 and first != second
+    backend.sync_weights(step=5)
+    backend.generate([[3], [3]])
+    assert fake.bodies[-1][1]["sampling_params"]["seed"] not in (*seeds, seeds[1] + 2)
 
 
 def test_finished_answers_survive_a_restart_of_the_trainer_and_others_are_asked_again(

@@ -118,6 +118,13 @@ class TransformersBackend:
     def release(self) -> None:
         """Nothing to give back: the memory is the policy's."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing to keep: seeds come from torch's generator."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to take over."""
+
     def close(self) -> None:
         """Nothing to release."""
 

@@ -16,14 +16,16 @@ from urllib.parse import urlsplit
 import torch
 from accelerate.utils import gather_object
 
+from groupwise.backends.transformers_generate import end_tokens
 from groupwise.backends.vllm import transport
 from groupwise.backends.vllm.client import LostWeightsError, VLLMServers
-from groupwise.backends.vllm.http import LostAnswerError, ServerUnavailableError
+from groupwise.backends.vllm.colocate import check_policy
+from groupwise.backends.vllm.http import HttpServer, LostAnswerError, ServerUnavailableError
 from groupwise.backends.vllm.preflight import ServerFacts, check_servers
 from groupwise.backends.vllm.sampling import Request, group_requests, sampling_fields
 from groupwise.backends.vllm.serve import as_shell_line, serve_command
 from groupwise.backends.weight_stream import buckets, weight_stream
-from groupwise.errors import BackendError
+from groupwise.errors import BackendError, ConfigError
 from groupwise.stages import Completion, Sampling
 
 logger = logging.getLogger(__name__)
@@ -40,17 +42,25 @@ class VLLMServerBackend:
         policy: returns the unwrapped policy; training may wrap it anew.
         end_tokens: every token that ends a completion.
         tokenizer: the trainer's, compared with the servers'.
+        never: tokens that are not sampled.
     """
 
     def __init__(
-        self, config: Any, policy: Callable[[], Any], end_tokens: frozenset[int], tokenizer: Any = None
+        self,
+        config: Any,
+        policy: Callable[[], Any],
+        end_tokens: frozenset[int],
+        tokenizer: Any = None,
+        never: Sequence[int] = (),
     ) -> None:
         self.config, self.policy, self.end_tokens, self.tokenizer = config, policy, end_tokens, tokenizer
-        self.sampling = sampling_fields(config, end_tokens)
+        self.sampling = sampling_fields(config, end_tokens, never)
         self.version: int | None = None
         self.facts: list[ServerFacts] = []
         self._servers: VLLMServers | None = None
         self._asked: dict[Any, Future[list[Completion]]] = {}
+        self._sampled: dict[int, int] = {}  # samples of each prompt at step _sampled_at
+        self._sampled_at: int | None = None
         self._sender: transport.WeightSender | None = None
 
     def generate(
@@ -64,7 +74,7 @@ class VLLMServerBackend:
         """
         if self.version is None:
             raise BackendError("the servers have no weights; call sync_weights before generate")
-        requests = self._requests(prompts, sampling, self.version)
+        requests = self._requests(prompts, sampling, self.version, self._sampled)
         completions: list[Any] = [None] * len(prompts)
         for request, samples in zip(requests, self._answers(requests), strict=True):
             for row, completion in zip(request.rows, samples, strict=True):
@@ -78,7 +88,7 @@ class VLLMServerBackend:
 
         What is not finished when new weights arrive goes on with those.
         """
-        self._ask(self._requests(prompts, sampling, step))
+        self._ask(self._requests(prompts, sampling, step, {}))
 
     def sync_weights(self, params: Iterator[tuple[str, torch.Tensor]] | None = None, *, step: int) -> None:
         """Send the policy's weights as of optimizer step ``step``, unless the servers have them.
@@ -90,6 +100,8 @@ class VLLMServerBackend:
         if self.version == step:
             return
         self.version = None
+        self._sampled = self._sampled if self._sampled_at == step else {}
+        self._sampled_at = step
         self._send_weights(step)
         self.version = step
 
@@ -105,13 +117,17 @@ class VLLMServerBackend:
         self._asked = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What was generated ahead and is finished."""
+        """What was generated ahead and is finished, and what makes seeds differ within a step."""
         finished = {key: future.result() for key, future in self._asked.items() if _succeeded(future)}
-        return {"finished": [(key, [vars(c) for c in samples]) for key, samples in finished.items()]}
+        return {
+            "finished": [(key, [vars(c) for c in samples]) for key, samples in finished.items()],
+            "sampled": (self._sampled_at, dict(self._sampled)),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take it over; what was not finished is asked for again when its turn comes."""
         self._asked = {}
+        self._sampled_at, self._sampled = state["sampled"]
         for key, samples in state["finished"]:
             future: Future[list[Completion]] = Future()
             future.set_result([Completion(**fields) for fields in samples])
@@ -119,7 +135,9 @@ class VLLMServerBackend:
 
     # Requests.
 
-    def _requests(self, prompts: Sequence[Sequence[int]], sampling: Sampling, step: int) -> list[Request]:
+    def _requests(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, step: int, before: dict[int, int]
+    ) -> list[Request]:
         longest = min(fact.max_model_length for fact in self.facts) if self.facts else None
         limits = list(sampling.max_tokens or [self.config.max_completion_length] * len(prompts))
         if longest is not None:
@@ -129,7 +147,7 @@ class VLLMServerBackend:
                     f"a prompt of {max(map(len, prompts))} tokens leaves no room within the server's "
                     f"--max-model-len {longest}; raise that, or set max_prompt_length"
                 )
-        return group_requests(prompts, limits, self.config.seed, step, self.config.process_index)
+        return group_requests(prompts, limits, self.config.seed, step, self.config.process_index, before)
 
     def _ask(self, requests: list[Request]) -> None:
         """Send the requests that have not been sent yet."""
@@ -182,8 +200,7 @@ class VLLMServerBackend:
 
     def _connected(self) -> VLLMServers:
         config = self.config
-        given = config.vllm_server_base_url or f"http://{config.vllm_server_host}:{config.vllm_server_port}"
-        urls = [url.strip() for url in given.split(",") if url.strip()]
+        urls = addresses(config)
         servers = VLLMServers(urls, config.vllm_server_timeout, self._how_to_start(urls[0]))
         try:
             servers.wait_until_up("connecting")
@@ -281,15 +298,38 @@ def _succeeded(future: Future[Any]) -> bool:
 
 
 def check_settings(config: Any) -> None:
-    """Nothing to refuse yet: the servers are asked when they are up."""
+    """Refuse addresses that are none. The servers themselves are asked before the first generation.
+
+    Raises:
+        ConfigError: with what an address looks like.
+    """
+    try:
+        for url in addresses(config):
+            HttpServer(url, config.vllm_server_timeout)
+    except BackendError as error:
+        raise ConfigError(f"vllm_server_base_url={config.vllm_server_base_url!r}: {error}") from None
 
 
-def make_backend(policy: Callable[[], Any], config: Any, processing_class: Any) -> VLLMServerBackend:
-    """What samples on the servers; they are connected to at the first use."""
-    from groupwise.backends.transformers_generate import end_tokens
+def make_backend(
+    policy: Callable[[], Any], config: Any, processing_class: Any, never: Sequence[int] = ()
+) -> VLLMServerBackend:
+    """What samples on the servers; they are connected to at the first use.
 
+    Args:
+        never: tokens that are not sampled.
+
+    Raises:
+        ConfigError: the policy is given images, quantised, or adapted in a way that weights cannot express.
+    """
+    check_policy(policy(), processing_class)
     tokens = frozenset(end_tokens(policy(), processing_class))
-    return VLLMServerBackend(config, policy, tokens, processing_class)
+    return VLLMServerBackend(config, policy, tokens, processing_class, never)
+
+
+def addresses(config: Any) -> list[str]:
+    """The addresses of all servers."""
+    given = config.vllm_server_base_url or f"http://{config.vllm_server_host}:{config.vllm_server_port}"
+    return [url.strip() for url in given.split(",") if url.strip()]
 
 
 def _own_address(servers: VLLMServers) -> str:
