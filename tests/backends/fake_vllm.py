@@ -10,8 +10,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-SHAPE = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2}
-
 
 class FakeVLLM:
     """Answers like vLLM; completion i of a prompt is [last prompt token, seed % 97, i] and an end token.
@@ -33,7 +31,6 @@ class FakeVLLM:
                 "dtype": "torch.float32",
                 "logprobs_mode": "processed_logprobs",
                 "max_model_len": 128,
-                "hf_text_config": "LlamaConfig " + json.dumps(SHAPE),
             },
             "scheduler_config": {"max_num_seqs": 16},
             "weight_transfer_config": {"backend": "groupwise"},

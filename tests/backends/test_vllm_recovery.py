@@ -32,7 +32,6 @@ def quick(monkeypatch):
 @pytest.fixture
 def fake():
     server = FakeVLLM()
-    server.info["model_config"]["hf_text_config"] = policy().config.to_dict()
     yield server
     server.close()
 
@@ -167,7 +166,6 @@ def test_two_servers_give_what_one_gives(fake, tmp_path):
 
 
 MISFITS = {
-    "other sizes": ({"hf_text_config": "{'x': 1} \"vocab_size\": 99,"}, {}, "vocab_size=99.*policy has 32"),
     "raw log-probs at a temperature": (
         {"logprobs_mode": "raw_logprobs"},
         {"temperature": 0.7},
@@ -208,6 +206,15 @@ def test_a_server_whose_weights_cannot_be_replaced_is_refused(backend, fake, tra
 def test_a_server_with_fewer_places_than_samples_is_refused(backend, fake):
     fake.info["scheduler_config"]["max_num_seqs"] = 1
     with pytest.raises(BackendError, match="raise --max-num-seqs"):
+        backend.sync_weights(step=0)
+
+
+def test_another_model_is_refused(backend, fake, tmp_path):
+    policy(vocab_size=99).config.save_pretrained(tmp_path / "other")
+    fake.info["model_config"]["model"] = str(tmp_path / "other")
+    with pytest.raises(
+        BackendError, match=r"other with vocab_size=99, but the policy has 32; serve that model"
+    ):
         backend.sync_weights(step=0)
 
 

@@ -37,7 +37,9 @@ class ServerProcess:
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         command, environment = serve_command(str(model), port=self.port, device="cpu", extra=[*SMALL, *extra])
-        self.command = [str(Path(sys.executable).with_name("vllm")), *command[1:]]
+        if command[0] == "vllm":  # of this environment, whatever the search path says
+            command[0] = str(Path(sys.executable).with_name("vllm"))
+        self.command = command
         own = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING"}
         self.environment = {**os.environ, **environment, **own}
         self.log = directory / "server.log"

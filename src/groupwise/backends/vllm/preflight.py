@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-import re
 from dataclasses import dataclass
 from typing import Any
+
+from transformers import AutoConfig
 
 from groupwise.backends.vllm.client import VLLMServers
 from groupwise.backends.vllm.http import HttpServer
@@ -23,7 +24,7 @@ _PROBE = "The answer: 3.14 + 2.7 = 5.84\n\tünïcode 你好"
 class ServerFacts:
     """What a server says of itself.
 
-    shape: the sizes of its model, as far as it tells them.
+    shape: the sizes of its model, as far as they are known.
     """
 
     url: str
@@ -74,16 +75,18 @@ def _ask(server: HttpServer) -> ServerFacts:
         max_model_length=model["max_model_len"],
         max_samples=info["scheduler_config"]["max_num_seqs"],
         weight_transfer=transfer.get("backend"),
-        shape=_shape(model.get("hf_text_config") or model.get("hf_config")),
+        shape=_shape(model["model"]),
     )
 
 
-def _shape(hf_config: Any) -> dict[str, int]:
-    """The sizes in a model configuration, which the server sends as an object or printed."""
-    if isinstance(hf_config, dict):
-        return {name: hf_config[name] for name in _SHAPE if isinstance(hf_config.get(name), int)}
-    found = {name: re.search(rf'"{name}": (\d+)', str(hf_config)) for name in _SHAPE}
-    return {name: int(match[1]) for name, match in found.items() if match}
+def _shape(model: str) -> dict[str, int]:
+    """The sizes of a served model, where its configuration is on this machine too; the server does not say."""
+    try:
+        config = AutoConfig.from_pretrained(model, local_files_only=True)
+    except (OSError, ValueError):
+        return {}
+    sizes = {name: getattr(config.get_text_config(decoder=True), name, None) for name in _SHAPE}
+    return {name: size for name, size in sizes.items() if isinstance(size, int)}
 
 
 def _problems(fact: ServerFacts, policy: Any, config: Any) -> list[str]:

