@@ -10,16 +10,20 @@ import torch
 from engine_runs import engine_greedy, greedy, policy, trainer, trainer_logps
 from peft import LoraConfig
 
+from groupwise.errors import BackendError
+from groupwise.stages import Sampling
+
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
 
 PROMPTS = [[4, 5, 6], [7], [8, 9, 10, 11, 12], [13, 14]]
-TIMING = re.compile(r"time/.*|step_time|.*_runtime|.*_per_second|train_loss")
+# Wall-clock time, what Trainer counts by process, and the comparison that each process begins with.
+OF_THE_PROCESS = re.compile(r"time/.*|step_time|.*_runtime|.*_per_second|train_loss|sampling/parity_gap")
 
 
 def history(run: Any) -> list[dict[str, Any]]:
     return [
-        {key: value for key, value in line.items() if not TIMING.fullmatch(key)}
+        {key: value for key, value in line.items() if not OF_THE_PROCESS.fullmatch(key)}
         for line in run.state.log_history
     ]
 
@@ -85,8 +89,6 @@ def test_weights_are_sent_once_for_each_step_and_again_when_they_were_loaded(run
     run.backend.version = None
     with pytest.raises(AssertionError, match="was read"):
         run.backend.sync_weights(untouched(), step=run.state.global_step)
-    from groupwise.errors import BackendError
-
     with pytest.raises(BackendError, match="no weights"):
         run.backend.generate([[4]])
     run.sync_sampler(run.model)
@@ -109,21 +111,19 @@ def test_equal_neighbours_are_samples_of_one_request_and_differ(run):
     assert len({tuple(c.token_ids) for c in first[:8]}) > 1
 
 
-def test_limits_by_row_and_ends_are_kept(run):
-    from groupwise.stages import Sampling
-
+def test_limits_by_row_and_ends_are_kept(run, monkeypatch):
     run.sync_sampler(run.model)
-    completions = run.backend.generate([[4, 5]] * 16, Sampling(max_tokens=[1, 1] + [3] * 14))
-    assert all(len(c.token_ids) <= limit for c, limit in zip(completions, [1, 1] + [3] * 14, strict=True))
+    limits = [1, 1] + [6] * 62
+    monkeypatch.setitem(run.backend.sampling, "temperature", 50.0)  # about uniform over 32 tokens
+    completions = run.backend.generate([[4, 5]] * 64, Sampling(max_tokens=limits))
+    assert all(len(c.token_ids) <= limit for c, limit in zip(completions, limits, strict=True))
+    assert {completion.truncated for completion in completions} == {True, False}
     for completion in completions:
-        ended = completion.token_ids[-1] in run.backend.end_tokens
-        assert completion.truncated is not ended
+        assert completion.truncated is not (completion.token_ids[-1] in run.backend.end_tokens)
         assert not set(completion.token_ids[:-1]) & run.backend.end_tokens
 
 
 def test_a_prompt_without_room_is_refused(run):
-    from groupwise.errors import BackendError
-
     run.sync_sampler(run.model)
     with pytest.raises(BackendError, match=r"128 tokens.*takes 128"):
         run.backend.generate([[4] * 128])

@@ -227,8 +227,8 @@ def check_policy(model: Any, processing_class: Any) -> None:
         )
     if getattr(model, "is_quantized", False):
         raise ConfigError(
-            "the policy is quantised, and use_vllm=True would have to hand its weights to an engine that is not; "
-            "set use_vllm=False, or leave quantization_config out"
+            "the policy is quantised, and use_vllm=True would hand its weights to an engine that is not; set "
+            "use_vllm=False, or leave quantization_config out"
         )
     if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
         raise ConfigError(

@@ -94,6 +94,7 @@ def prepare_environment(config: Any) -> None:
             f"{name}={os.environ[name]} puts the engine into a process of its own, where the trainer's "
             "tensors are out of reach; unset it, or use vllm_mode='server'"
         )
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if config.device.type == "cpu":
         # Otherwise vLLM binds the threads of this process, which the trainer computes with, to cores.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

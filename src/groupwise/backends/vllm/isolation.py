@@ -14,6 +14,7 @@ import torch
 def own_random_state() -> Iterator[None]:
     """What runs inside draws and seeds without effect outside: vLLM sets the seeds of the whole process."""
     states = random.getstate(), numpy.random.get_state()
+    set_num_threads = torch.set_num_threads
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         try:
@@ -21,3 +22,4 @@ def own_random_state() -> Iterator[None]:
         finally:
             random.setstate(states[0])
             numpy.random.set_state(states[1])
+            torch.set_num_threads = set_num_threads  # vLLM's worker for CPUs takes it away
