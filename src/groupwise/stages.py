@@ -29,12 +29,15 @@ class Completion:
         itself or did not report them; NaN for a token it could not score.
     loss_mask: 1 for tokens the policy chose, 0 for tokens of tools and environments; None means all chosen.
     truncated: the length limit ended it, not an end token.
+    old_logps: log-probability of each token under the policy that sampled it, where that is no longer the
+        current one.
     """
 
     token_ids: list[int]
     logps: list[float] | None = None
     loss_mask: list[int] | None = None
     truncated: bool = False
+    old_logps: list[float] | None = None
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from groupwise.errors import ConfigError
-from groupwise.setup.data import check_data, evaluation_rows
+from groupwise.setup.data import PreparedData, check_data, evaluation_rows, num_positions, prepare_data
 from groupwise.setup.policy import model_name, prepare_policy, router_aux_loss_coef, speed_up
 from groupwise.setup.rewards import LoadedRewards, RewardSetup, check_rewards, load_rewards
 from groupwise.setup.step import make_backend, make_scorer, window_cut
 
 __all__ = [
     "LoadedRewards",
+    "PreparedData",
     "RewardSetup",
     "check_data",
     "check_rewards",
@@ -21,6 +22,8 @@ __all__ = [
     "make_backend",
     "make_scorer",
     "model_name",
+    "num_positions",
+    "prepare_data",
     "prepare_policy",
     "refuse_unavailable",
     "router_aux_loss_coef",

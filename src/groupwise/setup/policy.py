@@ -71,7 +71,7 @@ def prepare_liger(model: str | PreTrainedModel, config: GRPOConfig) -> None:
             "use_liger_kernel=True needs liger-kernel, which is not installed; install groupwise[liger], or "
             "set use_liger_kernel=False"
         )
-    softcap = getattr(_text_config(model, config), "final_logit_softcapping", None)
+    softcap = getattr(text_config(model, config), "final_logit_softcapping", None)
     if softcap is not None:
         raise ConfigError(
             f"use_liger_kernel=True, but the model bounds its logits (final_logit_softcapping={softcap}), "
@@ -88,13 +88,15 @@ def prepare_liger(model: str | PreTrainedModel, config: GRPOConfig) -> None:
     config.liger_kernel_config = chosen
 
 
-def _text_config(model: str | PreTrainedModel, config: GRPOConfig) -> Any:
+def text_config(model: str | PreTrainedModel, config: GRPOConfig) -> Any:
+    """The configuration of the language model; that of a model given by name is read alone."""
     if not isinstance(model, str):
-        return model.config.get_text_config(decoder=True)
+        return model.config.gettext_config(decoder=True)
     given: Any = config.model_init_kwargs or {}
     options = {"trust_remote_code": config.trust_remote_code, **given}
-    named = {name: options[name] for name in ("trust_remote_code", "revision", "token") if name in options}
-    return AutoConfig.from_pretrained(model, **named).get_text_config(decoder=True)
+    known = ("trust_remote_code", "revision", "token", "subfolder", "gguf_file", "cache_dir")
+    named = {name: options[name] for name in known if name in options}
+    return AutoConfig.from_pretrained(model, **named).gettext_config(decoder=True)
 
 
 def _liger_switches() -> set[str]:
@@ -111,7 +113,7 @@ def router_aux_loss_coef(model: PreTrainedModel, config: GRPOConfig) -> float:
     Raises:
         ConfigError: a weight was asked for, but the model has no router.
     """
-    own = getattr(model.config.get_text_config(), "router_aux_loss_coef", None)
+    own = getattr(model.config.gettext_config(), "router_aux_loss_coef", None)
     if config.router_aux_loss_coef is None:
         return float(own or 0.0)
     if own is None and config.router_aux_loss_coef != 0.0:
