@@ -21,6 +21,7 @@ from transformers.utils import is_torch_xla_available
 
 from groupwise.config_conflicts import OLD_NAMES, SAMPLING_FIELDS
 from groupwise.config_rules import default_of
+from groupwise.masking import masked
 from groupwise.validation import check
 
 logger = logging.getLogger(__name__)
@@ -137,6 +138,11 @@ class GRPOConfig(TrainingArguments):
     vllm_importance_sampling_clip_max: float | None = _opt(3.0, "Largest correction. None: no upper bound.")
     vllm_importance_sampling_clip_min: float | None = _opt(None, "Smallest correction. None: no lower bound.")
 
+    sampler_parity: str = _opt(
+        "warn", "Compare the log-probs of a separate sampler with the trainer's: off, warn or error."
+    )
+    sampler_parity_steps: int = _opt(20, "Generations between two comparisons, beside the first two.")
+
     # Loss
     beta: float = _opt(0.0, "Weight of the KL to the reference model. 0: no reference model in memory.")
     kl_estimator: str = _opt("k3", "Estimator of the KL per token: k1, k2, k3 or k3_k2grad.")
@@ -224,12 +230,12 @@ class GRPOConfig(TrainingArguments):
         check(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """As in ``TrainingArguments``, which rewrites nested dicts in place: here it gets copies."""
-        clone = copy.copy(self)
-        for name, value in vars(self).items():
-            if isinstance(value, dict):
-                setattr(clone, name, copy.deepcopy(value))
-        return super(GRPOConfig, clone).to_dict()
+        """As in ``TrainingArguments``, which rewrites nested dicts in place: here those of a copy."""
+        return super(GRPOConfig, copy.copy(self)).to_dict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a pickle or a copy takes over: no tokens, because ``training_args.bin`` is pushed with a model."""
+        return masked(vars(self))
 
 
 # inherited fields that the batch sizes depend on

@@ -76,15 +76,15 @@ class Carry:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values; groups with others (images, for example) are left out."""
-        groups = [[asdict(sample) for sample in group] for group in self.groups]
-        kept = [group for group in groups if _is_plain(group)]
-        if len(kept) < len(groups):
+        kept = [group for group in self.groups if all(_is_plain(vars(sample)) for sample in group)]
+        if len(kept) < len(self.groups):
             logger.warning(
                 "%d carried groups are not part of the checkpoint, because their rows hold other things than "
                 "text and numbers; a resumed run samples new ones in their place",
-                len(groups) - len(kept),
+                len(self.groups) - len(kept),
             )
-        return {"groups": kept, "varied_share": self.varied_share}
+        plain = [[asdict(sample) for sample in group] for group in kept]
+        return {"groups": plain, "varied_share": self.varied_share}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Carry:
@@ -271,7 +271,7 @@ def _sample(scored: ScoredBatch, row: int) -> Sample:
 
 def _entries(rollout: RolloutBatch, index: int) -> dict[str, Any]:
     values = {f.name: getattr(rollout, f.name) for f in fields(rollout)}
-    entries = {name: value[index] for name, value in values.items() if isinstance(value, list)}
+    entries = {name: value[index] for name, value in values.items() if isinstance(value, (list, tuple))}
     return {**entries, "extra": {name: column[index] for name, column in rollout.extra.items()}}
 
 
@@ -325,6 +325,7 @@ def with_old_logps(
 
 
 def _is_plain(value: Any) -> bool:
+    value = vars(value) if isinstance(value, Completion) else value
     if isinstance(value, dict):
         return all(_is_plain(key) and _is_plain(entry) for key, entry in value.items())
     if isinstance(value, (list, tuple)):

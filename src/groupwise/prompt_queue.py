@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from accelerate.utils import broadcast_object_list
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data._utils import worker
 
 from groupwise.data import pass_order
 from groupwise.errors import ConfigError
@@ -166,6 +167,8 @@ class _Iterated(IterableDataset):
         self.rows = rows
 
     def __iter__(self) -> Iterator[Row]:
+        # Streams of `datasets` take another order where they find themselves in a worker, be it the only one.
+        worker._worker_info = None
         return iter(self.rows)
 
 

@@ -268,10 +268,11 @@ def test_one_group_a_step_trains_as_on_the_prompts_with_variance(tmp_path):
 
 
 def test_groups_left_over_are_trained_on_next_with_the_log_probs_of_their_policy(tmp_path):
-    # Batches of 3 groups. Step 1: rows 0-2 (1, 2 vary), 2 more for the third: 3, 4 (none), 5-7: 5, 6, 7 vary.
+    # Batches of 3 groups. Step 1: of rows 0-2 two vary, of 2 more (3, 4) none, then of 3 more all: 5, 6, 7.
     run = spied(
-        tmp_path, rewards=planted(VARIED), train_dataset=numbered(28), dynamic_sampling=True, shuffle_dataset=False,
-        rollout_func=by_place, per_device_train_batch_size=12, max_steps=2, gradient_checkpointing=False,
+        tmp_path, rewards=planted(VARIED), train_dataset=numbered(28), dynamic_sampling=True,
+        shuffle_dataset=False, rollout_func=by_place, per_device_train_batch_size=12, max_steps=2,
+        gradient_checkpointing=False,
     )  # fmt: skip
     run.args.max_steps = 1
     run.train()
@@ -296,7 +297,7 @@ def test_groups_left_over_are_trained_on_next_with_the_log_probs_of_their_policy
     assert all(batch.old_logps_BC is None for step, batch in run.batches if step == 0)
     (second,) = [batch for step, batch in run.batches if step == 1]
     prompts = second.prompt_ids_BP[:, -1].tolist()
-    old = {p: row for p, row in zip(prompts, second.old_logps_BC.tolist(), strict=True)}
+    old = dict(zip(prompts, second.old_logps_BC.tolist(), strict=True))
     stored = {s.values["prompt_ids"][-1]: s.completion.old_logps for group in carried for s in group[-1:]}
     assert len(stored) == 2
     for prompt, logps in stored.items():

@@ -17,7 +17,9 @@ from groupwise import ConfigError
 from groupwise.prompt_queue import PromptQueue, StreamedRows, rows_of_rank
 from groupwise.setup.data import MOST_EVALUATION_ROWS
 
-_TIMING = re.compile(r"(eval_)?time/.*|step_time|.*_runtime|.*_per_second|train_loss|epoch")
+_TIMING = re.compile(
+    r"(eval_)?time/.*|step_time|.*_runtime|.*_per_second|.*preparation_time|train_loss|epoch"
+)
 
 
 def weights(run):
@@ -29,9 +31,18 @@ def history(run):
     return [{k: v for k, v in line.items() if not _TIMING.fullmatch(k)} for line in run.state.log_history]
 
 
-def same_run(one, other):
-    for run in (one, other):
-        run.train()
+@pytest.fixture(autouse=True)
+def no_pause_at_the_end_of_a_stream(monkeypatch):
+    monkeypatch.setattr("datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)
+
+
+def trained(directory, **given):
+    run = trainer(directory, **given)
+    run.train()
+    return run
+
+
+def assert_same_run(one, other):
     assert torch.equal(weights(one), weights(other))
     assert history(one) == history(other)
 
@@ -82,9 +93,9 @@ def test_ranks_share_the_completions_of_the_prompts(ranks):
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_a_stream_trains_as_the_same_rows_at_hand(tmp_path, workers):
     common = {"max_steps": 5, "shuffle_dataset": False, "num_iterations": 2, "steps_per_generation": 2}
-    same_run(
-        trainer(tmp_path / "a", train_dataset=prompts(6), **common),
-        trainer(tmp_path / "b", train_dataset=stream(prompts(6)), dataloader_num_workers=workers, **common),
+    assert_same_run(
+        trained(tmp_path / "a", train_dataset=prompts(6), **common),
+        trained(tmp_path / "b", train_dataset=stream(prompts(6)), dataloader_num_workers=workers, **common),
     )
 
 
@@ -94,9 +105,9 @@ def test_a_stream_is_shuffled_by_its_own_buffer(tmp_path):
     rows = list(shuffled)
     assert [row["row"] for row in rows] != list(range(6))
     common = {"max_steps": 6, "data_seed": 7}
-    same_run(
-        trainer(tmp_path / "a", train_dataset=stream(prompts(6)), **common),
-        trainer(tmp_path / "b", train_dataset=Dataset.from_list(rows), shuffle_dataset=False, **common),
+    assert_same_run(
+        trained(tmp_path / "a", train_dataset=stream(prompts(6)), **common),
+        trained(tmp_path / "b", train_dataset=Dataset.from_list(rows), shuffle_dataset=False, **common),
     )
 
 
@@ -158,9 +169,9 @@ def test_evaluation_reads_a_stream_once(tmp_path):
             return iter(list(prompts(3)))
 
     common = {"num_generations_eval": 2, "per_device_eval_batch_size": 4}
-    at_hand = trainer(tmp_path / "a", eval_dataset=prompts(3), **common)
+    expected = trainer(tmp_path / "a", eval_dataset=prompts(3), **common).evaluate()
     streamed = trainer(tmp_path / "b", eval_dataset=Read(), **common)
-    expected, found = at_hand.evaluate(), streamed.evaluate()
+    found = streamed.evaluate()
     kept = [name for name in expected if not _TIMING.fullmatch(name)]
     assert {name: found[name] for name in kept} == {name: expected[name] for name in kept}
     streamed.evaluate()
@@ -207,8 +218,8 @@ BAD = [
     ([{"content": "w1"}], r"row 2: the prompt is \[\{'content': 'w1'\}\] \(list\)"),
     (
         LONG,
-        r"row 2: the prompt has 28 tokens, but the model's context of 32 \(max_position_embeddings\) leaves 26 "
-        r"beside max_completion_length=6; .*set max_prompt_length=26",
+        r"row 2: the prompt has 28 tokens, but the model's context of 32 \(max_position_embeddings\) leaves "
+        r"26 beside max_completion_length=6; .*set max_prompt_length=26",
     ),
     ([{"role": "user", "content": LONG}], r"row 2: the prompt has 30 tokens"),  # <user> and <assistant>
 ]

@@ -10,7 +10,7 @@ _NORMAL_95 = 1.959964
 
 
 def pass_at_k(count: int, passed: int, k: int) -> float:
-    """The chance that at least one of k completions passes: 1 − C(n−c, k) / C(n, k) (Chen et al. 2021, eq. 1).
+    """The chance that at least one of k passes: 1 − C(n−c, k) / C(n, k) (Chen et al. 2021, eq. 1).
 
     Unbiased for n independent completions of which c passed.
 
@@ -28,9 +28,9 @@ def majority_at_k(answers: Sequence[Hashable], passed: Sequence[bool], k: int) -
     """The chance that the most frequent answer of k completions passes.
 
     The mean over the n runs of k neighbouring completions (the first follows the last), each of which is a
-    sample of k independent ones: unbiased. Among equally frequent answers one is drawn; where completions with
-    the same answer were judged differently, the share that passed counts. None is no answer: it has no vote,
-    and without any vote nothing passes.
+    sample of k independent ones: unbiased. Among equally frequent answers one is drawn; where completions
+    with the same answer were judged differently, the share that passed counts. None is no answer: it has no
+    vote, and without any vote nothing passes.
 
     Args:
         answers, passed: n entries, at least k.

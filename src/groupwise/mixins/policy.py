@@ -65,6 +65,7 @@ class PolicyMixin:
             loss_mask_BC=pad_sequences(loss_mask, 0, **pad),
             old_logps_BC=known([completion.old_logps for completion in completions]),
             sampler_logps_BC=known([completion.logps for completion in completions]),
+            images=None if rollout.images is None else tuple(rollout.images),
         )
 
     def _loss_mask(self, completion: Any) -> list[int]:

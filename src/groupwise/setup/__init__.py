@@ -8,7 +8,8 @@ from groupwise.errors import ConfigError
 from groupwise.setup.data import PreparedData, check_data, evaluation_rows, num_positions, prepare_data
 from groupwise.setup.policy import model_name, prepare_policy, router_aux_loss_coef, speed_up
 from groupwise.setup.rewards import LoadedRewards, RewardSetup, check_rewards, load_rewards
-from groupwise.setup.step import make_backend, make_scorer, window_cut
+from groupwise.setup.step import make_backend, make_parity_gate, make_scorer, window_cut
+from groupwise.setup.vision import check_vision
 
 __all__ = [
     "LoadedRewards",
@@ -16,10 +17,12 @@ __all__ = [
     "RewardSetup",
     "check_data",
     "check_rewards",
+    "check_vision",
     "evaluation_rows",
     "load_rewards",
     "loss_is_scaled",
     "make_backend",
+    "make_parity_gate",
     "make_scorer",
     "model_name",
     "num_positions",

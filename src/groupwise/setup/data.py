@@ -43,7 +43,7 @@ def check_data(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> Non
     """
     if train_dataset is None and eval_dataset is None:
         raise ConfigError("train_dataset is missing (and there is no eval_dataset either); pass a dataset")
-    for name, dataset in _named(train_dataset, eval_dataset).items():
+    for name, dataset in named_datasets(train_dataset, eval_dataset).items():
         _check_dataset(name, dataset)
     if train_dataset is None:
         return
@@ -63,7 +63,8 @@ def check_data(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> Non
         )
 
 
-def _named(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
+def named_datasets(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
+    """Every dataset that there is, by what to call it in a message."""
     several = eval_dataset if isinstance(eval_dataset, dict) else None
     named = {"train_dataset": train_dataset, "eval_dataset": None if several else eval_dataset}
     named.update({f"eval_dataset[{key!r}]": dataset for key, dataset in (several or {}).items()})

@@ -91,12 +91,12 @@ def prepare_liger(model: str | PreTrainedModel, config: GRPOConfig) -> None:
 def text_config(model: str | PreTrainedModel, config: GRPOConfig) -> Any:
     """The configuration of the language model; that of a model given by name is read alone."""
     if not isinstance(model, str):
-        return model.config.gettext_config(decoder=True)
+        return model.config.get_text_config(decoder=True)
     given: Any = config.model_init_kwargs or {}
     options = {"trust_remote_code": config.trust_remote_code, **given}
     known = ("trust_remote_code", "revision", "token", "subfolder", "gguf_file", "cache_dir")
     named = {name: options[name] for name in known if name in options}
-    return AutoConfig.from_pretrained(model, **named).gettext_config(decoder=True)
+    return AutoConfig.from_pretrained(model, **named).get_text_config(decoder=True)
 
 
 def _liger_switches() -> set[str]:
@@ -113,7 +113,7 @@ def router_aux_loss_coef(model: PreTrainedModel, config: GRPOConfig) -> float:
     Raises:
         ConfigError: a weight was asked for, but the model has no router.
     """
-    own = getattr(model.config.gettext_config(), "router_aux_loss_coef", None)
+    own = getattr(model.config.get_text_config(), "router_aux_loss_coef", None)
     if config.router_aux_loss_coef is None:
         return float(own or 0.0)
     if own is None and config.router_aux_loss_coef != 0.0:

@@ -106,7 +106,7 @@ def context_length(model: str | PreTrainedModel, config: GRPOConfig) -> int | No
 def known_prompts(dataset: Any) -> Iterable[Any] | None:
     """All prompts of a dataset that is at hand; None where rows come to be only when they are read."""
     if isinstance(dataset, datasets.Dataset):
-        made_on_reading = dataset.format["type"] == "custom"
+        made_on_reading = dataset.format["type"] == "custom" or "Image(" in str(dataset.features["prompt"])
         return None if made_on_reading else dataset.with_format(None).select_columns("prompt")["prompt"]
     if isinstance(dataset, (list, tuple)):
         return [row["prompt"] for row in dataset]

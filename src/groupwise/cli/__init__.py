@@ -1,0 +1,79 @@
+"""The command line: ``groupwise train``, ``doctor``, ``vllm-serve`` and ``env``.
+
+Each command is a module with ``run(arguments) -> exit code``; it is imported when it is called, so that help
+and mistyped commands answer at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from groupwise.errors import GroupwiseError
+from groupwise.masking import redact
+
+#: Command -> its module, and what it does.
+COMMANDS = {
+    "train": ("train", "train as a YAML file and flags say"),
+    "doctor": ("doctor", "check a run before it starts: batches, prompts, rewards, memory"),
+    "vllm-serve": ("serve", "start the vLLM server that a run with vllm_mode=server generates with"),
+    "env": ("environment", "versions, devices and threads, for bug reports"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Returns:
+        0; 1 where ``doctor`` found something that would fail; 2 for a mistake of the user, which is told on
+        the standard error without a traceback (``--traceback`` shows it); 130 when interrupted.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if given[0] == "--version":
+        from groupwise import __version__
+
+        print(__version__)
+        return 0
+    command, *rest = given
+    if command not in COMMANDS:
+        nearest = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0)[0]
+        return _fail(f"{command!r} is no command; allowed: {', '.join(COMMANDS)}; nearest: {nearest}")
+    show_traceback = "--traceback" in rest
+    if show_traceback:
+        rest.remove("--traceback")
+    try:
+        return importlib.import_module(f"groupwise.cli.{COMMANDS[command][0]}").run(rest)
+    except GroupwiseError as error:
+        if show_traceback:
+            print(redact(traceback.format_exc()), file=sys.stderr)
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return 130
+
+
+def _usage() -> str:
+    lines = [f"  {name:<12}{summary}" for name, (_, summary) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: groupwise <command> [arguments]",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "groupwise <command> --help lists its arguments. --traceback shows where an error came from.",
+        ]
+    )
+
+
+def _fail(message: str) -> int:
+    rank = os.environ.get("RANK")
+    where = "" if rank is None or os.environ.get("WORLD_SIZE") == "1" else f" [rank {rank}]"
+    print(f"groupwise{where}: error: {redact(message)}", file=sys.stderr)
+    return 2

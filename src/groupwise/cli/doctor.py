@@ -1,0 +1,214 @@
+"""``groupwise doctor``: everything about a run that can be found out without training."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from groupwise.cli.checks import batch_findings, length_findings, row_findings, tokenizer_findings
+from groupwise.cli.report import Finding, fail, ok, summary, table, warn
+from groupwise.cli.run_file import RunArguments, read_run
+from groupwise.cli.sources import check_model, load_datasets, resolve_rewards
+from groupwise.config import GRPOConfig
+from groupwise.errors import ConfigError
+from groupwise.masking import redact
+from groupwise.prompts import tokenize_prompt
+
+_COUNTED = 1000  # prompts whose length is looked at
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print the report; 1 where something would fail, else 0."""
+    options, rest = _parser().parse_known_args(list(arguments))
+    if options.help:
+        print(_parser().format_help())
+        return 0
+    report = Report()
+    planned = _planned(options.num_processes)
+    try:
+        settings, config = read_run(rest, "doctor", planned)
+    except ConfigError as error:
+        report.add([fail("settings", str(error))])
+        return report.close()
+    report.add([ok("settings", f"{config.loss_type}, every rule holds")])
+    rewards = report.attempt("rewards", lambda: resolve_rewards(settings))
+    model_config = report.attempt(
+        "model",
+        lambda: check_model(settings, config.trust_remote_code, config.model_init_kwargs),  # type: ignore[arg-type]
+    )
+    datasets = report.attempt("dataset", lambda: load_datasets(settings))
+    rows = [] if datasets is None or datasets[0] is None else _some_rows(datasets[0], report)
+    if datasets is not None and datasets[0] is not None:
+        report.add(batch_findings(config, len(datasets[0])))
+    lengths: list[int] = []
+    if model_config is not None and rows:
+        found = report.attempt(
+            "tokenizer", lambda: _look_at_prompts(settings, config, model_config, rows, report)
+        )
+        lengths = found or []
+    ready = rewards is not None and model_config is not None and lengths and not report.failed
+    if ready and not options.no_model:
+        report.attempt("trial", lambda: _try_out(settings, config, rows, max(lengths), options, report))
+    elif not options.no_model:
+        report.add([warn("trial", "left out: the problems above come first")])
+    return report.close()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="groupwise doctor",
+        description="Checks a run without training. Takes the settings of groupwise train "
+        "(--config run.yaml, --field value) and the following.",
+        add_help=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--num_processes", type=int, default=1, help="processes that the run will have")
+    parser.add_argument("--no_model", action="store_true", help="leave out what needs the model's weights")
+    parser.add_argument("--num_prompts", type=int, default=2, help="prompts to sample completions for")
+    parser.add_argument("--max_new_tokens", type=int, default=64, help="most tokens to sample")
+    return parser
+
+
+def _planned(processes: int) -> type[GRPOConfig]:
+    """The configuration as it would be in one of that many processes."""
+    return type("GRPOConfig", (GRPOConfig,), {"world_size": property(lambda self: processes)})
+
+
+class Report:
+    """Prints findings as they come: some take minutes."""
+
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+
+    def add(self, findings: Iterable[Finding]) -> None:
+        for finding in findings:
+            self.findings.append(finding)
+            print(redact(table([finding])), flush=True)
+
+    def attempt(self, subject: str, work: Callable[[], Any]) -> Any:
+        """What ``work`` returns; None and a finding where it fails, whatever the reason."""
+        try:
+            return work()
+        except Exception as error:
+            kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+            self.add([fail(subject, f"{kind}{error}")])
+            return None
+
+    @property
+    def failed(self) -> bool:
+        return any(finding.status == "fail" for finding in self.findings)
+
+    def close(self) -> int:
+        print(summary(self.findings))
+        return int(self.failed)
+
+
+def _some_rows(dataset: Any, report: Report) -> list[dict[str, Any]]:
+    """Rows from all over the training set."""
+    if "prompt" not in (dataset.column_names or []):
+        names = ", ".join(map(repr, dataset.column_names))
+        report.add([fail("dataset", f"it has no 'prompt' column; its columns are {names}")])
+        return []
+    stride = max(len(dataset) // _COUNTED, 1)
+    rows = [dataset[index] for index in range(0, len(dataset), stride)][:_COUNTED]
+    report.add(row_findings(rows))
+    return [row for row in rows if row["prompt"]]
+
+
+def _look_at_prompts(
+    settings: RunArguments,
+    config: GRPOConfig,
+    model_config: Any,
+    rows: list[dict[str, Any]],
+    report: Report,
+) -> list[int]:
+    """Findings about the tokenizer and the prompts; their lengths after the configured cut."""
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(settings.model, trust_remote_code=config.trust_remote_code)
+    tokenizer = getattr(processor, "tokenizer", processor)
+    text_config = model_config.get_text_config(decoder=True)
+    report.add(
+        tokenizer_findings(
+            tokenizer,
+            text_config.vocab_size,
+            _end_tokens(settings, config, text_config, tokenizer),
+            rows[0]["prompt"],
+            config.chat_template_kwargs,
+        )
+    )
+    if report.failed:
+        return []
+    progress = tqdm(rows, desc="prompts", leave=False, file=sys.stderr)
+    lengths = [len(tokenize_prompt(processor, r["prompt"], config.chat_template_kwargs)) for r in progress]  # type: ignore[arg-type]
+    context = getattr(text_config, "max_position_embeddings", None)
+    report.add(length_findings(lengths, config, context, f"{len(rows)} prompts"))
+    limit = config.max_prompt_length
+    return [length if limit is None else min(length, limit) for length in lengths]
+
+
+def _end_tokens(settings: RunArguments, config: GRPOConfig, text_config: Any, tokenizer: Any) -> list[int]:
+    """Every id that ends a completion: the model's and the tokenizer's."""
+    from transformers import GenerationConfig
+
+    try:
+        own = GenerationConfig.from_pretrained(settings.model).eos_token_id
+    except OSError:  # a model need not come with generation settings
+        own = getattr(text_config, "eos_token_id", None)
+    ids = {own} if isinstance(own, int) else set(own or [])
+    if tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return sorted(ids)
+
+
+def _try_out(
+    settings: RunArguments,
+    config: GRPOConfig,
+    rows: list[dict[str, Any]],
+    longest: int,
+    options: Any,
+    report: Report,
+) -> None:
+    """Sample, score, and compute the longest row."""
+    from groupwise.cli import trial
+    from groupwise.cli.train import make_trainer
+
+    with tempfile.TemporaryDirectory() as directory:
+        small = trial.trial_config(config, options.max_new_tokens, directory)
+        trainer = make_trainer(settings, small)
+        print(f"sampling {options.num_prompts} x {small.num_generations} completions", file=sys.stderr)
+        rollout, seconds = trial.sample(trainer, rows[: options.num_prompts])
+        report.add(trial.sample_findings(rollout, seconds, config, small.max_completion_length))
+        report.add(trial.reward_findings(trainer, rollout, seconds))
+        print(f"one row of {longest} + {config.max_completion_length} tokens", file=sys.stderr)
+        peak = trial.train_row(trainer, longest, config.max_completion_length)
+        report.add(trial.memory_findings(trainer, config, longest, peak))
+        report.add(_choices(trainer, config))
+
+
+def _choices(trainer: Any, config: GRPOConfig) -> Iterable[Finding]:
+    """What the run will compute with."""
+    device = trainer.accelerator.device
+    parameters = next(trainer.model.parameters())
+    mixed = trainer.accelerator.mixed_precision
+    yield ok(
+        "device",
+        f"{device}, parameters {str(parameters.dtype).removeprefix('torch.')}, mixed precision {mixed}, "
+        f"attention {trainer.model.config._attn_implementation}",
+    )
+    reference = "none (beta=0)" if config.beta == 0 else type(trainer.reference).__name__
+    yield ok(
+        "computed with",
+        f"sequence_layout {trainer.scorer.layout}, logprob_head {trainer.scorer.head.name}, reference "
+        f"{reference}",
+    )
+    sampler = "transformers generate"
+    if trainer.rollout_func is not None:
+        sampler = "rollout_func"
+    yield ok("sampled with", f"{sampler}")

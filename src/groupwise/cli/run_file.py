@@ -1,0 +1,150 @@
+"""What a run is: a YAML file and flags, parsed as ``HfArgumentParser`` does; flags win."""
+
+# ruff: noqa: RUF009 - `_opt` returns a `dataclasses.field`
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from transformers import HfArgumentParser
+
+from groupwise.config import GRPOConfig
+from groupwise.errors import ConfigError, boundary
+
+
+def _opt(doc: str, default: Any = None) -> Any:
+    return dataclasses.field(default=default, metadata={"help": doc})
+
+
+@dataclass
+class RunArguments:
+    """What a run needs beside ``GRPOConfig``."""
+
+    model: str | None = _opt("Model to train: hub id or directory.")
+    dataset: str | None = _opt("Prompts: hub id, directory, or a .json, .jsonl, .csv or .parquet file.")
+    dataset_config: str | None = _opt("Configuration of a hub dataset.")
+    dataset_split: str = _opt("Split to train on.", "train")
+    eval_dataset: str | None = _opt("Prompts for evaluation, given like dataset.")
+    eval_split: str | None = _opt(
+        "Split for evaluation, of eval_dataset or else of dataset. None: test, if there is an eval_dataset."
+    )
+    rewards: list[str] | None = _opt(
+        "Reward functions: module:function, a name in groupwise.rewards, {name: {argument: value}} for one "
+        "that is made with arguments, or the id of a reward model."
+    )
+    tools: list[str] | None = _opt("Tools of an agent, each module:function.")
+    rollout_func: str | None = _opt("module:function that replaces generation.")
+    environment: str | None = _opt("module:factory of the environments of an agent.")
+    lora: dict[str, Any] | str | None = _opt("Train an adapter: arguments (dict or JSON) of peft.LoraConfig.")
+
+
+#: What scripts of TRL call the same.
+_ALSO_KNOWN_AS = {
+    "model_name_or_path": "model",
+    "dataset_name": "dataset",
+    "train_dataset": "dataset",
+    "dataset_train_split": "dataset_split",
+    "dataset_test_split": "eval_split",
+    "reward_funcs": "rewards",
+    "environment_factory": "environment",
+    "peft_config": "lora",
+    "use_peft": "lora",
+}
+
+
+class _Parser(HfArgumentParser):
+    """Mistakes become errors of this package instead of a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def read_run(
+    arguments: Sequence[str], command: str, config_class: type[GRPOConfig] = GRPOConfig
+) -> tuple[RunArguments, GRPOConfig]:
+    """The run that flags and the YAML file behind ``--config`` describe.
+
+    Raises:
+        ConfigError: unreadable file, unknown key or flag (with the nearest name), or invalid settings.
+    """
+    parser = _Parser(
+        [RunArguments, config_class],  # type: ignore[list-item]
+        prog=f"groupwise {command}",
+        allow_abbrev=False,
+        description="All settings may stand in the YAML file or be given as flags; flags win.",
+    )
+    known = sorted({action.dest for action in parser._actions} - {"help"})
+    parser.add_argument("--config", help="YAML file with settings.")
+    path = _config_path(arguments)
+    if path is not None:
+        settings = read_yaml(path)
+        for key in settings:
+            if key not in known:
+                raise ConfigError(f"{path}: unknown key {key!r}; nearest: {_nearest(key, known)!r}")
+        parser.set_defaults(**settings)
+    run, config, _, unknown = parser.parse_args_into_dataclasses(
+        args=list(arguments), return_remaining_strings=True, look_for_args_file=False
+    )
+    for flag in unknown:
+        if flag.startswith("--"):
+            name = flag[2:].split("=")[0].replace("-", "_")
+            raise ConfigError(f"unknown flag {flag!r}; nearest: '--{_nearest(name, known)}'")
+    if unknown:
+        raise ConfigError(f"{unknown[0]!r} belongs to no flag; settings are given as --field value")
+    _settle(run)
+    return run, config
+
+
+def _config_path(arguments: Sequence[str]) -> str | None:
+    parser = _Parser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--config")
+    return parser.parse_known_args(list(arguments))[0].config
+
+
+def read_yaml(path: str) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not Path(path).is_file():
+        raise ConfigError(f"--config {path}: there is no such file")
+    with boundary(ConfigError, f"reading {path}"):
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds {type(content).__name__}; it must hold 'setting: value' lines")
+    return content
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    return _ALSO_KNOWN_AS.get(name) or difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
+
+
+def _settle(run: RunArguments) -> None:
+    """Scalars for lists and JSON for dicts, as they come from YAML and the shell."""
+    for name in ("rewards", "tools"):
+        value = getattr(run, name)
+        if value is not None:
+            values = list(value) if isinstance(value, (list, tuple)) else [value]
+            setattr(run, name, [_from_json(item) for item in values])
+    run.lora = _from_json(run.lora)
+    if run.lora is not None and not isinstance(run.lora, dict):
+        raise ConfigError(f"lora={run.lora!r} is no mapping; write for example {{r: 16, lora_alpha: 32}}")
+    if run.model is None or (run.dataset is None and run.environment is None):
+        missing = "model" if run.model is None else "dataset"
+        raise ConfigError(f"{missing} is missing; set it in the YAML file or with --{missing}")
+
+
+def _from_json(value: Any) -> Any:
+    if not (isinstance(value, str) and value.lstrip().startswith("{")):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{value!r} is not valid JSON: {error}") from error

@@ -1,0 +1,105 @@
+"""``groupwise vllm-serve``: vLLM's own server with what training needs, on this machine only by default."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from groupwise.cli.run_file import read_yaml
+from groupwise.errors import ConfigError
+from groupwise.masking import redact
+
+_LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print the command and become it; ``--dry_run`` only prints."""
+    from groupwise.backends.vllm.serve import as_shell_line, serve_command
+
+    options, extra = _parser().parse_known_args(list(arguments))
+    model, port = options.model, options.port
+    if options.config is not None:
+        settings = read_yaml(options.config)
+        model = model or settings.get("model")
+        port = port or settings.get("vllm_server_port")
+    if model is None:
+        raise ConfigError("model is missing; give --model, or --config with a run that names one")
+    command, environment = serve_command(
+        model,
+        host=options.host,
+        port=int(port or 8000),
+        device=options.device or _device(),
+        dtype=options.dtype,
+        tensor_parallel_size=options.tensor_parallel_size,
+        data_parallel_size=options.data_parallel_size,
+        max_model_length=options.max_model_length,
+        weight_transfer=options.weight_transfer,
+        extra=extra,
+    )
+    print(redact(as_shell_line(_without_keys(command), environment)), flush=True)
+    if options.host not in _LOCAL:
+        print(
+            f"groupwise: warning: other machines can reach {options.host}:{port or 8000}, and whoever does "
+            "can replace the weights; keep it inside a network of your own",
+            file=sys.stderr,
+        )
+    if options.dry_run:
+        return 0
+    os.execve(_executable(command[0]), command, {**os.environ, **environment})
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="groupwise vllm-serve",
+        description=__doc__,
+        epilog="Further arguments go to vllm serve as they are.",
+        allow_abbrev=False,
+    )
+
+    def add(name: str, help: str, **options: object) -> None:
+        flags = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
+        parser.add_argument(*flags, help=help, **options)  # type: ignore[arg-type]
+
+    add("config", "YAML file of the run; model and vllm_server_port are taken from it")
+    add("model", "hub id or directory, the same as the run's")
+    add("host", "address to listen on (default: %(default)s)", default="127.0.0.1")
+    add("port", "port to listen on (default: 8000)", type=int)
+    add("device", "default: what this machine has", choices=("cuda", "cpu"))
+    add("dtype", "of the server's weights (default: %(default)s)", default="auto")
+    add("tensor_parallel_size", "GPUs that share a copy of the model", type=int, default=1)
+    add("data_parallel_size", "copies of the model", type=int, default=1)
+    add("max_model_length", "most tokens of prompt and completion together", type=int)
+    add("weight_transfer", "vLLM's engine for new weights (default: the one for the device)")
+    add("dry_run", "only print the command", action="store_true")
+    return parser
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _without_keys(command: Sequence[str]) -> list[str]:
+    """The command as it may be shown: without the values behind --api-key."""
+    shown = []
+    for position, part in enumerate(command):
+        name, separator, _ = part.partition("=")
+        if position and command[position - 1] == "--api-key":
+            shown.append("<API_KEY>")
+        else:
+            shown.append(f"{name}=<API_KEY>" if name == "--api-key" and separator else part)
+    return shown
+
+
+def _executable(name: str) -> str:
+    """The program of this name, found beside the running Python first."""
+    beside = Path(sys.executable).with_name(name)
+    found = str(beside) if beside.is_file() else shutil.which(name)
+    if found is None:
+        raise ConfigError(f"{name} is not installed; run pip install 'groupwise[vllm]'")
+    return found

@@ -1,0 +1,47 @@
+"""``groupwise train``: a run from a YAML file and flags."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from groupwise.cli.run_file import RunArguments, read_run
+from groupwise.cli.sources import check_model, import_object, load_datasets, lora_config, resolve_rewards
+from groupwise.config import GRPOConfig
+from groupwise.trainer import GRPOTrainer
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Train, then save the model and its card."""
+    settings, config = read_run(arguments, "train")
+    trainer = make_trainer(settings, config)
+    resume: Any = config.resume_from_checkpoint
+    trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
+    if config.push_to_hub:
+        trainer.push_to_hub(dataset_name=settings.dataset)  # saves the model, too
+    else:
+        trainer.save_model()
+        trainer.create_model_card(dataset_name=settings.dataset)
+    return 0
+
+
+def make_trainer(settings: RunArguments, config: GRPOConfig) -> GRPOTrainer:
+    """The trainer of a run; what is cheap to find wrong is looked at before the model is loaded."""
+    rewards = resolve_rewards(settings)
+    tools = [import_object(path) for path in settings.tools] if settings.tools else None
+    rollout_func = import_object(settings.rollout_func) if settings.rollout_func else None
+    environment = import_object(settings.environment) if settings.environment else None
+    adapter = lora_config(settings)
+    check_model(settings, config.trust_remote_code, config.model_init_kwargs)  # type: ignore[arg-type]
+    train_dataset, eval_dataset = load_datasets(settings)
+    return GRPOTrainer(
+        settings.model,  # type: ignore[arg-type]
+        rewards,
+        config,
+        train_dataset,
+        eval_dataset,
+        peft_config=adapter,
+        tools=tools,
+        rollout_func=rollout_func,
+        environment_factory=environment,
+    )

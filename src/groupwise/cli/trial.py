@@ -1,0 +1,238 @@
+"""What ``groupwise doctor`` tries with the model: sampling, rewards, the longest row's memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import torch
+
+from groupwise.cli.report import Finding, fail, ok, warn
+from groupwise.config import GRPOConfig
+from groupwise.errors import RewardError
+from groupwise.rewards.calling import call_rewards
+from groupwise.stages import Completion, RolloutBatch
+from groupwise.trainer import GRPOTrainer
+
+#: States that an optimizer keeps per trained parameter, by the start of its name, in sizes of the parameter.
+_STATES = {"adamw_bnb_8bit": 0.5, "adamw_8bit": 0.5, "paged_adamw_8bit": 0.5, "adam": 2.0, "paged_adam": 2.0}
+_STATES |= {"sgd": 0.0, "adafactor": 0.0, "lion": 1.0, "rmsprop": 1.0}
+
+
+def trial_config(config: GRPOConfig, tokens: int, directory: str) -> GRPOConfig:
+    """The same run for one process without side effects: nothing is saved, reported or sharded.
+
+    Args:
+        tokens: most tokens of a completion.
+    """
+    given = {item.name: getattr(config, item.name) for item in dataclasses.fields(config) if item.init}
+    defaults = {item.name: item.default for item in dataclasses.fields(GRPOConfig)}
+    engine = {name: defaults[name] for name in given if name.startswith(("use_vllm", "vllm_"))}
+    group = config.num_generations
+    changes: dict[str, Any] = {
+        **engine,
+        "output_dir": directory,
+        "per_device_train_batch_size": group,
+        "gradient_accumulation_steps": 1,
+        "steps_per_generation": None,
+        "generation_batch_size": None,
+        "max_completion_length": min(config.max_completion_length, tokens),
+        "rollout_staleness": 0,
+        "eval_strategy": "no",
+        "save_strategy": "no",
+        "load_best_model_at_end": False,
+        "report_to": "none",
+        "push_to_hub": False,
+        "log_completions": False,
+        "deepspeed": None,
+        "fsdp": None,
+    }
+    return GRPOConfig(**{**given, **changes})
+
+
+def sample(trainer: GRPOTrainer, rows: Sequence[dict[str, Any]]) -> tuple[RolloutBatch, float]:
+    """A group of completions for each row, and the seconds that took."""
+    repeated = [row for row in rows for _ in range(trainer.num_generations)]
+    start = time.perf_counter()
+    return trainer.roll_out(repeated), time.perf_counter() - start
+
+
+def sample_findings(
+    rollout: RolloutBatch, seconds: float, config: GRPOConfig, tokens: int
+) -> Iterator[Finding]:
+    """Lengths of what was sampled; ``tokens`` was the limit."""
+    lengths = [len(completion.token_ids) for completion in rollout.completions]
+    cut = sum(completion.truncated for completion in rollout.completions)
+    text = (
+        f"{len(lengths)} completions in {seconds:.1f} s, {sum(lengths) / len(lengths):.0f} tokens on "
+        f"average, {cut} cut at {tokens}"
+    )
+    everything = cut == len(lengths) and tokens == config.max_completion_length
+    yield warn("sampling", f"{text}: none ended by itself") if everything else ok("sampling", text)
+    if tokens < config.max_completion_length:
+        yield ok("sampling", f"the limit of the run is {config.max_completion_length} (--max_new_tokens)")
+    yield ok("sampling", f"the first one: {str(rollout.texts[0])[:200]!r}")
+
+
+def reward_findings(
+    trainer: GRPOTrainer, rollout: RolloutBatch, sampling_seconds: float
+) -> Iterator[Finding]:
+    """Each reward function by itself on the same completions: failures, None, constants, slowness."""
+    columns: list[list[float]] = []
+    for function, name in zip(trainer.reward_callables, trainer.reward_func_names, strict=True):
+        subject = f"reward {name}"
+        start = time.perf_counter()
+        try:
+            called = call_rewards(
+                [function],
+                [name],
+                rollout,
+                timeout=trainer.args.reward_timeout,
+                trainer_state=trainer.state,
+                log_extra=lambda column, values: None,
+                log_metric=lambda metric, value: None,
+            )
+        except RewardError as error:
+            yield fail(subject, str(error))
+            continue
+        seconds = time.perf_counter() - start
+        values = [sum(r for _, r in v) if isinstance(v, list) else v for v in called.rewards_FB[0]]
+        columns.append(values)
+        yield from _value_findings(subject, values, seconds)
+        if seconds > max(sampling_seconds, 0.5):
+            yield warn(
+                subject,
+                f"slow: {seconds:.1f} s, sampling the completions took {sampling_seconds:.1f} s; consider an "
+                "async function and reward_timeout",
+            )
+    if columns:
+        yield from _group_findings(columns, trainer.num_generations)
+
+
+def _value_findings(subject: str, values: list[float], seconds: float) -> Iterator[Finding]:
+    scored = [value for value in values if not math.isnan(value)]
+    absent = f", None for {len(values) - len(scored)}" if len(scored) < len(values) else ""
+    if not scored:
+        yield warn(subject, f"None for all {len(values)} completions ({seconds:.2f} s)")
+        return
+    spread = f"mean {sum(scored) / len(scored):.3g}, from {min(scored):.3g} to {max(scored):.3g}{absent}"
+    if min(scored) == max(scored):
+        yield warn(subject, f"constant: {spread} ({seconds:.2f} s); without differences nothing is learnt")
+    else:
+        yield ok(subject, f"{spread} ({seconds:.2f} s)")
+
+
+def _group_findings(columns: list[list[float]], group: int) -> Iterator[Finding]:
+    """How many groups have completions of different total reward."""
+    totals = [sum(v for v in row if not math.isnan(v)) for row in zip(*columns, strict=True)]
+    groups = [totals[start : start + group] for start in range(0, len(totals), group)]
+    varied = sum(min(values) < max(values) for values in groups)
+    text = f"{varied} of {len(groups)} sampled groups have rewards that differ"
+    yield ok("rewards", text) if varied else warn("rewards", f"{text}: no gradient would come from them")
+
+
+class _Peak:
+    """The highest memory in use while the context is open, above what was in use before, in bytes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.above = 0
+        self._stop = threading.Event()
+
+    def _used(self) -> int:
+        return torch.cuda.memory_allocated() if self.cuda else psutil.Process().memory_info().rss
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.005):
+            self.above = max(self.above, self._used() - self.before)
+
+    def __enter__(self) -> _Peak:
+        self.before = self._used()
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            self._thread = threading.Thread(target=self._watch, daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.cuda:
+            self.above = torch.cuda.max_memory_allocated() - self.before
+        else:
+            self._stop.set()
+            self._thread.join()
+
+
+def train_row(trainer: GRPOTrainer, prompt_tokens: int, completion_tokens: int) -> int:
+    """Forward and backward of one row of this size; the peak of memory above what was in use, in bytes."""
+    args: Any = trainer.args
+    model: Any = trainer.accelerator.prepare_model(trainer.model)
+    if args.gradient_checkpointing:
+        trainer.model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+    model.train()
+    draw = torch.Generator().manual_seed(0)
+    vocabulary = trainer.model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.randint(vocabulary, (prompt_tokens + completion_tokens,), generator=draw).tolist()
+    rollout = RolloutBatch([{}], [""], [ids[:prompt_tokens]], [Completion(ids[prompt_tokens:])], [""])
+    batch = trainer.assemble(rollout)
+    batch = replace(batch, advantages_BX=torch.ones((1, 1), device=trainer.accelerator.device))
+    (batch,) = trainer.weigh_window([trainer.annotate(model, batch, on_policy=True)])
+    trainer.score_tokens(model.eval(), batch)  # the layout is checked on the first rows, not measured here
+    model.train()
+    batch = trainer.scorer.prepare(batch)
+    with _Peak(trainer.accelerator.device) as peak:
+        loss = trainer.compute_loss(model, batch)
+        trainer.accelerator.backward(loss)
+    return peak.above
+
+
+def memory_findings(
+    trainer: GRPOTrainer, config: GRPOConfig, prompt_tokens: int, peak: int
+) -> Iterator[Finding]:
+    """What training will hold, from the peak of one longest row; without sharding over devices."""
+    weights = _size(trainer.model.parameters())
+    trained = _size(p for p in trainer.model.parameters() if p.requires_grad)
+    reference = 0 if trainer.ref_model is None else _size(trainer.ref_model.parameters())
+    name = str(getattr(config.optim, "value", config.optim))
+    states = next((size for start, size in _STATES.items() if name.startswith(start)), 2.0)
+    fixed = weights + reference + trained + int(states * trained)
+    row = max(peak - trained, 0)
+    rows = config.per_device_train_batch_size
+    length = f"{prompt_tokens} + {config.max_completion_length} tokens"
+    yield ok(
+        "memory",
+        f"weights {_gb(weights)}, reference {_gb(reference)}, gradients {_gb(trained)}, optimizer ({name}) "
+        f"{_gb(int(states * trained))}, activations of the longest row ({length}) {_gb(row)}",
+    )
+    room, what = _room(trainer.accelerator.device, weights + reference)
+    one, all_rows = fixed + row, fixed + rows * row
+    text = (
+        f"about {_gb(one)} with one longest row, at most {_gb(all_rows)} with {rows}; {what} has {_gb(room)}"
+    )
+    if one > room:
+        yield fail("memory", f"{text}: shorten rows, train an adapter (lora) or shard the model")
+    elif all_rows > room:
+        yield warn("memory", f"{text}: micro-batches of long rows would be split, with the same update")
+    else:
+        yield ok("memory", text)
+
+
+def _room(device: torch.device, resident: int) -> tuple[int, str]:
+    """Memory that training may use, and what has it."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1], "the GPU"
+    return psutil.virtual_memory().available + resident, "the machine"
+
+
+def _size(parameters: Iterable[torch.Tensor]) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.2f} GB"
