@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -28,6 +28,26 @@ class AtomicTrainer(Trainer):
         if self.unrestored_rng is not None:
             super()._load_rng_state(checkpoint)
             self.unrestored_rng = None
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        target = self.model if model is None else model
+        if self._is_converted(resume_from_checkpoint, target):
+            checkpoint.load_converted(resume_from_checkpoint, target)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        best = str(self.state.best_model_checkpoint)
+        if self._is_converted(best, self.model):
+            checkpoint.load_converted(best, self.model)
+        else:
+            super()._load_best_model()
+
+    def _is_converted(self, directory: str, model: Any) -> bool:
+        """Whether ``Trainer`` would find no weight by its name there, say so and go on without them."""
+        own_format = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        is_plain = isinstance(model, PreTrainedModel) and not own_format
+        return is_plain and checkpoint.has_other_names(directory, model)
 
     def _get_output_dir(self, trial: Any) -> str:
         run_dir = super()._get_output_dir(trial)

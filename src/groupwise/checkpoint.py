@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -9,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from groupwise.errors import ConfigError
 
@@ -104,6 +107,39 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) 
             "one, or start from the beginning with resume_from_checkpoint=None"
         )
     return str(found[max(found)])
+
+
+def has_other_names(directory: str, model: torch.nn.Module) -> bool:
+    """Whether the weights in ``directory`` have other names than in ``model``.
+
+    ``save_pretrained`` writes some architectures (many vision-language and mixture-of-experts models) as
+    their first release had them, and only ``from_pretrained`` changes the names back.
+    """
+    index, single = Path(directory, SAFE_WEIGHTS_INDEX_NAME), Path(directory, SAFE_WEIGHTS_NAME)
+    if index.is_file():
+        saved = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    elif single.is_file():
+        with safe_open(single, framework="pt") as file:
+            saved = set(file.keys())
+    else:
+        return False
+    return not saved <= model.state_dict().keys()
+
+
+def load_converted(directory: str, model: Any) -> None:
+    """Load weights that have other names in the checkpoint into ``model``.
+
+    Raises:
+        ConfigError: some are missing.
+    """
+    loaded, report = type(model).from_pretrained(directory, dtype="auto", output_loading_info=True)
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ConfigError(
+            f"checkpoint {directory!r} lacks {len(missing)} weights of a {type(model).__name__}, such as "
+            f"{missing[0]!r}; was it made with another model?"
+        )
+    model.load_state_dict(loaded.state_dict())
 
 
 def save_state(directory: str, rank: int, world_size: int, state: dict[str, Any]) -> None:

@@ -138,6 +138,11 @@ class GRPOConfig(TrainingArguments):
     vllm_importance_sampling_clip_max: float | None = _opt(3.0, "Largest correction. None: no upper bound.")
     vllm_importance_sampling_clip_min: float | None = _opt(None, "Smallest correction. None: no lower bound.")
 
+    sampler_parity: str = _opt(
+        "warn", "Compare the log-probs of a separate sampler with the trainer's: off, warn or error."
+    )
+    sampler_parity_steps: int = _opt(20, "Generations between two comparisons, beside the first two.")
+
     # Loss
     beta: float = _opt(0.0, "Weight of the KL to the reference model. 0: no reference model in memory.")
     kl_estimator: str = _opt("k3", "Estimator of the KL per token: k1, k2, k3 or k3_k2grad.")

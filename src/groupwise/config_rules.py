@@ -57,6 +57,7 @@ RANGE_RULES = (
     _within("per_device_train_batch_size", 1, example=0),
     _within("per_device_eval_batch_size", 1, example=0),
     _within("gradient_accumulation_steps", 1, example=0),
+    _within("sampler_parity_steps", 1, example=0),
     _within("router_aux_loss_coef", 0, example=-0.1),
     _within("num_generations", 2, example=1),
     _within("num_generations_eval", 1, example=0),
@@ -129,6 +130,7 @@ CHOICE_RULES = (
     _one_of("reward_on_error", lambda: ("raise", "none"), "ignore"),
     _one_of("logprob_head", lambda: ("auto", "dense", "chunked"), "chunk"),
     _one_of("sequence_layout", lambda: ("auto", "padded", "packed", "shared_prefix"), "padding"),
+    _one_of("sampler_parity", lambda: ("off", "warn", "error"), "warm"),
     _one_of("vllm_mode", lambda: ("colocate", "server"), "colocated"),
     _one_of("vllm_model_impl", lambda: ("vllm", "transformers"), "hf"),
 )

@@ -122,12 +122,10 @@ class GenerationBuffer:
         """Plain tensors and numbers; an exhausted buffer has nothing to keep."""
         if self.exhausted:
             return {"micro_batches": [], "passes": self.passes, "cursor": 0}
-        micro_batches = [
-            {name: tensor.cpu() for name, tensor in batch.tensors().items()} for batch in self.micro_batches
-        ]
+        micro_batches = [batch.state_dict() for batch in self.micro_batches]
         return {"micro_batches": micro_batches, "passes": self.passes, "cursor": self.cursor}
 
     @classmethod
     def from_state(cls, state: dict[str, Any], device: torch.device | str) -> GenerationBuffer:
-        micro_batches = [TrainBatch(**tensors).to(device) for tensors in state["micro_batches"]]
+        micro_batches = [TrainBatch.from_state(batch).to(device) for batch in state["micro_batches"]]
         return cls(micro_batches, state["passes"], state["cursor"])

@@ -46,7 +46,7 @@ class LoadingTrainer(Trainer):
         )
 
     def _set_signature_columns_if_needed(self) -> None:
-        self._signature_columns = ["prompt"]  # type: ignore[assignment]
+        self._signature_columns = ["prompt", "image", "images"]  # type: ignore[assignment]
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         return inputs  # the records are built on the training device

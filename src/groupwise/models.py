@@ -7,13 +7,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoProcessor, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    PreTrainedModel,
+)
 
 from groupwise.errors import ConfigError
 from groupwise.heads import check_head
 from groupwise.heads.weights import output_head
 
 logger = logging.getLogger(__name__)
+
+#: Of the loading options, those that say which configuration is meant.
+_WHICH_CONFIG = ("trust_remote_code", "revision", "token", "subfolder", "cache_dir", "gguf_file")
 
 
 def load_policy(
@@ -38,7 +47,20 @@ def load_policy(
     if quantization_config is not None:
         options["quantization_config"] = quantization_config
     options.setdefault("trust_remote_code", config.trust_remote_code)
-    return AutoModelForCausalLM.from_pretrained(model, **options)
+    named = {name: options[name] for name in _WHICH_CONFIG if name in options}
+    config_of_model = AutoConfig.from_pretrained(model, **named)
+    return auto_class(config_of_model).from_pretrained(model, **options)
+
+
+def auto_class(config: Any) -> Any:
+    """The auto class of a checkpoint: with the vision part of the models that have one.
+
+    A checkpoint of the language part alone names an architecture of its own.
+    """
+    kind = AutoModelForImageTextToText._model_mapping.get(type(config), None)
+    if kind is None or (config.architectures and kind.__name__ not in config.architectures):
+        return AutoModelForCausalLM
+    return AutoModelForImageTextToText
 
 
 def load_processing_class(processing_class: Any, model: PreTrainedModel, config: Any) -> Any:

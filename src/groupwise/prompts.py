@@ -13,6 +13,19 @@ def is_chat(prompt: Prompt) -> bool:
     return not isinstance(prompt, str)
 
 
+def continues(prompt: Prompt) -> bool:
+    """Whether a chat prompt ends in an assistant message that is to be continued."""
+    return prompt[-1]["role"] == "assistant"
+
+
+def same_prompt(one: Prompt, other: Prompt) -> bool:
+    """Whether two prompts are equal; arrays as images, which cannot tell, are different."""
+    try:
+        return bool(one == other)
+    except ValueError:
+        return False
+
+
 def tokenize_prompt(
     tokenizer: Any,
     prompt: Prompt,
@@ -25,7 +38,7 @@ def tokenize_prompt(
     stops. Prompts longer than ``max_length`` lose tokens on the left.
     """
     if is_chat(prompt):
-        unfinished = prompt[-1]["role"] == "assistant"
+        unfinished = continues(prompt)
         ids = tokenizer.apply_chat_template(
             prompt,
             add_generation_prompt=not unfinished,
@@ -43,9 +56,16 @@ def as_completion(prompt: Prompt, text: str) -> Prompt:
     """A completion in the form of its prompt: text, or the assistant message that answers the chat."""
     if not is_chat(prompt):
         return text
-    last = prompt[-1]
-    started = last["content"] if last["role"] == "assistant" else ""
+    started = message_text(prompt[-1]) if continues(prompt) else ""
     return [{"role": "assistant", "content": started + text}]
+
+
+def message_text(message: dict[str, Any]) -> str:
+    """The text of a message whose content is a string or a list of blocks."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(block.get("text") or "" for block in content if block.get("type") == "text")
 
 
 def conversation(prompt: Prompt, completion: Prompt) -> Prompt:

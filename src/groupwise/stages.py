@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from groupwise.core.advantages import GroupRewards
+from groupwise.core.images import ImageInputs
 from groupwise.core.metrics import Mean, Metrics
 
 
@@ -29,12 +30,14 @@ class Completion:
         itself or did not report them; NaN for a token it could not score.
     loss_mask: 1 for tokens the policy chose, 0 for tokens of tools and environments; None means all chosen.
     truncated: the length limit ended it, not an end token.
+    versions: the optimizer step whose weights sampled each token; None when the sampler is the policy itself.
     """
 
     token_ids: list[int]
     logps: list[float] | None = None
     loss_mask: list[int] | None = None
     truncated: bool = False
+    versions: list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -42,9 +45,11 @@ class Sampling:
     """What a single call of a backend asks for beside the settings of the run.
 
     max_tokens: the most tokens of each completion, by row; None is the configured limit for all.
+    images: what stands in the prompts beside tokens, by row; None for prompts of text.
     """
 
     max_tokens: Sequence[int] | None = None
+    images: Sequence[ImageInputs] | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,7 @@ class RolloutBatch:
     completions: what the sampler returned.
     texts: the completions as reward functions see them: strings, or message lists for chat prompts.
     extra: further per-completion columns that reach the reward functions.
+    images: what a processor made of the images of each sequence; None without a processor.
     """
 
     rows: list[dict[str, Any]]
@@ -67,6 +73,7 @@ class RolloutBatch:
     texts: list[Any]
     extra: dict[str, list[Any]] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=dict)
+    images: Sequence[ImageInputs] | None = None
 
     def __len__(self) -> int:
         return len(self.completions)
@@ -103,6 +110,7 @@ class TrainBatch:
     entropy_weights_BC: weights of the entropy bonus, coefficient included; None is no bonus.
     share_B1: the share of each row in the window, for terms that are one number per micro-batch.
     stream: the same sequences without padding (``groupwise.layout.stream``), if the layout prepared it.
+    images: what the model takes beside tokens, one entry per row; None without a processor.
     """
 
     prompt_ids_BP: torch.Tensor
@@ -119,6 +127,7 @@ class TrainBatch:
     entropy_weights_BC: torch.Tensor | None = None
     share_B1: torch.Tensor | None = None
     stream: Any = None
+    images: tuple[ImageInputs, ...] | None = None
 
     def __len__(self) -> int:
         return self.completion_ids_BC.shape[0]
@@ -127,6 +136,21 @@ class TrainBatch:
         """The tensors that are set, by field name."""
         named = ((f.name, getattr(self, f.name)) for f in fields(self))
         return {name: value for name, value in named if isinstance(value, torch.Tensor)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors on the host, and plain containers of such; what rows share stays shared."""
+        state: dict[str, Any] = {name: tensor.cpu() for name, tensor in self.tensors().items()}
+        if self.images is not None:
+            distinct = {id(row): row.state_dict() for row in self.images}
+            state["images"] = [distinct[id(row)] for row in self.images]
+        return state
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> TrainBatch:
+        if "images" not in state:
+            return cls(**state)
+        distinct = {id(row): ImageInputs(**row) for row in state["images"]}
+        return cls(**{**state, "images": tuple(distinct[id(row)] for row in state["images"])})
 
     def computed_tokens(self) -> int:
         """Tokens of the model's input, padding included."""
@@ -144,7 +168,9 @@ class TrainBatch:
     def select(self, rows: Sequence[int]) -> TrainBatch:
         """The given rows, without all-padding columns."""
         index = torch.tensor(list(rows), device=self.completion_ids_BC.device)
-        part = {name: tensor[index] for name, tensor in self.tensors().items()}
+        part: dict[str, Any] = {name: tensor[index] for name, tensor in self.tensors().items()}
+        if self.images is not None:
+            part["images"] = tuple(self.images[row] for row in rows)
         return replace(self, **part, stream=None).trimmed()
 
     @staticmethod
@@ -153,12 +179,14 @@ class TrainBatch:
         widths = {
             name: max(batch.tensors()[name].shape[1] for batch in batches) for name in batches[0].tensors()
         }
-        joined = {}
+        joined: dict[str, Any] = {}
         for name, width in widths.items():
             parts = [batch.tensors()[name] for batch in batches]
             gaps = [width - part.shape[1] for part in parts]
             sides = [(gap, 0) if name.endswith("_BP") else (0, gap) for gap in gaps]
             joined[name] = torch.cat([F.pad(p, side) for p, side in zip(parts, sides, strict=True)])
+        if batches[0].images is not None:
+            joined["images"] = tuple(row for batch in batches for row in batch.images or ())
         return replace(batches[0], **joined, stream=None)
 
     def trimmed(self) -> TrainBatch:

@@ -52,13 +52,14 @@ class GRPOTrainer(
     """Group relative policy optimisation on top of ``transformers.Trainer``.
 
     Args:
-        model: hub id, directory, ``PreTrainedModel`` or ``PeftModel`` (causal LM).
+        model: hub id, directory, ``PreTrainedModel`` or ``PeftModel`` (causal LM, or vision-language model).
         reward_funcs: one or a list of callables, async callables, sequence-classification models or ids of
             such.
         args: the configuration; by default it writes to "<model name>-GRPO".
         train_dataset, eval_dataset: rows with a ``prompt`` (text or chat messages); other columns reach the
-            rewards. The evaluation set may be a dictionary of datasets.
-        processing_class: tokenizer; by default the model's.
+            rewards, ``image`` or ``images`` also the model. The evaluation set may be a dictionary of
+            datasets.
+        processing_class: tokenizer or processor; by default the model's.
         reward_processing_classes: None, one, or one per reward; by default each reward model's own tokenizer.
         callbacks, optimizers: as in ``Trainer``.
         quantization_config, peft_config: as in transformers and PEFT.
@@ -95,6 +96,7 @@ class GRPOTrainer(
         rewards = setup.check_rewards(reward_funcs, reward_processing_classes, args)
         policy = setup.prepare_policy(model, args, quantization_config, peft_config)
         processing_class = load_processing_class(processing_class, policy, args)
+        setup.check_vision(policy, processing_class, args, train_dataset, eval_dataset)
         self.reference = make_reference(policy, args, fresh_adapter=peft_config is not None)
         super().__init__(
             model=policy,
@@ -131,6 +133,7 @@ class GRPOTrainer(
             lambda: self.accelerator.unwrap_model(self.model_wrapped), args, self.processing_class
         )
         self.scorer = setup.make_scorer(self.model, args, self.accelerator)
+        self.parity_gate = setup.make_parity_gate(self.scorer, args, self.accelerator, self.processing_class)
         self.router_aux_loss_coef = setup.router_aux_loss_coef(self.model, args)
         self.aux_loss_enabled = self.router_aux_loss_coef != 0.0
         self.window_cut = setup.window_cut(type(self), args, aux_loss=self.aux_loss_enabled)
@@ -192,7 +195,10 @@ class GRPOTrainer(
             scored = self.score(rollout, num_generations, num_rows)
         counted = len(scored.rewards.rewards_NF[scored.local])  # later rows only fill up an evaluation batch
         with book.ledger.clock("score"):
-            parts = without_filler(self.assemble(rollout), counted).split(micro_batch_rows)
+            whole = without_filler(self.assemble(rollout), counted)
+            if mode == "train":
+                book.record(self.parity_gate.check(self.model, whole))
+            parts = whole.split(micro_batch_rows)
             batches = [self.annotate(self.model, part, on_policy=on_policy) for part in parts]
         if self.args.kl_in_reward:
             scored = self.charge_kl(scored, batches)

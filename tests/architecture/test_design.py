@@ -28,6 +28,7 @@ LAYERS = {
     "errors": set(),
     "stages": {"core"},
     "prompts": set(),
+    "vision": {"core", "errors", "prompts"},
     "protocols": {"stages"},
     "heads": {"errors", "linear"},
     "attention": set(),
@@ -54,9 +55,10 @@ LAYERS = {
     "window": {"core", "layout", "stages"},
     "loading": {"config", "data", "setup"},
     "recording": {"config", "logbook", "reporting"},
+    "parity": {"core", "errors", "layout", "stages"},
     "setup": {
         *("backends", "config", "core", "data", "errors", "heap", "layout", "linear", "models"),
-        *("protocols", "rewards", "window"),
+        *("parity", "protocols", "rewards", "vision", "window"),
     },
     "masking": set(),
     "cli": {
@@ -76,7 +78,7 @@ LAYERS = {
             "reference",
             "rewards",
         ),
-        *("stages", "window"),
+        *("stages", "vision", "window"),
     },
 }
 

@@ -99,6 +99,8 @@ CONTRACT = {
     "dynamic_sampling": (bool, False),
     "dynamic_sampling_max_rounds": (int, 10),
     "rollout_staleness": (int, 0),
+    "sampler_parity": (str, "warn"),
+    "sampler_parity_steps": (int, 20),
     "reward_timeout": (float, None),
     "reward_on_error": (str, "raise"),
     "eval_pass_at_k": (list, None),

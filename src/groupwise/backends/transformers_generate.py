@@ -18,7 +18,9 @@ from groupwise.backends.decoding import (
     group_prompts,
     runs_in_step,
 )
+from groupwise.core.images import join_images
 from groupwise.core.padding import length_mask, pad_sequences
+from groupwise.errors import BackendError
 from groupwise.stages import Completion, Sampling
 
 _AS_CONFIGURED = Sampling()
@@ -65,7 +67,7 @@ class TransformersBackend:
         """
         model: Any = self.model()
         config = self._config_for(sampling)
-        shared = can_decode_groups(model, config)
+        shared = sampling.images is None and can_decode_groups(model, config)
         distinct, copies = group_prompts(prompts) if shared else (prompts, [])
         pad_token = config.pad_token_id
         input_ids = pad_sequences(
@@ -74,6 +76,9 @@ class TransformersBackend:
         attention_mask = length_mask(
             [len(prompt) for prompt in distinct], input_ids.shape[1], left=True, device=model.device
         )
+        _check_every_rank_sees(sampling, model)
+        starts = [input_ids.shape[1] - len(prompt) for prompt in distinct]
+        images = join_images(sampling.images or (), starts, input_ids.shape[1], model.device)
         loop = {"custom_generate": partial(decode_groups, copies=copies)} if shared else {}
         was_training = model.training
         model.eval()  # dropout off, and gradient checkpointing does not switch the cache off
@@ -83,6 +88,7 @@ class TransformersBackend:
                     input_ids=input_ids,
                     attention_mask=attention_mask,
                     generation_config=config,
+                    **images,
                     **loop,
                 )
         finally:
@@ -112,10 +118,24 @@ class TransformersBackend:
         """Nothing to release."""
 
 
-def generation_config(config: Any, model: PreTrainedModel, tokenizer: Any) -> GenerationConfig:
+def _check_every_rank_sees(sampling: Sampling, model: Any) -> None:
+    """Where ranks share the parameters, all of them must run the vision part or none."""
+    if sampling.images is not None and runs_in_step(model) and not all(row.arrays for row in sampling.images):
+        raise BackendError(
+            "a prompt has no image, and the model's parameters are spread over ranks: those with images would "
+            "wait for this one forever; keep rows with images only, or do not shard (ZeRO-2, DDP)"
+        )
+
+
+def generation_config(
+    config: Any, model: PreTrainedModel, tokenizer: Any, never: Sequence[int] = ()
+) -> GenerationConfig:
     """The sampler's settings from a ``GRPOConfig``, with every end token the model and the tokenizer know.
 
     ``generation_kwargs`` of the configuration override the single fields.
+
+    Args:
+        never: tokens that are not sampled, whatever else the configuration suppresses.
     """
     own = model.generation_config.eos_token_id if model.generation_config is not None else None
     end_tokens = {own} if isinstance(own, int) else set(own or [])
@@ -136,4 +156,6 @@ def generation_config(config: Any, model: PreTrainedModel, tokenizer: Any) -> Ge
         "use_cache": True,
     }
     settings.update(config.generation_kwargs or {})
+    if never:
+        settings["suppress_tokens"] = sorted({*never, *(settings.get("suppress_tokens") or ())})
     return GenerationConfig(**settings)

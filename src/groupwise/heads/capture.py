@@ -124,6 +124,7 @@ def score_at_head(
         raise RuntimeError("score_at_head is already active on this model; leave that block first")
     captured = CapturedScores(head, module)
 
+    @torch.compiler.disable  # called as it is by a compiled model: what it writes down has to stay visible
     def forward(hidden_BKH: torch.Tensor) -> torch.Tensor:
         given, wanted = tuple(hidden_BKH.shape[:-1]), tuple(targets_BK.shape)
         assert given == wanted, f"the head received positions {given} for targets {wanted}"

@@ -80,3 +80,15 @@ def base_model(model: Any) -> Any:
 def accepted_arguments(model: Any) -> set[str]:
     """Parameter names of the causal LM's own forward."""
     return set(inspect.signature(type(base_model(model)).forward).parameters)
+
+
+def has_own_positions(model: Any) -> bool:
+    """Whether the model itself finds the positions of image tokens, in more than one dimension."""
+    base = base_model(model)
+    return hasattr(getattr(base, "model", base), "get_rope_index")
+
+
+def takes_text_alone(model: Any) -> bool:
+    """Whether the model has no other part than that which reads tokens."""
+    config = base_model(model).config
+    return config.get_text_config(decoder=True) is config

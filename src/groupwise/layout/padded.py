@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from groupwise.layout.forward import HeadSettings, accepted_arguments, score_forward
+from groupwise.core.images import join_images
+from groupwise.layout.forward import (
+    HeadSettings,
+    accepted_arguments,
+    has_own_positions,
+    score_forward,
+)
 from groupwise.stages import TokenScores, TrainBatch
 
 
@@ -25,7 +31,12 @@ def score_padded(
     width = batch.completion_ids_BC.shape[1]
     accepted = accepted_arguments(model)
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
-    if "position_ids" in accepted:
+    if batch.images is not None:
+        starts = batch.prompt_ids_BP.shape[1] - batch.prompt_mask_BP.sum(-1)
+        joined = join_images(batch.images, starts.tolist(), input_ids.shape[1], input_ids.device)
+        inputs.update({name: value for name, value in joined.items() if name in accepted})
+    has_images = batch.images is not None and any(row.arrays for row in batch.images)
+    if "position_ids" in accepted and not (has_images and has_own_positions(model)):
         inputs["position_ids"] = (attention_mask.cumsum(-1) - 1).clamp(min=0)
     # The token at position j is predicted at j - 1: the last position predicts nothing and gets a dummy
     # target.

@@ -64,6 +64,7 @@ class StreamAttention:
     order_T: torch.Tensor
     _masks: dict[tuple[int, int | None], Any] = field(default_factory=dict, repr=False)
 
+    @torch.compiler.disable  # blocks differ in number and shape from one micro-batch to the next
     def __call__(
         self,
         query_1HTD: torch.Tensor,

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 
 from groupwise.attention import open_attention
-from groupwise.layout.forward import HeadSettings, accepted_arguments, base_model, score_forward
+from groupwise.layout.forward import (
+    HeadSettings,
+    accepted_arguments,
+    base_model,
+    score_forward,
+    takes_text_alone,
+)
 from groupwise.layout.stream import Stream, build_stream, shape_of
 from groupwise.stages import TokenScores, TrainBatch
 
@@ -25,6 +31,8 @@ def unsupported(model: Any) -> str | None:
     config = base.config.get_text_config(decoder=True)
     other_layers = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
     missing = {"position_ids", "logits_to_keep"} - accepted_arguments(model)
+    if not takes_text_alone(model):
+        return "it reads more than text"
     if getattr(config, "is_encoder_decoder", False) or getattr(base, "_is_stateful", False):
         return "it is not made of attention layers alone"
     if other_layers:

@@ -62,10 +62,10 @@ class BatchingMixin:
         """The rows of all ranks; ranks may differ in whether their sampler reported log-probs."""
         if self.accelerator.num_processes == 1:
             return batch
-        gathered = gather_object([{name: tensor.cpu() for name, tensor in batch.tensors().items()}])
-        names = {name for tensors in gathered for name in tensors}
-        for tensors in gathered:
-            for name in names - tensors.keys():
-                tensors[name] = torch.full(tensors["completion_ids_BC"].shape, torch.nan)
-        joined = TrainBatch.concatenate([TrainBatch(**tensors) for tensors in gathered])
+        gathered = gather_object([batch.state_dict()])
+        names = {name for state in gathered for name in state}
+        for state in gathered:
+            for name in names - state.keys():
+                state[name] = torch.full(state["completion_ids_BC"].shape, torch.nan)
+        joined = TrainBatch.concatenate([TrainBatch.from_state(state) for state in gathered])
         return joined.to(self.accelerator.device)

@@ -58,6 +58,7 @@ class PolicyMixin:
             ),
             loss_mask_BC=pad_sequences(loss_mask, 0, **pad),
             sampler_logps_BC=sampler_logps_BC,
+            images=None if rollout.images is None else tuple(rollout.images),
         )
 
     def _loss_mask(self, completion: Any) -> list[int]:

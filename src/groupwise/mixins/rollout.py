@@ -6,9 +6,11 @@ from typing import Any
 
 from groupwise.backends.rollout_function import call_rollout_function
 from groupwise.config import GRPOConfig
-from groupwise.prompts import as_completion, tokenize_prompt
+from groupwise.core.images import ImageInputs
+from groupwise.prompts import as_completion, same_prompt, tokenize_prompt
 from groupwise.protocols import GenerationBackend, RolloutFunction
 from groupwise.stages import RolloutBatch, Sampling
+from groupwise.vision import check_rollout, image_prompt, is_processor, read_prompt, refuse_images, row_images
 
 
 class RolloutMixin:
@@ -27,15 +29,19 @@ class RolloutMixin:
         Args:
             rows: dataset rows with a ``prompt``; rows of one group are next to each other.
         """
-        prompts = [row["prompt"] for row in rows]
+        prompts = [image_prompt(row) for row in rows]
         extra: dict[str, list[Any]] = {}
+        images = None
         if self.rollout_func is None:
-            prompt_ids = self._tokenize(prompts)
-            completions = self.backend.generate(prompt_ids, Sampling())
+            prompt_ids, images = self._tokenize(rows, prompts)
+            completions = self.backend.generate(prompt_ids, Sampling(images=images))
         else:
             prompt_ids, completions, extra = call_rollout_function(
                 self.rollout_func, prompts, self, self.backend.end_tokens
             )
+            if is_processor(self.processing_class):
+                own_ids, images = self._tokenize(rows, prompts)
+                check_rollout(prompt_ids, own_ids, images)
         texts = self.processing_class.batch_decode(
             [completion.token_ids for completion in completions], skip_special_tokens=True
         )
@@ -46,21 +52,26 @@ class RolloutMixin:
             completions=completions,
             texts=[as_completion(prompt, text) for prompt, text in zip(prompts, texts, strict=True)],
             extra=extra,
+            images=images,
         )
 
-    def _tokenize(self, prompts: list[Any]) -> list[list[int]]:
-        """Tokens of every prompt; a prompt equal to the one before it is not tokenised again."""
-        prompt_ids: list[list[int]] = []
+    def _tokenize(
+        self, rows: list[dict[str, Any]], prompts: list[Any]
+    ) -> tuple[list[list[int]], list[ImageInputs] | None]:
+        """Tokens of every prompt, and with a processor its images; what equals its neighbour is read once."""
+        pairs: list[tuple[list[int], Any]] = []
         for index, prompt in enumerate(prompts):
-            if index and prompt == prompts[index - 1]:
-                prompt_ids.append(prompt_ids[-1])
+            repeated = index > 0 and same_prompt(prompt, prompts[index - 1])
+            if repeated and same_prompt(row_images(rows[index]), row_images(rows[index - 1])):
+                pairs.append(pairs[-1])
             else:
-                prompt_ids.append(
-                    tokenize_prompt(
-                        self.processing_class,
-                        prompt,
-                        self.args.chat_template_kwargs,  # type: ignore[arg-type]
-                        self.args.max_prompt_length,
-                    )
-                )
-        return prompt_ids
+                pairs.append(self._read(rows[index], prompt))
+        ids = [ids for ids, _ in pairs]
+        return ids, [images for _, images in pairs] if is_processor(self.processing_class) else None
+
+    def _read(self, row: dict[str, Any], prompt: Any) -> tuple[list[int], Any]:
+        options: Any = self.args.chat_template_kwargs, self.args.max_prompt_length
+        if is_processor(self.processing_class):
+            return read_prompt(self.processing_class, prompt, row_images(row), *options)
+        refuse_images(row, prompt, self.processing_class)
+        return tokenize_prompt(self.processing_class, prompt, *options), None

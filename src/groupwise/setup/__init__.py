@@ -8,17 +8,20 @@ from groupwise.errors import ConfigError
 from groupwise.setup.data import check_data, evaluation_rows
 from groupwise.setup.policy import model_name, prepare_policy, router_aux_loss_coef, speed_up
 from groupwise.setup.rewards import LoadedRewards, RewardSetup, check_rewards, load_rewards
-from groupwise.setup.step import make_backend, make_scorer, window_cut
+from groupwise.setup.step import make_backend, make_parity_gate, make_scorer, window_cut
+from groupwise.setup.vision import check_vision
 
 __all__ = [
     "LoadedRewards",
     "RewardSetup",
     "check_data",
     "check_rewards",
+    "check_vision",
     "evaluation_rows",
     "load_rewards",
     "loss_is_scaled",
     "make_backend",
+    "make_parity_gate",
     "make_scorer",
     "model_name",
     "prepare_policy",

@@ -19,15 +19,8 @@ def check_data(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> Non
     """
     if train_dataset is None and eval_dataset is None:
         raise ConfigError("train_dataset is missing (and there is no eval_dataset either); pass a dataset")
-    named = {"train_dataset": train_dataset}
-    named.update(
-        {f"eval_dataset[{key!r}]": value for key, value in eval_dataset.items()}
-        if isinstance(eval_dataset, dict) and not hasattr(eval_dataset, "column_names")
-        else {"eval_dataset": eval_dataset}
-    )
-    for name, dataset in named.items():
-        if dataset is not None:
-            _check_dataset(name, dataset)
+    for name, dataset in named_datasets(train_dataset, eval_dataset).items():
+        _check_dataset(name, dataset)
     needed = config.generation_batch_size // config.num_generations
     if train_dataset is not None and len(train_dataset) < needed:
         raise ConfigError(
@@ -35,6 +28,17 @@ def check_data(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> Non
             f"(generation_batch_size={config.generation_batch_size} / "
             f"num_generations={config.num_generations}); use more prompts or a smaller batch"
         )
+
+
+def named_datasets(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
+    """Every dataset that there is, by what to call it in a message."""
+    named = {"train_dataset": train_dataset}
+    named.update(
+        {f"eval_dataset[{key!r}]": value for key, value in eval_dataset.items()}
+        if isinstance(eval_dataset, dict) and not hasattr(eval_dataset, "column_names")
+        else {"eval_dataset": eval_dataset}
+    )
+    return {name: dataset for name, dataset in named.items() if dataset is not None}
 
 
 def _check_dataset(name: str, dataset: Any) -> None:

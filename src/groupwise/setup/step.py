@@ -15,8 +15,10 @@ from groupwise.backends.transformers_generate import TransformersBackend, genera
 from groupwise.config import GRPOConfig
 from groupwise.core.objectives import OBJECTIVES
 from groupwise.layout import HeadSettings, TokenScorer, choose_layout
+from groupwise.parity import ParityGate, ParitySettings
 from groupwise.protocols import GenerationBackend
 from groupwise.setup.policy import router_aux_loss_coef
+from groupwise.setup.vision import sampled_never
 from groupwise.window import Cut
 
 logger = logging.getLogger(__name__)
@@ -31,18 +33,24 @@ def make_backend(
         policy: returns the unwrapped policy; training may wrap it anew.
     """
     _warn_about_truncated_sampling(config)
-    sampler = generation_config(config, policy(), processing_class)
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    never = sampled_never(policy(), processing_class)
+    sampler = generation_config(config, policy(), tokenizer, never)
     return TransformersBackend(policy, sampler, config.pad_to_multiple_of)
 
 
-def _warn_about_truncated_sampling(config: GRPOConfig) -> None:
+def _truncating(config: GRPOConfig) -> str:
+    """The settings by which the sampler truncates its distribution, with their values."""
     truncating = {"top_p": config.top_p < 1, "top_k": bool(config.top_k), "min_p": bool(config.min_p)}
-    used = [f"{name}={getattr(config, name)}" for name, truncates in truncating.items() if truncates]
-    if used:
+    return ", ".join(f"{name}={getattr(config, name)}" for name, used in truncating.items() if used)
+
+
+def _warn_about_truncated_sampling(config: GRPOConfig) -> None:
+    if used := _truncating(config):
         logger.warning(
             "%s: completions are sampled from a truncated distribution while log-probs are those of the full "
             "one, which biases the importance ratio; top_p=1.0 with top_k=0 and min_p=None has no such bias",
-            ", ".join(used),
+            used,
         )
 
 
@@ -65,8 +73,29 @@ def make_scorer(policy: PreTrainedModel, config: GRPOConfig, accelerator: Accele
         return accelerator.reduce(disagreeing, "sum").item() == 0
 
     sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
-    return TokenScorer(layout, head, agree, sharded=sharded, mixed_precision=mixed)
+    return TokenScorer(layout, head, agree, sharded=sharded, mixed_precision=_mixed_precision(accelerator))
+
+
+def _mixed_precision(accelerator: Accelerator) -> torch.dtype | None:
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+
+
+def make_parity_gate(
+    scorer: TokenScorer, config: GRPOConfig, accelerator: Accelerator, processing_class: Any
+) -> ParityGate:
+    """What compares the sampler's log-probs with the trainer's."""
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    settings = ParitySettings(
+        action=config.sampler_parity,
+        every=config.sampler_parity_steps,
+        prepended=tokenizer.bos_token_id,
+        truncating=_truncating(config),
+    )
+
+    def over_ranks(total: torch.Tensor) -> torch.Tensor:
+        return accelerator.reduce(total, "sum")
+
+    return ParityGate(settings, scorer.head, over_ranks, _mixed_precision(accelerator))
 
 
 _LOSS_VERBS = ("compute_loss", "evaluate_objective")

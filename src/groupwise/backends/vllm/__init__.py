@@ -1,0 +1,1 @@
+"""Generation with vLLM. Nothing here imports vLLM before it is used."""

@@ -1,0 +1,65 @@
+"""What a processor makes of images, kept by sequence and joined just before a forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True)
+class ImageInputs:
+    """A vision-language model's inputs for one sequence, beside its tokens; on the host.
+
+    arrays: pixel values, grids, sizes and the like by name; empty for a sequence of nothing but text. The
+        first axis runs over whatever the processor puts there (images, tiles or patches).
+    token_types: by name, one number for each token from the start of the sequence; later ones are 0 (text).
+    """
+
+    arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    token_types: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain dictionaries of tensors and numbers."""
+        types = {name: list(numbers) for name, numbers in self.token_types.items()}
+        return {"arrays": dict(self.arrays), "token_types": types}
+
+
+def join_images(
+    rows: Sequence[ImageInputs], starts: Sequence[int], width: int, device: torch.device | str
+) -> dict[str, torch.Tensor]:
+    """The model's inputs for a batch, beside its tokens.
+
+    Arrays follow each other in the order of the rows, their other axes padded with zeros to a common size:
+    models find out from grids, sizes or masks what is padding.
+
+    Args:
+        starts: the column of each row's first token.
+        width: columns of the batch.
+
+    Returns:
+        arrays by name, and token types, (B, width); no arrays if no row has an image.
+    """
+    joined = {
+        name: _concatenate([row.arrays[name] for row in rows if name in row.arrays]).to(device)
+        for name in dict.fromkeys(name for row in rows for name in row.arrays)
+    }
+    for name in dict.fromkeys(name for row in rows for name in row.token_types):
+        types = torch.zeros(len(rows), width, dtype=torch.long)
+        for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
+            numbers = torch.tensor(row.token_types.get(name, ()), dtype=torch.long)[: width - start]
+            types[index, start : start + len(numbers)] = numbers
+        joined[name] = types.to(device)
+    return joined
+
+
+def _concatenate(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    sizes = torch.tensor([part.shape[1:] for part in parts]).amax(0).tolist() if parts[0].ndim > 1 else []
+    padded = []
+    for part in parts:
+        gaps = [size - own for size, own in zip(sizes, part.shape[1:], strict=True)]
+        padded.append(F.pad(part, [n for gap in reversed(gaps) for n in (0, gap)]) if any(gaps) else part)
+    return torch.cat(padded)

@@ -1,0 +1,188 @@
+"""Training on images: the trainer's numbers are those of plain forwards, for models of four families."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import tiny_vlm as tiny
+import torch
+from datasets import Dataset
+
+from groupwise.stages import TrainBatch
+
+EVERY_FAMILY = pytest.mark.parametrize("family", tiny.FAMILIES)
+
+
+def buffered(trainer) -> TrainBatch:
+    """A generation batch as the trainer would train on it."""
+    rows = [row for row in trainer.train_dataset for _ in range(trainer.num_generations)]
+    return TrainBatch.concatenate(trainer.generate_micro_batches(rows))
+
+
+def messages(row: dict) -> list[dict]:
+    """The chat of a dataset row, written out for the processor."""
+    blocks = [{"type": "image", "image": picture} for picture in row["images"]]
+    return [{"role": "user", "content": [*blocks, {"type": "text", "text": row["prompt"][0]["content"]}]}]
+
+
+def plain_logps(model, processor, row: dict, completion: list[int]) -> torch.Tensor:
+    """Log-probs of one completion from one forward of one sequence, without padding."""
+    inputs = dict(
+        processor.apply_chat_template(
+            messages(row), add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+        )
+    )
+    added = torch.tensor([completion])
+    inputs["input_ids"] = torch.cat([inputs["input_ids"], added], dim=1)
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    for name in ("token_type_ids", "mm_token_type_ids"):
+        if name in inputs:
+            inputs[name] = torch.cat([inputs[name], torch.zeros_like(added)], dim=1)
+    logits = model(**inputs, use_cache=False).logits[0, -len(completion) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, added[0][:, None])[:, 0]
+
+
+def compare_rows(trainer, batch: TrainBatch) -> None:
+    """Scores of a padded batch against one row at a time."""
+    scores = trainer.scorer(trainer.model, batch, with_entropy=False)
+    rows = [row for row in trainer.train_dataset for _ in range(trainer.num_generations)]
+    for index, row in enumerate(rows):
+        length = int(batch.completion_mask_BC[index].sum())
+        completion = batch.completion_ids_BC[index, :length].tolist()
+        expected = plain_logps(trainer.model, trainer.processing_class, row, completion)
+        # Rounding of float32 in a network with weights of this size; an image that is not seen, or stands in
+        # another row, moves log-probs by more than 0.01.
+        torch.testing.assert_close(scores.logps_BC[index, :length], expected, atol=2e-5, rtol=0)
+
+
+@EVERY_FAMILY
+@pytest.mark.parametrize("head", ["dense", "chunked"])
+def test_log_probs_are_those_of_one_row_at_a_time(family, head, tmp_path):
+    trainer = tiny.trainer(tmp_path, family, logprob_head=head)
+    trainer.model.eval()
+    with torch.no_grad():
+        compare_rows(trainer, buffered(trainer))
+
+
+@EVERY_FAMILY
+def test_an_image_changes_the_log_probs(family, tmp_path):
+    """What the comparison of rows rests on: it would see an image that is missing or exchanged."""
+    model, processor = tiny.build(family)
+    row = {**tiny.rows()[0], "images": [tiny.image("red")]}
+    other = {**row, "images": [tiny.image("green")]}
+    model.eval()
+    with torch.no_grad():
+        one, two = (plain_logps(model, processor, given, [20, 21]) for given in (row, other))
+    assert (one - two).abs().max() > 0.01
+
+
+@EVERY_FAMILY
+def test_generation_sees_the_images_as_training_does(family, tmp_path):
+    """The most likely token after each prefix is what greedy decoding takes, where no image token is."""
+    trainer = tiny.trainer(tmp_path, family, generation_kwargs={"do_sample": False})
+    trainer.model.eval()
+    batch = buffered(trainer)
+    rows = [row for row in trainer.train_dataset for _ in range(trainer.num_generations)]
+    with torch.no_grad():
+        for index, row in enumerate(rows):
+            length = int(batch.completion_mask_BC[index].sum())
+            taken = batch.completion_ids_BC[index, :length].tolist()
+            ours = plain_logps(trainer.model, trainer.processing_class, row, taken)
+            for place in range(length):
+                allowed = [i for i in range(len(tiny.VOCABULARY)) if i != tiny.IMAGE_TOKEN]
+                best = max(
+                    plain_logps(trainer.model, trainer.processing_class, row, [*taken[:place], token])[-1]
+                    for token in allowed[:: 7 if place else 1]
+                )
+                assert ours[place] >= best - 1e-4
+
+
+@EVERY_FAMILY
+def test_two_steps_reach_the_vision_part(family, tmp_path):
+    trainer = tiny.trainer(tmp_path, family)
+    before = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
+    trainer.train()
+    vision = [name for name in before if "vision" in name or "visual" in name]
+    moved = [name for name in vision if not torch.equal(before[name], trainer.model.get_parameter(name))]
+    assert trainer.state.global_step == 2
+    assert len(moved) > len(vision) / 2  # some towers have a last layer or a pooling that nothing uses
+
+
+@EVERY_FAMILY
+def test_every_cut_of_the_batch_gives_the_same_gradient(family, tmp_path):
+    """Rows with and without images, alone and together, in any order."""
+    trainer = tiny.trainer(tmp_path, family)
+    trainer.model.train()
+    batch = buffered(trainer)
+    count = len(batch)
+    cuts = {
+        "whole": [range(count)],
+        "rows": [[row] for row in range(count)],
+        "mixed": [[5, 0, 3], [4, 1, 7], [6, 2]],
+    }
+    gradients = {}
+    for name, parts in cuts.items():
+        trainer.model.zero_grad()
+        for part in parts:
+            few = batch.select(part)
+            scores = trainer.scorer(trainer.model, few, with_entropy=False)
+            (scores.logps_BC * few.completion_mask_BC).sum().backward()
+        grads = [weight.grad for weight in trainer.model.parameters() if weight.grad is not None]
+        gradients[name] = torch.cat([grad.flatten() for grad in grads])
+    for one, two in itertools.pairwise(gradients.values()):
+        assert (one - two).norm() <= 1e-4 * one.norm()
+
+
+@pytest.mark.parametrize("settings", [{"num_iterations": 2}, {"steps_per_generation": 4, "beta": 0.1}])
+def test_a_buffered_generation_is_trained_on_with_its_images(settings, tmp_path):
+    dataset = Dataset.from_list(tiny.rows(8), features=tiny.FEATURES)
+    trainer = tiny.trainer(tmp_path, "qwen2_5_vl", max_steps=4, train_dataset=dataset, **settings)
+    trainer.train()
+    assert trainer.state.global_step == 4
+    assert trainer.scorer.layout == "padded"
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llava_next"])
+def test_resuming_in_the_middle_of_a_buffer_is_exact(family, tmp_path):
+    """Two iterations over two steps' worth of rows; the checkpoint holds rows that are not used up."""
+    dataset = Dataset.from_list(tiny.rows(8), features=tiny.FEATURES)
+    settings = {
+        "train_dataset": dataset,
+        "num_iterations": 2,
+        "steps_per_generation": 4,
+        "max_steps": 5,
+        "save_strategy": "steps",
+        "save_steps": 1,
+    }
+    whole = tiny.trainer(tmp_path / "whole", family, **settings)
+    whole.train()
+    for step in (1, 3):
+        again = tiny.trainer(tmp_path / f"again{step}", family, **settings)
+        again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+        for (name, one), two in zip(
+            whole.model.named_parameters(), again.model.parameters(), strict=True
+        ):
+            assert torch.equal(one, two), (step, name)
+
+
+def test_rows_that_share_a_prompt_share_its_images(tmp_path):
+    """In memory, and in a checkpoint."""
+    trainer = tiny.trainer(tmp_path)
+    batch = buffered(trainer)
+    assert batch.images[0] is batch.images[1]
+    torch.save(batch.state_dict(), tmp_path / "batch.pt")
+    loaded = TrainBatch.from_state(torch.load(tmp_path / "batch.pt", weights_only=True))
+    assert loaded.images[0] is loaded.images[1]
+    assert torch.equal(loaded.images[0].arrays["pixel_values"], batch.images[0].arrays["pixel_values"])
+    assert loaded.images[2].token_types == batch.images[2].token_types
+
+
+def test_the_image_token_is_never_sampled(tmp_path):
+    trainer = tiny.trainer(tmp_path, max_completion_length=40, generation_kwargs={"suppress_tokens": [20]})
+    with torch.no_grad():  # all logits are equal now
+        trainer.model.get_output_embeddings().weight.zero_()
+    sampled = buffered(trainer).completion_ids_BC.unique().tolist()
+    assert len(sampled) > 20
+    assert tiny.IMAGE_TOKEN not in sampled
+    assert 20 not in sampled

@@ -1,0 +1,247 @@
+"""Tiny random vision-language models of several families, with their real processors, and images."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from datasets import Dataset, Features, List, Value
+from datasets import Image as ImageFeature
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from groupwise import GRPOConfig, GRPOTrainer
+
+WORDS = [f"w{i}" for i in range(24)]
+SPECIAL = [
+    *("<pad>", "<eos>", "<user>", "<assistant>", "<image>", "<boi>", "<eoi>", "<video>", "<end_of_utterance>"),
+    *("<fake_token_around_image>", "<global-img>", *(f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2))),
+]
+VOCABULARY = [*SPECIAL, *WORDS]
+COLORS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 50, 230), "white": (250, 250, 250)}
+IMAGE_TOKEN = SPECIAL.index("<image>")
+
+
+def template(image: str) -> str:
+    """A chat template that puts ``image`` where an image block stands."""
+    return (
+        "{% for m in messages %}<{{ m['role'] }}> {% for b in m['content'] %}"
+        "{% if b['type'] == 'image' %}" + image + " {% else %}{{ b['text'] }} {% endif %}{% endfor %}"
+        "{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
+    )
+
+
+def tokenizer(**special: str) -> PreTrainedTokenizerFast:
+    """39 words; ids 0 and 1 are padding and end, id 4 is the image token."""
+    inner = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="<pad>")
+    )
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.decoder = decoders.Sequence([decoders.Replace("w", " w")])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        padding_side="left",
+        additional_special_tokens=SPECIAL[2:],
+        extra_special_tokens=special or {},
+        chat_template=template("<image>"),
+    )
+
+
+FEATURES = Features(
+    {
+        "prompt": List({"role": Value("string"), "content": Value("string")}),
+        "images": List(ImageFeature()),
+        "row": Value("int64"),
+    }
+)
+TEXT = {
+    "vocab_size": len(VOCABULARY),
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+class QwenImageProcessor(transformers.Qwen2_5_VLProcessor):
+    """Without the video processor, which cannot be built where torchvision is missing."""
+
+    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+        if argument_name != "video_processor":
+            return super().check_argument_for_proper_class(argument_name, argument)
+
+
+def idefics3() -> tuple[Any, Any]:
+    config = transformers.Idefics3Config(
+        text_config={"model_type": "llama", **TEXT},
+        vision_config=VISION,
+        image_token_id=IMAGE_TOKEN,
+        scale_factor=2,
+        pad_token_id=0,
+    )
+    images = transformers.Idefics3ImageProcessorPil(
+        size={"longest_edge": 56}, max_image_size={"longest_edge": 28}
+    )
+    processor = transformers.Idefics3Processor(
+        images, tokenizer(), image_seq_len=1, chat_template=template("<image>")
+    )
+    return transformers.Idefics3ForConditionalGeneration(config), processor
+
+
+def gemma3() -> tuple[Any, Any]:
+    config = transformers.Gemma3Config(
+        text_config={**TEXT, "head_dim": 8, "sliding_window": 8},
+        vision_config=VISION,
+        mm_tokens_per_image=4,
+        boi_token_index=SPECIAL.index("<boi>"),
+        eoi_token_index=SPECIAL.index("<eoi>"),
+        image_token_index=IMAGE_TOKEN,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    words = tokenizer(image_token="<image>", boi_token="<boi>", eoi_token="<eoi>")
+    images = transformers.Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
+    processor = transformers.Gemma3Processor(
+        images, words, image_seq_length=4, chat_template=template("<boi>")
+    )
+    return transformers.Gemma3ForConditionalGeneration(config), processor
+
+
+def llava_next() -> tuple[Any, Any]:
+    pinpoints = [[28, 56], [56, 28], [56, 56]]
+    config = transformers.LlavaNextConfig(
+        text_config={"model_type": "llama", **TEXT},
+        vision_config={"model_type": "clip_vision_model", "projection_dim": 16, **VISION},
+        image_token_index=IMAGE_TOKEN,
+        image_grid_pinpoints=pinpoints,
+        image_seq_length=4,
+        pad_token_id=0,
+    )
+    images = transformers.LlavaNextImageProcessorPil(
+        size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}, image_grid_pinpoints=pinpoints
+    )
+    processor = transformers.LlavaNextProcessor(
+        images,
+        tokenizer(image_token="<image>"),
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=template("<image>"),
+    )
+    return transformers.LlavaNextForConditionalGeneration(config), processor
+
+
+def qwen2_5_vl() -> tuple[Any, Any]:
+    config = transformers.Qwen2_5_VLConfig(
+        text_config={**TEXT, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}},
+        vision_config={
+            "depth": 2,
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "out_hidden_size": 16,
+            "patch_size": 14,
+            "window_size": 56,
+            "fullatt_block_indexes": [1],
+        },
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=SPECIAL.index("<video>"),
+        vision_start_token_id=SPECIAL.index("<boi>"),
+        vision_end_token_id=SPECIAL.index("<eoi>"),
+    )
+    images = transformers.Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=56 * 56)
+    processor = QwenImageProcessor(
+        images,
+        tokenizer(image_token="<image>", video_token="<video>"),
+        chat_template=template("<boi> <image> <eoi>"),
+    )
+    return transformers.Qwen2_5_VLForConditionalGeneration(config), processor
+
+
+FAMILIES = {"idefics3": idefics3, "gemma3": gemma3, "llava_next": llava_next, "qwen2_5_vl": qwen2_5_vl}
+
+
+def build(family: str, seed: int = 0) -> tuple[Any, Any]:
+    """A model with random weights, and its processor."""
+    torch.manual_seed(seed)
+    model, processor = FAMILIES[family]()
+    model.generation_config.eos_token_id = 1
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim > 1:  # as they are initialised, an image hardly changes a log-prob
+                weight.normal_(std=0.1)
+    return model, processor
+
+
+def image(color: str, size: tuple[int, int] = (40, 30)) -> Image.Image:
+    return Image.new("RGB", size, COLORS[color])
+
+
+def rows(count: int = 4) -> list[dict[str, Any]]:
+    """Prompts with one image, with two of other shapes, and with none, in turn."""
+    kinds = [
+        [image("red")],
+        [image("blue", (30, 60)), image("green", (28, 28))],
+        [],
+        [image("white", (56, 28))],
+    ]
+    return [
+        {
+            "prompt": [{"role": "user", "content": " ".join(WORDS[i : i + 1 + i % 3])}],
+            "images": kinds[i % len(kinds)],
+            "row": i,
+        }
+        for i in range(count)
+    ]
+
+
+def even_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """How many tokens of a completion have an even id: varies within groups."""
+    return [float(sum(token % 2 == 0 for token in ids)) for ids in completion_ids]
+
+
+def trainer(directory: Any, family: str = "gemma3", rewards: Any = even_reward, **given: Any) -> GRPOTrainer:
+    """A trainer of a tiny model; ``given`` holds configuration fields and trainer arguments."""
+    model, processor = build(family)
+    model, processor = given.pop("model", model), given.pop("processing_class", processor)
+    arguments = {name: given.pop(name) for name in ("rollout_func", "callbacks") if name in given}
+    dataset = given.pop("train_dataset", None)
+    settings = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "num_generations": 2,
+        "max_completion_length": 5,
+        "max_steps": 2,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "save_strategy": "no",
+        "report_to": "none",
+        "bf16": False,
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    return GRPOTrainer(
+        model,
+        rewards,
+        GRPOConfig(str(directory), **{**settings, **given}),
+        dataset or Dataset.from_list(rows(), features=FEATURES),
+        processing_class=processor,
+        **arguments,
+    )
