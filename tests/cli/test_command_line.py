@@ -20,7 +20,9 @@ def test_help_and_mistyped_commands_load_nothing_heavy():
         "import sys; from groupwise.cli import main; codes = [main([]), main(['--help']), main(['trian'])]; "
         "print(codes, [m for m in ('torch', 'transformers', 'yaml') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.splitlines()[-1] == "[0, 0, 2] []"
     assert "nearest: train" in done.stderr
     assert all(name in done.stdout for name in COMMANDS)
@@ -71,7 +73,11 @@ def test_a_run_trains_an_adapter(run_file):
         ({"rewards": "get_cosine_scaled_reward"}, [], "{get_cosine_scaled_reward: {argument: value}}"),
         ({"rewards": "my_rewards:evn"}, [], "module 'my_rewards' has no 'evn'; nearest: 'even'"),
         ({"rewards": "my_reward:even"}, [], "there is no module 'my_reward'"),
-        ({"rewards": [{"my_rewards:with_threshold": {"limit": 3}}]}, [], "unexpected keyword argument 'limit'"),
+        (
+            {"rewards": [{"my_rewards:with_threshold": {"limit": 3}}]},
+            [],
+            "unexpected keyword argument 'limit'",
+        ),
         ({"rewards": "my_rewards:not_a_number"}, [], "reward function 'not_a_number' returned nan"),
         ({"lora": "r=4"}, [], "lora='r=4' is no mapping"),
         ({"lora": {"rank": 4}}, [], "unexpected keyword argument 'rank'"),
@@ -110,9 +116,24 @@ def test_numbers_that_yaml_reads_as_text_become_numbers(run_file, tmp_path):
 
 
 def test_flags_alone_describe_a_run(run_file, tiny):
-    flags = ["--model", str(tiny), "--dataset=rows.jsonl", "--rewards", "my_rewards:even", "think_format_reward"]
+    flags = [
+        "--model",
+        str(tiny),
+        "--dataset=rows.jsonl",
+        "--rewards",
+        "my_rewards:even",
+        "think_format_reward",
+    ]
     flags += ["--output_dir", "out", "--use_cpu", "--bf16", "false", "--no_shuffle_dataset"]
-    flags += ["--model_init_kwargs", '{"dtype": "float32"}', "--lora", '{"r": 4}', "--reward_weights", "1", "0.5"]
+    flags += [
+        "--model_init_kwargs",
+        '{"dtype": "float32"}',
+        "--lora",
+        '{"r": 4}',
+        "--reward_weights",
+        "1",
+        "0.5",
+    ]
     run, config = read_run(flags, "train")
     assert (run.model, run.rewards) == (str(tiny), ["my_rewards:even", "think_format_reward"])
     assert run.lora == {"r": 4} and config.model_init_kwargs == {"dtype": "float32"}
@@ -139,7 +160,12 @@ def test_rows_of_files_and_directories(tmp_path, kind):
 
     rows = Dataset.from_dict({"prompt": ["a", "b"], "row": [1, 2]})
     path = tmp_path / f"rows.{kind}"
-    writers = {"json": rows.to_json, "csv": rows.to_csv, "parquet": rows.to_parquet, "saved": rows.save_to_disk}
+    writers = {
+        "json": rows.to_json,
+        "csv": rows.to_csv,
+        "parquet": rows.to_parquet,
+        "saved": rows.save_to_disk,
+    }
     writers[kind](str(path))
     loaded = load_rows(str(path), "train")
     assert loaded["prompt"] == ["a", "b"] and loaded["row"] == [1, 2]

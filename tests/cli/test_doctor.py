@@ -40,7 +40,11 @@ def test_a_sound_run_passes(run_file, capfd):
     ("changes", "flags", "told"),
     [
         ({"num_generations": 3}, [], "nearest valid: generation_batch_size 12, or num_generations 2 or 4"),
-        ({"num_generations": 8}, ["--num_processes", "3"], "generation_batch_size 24, or num_generations 6 or 12"),
+        (
+            {"num_generations": 8},
+            ["--num_processes", "3"],
+            "generation_batch_size 24, or num_generations 6 or 12",
+        ),
         ({"dataset": "none.jsonl"}, [], "there is no such file"),
         ({"rewards": "my_rewards:evn"}, [], "nearest: 'even'"),
         ({"model": "no/such-model-here"}, [], "no/such-model-here"),
@@ -101,7 +105,9 @@ def test_lengths_against_limits():
     (found,) = length_findings(lengths, config(), None, "20 prompts")
     assert found.text == "tokens of 20 prompts: min 1, median 5, 95% 90, max 90"
     cut = list(length_findings(lengths, config(max_prompt_length=4), 300, "them"))
-    assert texts(cut, "warn") == ["max_prompt_length=4 cuts 10 of 20 from the left; nearest that cuts none: 90"]
+    assert texts(cut, "warn") == [
+        "max_prompt_length=4 cuts 10 of 20 from the left; nearest that cuts none: 90"
+    ]
     assert texts(cut, "ok")[1] == "longest prompt and completion: 260 of 300 positions"
     long = texts(length_findings(lengths, config(), 300, "them"), "fail")
     assert len(long) == 1 and "nearest valid: max_completion_length=210" in long[0]
@@ -109,7 +115,10 @@ def test_lengths_against_limits():
 
 
 CHAT = [{"role": "user", "content": "w1"}]
-CLOSED = "{% for m in messages %}<user> {{ m['content'] }} %s {% endfor %}{% if add_generation_prompt %}<user> {% endif %}"
+CLOSED = (
+    "{% for m in messages %}<user> {{ m['content'] }} %s {% endfor %}"
+    "{% if add_generation_prompt %}<user> {% endif %}"
+)
 
 
 def test_tokenizers():

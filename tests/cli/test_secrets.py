@@ -48,7 +48,9 @@ def test_a_run_leaves_no_secret_anywhere(run_file, monkeypatch, capfd, caplog):
     shown = capfd.readouterr()
     texts = {str(item): item.read_bytes() for item in files}
     texts |= {"out": shown.out.encode(), "err": shown.err.encode(), "log": caplog.text.encode()}
-    assert [(name, secret) for name, text in texts.items() for secret in SECRETS if secret.encode() in text] == []
+    assert [
+        (name, secret) for name, text in texts.items() for secret in SECRETS if secret.encode() in text
+    ] == []
 
 
 def test_an_error_does_not_show_a_token(run_file, monkeypatch, capfd):
@@ -62,7 +64,9 @@ def test_an_error_does_not_show_a_token(run_file, monkeypatch, capfd):
 
 
 def test_copies_and_pickles_of_a_configuration_have_no_token():
-    config = GRPOConfig("out", hub_token="a", model_init_kwargs={"token": "b", "revision": "c"}, use_cpu=True, bf16=False)
+    config = GRPOConfig(
+        "out", hub_token="a", model_init_kwargs={"token": "b", "revision": "c"}, use_cpu=True, bf16=False
+    )
     for other in (pickle.loads(pickle.dumps(config)), copy.copy(config), copy.deepcopy(config)):
         assert other.hub_token is None and other.model_init_kwargs == {"token": None, "revision": "c"}
         assert other.beta == config.beta
