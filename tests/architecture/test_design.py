@@ -62,7 +62,8 @@ LAYERS = {
     },
     "masking": set(),
     "cli": {
-        *("groupwise", "backends", "config", "errors", "masking", "prompts", "rewards", "stages", "trainer"),
+        *("__version__", "backends", "config", "errors", "masking", "prompts", "rewards", "stages"),
+        "trainer",
     },
     "mixins": {
         *(

@@ -28,8 +28,8 @@ def test_a_sound_run_passes(run_file, capfd):
     assert "4 completions at a time = 4 per device x 1 process(es) x 1 micro-batch(es)" in shown
     assert "8 prompts, 8 optimizer steps per epoch, 1 in all" in shown
     assert "longest prompt and completion: 8 of 128 positions" in shown
-    assert re.search(r"ok +reward even +mean [\d.]+, from", shown)
-    assert re.search(r"warn +reward undecided +None for all 8 completions", shown)
+    assert re.search(r"ok +reward +even: mean [\d.]+, from", shown)
+    assert re.search(r"warn +reward +undecided: None for all 8 completions", shown)
     assert "sequence_layout shared_prefix, logprob_head chunked, reference none (beta=0)" in shown
     assert "activations of the longest row (2 + 6 tokens)" in shown
     assert shown.splitlines()[-1].startswith("0 problem(s)")
@@ -63,7 +63,7 @@ def test_what_would_fail_is_found(run_file, capfd, changes, flags, told):
 def test_constant_rewards_are_a_warning(run_file, capfd):
     assert main(["doctor", "--config", run_file(rewards="my_rewards:constant")]) == 0
     shown = " ".join(capfd.readouterr().out.split())
-    assert "constant: mean 1, from 1 to 1" in shown
+    assert "constant: constant, mean 1, from 1 to 1" in shown
     assert "0 of 2 sampled groups have rewards that differ" in shown
 
 
@@ -143,14 +143,14 @@ def test_templates():
     assert "no chat template" in texts(tokenizer_findings(tokenizer, 32, [1], CHAT, None), "fail")[0]
 
 
-def test_the_table_wraps_and_names_a_subject_once():
-    rows = [report.ok("one", "a b"), report.warn("one", "word " * 12), report.fail("three", "x\ny")]
-    shown = report.table(rows, width=43)
+def test_the_table_wraps():
+    rows = [report.ok("one", "a b"), report.warn("two", "word " * 12), report.fail("three", "x\ny")]
+    shown = report.table(rows, width=51)
     assert shown == (
-        "ok    one    a b\n"
-        "warn         word word word word word word\n"
-        "             word word word word word word\n"
-        "fail  three  x\n"
-        "             y"
+        "ok    one            a b\n"
+        "warn  two            word word word word word word\n"
+        "                     word word word word word word\n"
+        "fail  three          x\n"
+        "                     y"
     )
     assert report.summary(rows) == "1 problem(s), 1 warning(s), 1 fine"

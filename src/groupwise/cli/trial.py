@@ -86,7 +86,6 @@ def reward_findings(
     """Each reward function by itself on the same completions: failures, None, constants, slowness."""
     columns: list[list[float]] = []
     for function, name in zip(trainer.reward_callables, trainer.reward_func_names, strict=True):
-        subject = f"reward {name}"
         start = time.perf_counter()
         try:
             called = call_rewards(
@@ -99,33 +98,34 @@ def reward_findings(
                 log_metric=lambda metric, value: None,
             )
         except RewardError as error:
-            yield fail(subject, str(error))
+            yield fail("reward", str(error))
             continue
         seconds = time.perf_counter() - start
         values = [sum(r for _, r in v) if isinstance(v, list) else v for v in called.rewards_FB[0]]
         columns.append(values)
-        yield from _value_findings(subject, values, seconds)
+        yield from _value_findings(name, values, seconds)
         if seconds > max(sampling_seconds, 0.5):
             yield warn(
-                subject,
-                f"slow: {seconds:.1f} s, sampling the completions took {sampling_seconds:.1f} s; consider an "
+                "reward",
+                f"{name}: slow, {seconds:.1f} s, sampling the completions took {sampling_seconds:.1f} s; consider an "
                 "async function and reward_timeout",
             )
     if columns:
         yield from _group_findings(columns, trainer.num_generations)
 
 
-def _value_findings(subject: str, values: list[float], seconds: float) -> Iterator[Finding]:
+def _value_findings(name: str, values: list[float], seconds: float) -> Iterator[Finding]:
     scored = [value for value in values if not math.isnan(value)]
-    absent = f", None for {len(values) - len(scored)}" if len(scored) < len(values) else ""
     if not scored:
-        yield warn(subject, f"None for all {len(values)} completions ({seconds:.2f} s)")
+        yield warn("reward", f"{name}: None for all {len(values)} completions ({seconds:.2f} s)")
         return
-    spread = f"mean {sum(scored) / len(scored):.3g}, from {min(scored):.3g} to {max(scored):.3g}{absent}"
+    text = f"mean {sum(scored) / len(scored):.3g}, from {min(scored):.3g} to {max(scored):.3g}"
+    if len(scored) < len(values):
+        text += f", None for {len(values) - len(scored)} of {len(values)}"
     if min(scored) == max(scored):
-        yield warn(subject, f"constant: {spread} ({seconds:.2f} s); without differences nothing is learnt")
+        yield warn("reward", f"{name}: constant, {text} ({seconds:.2f} s); nothing is learnt from it")
     else:
-        yield ok(subject, f"{spread} ({seconds:.2f} s)")
+        yield ok("reward", f"{name}: {text} ({seconds:.2f} s)")
 
 
 def _group_findings(columns: list[list[float]], group: int) -> Iterator[Finding]:
