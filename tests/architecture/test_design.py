@@ -62,7 +62,18 @@ LAYERS = {
     },
     "masking": set(),
     "cli": {
-        *("__version__", "backends", "config", "errors", "masking", "prompts", "rewards", "stages"),
+        *(
+            "__version__",
+            "backends",
+            "config",
+            "core",
+            "errors",
+            "heap",
+            "masking",
+            "prompts",
+            "rewards",
+            "stages",
+        ),
         "trainer",
     },
     "mixins": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import threading
 import time
@@ -15,7 +16,9 @@ import torch
 
 from groupwise.cli.report import Finding, fail, ok, warn
 from groupwise.config import GRPOConfig
+from groupwise.core.advantages import combined_rewards
 from groupwise.errors import RewardError
+from groupwise.heap import give_back
 from groupwise.rewards.calling import call_rewards
 from groupwise.stages import Completion, RolloutBatch
 from groupwise.trainer import GRPOTrainer
@@ -107,11 +110,12 @@ def reward_findings(
         if seconds > max(sampling_seconds, 0.5):
             yield warn(
                 "reward",
-                f"{name}: slow, {seconds:.1f} s, sampling the completions took {sampling_seconds:.1f} s; consider an "
+                f"{name}: slow, {seconds:.1f} s where sampling took {sampling_seconds:.1f} s; consider an "
                 "async function and reward_timeout",
             )
-    if columns:
-        yield from _group_findings(columns, trainer.num_generations)
+    if len(columns) == len(trainer.reward_callables):
+        total_N = combined_rewards(torch.tensor(columns).T, trainer.reward_weights)
+        yield from _group_findings(total_N.view(-1, trainer.num_generations).tolist())
 
 
 def _value_findings(name: str, values: list[float], seconds: float) -> Iterator[Finding]:
@@ -128,13 +132,12 @@ def _value_findings(name: str, values: list[float], seconds: float) -> Iterator[
         yield ok("reward", f"{name}: {text} ({seconds:.2f} s)")
 
 
-def _group_findings(columns: list[list[float]], group: int) -> Iterator[Finding]:
-    """How many groups have completions of different total reward."""
-    totals = [sum(v for v in row if not math.isnan(v)) for row in zip(*columns, strict=True)]
-    groups = [totals[start : start + group] for start in range(0, len(totals), group)]
-    varied = sum(min(values) < max(values) for values in groups)
+def _group_findings(groups: list[list[float]]) -> Iterator[Finding]:
+    """How many groups have completions of different total reward; NaN is a completion without any."""
+    scored = [[value for value in group if not math.isnan(value)] for group in groups]
+    varied = sum(min(group) < max(group) for group in scored if group)
     text = f"{varied} of {len(groups)} sampled groups have rewards that differ"
-    yield ok("rewards", text) if varied else warn("rewards", f"{text}: no gradient would come from them")
+    yield ok("reward", text) if varied else warn("reward", f"{text}: no gradient would come from them")
 
 
 class _Peak:
@@ -153,6 +156,9 @@ class _Peak:
             self.above = max(self.above, self._used() - self.before)
 
     def __enter__(self) -> _Peak:
+        gc.collect()
+        if not self.cuda:
+            give_back()  # what is free but still held would hide what is taken
         self.before = self._used()
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -235,4 +241,4 @@ def _size(parameters: Iterable[torch.Tensor]) -> int:
 
 
 def _gb(size: int) -> str:
-    return f"{size / 1e9:.2f} GB"
+    return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
