@@ -29,6 +29,7 @@ from groupwise.mixins import (
 )
 from groupwise.mixins.loss import objective_settings
 from groupwise.models import load_processing_class
+from groupwise.pipeline import Pipeline, staleness
 from groupwise.protocols import RewardFunction, RolloutFunction
 from groupwise.recording import RecordingTrainer
 from groupwise.reference import MixReference, make_reference
@@ -93,10 +94,12 @@ class GRPOTrainer(
         args = args or GRPOConfig(f"{setup.model_name(model)}-GRPO")
         setup.refuse_unavailable(tools=tools, environment_factory=environment_factory)
         setup.check_data(train_dataset, eval_dataset, args)
+        setup.check_backend(args)
         rewards = setup.check_rewards(reward_funcs, reward_processing_classes, args)
         policy = setup.prepare_policy(model, args, quantization_config, peft_config)
         processing_class = load_processing_class(processing_class, policy, args)
         setup.check_vision(policy, processing_class, args, train_dataset, eval_dataset)
+        setup.check_prompt_lengths(train_dataset, eval_dataset, args, processing_class)
         self.reference = make_reference(policy, args, fresh_adapter=peft_config is not None)
         super().__init__(
             model=policy,
@@ -132,6 +135,7 @@ class GRPOTrainer(
         self.backend = setup.make_backend(
             lambda: self.accelerator.unwrap_model(self.model_wrapped), args, self.processing_class
         )
+        self.pipeline = Pipeline(args)
         self.scorer = setup.make_scorer(self.model, args, self.accelerator)
         self.parity_gate = setup.make_parity_gate(self.scorer, args, self.accelerator, self.processing_class)
         self.router_aux_loss_coef = setup.router_aux_loss_coef(self.model, args)
@@ -158,6 +162,7 @@ class GRPOTrainer(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[TrainBatch | None], None]:
         """One accumulation window: micro-batches from the buffer, which is refilled when it is used up."""
+        epoch_iterator = self.pipeline.over(epoch_iterator)
         window: list[TrainBatch] = []
         # The range comes first: zip must not take rows that it then drops.
         for _, rows in zip(range(num_batches), epoch_iterator, strict=False):
@@ -189,8 +194,14 @@ class GRPOTrainer(
         num_rows: int | None = None,
     ) -> list[TrainBatch]:
         book = self.books[mode]
+        with book.ledger.clock("sync"):
+            self.sync_sampler(self.accelerator.unwrap_model(self.model_wrapped))
         with book.ledger.clock("generate"):
+            if mode == "train":
+                for step, later in self.pipeline.upcoming(self.state.global_step, self.state.max_steps):
+                    self.roll_out_ahead(later, step)
             rollout = self.roll_out(rows)
+            self.backend.release()
         with book.ledger.clock("reward"):
             scored = self.score(rollout, num_generations, num_rows)
         counted = len(scored.rewards.rewards_NF[scored.local])  # later rows only fill up an evaluation batch
@@ -204,7 +215,8 @@ class GRPOTrainer(
             scored = self.charge_kl(scored, batches)
         advantages = local_rows(self.estimate_advantages(scored), scored.local).to(self.accelerator.device)
         lengths = length_metrics(rollout.prompt_ids[:counted], rollout.completions[:counted])
-        book.record({**lengths, **rollout.metrics, **scored.metrics})
+        behind = staleness(rollout.completions[:counted], self.state.global_step)
+        book.record({**lengths, **behind, **rollout.metrics, **scored.metrics})
         if self.args.log_completions:
             book.rows += completion_rows(scored, advantages, self.reward_func_names, self.state.global_step)
         return with_advantages(batches, advantages)
@@ -304,6 +316,7 @@ class GRPOTrainer(
             return
         state = checkpoint.load_state(directory, self.args.process_index, self.args.world_size)
         self.generation_buffer = GenerationBuffer.from_state(state["buffer"], self.accelerator.device)
+        self.backend.load_state_dict(state["backend"])
         for mode, book in self.books.items():
             book.load_state_dict(state["books"][mode])
         self.entropy_control = EntropyControl(*state["entropy_control"])
@@ -312,12 +325,18 @@ class GRPOTrainer(
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self.backend.version = None  # other weights at, maybe, the same step
         self.reference.complete_load(self.model if model is None else model, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self.backend.version = None
 
     def save_own_state(self, directory: str) -> None:
         control = self.entropy_control
         state = {
             "buffer": self.generation_buffer.state_dict(),
+            "backend": self.backend.state_dict(),
             "books": {mode: book.state_dict() for mode, book in self.books.items()},
             "entropy_control": (control.coef, control.entropy),
         }

@@ -244,9 +244,7 @@ def _check_cut(cut: list[int], processor: Any, max_length: int | None, length: i
 def _loaded(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The blocks with every image opened."""
     return [
-        {"type": "image", "image": load_image(_payload(block))}
-        if _has_payload(block)
-        else block
+        {"type": "image", "image": load_image(_payload(block))} if _has_payload(block) else block
         for block in blocks
     ]
 

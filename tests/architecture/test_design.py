@@ -49,7 +49,8 @@ LAYERS = {
     "splitting": {"errors"},
     "models": {"errors", "heads"},
     "reference": {"config", "errors"},
-    "backends": {"attention", "core", "errors", "stages"},
+    "backends": {"attention", "config_conflicts", "core", "errors", "stages"},
+    "pipeline": {"core", "stages"},
     "rewards": {"errors", "prompts", "stages"},
     "reporting": {"config"},
     "window": {"core", "layout", "stages"},
@@ -58,7 +59,7 @@ LAYERS = {
     "parity": {"core", "errors", "layout", "stages"},
     "setup": {
         *("backends", "config", "core", "data", "errors", "heap", "layout", "linear", "models"),
-        *("parity", "protocols", "rewards", "vision", "window"),
+        *("parity", "prompts", "protocols", "rewards", "vision", "window"),
     },
     "masking": set(),
     "cli": {

@@ -160,9 +160,7 @@ def test_resuming_in_the_middle_of_a_buffer_is_exact(family, tmp_path):
     for step in (1, 3):
         again = tiny.trainer(tmp_path / f"again{step}", family, **settings)
         again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
-        for (name, one), two in zip(
-            whole.model.named_parameters(), again.model.parameters(), strict=True
-        ):
+        for (name, one), two in zip(whole.model.named_parameters(), again.model.parameters(), strict=True):
             assert torch.equal(one, two), (step, name)
 
 

@@ -16,7 +16,17 @@ from groupwise import GRPOConfig, GRPOTrainer
 
 WORDS = [f"w{i}" for i in range(24)]
 SPECIAL = [
-    *("<pad>", "<eos>", "<user>", "<assistant>", "<image>", "<boi>", "<eoi>", "<video>", "<end_of_utterance>"),
+    *(
+        "<pad>",
+        "<eos>",
+        "<user>",
+        "<assistant>",
+        "<image>",
+        "<boi>",
+        "<eoi>",
+        "<video>",
+        "<end_of_utterance>",
+    ),
     *("<fake_token_around_image>", "<global-img>", *(f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2))),
 ]
 VOCABULARY = [*SPECIAL, *WORDS]
@@ -35,9 +45,7 @@ def template(image: str) -> str:
 
 def tokenizer(**special: str) -> PreTrainedTokenizerFast:
     """39 words; ids 0 and 1 are padding and end, id 4 is the image token."""
-    inner = Tokenizer(
-        models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="<pad>")
-    )
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="<pad>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     inner.decoder = decoders.Sequence([decoders.Replace("w", " w")])
     return PreTrainedTokenizerFast(
@@ -150,7 +158,10 @@ def llava_next() -> tuple[Any, Any]:
 
 def qwen2_5_vl() -> tuple[Any, Any]:
     config = transformers.Qwen2_5_VLConfig(
-        text_config={**TEXT, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}},
+        text_config={
+            **TEXT,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4},
+        },
         vision_config={
             "depth": 2,
             "hidden_size": 16,

@@ -6,15 +6,18 @@ from typing import Any
 
 from groupwise.errors import ConfigError
 from groupwise.setup.data import check_data, evaluation_rows
+from groupwise.setup.lengths import check_prompt_lengths
 from groupwise.setup.policy import model_name, prepare_policy, router_aux_loss_coef, speed_up
 from groupwise.setup.rewards import LoadedRewards, RewardSetup, check_rewards, load_rewards
-from groupwise.setup.step import make_backend, make_parity_gate, make_scorer, window_cut
+from groupwise.setup.step import check_backend, make_backend, make_parity_gate, make_scorer, window_cut
 from groupwise.setup.vision import check_vision
 
 __all__ = [
     "LoadedRewards",
     "RewardSetup",
+    "check_backend",
     "check_data",
+    "check_prompt_lengths",
     "check_rewards",
     "check_vision",
     "evaluation_rows",
