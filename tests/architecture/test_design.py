@@ -64,7 +64,19 @@ LAYERS = {
     },
     "masking": set(),
     "cli": {
-        *("groupwise", "backends", "config", "errors", "masking", "prompts", "rewards", "stages", "trainer"),
+        *(
+            "__version__",
+            "backends",
+            "config",
+            "core",
+            "errors",
+            "heap",
+            "masking",
+            "prompts",
+            "rewards",
+            "stages",
+        ),
+        "trainer",
     },
     "mixins": {
         *(
