@@ -331,6 +331,36 @@ COMBINATION_RULES = (
         rollout_staleness=1,
     ),
     _rule(
+        "staleness_within_a_step",
+        lambda c: (
+            c.rollout_staleness > 0
+            and c.gradient_accumulation_steps > 0
+            and (c.steps_per_generation or 1) * c.num_iterations % c.gradient_accumulation_steps != 0
+        ),
+        "rollout_staleness={c.rollout_staleness} with steps_per_generation={c.steps_per_generation} x "
+        "num_iterations={c.num_iterations} generates within an optimizer step of gradient_accumulation_steps="
+        "{c.gradient_accumulation_steps} micro-batches",
+        "multiples of gradient_accumulation_steps",
+        "steps_per_generation={c.gradient_accumulation_steps}",
+        use_vllm=True,
+        vllm_mode="server",
+        rollout_staleness=1,
+        gradient_accumulation_steps=2,
+        steps_per_generation=1,
+    ),
+    _rule(
+        "staleness_without_correction",
+        lambda c: c.rollout_staleness > 0 and not c.vllm_importance_sampling_correction,
+        "rollout_staleness={c.rollout_staleness} samples from older weights, and "
+        "vllm_importance_sampling_correction=False leaves that uncorrected",
+        "vllm_importance_sampling_correction=True, or rollout_staleness=0",
+        "vllm_importance_sampling_correction=True",
+        use_vllm=True,
+        vllm_mode="server",
+        rollout_staleness=1,
+        vllm_importance_sampling_correction=False,
+    ),
+    _rule(
         "tensor_parallel_over_processes",
         lambda c: (
             c.use_vllm

@@ -36,6 +36,12 @@ class GenerationBackend(Protocol):
     def release(self) -> None:
         """A rollout is over: give back what is not needed before the next ``sync_weights``."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on alike, as plain values."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it over."""
+
     def close(self) -> None:
         """Release what the backend holds."""
 

@@ -118,16 +118,25 @@ class TransformersBackend:
     def release(self) -> None:
         """Nothing to give back: the memory is the policy's."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing to keep: seeds come from torch's generator."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to take over."""
+
     def close(self) -> None:
         """Nothing to release."""
 
 
 def _check_every_rank_sees(sampling: Sampling, model: Any) -> None:
     """Where ranks share the parameters, all of them must run the vision part or none."""
-    if sampling.images is not None and runs_in_step(model) and not all(row.arrays for row in sampling.images):
+    if not runs_in_step(model):
+        return
+    if sampling.images is not None and not all(row.arrays for row in sampling.images):
         raise BackendError(
-            "a prompt has no image, and the model's parameters are spread over ranks: those with images would "
-            "wait for this one forever; keep rows with images only, or do not shard (ZeRO-2, DDP)"
+            "a prompt has no image, and the model's parameters are spread over ranks: those with images "
+            "would wait for this one forever; keep rows with images only, or do not shard (ZeRO-2, DDP)"
         )
 
 

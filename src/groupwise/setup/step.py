@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _BACKENDS = {
     "transformers": "transformers_generate",
     "colocate": "vllm.colocate",
-    "server": "vllm.client",
+    "server": "vllm.server",
 }
 
 

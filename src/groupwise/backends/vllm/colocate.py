@@ -123,6 +123,13 @@ class ColocatedBackend:
             self.engine.wake_up(tags=[part])
             self.asleep.discard(part)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing to keep: seeds come from torch's generator."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to take over."""
+
     def close(self) -> None:
         """Shut the engine down and free its memory."""
         self.carrier.close()
@@ -162,7 +169,7 @@ def make_backend(
         config: a ``GRPOConfig`` that ``check_settings`` has seen.
     """
     model: Any = policy()
-    _check_policy(model, processing_class)
+    check_policy(model, processing_class)
     from vllm import LLM
 
     register()
@@ -189,7 +196,8 @@ def make_backend(
     )
 
 
-def _check_policy(model: Any, processing_class: Any) -> None:
+def check_policy(model: Any, processing_class: Any) -> None:
+    """Refuse a policy that an engine cannot stand in for."""
     if hasattr(processing_class, "image_processor"):
         raise ConfigError(
             "use_vllm=True does not pass images on to the engine; set use_vllm=False, or pass the tokenizer "
