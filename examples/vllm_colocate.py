@@ -1,4 +1,7 @@
-"""Sampling with vLLM in the trainer's process; on a CPU with vLLM's build for CPUs (scripts/install_vllm.sh VENV)."""
+"""Sampling with vLLM in the trainer's process. On a CPU, scripts/install_vllm.sh installs vLLM's build for CPUs.
+
+Run with ``python examples/vllm_colocate.py``; ``python -c "import vllm"`` says whether vLLM is there.
+"""
 
 import argparse
 
