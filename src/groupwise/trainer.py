@@ -29,7 +29,7 @@ from groupwise.mixins import (
 )
 from groupwise.mixins.loss import objective_settings
 from groupwise.models import load_processing_class
-from groupwise.pipeline import Pipeline, staleness
+from groupwise.pipeline import Pipeline, fresh_part, staleness
 from groupwise.protocols import RewardFunction, RolloutFunction
 from groupwise.recording import RecordingTrainer
 from groupwise.reference import MixReference, make_reference
@@ -164,11 +164,17 @@ class GRPOTrainer(
         """One accumulation window: micro-batches from the buffer, which is refilled when it is used up."""
         epoch_iterator = self.pipeline.over(epoch_iterator)
         window: list[TrainBatch] = []
-        # The range comes first: zip must not take rows that it then drops.
-        for _, rows in zip(range(num_batches), epoch_iterator, strict=False):
-            if self.unrestored_rng is not None:  # generation must not run on the state of a fresh process
-                self._load_rng_state(self.unrestored_rng)
-            window.append(self.take_micro_batch(rows, self.generate_micro_batches))
+        buffer, cursor = self.generation_buffer, self.generation_buffer.cursor
+        try:
+            # The range comes first: zip must not take rows that it then drops.
+            for _, rows in zip(range(num_batches), epoch_iterator, strict=False):
+                if self.unrestored_rng is not None:  # generation must not run on the state of a fresh process
+                    self._load_rng_state(self.unrestored_rng)
+                window.append(self.take_micro_batch(rows, self.generate_micro_batches))
+        except ConnectionError:  # no server generates: nothing of this step has been trained
+            self.generation_buffer, buffer.cursor = buffer, cursor
+            self.save_finished_step()
+            raise
         if not window:
             return [], None
         window = self.weigh_window(self.keep_high_entropy(self.model, window))
@@ -193,13 +199,13 @@ class GRPOTrainer(
         on_policy: bool,
         num_rows: int | None = None,
     ) -> list[TrainBatch]:
-        book = self.books[mode]
+        book, step = self.books[mode], self.state.global_step
         with book.ledger.clock("sync"):
             self.sync_sampler(self.accelerator.unwrap_model(self.model_wrapped))
         with book.ledger.clock("generate"):
             if mode == "train":
-                for step, later in self.pipeline.upcoming(self.state.global_step, self.state.max_steps):
-                    self.roll_out_ahead(later, step)
+                for later, upcoming in self.pipeline.upcoming(step, self.state.max_steps):
+                    self.roll_out_ahead(upcoming, later)
             rollout = self.roll_out(rows)
             self.backend.release()
         with book.ledger.clock("reward"):
@@ -208,17 +214,17 @@ class GRPOTrainer(
         with book.ledger.clock("score"):
             whole = without_filler(self.assemble(rollout), counted)
             if mode == "train":
-                book.record(self.parity_gate.check(self.model, whole))
+                book.record(self.parity_gate.check(self.model, fresh_part(whole, rollout.completions, step)))
             parts = whole.split(micro_batch_rows)
             batches = [self.annotate(self.model, part, on_policy=on_policy) for part in parts]
         if self.args.kl_in_reward:
             scored = self.charge_kl(scored, batches)
         advantages = local_rows(self.estimate_advantages(scored), scored.local).to(self.accelerator.device)
         lengths = length_metrics(rollout.prompt_ids[:counted], rollout.completions[:counted])
-        behind = staleness(rollout.completions[:counted], self.state.global_step)
+        behind = staleness(rollout.completions[:counted], step)
         book.record({**lengths, **behind, **rollout.metrics, **scored.metrics})
         if self.args.log_completions:
-            book.rows += completion_rows(scored, advantages, self.reward_func_names, self.state.global_step)
+            book.rows += completion_rows(scored, advantages, self.reward_func_names, step)
         return with_advantages(batches, advantages)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
