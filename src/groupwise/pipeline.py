@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
-import torch
-
 from groupwise.core.metrics import Max, Mean, Metrics
-from groupwise.stages import Completion, TrainBatch
+from groupwise.stages import Completion
 
 Rows = list[dict[str, Any]]
 
@@ -82,18 +79,6 @@ class Pipeline:
             if rows is None:
                 return
             yield step + number * self.steps, rows
-
-
-def fresh_part(batch: TrainBatch, completions: Sequence[Completion], step: int) -> TrainBatch:
-    """The batch without the sampler's log-probs of tokens from older weights, which rightly differ."""
-    if batch.sampler_logps_BC is None or all(v == step for c in completions for v in c.versions or ()):
-        return batch
-    sampler_BC = batch.sampler_logps_BC.clone()
-    for row, completion in zip(sampler_BC, completions, strict=True):
-        for position, version in enumerate(completion.versions or ()):
-            if version != step:
-                row[position] = torch.nan
-    return replace(batch, sampler_logps_BC=sampler_BC)
 
 
 def staleness(completions: Sequence[Completion], step: int) -> Metrics:

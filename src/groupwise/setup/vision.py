@@ -46,15 +46,9 @@ def check_vision(
         )
     if image_token(policy.config) is None:
         raise ConfigError(
-            f"processing_class is a {type(processing_class).__name__}, but the configuration of {model} names "
+            f"processing_class is a {type(processing_class).__name__}, but the config of {model} names "
             "no image token (image_token_id); pass the tokenizer alone to train on text"
         )
     reentrant = (config.gradient_checkpointing_kwargs or {}).get("use_reentrant")  # type: ignore[union-attr]
     if config.ddp_find_unused_parameters is None and not reentrant:
         config.ddp_find_unused_parameters = True  # a micro-batch of text gives the vision part no gradient
-
-
-def sampled_never(policy: PreTrainedModel, processing_class: Any) -> list[int]:
-    """Tokens that a completion may not have: an image token in it would have no image."""
-    token = image_token(policy.config) if is_processor(processing_class) else None
-    return [] if token is None else [token]
