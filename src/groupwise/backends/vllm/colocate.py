@@ -15,12 +15,11 @@ import torch
 from transformers import PreTrainedModel
 
 from groupwise.backends.transformers_generate import end_tokens as find_end_tokens
+from groupwise.backends.vllm.carriers import AdapterAlone, AllWeights, adapter_arguments
 from groupwise.backends.vllm.engine import check_engine, engine_arguments, sampling_arguments
 from groupwise.backends.vllm.isolation import own_random_state
 from groupwise.backends.vllm.plugin import register
 from groupwise.backends.vllm.slices import EngineSlice
-from groupwise.backends.vllm.transport import LocalSender
-from groupwise.backends.weight_stream import buckets
 from groupwise.errors import BackendError, ConfigError
 from groupwise.stages import Completion, Sampling
 
@@ -36,6 +35,7 @@ class ColocatedBackend:
         end_tokens: every token that ends a completion.
         max_tokens: the configured limit of completions.
         slice_: the processes that share one engine.
+        carrier: brings the weights.
         sleeps: the engine gives its memory back while the trainer trains.
     """
 
@@ -46,16 +46,14 @@ class ColocatedBackend:
         end_tokens: frozenset[int],
         max_tokens: int,
         slice_: EngineSlice,
+        carrier: AllWeights | AdapterAlone,
         *,
         sleeps: bool = False,
     ) -> None:
         self.engine, self.sampling, self.end_tokens = engine, sampling, end_tokens
-        self.max_tokens, self.slice, self.sleeps = max_tokens, slice_, sleeps
+        self.max_tokens, self.slice, self.carrier, self.sleeps = max_tokens, slice_, carrier, sleeps
         self.max_length: int = engine.model_config.max_model_len
         self.version: int | None = None
-        self.sender = LocalSender()
-        self.receiver = LocalReceiver(engine)
-        self.sender.connect(self.receiver)
         self.asleep: set[str] = set()
         self.release()
 
@@ -88,11 +86,8 @@ class ColocatedBackend:
             SamplingParams(**self.sampling, n=number, max_tokens=limit, seed=seed)
             for _, number, limit, seed in requests
         ]
-        outputs = self.engine.generate(prompts, params, use_tqdm=False, **self._adapter())
+        outputs = self.engine.generate(prompts, params, use_tqdm=False, **self.carrier.request_arguments())
         return [[self._completion(sample) for sample in output.outputs] for output in outputs]
-
-    def _adapter(self) -> dict[str, Any]:
-        return {}
 
     def _completion(self, sample: Any) -> Completion:
         tokens = list(sample.token_ids)
@@ -110,18 +105,15 @@ class ColocatedBackend:
             return
         self._wake("weights")
         self.version = None  # what follows leaves no usable weights if it fails
-        self._take(params, step)
+        with own_random_state():
+            self.carrier.bring(params, step)
         self.engine.reset_prefix_cache()
         self.version = step
-
-    def _take(self, params: Iterator[tuple[str, torch.Tensor]], step: int) -> None:
-        with own_random_state():
-            self.sender.push(buckets(params), self.receiver, step)
 
     def release(self) -> None:
         """Give the memory back until the next sync; without sleep mode, keep it."""
         if self.sleeps and not self.asleep:
-            self.engine.sleep(level=2)  # discards the weights too: the trainer has them
+            self.engine.sleep(level=self.carrier.sleep_level)
             self.asleep = {"weights", "kv_cache"}
             self.version = None
 
@@ -140,29 +132,10 @@ class ColocatedBackend:
 
     def close(self) -> None:
         """Shut the engine down and free its memory."""
-        self.sender.close()
+        self.carrier.close()
         if self.engine is not None:
             self.engine.llm_engine.engine_core.shutdown()
             self.engine = None
-
-
-class LocalReceiver:
-    """``vllm.LLM`` behind the interface of the senders."""
-
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self.engine.init_weight_transfer_engine({"init_info": init_info})
-
-    def start_weight_update(self) -> None:
-        self.engine.start_weight_update()
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.engine.update_weights({"update_info": update_info})
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.engine.finish_weight_update(weight_version)
 
 
 def _requests(
@@ -207,13 +180,18 @@ def make_backend(
     with tempfile.TemporaryDirectory(prefix="groupwise-") as directory, own_random_state():
         base.config.save_pretrained(directory)
         processing_class.save_pretrained(directory)
-        engine = LLM(**engine_arguments(config, directory, _dtype(config, base)))
+        arguments = engine_arguments(config, directory, _dtype(config, base))
+        alone = bool(arguments.get("enable_lora"))
+        if alone:
+            arguments |= adapter_arguments(model, directory)
+        engine = LLM(**arguments)
     return ColocatedBackend(
         engine,
         sampling,
         frozenset(end_tokens),
         config.max_completion_length,
         slice_,
+        AdapterAlone(engine, policy) if alone else AllWeights(engine),
         sleeps=config.vllm_enable_sleep_mode,
     )
 

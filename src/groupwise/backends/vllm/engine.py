@@ -40,6 +40,7 @@ def check_engine(config: Any) -> None:
     prepare_environment(config)
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
+    from vllm.sampling_params import SamplingParams
 
     if current_platform.device_type != config.device.type:
         raise ConfigError(
@@ -59,7 +60,11 @@ def check_engine(config: Any) -> None:
             )
         if name not in known:
             raise ConfigError(unknown("vllm_engine_kwargs", name, known - set(_DECIDED)))
-    sampling_arguments(config, [])
+    arguments = sampling_arguments(config, [])
+    try:
+        SamplingParams(**arguments)
+    except Exception as error:
+        raise ConfigError(f"vLLM does not sample with these settings: {error}") from error
 
 
 def unknown(field: str, name: str, known: Iterable[str]) -> str:
