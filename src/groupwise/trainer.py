@@ -174,11 +174,13 @@ class GRPOTrainer(
         """One accumulation window: micro-batches from the buffer, which is refilled when it is used up."""
         epoch_iterator = self.pipeline.over(epoch_iterator)
         window: list[TrainBatch] = []
-        # The range comes first: zip must not take rows that it then drops.
-        for _, rows in zip(range(num_batches), epoch_iterator, strict=False):
-            if self.unrestored_rng is not None:  # generation must not run on the state of a fresh process
-                self._load_rng_state(self.unrestored_rng)
-            window.append(self.take_micro_batch(rows, self.generate_micro_batches))
+        # No server generates: nothing of this step has been trained, and the last one is saved.
+        with self.undone_by(ConnectionError, then=self.save_finished_step):
+            # The range comes first: zip must not take rows that it then drops.
+            for _, rows in zip(range(num_batches), epoch_iterator, strict=False):
+                if self.unrestored_rng is not None:  # generation must not run on the state of a fresh process
+                    self._load_rng_state(self.unrestored_rng)
+                window.append(self.take_micro_batch(rows, self.generate_micro_batches))
         if not window:
             return [], None
         window = self.weigh_window(self.keep_high_entropy(self.model, window))
@@ -207,7 +209,7 @@ class GRPOTrainer(
         with book.ledger.clock("generate"):
             if mode == "train":
                 for step, later in self.pipeline.upcoming(self.state.global_step, self.state.max_steps):
-                    self.roll_out_ahead(later, step)
+                    self.roll_out_ahead(later, step=step)
             rollout = self.roll_out(rows)
             self.backend.release()
         with book.ledger.clock("reward"):
