@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from groupwise.agents import Agents
+from groupwise.agents import Agents, DrivenAgents
 from groupwise.backends.rollout_function import call_rollout_function
 from groupwise.config import GRPOConfig
 from groupwise.core.images import ImageInputs
@@ -21,7 +21,7 @@ class RolloutMixin:
     processing_class: Any
     backend: GenerationBackend
     rollout_func: RolloutFunction | None
-    agents: Agents | None
+    agents: Agents | DrivenAgents | None
 
     def roll_out(self, rows: list[dict[str, Any]]) -> RolloutBatch:
         """Sample one completion for each row; a prompt that stands in several rows gets several samples.

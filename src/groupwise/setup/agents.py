@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch.utils.data import Dataset
 from transformers import AutoProcessor
 
-from groupwise.agents import Agents, Environments, Renderer, Tool, Toolbox
+from groupwise.agents import Agents, DrivenAgents, Driver, Environments, Renderer, Tool, Toolbox
 from groupwise.agents.environments import EMPTY_PROMPT
 from groupwise.agents.loop import AgentSettings
 from groupwise.agents.parsing import TurnParser
@@ -29,16 +29,18 @@ class AgentSetup:
 
     tools: those given, ready to be called.
     environments: None without.
+    driver: an environment that leads the conversation itself, in place of both.
     processing_class: as given, or loaded early to check its chat template; None leaves that for later.
     """
 
     tools: list[Tool] = field(default_factory=list)
     environments: Environments | None = None
+    driver: Driver | None = None
     processing_class: Any = None
 
     @property
     def wanted(self) -> bool:
-        return bool(self.tools) or self.environments is not None
+        return bool(self.tools) or self.environments is not None or self.driver is not None
 
     @property
     def all_tools(self) -> list[Tool]:
@@ -47,7 +49,8 @@ class AgentSetup:
     @property
     def rewards(self) -> list[Callable[..., Any]]:
         """Rewards that environments give themselves."""
-        return self.environments.rewards() if self.environments is not None else []
+        source = self.driver if self.driver is not None else self.environments
+        return [] if source is None else source.rewards()
 
 
 def check_agents(
@@ -71,8 +74,15 @@ def check_agents(
             "rollout_func replaces the loop that calls tools and environments; drop it, or drop tools and "
             "environment_factory and call them in it"
         )
+    driver = environment_factory if callable(getattr(environment_factory, "drive", None)) else None
+    if driver is not None and tools:
+        raise ConfigError(
+            f"environment_factory is a {type(driver).__name__}, which calls its tools itself; drop tools"
+        )
     common = [make_tool(tool) for tool in tools or []]
-    environments = None if environment_factory is None else Environments(environment_factory)
+    environments = None
+    if environment_factory is not None and driver is None:
+        environments = Environments(environment_factory)
     Toolbox(common)
     if environments is not None:
         environments.toolboxes(common)
@@ -80,7 +90,7 @@ def check_agents(
         processing_class = AutoProcessor.from_pretrained(
             model, trust_remote_code=config.trust_remote_code, padding_side="left"
         )
-    setup = AgentSetup(common, environments, processing_class)
+    setup = AgentSetup(common, environments, driver, processing_class)
     if processing_class is not None:
         make_renderer(setup, processing_class, config)
     return setup
@@ -95,14 +105,15 @@ def make_renderer(
     setup: AgentSetup, processing_class: Any, config: GRPOConfig, end_tokens: frozenset[int] = frozenset()
 ) -> Renderer | None:
     """What writes prompts with tools and the turns after them; None where nothing can be called."""
-    if not setup.all_tools:
+    if not setup.all_tools and setup.driver is None:
         return None
     settings = template_settings(config)
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if getattr(processing_class, "chat_template", None) and tokenizer is not processing_class:
         settings.setdefault("chat_template", processing_class.chat_template)
-    renderer = Renderer(tokenizer, end_tokens, settings)
-    TurnParser(tokenizer, renderer.chat_template)
+    shows_tools = bool(setup.all_tools) or getattr(setup.driver, "uses_tools", False)
+    renderer = Renderer(tokenizer, end_tokens, settings, shows_tools=shows_tools)
+    TurnParser(tokenizer, renderer.chat_template, needed=shows_tools)
     return renderer
 
 
@@ -113,7 +124,7 @@ def make_agents(
     backend: GenerationBackend,
     model: Any,
     accelerator: Accelerator,
-) -> Agents | None:
+) -> Agents | DrivenAgents | None:
     """The loop over turns; None where completions are single turns."""
     if not setup.wanted:
         return None
@@ -125,9 +136,7 @@ def make_agents(
     alone = accelerator.num_processes == 1 or (
         isinstance(backend, TransformersBackend) and not runs_in_step(model)
     )
-    return Agents(
-        setup.tools,
-        setup.environments,
+    common: Any = (
         getattr(processing_class, "tokenizer", processing_class),
         AgentSettings(
             config.max_completion_length,
@@ -138,6 +147,9 @@ def make_agents(
         make_renderer(setup, processing_class, config, backend.end_tokens),
         bool if alone else any_rank,
     )
+    if setup.driver is not None:
+        return DrivenAgents(setup.driver, *common)
+    return Agents(setup.tools, setup.environments, *common)
 
 
 class _EnvironmentRows(Dataset):
@@ -174,7 +186,7 @@ def own_data(dataset: Any, setup: AgentSetup, config: GRPOConfig) -> Any:
     Raises:
         ConfigError: no dataset where it is not known how long to train, or which environment a row is for.
     """
-    if setup.environments is None:
+    if setup.driver is None and setup.environments is None:
         return dataset
     if dataset is not None:
         columns = getattr(dataset, "column_names", None)
@@ -183,7 +195,7 @@ def own_data(dataset: Any, setup: AgentSetup, config: GRPOConfig) -> Any:
             if columns and "prompt" not in columns and hasattr(dataset, "__len__")
             else dataset
         )
-    if setup.environments.routed:
+    if setup.environments is not None and setup.environments.routed:
         raise ConfigError(
             "train_dataset is missing: with several environments its column 'environment' says which one a "
             "row is for; pass a dataset with it, or a single environment_factory"
