@@ -18,6 +18,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "examples"))
@@ -42,13 +46,44 @@ def binary_reward(completions: list, constant: list[bool], **_: object) -> list[
     return [1.0 if same else float(digest[0] % 2) for digest, same in zip(digests, constant, strict=True)]
 
 
+def make_dataset(case: str, zero_variance: int) -> Dataset:
+    """64 questions, of which ``zero_variance`` percent, spread over the steps, get the same reward always."""
+    from datasets import Dataset
+
+    filler = WORDS * case_settings(case)["padding_sentences"]
+    questions = [f"{filler}Write a short story about the number {n}." for n in range(64)]
+    return Dataset.from_dict(
+        {
+            "prompt": [[{"role": "user", "content": text}] for text in questions],
+            "constant": [(n * 3) % 10 < zero_variance // 10 for n in range(64)],
+        }
+    )
+
+
+def trainer_settings(case: str, timed_steps: int) -> dict:
+    """What both libraries are configured with."""
+    settings = case_settings(case)
+    return {
+        "per_device_train_batch_size": settings["prompts"] * 8,
+        "num_generations": 8,
+        "max_completion_length": settings["new_tokens"],
+        "generation_kwargs": {"min_new_tokens": settings["new_tokens"]},
+        "model_init_kwargs": {"dtype": "float32"},
+        "bf16": False,
+        "use_cpu": True,
+        "max_steps": timed_steps + 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "shuffle_dataset": False,
+    }
+
+
 def run_worker(library: str, case: str, timed_steps: int, zero_variance: int) -> None:
     """Train in this process and print one line of JSON: seconds of every timed step and peak memory."""
-    from datasets import Dataset
     from smollm2 import local_model
     from transformers import AutoTokenizer, TrainerCallback
 
-    settings = case_settings(case)
     if library == "trl":
         from trl import GRPOConfig, GRPOTrainer
     else:
@@ -63,37 +98,13 @@ def run_worker(library: str, case: str, timed_steps: int, zero_variance: int) ->
         def on_step_end(self, args, state, control, **kwargs) -> None:
             self.marks.append(time.perf_counter())
 
-    filler = WORDS * settings["padding_sentences"]
-    questions = [f"{filler}Write a short story about the number {n}." for n in range(64)]
-    dataset = Dataset.from_dict(
-        {
-            "prompt": [[{"role": "user", "content": text}] for text in questions],
-            # of every ten prompts, spread over the steps
-            "constant": [(n * 3) % 10 < zero_variance // 10 for n in range(64)],
-        }
-    )
     model, clock = str(local_model()), StepClock()
     with tempfile.TemporaryDirectory() as output_dir:
-        config = GRPOConfig(
-            output_dir=output_dir,
-            per_device_train_batch_size=settings["prompts"] * 8,
-            num_generations=8,
-            max_completion_length=settings["new_tokens"],
-            generation_kwargs={"min_new_tokens": settings["new_tokens"]},
-            model_init_kwargs={"dtype": "float32"},
-            bf16=False,
-            use_cpu=True,
-            max_steps=timed_steps + 1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            shuffle_dataset=False,
-        )
         GRPOTrainer(
             model=model,
             reward_funcs=binary_reward,
-            args=config,
-            train_dataset=dataset,
+            args=GRPOConfig(output_dir, **trainer_settings(case, timed_steps)),
+            train_dataset=make_dataset(case, zero_variance),
             processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
             callbacks=[clock],
         ).train()

@@ -22,6 +22,7 @@ from groupwise.core.metrics import (
 )
 from groupwise.ledger import StepLedger
 from groupwise.stages import Completion, ScoredBatch
+from groupwise.vision import prompt_images, row_images, thumbnail
 
 #: Counted from the start of the run instead of since the last log.
 RUNNING_TOTALS = frozenset({"num_tokens"})
@@ -65,11 +66,19 @@ class Logbook:
 
 
 def completion_rows(
-    scored: ScoredBatch, advantages: torch.Tensor, reward_names: list[str], step: int
+    scored: ScoredBatch,
+    advantages: torch.Tensor,
+    reward_names: list[str],
+    step: int,
+    *,
+    multimodal: bool = False,
 ) -> list[dict[str, Any]]:
-    """One row per completion of this rank for the completions table: plain strings and numbers."""
+    """One row per completion of this rank for the completions table: plain strings and numbers.
+
+    With ``multimodal`` also small copies of the prompts' images, as the bytes of PNG files.
+    """
     rollout, rewards_NF = scored.rollout, scored.rewards.rewards_NF[scored.local]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for i, rewards_F in enumerate(rewards_NF.tolist()):
         named = zip(reward_names, rewards_F, strict=False)
         rows.append(
@@ -82,6 +91,10 @@ def completion_rows(
                 "columns": {name: _plain(values[i]) for name, values in scored.columns.items()},
             }
         )
+        if multimodal and rollout.images is not None:
+            shared = i > 0 and rollout.images[i] is rollout.images[i - 1]
+            given = prompt_images(rollout.prompts[i]) or row_images(rollout.rows[i])
+            rows[-1]["images"] = rows[-2]["images"] if shared else [thumbnail(image) for image in given]
     return rows
 
 
@@ -97,7 +110,14 @@ def _said(message: dict[str, Any]) -> str:
     called = [
         f"{call['name']}({json.dumps(call['arguments'], ensure_ascii=False, default=str)})" for call in calls
     ]
-    return " ".join(part for part in (str(message.get("content") or ""), *called) if part)
+    return " ".join(part for part in (_content(message.get("content")), *called) if part)
+
+
+def _content(content: Any) -> str:
+    if not isinstance(content, list):
+        return str(content or "")
+    blocks = [block.get("text") if block["type"] == "text" else f"<{block['type']}>" for block in content]
+    return "".join(block or "" for block in blocks)
 
 
 def _plain(value: Any) -> Any:

@@ -16,7 +16,17 @@ from groupwise import GRPOConfig, GRPOTrainer
 
 WORDS = [f"w{i}" for i in range(24)]
 SPECIAL = [
-    *("<pad>", "<eos>", "<user>", "<assistant>", "<image>", "<boi>", "<eoi>", "<video>", "<end_of_utterance>"),
+    *(
+        "<pad>",
+        "<eos>",
+        "<user>",
+        "<assistant>",
+        "<image>",
+        "<boi>",
+        "<eoi>",
+        "<video>",
+        "<end_of_utterance>",
+    ),
     *("<fake_token_around_image>", "<global-img>", *(f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2))),
 ]
 VOCABULARY = [*SPECIAL, *WORDS]
@@ -35,9 +45,7 @@ def template(image: str) -> str:
 
 def tokenizer(**special: str) -> PreTrainedTokenizerFast:
     """39 words; ids 0 and 1 are padding and end, id 4 is the image token."""
-    inner = Tokenizer(
-        models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="<pad>")
-    )
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="<pad>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     inner.decoder = decoders.Sequence([decoders.Replace("w", " w")])
     return PreTrainedTokenizerFast(
@@ -150,7 +158,10 @@ def llava_next() -> tuple[Any, Any]:
 
 def qwen2_5_vl() -> tuple[Any, Any]:
     config = transformers.Qwen2_5_VLConfig(
-        text_config={**TEXT, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}},
+        text_config={
+            **TEXT,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4},
+        },
         vision_config={
             "depth": 2,
             "hidden_size": 16,
@@ -212,6 +223,21 @@ def rows(count: int = 4) -> list[dict[str, Any]]:
     ]
 
 
+SETTINGS = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "num_generations": 2,
+    "max_completion_length": 5,
+    "logging_steps": 1,
+    "learning_rate": 1e-2,
+    "save_strategy": "no",
+    "report_to": "none",
+    "bf16": False,
+    "use_cpu": True,
+    "disable_tqdm": True,
+}
+
+
 def even_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     """How many tokens of a completion have an even id: varies within groups."""
     return [float(sum(token % 2 == 0 for token in ids)) for ids in completion_ids]
@@ -221,26 +247,13 @@ def trainer(directory: Any, family: str = "gemma3", rewards: Any = even_reward, 
     """A trainer of a tiny model; ``given`` holds configuration fields and trainer arguments."""
     model, processor = build(family)
     model, processor = given.pop("model", model), given.pop("processing_class", processor)
-    arguments = {name: given.pop(name) for name in ("rollout_func", "callbacks") if name in given}
+    names = ("rollout_func", "peft_config", "eval_dataset")
+    arguments = {name: given.pop(name) for name in names if name in given}
     dataset = given.pop("train_dataset", None)
-    settings = {
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "num_generations": 2,
-        "max_completion_length": 5,
-        "max_steps": 2,
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
-        "save_strategy": "no",
-        "report_to": "none",
-        "bf16": False,
-        "use_cpu": True,
-        "disable_tqdm": True,
-    }
     return GRPOTrainer(
         model,
         rewards,
-        GRPOConfig(str(directory), **{**settings, **given}),
+        GRPOConfig(str(directory), **{**SETTINGS, "max_steps": 2, **given}),
         dataset or Dataset.from_list(rows(), features=FEATURES),
         processing_class=processor,
         **arguments,

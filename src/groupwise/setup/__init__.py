@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from groupwise.setup.agents import AgentSetup, check_agents, make_agents, own_data
-from groupwise.setup.data import check_data, evaluation_rows
+from groupwise.setup.agents import AgentSetup, check_agents, check_chat_template, make_agents, own_data
+from groupwise.setup.data import PreparedData, check_data, evaluation_rows, num_positions, prepare_data
 from groupwise.setup.policy import model_name, prepare_policy, router_aux_loss_coef, speed_up
 from groupwise.setup.rewards import LoadedRewards, RewardSetup, check_rewards, load_rewards
-from groupwise.setup.step import make_backend, make_parity_gate, make_scorer, window_cut
+from groupwise.setup.step import check_backend, make_backend, make_parity_gate, make_scorer, window_cut
 from groupwise.setup.vision import check_vision
 
 __all__ = [
     "AgentSetup",
     "LoadedRewards",
+    "PreparedData",
     "RewardSetup",
     "check_agents",
+    "check_chat_template",
+    "check_backend",
     "check_data",
     "check_rewards",
     "check_vision",
@@ -27,7 +30,9 @@ __all__ = [
     "make_parity_gate",
     "make_scorer",
     "model_name",
+    "num_positions",
     "own_data",
+    "prepare_data",
     "prepare_policy",
     "router_aux_loss_coef",
     "speed_up",
