@@ -70,8 +70,8 @@ def check_agents(tools: Any, environment_factory: Any, rollout_func: Any) -> Age
     if callable(getattr(environment_factory, "drive", None)):
         if tools:
             raise ConfigError(
-                f"environment_factory is a {type(environment_factory).__name__}, which calls its tools itself; "
-                "drop tools"
+                f"environment_factory is a {type(environment_factory).__name__}, which calls its tools "
+                "itself; drop tools"
             )
         return AgentSetup(driver=environment_factory)
     common = [make_tool(tool) for tool in tools or []]
@@ -129,8 +129,8 @@ def make_agents(
 
     if config.rollout_staleness:
         logger.warning(
-            "rollout_staleness=%d has no effect with tools and environments: their rollouts begin when they are "
-            "needed",
+            "rollout_staleness=%d has no effect with tools and environments: their rollouts begin when they "
+            "are needed",
             config.rollout_staleness,
         )
     # Alone, or with a copy of the weights of its own, a process need not keep up with the others.
@@ -169,7 +169,7 @@ class _EnvironmentRows(Dataset):
 
 
 def own_data(train_dataset: Any, eval_dataset: Any, setup: AgentSetup, config: GRPOConfig) -> tuple[Any, Any]:
-    """The data; where an environment brings the tasks, rows may have no prompt and training data may be missing.
+    """The data; where an environment brings the tasks, rows need no prompt and training data may be missing.
 
     Raises:
         ConfigError: no dataset where it is not known how long to train, or which environment a row is for.
