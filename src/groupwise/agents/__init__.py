@@ -6,7 +6,7 @@ from groupwise.agents.driven import Chat, DrivenAgents, Driver, OutOfRoomError, 
 from groupwise.agents.environments import Environments
 from groupwise.agents.loop import Agents
 from groupwise.agents.rendering import Renderer
-from groupwise.agents.tools import Tool, Toolbox, time_limit
+from groupwise.agents.tools import Tool, Toolbox, make_tool, time_limit
 from groupwise.agents.transcript import Transcript
 
 __all__ = [
@@ -21,5 +21,6 @@ __all__ = [
     "Tool",
     "Toolbox",
     "Transcript",
+    "make_tool",
     "time_limit",
 ]
