@@ -94,12 +94,13 @@ class GRPOTrainer(
         environment_factory: Any = None,
     ) -> None:
         args = args or GRPOConfig(f"{setup.model_name(model)}-GRPO")
-        agents = setup.check_agents(tools, environment_factory, rollout_func, model, processing_class, args)
-        train_dataset = setup.own_data(train_dataset, agents, args)
+        agents = setup.check_agents(tools, environment_factory, rollout_func)
+        train_dataset, eval_dataset = setup.own_data(train_dataset, eval_dataset, agents, args)
         setup.check_data(train_dataset, eval_dataset, args)
         setup.check_backend(args)
         rewards = setup.check_rewards(reward_funcs, reward_processing_classes, args, agents.rewards)
-        processing_class = load_processing_class(agents.processing_class, model, args)
+        processing_class = load_processing_class(processing_class, model, args)
+        setup.check_chat_template(agents, processing_class, args)
         data = setup.prepare_data(train_dataset, eval_dataset, args, model, processing_class)
         policy = setup.prepare_policy(model, args, quantization_config, peft_config)
         setup.check_vision(policy, processing_class, args, train_dataset, eval_dataset)

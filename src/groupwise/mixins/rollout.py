@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import TrainerState
 
-from groupwise.agents import Agents
+from groupwise.agents import Agents, DrivenAgents
 from groupwise.backends.rollout_function import call_rollout_function
 from groupwise.backends.weight_stream import weight_stream
 from groupwise.config import GRPOConfig
@@ -25,7 +25,7 @@ class RolloutMixin:
     processing_class: Any
     backend: GenerationBackend
     rollout_func: RolloutFunction | None
-    agents: Agents | None
+    agents: Agents | DrivenAgents | None
 
     def sync_sampler(self, policy: Any) -> None:
         """Give the backend the weights of ``policy``, if an optimizer step has changed them since."""
@@ -69,7 +69,7 @@ class RolloutMixin:
 
     def roll_out_ahead(self, rows: list[dict[str, Any]], step: int) -> None:
         """Let a server begin with what ``roll_out`` will be called for at optimizer step ``step``."""
-        if self.rollout_func is None:
+        if self.rollout_func is None and self.agents is None:
             prompt_ids, images = self._tokenize(rows, [image_prompt(row) for row in rows])
             self.backend.generate_ahead(prompt_ids, Sampling(images=images), step=step)  # type: ignore[attr-defined]
 
