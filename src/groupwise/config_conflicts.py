@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +82,36 @@ def _bad_pass_at_k(config: Any) -> bool:
     return ks is not None and not (ks and all(type(k) is int and 1 <= k <= (most or k) for k in ks))
 
 
+#: Sampler settings that an evaluation may have of its own, and their smallest and largest value.
+_EVAL_SAMPLING = {
+    "temperature": (0.0, math.inf),
+    "top_p": (0.0, 1.0),
+    "top_k": (0, math.inf),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.0, math.inf),
+}
+
+
+def _bad_eval_sampling(config: Any) -> dict[str, str]:
+    found = {}
+    for key, value in (config.eval_generation_kwargs or {}).items():
+        if key not in _EVAL_SAMPLING:
+            nearest = difflib.get_close_matches(str(key), _EVAL_SAMPLING, n=1, cutoff=0)[0]
+            found[key] = (
+                f"eval_generation_kwargs={{{key!r}: {value!r}}} is no sampler setting; allowed: {', '.join(_EVAL_SAMPLING)}; "
+                f"nearest valid: {nearest!r}"
+            )
+            continue
+        low, high = _EVAL_SAMPLING[key]
+        if not _is_number(value) or not low <= value <= high:
+            allowed = f">= {low}" + (f" and <= {high}" if math.isfinite(high) else "")
+            found[key] = (
+                f"eval_generation_kwargs[{key!r}]={value!r} is out of range; allowed: a number {allowed}; "
+                f"nearest valid: {high if _is_number(value) and value > high else low}"
+            )
+    return found
+
+
 def _bounded_coef(config: Any) -> float | None:
     """The bound that entropy_coef is beyond, or None."""
     bounded = min(max(config.entropy_coef, config.entropy_coef_min), config.entropy_coef_max)
@@ -122,6 +154,12 @@ COMBINATION_RULES = (
         "integers from 1 to num_generations_eval={c.num_generations_eval}",
         "[1, {c.num_generations_eval}]",
         eval_pass_at_k=[1, 16],
+    ),
+    Rule(
+        "eval_generation_kwargs",
+        lambda c: bool(_bad_eval_sampling(c)),
+        lambda c: join_lines(_bad_eval_sampling(c)),
+        {"eval_generation_kwargs": {"temprature": 0.6}},
     ),
     _rule(
         "delta_inside_clip_range",

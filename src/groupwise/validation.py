@@ -148,7 +148,6 @@ NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "vllm_max_model_length": (None,),
     "vllm_tensor_parallel_size": (1,),
     "vllm_engine_kwargs": (None,),
-    "eval_pass_at_k": (None,),
     "max_tool_calling_iterations": (None,),
     "rollout_staleness": (0,),
 }
@@ -189,6 +188,7 @@ WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] =
         lambda c: c.vllm_importance_sampling_correction,
         "vllm_importance_sampling_correction is False",
     ),
+    (("eval_pass_threshold",), lambda c: c.eval_pass_at_k is not None, "eval_pass_at_k is None"),
     (("dynamic_sampling_max_rounds",), lambda c: c.dynamic_sampling, "dynamic_sampling is False"),
     (
         ("num_completions_to_print", "log_unique_prompts", "log_multimodal"),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from groupwise.backends.overriding import Overriding
 from groupwise.backends.rollout_function import call_rollout_function
 from groupwise.config import GRPOConfig
 from groupwise.core.images import ImageInputs
@@ -54,6 +57,17 @@ class RolloutMixin:
             extra=extra,
             images=images,
         )
+
+    @contextmanager
+    def evaluation_sampling(self) -> Iterator[None]:
+        """Completions are sampled with the settings of evaluation."""
+        backend = self.backend
+        if self.args.eval_generation_kwargs:
+            self.backend = Overriding(backend, self.args.eval_generation_kwargs)  # type: ignore[arg-type, assignment]
+        try:
+            yield
+        finally:
+            self.backend = backend
 
     def _tokenize(
         self, rows: list[dict[str, Any]], prompts: list[Any]
