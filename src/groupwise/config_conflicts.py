@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
-import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -82,36 +81,6 @@ def _bad_pass_at_k(config: Any) -> bool:
     return ks is not None and not (ks and all(type(k) is int and 1 <= k <= (most or k) for k in ks))
 
 
-#: Sampler settings that an evaluation may have of its own, and their smallest and largest value.
-_EVAL_SAMPLING = {
-    "temperature": (0.0, math.inf),
-    "top_p": (0.0, 1.0),
-    "top_k": (0, math.inf),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.0, math.inf),
-}
-
-
-def _bad_eval_sampling(config: Any) -> dict[str, str]:
-    found = {}
-    for key, value in (config.eval_generation_kwargs or {}).items():
-        if key not in _EVAL_SAMPLING:
-            nearest = difflib.get_close_matches(str(key), _EVAL_SAMPLING, n=1, cutoff=0)[0]
-            found[key] = (
-                f"eval_generation_kwargs={{{key!r}: {value!r}}} is no sampler setting; allowed: {', '.join(_EVAL_SAMPLING)}; "
-                f"nearest valid: {nearest!r}"
-            )
-            continue
-        low, high = _EVAL_SAMPLING[key]
-        if not _is_number(value) or not low <= value <= high:
-            allowed = f">= {low}" + (f" and <= {high}" if math.isfinite(high) else "")
-            found[key] = (
-                f"eval_generation_kwargs[{key!r}]={value!r} is out of range; allowed: a number {allowed}; "
-                f"nearest valid: {high if _is_number(value) and value > high else low}"
-            )
-    return found
-
-
 def _bounded_coef(config: Any) -> float | None:
     """The bound that entropy_coef is beyond, or None."""
     bounded = min(max(config.entropy_coef, config.entropy_coef_min), config.entropy_coef_max)
@@ -124,6 +93,20 @@ def _rule(
     """A rule whose message is made of format strings over the configuration ``c``."""
     message = f"{given}; allowed: {allowed}; nearest valid: {nearest}"
     return Rule(name, violated, lambda config: message.format(c=config), example)
+
+
+def _bad_regex(config: Any) -> str | None:
+    """What is wrong with the regular expression, or None."""
+    try:
+        re.compile(config.vllm_structured_outputs_regex or "")
+    except re.error as error:
+        return str(error)
+    return None
+
+
+def _shortest_model_length(config: Any) -> int:
+    """What the longest prompt, or the shortest where they have no limit, needs beside a whole completion."""
+    return (config.max_prompt_length or 1) + config.max_completion_length
 
 
 COMBINATION_RULES = (
@@ -154,12 +137,6 @@ COMBINATION_RULES = (
         "integers from 1 to num_generations_eval={c.num_generations_eval}",
         "[1, {c.num_generations_eval}]",
         eval_pass_at_k=[1, 16],
-    ),
-    Rule(
-        "eval_generation_kwargs",
-        lambda c: bool(_bad_eval_sampling(c)),
-        lambda c: join_lines(_bad_eval_sampling(c)),
-        {"eval_generation_kwargs": {"temprature": 0.6}},
     ),
     _rule(
         "delta_inside_clip_range",
@@ -311,6 +288,31 @@ COMBINATION_RULES = (
         "vllm_structured_outputs_regex=None",
         vllm_structured_outputs_regex=r"\d+",
     ),
+    Rule(
+        "regex_syntax",
+        lambda c: _bad_regex(c) is not None,
+        lambda c: (
+            f"vllm_structured_outputs_regex={c.vllm_structured_outputs_regex!r} is no regular expression: "
+            f"{_bad_regex(c)}; allowed: regular expressions; nearest valid: "
+            f"{re.escape(c.vllm_structured_outputs_regex)!r} (that text itself)"
+        ),
+        {"use_vllm": True, "vllm_structured_outputs_regex": "(yes|no"},
+    ),
+    Rule(
+        "max_model_length_of_the_engine",
+        lambda c: (
+            c.use_vllm
+            and c.vllm_mode == "colocate"
+            and c.vllm_max_model_length is not None
+            and c.vllm_max_model_length < _shortest_model_length(c)
+        ),
+        lambda c: (
+            f"vllm_max_model_length={c.vllm_max_model_length} does not hold a prompt and "
+            f"max_completion_length={c.max_completion_length}; allowed: {_shortest_model_length(c)} or more; "
+            f"nearest valid: {_shortest_model_length(c)}"
+        ),
+        {"use_vllm": True, "vllm_max_model_length": 256, "max_completion_length": 256},
+    ),
     _rule(
         "sharded_generation_with_vllm",
         lambda c: c.use_vllm and not c.ds3_gather_for_generation,
@@ -327,6 +329,47 @@ COMBINATION_RULES = (
         "use_vllm=True with vllm_mode='server'",
         "rollout_staleness=0",
         rollout_staleness=1,
+    ),
+    _rule(
+        "staleness_within_a_step",
+        lambda c: (
+            c.rollout_staleness > 0
+            and c.gradient_accumulation_steps > 0
+            and (c.steps_per_generation or 1) * c.num_iterations % c.gradient_accumulation_steps != 0
+        ),
+        "rollout_staleness={c.rollout_staleness} with steps_per_generation={c.steps_per_generation} x "
+        "num_iterations={c.num_iterations} generates within an optimizer step of gradient_accumulation_steps="
+        "{c.gradient_accumulation_steps} micro-batches",
+        "multiples of gradient_accumulation_steps",
+        "steps_per_generation={c.gradient_accumulation_steps}",
+        use_vllm=True,
+        vllm_mode="server",
+        rollout_staleness=1,
+        gradient_accumulation_steps=2,
+        steps_per_generation=1,
+    ),
+    _rule(
+        "staleness_without_correction",
+        lambda c: c.rollout_staleness > 0 and not c.vllm_importance_sampling_correction,
+        "rollout_staleness={c.rollout_staleness} samples from older weights, and "
+        "vllm_importance_sampling_correction=False leaves that uncorrected",
+        "vllm_importance_sampling_correction=True, or rollout_staleness=0",
+        "vllm_importance_sampling_correction=True",
+        use_vllm=True,
+        vllm_mode="server",
+        rollout_staleness=1,
+        vllm_importance_sampling_correction=False,
+    ),
+    _rule(
+        "staleness_with_dynamic_sampling",
+        lambda c: c.rollout_staleness > 0 and c.dynamic_sampling,
+        "rollout_staleness={c.rollout_staleness} asks for prompts that dynamic_sampling=True cannot know",
+        "one of them",
+        "rollout_staleness=0",
+        use_vllm=True,
+        vllm_mode="server",
+        rollout_staleness=1,
+        dynamic_sampling=True,
     ),
     _rule(
         "tensor_parallel_over_processes",

@@ -57,7 +57,7 @@ def auto_class(config: Any) -> Any:
 
     A checkpoint of the language part alone names an architecture of its own.
     """
-    kind = AutoModelForImageTextToText._model_mapping.get(type(config), None)
+    kind: Any = AutoModelForImageTextToText._model_mapping.get(type(config), None)
     if kind is None or (config.architectures and kind.__name__ not in config.architectures):
         return AutoModelForCausalLM
     return AutoModelForImageTextToText

@@ -42,6 +42,10 @@ class Completion:
     old_logps: list[float] | None = None
     versions: list[int] | None = None
 
+    def sampled_at(self, step: int) -> bool:
+        """Whether the weights of optimizer step ``step`` sampled all of it."""
+        return self.old_logps is None and all(version == step for version in self.versions or ())
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -137,7 +141,7 @@ class TrainBatch:
     def __len__(self) -> int:
         return self.completion_ids_BC.shape[0]
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Any]:
         """The tensors that are set, by field name."""
         named = ((f.name, getattr(self, f.name)) for f in fields(self))
         return {name: value for name, value in named if isinstance(value, torch.Tensor)}

@@ -31,6 +31,7 @@ from groupwise.mixins import (
 )
 from groupwise.mixins.loss import objective_settings
 from groupwise.models import load_processing_class
+from groupwise.pipeline import Pipeline, staleness
 from groupwise.protocols import RewardFunction, RolloutFunction
 from groupwise.recording import RecordingTrainer
 from groupwise.reference import MixReference, make_reference
@@ -65,7 +66,8 @@ class GRPOTrainer(
         reward_processing_classes: None, one, or one per reward; by default each reward model's own tokenizer.
         callbacks, optimizers: as in ``Trainer``.
         quantization_config, peft_config: as in transformers and PEFT.
-        tools, environment_factory: not available yet.
+        tools: sync or async functions with type hints and docstrings, which the policy may call.
+        environment_factory: makes environments for the rollouts, or names and what makes theirs.
         rollout_func: ``rollout_func(prompts, trainer)`` replaces generation.
 
     Raises:
@@ -93,10 +95,12 @@ class GRPOTrainer(
         environment_factory: Any = None,
     ) -> None:
         args = args or GRPOConfig(f"{setup.model_name(model)}-GRPO")
-        setup.refuse_unavailable(tools=tools, environment_factory=environment_factory)
+        agents = setup.check_agents(tools, environment_factory, rollout_func, model, processing_class, args)
+        train_dataset = setup.own_data(train_dataset, agents, args)
         setup.check_data(train_dataset, eval_dataset, args)
-        rewards = setup.check_rewards(reward_funcs, reward_processing_classes, args)
-        processing_class = load_processing_class(processing_class, model, args)
+        setup.check_backend(args)
+        rewards = setup.check_rewards(reward_funcs, reward_processing_classes, args, agents.rewards)
+        processing_class = load_processing_class(agents.processing_class, model, args)
         data = setup.prepare_data(train_dataset, eval_dataset, args, model, processing_class)
         policy = setup.prepare_policy(model, args, quantization_config, peft_config)
         setup.check_vision(policy, processing_class, args, train_dataset, eval_dataset)
@@ -116,7 +120,7 @@ class GRPOTrainer(
         set_seed(args.seed, device_specific=True)  # ranks must not sample the same completions
         self.prepared_data = data
         self._set_rewards(rewards)
-        self._set_policy_state(rollout_func)
+        self._set_policy_state(rollout_func, agents)
         self._set_run_state()
 
     def _set_rewards(self, rewards: setup.RewardSetup) -> None:
@@ -125,9 +129,10 @@ class GRPOTrainer(
         self.reward_callables = loaded.callables
         self.reward_func_names = loaded.names
         self.reward_processing_classes = loaded.processing_classes
-        self.reward_weights = torch.tensor(self.args.reward_weights or [1.0] * len(loaded.names))
+        given = self.args.reward_weights or []  # environments' own rewards come after those and weigh 1
+        self.reward_weights = torch.tensor(given + [1.0] * (len(loaded.names) - len(given)))
 
-    def _set_policy_state(self, rollout_func: RolloutFunction | None) -> None:
+    def _set_policy_state(self, rollout_func: RolloutFunction | None, agents: setup.AgentSetup) -> None:
         args = self.args
         if self.reference.model is not None:
             self.reference.model = self.accelerator.prepare_model(self.reference.model, evaluation_mode=True)
@@ -136,6 +141,11 @@ class GRPOTrainer(
         self.backend = setup.make_backend(
             lambda: self.accelerator.unwrap_model(self.model_wrapped), args, self.processing_class
         )
+        self.tools = [tool.function for tool in agents.all_tools]
+        self.agents = setup.make_agents(
+            agents, args, self.processing_class, self.backend, self.model, self.accelerator
+        )
+        self.pipeline = Pipeline(args)
         self.scorer = setup.make_scorer(self.model, args, self.accelerator)
         self.parity_gate = setup.make_parity_gate(self.scorer, args, self.accelerator, self.processing_class)
         self.router_aux_loss_coef = setup.router_aux_loss_coef(self.model, args)
@@ -167,6 +177,7 @@ class GRPOTrainer(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[TrainBatch | None], None]:
         """One accumulation window: micro-batches from the buffer, which is refilled when it is used up."""
+        epoch_iterator = self.pipeline.over(epoch_iterator)
         window: list[TrainBatch] = []
         # The range comes first: zip must not take rows that it then drops.
         for _, rows in zip(range(num_batches), epoch_iterator, strict=False):
@@ -196,14 +207,21 @@ class GRPOTrainer(
     ) -> ScoredBatch:
         """Completions and their rewards."""
         book = self.books[mode]
+        with book.ledger.clock("sync"):
+            self.sync_sampler(self.accelerator.unwrap_model(self.model_wrapped))
         with book.ledger.clock("generate"):
+            if mode == "train":
+                for step, later in self.pipeline.upcoming(self.state.global_step, self.state.max_steps):
+                    self.roll_out_ahead(later, step)
             rollout = self.roll_out(rows)
+            self.backend.release()
         with book.ledger.clock("reward"):
             size = self.num_generations if mode == "train" else self.args.num_generations_eval
             scored = self.score(rollout, size, num_rows)  # type: ignore[arg-type]
         counted = len(scored.rewards.rewards_NF[scored.local])  # later rows only fill up an evaluation batch
         lengths = length_metrics(rollout.prompt_ids[:counted], rollout.completions[:counted])
-        book.record({**lengths, **rollout.metrics, **scored.metrics})
+        behind = staleness(rollout.completions[:counted], self.state.global_step)
+        book.record({**lengths, **behind, **rollout.metrics, **scored.metrics})
         if mode == "eval":
             self.evaluation.add(scored)
         return scored
@@ -217,14 +235,16 @@ class GRPOTrainer(
         with book.ledger.clock("score"):
             whole = without_filler(self.assemble(scored.rollout), counted)
             if mode == "train":
-                book.record(self.parity_gate.check(self.model, whole))
+                fresh = [c.sampled_at(self.state.global_step) for c in scored.rollout.completions]
+                book.record(self.parity_gate.check(self.model, whole, fresh))
             parts = whole.split(micro_batch_rows)
             batches = [self.annotate(self.model, part, on_policy=on_policy) for part in parts]
         if self.args.kl_in_reward:
             scored = self.charge_kl(scored, batches)
         advantages = local_rows(self.estimate_advantages(scored), scored.local).to(self.accelerator.device)
         if self.args.log_completions:
-            book.rows += completion_rows(scored, advantages, self.reward_func_names, self.state.global_step)
+            where = self.reward_func_names, self.state.global_step
+            book.rows += completion_rows(scored, advantages, *where, multimodal=self.args.log_multimodal)
         return with_advantages(batches, advantages)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -321,6 +341,7 @@ class GRPOTrainer(
             return
         state = checkpoint.load_state(directory, self.args.process_index, self.args.world_size)
         self.generation_buffer = GenerationBuffer.from_state(state["buffer"], self.accelerator.device)
+        self.backend.load_state_dict(state["backend"])
         self.feed.load_state_dict(state["feed"])
         self.evaluation.load_state_dict(state["first_evaluation"])
         for mode, book in self.books.items():
@@ -331,12 +352,18 @@ class GRPOTrainer(
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self.backend.version = None  # other weights at, maybe, the same step
         self.reference.complete_load(self.model if model is None else model, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self.backend.version = None
 
     def save_own_state(self, directory: str) -> None:
         control = self.entropy_control
         state = {
             "buffer": self.generation_buffer.state_dict(),
+            "backend": self.backend.state_dict(),
             "feed": self.feed.state_dict(),
             "first_evaluation": self.evaluation.state_dict(),
             "books": {mode: book.state_dict() for mode, book in self.books.items()},
@@ -352,6 +379,11 @@ class GRPOTrainer(
     def ref_model(self) -> PreTrainedModel | None:
         """The reference model, if it is one of its own."""
         return self.reference.model
+
+    @property
+    def environments(self) -> list[Any] | None:
+        """The environments of the newest batch, one per completion, if there are any."""
+        return None if self.agents is None else self.agents.current
 
     @property
     def entropy_coef(self) -> float:

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise.config_conflicts import COMBINATION_RULES, is_surrogate
 from groupwise.config_liger import LIGER_RULES
-from groupwise.config_rules import BATCH_RULES, CHOICE_RULES, RANGE_RULES, Rule, default_of, join_lines
+from groupwise.config_rules import (
+    BATCH_RULES,
+    CHOICE_RULES,
+    RANGE_RULES,
+    SAMPLING_RULES,
+    Rule,
+    default_of,
+    join_lines,
+)
 from groupwise.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -127,29 +135,15 @@ VALUE_RULES = (
     ),
 )
 
-RULES = VALUE_RULES + RANGE_RULES + CHOICE_RULES + BATCH_RULES + COMBINATION_RULES + LIGER_RULES
+RULES = (
+    VALUE_RULES + RANGE_RULES + SAMPLING_RULES + CHOICE_RULES + BATCH_RULES + COMBINATION_RULES + LIGER_RULES
+)
 
 # field -> the values that work today
 NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "ds3_gather_for_generation": (True,),
     "use_transformers_continuous_batching": (False,),
     "transformers_continuous_batching_config": (None,),
-    "use_vllm": (False,),
-    "vllm_mode": ("colocate",),
-    "vllm_model_impl": ("vllm",),
-    "vllm_enable_sleep_mode": (False,),
-    "vllm_structured_outputs_regex": (None,),
-    "vllm_server_base_url": (None,),
-    "vllm_server_host": ("0.0.0.0",),
-    "vllm_server_port": (8000,),
-    "vllm_server_timeout": (240.0,),
-    "vllm_group_port": (51216,),
-    "vllm_gpu_memory_utilization": (0.3,),
-    "vllm_max_model_length": (None,),
-    "vllm_tensor_parallel_size": (1,),
-    "vllm_engine_kwargs": (None,),
-    "max_tool_calling_iterations": (None,),
-    "rollout_staleness": (0,),
 }
 
 
@@ -161,6 +155,30 @@ def _uses(*surrogates: str) -> Callable[[Any], bool]:
 
 # (fields, whether they are used, why not)
 WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (("cache_implementation",), lambda c: not c.use_vllm, "vLLM has a cache of its own"),
+    (
+        (
+            "vllm_enable_sleep_mode",
+            "vllm_model_impl",
+            "vllm_gpu_memory_utilization",
+            "vllm_max_model_length",
+            "vllm_tensor_parallel_size",
+            "vllm_engine_kwargs",
+        ),
+        lambda c: c.use_vllm and c.vllm_mode == "colocate",
+        "no engine runs in the trainer's process (use_vllm with vllm_mode='colocate')",
+    ),
+    (
+        (
+            "vllm_server_base_url",
+            "vllm_server_host",
+            "vllm_server_port",
+            "vllm_server_timeout",
+            "vllm_group_port",
+        ),
+        lambda c: c.use_vllm and c.vllm_mode == "server",
+        "no server is asked (use_vllm with vllm_mode='server')",
+    ),
     (("delta",), _uses("clipped"), "loss_type has no clipped ratio"),
     (("sapo_temperature_pos", "sapo_temperature_neg"), _uses("sapo"), "loss_type is not 'sapo'"),
     (

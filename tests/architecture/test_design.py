@@ -24,6 +24,7 @@ CLASSES = [getattr(mixins, name) for name in mixins.__all__]
 
 #: Who may import whom: a room may use itself and the rooms listed.
 LAYERS = {
+    "agents": {"core", "errors", "prompts", "protocols", "stages"},
     "core": {"core"},
     "errors": set(),
     "stages": {"core"},
@@ -41,7 +42,7 @@ LAYERS = {
     "evaluation": {"core", "stages"},
     "prompt_queue": {"data", "errors"},
     "ledger": {"core"},
-    "logbook": {"core", "ledger", "stages"},
+    "logbook": {"core", "ledger", "stages", "vision"},
     "config": {"errors", "core", "masking", "validation", "config_rules", "config_conflicts"},
     "validation": {"errors", "core", "config", "config_rules", "config_conflicts", "config_liger"},
     "config_liger": {"config_rules"},
@@ -52,7 +53,8 @@ LAYERS = {
     "splitting": {"errors"},
     "models": {"errors", "heads"},
     "reference": {"config", "errors"},
-    "backends": {"attention", "core", "errors", "protocols", "stages"},
+    "backends": {"attention", "config_conflicts", "core", "errors", "protocols", "stages"},
+    "pipeline": {"core", "stages"},
     "rewards": {"errors", "prompts", "stages"},
     "reporting": {"config"},
     "window": {"core", "layout", "stages"},
@@ -60,15 +62,28 @@ LAYERS = {
     "recording": {"config", "evaluation", "logbook", "reporting"},
     "parity": {"core", "errors", "layout", "stages"},
     "setup": {
-        *("backends", "config", "core", "data", "errors", "heap", "layout", "linear", "models"),
+        *("agents", "backends", "config", "core", "data", "errors", "heap", "layout", "linear", "models"),
         *("parity", "prompt_queue", "prompts", "protocols", "rewards", "vision", "window"),
     },
     "masking": set(),
     "cli": {
-        *("groupwise", "backends", "config", "errors", "masking", "prompts", "rewards", "stages", "trainer"),
+        *(
+            "__version__",
+            "backends",
+            "config",
+            "core",
+            "errors",
+            "heap",
+            "masking",
+            "prompts",
+            "rewards",
+            "stages",
+        ),
+        "trainer",
     },
     "mixins": {
         *(
+            "agents",
             "backends",
             "config",
             "core",

@@ -227,7 +227,7 @@ def test_evaluation_samples_with_its_own_settings(tmp_path):
             {"temprature": 1.0},
             "no sampler setting; allowed: temperature, .*; nearest valid: 'temperature'",
         ),
-        ({"top_p": 1.5}, r"eval_generation_kwargs\['top_p'\]=1.5 is out of range; .*; nearest valid: 1.0"),
+        ({"top_p": 1.5}, r"eval_generation_kwargs\['top_p'\]=1.5 is out of range; .*; nearest valid: 0.0"),
         ({"temperature": "hot"}, "is out of range; allowed: a number >= 0.0; nearest valid: 0.0"),
     ],
 )

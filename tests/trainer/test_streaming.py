@@ -218,7 +218,7 @@ BAD = [
     ([{"content": "w1"}], r"row 2: the prompt is \[\{'content': 'w1'\}\] \(list\)"),
     (
         LONG,
-        r"row 2: the prompt has 28 tokens, but the model's context of 32 \(max_position_embeddings\) leaves "
+        r"row 2: the prompt has 28 tokens, but a context of 32 \(max_position_embeddings\) leaves "
         r"26 beside max_completion_length=6; .*set max_prompt_length=26",
     ),
     ([{"role": "user", "content": LONG}], r"row 2: the prompt has 30 tokens"),  # <user> and <assistant>

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 from transformers import PreTrainedModel
@@ -17,16 +17,23 @@ from groupwise.setup.policy import text_config
 _MESSAGE_TOKENS = 64
 
 
+class Context(NamedTuple):
+    """Tokens that prompt and completion may have together, and the setting that says so."""
+
+    tokens: int
+    setting: str
+
+
 class PromptCheck:
     """Refuses rows whose prompt is missing, empty or too long.
 
     Args:
         name: the dataset, for messages.
         processing_class: tokenizer or processor.
-        context: tokens that the model was made for; None where that has no limit.
+        context: what limits prompt and completion; None where nothing does.
     """
 
-    def __init__(self, name: str, processing_class: Any, config: GRPOConfig, context: int | None) -> None:
+    def __init__(self, name: str, processing_class: Any, config: GRPOConfig, context: Context | None) -> None:
         self.name = name
         self.tokenizer = getattr(processing_class, "tokenizer", processing_class)
         self.config = config
@@ -70,7 +77,7 @@ class PromptCheck:
 
     def _check_length(self, prompt: Any, where: str) -> None:
         assert self.context is not None
-        room = self.context - self.config.max_completion_length
+        room = self.context.tokens - self.config.max_completion_length
         texts = [message.get("content") or "" for message in prompt] if is_chat(prompt) else [prompt]
         if not all(isinstance(text, str) for text in texts):  # images, whose tokens only the model knows
             return
@@ -90,17 +97,23 @@ class PromptCheck:
             self.template_tokens = length
         if length > room:
             raise ConfigError(
-                f"{where}: the prompt has {length} tokens, but the model's context of {self.context} "
-                f"(max_position_embeddings) leaves {max(room, 0)} beside "
+                f"{where}: the prompt has {length} tokens, but a context of {self.context.tokens} "
+                f"({self.context.setting}) leaves {max(room, 0)} beside "
                 f"max_completion_length={self.config.max_completion_length}; shorten or remove it, "
                 + (f"set max_prompt_length={room}, " if room > 0 else "")
                 + "or lower max_completion_length"
             )
 
 
-def context_length(model: str | PreTrainedModel, config: GRPOConfig) -> int | None:
-    """How many tokens the model was made for; None where its configuration does not say."""
-    return getattr(text_config(model, config), "max_position_embeddings", None)
+def context_length(model: str | PreTrainedModel, config: GRPOConfig) -> Context | None:
+    """How many tokens there may be; None where nothing limits them."""
+    limits = {"max_position_embeddings": getattr(text_config(model, config), "max_position_embeddings", None)}
+    from groupwise.setup.step import chosen_backend
+
+    if chosen_backend(config) == "colocate":
+        limits["vllm_max_model_length"] = config.vllm_max_model_length
+    known = {name: tokens for name, tokens in limits.items() if tokens is not None}
+    return min((Context(tokens, name) for name, tokens in known.items()), default=None)
 
 
 def known_prompts(dataset: Any) -> Iterable[Any] | None:
