@@ -73,19 +73,23 @@ class ColocatedBackend:
         limits = sampling.max_tokens or [self.max_tokens] * len(prompts)
         requests = _requests(prompts, limits, self.max_length)
         seeds = torch.randint(2**62, (len(requests),)).tolist()
+        settings = {**self.sampling, **sampling.overrides}
         with own_random_state():
             answers = self.slice.share(
-                [(*request, seed) for request, seed in zip(requests, seeds, strict=True)], self._answer
+                [(*request, seed) for request, seed in zip(requests, seeds, strict=True)],
+                lambda shared: self._answer(shared, settings),
             )
         return [completion for answer in answers for completion in answer]
 
-    def _answer(self, requests: list[tuple[list[int], int, int, int]]) -> list[list[Completion]]:
+    def _answer(
+        self, requests: list[tuple[list[int], int, int, int]], settings: dict[str, Any]
+    ) -> list[list[Completion]]:
         """The samples of each request: (prompt, number, most tokens, seed)."""
         from vllm.sampling_params import SamplingParams
 
         prompts = [{"prompt_token_ids": prompt} for prompt, *_ in requests]
         params = [
-            SamplingParams(**self.sampling, n=number, max_tokens=limit, seed=seed)
+            SamplingParams(**settings, n=number, max_tokens=limit, seed=seed)
             for _, number, limit, seed in requests
         ]
         outputs = self.engine.generate(prompts, params, use_tqdm=False, **self._adapter())
