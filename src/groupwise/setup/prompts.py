@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from groupwise.config import GRPOConfig
 from groupwise.errors import ConfigError
 from groupwise.prompts import is_chat, tokenize_prompt
+from groupwise.setup.backend import chosen_backend
 from groupwise.setup.policy import text_config
 
 #: More than what a chat template adds to a message.
@@ -108,8 +109,6 @@ class PromptCheck:
 def context_length(model: str | PreTrainedModel, config: GRPOConfig) -> Context | None:
     """How many tokens there may be; None where nothing limits them."""
     limits = {"max_position_embeddings": getattr(text_config(model, config), "max_position_embeddings", None)}
-    from groupwise.setup.step import chosen_backend
-
     if chosen_backend(config) == "colocate":
         limits["vllm_max_model_length"] = config.vllm_max_model_length
     known = {name: tokens for name, tokens in limits.items() if tokens is not None}
@@ -122,5 +121,5 @@ def known_prompts(dataset: Any) -> Iterable[Any] | None:
         made_on_reading = dataset.format["type"] == "custom" or "Image(" in str(dataset.features["prompt"])
         return None if made_on_reading else dataset.with_format(None).select_columns("prompt")["prompt"]
     if isinstance(dataset, (list, tuple)):
-        return [row["prompt"] for row in dataset]
+        return [row.get("prompt") if isinstance(row, dict) else row for row in dataset]
     return None
