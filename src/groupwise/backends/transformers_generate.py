@@ -100,10 +100,14 @@ class TransformersBackend:
 
     def _config_for(self, sampling: Sampling) -> GenerationConfig:
         """The settings of the run; the batch runs on until the row with the highest limit has ended."""
-        if sampling.max_tokens is None:
+        if sampling.max_tokens is None and not sampling.overrides:
             return self.generation_config
         config = copy.deepcopy(self.generation_config)
-        config.max_new_tokens = max(sampling.max_tokens)
+        if sampling.max_tokens is not None:
+            config.max_new_tokens = max(sampling.max_tokens)
+        config.update(**sampling.overrides)
+        if config.temperature == 0:
+            config.update(do_sample=False, temperature=1.0)
         return config
 
     def _completion(self, tokens: list[int]) -> Completion:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import TrainerState
 
 from groupwise.agents import Agents, DrivenAgents
+from groupwise.backends.overriding import Overriding
 from groupwise.backends.rollout_function import call_rollout_function
 from groupwise.backends.weight_stream import weight_stream
 from groupwise.config import GRPOConfig
@@ -66,6 +69,17 @@ class RolloutMixin:
             extra=extra,
             images=images,
         )
+
+    @contextmanager
+    def evaluation_sampling(self) -> Iterator[None]:
+        """Completions are sampled with the settings of evaluation."""
+        backend = self.backend
+        if self.args.eval_generation_kwargs:
+            self.backend = Overriding(backend, self.args.eval_generation_kwargs)  # type: ignore[arg-type, assignment]
+        try:
+            yield
+        finally:
+            self.backend = backend
 
     def roll_out_ahead(self, rows: list[dict[str, Any]], step: int) -> None:
         """Let a server begin with what ``roll_out`` will be called for at optimizer step ``step``."""

@@ -76,8 +76,9 @@ class ColocatedBackend:
         self._wake("kv_cache")
         limits = self._limits(prompts, sampling)
         requests = group_requests(prompts, limits, self.seed, self.version, self.process_index, self._sampled)
+        settings = {**self.sampling, **sampling.overrides}
         with own_random_state():
-            answers = self.slice.share(requests, self._answer)
+            answers = self.slice.share(requests, lambda shared: self._answer(shared, settings))
         return [completion for answer in answers for completion in answer]
 
     def _limits(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[int]:
@@ -91,14 +92,14 @@ class ColocatedBackend:
             )
         return [min(pair) for pair in zip(limits, rooms, strict=True)]
 
-    def _answer(self, requests: list[Request]) -> list[list[Completion]]:
+    def _answer(self, requests: list[Request], settings: dict[str, Any]) -> list[list[Completion]]:
         """The samples of each request."""
         from vllm.sampling_params import SamplingParams
 
         prompts = [{"prompt_token_ids": list(request.prompt)} for request in requests]
         params = [
             SamplingParams(
-                **self.sampling, n=len(request.rows), max_tokens=request.max_tokens, seed=request.seed
+                **settings, n=len(request.rows), max_tokens=request.max_tokens, seed=request.seed
             )
             for request in requests
         ]
