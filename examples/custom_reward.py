@@ -38,7 +38,7 @@ def main():
             **vars(options),
             learning_rate=1e-5,
             per_device_train_batch_size=16,
-            max_completion_length=24,
+            max_completion_length=16,
             logging_steps=1,
             save_strategy="no",
             report_to="none",

@@ -234,7 +234,7 @@ class GRPOConfig(TrainingArguments):
         return super(GRPOConfig, copy.copy(self)).to_dict()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a pickle or a copy takes over: no tokens, because ``training_args.bin`` is pushed with a model."""
+        """What a pickle or a copy takes over: no tokens, as ``training_args.bin`` is pushed with a model."""
         return masked(vars(self))
 
 

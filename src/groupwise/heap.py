@@ -23,3 +23,11 @@ def return_large_blocks() -> bool:
     except (AttributeError, OSError, TypeError):
         return False
     return mallopt(_M_MMAP_THRESHOLD, _THRESHOLD) == 1
+
+
+def give_back() -> None:
+    """Let what was freed go back to the system, where glibc can be told to."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError, TypeError):
+        return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -100,12 +101,21 @@ def completion_rows(
 def _readable(text: Any) -> str:
     if isinstance(text, str):
         return text
-    return "\n".join(f"{message['role']}: {_content(message.get('content'))}" for message in text)
+    return "\n".join(f"{message['role']}: {_said(message)}" for message in text)
 
 
-def _content(content: Any) -> Any:
+def _said(message: dict[str, Any]) -> str:
+    """The content of a message, and the tools that it calls."""
+    calls = [call.get("function", call) for call in message.get("tool_calls") or []]
+    called = [
+        f"{call['name']}({json.dumps(call['arguments'], ensure_ascii=False, default=str)})" for call in calls
+    ]
+    return " ".join(part for part in (_content(message.get("content")), *called) if part)
+
+
+def _content(content: Any) -> str:
     if not isinstance(content, list):
-        return content
+        return str(content or "")
     blocks = [block.get("text") if block["type"] == "text" else f"<{block['type']}>" for block in content]
     return "".join(block or "" for block in blocks)
 
@@ -116,7 +126,9 @@ def _plain(value: Any) -> Any:
 
 def length_metrics(prompt_ids: list[list[int]], completions: list[Completion]) -> Metrics:
     """Token counts and completion lengths, over all completions and over those that ended by themselves."""
-    lengths = [len(completion.token_ids) for completion in completions]
+    lengths = [  # of what the policy wrote: neither tools nor environments
+        len(c.token_ids) if c.loss_mask is None else sum(c.loss_mask) for c in completions
+    ]
     metrics: Metrics = {
         "num_tokens": Sum(float(sum(lengths) + sum(len(ids) for ids in prompt_ids))),
         "completions/clipped_ratio": Mean(

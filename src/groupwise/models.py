@@ -63,11 +63,12 @@ def auto_class(config: Any) -> Any:
     return AutoModelForImageTextToText
 
 
-def load_processing_class(processing_class: Any, model: PreTrainedModel, config: Any) -> Any:
+def load_processing_class(processing_class: Any, model: str | PreTrainedModel, config: Any) -> Any:
     """The tokenizer or processor, padding on the left, with a pad token."""
     if processing_class is None:
+        name = model if isinstance(model, str) else model.config._name_or_path
         processing_class = AutoProcessor.from_pretrained(
-            model.config._name_or_path, trust_remote_code=config.trust_remote_code, padding_side="left"
+            name, trust_remote_code=config.trust_remote_code, padding_side="left"
         )
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if tokenizer.pad_token is None:

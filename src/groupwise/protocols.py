@@ -11,7 +11,12 @@ from groupwise.stages import Completion, Sampling
 
 
 class GenerationBackend(Protocol):
-    """Something that continues prompts."""
+    """Something that continues prompts.
+
+    version: the optimizer step whose weights it samples from; None makes the next sync take place.
+    """
+
+    version: int | None
 
     @property
     def end_tokens(self) -> frozenset[int]:
@@ -21,7 +26,21 @@ class GenerationBackend(Protocol):
         """One completion per prompt, in order; repeated prompts give independent samples."""
 
     def sync_weights(self, params: Iterator[tuple[str, torch.Tensor]], *, step: int) -> None:
-        """Take over the policy's weights as of optimizer step ``step``."""
+        """Take over the policy's weights as of optimizer step ``step``, unless it has them already.
+
+        Args:
+            params: checkpoint names and whole tensors. Sharded ones are gathered on the way: where one
+                process iterates, all must, to the end.
+        """
+
+    def release(self) -> None:
+        """A rollout is over: give back what is not needed before the next ``sync_weights``."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on alike, as plain values."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it over."""
 
     def close(self) -> None:
         """Release what the backend holds."""

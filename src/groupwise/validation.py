@@ -134,25 +134,7 @@ NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "ds3_gather_for_generation": (True,),
     "use_transformers_continuous_batching": (False,),
     "transformers_continuous_batching_config": (None,),
-    "use_vllm": (False,),
-    "vllm_mode": ("colocate",),
-    "vllm_model_impl": ("vllm",),
-    "vllm_enable_sleep_mode": (False,),
-    "vllm_structured_outputs_regex": (None,),
-    "vllm_server_base_url": (None,),
-    "vllm_server_host": ("0.0.0.0",),
-    "vllm_server_port": (8000,),
-    "vllm_server_timeout": (240.0,),
-    "vllm_group_port": (51216,),
-    "vllm_gpu_memory_utilization": (0.3,),
-    "vllm_max_model_length": (None,),
-    "vllm_tensor_parallel_size": (1,),
-    "vllm_engine_kwargs": (None,),
     "eval_pass_at_k": (None,),
-    "max_tool_calling_iterations": (None,),
-    "dynamic_sampling": (False,),
-    "dynamic_sampling_max_rounds": (10,),
-    "rollout_staleness": (0,),
 }
 
 
@@ -164,6 +146,30 @@ def _uses(*surrogates: str) -> Callable[[Any], bool]:
 
 # (fields, whether they are used, why not)
 WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (("cache_implementation",), lambda c: not c.use_vllm, "vLLM has a cache of its own"),
+    (
+        (
+            "vllm_enable_sleep_mode",
+            "vllm_model_impl",
+            "vllm_gpu_memory_utilization",
+            "vllm_max_model_length",
+            "vllm_tensor_parallel_size",
+            "vllm_engine_kwargs",
+        ),
+        lambda c: c.use_vllm and c.vllm_mode == "colocate",
+        "no engine runs in the trainer's process (use_vllm with vllm_mode='colocate')",
+    ),
+    (
+        (
+            "vllm_server_base_url",
+            "vllm_server_host",
+            "vllm_server_port",
+            "vllm_server_timeout",
+            "vllm_group_port",
+        ),
+        lambda c: c.use_vllm and c.vllm_mode == "server",
+        "no server is asked (use_vllm with vllm_mode='server')",
+    ),
     (("delta",), _uses("clipped"), "loss_type has no clipped ratio"),
     (("sapo_temperature_pos", "sapo_temperature_neg"), _uses("sapo"), "loss_type is not 'sapo'"),
     (
@@ -191,6 +197,7 @@ WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] =
         lambda c: c.vllm_importance_sampling_correction,
         "vllm_importance_sampling_correction is False",
     ),
+    (("dynamic_sampling_max_rounds",), lambda c: c.dynamic_sampling, "dynamic_sampling is False"),
     (
         ("num_completions_to_print", "log_unique_prompts", "log_multimodal"),
         lambda c: c.log_completions,

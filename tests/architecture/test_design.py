@@ -24,6 +24,7 @@ CLASSES = [getattr(mixins, name) for name in mixins.__all__]
 
 #: Who may import whom: a room may use itself and the rooms listed.
 LAYERS = {
+    "agents": {"core", "errors", "prompts", "protocols", "stages"},
     "core": {"core"},
     "errors": set(),
     "stages": {"core"},
@@ -49,7 +50,8 @@ LAYERS = {
     "splitting": {"errors"},
     "models": {"errors", "heads"},
     "reference": {"config", "errors"},
-    "backends": {"attention", "core", "errors", "stages"},
+    "backends": {"attention", "config_conflicts", "core", "errors", "stages"},
+    "pipeline": {"core", "stages"},
     "rewards": {"errors", "prompts", "stages"},
     "reporting": {"config"},
     "window": {"core", "layout", "stages"},
@@ -57,15 +59,28 @@ LAYERS = {
     "recording": {"config", "logbook", "reporting"},
     "parity": {"core", "errors", "layout", "stages"},
     "setup": {
-        *("backends", "config", "core", "data", "errors", "heap", "layout", "linear", "models"),
-        *("parity", "protocols", "rewards", "vision", "window"),
+        *("agents", "backends", "config", "core", "data", "errors", "heap", "layout", "linear", "models"),
+        *("parity", "prompts", "protocols", "rewards", "vision", "window"),
     },
     "masking": set(),
     "cli": {
-        *("groupwise", "backends", "config", "errors", "masking", "prompts", "rewards", "stages", "trainer"),
+        *(
+            "__version__",
+            "backends",
+            "config",
+            "core",
+            "errors",
+            "heap",
+            "masking",
+            "prompts",
+            "rewards",
+            "stages",
+        ),
+        "trainer",
     },
     "mixins": {
         *(
+            "agents",
             "backends",
             "config",
             "core",

@@ -44,7 +44,6 @@ UNBUILT = {
     "vllm_tensor_parallel_size": 2,
     "vllm_engine_kwargs": {"seed": 0},
     "eval_pass_at_k": [1],
-    "max_tool_calling_iterations": 3,
     "dynamic_sampling": True,
     "dynamic_sampling_max_rounds": 3,
 }
@@ -187,9 +186,9 @@ def test_wrong_types_are_reported_once_with_the_right_ones(build, name, value, k
 
 def test_all_violations_come_in_one_error(build):
     found, text = _invalid(
-        build, loss_type="grop", beta=-1, temperature=math.nan, top_p=2.0, num_iterations=0, use_vllm=True
+        build, loss_type="grop", beta=-1, temperature=math.nan, top_p=2.0, num_iterations=0, delta=0.0
     )
-    assert set(found) == {"loss_type", "beta", "finite_numbers", "top_p", "num_iterations", "use_vllm"}
+    assert set(found) == {"loss_type", "beta", "finite_numbers", "top_p", "num_iterations", "delta"}
     assert text.startswith("GRPOConfig: 6 invalid setting(s)\n  - ")
     assert all(f"\n  - {message}" in text for message in found.values())
 

@@ -442,3 +442,9 @@ def test_an_evaluation_batch_that_cuts_groups_is_refused(tmp_path):
     run = trainer(tmp_path, eval_dataset=prompts(4), per_device_eval_batch_size=6, num_generations_eval=4)
     with pytest.raises(ConfigError, match=r"6 completions.*num_generations_eval=4; nearest valid: 4 or 8"):
         run.evaluate()
+
+
+def test_a_reference_that_scores_first_leaves_the_layout_alone(tmp_path):
+    run = trainer(tmp_path, beta=0.1, max_steps=1)
+    run.train()  # on-policy, so the reference is the first model that scores
+    assert run.scorer.layout == "shared_prefix"

@@ -46,6 +46,7 @@ class TransformersBackend:
         self.model = model
         self.generation_config = generation_config
         self.pad_to_multiple_of = pad_to_multiple_of
+        self.version: int | None = None
 
     @property
     def end_tokens(self) -> frozenset[int]:
@@ -114,6 +115,16 @@ class TransformersBackend:
     def sync_weights(self, params: Iterator[tuple[str, torch.Tensor]], *, step: int) -> None:
         """Nothing to do: the policy itself generates."""
 
+    def release(self) -> None:
+        """Nothing to give back: the memory is the policy's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing to keep: seeds come from torch's generator."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to take over."""
+
     def close(self) -> None:
         """Nothing to release."""
 
@@ -129,6 +140,28 @@ def _check_every_rank_sees(sampling: Sampling, model: Any) -> None:
         )
 
 
+def check_settings(config: Any) -> None:
+    """Nothing to refuse: the configuration's own rules cover it."""
+
+
+def make_backend(
+    policy: Callable[[], PreTrainedModel], config: Any, processing_class: Any, never: Sequence[int] = ()
+) -> TransformersBackend:
+    """What samples with the policy itself; tokens of ``never`` are not sampled."""
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    sampler = generation_config(config, policy(), tokenizer, never)
+    return TransformersBackend(policy, sampler, config.pad_to_multiple_of)
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: Any) -> list[int]:
+    """Every end token that the model or the tokenizer knows."""
+    own = model.generation_config.eos_token_id if model.generation_config is not None else None
+    tokens = {own} if isinstance(own, int) else set(own or [])
+    if tokenizer.eos_token_id is not None:
+        tokens.add(tokenizer.eos_token_id)
+    return sorted(tokens)
+
+
 def generation_config(
     config: Any, model: PreTrainedModel, tokenizer: Any, never: Sequence[int] = ()
 ) -> GenerationConfig:
@@ -139,10 +172,6 @@ def generation_config(
     Args:
         never: tokens that are not sampled, whatever else the configuration suppresses.
     """
-    own = model.generation_config.eos_token_id if model.generation_config is not None else None
-    end_tokens = {own} if isinstance(own, int) else set(own or [])
-    if tokenizer.eos_token_id is not None:
-        end_tokens.add(tokenizer.eos_token_id)
     settings: dict[str, Any] = {
         "max_new_tokens": config.max_completion_length,
         "do_sample": True,
@@ -154,7 +183,7 @@ def generation_config(
         "cache_implementation": config.cache_implementation,
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": sorted(end_tokens),
+        "eos_token_id": end_tokens(model, tokenizer),
         "use_cache": True,
     }
     settings.update(config.generation_kwargs or {})

@@ -23,7 +23,7 @@ _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "base_layer", "original_
 
 
 @torch.no_grad()
-def weight_stream(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def weight_stream(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Every weight once, adapters merged into the weights that they change; the model stays as it is.
 
     Args:
@@ -176,7 +176,7 @@ def _gathering(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[Any]:
     return GatheredParameters(partitioned)
 
 
-def _conversion(model: nn.Module) -> Any:
+def _conversion(model: Any) -> Any:
     """From the names and shapes that transformers gives weights in memory to those of checkpoints."""
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None and hasattr(model, "config"):

@@ -200,7 +200,7 @@ def _choices(trainer: Any, config: GRPOConfig) -> Iterable[Finding]:
     yield ok(
         "device",
         f"{device}, parameters {str(parameters.dtype).removeprefix('torch.')}, mixed precision {mixed}, "
-        f"attention {trainer.model.config._attn_implementation}",
+        f"attention {trainer.model.config._attn_implementation.removeprefix('groupwise_')}",
     )
     reference = "none (beta=0)" if config.beta == 0 else type(trainer.reference).__name__
     yield ok(

@@ -31,22 +31,22 @@ def fail(subject: str, text: str) -> Finding:
     return Finding("fail", subject, text)
 
 
+_STATUS, _SUBJECT = 6, 15  # columns that the first two fields take
+
+
 def table(findings: Iterable[Finding], width: int | None = None) -> str:
-    """One row per finding, long texts wrapped; the subject is named once for rows that follow each other."""
-    rows = list(findings)
+    """One row per finding; long texts are wrapped.
+
+    Args:
+        width: columns; by default those of the terminal.
+    """
     width = width or min(shutil.get_terminal_size((110, 24)).columns, 140)
-    column = max((len(row.subject) for row in rows), default=0)
-    room = max(width - column - 8, 30)
+    room = max(width - _STATUS - _SUBJECT, 30)
     lines = []
-    previous = None
-    for status, subject, text in rows:
-        first, *others = [
-            part for line in text.splitlines() or [""] for part in textwrap.wrap(line, room) or [""]
-        ]
-        shown = "" if subject == previous else subject
-        lines.append(f"{status:<5} {shown:<{column}}  {first}".rstrip())
-        lines += [f"{'':<{column + 8}}{other}" for other in others]
-        previous = subject
+    for status, subject, text in findings:
+        first, *others = [part for line in text.splitlines() for part in textwrap.wrap(line, room)] or [""]
+        lines.append(f"{status:<{_STATUS}}{subject:<{_SUBJECT}}{first}".rstrip())
+        lines += [" " * (_STATUS + _SUBJECT) + other for other in others]
     return "\n".join(lines)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import threading
 import time
@@ -15,7 +16,9 @@ import torch
 
 from groupwise.cli.report import Finding, fail, ok, warn
 from groupwise.config import GRPOConfig
+from groupwise.core.advantages import combined_rewards
 from groupwise.errors import RewardError
+from groupwise.heap import give_back
 from groupwise.rewards.calling import call_rewards
 from groupwise.stages import Completion, RolloutBatch
 from groupwise.trainer import GRPOTrainer
@@ -86,7 +89,6 @@ def reward_findings(
     """Each reward function by itself on the same completions: failures, None, constants, slowness."""
     columns: list[list[float]] = []
     for function, name in zip(trainer.reward_callables, trainer.reward_func_names, strict=True):
-        subject = f"reward {name}"
         start = time.perf_counter()
         try:
             called = call_rewards(
@@ -99,42 +101,43 @@ def reward_findings(
                 log_metric=lambda metric, value: None,
             )
         except RewardError as error:
-            yield fail(subject, str(error))
+            yield fail("reward", str(error))
             continue
         seconds = time.perf_counter() - start
         values = [sum(r for _, r in v) if isinstance(v, list) else v for v in called.rewards_FB[0]]
         columns.append(values)
-        yield from _value_findings(subject, values, seconds)
+        yield from _value_findings(name, values, seconds)
         if seconds > max(sampling_seconds, 0.5):
             yield warn(
-                subject,
-                f"slow: {seconds:.1f} s, sampling the completions took {sampling_seconds:.1f} s; consider an "
+                "reward",
+                f"{name}: slow, {seconds:.1f} s where sampling took {sampling_seconds:.1f} s; consider an "
                 "async function and reward_timeout",
             )
-    if columns:
-        yield from _group_findings(columns, trainer.num_generations)
+    if len(columns) == len(trainer.reward_callables):
+        total_N = combined_rewards(torch.tensor(columns).T, trainer.reward_weights)
+        yield from _group_findings(total_N.view(-1, trainer.num_generations).tolist())
 
 
-def _value_findings(subject: str, values: list[float], seconds: float) -> Iterator[Finding]:
+def _value_findings(name: str, values: list[float], seconds: float) -> Iterator[Finding]:
     scored = [value for value in values if not math.isnan(value)]
-    absent = f", None for {len(values) - len(scored)}" if len(scored) < len(values) else ""
     if not scored:
-        yield warn(subject, f"None for all {len(values)} completions ({seconds:.2f} s)")
+        yield warn("reward", f"{name}: None for all {len(values)} completions ({seconds:.2f} s)")
         return
-    spread = f"mean {sum(scored) / len(scored):.3g}, from {min(scored):.3g} to {max(scored):.3g}{absent}"
+    text = f"mean {sum(scored) / len(scored):.3g}, from {min(scored):.3g} to {max(scored):.3g}"
+    if len(scored) < len(values):
+        text += f", None for {len(values) - len(scored)} of {len(values)}"
     if min(scored) == max(scored):
-        yield warn(subject, f"constant: {spread} ({seconds:.2f} s); without differences nothing is learnt")
+        yield warn("reward", f"{name}: constant, {text} ({seconds:.2f} s); nothing is learnt from it")
     else:
-        yield ok(subject, f"{spread} ({seconds:.2f} s)")
+        yield ok("reward", f"{name}: {text} ({seconds:.2f} s)")
 
 
-def _group_findings(columns: list[list[float]], group: int) -> Iterator[Finding]:
-    """How many groups have completions of different total reward."""
-    totals = [sum(v for v in row if not math.isnan(v)) for row in zip(*columns, strict=True)]
-    groups = [totals[start : start + group] for start in range(0, len(totals), group)]
-    varied = sum(min(values) < max(values) for values in groups)
+def _group_findings(groups: list[list[float]]) -> Iterator[Finding]:
+    """How many groups have completions of different total reward; NaN is a completion without any."""
+    scored = [[value for value in group if not math.isnan(value)] for group in groups]
+    varied = sum(min(group) < max(group) for group in scored if group)
     text = f"{varied} of {len(groups)} sampled groups have rewards that differ"
-    yield ok("rewards", text) if varied else warn("rewards", f"{text}: no gradient would come from them")
+    yield ok("reward", text) if varied else warn("reward", f"{text}: no gradient would come from them")
 
 
 class _Peak:
@@ -153,6 +156,9 @@ class _Peak:
             self.above = max(self.above, self._used() - self.before)
 
     def __enter__(self) -> _Peak:
+        gc.collect()
+        if not self.cuda:
+            give_back()  # what is free but still held would hide what is taken
         self.before = self._used()
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -235,4 +241,4 @@ def _size(parameters: Iterable[torch.Tensor]) -> int:
 
 
 def _gb(size: int) -> str:
-    return f"{size / 1e9:.2f} GB"
+    return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"

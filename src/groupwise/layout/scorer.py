@@ -94,11 +94,12 @@ class TokenScorer:
         self, model: Any, batch: TrainBatch, *, with_entropy: bool, with_aux_loss: bool = False
     ) -> TokenScores:
         """Log-probs (and entropies), (B, C), of the completion tokens under ``model``, wrapped or not."""
-        if not self.checked:
+        # A model that came later, such as a reference, has its attention opened here: before it is compared.
+        opened = self.layout != "padded" and open_attention(base_model(model))
+        if opened and not self.checked:
             self.checked = True
             self._check(model, batch)
-        # A model that came later, such as a reference, has its attention opened here.
-        if self.layout == "padded" or not open_attention(base_model(model)):
+        if self.layout == "padded" or not opened:
             return score_padded(
                 model, batch, self.head, with_entropy=with_entropy, with_aux_loss=with_aux_loss
             )

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import TrainerState
+
+from groupwise.agents import Agents
 from groupwise.backends.rollout_function import call_rollout_function
+from groupwise.backends.weight_stream import weight_stream
 from groupwise.config import GRPOConfig
 from groupwise.core.images import ImageInputs
 from groupwise.prompts import as_completion, same_prompt, tokenize_prompt
@@ -14,12 +18,18 @@ from groupwise.vision import check_rollout, image_prompt, is_processor, read_pro
 
 
 class RolloutMixin:
-    """Owns the generation backend and the user's rollout function."""
+    """Owns the generation backend, the loop over turns and the user's rollout function."""
 
     args: GRPOConfig
+    state: TrainerState
     processing_class: Any
     backend: GenerationBackend
     rollout_func: RolloutFunction | None
+    agents: Agents | None
+
+    def sync_sampler(self, policy: Any) -> None:
+        """Give the backend the weights of ``policy``, if an optimizer step has changed them since."""
+        self.backend.sync_weights(weight_stream(policy), step=self.state.global_step)
 
     def roll_out(self, rows: list[dict[str, Any]]) -> RolloutBatch:
         """Sample one completion for each row; a prompt that stands in several rows gets several samples.
@@ -29,6 +39,8 @@ class RolloutMixin:
         Args:
             rows: dataset rows with a ``prompt``; rows of one group are next to each other.
         """
+        if self.agents is not None:
+            return self.agents.roll_out(rows, self.backend)
         prompts = [image_prompt(row) for row in rows]
         extra: dict[str, list[Any]] = {}
         images = None
@@ -54,6 +66,12 @@ class RolloutMixin:
             extra=extra,
             images=images,
         )
+
+    def roll_out_ahead(self, rows: list[dict[str, Any]], step: int) -> None:
+        """Let a server begin with what ``roll_out`` will be called for at optimizer step ``step``."""
+        if self.rollout_func is None:
+            prompt_ids, images = self._tokenize(rows, [image_prompt(row) for row in rows])
+            self.backend.generate_ahead(prompt_ids, Sampling(images=images), step=step)  # type: ignore[attr-defined]
 
     def _tokenize(
         self, rows: list[dict[str, Any]], prompts: list[Any]

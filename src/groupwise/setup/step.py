@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,6 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from transformers import PreTrainedModel
 
-from groupwise.backends.transformers_generate import TransformersBackend, generation_config
 from groupwise.config import GRPOConfig
 from groupwise.core.objectives import OBJECTIVES
 from groupwise.layout import HeadSettings, TokenScorer, choose_layout
@@ -24,6 +24,28 @@ from groupwise.window import Cut
 logger = logging.getLogger(__name__)
 
 
+# the module that holds its check_settings and make_backend; loaded when it is chosen
+_BACKENDS = {
+    "transformers": "transformers_generate",
+    "colocate": "vllm.colocate",
+    "server": "vllm.server",
+}
+
+
+def chosen_backend(config: GRPOConfig) -> str:
+    """What generates: "transformers", or the mode in which vLLM does."""
+    return config.vllm_mode if config.use_vllm else "transformers"
+
+
+def check_backend(config: GRPOConfig) -> None:
+    """Refuse settings that the chosen backend cannot follow, before anything is loaded."""
+    _backend_module(config).check_settings(config)
+
+
+def _backend_module(config: GRPOConfig) -> Any:
+    return importlib.import_module(f"groupwise.backends.{_BACKENDS[chosen_backend(config)]}")
+
+
 def make_backend(
     policy: Callable[[], PreTrainedModel], config: GRPOConfig, processing_class: Any
 ) -> GenerationBackend:
@@ -33,10 +55,8 @@ def make_backend(
         policy: returns the unwrapped policy; training may wrap it anew.
     """
     _warn_about_truncated_sampling(config)
-    tokenizer = getattr(processing_class, "tokenizer", processing_class)
     never = sampled_never(policy(), processing_class)
-    sampler = generation_config(config, policy(), tokenizer, never)
-    return TransformersBackend(policy, sampler, config.pad_to_multiple_of)
+    return _backend_module(config).make_backend(policy, config, processing_class, never)
 
 
 def _truncating(config: GRPOConfig) -> str:

@@ -16,6 +16,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -71,10 +72,16 @@ class WeightSender:
     def push(self, buckets: Iterable[Bucket], receiver: WeightReceiver, version: int) -> None:
         """Replace the engine's weights; ``version`` is the optimizer step they are from.
 
-        An exception leaves the engine with half an update: another push must succeed before it generates.
+        After an exception the engine has part of the new weights: another push must succeed before it
+        generates.
         """
         receiver.start_weight_update()
-        kept = [self.send(bucket, receiver) for bucket in buckets]
+        try:
+            kept = [self.send(bucket, receiver) for bucket in buckets]
+        except BaseException:
+            with suppress(Exception):  # it may have ended the update itself
+                receiver.finish_weight_update()
+            raise
         receiver.finish_weight_update(str(version))
         del kept
 

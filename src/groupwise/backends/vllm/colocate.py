@@ -1,0 +1,244 @@
+"""A vLLM engine inside the trainer's process.
+
+It starts with the shape of the policy and none of its weights, which arrive before the first token and after
+every optimizer step, tensor by tensor from this process's memory.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from groupwise.backends.transformers_generate import end_tokens as find_end_tokens
+from groupwise.backends.vllm.engine import check_engine, engine_arguments, sampling_arguments
+from groupwise.backends.vllm.isolation import own_random_state
+from groupwise.backends.vllm.plugin import register
+from groupwise.backends.vllm.slices import EngineSlice
+from groupwise.backends.vllm.transport import LocalSender
+from groupwise.backends.weight_stream import buckets
+from groupwise.errors import BackendError, ConfigError
+from groupwise.stages import Completion, Sampling
+
+_AS_CONFIGURED = Sampling()
+
+
+class ColocatedBackend:
+    """Samples with an engine that shares process and device with the trainer.
+
+    Args:
+        engine: a ``vllm.LLM``.
+        sampling: arguments of ``SamplingParams`` that all requests share.
+        end_tokens: every token that ends a completion.
+        max_tokens: the configured limit of completions.
+        slice_: the processes that share one engine.
+        sleeps: the engine gives its memory back while the trainer trains.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        sampling: dict[str, Any],
+        end_tokens: frozenset[int],
+        max_tokens: int,
+        slice_: EngineSlice,
+        *,
+        sleeps: bool = False,
+    ) -> None:
+        self.engine, self.sampling, self.end_tokens = engine, sampling, end_tokens
+        self.max_tokens, self.slice, self.sleeps = max_tokens, slice_, sleeps
+        self.max_length: int = engine.model_config.max_model_len
+        self.version: int | None = None
+        self.sender = LocalSender()
+        self.receiver = LocalReceiver(engine)
+        self.sender.connect(self.receiver)
+        self.asleep: set[str] = set()
+        self.release()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling = _AS_CONFIGURED
+    ) -> list[Completion]:
+        """One completion per prompt, in order; equal neighbours are samples of one request.
+
+        Raises:
+            BackendError: a prompt leaves no room for a completion, or the weights never came.
+        """
+        if self.version is None:
+            raise BackendError("the engine has no weights; call sync_weights before generate")
+        self._wake("kv_cache")
+        limits = sampling.max_tokens or [self.max_tokens] * len(prompts)
+        requests = _requests(prompts, limits, self.max_length)
+        seeds = torch.randint(2**62, (len(requests),)).tolist()
+        with own_random_state():
+            answers = self.slice.share(
+                [(*request, seed) for request, seed in zip(requests, seeds, strict=True)], self._answer
+            )
+        return [completion for answer in answers for completion in answer]
+
+    def _answer(self, requests: list[tuple[list[int], int, int, int]]) -> list[list[Completion]]:
+        """The samples of each request: (prompt, number, most tokens, seed)."""
+        from vllm.sampling_params import SamplingParams
+
+        prompts = [{"prompt_token_ids": prompt} for prompt, *_ in requests]
+        params = [
+            SamplingParams(**self.sampling, n=number, max_tokens=limit, seed=seed)
+            for _, number, limit, seed in requests
+        ]
+        outputs = self.engine.generate(prompts, params, use_tqdm=False, **self._adapter())
+        return [[self._completion(sample) for sample in output.outputs] for output in outputs]
+
+    def _adapter(self) -> dict[str, Any]:
+        return {}
+
+    def _completion(self, sample: Any) -> Completion:
+        tokens = list(sample.token_ids)
+        logps = [entry[token].logprob for token, entry in zip(tokens, sample.logprobs, strict=True)]
+        return Completion(
+            tokens,
+            logps=logps,
+            truncated=sample.finish_reason == "length",
+            versions=[self.version] * len(tokens),
+        )
+
+    def sync_weights(self, params: Iterator[tuple[str, torch.Tensor]], *, step: int) -> None:
+        """Take over the weights of optimizer step ``step``, unless they are there; the caches start anew."""
+        if self.version == step:
+            return
+        self._wake("weights")
+        self.version = None  # what follows leaves no usable weights if it fails
+        self._take(params, step)
+        self.engine.reset_prefix_cache()
+        self.version = step
+
+    def _take(self, params: Iterator[tuple[str, torch.Tensor]], step: int) -> None:
+        with own_random_state():
+            self.sender.push(buckets(params), self.receiver, step)
+
+    def release(self) -> None:
+        """Give the memory back until the next sync; without sleep mode, keep it."""
+        if self.sleeps and not self.asleep:
+            self.engine.sleep(level=2)  # discards the weights too: the trainer has them
+            self.asleep = {"weights", "kv_cache"}
+            self.version = None
+
+    def _wake(self, part: str) -> None:
+        if part in self.asleep:
+            torch.cuda.empty_cache()  # what the trainer holds but does not use
+            self.engine.wake_up(tags=[part])
+            self.asleep.discard(part)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing to keep: seeds come from torch's generator."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to take over."""
+
+    def close(self) -> None:
+        """Shut the engine down and free its memory."""
+        self.sender.close()
+        if self.engine is not None:
+            self.engine.llm_engine.engine_core.shutdown()
+            self.engine = None
+
+
+class LocalReceiver:
+    """``vllm.LLM`` behind the interface of the senders."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.engine.init_weight_transfer_engine({"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self.engine.start_weight_update()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.engine.update_weights({"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.engine.finish_weight_update(weight_version)
+
+
+def _requests(
+    prompts: Sequence[Sequence[int]], limits: Sequence[int], max_length: int
+) -> list[tuple[list[int], int, int]]:
+    """Prompt, number of samples and most tokens of each request."""
+    requests = []
+    for (prompt, limit), same in groupby(zip(map(tuple, prompts), limits, strict=True)):
+        room = max_length - len(prompt)
+        if room < 1:
+            raise BackendError(
+                f"a prompt has {len(prompt)} tokens, and the engine takes {max_length} for prompt and "
+                "completion; set vllm_max_model_length higher, or max_prompt_length"
+            )
+        requests.append((list(prompt), len(list(same)), min(limit, room)))
+    return requests
+
+
+def check_settings(config: Any) -> None:
+    """Refuse what an engine of this process cannot follow."""
+    check_engine(config)
+
+
+def make_backend(
+    policy: Callable[[], PreTrainedModel], config: Any, processing_class: Any, never: Sequence[int] = ()
+) -> ColocatedBackend:
+    """Start the engine of this process.
+
+    Args:
+        never: tokens that are not sampled.
+        config: a ``GRPOConfig`` that ``check_settings`` has seen.
+    """
+    model: Any = policy()
+    check_policy(model, processing_class)
+    from vllm import LLM
+
+    register()
+    end_tokens = find_end_tokens(model, getattr(processing_class, "tokenizer", processing_class))
+    sampling = sampling_arguments(config, end_tokens, never)
+    slice_ = EngineSlice.of(config.vllm_tensor_parallel_size, config.world_size, config.process_index)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    with tempfile.TemporaryDirectory(prefix="groupwise-") as directory, own_random_state():
+        base.config.save_pretrained(directory)
+        processing_class.save_pretrained(directory)
+        engine = LLM(**engine_arguments(config, directory, _dtype(config, base)))
+    return ColocatedBackend(
+        engine,
+        sampling,
+        frozenset(end_tokens),
+        config.max_completion_length,
+        slice_,
+        sleeps=config.vllm_enable_sleep_mode,
+    )
+
+
+def check_policy(model: Any, processing_class: Any) -> None:
+    """Refuse a policy that an engine cannot stand in for."""
+    if hasattr(processing_class, "image_processor"):
+        raise ConfigError(
+            "use_vllm=True does not pass images on to the engine; set use_vllm=False, or pass the tokenizer "
+            "alone as processing_class to train on text"
+        )
+    if getattr(model, "is_quantized", False):
+        raise ConfigError(
+            "the policy is quantised, and use_vllm=True would hand its weights to an engine that is not; set "
+            "use_vllm=False, or leave quantization_config out"
+        )
+    if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
+        raise ConfigError(
+            "the adapter adds virtual tokens to prompts, which no weights of an engine can express; use LoRA "
+            "or another adapter of weights, or set use_vllm=False"
+        )
+
+
+def _dtype(config: Any, model: PreTrainedModel) -> str:
+    """What the trainer computes in, by its name."""
+    if config.bf16 or config.fp16:
+        return "bfloat16" if config.bf16 else "float16"
+    return str(model.dtype).removeprefix("torch.")

@@ -1,0 +1,138 @@
+"""A stand-in for a vLLM server: its routes, and the ways in which it can fail, in a few threads."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+
+class FakeVLLM:
+    """Answers like vLLM; completion i of a prompt is [last prompt token, seed % 97, i] and an end token.
+
+    failures: answers to give instead, by path, used up one by one: a status, "drop" (closes the connection),
+        "hang", a finish reason, or a function that returns one of them or None.
+    """
+
+    def __init__(self, port: int = 0) -> None:
+        self.failures: dict[str, list[Any]] = {}
+        self.seen: Counter[str] = Counter()
+        self.bodies: list[tuple[str, Any]] = []
+        self.keys: set[str | None] = set()
+        self.connections = 0
+        self.version, self.paused, self.tokens = "default", False, 0.0
+        self.info = {
+            "model_config": {
+                "model": "tiny",
+                "dtype": "torch.float32",
+                "logprobs_mode": "processed_logprobs",
+                "max_model_len": 128,
+            },
+            "scheduler_config": {"max_num_seqs": 16},
+            "weight_transfer_config": {"backend": "groupwise"},
+        }
+        self.http = _Server(("127.0.0.1", port), _Handler)
+        self.http.fake = self
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    def answer(self, path: str, query: dict[str, list[str]], body: Any) -> Any:
+        if path == "/inference/v1/generate":
+            return self._generate(body)
+        if path == "/finish_weight_update":
+            self.version = body.get("weight_version", self.version)
+        if path == "/pause":
+            assert query == {"mode": ["keep"]}
+        if path in ("/pause", "/resume"):
+            self.paused = path == "/pause"
+        answers = {
+            "/server_info": {"vllm_config": self.info},
+            "/weight_info": {"weight_version": self.version},
+            "/get_world_size": {"world_size": 1},
+            "/metrics": f'vllm:generation_tokens_total{{engine="0"}} {self.tokens}\n',
+        }
+        return answers.get(path, {})
+
+    def _generate(self, body: Any) -> Any:
+        sampling = body["sampling_params"]
+        choices = []
+        for index in range(sampling["n"]):
+            tokens = [body["token_ids"][-1], sampling["seed"] % 97, index, 1][: sampling["max_tokens"]]
+            content = [{"token_id": token, "logprob": -0.5 * (i + 1)} for i, token in enumerate(tokens)]
+            choices.append(
+                {
+                    "index": index,
+                    "token_ids": tokens,
+                    "logprobs": {"content": content},
+                    "finish_reason": "stop" if tokens[-1] == 1 else "length",
+                    "weight_versions": [{"version": self.version, "start": 0, "end": len(tokens)}],
+                }
+            )
+        return {"choices": choices[::-1]}
+
+    def close(self) -> None:
+        """Gone, as after a kill: open connections end, new ones are refused."""
+        self.http.shutdown()
+        self.http.server_close()
+        for connection in list(self.http.open_connections):
+            connection.close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    fake: FakeVLLM
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.open_connections: set[Any] = set()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def setup(self) -> None:
+        super().setup()
+        self.server.open_connections.add(self.connection)
+        self.server.fake.connections += 1
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        fake = self.server.fake
+        url = urlsplit(self.path)
+        length = int(self.headers.get("Content-Length") or 0)
+        body = json.loads(self.rfile.read(length)) if length else None
+        fake.seen[url.path] += 1
+        fake.bodies.append((url.path, body))
+        fake.keys.add(self.headers.get("Authorization"))
+        planned = fake.failures.get(url.path, [])
+        failure = planned.pop(0) if planned else None
+        if callable(failure):
+            failure = failure()
+        if failure == "drop":
+            self.close_connection = True
+            self.connection.close()
+            return
+        while failure == "hang":
+            time.sleep(0.05)
+        status = failure if isinstance(failure, int) else 200
+        answer = {"error": {"message": "as planned"}} if status != 200 else None
+        if answer is None:
+            answer = fake.answer(url.path, parse_qs(url.query), body)
+            if isinstance(failure, str):
+                answer["choices"][0]["finish_reason"] = failure
+        text = answer if isinstance(answer, str) else json.dumps(answer)
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text.encode())))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    do_POST = do_GET

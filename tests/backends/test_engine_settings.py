@@ -1,0 +1,206 @@
+"""Settings that vLLM would refuse late or not at all; transport and sleep order without an engine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from importlib.machinery import ModuleSpec
+from types import SimpleNamespace
+
+import pytest
+import torch
+from runs import policy, prompts, tokenizer, trainer
+
+from groupwise import ConfigError
+from groupwise.backends.vllm import engine
+from groupwise.backends.vllm.colocate import ColocatedBackend
+from groupwise.backends.vllm.slices import EngineSlice
+from groupwise.backends.vllm.transport import LocalSender, SharedMemorySender
+from groupwise.errors import BackendError
+from groupwise.stages import Sampling
+
+
+def refused(tmp_path, **settings):
+    with pytest.raises(ConfigError) as error:
+        trainer(tmp_path, use_vllm=True, **settings)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "spec", [None, ModuleSpec("vllm", None, is_package=True)], ids=["nothing", "directory"]
+)
+def test_without_vllm_the_error_says_what_to_install(tmp_path, monkeypatch, spec):
+    """Python finds a directory called vllm in the working directory, too: a package without code."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: spec if name == "vllm" else find(name, *a)
+    )
+    assert "install groupwise[vllm]" in refused(tmp_path)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"vllm_engine_kwargs": {"max_num_seq": 8}}, r"vllm_engine_kwargs['max_num_seq'] is unknown"),
+        ({"vllm_engine_kwargs": {"max_num_seq": 8}}, "nearest valid: 'max_num_seqs'"),
+        ({"vllm_engine_kwargs": {"max_model_len": 8}}, "it follows vllm_max_model_length"),
+        ({"generation_kwargs": {"best": 2}}, "generation_kwargs['best'] is unknown"),
+        ({"generation_kwargs": {"n": 2}}, "generation_kwargs['n'] is decided by the trainer"),
+        ({"vllm_enable_sleep_mode": True}, "frees GPU memory"),
+        ({"vllm_max_model_length": 9}, "nearest valid: vllm_max_model_length=10"),
+    ],
+)
+def test_settings_are_refused_before_anything_is_built(tmp_path, settings, message):
+    pytest.importorskip("vllm")
+    assert message in refused(tmp_path, train_dataset=prompts(8), **settings)
+
+
+@pytest.mark.vllm
+def test_an_engine_in_another_process_is_refused(tmp_path, monkeypatch):
+    pytest.importorskip("vllm")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    assert "use vllm_mode='server'" in refused(tmp_path)
+
+
+def test_what_the_user_set_in_the_environment_stays(monkeypatch):
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
+    cpu = SimpleNamespace(device=torch.device("cpu"), vllm_tensor_parallel_size=1, world_size=1)
+    engine.prepare_environment(cpu)
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG" and os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+class FakeEngine:
+    """Writes down what it is asked to do."""
+
+    def __init__(self):
+        self.calls = []
+        self.model_config = SimpleNamespace(max_model_len=64)
+
+    def __getattr__(self, name):
+        def call(*args, **kwargs):
+            self.calls.append((name, *args, *kwargs.values()))
+            if name == "update_weights" and isinstance(args[0]["update_info"].get("weights"), Exception):
+                raise args[0]["update_info"]["weights"]
+            return []
+
+        return call
+
+    def names(self):
+        called, self.calls = self.calls, []
+        return [name for name, *_ in called]
+
+
+@pytest.fixture
+def sleeping(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    backend = ColocatedBackend(FakeEngine(), {}, frozenset([1]), 8, EngineSlice(), sleeps=True)
+    backend._answer = lambda requests: backend.engine.generate(requests)
+    return backend
+
+
+def test_the_engine_sleeps_while_the_trainer_trains(sleeping):
+    engine = sleeping.engine
+    assert engine.names() == ["init_weight_transfer_engine", "sleep"]
+    for step in (0, 1):
+        # Weights first, so that the cache finds its memory only when they are in place.
+        sleeping.sync_weights(iter([("w", torch.ones(2))]), step=step)
+        update = ["start_weight_update", "update_weights", "finish_weight_update", "reset_prefix_cache"]
+        assert engine.names() == ["wake_up", *update]
+        sleeping.generate([[5]], Sampling())
+        sleeping.generate([[5]], Sampling())
+        assert engine.names() == ["wake_up", "generate", "generate"]
+        sleeping.release()
+        assert engine.calls == [("sleep", 2)] and sleeping.version is None
+        engine.names()
+
+
+def test_a_failed_push_leaves_no_version_and_ends_the_update(sleeping):
+    sleeping.engine.names()
+
+    def broken():
+        yield "w", torch.ones(2)
+        raise RuntimeError("gathering failed")
+
+    with pytest.raises(RuntimeError, match="gathering failed"):
+        sleeping.sync_weights(broken(), step=3)
+    assert sleeping.engine.names() == ["wake_up", "start_weight_update", "finish_weight_update"]
+    assert sleeping.version is None
+    with pytest.raises(BackendError, match="no weights"):
+        sleeping.generate([[5]], Sampling())
+
+
+class Receiver:
+    """Reads a file as the engine's side does."""
+
+    def __init__(self):
+        self.infos, self.got = [], {}
+
+    def init_weight_transfer_engine(self, init_info):
+        self.infos.append(init_info)
+
+    def start_weight_update(self):
+        self.got = {}
+
+    def update_weights(self, update_info):
+        from safetensors.torch import load_file
+
+        self.got |= load_file(update_info["path"])
+
+    def finish_weight_update(self, weight_version=None):
+        self.infos.append(weight_version)
+
+
+def test_buckets_travel_through_shared_memory_and_leave_nothing(tmp_path):
+    sender, receiver = SharedMemorySender(tmp_path), Receiver()
+    sender.connect(receiver)
+    weights = {name: tensor.detach() for name, tensor in policy().state_dict().items()}
+    pairs = list(weights.items())
+    sender.push([pairs[:3], pairs[3:]], receiver, version=7)
+    assert receiver.infos == [{}, "7"] and receiver.got.keys() == weights.keys()
+    assert all(torch.equal(receiver.got[name], tensor) for name, tensor in weights.items())
+    assert list(sender.directory.iterdir()) == []
+    sender.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bucket_that_shared_memory_cannot_hold_is_refused(tmp_path, monkeypatch):
+    sender = SharedMemorySender(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=2**20))
+    with pytest.raises(BackendError, match=r"2 MB .*1 MB left.*--shm-size"):
+        sender.push([[("w", torch.zeros(2**19))]], Receiver(), version=1)
+    sender.close()
+
+
+def test_the_local_sender_hands_over_the_tensors_themselves():
+    engine, tensor = FakeEngine(), torch.ones(3)
+    from groupwise.backends.vllm.colocate import LocalReceiver
+
+    LocalSender().push([[("w", tensor)]], LocalReceiver(engine), version=1)
+    (_, given) = next(call for call in engine.calls if call[0] == "update_weights")
+    assert given["update_info"]["weights"][0][1] is tensor
+
+
+def test_processes_of_one_engine_answer_for_all_and_keep_their_own(monkeypatch):
+    asked = []
+
+    def answer(requests):
+        asked.append(list(requests))
+        return [request * 10 for request in requests]
+
+    def gather(everyone, mine, group):
+        everyone[:] = [[1, 2, 3], mine]
+
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    assert EngineSlice(2, 1, "group").share([4, 5], answer) == [40, 50]
+    assert asked == [[1, 2, 3, 4, 5]]
+
+
+def test_images_are_not_swallowed(tmp_path, monkeypatch):
+    from groupwise.backends.vllm.colocate import make_backend
+
+    processor = tokenizer()
+    processor.image_processor = object()
+    with pytest.raises(ConfigError, match="does not pass images"):
+        make_backend(policy, SimpleNamespace(), processor)

@@ -1,0 +1,100 @@
+"""Training on a real ``vllm serve``: weights arrive, and a server that is killed is no end of the run."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from engine_runs import engine_greedy, greedy, policy, trainer, trainer_logps
+from vllm_process import ServerProcess
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
+]
+
+PROMPTS = [[4, 5], [6], [7, 8, 9], [10, 11, 12, 13]]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    process = ServerProcess(tmp_path_factory.mktemp("server")).start().wait()
+    yield process
+    process.kill()
+
+
+def run_for(server, directory, **given):
+    settings = {"vllm_mode": "server", "vllm_server_base_url": server.url, "vllm_server_timeout": 120.0}
+    return trainer(directory, **{**settings, "vllm_engine_kwargs": None, **given})
+
+
+def history(run):
+    kept = ("loss", "grad_norm", "reward", "completions/mean_length")
+    return [{name: line[name] for name in kept} for line in run.state.log_history if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def trained(server, tmp_path_factory):
+    """Two optimizer steps."""
+    made = run_for(server, tmp_path_factory.mktemp("run"))
+    made.train()
+    yield made
+    made.backend.close()
+
+
+def test_the_server_samples_from_the_weights_of_every_step(trained):
+    lines = [line for line in trained.state.log_history if "loss" in line]
+    assert len(lines) == 2 and trained.backend.version == 1
+    for line in lines:
+        assert line["staleness"] == 0 and line["time/sync"] > 0
+        assert line["sampling/sampling_logp_difference/max"] < 1e-3
+
+
+def test_after_a_sync_greedy_output_is_the_trainers(trained):
+    before = engine_greedy(trained.backend, PROMPTS)
+    trained.sync_sampler(trained.model)
+    after = engine_greedy(trained.backend, PROMPTS)
+    assert after == greedy(trained.model, PROMPTS, 6, trained.backend.end_tokens)
+    assert after != before or trained.backend.version == 2
+
+
+def test_log_probs_are_those_of_the_sampling_distribution(server, tmp_path):
+    run = run_for(server, tmp_path, temperature=0.7)
+    run.sync_sampler(run.model)
+    for prompt in PROMPTS[:2]:
+        for completion in run.backend.generate([prompt] * 2):
+            expected = trainer_logps(run.model, prompt, completion.token_ids, 0.7)
+            # Both compute in float32.
+            assert torch.tensor(completion.logps).double().sub(expected).abs().max() < 1e-4
+            assert completion.versions == [0] * len(completion.token_ids)
+    run.backend.close()
+
+
+def test_a_server_that_is_killed_leaves_no_trace_in_the_history(server, tmp_path):
+    undisturbed = run_for(server, tmp_path / "one", max_steps=3)
+    undisturbed.train()
+
+    disturbed = run_for(server, tmp_path / "two", max_steps=3)
+    submit, calls = disturbed.backend._ask, []
+
+    def ask_and_kill(requests):
+        submit(requests)
+        calls.append(len(requests))
+        if len(calls) == 2:  # the second step's completions are on their way
+            server.kill()
+            server.start()
+
+    disturbed.backend._ask = ask_and_kill
+    disturbed.train()
+    assert history(disturbed) == history(undisturbed)
+    for name, weight in undisturbed.model.state_dict().items():
+        assert torch.equal(weight, disturbed.model.state_dict()[name])
+    disturbed.backend.close()
+
+
+def test_another_model_is_refused_before_training(server, tmp_path):
+    run = run_for(server, tmp_path, model=policy(hidden_size=128))
+    with pytest.raises(RuntimeError, match=r"hidden_size=64, but the policy has 128"):
+        run.train()

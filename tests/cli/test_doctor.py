@@ -1,0 +1,156 @@
+"""The doctor finds what would fail, and lets sound runs pass."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import runs
+
+from groupwise import GRPOConfig
+from groupwise.cli import main, report
+from groupwise.cli.checks import batch_findings, length_findings, row_findings, tokenizer_findings
+
+
+def config(**changes) -> GRPOConfig:
+    settings = {"per_device_train_batch_size": 4, "num_generations": 4, "use_cpu": True, "bf16": False}
+    return GRPOConfig("out", **{**settings, **changes})
+
+
+def texts(findings, status: str) -> list[str]:
+    return [finding.text for finding in findings if finding.status == status]
+
+
+def test_a_sound_run_passes(run_file, capfd):
+    assert main(["doctor", "--config", run_file(rewards=["my_rewards:even", "my_rewards:undecided"])]) == 0
+    shown = capfd.readouterr().out
+    assert "4 completions at a time = 4 per device x 1 process(es) x 1 micro-batch(es)" in shown
+    assert "8 prompts, 8 optimizer steps per epoch, 1 in all" in shown
+    assert "longest prompt and completion: 8 of 128 positions" in shown
+    assert re.search(r"ok +reward +even: mean [\d.]+, from", shown)
+    assert re.search(r"warn +reward +undecided: None for all 8 completions", shown)
+    assert "sequence_layout shared_prefix, logprob_head chunked, reference none (beta=0)" in shown
+    assert "activations of the longest row (2 + 6 tokens)" in shown
+    assert shown.splitlines()[-1].startswith("0 problem(s)")
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "told"),
+    [
+        ({"num_generations": 3}, [], "nearest valid: generation_batch_size 12, or num_generations 2 or 4"),
+        (
+            {"num_generations": 8},
+            ["--num_processes", "3"],
+            "generation_batch_size 24, or num_generations 6 or 12",
+        ),
+        ({"dataset": "none.jsonl"}, [], "there is no such file"),
+        ({"rewards": "my_rewards:evn"}, [], "nearest: 'even'"),
+        ({"model": "no/such-model-here"}, [], "no/such-model-here"),
+        ({"max_completion_length": 127}, [], "nearest valid: max_completion_length=126"),
+        ({"gradient_accumulation_steps": 9}, [], "8 prompt(s), but a generation batch takes 9"),
+        ({"rewards": "my_rewards:not_a_number"}, [], "returned nan"),
+        ({"router_aux_loss_coef": 0.1}, [], "has no expert router"),
+    ],
+)
+def test_what_would_fail_is_found(run_file, capfd, changes, flags, told):
+    assert main(["doctor", "--config", run_file(**changes), *flags]) == 1
+    shown = " ".join(capfd.readouterr().out.split())
+    assert told in shown and "fail" in shown
+
+
+def test_constant_rewards_are_a_warning(run_file, capfd):
+    assert main(["doctor", "--config", run_file(rewards="my_rewards:constant")]) == 0
+    shown = " ".join(capfd.readouterr().out.split())
+    assert "constant: constant, mean 1, from 1 to 1" in shown
+    assert "0 of 2 sampled groups have rewards that differ" in shown
+
+
+def test_without_the_model_nothing_is_sampled(run_file, capfd, monkeypatch):
+    monkeypatch.setattr("groupwise.cli.trial.sample", None)
+    assert main(["doctor", "--no_model", "--config", run_file()]) == 0
+    assert "sampling" not in capfd.readouterr().out
+
+
+def test_the_arithmetic_of_several_processes(run_file, capfd):
+    flags = ["--num_processes", "2", "--no_model"]
+    assert main(["doctor", "--config", run_file(steps_per_generation=2, num_iterations=2), *flags]) == 0
+    shown = capfd.readouterr().out
+    # 4 x 2 x 2 = 16 completions for 4 prompts; 2 micro-batches, each used twice, one per optimizer step.
+    assert "16 completions at a time = 4 per device x 2 process(es) x 2 micro-batch(es) = 4 prompt(s)" in (
+        " ".join(shown.split())
+    )
+    assert "a generation serves 4 optimizer steps" in shown
+    assert "8 prompts, 8 optimizer steps per epoch" in shown
+
+
+def test_prompts_that_fill_no_batch_are_named():
+    found = list(batch_findings(config(gradient_accumulation_steps=3), prompts=8))
+    # 3 prompts a batch: two batches an epoch, two prompts left.
+    assert "8 prompts, 2 optimizer steps per epoch, 6 in all (3 epochs)" in found[2].text
+    assert found[3].text.startswith("2 prompt(s)")
+
+
+def test_empty_prompts_and_mixed_kinds():
+    rows = [{"prompt": "a"}, {"prompt": ""}, {"prompt": [{"role": "user", "content": "b"}]}, {"prompt": None}]
+    found = list(row_findings(rows))
+    assert texts(found, "fail") == ["2 empty prompt(s), the first in row 1"]
+    assert len(texts(found, "warn")) == 1
+    assert not list(row_findings(rows[:1]))
+
+
+def test_lengths_against_limits():
+    lengths = [1] * 10 + [5] * 9 + [90]
+    (found,) = length_findings(lengths, config(), None, "20 prompts")
+    assert found.text == "tokens of 20 prompts: min 1, median 5, 95% 90, max 90"
+    cut = list(length_findings(lengths, config(max_prompt_length=4), 300, "them"))
+    assert texts(cut, "warn") == [
+        "max_prompt_length=4 cuts 10 of 20 from the left; nearest that cuts none: 90"
+    ]
+    assert texts(cut, "ok")[1] == "longest prompt and completion: 260 of 300 positions"
+    long = texts(length_findings(lengths, config(), 300, "them"), "fail")
+    assert len(long) == 1 and "nearest valid: max_completion_length=210" in long[0]
+    assert texts(length_findings([0, 3], config(), None, "them"), "fail") == ["1 prompt(s) have no tokens"]
+
+
+CHAT = [{"role": "user", "content": "w1"}]
+CLOSED = (
+    "{% for m in messages %}<user> {{ m['content'] }} %s {% endfor %}"
+    "{% if add_generation_prompt %}<user> {% endif %}"
+)
+
+
+def test_tokenizers():
+    tokenizer = runs.tokenizer()
+    assert not texts(tokenizer_findings(tokenizer, 32, [1], "w1", None), "fail")
+    assert "no completion can end" in texts(tokenizer_findings(tokenizer, 32, [], "w1", None), "fail")[0]
+    assert "the model 31" in texts(tokenizer_findings(tokenizer, 31, [1], "w1", None), "fail")[0]
+    assert "ends prompts" in texts(tokenizer_findings(tokenizer, 32, [1], "w1 <eos>", None), "fail")[0]
+
+
+def test_templates():
+    tokenizer = runs.tokenizer()
+    tokenizer.chat_template = CLOSED.replace("%s", "<eos>")
+    assert not texts(tokenizer_findings(tokenizer, 32, [1], CHAT, None), "warn")
+    tokenizer.chat_template = CLOSED.replace("%s", "w3")
+    assert "run on" in texts(tokenizer_findings(tokenizer, 32, [1], CHAT, None), "warn")[0]
+    tokenizer.chat_template = "{{ messages[-1]['content'] }}"
+    assert "not told to answer" in texts(tokenizer_findings(tokenizer, 32, [1], CHAT, None), "warn")[0]
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    assert "cannot render" in texts(tokenizer_findings(tokenizer, 32, [1], CHAT, None), "fail")[0]
+    tokenizer.chat_template = None
+    assert "no chat template" in texts(tokenizer_findings(tokenizer, 32, [1], CHAT, None), "fail")[0]
+
+
+def test_the_table_wraps():
+    rows = [report.ok("one", "a b"), report.warn("two", "word " * 12), report.fail("three", "x\ny")]
+    shown = report.table(rows, width=51)
+    assert shown == (
+        "ok    one            a b\n"
+        "warn  two            word word word word word word\n"
+        "                     word word word word word word\n"
+        "fail  three          x\n"
+        "                     y"
+    )
+    assert report.summary(rows) == "1 problem(s), 1 warning(s), 1 fine"
