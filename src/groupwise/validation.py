@@ -142,8 +142,6 @@ RULES = (
 # field -> the values that work today
 NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "ds3_gather_for_generation": (True,),
-    "use_transformers_continuous_batching": (False,),
-    "transformers_continuous_batching_config": (None,),
 }
 
 

@@ -17,7 +17,15 @@ from groupwise.core.images import ImageInputs
 from groupwise.prompts import as_completion, same_prompt, tokenize_prompt
 from groupwise.protocols import GenerationBackend, RolloutFunction
 from groupwise.stages import RolloutBatch, Sampling
-from groupwise.vision import check_rollout, image_prompt, is_processor, read_prompt, refuse_images, row_images
+from groupwise.vision import (
+    check_rollout,
+    image_prompt,
+    is_processor,
+    read_prompt,
+    refuse_agents_with_images,
+    refuse_images,
+    row_images,
+)
 
 
 class RolloutMixin:
@@ -43,6 +51,7 @@ class RolloutMixin:
             rows: dataset rows with a ``prompt``; rows of one group are next to each other.
         """
         if self.agents is not None:
+            refuse_agents_with_images(rows)
             return self.agents.roll_out(rows, self.backend)
         prompts = [image_prompt(row) for row in rows]
         extra: dict[str, list[Any]] = {}

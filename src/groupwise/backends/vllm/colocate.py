@@ -98,9 +98,7 @@ class ColocatedBackend:
 
         prompts = [{"prompt_token_ids": list(request.prompt)} for request in requests]
         params = [
-            SamplingParams(
-                **settings, n=len(request.rows), max_tokens=request.max_tokens, seed=request.seed
-            )
+            SamplingParams(**settings, n=len(request.rows), max_tokens=request.max_tokens, seed=request.seed)
             for request in requests
         ]
         outputs = self.engine.generate(prompts, params, use_tqdm=False, **self.carrier.request_arguments())
