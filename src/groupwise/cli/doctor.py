@@ -18,8 +18,10 @@ from groupwise.config import GRPOConfig
 from groupwise.errors import ConfigError
 from groupwise.masking import redact
 from groupwise.prompts import tokenize_prompt
+from groupwise.setup.step import check_backend, chosen_backend
 
 _COUNTED = 1000  # prompts whose length is looked at
+_PATIENCE = 10.0  # seconds for a server to answer
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -41,6 +43,8 @@ def run(arguments: Sequence[str]) -> int:
         "model",
         lambda: check_model(settings, config.trust_remote_code, config.model_init_kwargs),  # type: ignore[arg-type]
     )
+    if model_config is not None:
+        report.attempt("sampler", lambda: report.add(_sampler(config, model_config)))
     datasets = report.attempt("dataset", lambda: load_datasets(settings))
     rows = [] if datasets is None or datasets[0] is None else _some_rows(datasets[0], report)
     if datasets is not None and datasets[0] is not None:
@@ -204,11 +208,32 @@ def _choices(trainer: Any, config: GRPOConfig) -> Iterable[Finding]:
     )
     reference = "none (beta=0)" if config.beta == 0 else type(trainer.reference).__name__
     yield ok(
-        "computed with",
+        "layout",
         f"sequence_layout {trainer.scorer.layout}, logprob_head {trainer.scorer.head.name}, reference "
         f"{reference}",
     )
-    sampler = "transformers generate"
-    if trainer.rollout_func is not None:
-        sampler = "rollout_func"
-    yield ok("sampled with", f"{sampler}")
+
+
+def _sampler(config: GRPOConfig, model_config: Any) -> Iterable[Finding]:
+    """What samples, and whether it is ready; a server has to be up."""
+    chosen = chosen_backend(config)
+    check_backend(config)
+    if chosen != "server":
+        named = {"transformers": "transformers generate", "colocate": "vLLM in the trainer's processes"}
+        yield ok("sampler", named[chosen])
+        return
+    from groupwise.backends.vllm.client import VLLMServers
+    from groupwise.backends.vllm.preflight import check_servers
+    from groupwise.backends.vllm.server import addresses
+
+    servers = VLLMServers(addresses(config), min(config.vllm_server_timeout, _PATIENCE))
+    try:
+        servers.wait_until_up("looking for it")
+        for fact in check_servers(servers, model_config, config, None):
+            yield ok(
+                "sampler",
+                f"vLLM server {fact.url}, {fact.model} in {fact.dtype}, at most "
+                f"{fact.max_model_length} tokens, weights by {fact.weight_transfer}",
+            )
+    finally:
+        servers.close()
