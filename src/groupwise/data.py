@@ -43,11 +43,7 @@ class GroupSampler(Sampler[int]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        order = list(range(self.num_prompts))
-        if self.shuffle:
-            # Seeds of neighbouring runs differ by one; a large odd stride keeps their epochs apart.
-            generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.epoch())
-            order = torch.randperm(self.num_prompts, generator=generator).tolist()
+        order = pass_order(self.num_prompts, self.shuffle, self.seed, self.epoch())
         whole = len(order) - len(order) % self.prompts_per_batch
         for start in range(0, whole, self.prompts_per_batch):
             for _ in range(self.repeats):
@@ -57,6 +53,15 @@ class GroupSampler(Sampler[int]):
     def __len__(self) -> int:
         batches = self.num_prompts // self.prompts_per_batch
         return batches * self.prompts_per_batch * self.num_generations * self.repeats
+
+
+def pass_order(count: int, shuffle: bool, seed: int, number: int) -> list[int]:
+    """Indices of the rows in pass ``number`` over the data."""
+    if not shuffle:
+        return list(range(count))
+    # Seeds of neighbouring runs differ by one; a large odd stride keeps their passes apart.
+    generator = torch.Generator().manual_seed(seed + 1_000_003 * number)
+    return torch.randperm(count, generator=generator).tolist()
 
 
 def repeat_rows(dataset: Dataset, times: int) -> Subset:

@@ -26,6 +26,10 @@ class BackendError(GroupwiseError, RuntimeError):
     """A generation backend failed."""
 
 
+class AgentError(GroupwiseError, RuntimeError):
+    """An environment or the running of tools failed, in a way that no message to the model can mend."""
+
+
 @contextmanager
 def boundary(error: type[GroupwiseError], name: str, **sample: object) -> Iterator[None]:
     """Run user code; whatever it raises comes out as ``error``, naming the code and what it was given.

@@ -4,24 +4,35 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from groupwise import setup
 from groupwise.config import GRPOConfig
-from groupwise.data import GroupSampler
+from groupwise.data import GroupSampler, as_rows
+from groupwise.dynamic import Feed
+from groupwise.prompt_queue import Positions
 
 
 class LoadingTrainer(Trainer):
     """Trains on the rows that ``make_group_sampler`` names, evaluates on every row, once per completion."""
 
     args: GRPOConfig  # type: ignore[assignment]
+    feed: Feed
+    prepared_data: setup.PreparedData
 
     def make_group_sampler(self, dataset: Any) -> GroupSampler:
         """Indices of the rows of each generation batch."""
         raise NotImplementedError
 
     def get_train_dataloader(self) -> Any:
-        """A loader position is one micro-batch; the first of a generation batch carries the rows it uses."""
+        """A loader position is one micro-batch; the first of a generation batch carries the rows it uses.
+
+        With a stream or dynamic sampling the positions carry nothing: the feed gives the rows.
+        """
+        if self.feed.source is not None:
+            positions = Positions(setup.num_positions(self.train_dataset, self.args) * self.args.world_size)
+            return self.accelerator.prepare(DataLoader(positions, batch_size=1, collate_fn=as_rows))
         return self._get_dataloader(
             dataset=self.train_dataset,  # type: ignore[arg-type]
             description="Training",
@@ -37,6 +48,8 @@ class LoadingTrainer(Trainer):
         """Every evaluation row ``num_generations_eval`` times in a row."""
         named = isinstance(eval_dataset, str)
         dataset: Any = self.eval_dataset if named or eval_dataset is None else eval_dataset
+        if not named and dataset is not self.eval_dataset:
+            dataset = self.prepared_data.checked_eval(dataset)
         return self._get_dataloader(
             dataset=setup.evaluation_rows(dataset[eval_dataset] if named else dataset, self.args),
             description="Evaluation",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,6 +22,7 @@ from groupwise.core.metrics import (
 )
 from groupwise.ledger import StepLedger
 from groupwise.stages import Completion, ScoredBatch
+from groupwise.vision import prompt_images, row_images, thumbnail
 
 #: Counted from the start of the run instead of since the last log.
 RUNNING_TOTALS = frozenset({"num_tokens"})
@@ -64,11 +66,19 @@ class Logbook:
 
 
 def completion_rows(
-    scored: ScoredBatch, advantages: torch.Tensor, reward_names: list[str], step: int
+    scored: ScoredBatch,
+    advantages: torch.Tensor,
+    reward_names: list[str],
+    step: int,
+    *,
+    multimodal: bool = False,
 ) -> list[dict[str, Any]]:
-    """One row per completion of this rank for the completions table: plain strings and numbers."""
+    """One row per completion of this rank for the completions table: plain strings and numbers.
+
+    With ``multimodal`` also small copies of the prompts' images, as the bytes of PNG files.
+    """
     rollout, rewards_NF = scored.rollout, scored.rewards.rewards_NF[scored.local]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for i, rewards_F in enumerate(rewards_NF.tolist()):
         named = zip(reward_names, rewards_F, strict=False)
         rows.append(
@@ -81,13 +91,33 @@ def completion_rows(
                 "columns": {name: _plain(values[i]) for name, values in scored.columns.items()},
             }
         )
+        if multimodal and rollout.images is not None:
+            shared = i > 0 and rollout.images[i] is rollout.images[i - 1]
+            given = prompt_images(rollout.prompts[i]) or row_images(rollout.rows[i])
+            rows[-1]["images"] = rows[-2]["images"] if shared else [thumbnail(image) for image in given]
     return rows
 
 
 def _readable(text: Any) -> str:
     if isinstance(text, str):
         return text
-    return "\n".join(f"{message['role']}: {message['content']}" for message in text)
+    return "\n".join(f"{message['role']}: {_said(message)}" for message in text)
+
+
+def _said(message: dict[str, Any]) -> str:
+    """The content of a message, and the tools that it calls."""
+    calls = [call.get("function", call) for call in message.get("tool_calls") or []]
+    called = [
+        f"{call['name']}({json.dumps(call['arguments'], ensure_ascii=False, default=str)})" for call in calls
+    ]
+    return " ".join(part for part in (_content(message.get("content")), *called) if part)
+
+
+def _content(content: Any) -> str:
+    if not isinstance(content, list):
+        return str(content or "")
+    blocks = [block.get("text") if block["type"] == "text" else f"<{block['type']}>" for block in content]
+    return "".join(block or "" for block in blocks)
 
 
 def _plain(value: Any) -> Any:
@@ -96,7 +126,9 @@ def _plain(value: Any) -> Any:
 
 def length_metrics(prompt_ids: list[list[int]], completions: list[Completion]) -> Metrics:
     """Token counts and completion lengths, over all completions and over those that ended by themselves."""
-    lengths = [len(completion.token_ids) for completion in completions]
+    lengths = [  # of what the policy wrote: neither tools nor environments
+        len(c.token_ids) if c.loss_mask is None else sum(c.loss_mask) for c in completions
+    ]
     metrics: Metrics = {
         "num_tokens": Sum(float(sum(lengths) + sum(len(ids) for ids in prompt_ids))),
         "completions/clipped_ratio": Mean(

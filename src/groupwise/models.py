@@ -57,17 +57,18 @@ def auto_class(config: Any) -> Any:
 
     A checkpoint of the language part alone names an architecture of its own.
     """
-    kind = AutoModelForImageTextToText._model_mapping.get(type(config), None)
+    kind: Any = AutoModelForImageTextToText._model_mapping.get(type(config), None)
     if kind is None or (config.architectures and kind.__name__ not in config.architectures):
         return AutoModelForCausalLM
     return AutoModelForImageTextToText
 
 
-def load_processing_class(processing_class: Any, model: PreTrainedModel, config: Any) -> Any:
+def load_processing_class(processing_class: Any, model: str | PreTrainedModel, config: Any) -> Any:
     """The tokenizer or processor, padding on the left, with a pad token."""
     if processing_class is None:
+        name = model if isinstance(model, str) else model.config._name_or_path
         processing_class = AutoProcessor.from_pretrained(
-            model.config._name_or_path, trust_remote_code=config.trust_remote_code, padding_side="left"
+            name, trust_remote_code=config.trust_remote_code, padding_side="left"
         )
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if tokenizer.pad_token is None:

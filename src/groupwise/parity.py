@@ -6,7 +6,7 @@ Axes: B rows, P prompt tokens, C completion tokens.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,13 +95,13 @@ class ParityGate:
         self.mixed_precision = mixed_precision
         self.generations = 0
 
-    def check(self, model: Any, batch: TrainBatch) -> Metrics:
+    def check(self, model: Any, batch: TrainBatch, fresh: Sequence[bool]) -> Metrics:
         """``sampling/parity_gap``, the mean |difference| in nats, when this generation is compared.
 
         Every rank calls it for every generation: what it finds is decided together.
 
         Args:
-            batch: rows sampled from the present weights, without old log-probs.
+            batch: rows sampled from the present weights; those with old log-probs are left out.
 
         Raises:
             BackendError: the difference is beyond rounding, and the settings ask for an error.
@@ -114,7 +114,7 @@ class ParityGate:
         model.eval()
         try:
             with torch.no_grad():
-                comparison = _Comparison(self, model, _some_rows(batch, self.settings.rows))
+                comparison = _Comparison(self, model, _some_rows(batch, fresh, self.settings.rows))
                 if not comparison.tokens:
                     return {}
                 gap, band = comparison.gap(), BANDS[self.mixed_precision or comparison.dtype]
@@ -134,10 +134,14 @@ class ParityGate:
         logger.warning("%s", message)
 
 
-def _some_rows(batch: TrainBatch, rows: int) -> TrainBatch:
-    """Rows from all over the batch, so that they belong to different prompts."""
-    chosen = {round(i * (len(batch) - 1) / max(rows - 1, 1)) for i in range(min(rows, len(batch)))}
-    return batch.select(sorted(chosen))
+def _some_rows(batch: TrainBatch, fresh: Sequence[bool], rows: int) -> TrainBatch:
+    """Fresh rows from all over the batch, so that they belong to different prompts; one that does not count
+    if there are none."""
+    found = [row for row, is_fresh in enumerate(fresh) if is_fresh]
+    if not found:
+        return replace(batch.select([0]), sampler_logps_BC=None)
+    places = {round(i * (len(found) - 1) / max(rows - 1, 1)) for i in range(min(rows, len(found)))}
+    return batch.select([found[place] for place in sorted(places)])
 
 
 class _Comparison:
@@ -151,6 +155,8 @@ class _Comparison:
         if sampler_BC is None:  # this rank's sampler reported nothing; other ranks' may have
             sampler_BC = torch.full(batch.completion_ids_BC.shape, torch.nan, device=self.device)
         self.reported_BC = batch.loss_mask_BC * ~sampler_BC.isnan()
+        if batch.old_logps_BC is not None:  # carried over from an earlier policy, which the sampler was then
+            self.reported_BC = self.reported_BC * batch.old_logps_BC.isnan()
         self.sampler_BC = sampler_BC.nan_to_num()
         self.tokens = self._total(self.reported_BC)
         self.trainer_BC = self.score() if self.tokens else self.sampler_BC

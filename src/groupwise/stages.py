@@ -30,6 +30,8 @@ class Completion:
         itself or did not report them; NaN for a token it could not score.
     loss_mask: 1 for tokens the policy chose, 0 for tokens of tools and environments; None means all chosen.
     truncated: the length limit ended it, not an end token.
+    old_logps: log-probability of each token under the policy that sampled it, where that is no longer the
+        current one.
     versions: the optimizer step whose weights sampled each token; None when the sampler is the policy itself.
     """
 
@@ -37,7 +39,12 @@ class Completion:
     logps: list[float] | None = None
     loss_mask: list[int] | None = None
     truncated: bool = False
+    old_logps: list[float] | None = None
     versions: list[int] | None = None
+
+    def sampled_at(self, step: int) -> bool:
+        """Whether the weights of optimizer step ``step`` sampled all of it."""
+        return self.old_logps is None and all(version == step for version in self.versions or ())
 
 
 @dataclass(frozen=True)
@@ -132,7 +139,7 @@ class TrainBatch:
     def __len__(self) -> int:
         return self.completion_ids_BC.shape[0]
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Any]:
         """The tensors that are set, by field name."""
         named = ((f.name, getattr(self, f.name)) for f in fields(self))
         return {name: value for name, value in named if isinstance(value, torch.Tensor)}

@@ -17,6 +17,7 @@ from groupwise.config import GRPOConfig
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean
 from groupwise.data import GenerationBuffer, as_rows, local_rows, with_advantages, without_filler
+from groupwise.dynamic import Feed
 from groupwise.loading import LoadingTrainer
 from groupwise.logbook import Logbook, completion_rows, length_metrics
 from groupwise.mixins import (
@@ -34,7 +35,7 @@ from groupwise.protocols import RewardFunction, RolloutFunction
 from groupwise.recording import RecordingTrainer
 from groupwise.reference import MixReference, make_reference
 from groupwise.splitting import SplittingTrainer
-from groupwise.stages import TrainBatch
+from groupwise.stages import RolloutBatch, ScoredBatch, TrainBatch
 from groupwise.window import WindowWork, cache_sized
 
 
@@ -64,7 +65,8 @@ class GRPOTrainer(
         reward_processing_classes: None, one, or one per reward; by default each reward model's own tokenizer.
         callbacks, optimizers: as in ``Trainer``.
         quantization_config, peft_config: as in transformers and PEFT.
-        tools, environment_factory: not available yet.
+        tools: sync or async functions with type hints and docstrings, which the policy may call.
+        environment_factory: makes environments for the rollouts, or names and what makes theirs.
         rollout_func: ``rollout_func(prompts, trainer)`` replaces generation.
 
     Raises:
@@ -92,21 +94,22 @@ class GRPOTrainer(
         environment_factory: Any = None,
     ) -> None:
         args = args or GRPOConfig(f"{setup.model_name(model)}-GRPO")
-        setup.refuse_unavailable(tools=tools, environment_factory=environment_factory)
+        agents = setup.check_agents(tools, environment_factory, rollout_func, model, processing_class, args)
+        train_dataset = setup.own_data(train_dataset, agents, args)
         setup.check_data(train_dataset, eval_dataset, args)
         setup.check_backend(args)
-        rewards = setup.check_rewards(reward_funcs, reward_processing_classes, args)
+        rewards = setup.check_rewards(reward_funcs, reward_processing_classes, args, agents.rewards)
+        processing_class = load_processing_class(agents.processing_class, model, args)
+        data = setup.prepare_data(train_dataset, eval_dataset, args, model, processing_class)
         policy = setup.prepare_policy(model, args, quantization_config, peft_config)
-        processing_class = load_processing_class(processing_class, policy, args)
         setup.check_vision(policy, processing_class, args, train_dataset, eval_dataset)
-        setup.check_prompt_lengths(train_dataset, eval_dataset, args, processing_class)
         self.reference = make_reference(policy, args, fresh_adapter=peft_config is not None)
         super().__init__(
             model=policy,
             args=args,
             data_collator=as_rows,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
+            train_dataset=data.train_dataset,
+            eval_dataset=data.eval_dataset,
             processing_class=processing_class,
             callbacks=callbacks,
             optimizers=optimizers,
@@ -114,8 +117,9 @@ class GRPOTrainer(
             compute_loss_func=setup.loss_is_scaled,
         )
         set_seed(args.seed, device_specific=True)  # ranks must not sample the same completions
+        self.prepared_data = data
         self._set_rewards(rewards)
-        self._set_policy_state(rollout_func)
+        self._set_policy_state(rollout_func, agents)
         self._set_run_state()
 
     def _set_rewards(self, rewards: setup.RewardSetup) -> None:
@@ -124,9 +128,10 @@ class GRPOTrainer(
         self.reward_callables = loaded.callables
         self.reward_func_names = loaded.names
         self.reward_processing_classes = loaded.processing_classes
-        self.reward_weights = torch.tensor(self.args.reward_weights or [1.0] * len(loaded.names))
+        given = self.args.reward_weights or []  # environments' own rewards come after those and weigh 1
+        self.reward_weights = torch.tensor(given + [1.0] * (len(loaded.names) - len(given)))
 
-    def _set_policy_state(self, rollout_func: RolloutFunction | None) -> None:
+    def _set_policy_state(self, rollout_func: RolloutFunction | None, agents: setup.AgentSetup) -> None:
         args = self.args
         if self.reference.model is not None:
             self.reference.model = self.accelerator.prepare_model(self.reference.model, evaluation_mode=True)
@@ -134,6 +139,10 @@ class GRPOTrainer(
         self.rollout_func = rollout_func
         self.backend = setup.make_backend(
             lambda: self.accelerator.unwrap_model(self.model_wrapped), args, self.processing_class
+        )
+        self.tools = [tool.function for tool in agents.all_tools]
+        self.agents = setup.make_agents(
+            agents, args, self.processing_class, self.backend, self.model, self.accelerator
         )
         self.pipeline = Pipeline(args)
         self.scorer = setup.make_scorer(self.model, args, self.accelerator)
@@ -146,6 +155,7 @@ class GRPOTrainer(
         self.num_generations, self.temperature, self.beta = args.num_generations, args.temperature, args.beta
 
     def _set_run_state(self) -> None:
+        self.feed = Feed(self.prepared_data.new_source())
         self.generation_buffer = GenerationBuffer()
         self.books = {"train": Logbook(), "eval": Logbook()}
         self.window_entropy = Mean(0.0, 0.0)
@@ -179,20 +189,18 @@ class GRPOTrainer(
     def generate_micro_batches(self, rows: list[dict[str, Any]]) -> list[TrainBatch]:
         """A generation batch: sampled, scored, given its advantages and cut into micro-batches."""
         on_policy = self.is_exactly_on_policy() and not self.args.kl_in_reward
-        return self._generate(
-            rows, "train", self.num_generations, self.args.per_device_train_batch_size, on_policy=on_policy
-        )
+        if self.args.dynamic_sampling:
+            filled = self.fill(self._sample, self._logps)
+            self.books["train"].record(filled.metrics)
+            scored, on_policy = filled.scored, on_policy and not filled.from_carry
+        else:
+            scored = self._sample(self.rows_of_step(rows))
+        return self._prepare(scored, "train", self.args.per_device_train_batch_size, on_policy=on_policy)
 
-    def _generate(
-        self,
-        rows: list[dict[str, Any]],
-        mode: str,
-        num_generations: int,
-        micro_batch_rows: int,
-        *,
-        on_policy: bool,
-        num_rows: int | None = None,
-    ) -> list[TrainBatch]:
+    def _sample(
+        self, rows: list[dict[str, Any]], mode: str = "train", num_rows: int | None = None
+    ) -> ScoredBatch:
+        """Completions and their rewards."""
         book = self.books[mode]
         with book.ledger.clock("sync"):
             self.sync_sampler(self.accelerator.unwrap_model(self.model_wrapped))
@@ -203,22 +211,40 @@ class GRPOTrainer(
             rollout = self.roll_out(rows)
             self.backend.release()
         with book.ledger.clock("reward"):
-            scored = self.score(rollout, num_generations, num_rows)
+            size = self.num_generations if mode == "train" else self.args.num_generations_eval
+            scored = self.score(rollout, size, num_rows)  # type: ignore[arg-type]
+        counted = len(scored.rewards.rewards_NF[scored.local])  # later rows only fill up an evaluation batch
+        lengths = length_metrics(rollout.prompt_ids[:counted], rollout.completions[:counted])
+        behind = staleness(rollout.completions[:counted], self.state.global_step)
+        book.record({**lengths, **behind, **rollout.metrics, **scored.metrics})
+        return scored
+
+    def _logps(self, rollout: RolloutBatch) -> list[list[float]]:
+        """Log-probs of completions under the current policy."""
+        parts = self.assemble(rollout).split(self.args.per_device_train_batch_size)
+        batches = [self.annotate(self.model, part, on_policy=False) for part in parts]
+        rows = [row for batch in batches for row in batch.old_logps_BC.tolist()]  # type: ignore[union-attr]
+        return [row[: len(c.token_ids)] for row, c in zip(rows, rollout.completions, strict=True)]
+
+    def _prepare(
+        self, scored: ScoredBatch, mode: str, micro_batch_rows: int, *, on_policy: bool
+    ) -> list[TrainBatch]:
+        """Micro-batches with old and reference log-probs and advantages."""
+        book = self.books[mode]
         counted = len(scored.rewards.rewards_NF[scored.local])  # later rows only fill up an evaluation batch
         with book.ledger.clock("score"):
-            whole = without_filler(self.assemble(rollout), counted)
+            whole = without_filler(self.assemble(scored.rollout), counted)
             if mode == "train":
-                book.record(self.parity_gate.check(self.model, whole))
+                fresh = [c.sampled_at(self.state.global_step) for c in scored.rollout.completions]
+                book.record(self.parity_gate.check(self.model, whole, fresh))
             parts = whole.split(micro_batch_rows)
             batches = [self.annotate(self.model, part, on_policy=on_policy) for part in parts]
         if self.args.kl_in_reward:
             scored = self.charge_kl(scored, batches)
         advantages = local_rows(self.estimate_advantages(scored), scored.local).to(self.accelerator.device)
-        lengths = length_metrics(rollout.prompt_ids[:counted], rollout.completions[:counted])
-        behind = staleness(rollout.completions[:counted], self.state.global_step)
-        book.record({**lengths, **behind, **rollout.metrics, **scored.metrics})
         if self.args.log_completions:
-            book.rows += completion_rows(scored, advantages, self.reward_func_names, self.state.global_step)
+            where = self.reward_func_names, self.state.global_step
+            book.rows += completion_rows(scored, advantages, *where, multimodal=self.args.log_multimodal)
         return with_advantages(batches, advantages)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -282,14 +308,8 @@ class GRPOTrainer(
         # The last batch is filled up so that all ranks get the same number of rows; those do not count.
         num_rows = gradient_state.remainder if gradient_state.end_of_dataloader else 0
         with torch.no_grad():
-            (batch,) = self._generate(
-                inputs,
-                "eval",
-                self.args.num_generations_eval,
-                len(inputs),
-                on_policy=not self.args.kl_in_reward,
-                num_rows=num_rows or None,
-            )
+            scored = self._sample(inputs, "eval", num_rows or None)
+            (batch,) = self._prepare(scored, "eval", len(inputs), on_policy=not self.args.kl_in_reward)
             (batch,) = self.weigh_window(self.keep_high_entropy(model, [batch]))
             loss = self.compute_loss(model, batch)
         return loss.detach(), None, None
@@ -309,6 +329,7 @@ class GRPOTrainer(
 
     def _restore(self, directory: str | None) -> None:
         """Take over the state that ``Trainer`` does not keep; None starts afresh."""
+        self.feed = Feed(self.prepared_data.new_source())
         self.generation_buffer = GenerationBuffer()
         self.books = {"train": Logbook(), "eval": Logbook()}
         self.unrestored_rng = directory
@@ -317,6 +338,7 @@ class GRPOTrainer(
         state = checkpoint.load_state(directory, self.args.process_index, self.args.world_size)
         self.generation_buffer = GenerationBuffer.from_state(state["buffer"], self.accelerator.device)
         self.backend.load_state_dict(state["backend"])
+        self.feed.load_state_dict(state["feed"])
         for mode, book in self.books.items():
             book.load_state_dict(state["books"][mode])
         self.entropy_control = EntropyControl(*state["entropy_control"])
@@ -337,6 +359,7 @@ class GRPOTrainer(
         state = {
             "buffer": self.generation_buffer.state_dict(),
             "backend": self.backend.state_dict(),
+            "feed": self.feed.state_dict(),
             "books": {mode: book.state_dict() for mode, book in self.books.items()},
             "entropy_control": (control.coef, control.entropy),
         }
@@ -350,6 +373,11 @@ class GRPOTrainer(
     def ref_model(self) -> PreTrainedModel | None:
         """The reference model, if it is one of its own."""
         return self.reference.model
+
+    @property
+    def environments(self) -> list[Any] | None:
+        """The environments of the newest batch, one per completion, if there are any."""
+        return None if self.agents is None else self.agents.current
 
     @property
     def entropy_coef(self) -> float:

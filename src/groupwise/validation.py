@@ -135,9 +135,6 @@ NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "use_transformers_continuous_batching": (False,),
     "transformers_continuous_batching_config": (None,),
     "eval_pass_at_k": (None,),
-    "max_tool_calling_iterations": (None,),
-    "dynamic_sampling": (False,),
-    "dynamic_sampling_max_rounds": (10,),
 }
 
 
@@ -200,6 +197,7 @@ WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] =
         lambda c: c.vllm_importance_sampling_correction,
         "vllm_importance_sampling_correction is False",
     ),
+    (("dynamic_sampling_max_rounds",), lambda c: c.dynamic_sampling, "dynamic_sampling is False"),
     (
         ("num_completions_to_print", "log_unique_prompts", "log_multimodal"),
         lambda c: c.log_completions,

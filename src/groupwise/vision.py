@@ -16,6 +16,7 @@ from groupwise.prompts import Prompt, continues, is_chat
 COLUMNS = ("image", "images")
 
 _PAYLOADS = ("image", "url", "path", "base64")  # where a content block may keep its image
+_THUMBNAIL = 512
 _TOKEN_INPUTS = ("input_ids", "attention_mask")
 
 
@@ -126,9 +127,9 @@ def check_rollout(
     for row, (theirs, ours, inputs) in enumerate(zip(given, own, images or (), strict=True)):
         if inputs.arrays and list(theirs) != list(ours):
             raise ConfigError(
-                f"rollout_func returned {len(theirs)} tokens for prompt {row}, which has images, and they are "
-                f"not the {len(ours)} tokens that the processor makes of it (apply_chat_template with the "
-                "chat_template_kwargs of the configuration); return those"
+                f"rollout_func returned {len(theirs)} tokens for prompt {row}, which has images, and they "
+                f"are not the {len(ours)} tokens that the processor makes of it (apply_chat_template with "
+                "the chat_template_kwargs of the configuration); return those"
             )
 
 
@@ -211,6 +212,27 @@ def load_image(image: Any) -> Any:
         raise ConfigError(f"an image cannot be opened: {str(shown)[:200]!r}: {error}") from error
 
 
+def thumbnail(image: Any) -> bytes:
+    """A copy for people to look at, at most ``_THUMBNAIL`` pixels high and wide: the bytes of a PNG file."""
+    from PIL import Image
+
+    opened = load_image(image)
+    small = opened.copy() if isinstance(opened, Image.Image) else Image.fromarray(_pixels(opened))
+    small.thumbnail((_THUMBNAIL, _THUMBNAIL))
+    file = io.BytesIO()
+    (small if small.mode in ("RGB", "RGBA", "L") else small.convert("RGB")).save(file, "PNG")
+    return file.getvalue()
+
+
+def _pixels(image: Any) -> Any:
+    """An array or tensor as height, width and channels of bytes."""
+    array = torch.tensor(image) if not isinstance(image, torch.Tensor) else image.cpu()
+    if array.ndim == 3 and array.shape[0] in (1, 3):
+        array = array.movedim(0, -1)
+    scaled = array * 255 if array.is_floating_point() and array.max() <= 1 else array
+    return scaled.clamp(0, 255).to(torch.uint8).squeeze(-1).numpy()
+
+
 def image_token(config: Any) -> int | None:
     """The token that stands for a piece of an image in a model's prompts."""
     token = getattr(config, "image_token_id", None)
@@ -235,9 +257,9 @@ def _check_cut(cut: list[int], processor: Any, max_length: int | None, length: i
     tokens = {tokenizer.convert_tokens_to_ids(name) for name in names}
     if tokens & set(cut):
         raise ConfigError(
-            f"a prompt of {length} tokens is longer than max_prompt_length={max_length}, and cutting it would "
-            f"cut an image; set max_prompt_length to at least {length} or None, or let the processor make "
-            "fewer tokens of an image (a smaller size, or max_pixels)"
+            f"a prompt of {length} tokens is longer than max_prompt_length={max_length}, and cutting it "
+            f"would cut an image; set max_prompt_length to at least {length} or None, or let the processor "
+            "make fewer tokens of an image (a smaller size, or max_pixels)"
         )
 
 

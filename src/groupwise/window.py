@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -224,7 +225,8 @@ def _weightless(batch: TrainBatch) -> TrainBatch:
     """The batch with every weight, mask and share zero: no gradient, no metric."""
     zeroed = ("loss_mask_BC", "weights_BC", "keep_BC", "entropy_weights_BC", "share_B1")
     tensors = batch.tensors()
-    return replace(batch, **{name: torch.zeros_like(tensors[name]) for name in zeroed if name in tensors})
+    zeros: dict[str, Any] = {name: torch.zeros_like(tensors[name]) for name in zeroed if name in tensors}
+    return replace(batch, **zeros)
 
 
 def _with_share(batch: TrainBatch, missing: torch.Tensor) -> TrainBatch:

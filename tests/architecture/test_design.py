@@ -24,6 +24,7 @@ CLASSES = [getattr(mixins, name) for name in mixins.__all__]
 
 #: Who may import whom: a room may use itself and the rooms listed.
 LAYERS = {
+    "agents": {"core", "errors", "prompts", "protocols", "stages"},
     "core": {"core"},
     "errors": set(),
     "stages": {"core"},
@@ -38,7 +39,7 @@ LAYERS = {
     "liger": {"core", "errors", "heads", "layout", "stages"},
     "data": {"stages"},
     "ledger": {"core"},
-    "logbook": {"core", "ledger", "stages"},
+    "logbook": {"core", "ledger", "stages", "vision"},
     "config": {"errors", "core", "masking", "validation", "config_rules", "config_conflicts"},
     "validation": {"errors", "core", "config", "config_rules", "config_conflicts", "config_liger"},
     "config_liger": {"config_rules"},
@@ -58,7 +59,7 @@ LAYERS = {
     "recording": {"config", "logbook", "reporting"},
     "parity": {"core", "errors", "layout", "stages"},
     "setup": {
-        *("backends", "config", "core", "data", "errors", "heap", "layout", "linear", "models"),
+        *("agents", "backends", "config", "core", "data", "errors", "heap", "layout", "linear", "models"),
         *("parity", "prompts", "protocols", "rewards", "vision", "window"),
     },
     "masking": set(),
@@ -68,6 +69,7 @@ LAYERS = {
     },
     "mixins": {
         *(
+            "agents",
             "backends",
             "config",
             "core",

@@ -44,7 +44,6 @@ UNBUILT = {
     "vllm_tensor_parallel_size": 2,
     "vllm_engine_kwargs": {"seed": 0},
     "eval_pass_at_k": [1],
-    "max_tool_calling_iterations": 3,
     "dynamic_sampling": True,
     "dynamic_sampling_max_rounds": 3,
 }

@@ -53,6 +53,16 @@ UPDATES: dict[str, dict[str, Any]] = {
     "idle process, accumulation": {"sparse": True, "shuffle_dataset": False, "accumulate": 2},
     "padded": {"sparse": True, "sequence_layout": "padded"},
     "packed": {"sparse": True, "sequence_layout": "packed", "accumulate": 2},
+    # Prompts 0, 1 and 7 have no variance: two rounds for the first batch, and a group left for the second.
+    "dynamic sampling": {"planted": True, "shuffle_dataset": False, "dynamic_sampling": True},
+    "dynamic sampling, too few rounds": {
+        "planted": True,
+        "dynamic_sampling": True,
+        "dynamic_sampling_max_rounds": 1,
+        "data_seed": 2,
+    },
+    "dynamic sampling of a stream": {"planted": True, "dynamic_sampling": True, "stream": True},
+    "stream": {"stream": True},
     "off-policy mask": {"sampler": True, "off_policy_mask_threshold": 0.02},
 }
 
@@ -97,6 +107,13 @@ def sparse_vowels(prompts: list[str], completions: list[str], **_: Any) -> list[
     numbers = [int("".join(letter for letter in prompt if letter.isdigit())) for prompt in prompts]
     counts = vowels(completions)
     return [count * (number % 3 == 2) for count, number in zip(counts, numbers, strict=True)]
+
+
+def planted_vowels(prompts: list[str], completions: list[str], completion_ids: Any, **_: Any) -> list[float]:
+    """The same for all completions of some prompts."""
+    numbers = [int(prompt.split("x")[-1].split()[-1]) for prompt in prompts]
+    draws = [random.Random(str(ids)).random() for ids in completion_ids]
+    return [draw * (number not in (0, 1, 7)) for draw, number in zip(draws, numbers, strict=True)]
 
 
 def digits_if_any(completions: list[str], **_: Any) -> list[float | None]:
@@ -162,10 +179,14 @@ def update(output_dir: str | Path, *, rows: int, micro_batches: int, **case: Any
         micro_batches: per optimizer step and process; a generation is one such window.
     """
     case.pop("accumulate", None)
+    rewards: list[Any] = [sparse_vowels] if case.pop("sparse", False) else [vowels, digits_if_any]
+    rewards = [planted_vowels] if case.pop("planted", False) else rewards
+    rows_of_data = prompts(24).to_iterable_dataset(2) if case.pop("stream", False) else prompts(24)
     trainer = make_trainer(
         output_dir,
         rollout_func=fixed_rollouts(case.pop("sampler", False)),
-        reward_funcs=[sparse_vowels] if case.pop("sparse", False) else [vowels, digits_if_any],
+        reward_funcs=rewards,
+        train_dataset=rows_of_data,
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=micro_batches,
         steps_per_generation=micro_batches,

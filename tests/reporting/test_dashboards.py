@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import io
 import json
 import logging
 import sqlite3
 import sys
 from types import SimpleNamespace
 
+import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from groupwise.reporting import report_completions
 
@@ -93,6 +96,26 @@ def test_nothing_is_logged_without_a_run_or_unasked(
     args.report_to = [name] if asked else ["tensorboard"]
     report_completions(rows, 3, args, str(tmp_path))
     assert module.logged == []
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_images_are_a_column_of_dashboards_alone(name, tmp_path, monkeypatch, make_args, rows):
+    file = io.BytesIO()
+    Image.new("RGB", (3, 2), (9, 8, 7)).save(file, "PNG")
+    rows[0]["images"] = [file.getvalue()] * 2
+    module = recorder()
+    module.Image = lambda picture: (picture.size, picture.getpixel((0, 0)))
+    monkeypatch.setitem(sys.modules, name, module)
+    args = make_args(num_completions_to_print=0)
+    args.report_to = [name]
+    report_completions(rows, 3, args, str(tmp_path))
+    table = module.logged[0]["completions"]
+    columns = table["columns"] if name == "wandb" else list(table["dataframe"].columns)
+    cells = [row[-1] for row in table["data"]] if name == "wandb" else list(table["dataframe"]["images"])
+    assert columns == [*COLUMNS, "images"]
+    assert cells == [[((3, 2), (9, 8, 7))] * 2, []]
+    (file,) = (tmp_path / "completions").glob("*.parquet")
+    assert "images" not in pq.read_schema(file).names
 
 
 def test_a_failing_dashboard_is_a_warning(tmp_path, monkeypatch, caplog, make_args, rows):

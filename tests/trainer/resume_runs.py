@@ -66,7 +66,11 @@ def make_trainer(
     output_dir: str | Path, *, model: Any = None, num_prompts: int = 12, **settings: Any
 ) -> GRPOTrainer:
     """A trainer of a randomly initialised model that samples with ``generate``."""
-    given = {name: settings.pop(name) for name in ("peft_config", "reward_funcs") if name in settings}
+    given = {
+        name: settings.pop(name)
+        for name in ("peft_config", "reward_funcs", "train_dataset")
+        if name in settings
+    }
     defaults: dict[str, Any] = {
         "output_dir": str(output_dir),
         "per_device_train_batch_size": 4,
@@ -86,10 +90,9 @@ def make_trainer(
     return GRPOTrainer(
         model=llama() if model is None else model,
         args=GRPOConfig(**{**defaults, **settings}),
-        train_dataset=prompts(num_prompts),
         eval_dataset=prompts(3),
         processing_class=tokenizer(),
-        **{"reward_funcs": vowels, **given},
+        **{"reward_funcs": vowels, "train_dataset": prompts(num_prompts), **given},
     )
 
 

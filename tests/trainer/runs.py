@@ -71,7 +71,10 @@ def trainer(directory: Path | str, rewards: Any = count_reward, **given: Any) ->
     """A trainer for the tiny policy; ``given`` holds configuration fields and trainer arguments."""
     arguments = {
         name: given.pop(name)
-        for name in ("peft_config", "rollout_func", "callbacks", "reward_processing_classes", "optimizers")
+        for name in (
+            *("peft_config", "rollout_func", "callbacks", "reward_processing_classes", "optimizers"),
+            *("tools", "environment_factory"),
+        )
         if name in given
     }
     model = given.pop("model", None)

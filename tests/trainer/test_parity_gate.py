@@ -14,6 +14,7 @@ from groupwise.parity import ParityGate, ParitySettings
 from groupwise.stages import TrainBatch
 
 ROWS, PROMPT, COMPLETION = 4, 5, 12
+FRESH = [True] * ROWS
 
 
 def batch(seed=0):
@@ -62,7 +63,7 @@ def gate(action="warn", every=20, temperature=1.0, prepended=None, truncating=""
 def test_the_same_policy_passes_and_says_how_close_it_is(caplog):
     model, rows = sharp_policy(), batch()
     rows = replace(rows, sampler_logps_BC=reported(model, rows))
-    metrics = gate("error").check(model, rows)
+    metrics = gate("error").check(model, rows, FRESH)
     assert list(metrics) == ["sampling/parity_gap"]
     assert isinstance(metrics["sampling/parity_gap"], Mean) and metrics["sampling/parity_gap"].value() < 1e-4
     assert caplog.text == ""
@@ -116,21 +117,21 @@ def test_a_planted_cause_is_named(plant, named, caplog):
     rows = replace(rows, sampler_logps_BC=plant(model, rows))
     checked = {"prepended": 2, "truncating": "top_p=0.9"}
     with caplog.at_level(logging.WARNING, "groupwise"):
-        gap = gate(**checked).check(model, rows)["sampling/parity_gap"].value()
+        gap = gate(**checked).check(model, rows, FRESH)["sampling/parity_gap"].value()
     expected = (rows.sampler_logps_BC - reported(model, rows)).abs().mean().item()
     assert gap == pytest.approx(expected, rel=1e-2)
     assert named in caplog.text
     with pytest.raises(BackendError, match="probable cause"):
-        gate("error", **checked).check(model, rows)
+        gate("error", **checked).check(model, rows, FRESH)
 
 
 def test_the_trainer_at_another_temperature_than_one(caplog):
     model, rows = sharp_policy(), batch()
     right = replace(rows, sampler_logps_BC=reported(model, rows, temperature=0.8))
-    gate("error", temperature=0.8).check(model, right)
+    gate("error", temperature=0.8).check(model, right, FRESH)
     raw = replace(rows, sampler_logps_BC=reported(model, rows))
     with caplog.at_level(logging.WARNING, "groupwise"):
-        gate(temperature=0.8).check(model, raw)
+        gate(temperature=0.8).check(model, raw, FRESH)
     assert "those at 1.0, the trainer's at 0.8" in caplog.text and "processed_logprobs" in caplog.text
 
 
@@ -138,7 +139,7 @@ def test_it_looks_at_the_first_two_generations_and_then_every_so_often():
     model, rows = sharp_policy(), batch()
     rows = replace(rows, sampler_logps_BC=reported(model, rows))
     one = gate(every=4)
-    assert [bool(one.check(model, rows)) for _ in range(9)] == [
+    assert [bool(one.check(model, rows, FRESH)) for _ in range(9)] == [
         *(True, True, False, True),
         *(False, False, False, True, False),
     ]
@@ -146,19 +147,31 @@ def test_it_looks_at_the_first_two_generations_and_then_every_so_often():
 
 def test_tokens_without_a_report_do_not_count_and_nothing_reported_is_nothing_compared():
     model, rows = sharp_policy(), batch()
-    assert gate("error").check(model, rows) == {}
+    assert gate("error").check(model, rows, FRESH) == {}
     logps = reported(model, rows)
     logps[:, ::2] = torch.nan
     logps[0] += 100.0
     masked = rows.loss_mask_BC.clone()
     masked[0] = 0
     partly = replace(rows, sampler_logps_BC=logps, loss_mask_BC=masked)
-    assert gate("error").check(model, partly)["sampling/parity_gap"].value() < 1e-4
+    assert gate("error").check(model, partly, FRESH)["sampling/parity_gap"].value() < 1e-4
+
+
+def test_rows_of_earlier_weights_are_not_compared():
+    model, rows = sharp_policy(), batch()
+    logps = reported(model, rows)
+    logps[1:] -= 1.0
+    rows = replace(rows, sampler_logps_BC=logps)
+    only_first = gate("error").check(model, rows, [True, False, False, False])
+    assert only_first["sampling/parity_gap"].value() < 1e-4
+    assert gate("error").check(model, rows, [False] * ROWS) == {}
+    with pytest.raises(BackendError):
+        gate("error").check(model, rows, FRESH)
 
 
 def test_switched_off_it_computes_nothing():
     rows = replace(batch(), sampler_logps_BC=torch.zeros(ROWS, COMPLETION))
-    assert gate("off").check(runs.policy(), rows) == {}
+    assert gate("off").check(runs.policy(), rows, FRESH) == {}
 
 
 def wrong_logps(prompts, trainer):

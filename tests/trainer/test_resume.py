@@ -195,6 +195,29 @@ def test_resume_when_the_last_window_of_an_epoch_is_short(tmp_path: Path) -> Non
     assert whole.state.global_step == 4
 
 
+def _often_constant(completions: list[str], prompts: list[str], **_: Any) -> list[float]:
+    """The same for all completions of two of five prompts."""
+    numbers = [int(prompt.split("x")[-1].split()[-1]) for prompt in prompts]
+    values = [sum(map(ord, text)) / 100 for text in completions]
+    return [value * (number % 5 > 1) for value, number in zip(values, numbers, strict=True)]
+
+
+@pytest.mark.parametrize("settings", [{"num_iterations": 2}, {"beta": 0.1, "kl_in_reward": True}], ids=str)
+def test_resume_with_groups_carried_over(tmp_path: Path, settings: dict[str, Any]) -> None:
+    whole = _assert_resumes(
+        tmp_path,
+        [1, 2, 4],
+        make_trainer,
+        dynamic_sampling=True,
+        dynamic_sampling_max_rounds=4,
+        reward_funcs=_often_constant,
+        per_device_train_batch_size=6,
+        log_completions=True,
+        **settings,
+    )
+    assert any(line.get("dynamic_sampling/carried") for line in whole.state.log_history)
+
+
 def test_resume_with_loader_workers(tmp_path: Path) -> None:
     _assert_resumes(tmp_path, [2, 3], make_trainer, num_prompts=4, dataloader_num_workers=1, max_steps=4)
 

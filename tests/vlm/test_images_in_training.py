@@ -7,8 +7,11 @@ import itertools
 import pytest
 import tiny_vlm as tiny
 import torch
+import transformers
 from datasets import Dataset
 
+from groupwise import GRPOConfig, GRPOTrainer
+from groupwise.models import auto_class
 from groupwise.stages import TrainBatch
 
 EVERY_FAMILY = pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -184,3 +187,68 @@ def test_the_image_token_is_never_sampled(tmp_path):
     assert len(sampled) > 20
     assert tiny.IMAGE_TOKEN not in sampled
     assert 20 not in sampled
+
+
+@pytest.mark.parametrize("family", ["idefics3", "gemma3"])
+def test_a_checkpoint_by_name_is_loaded_with_its_vision_part_and_processor(family, tmp_path):
+    model, processor = tiny.build(family)
+    model.save_pretrained(tmp_path / "model")
+    processor.save_pretrained(tmp_path / "model")
+    dataset = Dataset.from_list(tiny.rows(), features=tiny.FEATURES)
+    args = GRPOConfig(str(tmp_path / "run"), max_steps=1, **tiny.SETTINGS)
+    trainer = GRPOTrainer(str(tmp_path / "model"), tiny.even_reward, args, dataset)
+    assert type(trainer.model) is type(model)
+    assert type(trainer.processing_class) is type(processor)
+    trainer.train()
+    trainer.save_model()
+    again = type(model).from_pretrained(tmp_path / "run")
+    for one, two in zip(trainer.model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_checkpoint_of_the_language_part_alone_is_a_causal_model(tmp_path):
+    model, _ = tiny.build("gemma3")
+    text = transformers.Gemma3ForCausalLM(model.config.text_config)
+    text.save_pretrained(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert auto_class(config) is transformers.AutoModelForCausalLM
+    assert auto_class(model.config) is transformers.AutoModelForImageTextToText
+
+
+def test_the_best_model_is_loaded_where_checkpoints_have_other_names(tmp_path):
+    """Gemma 3 is written as its first release; Trainer would keep the last weights and only warn."""
+
+    def falling(completion_ids, trainer_state, **_):
+        return [value - 100.0 * trainer_state.global_step for value in tiny.even_reward(completion_ids)]
+
+    dataset = Dataset.from_list(tiny.rows(), features=tiny.FEATURES)
+    settings = {
+        **{"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps"},
+        **{"save_steps": 1, "load_best_model_at_end": True, "metric_for_best_model": "eval_reward"},
+        **{"eval_dataset": dataset, "per_device_eval_batch_size": 4},
+    }
+    trainer = tiny.trainer(tmp_path, "gemma3", rewards=falling, **settings)
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+    best = type(trainer.model).from_pretrained(trainer.state.best_model_checkpoint)
+    for one, two in zip(trainer.model.parameters(), best.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_lora_reaches_both_parts(tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    trainer = tiny.trainer(tmp_path, "gemma3", peft_config=config, beta=0.1, num_iterations=2)
+    trainer.train()
+    moved = {
+        "vision_tower" in name: bool(weight.any())
+        for name, weight in trainer.model.named_parameters()
+        if "lora_B" in name
+    }
+    assert moved == {True: True, False: True}
+
+
+def test_evaluation_reads_images(tmp_path):
+    dataset = Dataset.from_list(tiny.rows(3), features=tiny.FEATURES)
+    trainer = tiny.trainer(tmp_path, "qwen2_5_vl", eval_dataset=dataset, per_device_eval_batch_size=4)
+    assert "eval_reward" in trainer.evaluate()

@@ -223,6 +223,21 @@ def rows(count: int = 4) -> list[dict[str, Any]]:
     ]
 
 
+SETTINGS = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "num_generations": 2,
+    "max_completion_length": 5,
+    "logging_steps": 1,
+    "learning_rate": 1e-2,
+    "save_strategy": "no",
+    "report_to": "none",
+    "bf16": False,
+    "use_cpu": True,
+    "disable_tqdm": True,
+}
+
+
 def even_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     """How many tokens of a completion have an even id: varies within groups."""
     return [float(sum(token % 2 == 0 for token in ids)) for ids in completion_ids]
@@ -232,26 +247,13 @@ def trainer(directory: Any, family: str = "gemma3", rewards: Any = even_reward, 
     """A trainer of a tiny model; ``given`` holds configuration fields and trainer arguments."""
     model, processor = build(family)
     model, processor = given.pop("model", model), given.pop("processing_class", processor)
-    arguments = {name: given.pop(name) for name in ("rollout_func", "callbacks") if name in given}
+    names = ("rollout_func", "peft_config", "eval_dataset")
+    arguments = {name: given.pop(name) for name in names if name in given}
     dataset = given.pop("train_dataset", None)
-    settings = {
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "num_generations": 2,
-        "max_completion_length": 5,
-        "max_steps": 2,
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
-        "save_strategy": "no",
-        "report_to": "none",
-        "bf16": False,
-        "use_cpu": True,
-        "disable_tqdm": True,
-    }
     return GRPOTrainer(
         model,
         rewards,
-        GRPOConfig(str(directory), **{**settings, **given}),
+        GRPOConfig(str(directory), **{**SETTINGS, "max_steps": 2, **given}),
         dataset or Dataset.from_list(rows(), features=FEATURES),
         processing_class=processor,
         **arguments,

@@ -131,10 +131,12 @@ class TransformersBackend:
 
 def _check_every_rank_sees(sampling: Sampling, model: Any) -> None:
     """Where ranks share the parameters, all of them must run the vision part or none."""
-    if sampling.images is not None and runs_in_step(model) and not all(row.arrays for row in sampling.images):
+    if not runs_in_step(model):
+        return
+    if sampling.images is not None and not all(row.arrays for row in sampling.images):
         raise BackendError(
-            "a prompt has no image, and the model's parameters are spread over ranks: those with images would "
-            "wait for this one forever; keep rows with images only, or do not shard (ZeRO-2, DDP)"
+            "a prompt has no image, and the model's parameters are spread over ranks: those with images "
+            "would wait for this one forever; keep rows with images only, or do not shard (ZeRO-2, DDP)"
         )
 
 

@@ -13,18 +13,21 @@ from transformers import TrainerState
 
 from groupwise.config import GRPOConfig
 from groupwise.data import GenerationBuffer, GroupSampler
-from groupwise.stages import TrainBatch
+from groupwise.dynamic import Carry, Feed, Filled, FillSettings, fill_batch, with_old_logps
+from groupwise.prompt_queue import rows_of_rank
+from groupwise.stages import RolloutBatch, ScoredBatch, TrainBatch
 from groupwise.window import Cut, WindowWork, recut
 
 
 class BatchingMixin:
-    """Owns the buffer of generated micro-batches, and how a window of them may be cut."""
+    """Owns where rows come from, the buffer of generated micro-batches, and how a window may be cut."""
 
     args: GRPOConfig
     state: TrainerState
     accelerator: Accelerator
     generation_buffer: GenerationBuffer
     window_cut: Cut
+    feed: Feed
 
     def make_group_sampler(self, dataset: Dataset) -> GroupSampler:
         """Indices of the prompts of each generation batch, repeated once per micro-batch trained on it."""
@@ -38,6 +41,47 @@ class BatchingMixin:
             seed=args.seed if args.data_seed is None else args.data_seed,
             epoch=lambda: int(self.state.epoch or 0),
         )
+
+    def rows_of_step(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """This rank's rows of a generation batch: those of the loader, or the next ones of the stream."""
+        return rows if self.feed.source is None else self._next_rows(self._fill_settings().num_prompts)
+
+    def fill(
+        self,
+        sample: Callable[[list[dict[str, Any]]], ScoredBatch],
+        score: Callable[[RolloutBatch], list[list[float]]],
+    ) -> Filled:
+        """A generation batch of groups with variance, as far as there are enough (dynamic sampling).
+
+        Args:
+            sample: rows to completions with rewards.
+            score: log-probs of completions under the current policy.
+        """
+        settings = self._fill_settings()
+        filled = fill_batch(
+            self.feed.carry, settings, lambda count: sample(self._next_rows(count)), gather_object
+        )
+        surplus = with_old_logps(filled.surplus, settings, score, gather_object)
+        self.feed.carry = Carry(surplus, filled.varied_share)
+        self.feed.warn_of_flat_groups(filled, settings)
+        return filled
+
+    def _fill_settings(self) -> FillSettings:
+        args = self.args
+        return FillSettings(
+            num_prompts=args.generation_batch_size // args.num_generations,
+            num_generations=args.num_generations,
+            max_rounds=args.dynamic_sampling_max_rounds,
+            by_function=args.multi_objective_aggregation == "normalize_then_sum",
+            ranks=self.accelerator.num_processes,
+            rank=self.accelerator.process_index,
+        )
+
+    def _next_rows(self, num_prompts: int) -> list[dict[str, Any]]:
+        assert self.feed.source is not None
+        prompts = self.feed.source.take(num_prompts)
+        ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
+        return rows_of_rank(prompts, self.args.num_generations, rank, ranks)
 
     def take_micro_batch(
         self, rows: list[dict[str, Any]], generate: Callable[[list[dict[str, Any]]], list[TrainBatch]]

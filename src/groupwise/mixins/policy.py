@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -41,12 +42,17 @@ class PolicyMixin:
         completion_ids_BC = pad_sequences(tokens, pad_token, **pad)
         lengths = [len(ids) for ids in rollout.prompt_ids]
         loss_mask = [self._loss_mask(completion) for completion in completions]
-        sampler_logps_BC = None
-        if any(completion.logps is not None for completion in completions):
-            logps = [
-                c.logps if c.logps is not None else [float("nan")] * len(c.token_ids) for c in completions
+
+        def known(logps: list[list[float] | None]) -> torch.Tensor | None:
+            """NaN where a completion has none; None where all have none."""
+            if all(entry is None for entry in logps):
+                return None
+            filled = [
+                [math.nan] * len(ids) if entry is None else entry
+                for entry, ids in zip(logps, tokens, strict=True)
             ]
-            sampler_logps_BC = pad_sequences(logps, 0.0, dtype=torch.float32, **pad)
+            return pad_sequences(filled, 0.0, dtype=torch.float32, **pad)
+
         return TrainBatch(
             prompt_ids_BP=prompt_ids_BP,
             prompt_mask_BP=length_mask(
@@ -57,7 +63,8 @@ class PolicyMixin:
                 [len(ids) for ids in tokens], completion_ids_BC.shape[1], device=self.accelerator.device
             ),
             loss_mask_BC=pad_sequences(loss_mask, 0, **pad),
-            sampler_logps_BC=sampler_logps_BC,
+            old_logps_BC=known([completion.old_logps for completion in completions]),
+            sampler_logps_BC=known([completion.logps for completion in completions]),
             images=None if rollout.images is None else tuple(rollout.images),
         )
 
@@ -91,13 +98,18 @@ class PolicyMixin:
         try:
             # Liger takes the correction for the sampler as it finds it, and that needs the old policy.
             if not on_policy or (self.args.use_liger_kernel and batch.sampler_logps_BC is not None):
-                batch = replace(batch, old_logps_BC=self.score_tokens(model, batch).logps_BC)
+                batch = replace(batch, old_logps_BC=self._old_logps(model, batch))
             with self.reference.scoring(model) as reference:
                 if reference is not None:
                     batch = replace(batch, ref_logps_BC=self.score_tokens(reference, batch).logps_BC)
         finally:
             model.train(was_training)
         return batch
+
+    def _old_logps(self, model: Any, batch: TrainBatch) -> torch.Tensor | None:
+        """Those that are known already, the current policy's for the rest."""
+        logps_BC, known_BC = self.score_tokens(model, batch).logps_BC, batch.old_logps_BC
+        return logps_BC if known_BC is None else torch.where(known_BC.isnan(), logps_BC, known_BC)
 
     def charge_kl(self, scored: ScoredBatch, batches: list[TrainBatch]) -> ScoredBatch:
         """Take β · Σ_t KL_it off the rewards: one more column, absent where there is no reward at all."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import TrainerState
 
+from groupwise.agents import Agents
 from groupwise.backends.rollout_function import call_rollout_function
 from groupwise.backends.weight_stream import weight_stream
 from groupwise.config import GRPOConfig
@@ -17,13 +18,14 @@ from groupwise.vision import check_rollout, image_prompt, is_processor, read_pro
 
 
 class RolloutMixin:
-    """Owns the generation backend and the user's rollout function."""
+    """Owns the generation backend, the loop over turns and the user's rollout function."""
 
     args: GRPOConfig
     state: TrainerState
     processing_class: Any
     backend: GenerationBackend
     rollout_func: RolloutFunction | None
+    agents: Agents | None
 
     def sync_sampler(self, policy: Any) -> None:
         """Give the backend the weights of ``policy``, if an optimizer step has changed them since."""
@@ -37,6 +39,8 @@ class RolloutMixin:
         Args:
             rows: dataset rows with a ``prompt``; rows of one group are next to each other.
         """
+        if self.agents is not None:
+            return self.agents.roll_out(rows, self.backend)
         prompts = [image_prompt(row) for row in rows]
         extra: dict[str, list[Any]] = {}
         images = None

@@ -16,7 +16,7 @@ from groupwise.config import GRPOConfig
 from groupwise.reporting.console import print_table
 from groupwise.reporting.dashboards import log_tables
 from groupwise.reporting.hub import push_folder
-from groupwise.reporting.table import Table, as_table, reward_columns
+from groupwise.reporting.table import Images, Table, as_table, image_column, reward_columns
 
 Row = dict[str, Any]
 
@@ -33,7 +33,8 @@ def report_completions(
 
     Args:
         rows: ``{"step": int, "prompt": str, "completion": str, "rewards": {name: float | None},
-            "advantage": float, "columns": {name: str or number}}``; left as they are.
+            "advantage": float, "columns": {name: str or number}}``, and ``"images": [bytes of a PNG file]``
+            for dashboards only; left as they are.
         step: the optimizer step that names this report.
         args: reads ``num_completions_to_print``, ``log_unique_prompts``, ``log_completions_hub_repo``,
             ``report_to`` and the Hub settings.
@@ -49,25 +50,25 @@ def report_completions(
         rows = first_of_each_prompt(rows)
     generator = random.getstate()  # the first import of rich draws from it, and training must not notice
     try:
-        _report(as_table(rows), step, args, output_dir, re.sub(r"[^\w.-]", "_", mode))
+        _report(as_table(rows), image_column(rows), step, args, output_dir, re.sub(r"[^\w.-]", "_", mode))
     finally:
         random.setstate(generator)
 
 
-def _report(table: Table, step: int, args: GRPOConfig, output_dir: str, mode: str) -> None:
+def _report(table: Table, images: Images, step: int, args: GRPOConfig, output_dir: str, mode: str) -> None:
     kind = "completions" if mode == "train" else f"completions_{mode}"
     print_table(spread(table, args.num_completions_to_print), f"{kind}, step {step}")
     folder = Path(output_dir) / kind
     write_parquet(table, folder / f"completions_{step:05d}.parquet", reward_columns(table))
-    log_tables(table, kind, step, args.report_to or [])
+    log_tables(table, images, kind, step, args.report_to or [])
     if args.log_completions_hub_repo:
         push_folder(folder, args.log_completions_hub_repo, mode, args.hub_token, args.hub_private_repo)
 
 
 def first_of_each_prompt(rows: list[Row]) -> list[Row]:
-    first: dict[str, Row] = {}
+    first: dict[tuple[str, ...], Row] = {}
     for row in rows:
-        first.setdefault(row["prompt"], row)
+        first.setdefault((row["prompt"], *row.get("images", ())), row)
     return list(first.values())
 
 

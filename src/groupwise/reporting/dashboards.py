@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
-from groupwise.reporting.table import Table
+from groupwise.reporting.table import Images, Table
 
 logger = logging.getLogger(__name__)
 
 
-def log_tables(table: Table, key: str, step: int, report_to: Collection[str]) -> None:
+def log_tables(table: Table, images: Images, key: str, step: int, report_to: Collection[str]) -> None:
     """Log the table as ``key`` to each dashboard of ``report_to`` that has an active run.
 
-    The table carries ``train/global_step`` as the metrics of ``transformers`` do. Errors are logged.
+    Images become one more column. The table carries ``train/global_step`` as the metrics of ``transformers``
+    do. Errors are logged.
     """
     for name, log in _DASHBOARDS.items():
         # A dashboard with an active run has been imported: nothing is gained by importing it here.
@@ -23,9 +25,22 @@ def log_tables(table: Table, key: str, step: int, report_to: Collection[str]) ->
         if name not in report_to or module is None:
             continue
         try:
-            log(module, table, {"train/global_step": step}, key)
+            log(module, _with_images(table, images, module), {"train/global_step": step}, key)
         except Exception as error:
             logger.warning("The completions of step %d could not be logged to %s: %r", step, name, error)
+
+
+def _with_images(table: Table, images: Images, module: Any) -> Table:
+    """The table with the images of each row as the dashboard's own."""
+    if not images:
+        return table
+    from PIL import Image
+
+    name = "images"
+    while name in table:
+        name += "_"
+    shown = [[module.Image(Image.open(io.BytesIO(image))) for image in row] for row in images]
+    return {**table, name: shown}
 
 
 def _log_to_wandb(wandb: Any, table: Table, position: dict[str, int], key: str) -> None:

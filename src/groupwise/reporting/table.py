@@ -7,6 +7,9 @@ from typing import Any
 #: Columns of equal length by name: step, prompt, completion, the rewards, advantage, extra columns.
 Table = dict[str, list[Any]]
 
+#: The images of every row as the bytes of PNG files; empty where no row has any.
+Images = list[list[bytes]]
+
 _FIXED = ("step", "prompt", "completion", "advantage")
 
 
@@ -21,6 +24,12 @@ def as_table(rows: list[dict[str, Any]]) -> Table:
     fixed = {name: [_utf8(row[name]) for row in rows] for name in _FIXED}
     advantage = {"advantage": fixed.pop("advantage")}
     return {**fixed, **rewards, **advantage, **extra}
+
+
+def image_column(rows: list[dict[str, Any]]) -> Images:
+    """The images of the rows, beside :func:`as_table`: only dashboards can show them."""
+    images = [list(row.get("images", ())) for row in rows]
+    return images if any(images) else []
 
 
 def _columns(rows: list[dict[str, Any]], part: str, taken: set[str]) -> Table:

@@ -71,7 +71,7 @@ def prepare_liger(model: str | PreTrainedModel, config: GRPOConfig) -> None:
             "use_liger_kernel=True needs liger-kernel, which is not installed; install groupwise[liger], or "
             "set use_liger_kernel=False"
         )
-    softcap = getattr(_text_config(model, config), "final_logit_softcapping", None)
+    softcap = getattr(text_config(model, config), "final_logit_softcapping", None)
     if softcap is not None:
         raise ConfigError(
             f"use_liger_kernel=True, but the model bounds its logits (final_logit_softcapping={softcap}), "
@@ -88,12 +88,14 @@ def prepare_liger(model: str | PreTrainedModel, config: GRPOConfig) -> None:
     config.liger_kernel_config = chosen
 
 
-def _text_config(model: str | PreTrainedModel, config: GRPOConfig) -> Any:
+def text_config(model: str | PreTrainedModel, config: GRPOConfig) -> Any:
+    """The configuration of the language model; that of a model given by name is read alone."""
     if not isinstance(model, str):
         return model.config.get_text_config(decoder=True)
     given: Any = config.model_init_kwargs or {}
     options = {"trust_remote_code": config.trust_remote_code, **given}
-    named = {name: options[name] for name in ("trust_remote_code", "revision", "token") if name in options}
+    known = ("trust_remote_code", "revision", "token", "subfolder", "gguf_file", "cache_dir")
+    named = {name: options[name] for name in known if name in options}
     return AutoConfig.from_pretrained(model, **named).get_text_config(decoder=True)
 
 

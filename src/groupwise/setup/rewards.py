@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,15 +39,24 @@ class LoadedRewards:
     processing_classes: list[Any]
 
 
-def check_rewards(reward_funcs: Any, processing_classes: Any, config: GRPOConfig) -> RewardSetup:
+def check_rewards(
+    reward_funcs: Any,
+    processing_classes: Any,
+    config: GRPOConfig,
+    own_rewards: Sequence[Callable[..., Any]] = (),
+) -> RewardSetup:
     """One or several reward functions, and their tokenizers, as lists of equal length; the caller's lists
     stay.
+
+    Args:
+        own_rewards: those that environments give themselves. They come last, with weight 1.
 
     Raises:
         ConfigError: no function, something that is not one, or lists whose lengths differ.
     """
     functions = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
-    if not functions or functions == [None]:
+    functions = [] if functions == [None] else functions
+    if not functions and not own_rewards:
         raise ConfigError("reward_funcs is missing; pass a reward function, a reward model or a list of them")
     for function in functions:
         if not (callable(function) or isinstance(function, str)):
@@ -65,7 +74,7 @@ def check_rewards(reward_funcs: Any, processing_classes: Any, config: GRPOConfig
             raise ConfigError(
                 f"{name} has {len(given)} entries for {len(functions)} reward functions; give one for each"
             )
-    return RewardSetup(functions, list(processing_classes))
+    return RewardSetup([*functions, *own_rewards], [*processing_classes, *[None] * len(own_rewards)])
 
 
 def load_rewards(rewards: RewardSetup, config: GRPOConfig, accelerator: Accelerator) -> LoadedRewards:

@@ -46,7 +46,7 @@ def check_vision(
         )
     if image_token(policy.config) is None:
         raise ConfigError(
-            f"processing_class is a {type(processing_class).__name__}, but the configuration of {model} names "
+            f"processing_class is a {type(processing_class).__name__}, but the config of {model} names "
             "no image token (image_token_id); pass the tokenizer alone to train on text"
         )
     reentrant = (config.gradient_checkpointing_kwargs or {}).get("use_reentrant")  # type: ignore[union-attr]

@@ -1,0 +1,265 @@
+"""Environments: made once, reset with the row, their methods as tools, their own rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+from scripted import ScriptedBackend, agents, byte_tokenizer, call, question
+
+from groupwise.agents import Environments, time_limit
+from groupwise.agents.environments import with_observation
+from groupwise.errors import AgentError, ConfigError, RewardError
+
+
+class Counter:
+    """Counts up to a goal."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        type(self).made += 1
+        self.number = 0
+
+    def reset(self, goal: int = 3, **row: Any) -> str:
+        self.goal, self.number, self.row = goal, 0, row
+        return f" Reach {goal}."
+
+    def increase(self, by: int) -> str:
+        """Add to the number.
+
+        Args:
+            by: how much.
+        """
+        self.number += by
+        return f"now {self.number}"
+
+    def get_reward(self) -> float:
+        return float(self.number == self.goal)
+
+    def _hidden(self) -> None: ...
+
+
+class Silent:
+    """Shows nothing, and has a reward that takes its time."""
+
+    def reset(self, **row: Any) -> None: ...
+
+    async def get_reward(self) -> float:
+        await asyncio.sleep(0)
+        return 0.5
+
+
+def roll_out(
+    environments: Environments, scripts: list[list[str]], rows: list[dict[str, Any]], tools: Any = ()
+):
+    tokenizer = byte_tokenizer()
+    loop = agents(tokenizer, tools, environments)
+    return loop, loop.roll_out(rows, ScriptedBackend(tokenizer, scripts))
+
+
+def test_rows_reset_and_methods_are_tools():
+    row = {**question("Count."), "goal": 5, "level": "easy"}
+    given = [dict(message) for message in row["prompt"]]
+    scripts = [[call("increase", by=2) + call("increase", by=3), "done"], ["I give up"]]
+    loop, rollout = roll_out(Environments(Counter), scripts, [row, row])
+    assert rollout.prompts[0] == [{"role": "user", "content": "Count. Reach 5."}]
+    assert [message["content"] for message in rollout.texts[0][1:3]] == ["now 2", "now 5"]
+    assert rollout.extra["environments"] is loop.current
+    assert [environment.number for environment in loop.current] == [5, 0]
+    assert loop.current[0].row == {"prompt": given, "level": "easy"}
+    assert row["prompt"] == given  # the dataset's row is as it was
+
+
+def test_instances_are_used_again():
+    Counter.made = 0
+    environments = Environments(Counter)
+    rows = [{**question("Count."), "goal": goal} for goal in (1, 2, 3)]
+    tokenizer = byte_tokenizer()
+    loop = agents(tokenizer, (), environments)
+    batches = [
+        loop.roll_out(rows, ScriptedBackend(tokenizer, [["no"]] * 3)).extra["environments"] for _ in range(2)
+    ]
+    assert Counter.made == 3
+    assert all(first is second for first, second in zip(*batches, strict=True))
+    assert len({id(environment) for environment in batches[0]}) == 3
+
+
+def test_rewards_of_environments():
+    environments = Environments({"count": Counter, "silent": Silent, "again": Counter})
+    rows = [{**question("?"), "environment": name, "goal": 0} for name in ("silent", "count", "again")]
+    loop, rollout = roll_out(environments, [["x"], [call("increase", by=1), "y"], ["z"]], rows)
+    count, silent = environments.rewards()
+    assert (count.__name__, silent.__name__) == ("Counter", "Silent")
+    assert count(**rollout.extra, prompts=[]) == [None, 0.0, 1.0]
+    assert asyncio.run(silent(**rollout.extra, prompts=[])) == [0.5, None, None]
+    assert "environment" not in loop.current[1].row
+
+
+def test_each_rollout_sees_the_tools_of_its_own_environment():
+    environments = Environments({"count": Counter, "silent": Silent})
+    rows = [{**question("?"), "environment": name} for name in ("count", "silent")]
+    _, rollout = roll_out(environments, [["x"], [call("increase", by=1), "y"]], rows)
+    decode = byte_tokenizer().decode
+    assert ["increase" in decode(ids) for ids in rollout.prompt_ids] == [True, False]
+    assert [len(messages) for messages in rollout.texts] == [1, 1]  # no tools: its text is no call
+
+
+def test_calls_of_one_environment_run_one_after_the_other():
+    class Careful(Counter):
+        def increase(self, by: int) -> str:
+            """Add.
+
+            Args:
+                by: how much.
+            """
+            before = self.number
+            threading.Event().wait(0.02)
+            self.number = before + by  # loses an update where two run at once
+            return str(self.number)
+
+    loop, _ = roll_out(Environments(Careful), [["".join([call("increase", by=1)] * 4), "x"]], [question("?")])
+    assert loop.current[0].number == 4
+
+
+@pytest.mark.parametrize(
+    ("prompt", "observation", "expected"),
+    [
+        ("a", None, "a"),
+        ("a", "b", "ab"),
+        ("a", [{"type": "text", "text": "b"}], "ab"),
+        ([{"role": "user", "content": "a"}], "b", [{"role": "user", "content": "ab"}]),
+        (
+            [{"role": "user", "content": "a"}],
+            [{"type": "text", "text": "b"}],
+            [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+            "b",
+            [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
+        ),
+        (
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}],
+            "b",
+            [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}],
+        ),
+        (
+            [{"role": "system", "content": "a"}],
+            "b",
+            [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}],
+        ),
+    ],
+)
+def test_an_observation_follows_the_last_user_message(prompt, observation, expected):
+    given = str(prompt)
+    assert with_observation(prompt, observation) == expected
+    assert str(prompt) == given
+
+
+class Failing(Counter):
+    def reset(self, goal: int = 0, **row: Any) -> Any:
+        if goal == 1:
+            raise OSError("no such level")
+        return 7 if goal == 2 else None
+
+    def get_reward(self) -> float:
+        raise ZeroDivisionError("no steps")
+
+
+class Stuck(Counter):
+    @time_limit(0.05)
+    def reset(self, **row: Any) -> None:
+        threading.Event().wait(5)
+
+
+@pytest.mark.parametrize(
+    ("cls", "goal", "message"),
+    [
+        (
+            Failing,
+            1,
+            r"environment 'Failing', method 'reset' \(given sample=1.*raised OSError: no such level",
+        ),
+        (Failing, 2, r"method 'reset'.*it returned int; allowed: None, str, a list of content blocks"),
+        (Stuck, 1, r"environment 'Stuck', method 'reset'.*longer than 0.05 seconds"),
+    ],
+)
+def test_a_failing_reset_names_environment_method_and_row(cls, goal, message):
+    rows = [{**question("?"), "goal": 0 if cls is Failing else goal}, {**question("?"), "goal": goal}]
+    with pytest.raises(AgentError, match=message):
+        roll_out(Environments(cls), [["x"], ["y"]], rows)
+
+
+def test_a_failing_reward_names_environment_method_and_row():
+    environments = Environments(Failing)
+    _, rollout = roll_out(environments, [["x"]], [question("?")])
+    with pytest.raises(RewardError, match=r"environment 'Failing', method 'get_reward'.*sample=0.*no steps"):
+        environments.rewards()[0](**rollout.extra)
+
+
+def test_a_failing_tool_of_an_environment_is_told_to_the_model():
+    class Fragile(Counter):
+        def increase(self, by: int) -> str:
+            """Add.
+
+            Args:
+                by: how much.
+            """
+            raise RuntimeError("out of order")
+
+    _, rollout = roll_out(Environments(Fragile), [[call("increase", by=1), "x"]], [question("?")])
+    assert rollout.texts[0][1]["content"] == "{'error': 'out of order'}"
+
+
+def undocumented(a: int) -> int:
+    return a
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (3, r"environment_factory of the environment is 3 \(int\)"),
+        ({}, "empty dict"),
+        ({"a": "b"}, "environment 'a' is 'b'"),
+        (object, "'object'.*has no method 'reset'"),
+        (type("Mute", (Counter,), {"undocumented": undocumented}), "'undocumented' cannot be described"),
+    ],
+)
+def test_what_is_no_environment_is_refused(factory, message):
+    with pytest.raises(ConfigError, match=message):
+        Environments(factory)
+
+
+def test_a_factory_that_fails_is_named():
+    def factory() -> Counter:
+        raise ConnectionError("no server")
+
+    with pytest.raises(
+        AgentError, match="environment_factory of the environment raised ConnectionError: no server"
+    ):
+        Environments(factory)
+
+
+def test_an_unknown_environment_is_refused_with_those_there_are():
+    with pytest.raises(
+        ConfigError, match="row 0 has environment='cuont'; the environment_factory knows 'count'"
+    ):
+        Environments({"count": Counter}).lend([{"environment": "cuont"}])
+
+
+def test_tools_of_the_same_name_are_refused():
+    def increase(by: int) -> str:
+        """Add.
+
+        Args:
+            by: how much.
+        """
+        return str(by)
+
+    from groupwise.agents.tools import make_tool
+
+    with pytest.raises(ConfigError, match="several tools are called 'increase'"):
+        Environments(Counter).toolboxes([make_tool(increase)])

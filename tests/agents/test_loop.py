@@ -1,0 +1,331 @@
+"""The loop over turns, on a scripted policy and real tools."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+
+import pytest
+from scripted import CHAT, ScriptedBackend, agents, byte_tokenizer, call, question, run
+
+from groupwise.agents import time_limit
+from groupwise.errors import AgentError, ConfigError
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the one.
+        b: the other.
+    """
+    return a + b
+
+
+async def double(a: int) -> int:
+    """Double a number.
+
+    Args:
+        a: the number.
+    """
+    await asyncio.sleep(0)
+    return 2 * a
+
+
+def broken(a: int) -> int:
+    """Fail.
+
+    Args:
+        a: anything.
+    """
+    raise ValueError(f"no {a} today")
+
+
+@time_limit(0.05)
+def slow(a: int) -> int:
+    """Take long.
+
+    Args:
+        a: anything.
+    """
+    time.sleep(5)
+    return a
+
+
+@time_limit(0.05)
+async def slow_async(a: int) -> int:
+    """Take long, too.
+
+    Args:
+        a: anything.
+    """
+    await asyncio.sleep(5)
+    return a
+
+
+TOOLS = [add, double, broken, slow, slow_async]
+
+
+@pytest.mark.parametrize(
+    ("said", "name", "content", "failed"),
+    [
+        (call("add", a=2, b=3), "add", "5", 0),
+        (call("double", a=4), "double", "8", 0),
+        (call("broken", a=7), "broken", "{'error': 'no 7 today'}", 1),
+        (call("slow", a=1), "slow", "{'error': 'slow took longer than 0.05 seconds.'}", 1),
+        (call("slow_async", a=1), "slow_async", "{'error': 'slow_async took longer than 0.05 seconds.'}", 1),
+        (call("ad", a=1), "ad", "Tool ad not found. Available: add, double, broken, slow, slow_async.", 1),
+        (call("add", a=1), "add", "missing 1 required positional argument: 'b'", 1),
+        (call("add", c=1), "add", "got an unexpected keyword argument 'c'", 1),
+        ('<tool_call>{"name": "add", "argu</tool_call>', "unknown", "is not valid JSON", 1),
+        ('<tool_call>{"arguments": {}}</tool_call>', "unknown", "is not an object with the name", 1),
+        (
+            '<tool_call>{"name": "add", "arguments": [1, 2]}</tool_call>',
+            "add",
+            "arguments are not an object",
+            1,
+        ),
+    ],
+)
+def test_a_call_gives_a_message_and_counts(said, name, content, failed):
+    rollout, _ = run([[said, "done"]], TOOLS)
+    assistant, tool, answer = rollout.texts[0]
+    assert (assistant["role"], tool["role"], tool["name"]) == ("assistant", "tool", name)
+    assert content in tool["content"] if failed else tool["content"] == content
+    assert answer == {"role": "assistant", "content": "done"}
+    assert rollout.metrics["tools/call_frequency"].value() == 1
+    assert rollout.metrics["tools/failure_frequency"].value() == failed
+
+
+def test_frequencies_are_per_completion_and_per_call():
+    rollout, _ = run([[call("add", a=1, b=1) + call("broken", a=1), call("double", a=1), "x"], ["y"]], TOOLS)
+    assert rollout.metrics["tools/call_frequency"].value() == 3 / 2
+    assert rollout.metrics["tools/failure_frequency"].value() == pytest.approx(1 / 3)
+
+
+def test_answers_come_in_the_order_of_the_calls():
+    said = call("double", a=1) + call("add", a=1, b=2) + call("double", a=3) + call("broken", a=1)
+    rollout, _ = run([[said, "done"]], TOOLS)
+    assert [message["content"] for message in rollout.texts[0][1:-1]] == [
+        "2",
+        "3",
+        "6",
+        "{'error': 'no 1 today'}",
+    ]
+    assert [c["function"]["name"] for c in rollout.texts[0][0]["tool_calls"]] == [
+        "double",
+        "add",
+        "double",
+        "broken",
+    ]
+
+
+def test_calls_of_a_turn_run_at_the_same_time():
+    """Each tool waits for the other: one after the other, both would fail."""
+    meeting = threading.Barrier(2)
+
+    def meet(a: int) -> str:
+        """Meet.
+
+        Args:
+            a: anything.
+        """
+        meeting.wait(timeout=20)
+        return "met"
+
+    rollout, _ = run([[call("meet", a=1) + call("meet", a=2), "x"]], [meet])
+    assert [message["content"] for message in rollout.texts[0][1:-1]] == ["met", "met"]
+
+
+def test_tokens_are_those_of_the_rendered_conversation_and_the_mask_those_of_the_policy():
+    tokenizer = byte_tokenizer()
+    rollout, _ = run(
+        [["Let me see." + call("add", a=2, b=3), call("double", a=5), "It is 10."]], TOOLS, tokenizer
+    )
+    schemas = [tool.schema for tool in agents(tokenizer, TOOLS).tools]
+    whole = tokenizer.apply_chat_template(
+        rollout.prompts[0] + rollout.texts[0], tools=schemas, tokenize=False
+    )
+    completion = rollout.completions[0]
+    assert tokenizer.decode(rollout.prompt_ids[0] + completion.token_ids) + "\n" == whole
+    chosen = [token for token, mine in zip(completion.token_ids, completion.loss_mask, strict=True) if mine]
+    assert tokenizer.decode(chosen) == "".join(
+        [
+            "Let me see.",
+            call("add", a=2, b=3),
+            "<|im_end|>",
+            call("double", a=5),
+            "<|im_end|>",
+            "It is 10.<|im_end|>",
+        ]
+    )
+    assert not completion.truncated
+
+
+def test_tokens_of_the_policy_are_never_tokenised_again():
+    """A policy may write "ab" as two tokens where its tokenizer has one: what it wrote stays."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["numbers"])
+    spelled = [tokenizer.convert_tokens_to_ids(letter) for letter in "numbers"]
+    assert tokenizer("numbers")["input_ids"] != spelled
+    backend = ScriptedBackend(tokenizer, [["", "done"]])
+    answer = backend._answer
+
+    def spell_out(prompt, limit):
+        given = answer(prompt, limit)
+        if backend.turns[0] == 1:
+            given.token_ids[:0] = spelled + tokenizer(call("add", a=1, b=2))["input_ids"]
+            backend.contexts[0] = prompt + given.token_ids
+        return given
+
+    backend._answer = spell_out
+    rollout = agents(tokenizer, [add]).roll_out([question("?")], backend)
+    assert rollout.completions[0].token_ids[:7] == spelled
+    assert backend.calls[1][0][len(rollout.prompt_ids[0]) :][:7] == spelled
+    assert rollout.texts[0][0]["content"] == "numbers"
+
+
+def test_log_probs_are_nan_on_what_the_policy_did_not_choose():
+    rollout, _ = run([[call("add", a=2, b=3), "5"]], TOOLS, logps=True)
+    completion = rollout.completions[0]
+    assert completion.logps is not None
+    assert [not math.isnan(logp) for logp in completion.logps] == [
+        bool(mine) for mine in completion.loss_mask
+    ]
+    assert run([["no tool"]], TOOLS)[0].completions[0].logps is None
+
+
+def test_one_call_of_the_backend_continues_all_rollouts():
+    scripts = [[call("add", a=1, b=i), "done"] for i in range(3)] + [["done at once"]]
+    _, backend = run(scripts, TOOLS)
+    assert [len(prompts) for prompts in backend.calls] == [4, 3]
+
+
+def test_a_slow_tool_holds_up_its_own_rollout_only():
+    """It returns only after the others had their next turn: waiting for it would end in its error message."""
+    tokenizer = byte_tokenizer()
+    others_went_on = threading.Event()
+
+    def wait_for_others(a: int) -> str:
+        """Wait.
+
+        Args:
+            a: anything.
+        """
+        return "in time" if others_went_on.wait(timeout=30) else "too late"
+
+    def watch(backend):
+        if len(backend.calls) == 2:
+            others_went_on.set()
+
+    backend = ScriptedBackend(
+        tokenizer, [[call("wait_for_others", a=1), "end"], [call("add", a=1, b=1), "end"]]
+    )
+    backend.before_call = watch
+    rollout = agents(tokenizer, [add, wait_for_others]).roll_out(
+        [question("slow"), question("quick")], backend
+    )
+    assert [len(prompts) for prompts in backend.calls] == [2, 1, 1]
+    assert rollout.texts[0][1]["content"] == "in time"
+
+
+def test_iterations_are_limited():
+    rollout, _ = run([[call("add", a=1, b=1)] * 5], TOOLS, max_iterations=2)
+    assert [message["role"] for message in rollout.texts[0]] == ["assistant", "tool"] * 2 + ["assistant"]
+    assert not rollout.completions[0].truncated
+
+
+def test_a_turn_is_cut_at_the_limit_of_the_whole_completion():
+    full, _ = run([[call("add", a=1, b=1), "a long answer"]], TOOLS)
+    limit = len(full.completions[0].token_ids) - 5
+    cut, _ = run([[call("add", a=1, b=1), "a long answer"]], TOOLS, max_completion_length=limit)
+    assert cut.completions[0].token_ids == full.completions[0].token_ids[:limit]
+    assert cut.completions[0].loss_mask == full.completions[0].loss_mask[:limit]
+    assert cut.completions[0].truncated
+    assert cut.texts[0][-1]["content"] == "a long an"  # the five tokens are "swer" and the end
+
+
+def test_an_answer_of_a_tool_without_room_ends_the_rollout():
+    first, _ = run([[call("add", a=1, b=1)]], TOOLS, max_iterations=0)
+    length = len(first.completions[0].token_ids)
+    cut, backend = run([[call("add", a=1, b=1), "x"]], TOOLS, max_completion_length=length + 10)
+    assert cut.completions[0].token_ids == first.completions[0].token_ids
+    assert cut.completions[0].truncated and len(backend.calls) == 1
+    assert [message["role"] for message in cut.texts[0]] == ["assistant"]
+    assert cut.metrics["tools/call_frequency"].value() == 1  # it was called all the same
+
+
+def test_a_cut_turn_calls_nothing():
+    said = call("add", a=1, b=1) + call("add", a=1, b=1)
+    cut, _ = run([[said, "x"]], TOOLS, max_completion_length=len(said) - 3)
+    assert cut.completions[0].truncated
+    assert [message["role"] for message in cut.texts[0]] == ["assistant"]
+    assert cut.metrics["tools/call_frequency"].value() == 0
+
+
+def test_a_template_that_rewrites_history_makes_the_rollout_fork_at_the_first_mismatch():
+    """This one adds a note to earlier turns once a tool says "5": what it rewrites is not trained on."""
+    rewriting = CHAT.replace(
+        "'<|im_start|>assistant\\n' + message.content",
+        "'<|im_start|>assistant\\n' + message.content + ('(noted)' if messages[-1].content == '5' else '')",
+    )
+    tokenizer = byte_tokenizer(rewriting)
+    script = ["Sum: " + call("add", a=2, b=3), "It is 5."]
+    rollout, backend = run([script], TOOLS, tokenizer)
+    completion = rollout.completions[0]
+    text = tokenizer.decode(completion.token_ids)
+    assert text.startswith("Sum:(noted)") and text.endswith("It is 5.<|im_end|>")
+    chosen = [token for token, mine in zip(completion.token_ids, completion.loss_mask, strict=True) if mine]
+    # The prefix both histories share, and what was sampled in the new one.
+    assert tokenizer.decode(chosen) == "Sum:" + "It is 5.<|im_end|>"
+    context = rollout.prompt_ids[0] + completion.token_ids[: -len("It is 5.") - 1]
+    assert backend.calls[1][0] == context
+    assert rollout.metrics["tools/fork_frequency"].value() == 1
+
+
+def test_processes_that_have_ended_keep_calling_the_backend_with_the_others():
+    tokenizer = byte_tokenizer()
+    loop = agents(tokenizer, TOOLS)
+    others = iter([True, True, True, False])  # another process has two more turns than this one
+    loop.any_rank = lambda here: next(others) or here
+    backend = ScriptedBackend(tokenizer, [["at once"], [""], [""]])
+    rollout = loop.roll_out([question("?")], backend)
+    assert [len(prompts) for prompts in backend.calls] == [1, 1, 1]
+    assert len(rollout.texts) == 1 and rollout.texts[0][0]["content"] == "at once"
+
+
+def test_a_text_prompt_is_refused():
+    with pytest.raises(ConfigError, match="row 0 has a text prompt"):
+        agents(byte_tokenizer(), TOOLS).roll_out(
+            [{"prompt": "2 + 3 ="}], ScriptedBackend(byte_tokenizer(), [["5"]])
+        )
+
+
+def test_a_prompt_that_begins_the_answer_is_continued():
+    tokenizer = byte_tokenizer()
+    row = {"prompt": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "The sum "}]}
+    rollout = agents(tokenizer, TOOLS).roll_out([row], ScriptedBackend(tokenizer, [["is 5."]]))
+    assert rollout.texts[0] == [{"role": "assistant", "content": "The sum is 5."}]
+
+
+def test_a_blocked_event_loop_is_named(monkeypatch):
+    monkeypatch.setattr("groupwise.agents.loop.BLOCKED_MARGIN", 0.2)
+    release = threading.Event()
+
+    @time_limit(0.1)
+    async def blocks(a: int) -> str:
+        """Block.
+
+        Args:
+            a: anything.
+        """
+        release.wait(timeout=30)
+        return "too late"
+
+    try:
+        with pytest.raises(AgentError, match="no answer of the tools blocks"):
+            run([[call("blocks", a=1), "x"]], [blocks])
+    finally:
+        release.set()

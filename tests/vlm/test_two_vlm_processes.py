@@ -1,0 +1,42 @@
+"""Two gloo processes against one, on rows with images, several images and none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_vlm as tiny
+import torch
+from vlm_worker import weights
+
+pytestmark = pytest.mark.distributed
+
+FAMILIES = ["idefics3", "qwen2_5_vl"]
+
+
+def test_two_processes_make_the_update_of_one(tmp_path):
+    """Rows of text alone fill whole micro-batches of a process while the other has images."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    script = Path(__file__).with_name("vlm_worker.py")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(tmp_path), *FAMILIES],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    both = torch.load(tmp_path / "weights.pt", weights_only=True)
+    for family in FAMILIES:
+        start = dict(tiny.build(family)[0].named_parameters())
+        alone = weights(tmp_path / family, family, rows=4)
+        moved = max((alone[name] - start[name]).abs().max() for name in start)
+        assert moved > 1e-3
+        for name, weight in alone.items():
+            # The rounding of sums in another order.
+            torch.testing.assert_close(both[family][name], weight, atol=2e-6, rtol=1e-5, msg=name)
