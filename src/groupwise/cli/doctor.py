@@ -38,7 +38,7 @@ def run(arguments: Sequence[str]) -> int:
         report.add([fail("settings", str(error))])
         return report.close()
     report.add([ok("settings", f"{config.loss_type}, every rule holds")])
-    rewards = report.attempt("rewards", lambda: resolve_rewards(settings))
+    report.attempt("reward", lambda: resolve_rewards(settings))
     model_config = report.attempt(
         "model",
         lambda: check_model(settings, config.trust_remote_code, config.model_init_kwargs),  # type: ignore[arg-type]
@@ -55,9 +55,10 @@ def run(arguments: Sequence[str]) -> int:
             "tokenizer", lambda: _look_at_prompts(settings, config, model_config, rows, report)
         )
         lengths = found or []
-    ready = rewards is not None and model_config is not None and lengths and not report.failed
+    own_data = settings.dataset is None  # an environment's; what it asks is seen when it is sampled
+    ready = model_config is not None and (lengths or own_data) and not report.failed
     if ready and not options.no_model:
-        report.attempt("trial", lambda: _try_out(settings, config, rows, max(lengths), options, report))
+        report.attempt("trial", lambda: _try_out(settings, config, rows, lengths, options, report))
     elif not options.no_model:
         report.add([warn("trial", "left out: the problems above come first")])
     return report.close()
@@ -136,7 +137,7 @@ def _look_at_prompts(
     from transformers import AutoProcessor
 
     processor = AutoProcessor.from_pretrained(settings.model, trust_remote_code=config.trust_remote_code)
-    tokenizer = getattr(processor, "tokenizer", processor)
+    tokenizer = getattr(processor, "tokenizer", processor)  # images are not counted
     text_config = model_config.get_text_config(decoder=True)
     report.add(
         tokenizer_findings(
@@ -150,7 +151,7 @@ def _look_at_prompts(
     if report.failed:
         return []
     progress = tqdm(rows, desc="prompts", leave=False, file=sys.stderr)
-    lengths = [len(tokenize_prompt(processor, r["prompt"], config.chat_template_kwargs)) for r in progress]  # type: ignore[arg-type]
+    lengths = [len(tokenize_prompt(tokenizer, r["prompt"], config.chat_template_kwargs)) for r in progress]  # type: ignore[arg-type]
     context = getattr(text_config, "max_position_embeddings", None)
     report.add(length_findings(lengths, config, context, f"{len(rows)} prompts"))
     limit = config.max_prompt_length
@@ -175,7 +176,7 @@ def _try_out(
     settings: RunArguments,
     config: GRPOConfig,
     rows: list[dict[str, Any]],
-    longest: int,
+    lengths: list[int],
     options: Any,
     report: Report,
 ) -> None:
@@ -187,7 +188,9 @@ def _try_out(
         small = trial.trial_config(config, options.max_new_tokens, directory)
         trainer = make_trainer(settings, small)
         print(f"sampling {options.num_prompts} x {small.num_generations} completions", file=sys.stderr)
-        rollout, seconds = trial.sample(trainer, rows[: options.num_prompts])
+        asked = rows or [trainer.train_dataset[i] for i in range(options.num_prompts)]  # type: ignore[index]
+        rollout, seconds = trial.sample(trainer, asked[: options.num_prompts])
+        longest = max(lengths, default=max(len(ids) for ids in rollout.prompt_ids))
         report.add(trial.sample_findings(rollout, seconds, config, small.max_completion_length))
         report.add(trial.reward_findings(trainer, rollout, seconds))
         print(f"one row of {longest} + {config.max_completion_length} tokens", file=sys.stderr)
