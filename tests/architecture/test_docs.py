@@ -136,6 +136,9 @@ def test_the_site_builds_without_warnings(tmp_path):
     assert done.returncode == 0, done.stderr
     api = (tmp_path / "site" / "api" / "index.html").read_text()
     assert "estimate_advantages" in api and "per-token loss" in api  # signatures and docstrings
+    objectives = (tmp_path / "site" / "objectives" / "index.html").read_text()
+    assert objectives.count("<math") > 5 and "arithmatex" not in objectives
+    assert 'src="http' not in objectives  # a page asks no other site for anything
 
 
 def test_a_dead_link_breaks_the_site(tmp_path):
