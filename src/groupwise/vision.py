@@ -239,6 +239,12 @@ def image_token(config: Any) -> int | None:
     return token if token is not None else getattr(config, "image_token_index", None)
 
 
+def sampled_never(policy: Any, processing_class: Any) -> list[int]:
+    """Tokens that a completion may not have: an image token in it would have no image."""
+    token = image_token(policy.config) if is_processor(processing_class) else None
+    return [] if token is None else [token]
+
+
 def _count_tokens(processor: Any, text: str, images: Sequence[Any]) -> int:
     token = getattr(processor, "image_token", None)
     found = text.count(token) if token else 0

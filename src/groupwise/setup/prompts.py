@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from groupwise.config import GRPOConfig
 from groupwise.errors import ConfigError
 from groupwise.prompts import is_chat, tokenize_prompt
+from groupwise.setup.backend import chosen_backend
 from groupwise.setup.policy import text_config
-from groupwise.setup.step import chosen_backend
 
 #: More than what a chat template adds to a message.
 _MESSAGE_TOKENS = 64
