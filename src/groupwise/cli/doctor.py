@@ -18,7 +18,7 @@ from groupwise.config import GRPOConfig
 from groupwise.errors import ConfigError
 from groupwise.masking import redact
 from groupwise.prompts import tokenize_prompt
-from groupwise.setup.step import check_backend, chosen_backend
+from groupwise.setup.backend import check_backend, chosen_backend
 
 _COUNTED = 1000  # prompts whose length is looked at
 _PATIENCE = 10.0  # seconds for a server to answer
