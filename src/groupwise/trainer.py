@@ -58,7 +58,7 @@ class GRPOTrainer(
         model: hub id, directory, ``PreTrainedModel`` or ``PeftModel`` (causal LM, or vision-language model).
         reward_funcs: one or a list of callables, async callables, sequence-classification models or ids of
             such.
-        args: the configuration; by default it writes to "<model name>-GRPO".
+        args: the configuration; by default it writes to ``"<model name>-GRPO"``.
         train_dataset, eval_dataset: rows with a ``prompt`` (text or chat messages); other columns reach the
             rewards, ``image`` or ``images`` also the model. The evaluation set may be a dictionary of
             datasets.

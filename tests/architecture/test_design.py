@@ -67,19 +67,8 @@ LAYERS = {
     },
     "masking": set(),
     "cli": {
-        *(
-            "__version__",
-            "backends",
-            "config",
-            "core",
-            "errors",
-            "heap",
-            "masking",
-            "prompts",
-            "rewards",
-            "stages",
-        ),
-        "trainer",
+        *("__version__", "backends", "config", "core", "errors", "heap", "masking", "prompts", "rewards"),
+        *("setup", "stages", "trainer"),
     },
     "mixins": {
         *(
