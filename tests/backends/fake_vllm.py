@@ -20,7 +20,6 @@ class FakeVLLM:
 
     def __init__(self, port: int = 0) -> None:
         self.failures: dict[str, list[Any]] = {}
-        self.seen: Counter[str] = Counter()
         self.bodies: list[tuple[str, Any]] = []
         self.keys: set[str | None] = set()
         self.connections = 0
@@ -40,6 +39,11 @@ class FakeVLLM:
         self.http.fake = self
         self.url = f"http://127.0.0.1:{self.http.server_port}"
         threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    @property
+    def seen(self) -> Counter[str]:
+        """How often each path was asked for."""
+        return Counter(path for path, _ in list(self.bodies))  # counting among threads would miss some
 
     def answer(self, path: str, query: dict[str, list[str]], body: Any) -> Any:
         if path == "/inference/v1/generate":
@@ -111,7 +115,6 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         length = int(self.headers.get("Content-Length") or 0)
         body = json.loads(self.rfile.read(length)) if length else None
-        fake.seen[url.path] += 1
         fake.bodies.append((url.path, body))
         fake.keys.add(self.headers.get("Authorization"))
         planned = fake.failures.get(url.path, [])
@@ -128,6 +131,8 @@ class _Handler(BaseHTTPRequestHandler):
         answer = {"error": {"message": "as planned"}} if status != 200 else None
         if answer is None:
             answer = fake.answer(url.path, parse_qs(url.query), body)
+            if isinstance(answer, tuple):
+                status, answer = answer[0], {"error": {"message": answer[1]}}
             if isinstance(failure, str):
                 answer["choices"][0]["finish_reason"] = failure
         text = answer if isinstance(answer, str) else json.dumps(answer)
