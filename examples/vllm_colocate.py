@@ -1,4 +1,4 @@
-"""Sampling with vLLM in the trainer's process. On a CPU, scripts/install_vllm.sh installs vLLM's build for CPUs.
+"""Sampling with vLLM in the trainer's process. On a CPU, scripts/install_vllm.sh installs the build for it.
 
 Run with ``python examples/vllm_colocate.py``; ``python -c "import vllm"`` says whether vLLM is there.
 """

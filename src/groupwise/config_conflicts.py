@@ -373,6 +373,17 @@ COMBINATION_RULES = (
         vllm_importance_sampling_correction=False,
     ),
     _rule(
+        "staleness_with_dynamic_sampling",
+        lambda c: c.rollout_staleness > 0 and c.dynamic_sampling,
+        "rollout_staleness={c.rollout_staleness} asks for prompts that dynamic_sampling=True cannot know",
+        "one of them",
+        "rollout_staleness=0",
+        use_vllm=True,
+        vllm_mode="server",
+        rollout_staleness=1,
+        dynamic_sampling=True,
+    ),
+    _rule(
         "tensor_parallel_over_processes",
         lambda c: (
             c.use_vllm

@@ -50,7 +50,7 @@ def test_without_vllm_the_error_says_what_to_install(tmp_path, monkeypatch, spec
         ({"generation_kwargs": {"n": 2}}, "generation_kwargs['n'] is decided by the trainer"),
         ({"temperature": 2.5}, "temperature must be in [0, 2], got 2.5"),
         ({"vllm_enable_sleep_mode": True}, "frees GPU memory"),
-        ({"vllm_max_model_length": 9}, "nearest valid: vllm_max_model_length=10"),
+        ({"vllm_max_model_length": 9}, "a context of 9 (vllm_max_model_length) leaves 3"),
     ],
 )
 def test_settings_are_refused_before_anything_is_built(tmp_path, settings, message):

@@ -48,6 +48,11 @@ def check_data(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> Non
     if train_dataset is None:
         return
     if is_stream(train_dataset):
+        if config.rollout_staleness > 0:
+            raise ConfigError(
+                f"rollout_staleness={config.rollout_staleness} looks ahead in the data, which a "
+                f"{type(train_dataset).__name__} does not allow; pass a Dataset, or set rollout_staleness=0"
+            )
         if config.max_steps <= 0:
             raise ConfigError(
                 f"train_dataset is a {type(train_dataset).__name__}, whose length is not known, and "
