@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections import Counter
@@ -18,7 +19,7 @@ class FakeVLLM:
         "hang", a finish reason, or a function that returns one of them or None.
     """
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, host: str = "127.0.0.1") -> None:
         self.failures: dict[str, list[Any]] = {}
         self.bodies: list[tuple[str, Any]] = []
         self.keys: set[str | None] = set()
@@ -35,9 +36,9 @@ class FakeVLLM:
             "weight_transfer_config": {"backend": "groupwise"},
         }
         self.logprob = lambda position: -0.5 * (position + 1)
-        self.http = _Server(("127.0.0.1", port), _Handler)
+        self.http = _Server((host, port), _Handler)
         self.http.fake = self
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        self.url = f"http://{host}:{self.http.server_port}"
         threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
 
     @property
@@ -142,3 +143,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     do_POST = do_GET
+
+
+if __name__ == "__main__":  # host and version, for a server in a network of its own
+    served = FakeVLLM(8000, sys.argv[1])
+    served.version = sys.argv[2]
+    served.failures["/inference/v1/generate"] = [lambda: time.sleep(1.0)]
+    time.sleep(120)
