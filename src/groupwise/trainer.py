@@ -146,7 +146,7 @@ class GRPOTrainer(
         self.agents = setup.make_agents(
             agents, args, self.processing_class, self.backend, self.model, self.accelerator
         )
-        self.pipeline = Pipeline(args)
+        self.pipeline = Pipeline(args, one_turn=self.agents is None and rollout_func is None)
         self.scorer = setup.make_scorer(self.model, args, self.accelerator)
         self.parity_gate = setup.make_parity_gate(self.scorer, args, self.accelerator, self.processing_class)
         self.router_aux_loss_coef = setup.router_aux_loss_coef(self.model, args)
