@@ -18,7 +18,7 @@ GRPOTrainer(
         max_completion_length=48,
         max_tool_calling_iterations=2,
         learning_rate=1e-5,
-        per_device_train_batch_size=16,
+        per_device_train_batch_size=8,
         logging_steps=1,
         save_strategy="no",
         report_to="none",

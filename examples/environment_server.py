@@ -43,7 +43,7 @@ parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--max_steps", type=int, default=20)
 parser.add_argument("--output_dir", default="environment-server-output")
 options = {"max_completion_length": 40, "max_tool_calling_iterations": 1, "learning_rate": 1e-5}
-batches = {"per_device_train_batch_size": 16, "logging_steps": 1, "save_strategy": "no", "report_to": "none"}
+batches = {"per_device_train_batch_size": 8, "logging_steps": 1, "save_strategy": "no", "report_to": "none"}
 args = GRPOConfig(**vars(parser.parse_args()), **options, **batches)
 server = ThreadingHTTPServer(("127.0.0.1", 0), Zoo)
 threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -46,7 +46,7 @@ def obeyed(shortened, **_):
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--max_steps", type=int, default=20)
 parser.add_argument("--output_dir", default="rollout-function-output")
-batches = {"per_device_train_batch_size": 16, "logging_steps": 1, "save_strategy": "no", "report_to": "none"}
+batches = {"per_device_train_batch_size": 8, "logging_steps": 1, "save_strategy": "no", "report_to": "none"}
 args = GRPOConfig(**vars(parser.parse_args()), **batches, learning_rate=1e-5)
 topics = ["rain", "bread", "trains", "snow"]
 rows = [{"prompt": [{"role": "user", "content": f"One line about {topic}."}]} for topic in topics]

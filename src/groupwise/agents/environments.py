@@ -229,6 +229,7 @@ def as_text(content: Any) -> str:
     other = [block.get("type") for block in content if block.get("type") != "text"]
     if other:
         raise ConfigError(
-            f"content block of type {other[0]!r}, but tools and environments take text only; allowed: type 'text'"
+            f"content block of type {other[0]!r}, but tools and environments take text only; "
+            "allowed: type 'text'"
         )
     return "".join(block["text"] for block in content)
