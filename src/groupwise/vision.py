@@ -116,6 +116,20 @@ def refuse_images(row: Mapping[str, Any], prompt: Prompt, tokenizer: Any) -> Non
         raise unreadable(f"a row has {count} image(s)", tokenizer)
 
 
+def refuse_agents_with_images(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Raise where a row of a rollout with tools or environments has images.
+
+    Raises:
+        ConfigError: naming the row.
+    """
+    for index, row in enumerate(rows):
+        if row_images(row) or prompt_images(row.get("prompt", "")):
+            raise ConfigError(
+                f"row {index} has images, but tools and environments work on text only so far; drop the "
+                "images, or write the turns yourself (rollout_func)"
+            )
+
+
 def check_rollout(
     given: Sequence[Sequence[int]], own: Sequence[Sequence[int]], images: Sequence[ImageInputs] | None
 ) -> None:
@@ -237,6 +251,12 @@ def image_token(config: Any) -> int | None:
     """The token that stands for a piece of an image in a model's prompts."""
     token = getattr(config, "image_token_id", None)
     return token if token is not None else getattr(config, "image_token_index", None)
+
+
+def sampled_never(policy: Any, processing_class: Any) -> list[int]:
+    """Tokens that a completion may not have: an image token in it would have no image."""
+    token = image_token(policy.config) if is_processor(processing_class) else None
+    return [] if token is None else [token]
 
 
 def _count_tokens(processor: Any, text: str, images: Sequence[Any]) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import TrainerState
 
 from groupwise.agents import Agents, DrivenAgents
+from groupwise.backends.overriding import Overriding
 from groupwise.backends.rollout_function import call_rollout_function
 from groupwise.backends.weight_stream import weight_stream
 from groupwise.config import GRPOConfig
@@ -14,7 +17,15 @@ from groupwise.core.images import ImageInputs
 from groupwise.prompts import as_completion, same_prompt, tokenize_prompt
 from groupwise.protocols import GenerationBackend, RolloutFunction
 from groupwise.stages import RolloutBatch, Sampling
-from groupwise.vision import check_rollout, image_prompt, is_processor, read_prompt, refuse_images, row_images
+from groupwise.vision import (
+    check_rollout,
+    image_prompt,
+    is_processor,
+    read_prompt,
+    refuse_agents_with_images,
+    refuse_images,
+    row_images,
+)
 
 
 class RolloutMixin:
@@ -40,6 +51,7 @@ class RolloutMixin:
             rows: dataset rows with a ``prompt``; rows of one group are next to each other.
         """
         if self.agents is not None:
+            refuse_agents_with_images(rows)
             return self.agents.roll_out(rows, self.backend)
         prompts = [image_prompt(row) for row in rows]
         extra: dict[str, list[Any]] = {}
@@ -66,6 +78,17 @@ class RolloutMixin:
             extra=extra,
             images=images,
         )
+
+    @contextmanager
+    def evaluation_sampling(self) -> Iterator[None]:
+        """Completions are sampled with the settings of evaluation."""
+        backend = self.backend
+        if self.args.eval_generation_kwargs:
+            self.backend = Overriding(backend, self.args.eval_generation_kwargs)  # type: ignore[arg-type, assignment]
+        try:
+            yield
+        finally:
+            self.backend = backend
 
     def roll_out_ahead(self, rows: list[dict[str, Any]], step: int) -> None:
         """Let a server begin with what ``roll_out`` will be called for at optimizer step ``step``."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from groupwise.setup.agents import AgentSetup, check_agents, check_chat_template, make_agents, own_data
+from groupwise.setup.backend import check_backend, make_backend
 from groupwise.setup.data import PreparedData, check_data, evaluation_rows, num_positions, prepare_data
 from groupwise.setup.policy import model_name, prepare_policy, router_aux_loss_coef, speed_up
 from groupwise.setup.rewards import LoadedRewards, RewardSetup, check_rewards, load_rewards
-from groupwise.setup.step import check_backend, make_backend, make_parity_gate, make_scorer, window_cut
+from groupwise.setup.step import make_parity_gate, make_scorer, window_cut
 from groupwise.setup.vision import check_vision
 
 __all__ = [

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from groupwise.config import GRPOConfig
 from groupwise.errors import ConfigError
 from groupwise.prompts import is_chat, tokenize_prompt
+from groupwise.setup.backend import chosen_backend
 from groupwise.setup.policy import text_config
-from groupwise.setup.step import chosen_backend
 
 #: More than what a chat template adds to a message.
 _MESSAGE_TOKENS = 64
@@ -121,5 +121,5 @@ def known_prompts(dataset: Any) -> Iterable[Any] | None:
         made_on_reading = dataset.format["type"] == "custom" or "Image(" in str(dataset.features["prompt"])
         return None if made_on_reading else dataset.with_format(None).select_columns("prompt")["prompt"]
     if isinstance(dataset, (list, tuple)):
-        return [row["prompt"] for row in dataset]
+        return [row.get("prompt") if isinstance(row, dict) else row for row in dataset]
     return None

@@ -1,10 +1,7 @@
-"""What a step computes with: the backend, the scorer and the way a window is cut."""
+"""What a step computes with: the scorer, the parity gate and the way a window is cut."""
 
 from __future__ import annotations
 
-import importlib
-import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,62 +13,9 @@ from groupwise.config import GRPOConfig
 from groupwise.core.objectives import OBJECTIVES
 from groupwise.layout import HeadSettings, TokenScorer, choose_layout
 from groupwise.parity import ParityGate, ParitySettings
-from groupwise.protocols import GenerationBackend
+from groupwise.setup.backend import truncating
 from groupwise.setup.policy import router_aux_loss_coef
-from groupwise.setup.vision import sampled_never
 from groupwise.window import Cut
-
-logger = logging.getLogger(__name__)
-
-
-# the module that holds its check_settings and make_backend; loaded when it is chosen
-_BACKENDS = {
-    "transformers": "transformers_generate",
-    "colocate": "vllm.colocate",
-    "server": "vllm.server",
-}
-
-
-def chosen_backend(config: GRPOConfig) -> str:
-    """What generates: "transformers", or the mode in which vLLM does."""
-    return config.vllm_mode if config.use_vllm else "transformers"
-
-
-def check_backend(config: GRPOConfig) -> None:
-    """Refuse settings that the chosen backend cannot follow, before anything is loaded."""
-    _backend_module(config).check_settings(config)
-
-
-def _backend_module(config: GRPOConfig) -> Any:
-    return importlib.import_module(f"groupwise.backends.{_BACKENDS[chosen_backend(config)]}")
-
-
-def make_backend(
-    policy: Callable[[], PreTrainedModel], config: GRPOConfig, processing_class: Any
-) -> GenerationBackend:
-    """What samples completions under this configuration.
-
-    Args:
-        policy: returns the unwrapped policy; training may wrap it anew.
-    """
-    _warn_about_truncated_sampling(config)
-    never = sampled_never(policy(), processing_class)
-    return _backend_module(config).make_backend(policy, config, processing_class, never)
-
-
-def _truncating(config: GRPOConfig) -> str:
-    """The settings by which the sampler truncates its distribution, with their values."""
-    truncating = {"top_p": config.top_p < 1, "top_k": bool(config.top_k), "min_p": bool(config.min_p)}
-    return ", ".join(f"{name}={getattr(config, name)}" for name, used in truncating.items() if used)
-
-
-def _warn_about_truncated_sampling(config: GRPOConfig) -> None:
-    if used := _truncating(config):
-        logger.warning(
-            "%s: completions are sampled from a truncated distribution while log-probs are those of the full "
-            "one, which biases the importance ratio; top_p=1.0 with top_k=0 and min_p=None has no such bias",
-            used,
-        )
 
 
 def make_scorer(policy: PreTrainedModel, config: GRPOConfig, accelerator: Accelerator) -> TokenScorer:
@@ -109,7 +53,7 @@ def make_parity_gate(
         action=config.sampler_parity,
         every=config.sampler_parity_steps,
         prepended=tokenizer.bos_token_id,
-        truncating=_truncating(config),
+        truncating=truncating(config),
     )
 
     def over_ranks(total: torch.Tensor) -> torch.Tensor:

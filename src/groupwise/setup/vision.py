@@ -52,9 +52,3 @@ def check_vision(
     reentrant = (config.gradient_checkpointing_kwargs or {}).get("use_reentrant")  # type: ignore[union-attr]
     if config.ddp_find_unused_parameters is None and not reentrant:
         config.ddp_find_unused_parameters = True  # a micro-batch of text gives the vision part no gradient
-
-
-def sampled_never(policy: PreTrainedModel, processing_class: Any) -> list[int]:
-    """Tokens that a completion may not have: an image token in it would have no image."""
-    token = image_token(policy.config) if is_processor(processing_class) else None
-    return [] if token is None else [token]

@@ -80,7 +80,7 @@ def _ask(server: HttpServer) -> ServerFacts:
 
 
 def _shape(model: str) -> dict[str, int]:
-    """The sizes of a served model, which the server does not say; none if its files are not on this machine."""
+    """The sizes of a served model, which the server does not say; none without its files on this machine."""
     try:
         config = AutoConfig.from_pretrained(model, local_files_only=True)
     except (OSError, ValueError):
