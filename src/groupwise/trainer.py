@@ -58,7 +58,7 @@ class GRPOTrainer(
         model: hub id, directory, ``PreTrainedModel`` or ``PeftModel`` (causal LM, or vision-language model).
         reward_funcs: one or a list of callables, async callables, sequence-classification models or ids of
             such.
-        args: the configuration; by default it writes to "<model name>-GRPO".
+        args: the configuration; by default it writes to ``"<model name>-GRPO"``.
         train_dataset, eval_dataset: rows with a ``prompt`` (text or chat messages); other columns reach the
             rewards, ``image`` or ``images`` also the model. The evaluation set may be a dictionary of
             datasets.
@@ -95,12 +95,13 @@ class GRPOTrainer(
         environment_factory: Any = None,
     ) -> None:
         args = args or GRPOConfig(f"{setup.model_name(model)}-GRPO")
-        agents = setup.check_agents(tools, environment_factory, rollout_func, model, processing_class, args)
-        train_dataset = setup.own_data(train_dataset, agents, args)
+        agents = setup.check_agents(tools, environment_factory, rollout_func)
+        train_dataset, eval_dataset = setup.own_data(train_dataset, eval_dataset, agents, args)
         setup.check_data(train_dataset, eval_dataset, args)
         setup.check_backend(args)
         rewards = setup.check_rewards(reward_funcs, reward_processing_classes, args, agents.rewards)
-        processing_class = load_processing_class(agents.processing_class, model, args)
+        processing_class = load_processing_class(processing_class, model, args)
+        setup.check_chat_template(agents, processing_class, args)
         data = setup.prepare_data(train_dataset, eval_dataset, args, model, processing_class)
         policy = setup.prepare_policy(model, args, quantization_config, peft_config)
         setup.check_vision(policy, processing_class, args, train_dataset, eval_dataset)
@@ -179,11 +180,13 @@ class GRPOTrainer(
         """One accumulation window: micro-batches from the buffer, which is refilled when it is used up."""
         epoch_iterator = self.pipeline.over(epoch_iterator)
         window: list[TrainBatch] = []
-        # The range comes first: zip must not take rows that it then drops.
-        for _, rows in zip(range(num_batches), epoch_iterator, strict=False):
-            if self.unrestored_rng is not None:  # generation must not run on the state of a fresh process
-                self._load_rng_state(self.unrestored_rng)
-            window.append(self.take_micro_batch(rows, self.generate_micro_batches))
+        # No server generates: nothing of this step has been trained, and the last one is saved.
+        with self.undone_by(ConnectionError, then=self.save_finished_step):
+            # The range comes first: zip must not take rows that it then drops.
+            for _, rows in zip(range(num_batches), epoch_iterator, strict=False):
+                if self.unrestored_rng is not None:  # generation must not run on the state of a fresh process
+                    self._load_rng_state(self.unrestored_rng)
+                window.append(self.take_micro_batch(rows, self.generate_micro_batches))
         if not window:
             return [], None
         window = self.weigh_window(self.keep_high_entropy(self.model, window))
@@ -212,7 +215,7 @@ class GRPOTrainer(
         with book.ledger.clock("generate"):
             if mode == "train":
                 for step, later in self.pipeline.upcoming(self.state.global_step, self.state.max_steps):
-                    self.roll_out_ahead(later, step)
+                    self.roll_out_ahead(later, step=step)
             rollout = self.roll_out(rows)
             self.backend.release()
         with book.ledger.clock("reward"):

@@ -190,6 +190,9 @@ def generation_config(
         "eos_token_id": end_tokens(model, tokenizer),
         "use_cache": True,
     }
+    if config.cache_implementation is not None:
+        # A fixed cache makes generate compile itself, anew for every number and length of prompts.
+        settings["disable_compile"] = True
     settings.update(config.generation_kwargs or {})
     if never:
         settings["suppress_tokens"] = sorted({*never, *(settings.get("suppress_tokens") or ())})

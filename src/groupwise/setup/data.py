@@ -58,6 +58,12 @@ def check_data(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> Non
                 f"train_dataset is a {type(train_dataset).__name__}, whose length is not known, and "
                 f"max_steps={config.max_steps}; set max_steps to the number of optimizer steps"
             )
+        if config.rollout_staleness > 0:
+            raise ConfigError(
+                f"train_dataset is a {type(train_dataset).__name__}, and rollout_staleness="
+                f"{config.rollout_staleness} has to see the rows of the next batches; use a dataset with a "
+                "length, or rollout_staleness=0"
+            )
         return
     needed = config.generation_batch_size // config.num_generations
     if len(train_dataset) < needed:

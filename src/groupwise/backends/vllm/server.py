@@ -75,11 +75,13 @@ class VLLMServerBackend:
         """
         if self.version is None:
             raise BackendError("the servers have no weights; call sync_weights before generate")
-        requests = self._requests(prompts, sampling, self.version, self._sampled)
+        sampled = dict(self._sampled)
+        requests = self._requests(prompts, sampling, self.version, sampled)
         completions: list[Any] = [None] * len(prompts)
         for request, samples in zip(requests, self._answers(requests, sampling), strict=True):
             for row, completion in zip(request.rows, samples, strict=True):
                 completions[row] = completion
+        self._sampled = sampled  # not before: what failed is asked for with the same seeds
         return completions
 
     def generate_ahead(
@@ -287,15 +289,16 @@ class VLLMServerBackend:
 
     def _raise_together(self, error: BackendError | None) -> None:
         """Raise in every process when one has failed, so that no other waits for it."""
-        messages = self._of_all(None if error is None else str(error))
-        found = [(rank, message) for rank, message in enumerate(messages) if message is not None]
-        if not found:
+        kinds = (ServerUnavailableError, BackendError)
+        own = None if error is None else (not isinstance(error, ServerUnavailableError), str(error))
+        failures = [(rank, *failure) for rank, failure in enumerate(self._of_all(own)) if failure is not None]
+        if not failures:
             return
         self.close()
-        if error is not None:
-            raise error
-        rank, message = found[0]
-        raise ServerUnavailableError(f"process {rank}: {message}")
+        if self.config.world_size == 1:
+            raise error  # type: ignore[misc]
+        rank, kind, message = failures[0]
+        raise kinds[kind](f"process {rank}: {message}") from error
 
 
 def _succeeded(future: Future[Any]) -> bool:
