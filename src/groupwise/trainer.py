@@ -314,7 +314,8 @@ class GRPOTrainer(
             with self.evaluation_sampling():
                 scored = self._sample(inputs, "eval", num_rows or None)
             (batch,) = self._prepare(scored, "eval", len(inputs), on_policy=not self.args.kl_in_reward)
-            (batch,) = self.weigh_window(self.keep_high_entropy(model, [batch]))
+            filler = len(inputs) - len(scored.rewards.rewards_NF[scored.local])
+            (batch,) = self.weigh_window(self.keep_high_entropy(model, [batch]), filler)
             loss = self.compute_loss(model, batch)
         # The losses of the ranks average to that of the batch, which counts by its rows.
         share = len(scored.rewards.rewards_NF) / self.args.world_size
