@@ -21,6 +21,7 @@ from groupwise.backends.transformers_generate import TransformersBackend
 from groupwise.config import GRPOConfig
 from groupwise.errors import ConfigError
 from groupwise.protocols import GenerationBackend
+from groupwise.vision import is_processor
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ def make_renderer(
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if getattr(processing_class, "chat_template", None) and tokenizer is not processing_class:
         settings.setdefault("chat_template", processing_class.chat_template)
-    renderer = Renderer(tokenizer, end_tokens, settings)
+    processor = processing_class if is_processor(processing_class) else None
+    renderer = Renderer(tokenizer, end_tokens, settings, processor=processor)
     TurnParser(tokenizer, renderer.chat_template)
     return renderer
 
@@ -137,6 +139,7 @@ def make_agents(
         ),
         make_renderer(setup, processing_class, config, backend.end_tokens),
         bool if alone else any_rank,
+        processing_class if is_processor(processing_class) else None,
     )
 
 
