@@ -131,7 +131,6 @@ RULES = VALUE_RULES + RANGE_RULES + CHOICE_RULES + BATCH_RULES + COMBINATION_RUL
 
 # field -> the values that work today
 NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
-    "ds3_gather_for_generation": (True,),
     "eval_pass_at_k": (None,),
 }
 
