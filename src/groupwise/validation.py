@@ -1,7 +1,7 @@
 """What a configuration must satisfy: one named rule per constraint, all violations reported together.
 
-A new constraint is one more :class:`Rule` in ``config_rules``, ``config_conflicts`` or ``config_liger``. When
-a feature ships, its lines of ``NOT_IMPLEMENTED`` are deleted.
+A new constraint is one more :class:`Rule` in ``config_rules``, ``config_conflicts``,
+``config_vllm`` or ``config_liger``. When a feature ships, its lines of ``NOT_IMPLEMENTED`` are deleted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise.config_conflicts import COMBINATION_RULES, is_surrogate
 from groupwise.config_liger import LIGER_RULES
-from groupwise.config_rules import BATCH_RULES, CHOICE_RULES, RANGE_RULES, Rule, default_of, join_lines
+from groupwise.config_rules import (
+    BATCH_RULES,
+    CHOICE_RULES,
+    RANGE_RULES,
+    SAMPLING_RULES,
+    Rule,
+    default_of,
+    join_lines,
+)
+from groupwise.config_vllm import VLLM_RULES
 from groupwise.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -127,12 +136,19 @@ VALUE_RULES = (
     ),
 )
 
-RULES = VALUE_RULES + RANGE_RULES + CHOICE_RULES + BATCH_RULES + COMBINATION_RULES + LIGER_RULES
+RULES = (
+    *VALUE_RULES,
+    *RANGE_RULES,
+    *SAMPLING_RULES,
+    *CHOICE_RULES,
+    *BATCH_RULES,
+    *COMBINATION_RULES,
+    *VLLM_RULES,
+    *LIGER_RULES,
+)
 
 # field -> the values that work today
-NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
-    "eval_pass_at_k": (None,),
-}
+NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {}
 
 
 def _uses(*surrogates: str) -> Callable[[Any], bool]:
@@ -194,6 +210,7 @@ WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] =
         lambda c: c.vllm_importance_sampling_correction,
         "vllm_importance_sampling_correction is False",
     ),
+    (("eval_pass_threshold",), lambda c: c.eval_pass_at_k is not None, "eval_pass_at_k is None"),
     (("dynamic_sampling_max_rounds",), lambda c: c.dynamic_sampling, "dynamic_sampling is False"),
     (
         ("num_completions_to_print", "log_unique_prompts", "log_multimodal"),

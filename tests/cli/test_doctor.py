@@ -39,6 +39,7 @@ def test_a_sound_run_passes(run_file, capfd):
 @pytest.mark.parametrize(
     ("changes", "flags", "told"),
     [
+        ({"use_vllm": True, "vllm_mode": "server", "vllm_server_port": 9}, [], "no vLLM server was ready"),
         ({"num_generations": 3}, [], "nearest valid: generation_batch_size 12, or num_generations 2 or 4"),
         (
             {"num_generations": 8},
@@ -54,7 +55,8 @@ def test_a_sound_run_passes(run_file, capfd):
         ({"router_aux_loss_coef": 0.1}, [], "has no expert router"),
     ],
 )
-def test_what_would_fail_is_found(run_file, capfd, changes, flags, told):
+def test_what_would_fail_is_found(run_file, capfd, monkeypatch, changes, flags, told):
+    monkeypatch.setattr("groupwise.cli.doctor._PATIENCE", 0.5)
     assert main(["doctor", "--config", run_file(**changes), *flags]) == 1
     shown = " ".join(capfd.readouterr().out.split())
     assert told in shown and "fail" in shown

@@ -71,10 +71,10 @@ class Renderer:
     def read_observation(
         self, messages: list[dict[str, Any]], end_token: int
     ) -> tuple[list[int], ImageInputs | None]:
-        """What follows a turn of the policy: the messages of tools, and the start of its next turn.
+        """What follows a turn of the policy: messages of tools or the user, and the start of its next turn.
 
-        The messages are written once behind a short made-up turn that calls the same tools; what stands
-        behind the end of that turn is the answer.
+        The messages are written once behind a short made-up turn; what stands behind the end of that turn is
+        the answer.
 
         Args:
             end_token: the token with which the policy ended its turn.
@@ -85,7 +85,10 @@ class Renderer:
         Raises:
             DriftError: the made-up turn comes out differently because of the messages behind it.
         """
-        before = [_QUESTION, assistant([messages[0]["name"]])]  # some templates take one call in a turn
+        turn = {"role": "assistant", "content": "."}
+        if messages[0]["role"] == "tool":
+            turn = assistant([messages[0]["name"]])  # some templates take one call in a turn
+        before = [_QUESTION, turn]
         start = len(self._tokens([_QUESTION]))
         told = self._tokens(before)
         full, images = self._read(before + messages)

@@ -104,10 +104,14 @@ class TransformersBackend:
 
     def _config_for(self, sampling: Sampling) -> GenerationConfig:
         """The settings of the run; the batch runs on until the row with the highest limit has ended."""
-        if sampling.max_tokens is None:
+        if sampling.max_tokens is None and not sampling.overrides:
             return self.generation_config
         config = copy.deepcopy(self.generation_config)
-        config.max_new_tokens = max(sampling.max_tokens)
+        if sampling.max_tokens is not None:
+            config.max_new_tokens = max(sampling.max_tokens)
+        config.update(**sampling.overrides)
+        if config.temperature == 0:
+            config.update(do_sample=False, temperature=1.0)
         return config
 
     def _completion(self, tokens: list[int]) -> Completion:
@@ -154,8 +158,8 @@ def make_backend(
     """What samples with the policy itself; tokens of ``never`` are not sampled."""
     if is_deepspeed_zero3_enabled() and config.ds3_gather_for_generation:
         logger.warning(
-            "ds3_gather_for_generation=True has no effect: under ZeRO-3 generation gathers the weights layer by "
-            "layer, in every forward; False says so without this warning, and use_vllm=True is faster"
+            "ds3_gather_for_generation=True has no effect: under ZeRO-3 generation gathers the weights layer "
+            "by layer, in every forward; False says so without this warning, and use_vllm=True is faster"
         )
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     sampler = generation_config(config, policy(), tokenizer, never)

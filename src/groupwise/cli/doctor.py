@@ -18,8 +18,10 @@ from groupwise.config import GRPOConfig
 from groupwise.errors import ConfigError
 from groupwise.masking import redact
 from groupwise.prompts import tokenize_prompt
+from groupwise.setup.backend import check_backend, chosen_backend
 
 _COUNTED = 1000  # prompts whose length is looked at
+_PATIENCE = 10.0  # seconds for a server to answer
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -36,11 +38,13 @@ def run(arguments: Sequence[str]) -> int:
         report.add([fail("settings", str(error))])
         return report.close()
     report.add([ok("settings", f"{config.loss_type}, every rule holds")])
-    rewards = report.attempt("rewards", lambda: resolve_rewards(settings))
+    report.attempt("reward", lambda: resolve_rewards(settings))
     model_config = report.attempt(
         "model",
         lambda: check_model(settings, config.trust_remote_code, config.model_init_kwargs),  # type: ignore[arg-type]
     )
+    if model_config is not None:
+        report.attempt("sampler", lambda: report.add(_sampler(config, model_config)))
     datasets = report.attempt("dataset", lambda: load_datasets(settings))
     rows = [] if datasets is None or datasets[0] is None else _some_rows(datasets[0], report)
     if datasets is not None and datasets[0] is not None:
@@ -51,9 +55,10 @@ def run(arguments: Sequence[str]) -> int:
             "tokenizer", lambda: _look_at_prompts(settings, config, model_config, rows, report)
         )
         lengths = found or []
-    ready = rewards is not None and model_config is not None and lengths and not report.failed
+    own_data = settings.dataset is None  # an environment's; what it asks is seen when it is sampled
+    ready = model_config is not None and (lengths or own_data) and not report.failed
     if ready and not options.no_model:
-        report.attempt("trial", lambda: _try_out(settings, config, rows, max(lengths), options, report))
+        report.attempt("trial", lambda: _try_out(settings, config, rows, lengths, options, report))
     elif not options.no_model:
         report.add([warn("trial", "left out: the problems above come first")])
     return report.close()
@@ -132,7 +137,7 @@ def _look_at_prompts(
     from transformers import AutoProcessor
 
     processor = AutoProcessor.from_pretrained(settings.model, trust_remote_code=config.trust_remote_code)
-    tokenizer = getattr(processor, "tokenizer", processor)
+    tokenizer = getattr(processor, "tokenizer", processor)  # images are not counted
     text_config = model_config.get_text_config(decoder=True)
     report.add(
         tokenizer_findings(
@@ -146,7 +151,7 @@ def _look_at_prompts(
     if report.failed:
         return []
     progress = tqdm(rows, desc="prompts", leave=False, file=sys.stderr)
-    lengths = [len(tokenize_prompt(processor, r["prompt"], config.chat_template_kwargs)) for r in progress]  # type: ignore[arg-type]
+    lengths = [len(tokenize_prompt(tokenizer, r["prompt"], config.chat_template_kwargs)) for r in progress]  # type: ignore[arg-type]
     context = getattr(text_config, "max_position_embeddings", None)
     report.add(length_findings(lengths, config, context, f"{len(rows)} prompts"))
     limit = config.max_prompt_length
@@ -171,7 +176,7 @@ def _try_out(
     settings: RunArguments,
     config: GRPOConfig,
     rows: list[dict[str, Any]],
-    longest: int,
+    lengths: list[int],
     options: Any,
     report: Report,
 ) -> None:
@@ -183,7 +188,9 @@ def _try_out(
         small = trial.trial_config(config, options.max_new_tokens, directory)
         trainer = make_trainer(settings, small)
         print(f"sampling {options.num_prompts} x {small.num_generations} completions", file=sys.stderr)
-        rollout, seconds = trial.sample(trainer, rows[: options.num_prompts])
+        asked = rows or [trainer.train_dataset[i] for i in range(options.num_prompts)]  # type: ignore[index]
+        rollout, seconds = trial.sample(trainer, asked[: options.num_prompts])
+        longest = max(lengths, default=max(len(ids) for ids in rollout.prompt_ids))
         report.add(trial.sample_findings(rollout, seconds, config, small.max_completion_length))
         report.add(trial.reward_findings(trainer, rollout, seconds))
         print(f"one row of {longest} + {config.max_completion_length} tokens", file=sys.stderr)
@@ -204,11 +211,32 @@ def _choices(trainer: Any, config: GRPOConfig) -> Iterable[Finding]:
     )
     reference = "none (beta=0)" if config.beta == 0 else type(trainer.reference).__name__
     yield ok(
-        "computed with",
+        "layout",
         f"sequence_layout {trainer.scorer.layout}, logprob_head {trainer.scorer.head.name}, reference "
         f"{reference}",
     )
-    sampler = "transformers generate"
-    if trainer.rollout_func is not None:
-        sampler = "rollout_func"
-    yield ok("sampled with", f"{sampler}")
+
+
+def _sampler(config: GRPOConfig, model_config: Any) -> Iterable[Finding]:
+    """What samples, and whether it is ready; a server has to be up."""
+    chosen = chosen_backend(config)
+    check_backend(config)
+    if chosen != "server":
+        named = {"transformers": "transformers generate", "colocate": "vLLM in the trainer's processes"}
+        yield ok("sampler", named[chosen])
+        return
+    from groupwise.backends.vllm.client import VLLMServers
+    from groupwise.backends.vllm.preflight import check_servers
+    from groupwise.backends.vllm.server import addresses
+
+    servers = VLLMServers(addresses(config), min(config.vllm_server_timeout, _PATIENCE))
+    try:
+        servers.wait_until_up("looking for it")
+        for fact in check_servers(servers, model_config, config, None):
+            yield ok(
+                "sampler",
+                f"vLLM server {fact.url}, {fact.model} in {fact.dtype}, at most "
+                f"{fact.max_model_length} tokens, weights by {fact.weight_transfer}",
+            )
+    finally:
+        servers.close()

@@ -6,7 +6,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,7 +16,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from groupwise.config import GRPOConfig
-from groupwise.errors import ConfigError, boundary
+from groupwise.errors import ConfigError, GroupwiseError, boundary
 
 
 def _opt(doc: str, default: Any = None) -> Any:
@@ -65,6 +66,17 @@ class _Parser(HfArgumentParser):
         raise ConfigError(message)
 
 
+@contextmanager
+def mistakes_told(where: str) -> Iterator[None]:
+    """What libraries raise about settings and files is told as a mistake of the user."""
+    try:
+        yield
+    except GroupwiseError:
+        raise
+    except (ValueError, OSError, ImportError) as cause:
+        raise ConfigError(f"{where}: {cause}") from cause
+
+
 def read_run(
     arguments: Sequence[str], command: str, config_class: type[GRPOConfig] = GRPOConfig
 ) -> tuple[RunArguments, GRPOConfig]:
@@ -76,6 +88,7 @@ def read_run(
     parser = _Parser(
         [RunArguments, config_class],  # type: ignore[list-item]
         prog=f"groupwise {command}",
+        usage=f"groupwise {command} --config run.yaml [--field value ...]",  # not all of 250 flags
         allow_abbrev=False,
         description="All settings may stand in the YAML file or be given as flags; flags win.",
     )
@@ -88,9 +101,10 @@ def read_run(
             if key not in known:
                 raise ConfigError(f"{path}: unknown key {key!r}; nearest: {_nearest(key, known)!r}")
         parser.set_defaults(**settings)
-    run, config, _, unknown = parser.parse_args_into_dataclasses(
-        args=list(arguments), return_remaining_strings=True, look_for_args_file=False
-    )
+    with mistakes_told("settings"):
+        run, config, _, unknown = parser.parse_args_into_dataclasses(
+            args=list(arguments), return_remaining_strings=True, look_for_args_file=False
+        )
     for flag in unknown:
         if flag.startswith("--"):
             name = flag[2:].split("=")[0].replace("-", "_")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from groupwise.cli.run_file import RunArguments, read_run
+from groupwise.cli.run_file import RunArguments, mistakes_told, read_run
 from groupwise.cli.sources import check_model, import_object, load_datasets, lora_config, resolve_rewards
 from groupwise.config import GRPOConfig
 from groupwise.trainer import GRPOTrainer
@@ -34,14 +34,15 @@ def make_trainer(settings: RunArguments, config: GRPOConfig) -> GRPOTrainer:
     adapter = lora_config(settings)
     check_model(settings, config.trust_remote_code, config.model_init_kwargs)  # type: ignore[arg-type]
     train_dataset, eval_dataset = load_datasets(settings)
-    return GRPOTrainer(
-        settings.model,  # type: ignore[arg-type]
-        rewards,
-        config,
-        train_dataset,
-        eval_dataset,
-        peft_config=adapter,
-        tools=tools,
-        rollout_func=rollout_func,
-        environment_factory=environment,
-    )
+    with mistakes_told("setting up"):
+        return GRPOTrainer(
+            settings.model,  # type: ignore[arg-type]
+            rewards,
+            config,
+            train_dataset,
+            eval_dataset,
+            peft_config=adapter,
+            tools=tools,
+            rollout_func=rollout_func,
+            environment_factory=environment,
+        )

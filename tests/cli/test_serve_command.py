@@ -1,0 +1,62 @@
+"""``groupwise vllm-serve`` prints a command for this machine only, without keys, and becomes it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+
+import pytest
+
+from groupwise.cli import main, serve
+
+
+def shown_command(capsys, *flags: str) -> tuple[list[str], str]:
+    """What a dry run prints: the words of the command, and the warnings."""
+    assert main(["vllm-serve", "--dry_run", *flags]) == 0
+    shown = capsys.readouterr()
+    return shlex.split(shown.out), shown.err
+
+
+def test_the_server_listens_on_this_machine_only(capsys):
+    command, warnings = shown_command(capsys, "--model", "some/model")
+    assert command[command.index("--host") + 1] == "127.0.0.1" and warnings == ""
+    command, warnings = shown_command(capsys, "--model", "some/model", "--host", "0.0.0.0", "--port=8001")
+    assert command[command.index("--host") + 1] == "0.0.0.0" and "0.0.0.0:8001" in warnings
+
+
+def test_model_and_port_come_from_the_run(capsys, run_file, tiny):
+    path = run_file(vllm_server_port=8123)
+    command, _ = shown_command(capsys, "--config", path, "--tensor-parallel-size", "2", "--max-num-seqs", "9")
+    assert command[command.index("serve") + 1] == str(tiny)
+    assert command[command.index("--port") + 1] == "8123"
+    assert command[command.index("--tensor-parallel-size") + 1] == "2"
+    assert command[-2:] == ["--max-num-seqs", "9"]
+    command, _ = shown_command(capsys, "--config", path, "--model", "other/model", "--port", "1")
+    assert command[command.index("serve") + 1] == "other/model"
+    assert command[command.index("--port") + 1] == "1"
+
+
+@pytest.mark.parametrize("key", [["--api-key", "planted"], ["--api-key=planted"]])
+def test_keys_are_not_shown(capsys, key):
+    command, _ = shown_command(capsys, "--model", "some/model", *key)
+    assert "planted" not in " ".join(command) and "API_KEY" in command[-1]
+
+
+def test_the_process_becomes_the_server(monkeypatch, capsys):
+    became = []
+    monkeypatch.setattr(os, "execve", lambda *given: became.append(given))
+    monkeypatch.setattr(serve, "_executable", lambda name: f"/somewhere/{name}")
+    main(["vllm-serve", "--model", "some/model", "--api-key", "planted"])
+    ((path, command, environment),) = became
+    assert path == "/somewhere/vllm" and command[:3] == ["vllm", "serve", "some/model"]
+    assert command[-2:] == ["--api-key", "planted"]
+    assert environment["VLLM_SERVER_DEV_MODE"] == "1" and environment["PATH"] == os.environ["PATH"]
+    assert "planted" not in capsys.readouterr().out
+
+
+def test_what_is_missing_is_told(monkeypatch, capsys):
+    assert main(["vllm-serve"]) == 2 and "model is missing" in capsys.readouterr().err
+    monkeypatch.setattr(serve.sys, "executable", "/nowhere/python")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert main(["vllm-serve", "--model", "m"]) == 2
+    assert "vllm is not installed" in capsys.readouterr().err
