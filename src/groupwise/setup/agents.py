@@ -154,7 +154,7 @@ def make_agents(
     if setup.driver is not None:
         return DrivenAgents(setup.driver, *common)
     processor = processing_class if is_processor(processing_class) else None
-    return Agents(setup.tools, setup.environments, *common, processor)
+    return Agents(setup.tools, setup.environments, *common, processor=processor)  # type: ignore[misc]
 
 
 class _EnvironmentRows(Dataset):
