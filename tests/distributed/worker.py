@@ -177,8 +177,10 @@ def update(output_dir: str | Path, *, rows: int, micro_batches: int, **case: Any
     Args:
         rows: per micro-batch and process.
         micro_batches: per optimizer step and process; a generation is one such window.
+        case: ``read_weights`` maps the trainer to what is returned.
     """
     case.pop("accumulate", None)
+    read_weights = case.pop("read_weights", None)
     rewards: list[Any] = [sparse_vowels] if case.pop("sparse", False) else [vowels, digits_if_any]
     rewards = [planted_vowels] if case.pop("planted", False) else rewards
     rows_of_data = prompts(24).to_iterable_dataset(2) if case.pop("stream", False) else prompts(24)
@@ -200,6 +202,8 @@ def update(output_dir: str | Path, *, rows: int, micro_batches: int, **case: Any
         **case,
     )
     trainer.train()
+    if read_weights is not None:
+        return read_weights(trainer)
     return {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
 
 

@@ -22,7 +22,6 @@ from groupwise.vision import (
     image_prompt,
     is_processor,
     read_prompt,
-    refuse_agents_with_images,
     refuse_images,
     row_images,
 )
@@ -51,7 +50,6 @@ class RolloutMixin:
             rows: dataset rows with a ``prompt``; rows of one group are next to each other.
         """
         if self.agents is not None:
-            refuse_agents_with_images(rows)
             return self.agents.roll_out(rows, self.backend)
         prompts = [image_prompt(row) for row in rows]
         extra: dict[str, list[Any]] = {}
