@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from groupwise import checkpoint
+
+logger = logging.getLogger(__name__)
 
 
 class AtomicTrainer(Trainer):
@@ -77,6 +80,18 @@ class AtomicTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub:
             super()._push_from_checkpoint(final)
+
+    def save_finished_step(self) -> None:
+        """Leave a checkpoint of the last optimizer step, unless there is one or none are wanted."""
+        step = self.state.global_step
+        final = Path(self._get_output_dir(None), f"{PREFIX_CHECKPOINT_DIR}-{step}")
+        if step == 0 or self.args.save_strategy == SaveStrategy.NO:
+            return
+        if not final.exists():
+            self._save_checkpoint(self.model, None)
+        logger.warning(
+            "step %d is saved in %s; train(resume_from_checkpoint=True) goes on from there", step, final
+        )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if not self.staging:  # while staging, the folder does not have its name yet

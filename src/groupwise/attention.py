@@ -10,7 +10,8 @@ Axes: B sequences, H query heads, K key-value heads, T queries, S keys, D head s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,6 +38,20 @@ def open_attention(model: Any) -> bool:
     _register()
     base.set_attn_implementation(IMPLEMENTATION)
     return True
+
+
+@contextmanager
+def own_attention_closed(model: Any) -> Iterator[None]:
+    """A context in which ``model`` has the plain "sdpa", for what knows implementations by name."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    is_open = base.config._attn_implementation == IMPLEMENTATION
+    if is_open:
+        base.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        if is_open:
+            base.set_attn_implementation(IMPLEMENTATION)
 
 
 def _register() -> None:

@@ -186,7 +186,15 @@ class GRPOConfig(TrainingArguments):
     advantage_baseline: str = _opt("group_mean", "Or leave_one_out: the mean of the group's others.")
     reward_timeout: float | None = _opt(None, "Seconds a reward call may take. None: no limit.")
     reward_on_error: str = _opt("raise", "What a failing reward does: raise, or none (no reward).")
-    eval_pass_at_k: list[int] | None = _opt(None, "Values of k for pass@k in evaluation.")
+    eval_pass_at_k: list[int] | None = _opt(
+        None, "Values of k: evaluation reports pass@k, maj@k and avg@n with intervals and gains."
+    )
+    eval_pass_threshold: float = _opt(0.0, "A completion passes when its reward is above this.")
+    eval_generation_kwargs: dict[str, Any] | str | None = _opt(
+        None,
+        "Sampler settings (dict or JSON) that are different in evaluation: temperature (0: greedy), top_p, "
+        "top_k, min_p, repetition_penalty.",
+    )
 
     # Agents
     max_tool_calling_iterations: int | None = _opt(None, "Most tool-calling turns per completion.")

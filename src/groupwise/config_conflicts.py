@@ -349,6 +349,18 @@ COMBINATION_RULES = (
         steps_per_generation=1,
     ),
     _rule(
+        "staleness_with_dynamic_sampling",
+        lambda c: c.rollout_staleness > 0 and c.dynamic_sampling,
+        "rollout_staleness={c.rollout_staleness} asks for batches ahead; dynamic_sampling=True decides only "
+        "after the rewards which prompts they hold",
+        "one of them",
+        "dynamic_sampling=False",
+        use_vllm=True,
+        vllm_mode="server",
+        rollout_staleness=1,
+        dynamic_sampling=True,
+    ),
+    _rule(
         "staleness_without_correction",
         lambda c: c.rollout_staleness > 0 and not c.vllm_importance_sampling_correction,
         "rollout_staleness={c.rollout_staleness} samples from older weights, and "
@@ -359,6 +371,17 @@ COMBINATION_RULES = (
         vllm_mode="server",
         rollout_staleness=1,
         vllm_importance_sampling_correction=False,
+    ),
+    _rule(
+        "staleness_with_dynamic_sampling",
+        lambda c: c.rollout_staleness > 0 and c.dynamic_sampling,
+        "rollout_staleness={c.rollout_staleness} asks for prompts that dynamic_sampling=True cannot know",
+        "one of them",
+        "rollout_staleness=0",
+        use_vllm=True,
+        vllm_mode="server",
+        rollout_staleness=1,
+        dynamic_sampling=True,
     ),
     _rule(
         "tensor_parallel_over_processes",

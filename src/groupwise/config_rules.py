@@ -213,6 +213,46 @@ def _split_eval_groups_message(config: Any) -> str:
     )
 
 
+#: Sampler settings that an evaluation may have of its own, and their smallest and largest value.
+_EVAL_SAMPLING = {
+    "temperature": (0.0, math.inf),
+    "top_p": (0.0, 1.0),
+    "top_k": (0, math.inf),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.0, math.inf),
+}
+
+
+def _bad_eval_sampling(config: Any) -> dict[str, str]:
+    found = {}
+    for key, value in (config.eval_generation_kwargs or {}).items():
+        if key not in _EVAL_SAMPLING:
+            nearest = difflib.get_close_matches(str(key), _EVAL_SAMPLING, n=1, cutoff=0)[0]
+            found[key] = (
+                f"eval_generation_kwargs={{{key!r}: {value!r}}} is no sampler setting; allowed: "
+                f"{', '.join(_EVAL_SAMPLING)}; nearest valid: {nearest!r}"
+            )
+            continue
+        low, high = _EVAL_SAMPLING[key]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            allowed = f">= {low}" + (f" and <= {high}" if math.isfinite(high) else "")
+            found[key] = (
+                f"eval_generation_kwargs[{key!r}]={value!r} is out of range; allowed: a number {allowed}; "
+                f"nearest valid: {low}"
+            )
+    return found
+
+
+SAMPLING_RULES = (
+    Rule(
+        "eval_generation_kwargs",
+        lambda c: bool(_bad_eval_sampling(c)),
+        lambda c: join_lines(_bad_eval_sampling(c)),
+        {"eval_generation_kwargs": {"temprature": 0.6}},
+    ),
+)
+
+
 BATCH_RULES = (
     Rule(
         "generation_batch_size_and_steps_per_generation",

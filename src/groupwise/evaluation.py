@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 #: What a reward function logs for the majority vote (``log_extra("answer_parsed", values)``).
 ANSWER_COLUMN = "answer_parsed"
 
+#: Entries that are no vote; the second is how the accuracy rewards write it.
+_NO_ANSWER = (None, "[unparseable]")
+
 #: One value per prompt, by metric; NaN where it is not known.
 PromptValues = dict[str, list[float]]
 
@@ -67,7 +70,7 @@ class EvaluationRecord:
                     place=(self.batches, row),
                     prompt=str(rollout.prompts[index]),
                     rewards=[total_N[row].item(), *rewards_NF[row].tolist()],
-                    answer=None if answers[index] is None else str(answers[index]),
+                    answer=None if answers[index] in _NO_ANSWER else str(answers[index]),
                 )
             )
         self.batches += 1

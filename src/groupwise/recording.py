@@ -10,6 +10,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from groupwise import reporting
 from groupwise.config import GRPOConfig
+from groupwise.evaluation import EvaluationRecord
 from groupwise.logbook import Logbook
 
 
@@ -18,6 +19,7 @@ class RecordingTrainer(Trainer):
 
     args: GRPOConfig  # type: ignore[assignment]
     books: dict[str, Logbook]
+    evaluation: EvaluationRecord
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log; a training log also carries the metrics of the steps since the last one, joined over ranks."""
@@ -29,7 +31,9 @@ class RecordingTrainer(Trainer):
         """As in ``Trainer``; the metrics returned also hold those of generation, rewards and loss."""
         output = super().evaluation_loop(*args, **kwargs)
         prefix = kwargs.get("metric_key_prefix", "eval")
-        own = {f"{prefix}_{name}": value for name, value in self._drain("eval", prefix).items()}
+        values = self._drain("eval", prefix)
+        values.update(self.evaluation.close(prefix, self.args.num_generations_eval, gather_object))  # type: ignore[arg-type]
+        own = {f"{prefix}_{name}": value for name, value in values.items()}
         return output._replace(metrics={**(output.metrics or {}), **own})
 
     def _drain(self, mode: str, label: str) -> dict[str, float]:

@@ -18,6 +18,7 @@ from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean
 from groupwise.data import GenerationBuffer, as_rows, local_rows, with_advantages, without_filler
 from groupwise.dynamic import Feed
+from groupwise.evaluation import EvaluationRecord
 from groupwise.loading import LoadingTrainer
 from groupwise.logbook import Logbook, completion_rows, length_metrics
 from groupwise.mixins import (
@@ -35,7 +36,7 @@ from groupwise.protocols import RewardFunction, RolloutFunction
 from groupwise.recording import RecordingTrainer
 from groupwise.reference import MixReference, make_reference
 from groupwise.splitting import SplittingTrainer
-from groupwise.stages import RolloutBatch, ScoredBatch, TrainBatch
+from groupwise.stages import ScoredBatch, TrainBatch
 from groupwise.window import WindowWork, cache_sized
 
 
@@ -94,12 +95,13 @@ class GRPOTrainer(
         environment_factory: Any = None,
     ) -> None:
         args = args or GRPOConfig(f"{setup.model_name(model)}-GRPO")
-        agents = setup.check_agents(tools, environment_factory, rollout_func, model, processing_class, args)
-        train_dataset = setup.own_data(train_dataset, agents, args)
+        agents = setup.check_agents(tools, environment_factory, rollout_func)
+        train_dataset, eval_dataset = setup.own_data(train_dataset, eval_dataset, agents, args)
         setup.check_data(train_dataset, eval_dataset, args)
         setup.check_backend(args)
         rewards = setup.check_rewards(reward_funcs, reward_processing_classes, args, agents.rewards)
-        processing_class = load_processing_class(agents.processing_class, model, args)
+        processing_class = load_processing_class(processing_class, model, args)
+        setup.check_chat_template(agents, processing_class, args)
         data = setup.prepare_data(train_dataset, eval_dataset, args, model, processing_class)
         policy = setup.prepare_policy(model, args, quantization_config, peft_config)
         setup.check_vision(policy, processing_class, args, train_dataset, eval_dataset)
@@ -155,6 +157,10 @@ class GRPOTrainer(
         self.num_generations, self.temperature, self.beta = args.num_generations, args.temperature, args.beta
 
     def _set_run_state(self) -> None:
+        args = self.args
+        self.evaluation = EvaluationRecord(
+            args.eval_pass_at_k or [], args.eval_pass_threshold, self.reward_func_names
+        )
         self.feed = Feed(self.prepared_data.new_source())
         self.generation_buffer = GenerationBuffer()
         self.books = {"train": Logbook(), "eval": Logbook()}
@@ -174,11 +180,13 @@ class GRPOTrainer(
         """One accumulation window: micro-batches from the buffer, which is refilled when it is used up."""
         epoch_iterator = self.pipeline.over(epoch_iterator)
         window: list[TrainBatch] = []
-        # The range comes first: zip must not take rows that it then drops.
-        for _, rows in zip(range(num_batches), epoch_iterator, strict=False):
-            if self.unrestored_rng is not None:  # generation must not run on the state of a fresh process
-                self._load_rng_state(self.unrestored_rng)
-            window.append(self.take_micro_batch(rows, self.generate_micro_batches))
+        # No server generates: nothing of this step has been trained, and the last one is saved.
+        with self.undone_by(ConnectionError, then=self.save_finished_step):
+            # The range comes first: zip must not take rows that it then drops.
+            for _, rows in zip(range(num_batches), epoch_iterator, strict=False):
+                if self.unrestored_rng is not None:  # generation must not run on the state of a fresh process
+                    self._load_rng_state(self.unrestored_rng)
+                window.append(self.take_micro_batch(rows, self.generate_micro_batches))
         if not window:
             return [], None
         window = self.weigh_window(self.keep_high_entropy(self.model, window))
@@ -190,7 +198,7 @@ class GRPOTrainer(
         """A generation batch: sampled, scored, given its advantages and cut into micro-batches."""
         on_policy = self.is_exactly_on_policy() and not self.args.kl_in_reward
         if self.args.dynamic_sampling:
-            filled = self.fill(self._sample, self._logps)
+            filled = self.fill(self._sample, lambda rollout: self.logps_of(self.model, rollout))
             self.books["train"].record(filled.metrics)
             scored, on_policy = filled.scored, on_policy and not filled.from_carry
         else:
@@ -207,7 +215,7 @@ class GRPOTrainer(
         with book.ledger.clock("generate"):
             if mode == "train":
                 for step, later in self.pipeline.upcoming(self.state.global_step, self.state.max_steps):
-                    self.roll_out_ahead(later, step)
+                    self.roll_out_ahead(later, step=step)
             rollout = self.roll_out(rows)
             self.backend.release()
         with book.ledger.clock("reward"):
@@ -217,14 +225,9 @@ class GRPOTrainer(
         lengths = length_metrics(rollout.prompt_ids[:counted], rollout.completions[:counted])
         behind = staleness(rollout.completions[:counted], self.state.global_step)
         book.record({**lengths, **behind, **rollout.metrics, **scored.metrics})
+        if mode == "eval":
+            self.evaluation.add(scored)
         return scored
-
-    def _logps(self, rollout: RolloutBatch) -> list[list[float]]:
-        """Log-probs of completions under the current policy."""
-        parts = self.assemble(rollout).split(self.args.per_device_train_batch_size)
-        batches = [self.annotate(self.model, part, on_policy=False) for part in parts]
-        rows = [row for batch in batches for row in batch.old_logps_BC.tolist()]  # type: ignore[union-attr]
-        return [row[: len(c.token_ids)] for row, c in zip(rows, rollout.completions, strict=True)]
 
     def _prepare(
         self, scored: ScoredBatch, mode: str, micro_batch_rows: int, *, on_policy: bool
@@ -308,10 +311,14 @@ class GRPOTrainer(
         # The last batch is filled up so that all ranks get the same number of rows; those do not count.
         num_rows = gradient_state.remainder if gradient_state.end_of_dataloader else 0
         with torch.no_grad():
-            scored = self._sample(inputs, "eval", num_rows or None)
+            with self.evaluation_sampling():
+                scored = self._sample(inputs, "eval", num_rows or None)
             (batch,) = self._prepare(scored, "eval", len(inputs), on_policy=not self.args.kl_in_reward)
             (batch,) = self.weigh_window(self.keep_high_entropy(model, [batch]))
             loss = self.compute_loss(model, batch)
+        # The losses of the ranks average to that of the batch, which counts by its rows.
+        share = len(scored.rewards.rewards_NF) / self.args.world_size
+        self.books["eval"].record({"loss": Mean(loss.detach() * share, share)})
         return loss.detach(), None, None
 
     def floating_point_ops(self, inputs: Any) -> int:
@@ -339,6 +346,7 @@ class GRPOTrainer(
         self.generation_buffer = GenerationBuffer.from_state(state["buffer"], self.accelerator.device)
         self.backend.load_state_dict(state["backend"])
         self.feed.load_state_dict(state["feed"])
+        self.evaluation.load_state_dict(state["first_evaluation"])
         for mode, book in self.books.items():
             book.load_state_dict(state["books"][mode])
         self.entropy_control = EntropyControl(*state["entropy_control"])
@@ -360,6 +368,7 @@ class GRPOTrainer(
             "buffer": self.generation_buffer.state_dict(),
             "backend": self.backend.state_dict(),
             "feed": self.feed.state_dict(),
+            "first_evaluation": self.evaluation.state_dict(),
             "books": {mode: book.state_dict() for mode, book in self.books.items()},
             "entropy_control": (control.coef, control.entropy),
         }

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise.config_conflicts import COMBINATION_RULES, is_surrogate
 from groupwise.config_liger import LIGER_RULES
-from groupwise.config_rules import BATCH_RULES, CHOICE_RULES, RANGE_RULES, Rule, default_of, join_lines
+from groupwise.config_rules import (
+    BATCH_RULES,
+    CHOICE_RULES,
+    RANGE_RULES,
+    SAMPLING_RULES,
+    Rule,
+    default_of,
+    join_lines,
+)
 from groupwise.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -127,14 +135,13 @@ VALUE_RULES = (
     ),
 )
 
-RULES = VALUE_RULES + RANGE_RULES + CHOICE_RULES + BATCH_RULES + COMBINATION_RULES + LIGER_RULES
+RULES = (
+    VALUE_RULES + RANGE_RULES + SAMPLING_RULES + CHOICE_RULES + BATCH_RULES + COMBINATION_RULES + LIGER_RULES
+)
 
 # field -> the values that work today
 NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "ds3_gather_for_generation": (True,),
-    "use_transformers_continuous_batching": (False,),
-    "transformers_continuous_batching_config": (None,),
-    "eval_pass_at_k": (None,),
 }
 
 
@@ -197,6 +204,7 @@ WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] =
         lambda c: c.vllm_importance_sampling_correction,
         "vllm_importance_sampling_correction is False",
     ),
+    (("eval_pass_threshold",), lambda c: c.eval_pass_at_k is not None, "eval_pass_at_k is None"),
     (("dynamic_sampling_max_rounds",), lambda c: c.dynamic_sampling, "dynamic_sampling is False"),
     (
         ("num_completions_to_print", "log_unique_prompts", "log_multimodal"),

@@ -116,6 +116,20 @@ def refuse_images(row: Mapping[str, Any], prompt: Prompt, tokenizer: Any) -> Non
         raise unreadable(f"a row has {count} image(s)", tokenizer)
 
 
+def refuse_agents_with_images(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Raise where a row of a rollout with tools or environments has images.
+
+    Raises:
+        ConfigError: naming the row.
+    """
+    for index, row in enumerate(rows):
+        if row_images(row) or prompt_images(row.get("prompt", "")):
+            raise ConfigError(
+                f"row {index} has images, but tools and environments work on text only so far; drop the "
+                "images, or write the turns yourself (rollout_func)"
+            )
+
+
 def check_rollout(
     given: Sequence[Sequence[int]], own: Sequence[Sequence[int]], images: Sequence[ImageInputs] | None
 ) -> None:

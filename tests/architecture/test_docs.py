@@ -66,7 +66,7 @@ def test_code_in_the_documentation_runs(page, tiny_model, tmp_path, monkeypatch)
 def test_few_blocks_are_not_run_and_say_why():
     reasons = [block["reason"] for page in WITH_CODE for block in BLOCK.finditer(page.read_text())]
     assert sum(reason is not None for reason in reasons) <= 6
-    marks = sum(page.read_text().count("<!-- not run") for page in PAGES)
+    marks = sum(len(re.findall(r"^<!-- not run", page.read_text(), re.MULTILINE)) for page in PAGES)
     assert marks == sum(reason is not None for reason in reasons)  # each stands right above a block
 
 
@@ -137,7 +137,7 @@ def test_the_site_builds_without_warnings(tmp_path):
     api = (tmp_path / "site" / "api" / "index.html").read_text()
     assert "estimate_advantages" in api and "per-token loss" in api  # signatures and docstrings
     objectives = (tmp_path / "site" / "objectives" / "index.html").read_text()
-    assert objectives.count("<math") > 5 and "arithmatex" not in objectives
+    assert objectives.count("<math") >= 5 and "arithmatex" not in objectives
     assert 'src="http' not in objectives  # a page asks no other site for anything
 
 

@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 
 
 class FakeVLLM:
-    """Answers like vLLM; completion i of a prompt is [last prompt token, seed % 97, i] and an end token.
+    """Answers like vLLM; completion i of a prompt is [last prompt token, seed % 28 + 4, i] and an end token.
 
     failures: answers to give instead, by path, used up one by one: a status, "drop" (closes the connection),
         "hang", a finish reason, or a function that returns one of them or None.
@@ -35,6 +35,7 @@ class FakeVLLM:
             "scheduler_config": {"max_num_seqs": 16},
             "weight_transfer_config": {"backend": "groupwise"},
         }
+        self.logprob = lambda position: -0.5 * (position + 1)
         self.http = _Server(("127.0.0.1", port), _Handler)
         self.http.fake = self
         self.url = f"http://127.0.0.1:{self.http.server_port}"
@@ -61,8 +62,8 @@ class FakeVLLM:
         sampling = body["sampling_params"]
         choices = []
         for index in range(sampling["n"]):
-            tokens = [body["token_ids"][-1], sampling["seed"] % 97, index, 1][: sampling["max_tokens"]]
-            content = [{"token_id": token, "logprob": -0.5 * (i + 1)} for i, token in enumerate(tokens)]
+            tokens = [body["token_ids"][-1], sampling["seed"] % 28 + 4, index, 1][: sampling["max_tokens"]]
+            content = [{"token_id": token, "logprob": self.logprob(i)} for i, token in enumerate(tokens)]
             choices.append(
                 {
                     "index": index,

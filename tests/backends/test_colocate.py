@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_runs import engine_greedy, greedy, policy, trainer, trainer_logps
+from engine_runs import ENGINE, engine_greedy, greedy, policy, trainer, trainer_logps
 from peft import LoraConfig
 
+from groupwise.backends.weight_stream import weight_stream
 from groupwise.errors import BackendError
 from groupwise.stages import Sampling
 
@@ -31,7 +36,8 @@ def history(run: Any) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Two steps with large updates; what was generated, with the log-probs of the policy at that moment."""
-    run = trainer(tmp_path_factory.mktemp("colocate"), temperature=0.7, max_steps=2, learning_rate=0.05)
+    settings = {"temperature": 0.7, "max_steps": 2, "learning_rate": 0.05}
+    run = trainer(tmp_path_factory.mktemp("colocate"), model=policy(tie_word_embeddings=True), **settings)
     run.seen = []
     generate = run.backend.generate
 
@@ -43,9 +49,7 @@ def run(tmp_path_factory):
         return completions
 
     run.backend.generate = watched
-    state = torch.get_rng_state()
     run.train()
-    assert not torch.equal(state, torch.get_rng_state())
     run.backend.generate = generate
     yield run
     run.backend.close()
@@ -95,26 +99,27 @@ def test_weights_are_sent_once_for_each_step_and_again_when_they_were_loaded(run
     assert engine_greedy(run.backend, PROMPTS) == greedy(run.model, PROMPTS, 6, run.backend.end_tokens)
 
 
-def test_equal_neighbours_are_samples_of_one_request_and_differ(run):
+def test_equal_neighbours_are_samples_of_one_request_and_differ(run, monkeypatch):
     run.sync_sampler(run.model)
     requests = []
     answer = run.backend._answer
-    run.backend._answer = lambda given: requests.extend(given) or answer(given)
-    torch.manual_seed(3)
-    first = run.backend.generate([[4, 5]] * 8 + [[6]] * 2)
-    torch.manual_seed(3)
-    again = run.backend.generate([[4, 5]] * 8 + [[6]] * 2)
-    other = run.backend.generate([[4, 5]] * 8 + [[6]] * 2)
-    del run.backend._answer
-    assert [(prompt, number) for prompt, number, *_ in requests[:2]] == [([4, 5], 8), ([6], 2)]
-    assert [c.token_ids for c in first] == [c.token_ids for c in again] != [c.token_ids for c in other]
-    assert len({tuple(c.token_ids) for c in first[:8]}) > 1
+    monkeypatch.setattr(run.backend, "_answer", lambda given: requests.extend(given) or answer(given))
+    prompts = [[4, 5]] * 8 + [[6]] * 2
+    state = run.backend.state_dict()
+    first = [completion.token_ids for completion in run.backend.generate(prompts)]
+    other = [completion.token_ids for completion in run.backend.generate(prompts)]
+    run.backend.load_state_dict(state)
+    again = [completion.token_ids for completion in run.backend.generate(prompts)]
+    assert [(request.prompt, len(request.rows)) for request in requests[:2]] == [([4, 5], 8), ([6], 2)]
+    assert first == again != other
+    assert len({tuple(tokens) for tokens in first[:8]}) > 1
 
 
 def test_limits_by_row_and_ends_are_kept(run, monkeypatch):
     run.sync_sampler(run.model)
     limits = [1, 1] + [6] * 62
-    monkeypatch.setitem(run.backend.sampling, "temperature", 50.0)  # about uniform over 32 tokens
+    monkeypatch.setitem(run.backend.sampling, "temperature", 2.0)
+    monkeypatch.setitem(run.backend.sampling, "logit_bias", {1: 3.0})  # some end early
     completions = run.backend.generate([[4, 5]] * 64, Sampling(max_tokens=limits))
     assert all(len(c.token_ids) <= limit for c, limit in zip(completions, limits, strict=True))
     assert {completion.truncated for completion in completions} == {True, False}
@@ -127,6 +132,49 @@ def test_a_prompt_without_room_is_refused(run):
     run.sync_sampler(run.model)
     with pytest.raises(BackendError, match=r"128 tokens.*takes 128"):
         run.backend.generate([[4] * 128])
+
+
+def test_the_engine_leaves_random_numbers_alone(run):
+    run.sync_sampler(run.model)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    run.backend.generate([[4, 5]])
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_an_incomplete_model_is_refused(run):
+    stream = [(name, tensor) for name, tensor in weight_stream(run.model) if "layers.1.mlp" not in name]
+    run.backend.version = None
+    with pytest.raises(ValueError, match=r"no weights for 2 parameters.*layers\.1\.mlp"):
+        run.backend.sync_weights(iter(stream), step=9)
+    run.sync_sampler(run.model)
+    assert engine_greedy(run.backend, PROMPTS) == greedy(run.model, PROMPTS, 6, run.backend.end_tokens)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("size", [1, 2])
+def test_two_processes_with_an_engine_each_or_one_over_both(size):
+    here = Path(__file__).parent
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        "slice_worker.py",
+        str(size),
+    ]
+    paths = os.pathsep.join([str(here), *sys.path])
+    done = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=here,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count(f"sampled with {size}") == 2
 
 
 def test_a_resumed_run_repeats_the_run(tmp_path):
@@ -142,10 +190,13 @@ def test_a_resumed_run_repeats_the_run(tmp_path):
         assert torch.equal(resumed.model.state_dict()[name], tensor), name
 
 
-def test_adapters_arrive_merged(tmp_path):
+@pytest.mark.parametrize("alone", [False, True], ids=["merged", "alone"])
+def test_an_adapter_arrives(tmp_path, alone):
     adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
-    run = trainer(tmp_path, peft_config=adapter, learning_rate=0.05)
+    engine = {**ENGINE, "enable_lora": True} if alone else ENGINE
+    run = trainer(tmp_path, peft_config=adapter, learning_rate=0.05, vllm_engine_kwargs=engine)
     run.train()
+    assert run.state.log_history[1]["sampling/sampling_logp_difference/mean"] < 1e-4
     run.sync_sampler(run.model)
     got = engine_greedy(run.backend, PROMPTS)
     assert got == greedy(run.model, PROMPTS, 6, run.backend.end_tokens)

@@ -13,7 +13,8 @@ from runs import policy, prompts, tokenizer, trainer
 
 from groupwise import ConfigError
 from groupwise.backends.vllm import engine
-from groupwise.backends.vllm.colocate import ColocatedBackend
+from groupwise.backends.vllm.carriers import AllWeights, LocalReceiver
+from groupwise.backends.vllm.colocate import ColocatedBackend, make_backend
 from groupwise.backends.vllm.slices import EngineSlice
 from groupwise.backends.vllm.transport import LocalSender, SharedMemorySender
 from groupwise.errors import BackendError
@@ -47,8 +48,9 @@ def test_without_vllm_the_error_says_what_to_install(tmp_path, monkeypatch, spec
         ({"vllm_engine_kwargs": {"max_model_len": 8}}, "it follows vllm_max_model_length"),
         ({"generation_kwargs": {"best": 2}}, "generation_kwargs['best'] is unknown"),
         ({"generation_kwargs": {"n": 2}}, "generation_kwargs['n'] is decided by the trainer"),
+        ({"temperature": 2.5}, "temperature must be in [0, 2], got 2.5"),
         ({"vllm_enable_sleep_mode": True}, "frees GPU memory"),
-        ({"vllm_max_model_length": 9}, "nearest valid: vllm_max_model_length=10"),
+        ({"vllm_max_model_length": 9}, "a context of 9 (vllm_max_model_length) leaves 3"),
     ],
 )
 def test_settings_are_refused_before_anything_is_built(tmp_path, settings, message):
@@ -95,7 +97,8 @@ class FakeEngine:
 @pytest.fixture
 def sleeping(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    backend = ColocatedBackend(FakeEngine(), {}, frozenset([1]), 8, EngineSlice(), sleeps=True)
+    engine = FakeEngine()
+    backend = ColocatedBackend(engine, {}, frozenset([1]), 8, EngineSlice(), AllWeights(engine), sleeps=True)
     backend._answer = lambda requests: backend.engine.generate(requests)
     return backend
 
@@ -106,7 +109,13 @@ def test_the_engine_sleeps_while_the_trainer_trains(sleeping):
     for step in (0, 1):
         # Weights first, so that the cache finds its memory only when they are in place.
         sleeping.sync_weights(iter([("w", torch.ones(2))]), step=step)
-        update = ["start_weight_update", "update_weights", "finish_weight_update", "reset_prefix_cache"]
+        update = [
+            "start_weight_update",
+            "update_weights",
+            "update_weights",
+            "finish_weight_update",
+            "reset_prefix_cache",
+        ]
         assert engine.names() == ["wake_up", *update]
         sleeping.generate([[5]], Sampling())
         sleeping.generate([[5]], Sampling())
@@ -146,6 +155,9 @@ class Receiver:
     def update_weights(self, update_info):
         from safetensors.torch import load_file
 
+        if not update_info:
+            self.infos.append("complete")
+            return
         self.got |= load_file(update_info["path"])
 
     def finish_weight_update(self, weight_version=None):
@@ -158,7 +170,7 @@ def test_buckets_travel_through_shared_memory_and_leave_nothing(tmp_path):
     weights = {name: tensor.detach() for name, tensor in policy().state_dict().items()}
     pairs = list(weights.items())
     sender.push([pairs[:3], pairs[3:]], receiver, version=7)
-    assert receiver.infos == [{}, "7"] and receiver.got.keys() == weights.keys()
+    assert receiver.infos == [{}, "complete", "7"] and receiver.got.keys() == weights.keys()
     assert all(torch.equal(receiver.got[name], tensor) for name, tensor in weights.items())
     assert list(sender.directory.iterdir()) == []
     sender.close()
@@ -175,8 +187,6 @@ def test_a_bucket_that_shared_memory_cannot_hold_is_refused(tmp_path, monkeypatc
 
 def test_the_local_sender_hands_over_the_tensors_themselves():
     engine, tensor = FakeEngine(), torch.ones(3)
-    from groupwise.backends.vllm.colocate import LocalReceiver
-
     LocalSender().push([[("w", tensor)]], LocalReceiver(engine), version=1)
     (_, given) = next(call for call in engine.calls if call[0] == "update_weights")
     assert given["update_info"]["weights"][0][1] is tensor
@@ -198,8 +208,6 @@ def test_processes_of_one_engine_answer_for_all_and_keep_their_own(monkeypatch):
 
 
 def test_images_are_not_swallowed(tmp_path, monkeypatch):
-    from groupwise.backends.vllm.colocate import make_backend
-
     processor = tokenizer()
     processor.image_processor = object()
     with pytest.raises(ConfigError, match="does not pass images"):

@@ -44,8 +44,8 @@ def ask(client, count=1, samples=2, limit=8):
 
 def test_answers_become_completions_in_order(servers):
     first, second = ask(servers, count=2)
-    assert [completion.token_ids for completion in first] == [[6, 10, 0, 1], [6, 10, 1, 1]]
-    assert second[1].token_ids == [7, 11, 1, 1]
+    assert [completion.token_ids for completion in first] == [[6, 14, 0, 1], [6, 14, 1, 1]]
+    assert second[1].token_ids == [7, 15, 1, 1]
     assert first[0].logps == [-0.5, -1.0, -1.5, -2.0] and first[0].versions == [3, 3, 3, 3]
     assert not first[0].truncated
     assert ask(servers, limit=2)[0][0].truncated

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 
 import pytest
 import torch
 from engine_runs import engine_greedy, greedy, policy, trainer, trainer_logps
 from vllm_process import ServerProcess
+
+from groupwise.backends.vllm import transport
+from groupwise.backends.vllm.client import _tokens_so_far
 
 pytestmark = [
     pytest.mark.vllm,
@@ -26,7 +30,7 @@ def server(tmp_path_factory):
 
 
 def run_for(server, directory, **given):
-    settings = {"vllm_mode": "server", "vllm_server_base_url": server.url, "vllm_server_timeout": 120.0}
+    settings = {"vllm_mode": "server", "vllm_server_base_url": server.url, "vllm_server_timeout": 240.0}
     return trainer(directory, **{**settings, "vllm_engine_kwargs": None, **given})
 
 
@@ -72,22 +76,70 @@ def test_log_probs_are_those_of_the_sampling_distribution(server, tmp_path):
     run.backend.close()
 
 
+def test_weights_arrive_in_the_middle_of_completions_and_every_token_says_which_sampled_it(server, tmp_path):
+    run = run_for(server, tmp_path, max_completion_length=100, temperature=1.5)
+    run.sync_sampler(run.model)
+    run.backend.end_tokens, run.backend.sampling["stop_token_ids"] = frozenset(), []
+    run.backend.sampling["ignore_eos"] = True
+    prompts = [prompt for prompt in PROMPTS for _ in range(4)]
+    weights = [copy.deepcopy(run.model)]
+    with torch.no_grad():
+        run.model.lm_head.weight.mul_(0.9)
+    weights.append(run.model)
+    (http,) = run.backend.servers.servers
+    before = _tokens_so_far(http)
+    run.backend.generate_ahead(prompts, step=1)
+    while _tokens_so_far(http) < before + 50:
+        pass
+    run.backend.sync_weights(step=1)
+    completions = run.backend.generate(prompts)
+    assert {0, 1} in [set(c.versions) for c in completions]
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert completion.versions == sorted(completion.versions) and len(completion.versions) == 100
+        by_version = [trainer_logps(model, prompt, completion.token_ids, 1.5) for model in weights]
+        # Keys and values of the tokens before the swap are those of the new weights too.
+        expected = torch.stack([by_version[v][i] for i, v in enumerate(completion.versions)])
+        assert torch.tensor(completion.logps).double().sub(expected).abs().max() < 1e-4
+    run.backend.close()
+
+
+def test_a_run_that_generates_ahead(server, tmp_path):
+    run = run_for(server, tmp_path, max_steps=3, rollout_staleness=1)
+    run.train()
+    behind = [line["staleness"] for line in run.state.log_history if "loss" in line]
+    assert behind[0] == 0 and all(0 < steps <= 1 for steps in behind[1:])
+    run.backend.close()
+
+
 def test_a_server_that_is_killed_leaves_no_trace_in_the_history(server, tmp_path):
-    undisturbed = run_for(server, tmp_path / "one", max_steps=3)
+    undisturbed = run_for(server, tmp_path / "one", max_steps=4)
     undisturbed.train()
 
-    disturbed = run_for(server, tmp_path / "two", max_steps=3)
-    submit, calls = disturbed.backend._ask, []
+    disturbed = run_for(server, tmp_path / "two", max_steps=4)
+    ask, push = disturbed.backend._ask, transport.SharedMemorySender.send
+    killed = []
 
-    def ask_and_kill(requests):
-        submit(requests)
-        calls.append(len(requests))
-        if len(calls) == 2:  # the second step's completions are on their way
+    def kill_once(when):
+        if when not in killed:
+            killed.append(when)
             server.kill()
             server.start()
 
+    def ask_and_kill(requests):
+        ask(requests)
+        if disturbed.state.global_step == 1:
+            kill_once("generating")
+
+    def kill_and_send(sender, bucket, receiver):
+        if disturbed.state.global_step == 3:
+            kill_once("taking weights")
+        push(sender, bucket, receiver)
+
     disturbed.backend._ask = ask_and_kill
-    disturbed.train()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport.SharedMemorySender, "send", kill_and_send)
+        disturbed.train()
+    assert killed == ["generating", "taking weights"]
     assert history(disturbed) == history(undisturbed)
     for name, weight in undisturbed.model.state_dict().items():
         assert torch.equal(weight, disturbed.model.state_dict()[name])

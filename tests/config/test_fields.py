@@ -104,6 +104,8 @@ CONTRACT = {
     "reward_timeout": (float, None),
     "reward_on_error": (str, "raise"),
     "eval_pass_at_k": (list, None),
+    "eval_pass_threshold": (float, 0.0),
+    "eval_generation_kwargs": (dict, None),
     "log_completions": (bool, False),
     "num_completions_to_print": (int, None),
     "log_unique_prompts": (bool, False),

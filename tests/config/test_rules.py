@@ -43,9 +43,6 @@ UNBUILT = {
     "vllm_max_model_length": 128,
     "vllm_tensor_parallel_size": 2,
     "vllm_engine_kwargs": {"seed": 0},
-    "eval_pass_at_k": [1],
-    "dynamic_sampling": True,
-    "dynamic_sampling_max_rounds": 3,
 }
 # these two contradict something else unless a second unbuilt field is set
 UNBUILT_TOGETHER = {

@@ -96,6 +96,11 @@ class QwenImageProcessor(transformers.Qwen2_5_VLProcessor):
             return super().check_argument_for_proper_class(argument_name, argument)
 
 
+def pil(name: str) -> Any:
+    """An image processor that needs no torchvision; older versions call it by the plain name."""
+    return getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)
+
+
 def idefics3() -> tuple[Any, Any]:
     config = transformers.Idefics3Config(
         text_config={"model_type": "llama", **TEXT},
@@ -104,9 +109,7 @@ def idefics3() -> tuple[Any, Any]:
         scale_factor=2,
         pad_token_id=0,
     )
-    images = transformers.Idefics3ImageProcessorPil(
-        size={"longest_edge": 56}, max_image_size={"longest_edge": 28}
-    )
+    images = pil("Idefics3ImageProcessor")(size={"longest_edge": 56}, max_image_size={"longest_edge": 28})
     processor = transformers.Idefics3Processor(
         images, tokenizer(), image_seq_len=1, chat_template=template("<image>")
     )
@@ -125,7 +128,7 @@ def gemma3() -> tuple[Any, Any]:
         eos_token_id=1,
     )
     words = tokenizer(image_token="<image>", boi_token="<boi>", eoi_token="<eoi>")
-    images = transformers.Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
+    images = pil("Gemma3ImageProcessor")(size={"height": 28, "width": 28})
     processor = transformers.Gemma3Processor(
         images, words, image_seq_length=4, chat_template=template("<boi>")
     )
@@ -142,7 +145,7 @@ def llava_next() -> tuple[Any, Any]:
         image_seq_length=4,
         pad_token_id=0,
     )
-    images = transformers.LlavaNextImageProcessorPil(
+    images = pil("LlavaNextImageProcessor")(
         size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}, image_grid_pinpoints=pinpoints
     )
     processor = transformers.LlavaNextProcessor(
@@ -177,7 +180,7 @@ def qwen2_5_vl() -> tuple[Any, Any]:
         vision_start_token_id=SPECIAL.index("<boi>"),
         vision_end_token_id=SPECIAL.index("<eoi>"),
     )
-    images = transformers.Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=56 * 56)
+    images = pil("Qwen2VLImageProcessor")(min_pixels=28 * 28, max_pixels=56 * 56)
     processor = QwenImageProcessor(
         images,
         tokenizer(image_token="<image>", video_token="<video>"),

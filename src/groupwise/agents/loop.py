@@ -20,7 +20,7 @@ from groupwise.protocols import GenerationBackend
 from groupwise.stages import RolloutBatch, Sampling
 
 #: Seconds that answered rollouts wait for the others at least: what is quicker stays in one batch.
-_PATIENCE = 1.0
+PATIENCE = 1.0
 
 #: Seconds after the limit of every call at which the event loop of the tools must be blocked.
 BLOCKED_MARGIN = 10.0
@@ -137,13 +137,13 @@ class Agents:
             started = time.monotonic()
             self._generate(ready, backend)
             # Who misses a batch costs one more call of the backend: waiting as long as that is worth it.
-            patience = max(_PATIENCE, time.monotonic() - started)
+            patience = max(PATIENCE, time.monotonic() - started)
             waiting += [rollout for rollout in ready if self._acts(rollout)]
             ready, waiting = self._answered(waiting, patience)
 
     def _generate(self, ready: list[_Rollout], backend: GenerationBackend) -> None:
-        if not ready:  # other processes still generate, and this one has to take part
-            backend.generate([sorted(backend.end_tokens)[:1]], Sampling([1]))
+        if not ready:
+            take_part(backend)
             return
         contexts = [rollout.transcript.context for rollout in ready]
         room = [rollout.transcript.room for rollout in ready]
@@ -237,6 +237,11 @@ class Agents:
             return rollout.messages
         decoded = self.tokenizer.decode(rollout.transcript.token_ids, skip_special_tokens=True)
         return as_completion(rollout.prompt, decoded)
+
+
+def take_part(backend: GenerationBackend) -> None:
+    """Call the backend for nothing, because other processes call it and wait for this one."""
+    backend.generate([sorted(backend.end_tokens)[:1]], Sampling([1]))
 
 
 def _metrics(rollouts: list[_Rollout]) -> Metrics:

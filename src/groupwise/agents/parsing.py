@@ -80,18 +80,19 @@ class TurnParser:
         tokenizer: has a ``response_template`` (or ``response_schema``, as older versions of transformers call
             it) and ``parse_response``, or a chat template that :data:`FORMATS` knows.
         chat_template: the template that prompts are written with.
+        needed: whether there are tools to call; else a turn in no known format is all text.
 
     Raises:
         ConfigError: neither tells how tools are called.
     """
 
-    def __init__(self, tokenizer: Any, chat_template: str) -> None:
+    def __init__(self, tokenizer: Any, chat_template: str, *, needed: bool = True) -> None:
         self.tokenizer = tokenizer
         self.declared = next(
             (n for n in ("response_template", "response_schema") if getattr(tokenizer, n, None)), None
         )
         self.find = next((find for marker, find in FORMATS.items() if marker in chat_template), None)
-        if self.declared is None and self.find is None:
+        if needed and self.declared is None and self.find is None:
             raise ConfigError(
                 "the chat template does not tell how the model calls tools; known are "
                 f"{', '.join(map(repr, FORMATS))}; set tokenizer.response_template (see 'response parsing' "
@@ -117,11 +118,10 @@ class TurnParser:
         return Turn(_message(str(parsed.get("content") or ""), calls, parsed), calls)
 
     def _found(self, tokens: Sequence[int]) -> Turn:
-        assert self.find is not None
         # The end of the turn is no part of what it says; markers of calls may be special tokens.
         text = _END.sub("", self.tokenizer.decode(tokens))
         text = text.removesuffix(self.tokenizer.eos_token or "")
-        before, bodies = self.find(text)
+        before, bodies = (text, []) if self.find is None else self.find(text)
         calls = [_read(name, body) for name, body in bodies]
         if calls and all(call.error is None for call in calls):
             return Turn(_message(before.rstrip(), calls, {}), calls)

@@ -57,10 +57,10 @@ class Renderer:
         return self.prompt(messages, schemas)
 
     def observation(self, messages: list[dict[str, Any]], end_token: int) -> list[int]:
-        """What follows a turn of the policy: the messages of tools, and the start of its next turn.
+        """What follows a turn of the policy: messages of tools or the user, and the start of its next turn.
 
-        The messages are written once behind a short made-up turn that calls the same tools; what stands
-        behind the end of that turn is the answer.
+        The messages are written once behind a short made-up turn; what stands behind the end of that turn is
+        the answer.
 
         Args:
             end_token: the token with which the policy ended its turn.
@@ -68,7 +68,10 @@ class Renderer:
         Raises:
             DriftError: the made-up turn comes out differently because of the messages behind it.
         """
-        before = [_QUESTION, assistant([messages[0]["name"]])]  # some templates take one call in a turn
+        turn = {"role": "assistant", "content": "."}
+        if messages[0]["role"] == "tool":
+            turn = assistant([messages[0]["name"]])  # some templates take one call in a turn
+        before = [_QUESTION, turn]
         start = len(self._tokens([_QUESTION]))
         told, full = self._tokens(before), self._tokens(before + messages, add_generation_prompt=True)
         end = _last(told, start, {end_token}) or _last(told, start, self.end_tokens) or len(told)

@@ -35,6 +35,12 @@ def assistant(names: list[str], content: str = "", **arguments: Any) -> dict[str
     return {"role": "assistant", "content": content, "tool_calls": calls}
 
 
+_TALK = [
+    {"role": "user", "content": "probe question"},
+    {"role": "assistant", "content": "probe answer"},
+    {"role": "user", "content": "probe question"},
+    {"role": "assistant", "content": "probe answer"},
+]
 _CONVERSATION = [
     {"role": "user", "content": "probe question"},
     assistant([_NAME], "", **{_KEY: _VALUE}),
@@ -164,12 +170,15 @@ def choose_turn_template(
             "the chat template does not show tools to the model (it has no place for them); set one that "
             "does as processing_class.chat_template"
         )
-    problem = multi_turn_problem(render)
+    problem = multi_turn_problem(render, with_tools=shows_tools)
     if problem is None:
         return TurnTemplate(None, argument)
     if (
         family is not None
-        and multi_turn_problem(lambda m, **k: render(m, chat_template=family.turns, **k)) is None
+        and multi_turn_problem(
+            lambda m, **k: render(m, chat_template=family.turns, **k), with_tools=shows_tools
+        )
+        is None
     ):
         return TurnTemplate(family.turns, argument)
     raise ConfigError(
@@ -179,16 +188,19 @@ def choose_turn_template(
     )
 
 
-def multi_turn_problem(render: Render) -> str | None:
-    """Why a template cannot be used for turns with tools; None if it can."""
+def multi_turn_problem(render: Render, *, with_tools: bool = True) -> str | None:
+    """Why a template cannot be used for several turns; None if it can."""
+    messages = _CONVERSATION if with_tools else _TALK
     try:
-        texts = [render(_CONVERSATION[:end]) for end in range(1, len(_CONVERSATION) + 1)]
+        texts = [render(messages[:end]) for end in range(1, len(messages) + 1)]
     except Exception as problem:  # templates raise errors of their own, of jinja and of Python
-        return f"it refuses a tool's message ({type(problem).__name__}: {problem})"
-    missing = [part for part in (_NAME, _KEY, _VALUE, _RESULT) if part not in texts[-1]]
+        what = "a tool's message" if with_tools else "a second turn"
+        return f"it refuses {what} ({type(problem).__name__}: {problem})"
+    shown = (_NAME, _KEY, _VALUE, _RESULT) if with_tools else ()
+    missing = [part for part in shown if part not in texts[-1]]
     if missing:
         return f"it leaves out parts of tool calls or results ({', '.join(missing)})"
-    roles = [message["role"] for message in _CONVERSATION]
+    roles = [message["role"] for message in messages]
     for (text, longer), (role, next_role) in zip(pairwise(texts), pairwise(roles), strict=True):
         if not longer.startswith(text):
             return f"it writes the {role} message in another way once a {next_role} message follows"

@@ -7,7 +7,7 @@ import functools
 import inspect
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ class Outcome:
 
 
 def make_tool(function: Callable[..., Any], owner: Any = None) -> Tool:
-    """Describe a function to a model, from its type hints and its docstring.
+    """Describe a function to a model, from its type hints and its docstring, or by its ``json_schema``.
 
     Raises:
         ConfigError: it is no function, or lacks one of them.
@@ -86,7 +86,8 @@ def make_tool(function: Callable[..., Any], owner: Any = None) -> Tool:
             f"tools holds {function!r} ({type(function).__name__}); allowed: functions and methods"
         )
     try:
-        return Tool(name, function, get_json_schema(function), owner)
+        schema = getattr(function, "json_schema", None)  # of tools that others describe
+        return Tool(name, function, schema or get_json_schema(function), owner)
     except Exception as problem:  # of its own kinds, and whatever evaluating annotations raises
         where = f"method of {type(owner).__name__}" if owner is not None else "tool"
         raise ConfigError(
@@ -149,6 +150,14 @@ class Runner:
 
         future = asyncio.run_coroutine_threadsafe(together(), self._running_loop())
         return wait_for(future, limit * (1 + len(jobs) // CONCURRENT), what)
+
+    def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Run a coroutine in the event loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._running_loop())
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call a function in the event loop's thread, soon."""
+        self._running_loop().call_soon_threadsafe(function, *arguments)
 
     async def _turn(self, calls: Sequence[Call], tools: Toolbox) -> list[Outcome]:
         outcomes: list[Outcome | None] = [None] * len(calls)

@@ -100,10 +100,14 @@ class TransformersBackend:
 
     def _config_for(self, sampling: Sampling) -> GenerationConfig:
         """The settings of the run; the batch runs on until the row with the highest limit has ended."""
-        if sampling.max_tokens is None:
+        if sampling.max_tokens is None and not sampling.overrides:
             return self.generation_config
         config = copy.deepcopy(self.generation_config)
-        config.max_new_tokens = max(sampling.max_tokens)
+        if sampling.max_tokens is not None:
+            config.max_new_tokens = max(sampling.max_tokens)
+        config.update(**sampling.overrides)
+        if config.temperature == 0:
+            config.update(do_sample=False, temperature=1.0)
         return config
 
     def _completion(self, tokens: list[int]) -> Completion:
@@ -186,6 +190,9 @@ def generation_config(
         "eos_token_id": end_tokens(model, tokenizer),
         "use_cache": True,
     }
+    if config.cache_implementation is not None:
+        # A fixed cache makes generate compile itself, anew for every number and length of prompts.
+        settings["disable_compile"] = True
     settings.update(config.generation_kwargs or {})
     if never:
         settings["suppress_tokens"] = sorted({*never, *(settings.get("suppress_tokens") or ())})

@@ -140,9 +140,11 @@ def _merged(module: nn.Module, own: dict[str, torch.Tensor], tuners: list[Any]) 
     }
     merged_before = [tuner.merged_adapters for tuner in tuners]
     try:
-        with _gathering(originals.values()):
+        with gathering(originals.values()):
             for (owner, name), parameter in originals.items():
-                owner._parameters[name] = nn.Parameter(_whole(parameter.data).clone(), requires_grad=False)
+                owner._parameters[name] = nn.Parameter(
+                    whole_tensor(parameter.data).clone(), requires_grad=False
+                )
         for tuner in tuners:
             if not tuner.disable_adapters:
                 tuner.merged_adapters = list(tuner.merged_adapters)
@@ -157,17 +159,21 @@ def _merged(module: nn.Module, own: dict[str, torch.Tensor], tuners: list[Any]) 
 
 def _gathered(own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     partitioned = any(hasattr(tensor, "ds_id") for tensor in own.values())
-    with _gathering(own.values()):
+    with gathering(own.values()):
         # What ZeRO gathered is only lent.
-        return {name: _whole(t.data).clone() if partitioned else _whole(t.data) for name, t in own.items()}
+        return {
+            name: whole_tensor(t.data).clone() if partitioned else whole_tensor(t.data)
+            for name, t in own.items()
+        }
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor; one that ``fully_shard`` spread over processes is gathered."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def _gathering(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[Any]:
+def gathering(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[Any]:
+    """Inside, parameters that ZeRO-3 partitions over processes have their values."""
     partitioned = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
     if not partitioned:
         return nullcontext()

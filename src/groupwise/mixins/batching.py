@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -90,6 +91,17 @@ class BatchingMixin:
         if self.generation_buffer.exhausted:
             self.generation_buffer = GenerationBuffer(generate(rows), self.args.num_iterations)
         return self.generation_buffer.next()
+
+    @contextmanager
+    def undone_by(self, error: type[Exception], then: Callable[[], None]) -> Iterator[None]:
+        """Put the buffer back as it was when ``error`` ends the block, call ``then``, and go on raising."""
+        buffer, cursor = self.generation_buffer, self.generation_buffer.cursor
+        try:
+            yield
+        except error:
+            self.generation_buffer, buffer.cursor = buffer, cursor
+            then()
+            raise
 
     def is_exactly_on_policy(self) -> bool:
         """Whether every generation is used within one optimizer step, so that ℓ_old = sg(ℓ)."""

@@ -111,6 +111,13 @@ class PolicyMixin:
         logps_BC, known_BC = self.score_tokens(model, batch).logps_BC, batch.old_logps_BC
         return logps_BC if known_BC is None else torch.where(known_BC.isnan(), logps_BC, known_BC)
 
+    def logps_of(self, model: Any, rollout: RolloutBatch) -> list[list[float]]:
+        """Log-probs of completions under the current policy."""
+        parts = self.assemble(rollout).split(self.args.per_device_train_batch_size)
+        batches = [self.annotate(model, part, on_policy=False) for part in parts]
+        rows = [row for batch in batches for row in batch.old_logps_BC.tolist()]  # type: ignore[union-attr]
+        return [row[: len(c.token_ids)] for row, c in zip(rows, rollout.completions, strict=True)]
+
     def charge_kl(self, scored: ScoredBatch, batches: list[TrainBatch]) -> ScoredBatch:
         """Take β · Σ_t KL_it off the rewards: one more column, absent where there is no reward at all."""
         if scored.rewards.step_rewards:

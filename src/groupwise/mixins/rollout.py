@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import TrainerState
 
-from groupwise.agents import Agents
+from groupwise.agents import Agents, DrivenAgents
+from groupwise.backends.overriding import Overriding
 from groupwise.backends.rollout_function import call_rollout_function
 from groupwise.backends.weight_stream import weight_stream
 from groupwise.config import GRPOConfig
@@ -14,7 +17,15 @@ from groupwise.core.images import ImageInputs
 from groupwise.prompts import as_completion, same_prompt, tokenize_prompt
 from groupwise.protocols import GenerationBackend, RolloutFunction
 from groupwise.stages import RolloutBatch, Sampling
-from groupwise.vision import check_rollout, image_prompt, is_processor, read_prompt, refuse_images, row_images
+from groupwise.vision import (
+    check_rollout,
+    image_prompt,
+    is_processor,
+    read_prompt,
+    refuse_agents_with_images,
+    refuse_images,
+    row_images,
+)
 
 
 class RolloutMixin:
@@ -25,7 +36,7 @@ class RolloutMixin:
     processing_class: Any
     backend: GenerationBackend
     rollout_func: RolloutFunction | None
-    agents: Agents | None
+    agents: Agents | DrivenAgents | None
 
     def sync_sampler(self, policy: Any) -> None:
         """Give the backend the weights of ``policy``, if an optimizer step has changed them since."""
@@ -40,6 +51,7 @@ class RolloutMixin:
             rows: dataset rows with a ``prompt``; rows of one group are next to each other.
         """
         if self.agents is not None:
+            refuse_agents_with_images(rows)
             return self.agents.roll_out(rows, self.backend)
         prompts = [image_prompt(row) for row in rows]
         extra: dict[str, list[Any]] = {}
@@ -67,9 +79,20 @@ class RolloutMixin:
             images=images,
         )
 
+    @contextmanager
+    def evaluation_sampling(self) -> Iterator[None]:
+        """Completions are sampled with the settings of evaluation."""
+        backend = self.backend
+        if self.args.eval_generation_kwargs:
+            self.backend = Overriding(backend, self.args.eval_generation_kwargs)  # type: ignore[arg-type, assignment]
+        try:
+            yield
+        finally:
+            self.backend = backend
+
     def roll_out_ahead(self, rows: list[dict[str, Any]], step: int) -> None:
         """Let a server begin with what ``roll_out`` will be called for at optimizer step ``step``."""
-        if self.rollout_func is None:
+        if self.rollout_func is None and self.agents is None:
             prompt_ids, images = self._tokenize(rows, [image_prompt(row) for row in rows])
             self.backend.generate_ahead(prompt_ids, Sampling(images=images), step=step)  # type: ignore[attr-defined]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from groupwise.setup.agents import AgentSetup, check_agents, make_agents, own_data
+from groupwise.setup.agents import AgentSetup, check_agents, check_chat_template, make_agents, own_data
 from groupwise.setup.backend import check_backend, make_backend
 from groupwise.setup.data import PreparedData, check_data, evaluation_rows, num_positions, prepare_data
 from groupwise.setup.policy import model_name, prepare_policy, router_aux_loss_coef, speed_up
@@ -19,6 +19,7 @@ __all__ = [
     "RewardSetup",
     "check_agents",
     "check_backend",
+    "check_chat_template",
     "check_data",
     "check_rewards",
     "check_vision",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,9 +10,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch.utils.data import Dataset
-from transformers import AutoProcessor
 
-from groupwise.agents import Agents, Environments, Renderer, Tool, Toolbox
+from groupwise.agents import Agents, DrivenAgents, Driver, Environments, Renderer, Tool, Toolbox
 from groupwise.agents.environments import EMPTY_PROMPT
 from groupwise.agents.loop import AgentSettings
 from groupwise.agents.parsing import TurnParser
@@ -22,6 +22,8 @@ from groupwise.config import GRPOConfig
 from groupwise.errors import ConfigError
 from groupwise.protocols import GenerationBackend
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class AgentSetup:
@@ -29,16 +31,16 @@ class AgentSetup:
 
     tools: those given, ready to be called.
     environments: None without.
-    processing_class: as given, or loaded early to check its chat template; None leaves that for later.
+    driver: an environment that leads the conversation itself, in place of both.
     """
 
     tools: list[Tool] = field(default_factory=list)
     environments: Environments | None = None
-    processing_class: Any = None
+    driver: Driver | None = None
 
     @property
     def wanted(self) -> bool:
-        return bool(self.tools) or self.environments is not None
+        return bool(self.tools) or self.environments is not None or self.driver is not None
 
     @property
     def all_tools(self) -> list[Tool]:
@@ -47,43 +49,46 @@ class AgentSetup:
     @property
     def rewards(self) -> list[Callable[..., Any]]:
         """Rewards that environments give themselves."""
-        return self.environments.rewards() if self.environments is not None else []
+        source = self.driver if self.driver is not None else self.environments
+        return [] if source is None else source.rewards()
 
 
-def check_agents(
-    tools: Any,
-    environment_factory: Any,
-    rollout_func: Any,
-    model: Any,
-    processing_class: Any,
-    config: GRPOConfig,
-) -> AgentSetup:
-    """Look at tools and environments, and at the chat template that they need.
+def check_agents(tools: Any, environment_factory: Any, rollout_func: Any) -> AgentSetup:
+    """Look at tools and environments before anything is loaded.
 
     Raises:
-        ConfigError: no tool or environment, or a chat template that cannot be used for them.
+        ConfigError: something that is no tool or environment, or that does not go together.
         AgentError: an environment cannot be made.
     """
     if not tools and environment_factory is None:
-        return AgentSetup(processing_class=processing_class)
+        return AgentSetup()
     if rollout_func is not None:
         raise ConfigError(
             "rollout_func replaces the loop that calls tools and environments; drop it, or drop tools and "
             "environment_factory and call them in it"
         )
+    if callable(getattr(environment_factory, "drive", None)):
+        if tools:
+            raise ConfigError(
+                f"environment_factory is a {type(environment_factory).__name__}, which calls its tools "
+                "itself; drop tools"
+            )
+        return AgentSetup(driver=environment_factory)
     common = [make_tool(tool) for tool in tools or []]
     environments = None if environment_factory is None else Environments(environment_factory)
     Toolbox(common)
     if environments is not None:
         environments.toolboxes(common)
-    if processing_class is None and isinstance(model, str):
-        processing_class = AutoProcessor.from_pretrained(
-            model, trust_remote_code=config.trust_remote_code, padding_side="left"
-        )
-    setup = AgentSetup(common, environments, processing_class)
-    if processing_class is not None:
-        make_renderer(setup, processing_class, config)
-    return setup
+    return AgentSetup(common, environments)
+
+
+def check_chat_template(setup: AgentSetup, processing_class: Any, config: GRPOConfig) -> None:
+    """Refuse a chat template that cannot be used for several turns, before the model loads.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    make_renderer(setup, processing_class, config)
 
 
 def template_settings(config: GRPOConfig) -> dict[str, Any]:
@@ -95,14 +100,15 @@ def make_renderer(
     setup: AgentSetup, processing_class: Any, config: GRPOConfig, end_tokens: frozenset[int] = frozenset()
 ) -> Renderer | None:
     """What writes prompts with tools and the turns after them; None where nothing can be called."""
-    if not setup.all_tools:
+    if not setup.all_tools and setup.driver is None:
         return None
     settings = template_settings(config)
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if getattr(processing_class, "chat_template", None) and tokenizer is not processing_class:
         settings.setdefault("chat_template", processing_class.chat_template)
-    renderer = Renderer(tokenizer, end_tokens, settings)
-    TurnParser(tokenizer, renderer.chat_template)
+    shows_tools = bool(setup.all_tools) or getattr(setup.driver, "uses_tools", False)
+    renderer = Renderer(tokenizer, end_tokens, settings, shows_tools=shows_tools)
+    TurnParser(tokenizer, renderer.chat_template, needed=shows_tools)
     return renderer
 
 
@@ -113,7 +119,7 @@ def make_agents(
     backend: GenerationBackend,
     model: Any,
     accelerator: Accelerator,
-) -> Agents | None:
+) -> Agents | DrivenAgents | None:
     """The loop over turns; None where completions are single turns."""
     if not setup.wanted:
         return None
@@ -121,13 +127,17 @@ def make_agents(
     def any_rank(here: bool) -> bool:
         return accelerator.reduce(torch.tensor(int(here), device=accelerator.device), "sum").item() > 0
 
+    if config.rollout_staleness:
+        logger.warning(
+            "rollout_staleness=%d has no effect with tools and environments: their rollouts begin when they "
+            "are needed",
+            config.rollout_staleness,
+        )
     # Alone, or with a copy of the weights of its own, a process need not keep up with the others.
     alone = accelerator.num_processes == 1 or (
         isinstance(backend, TransformersBackend) and not runs_in_step(model)
     )
-    return Agents(
-        setup.tools,
-        setup.environments,
+    common: Any = (
         getattr(processing_class, "tokenizer", processing_class),
         AgentSettings(
             config.max_completion_length,
@@ -138,6 +148,9 @@ def make_agents(
         make_renderer(setup, processing_class, config, backend.end_tokens),
         bool if alone else any_rank,
     )
+    if setup.driver is not None:
+        return DrivenAgents(setup.driver, *common)
+    return Agents(setup.tools, setup.environments, *common)
 
 
 class _EnvironmentRows(Dataset):
@@ -155,35 +168,21 @@ class _EnvironmentRows(Dataset):
         return {"prompt": [dict(message) for message in EMPTY_PROMPT], "seed": index}
 
 
-class _WithPrompt(Dataset):
-    """Rows of a dataset without prompts, each with an empty one."""
-
-    def __init__(self, rows: Any) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"prompt": [dict(message) for message in EMPTY_PROMPT], **self.rows[index]}
-
-
-def own_data(dataset: Any, setup: AgentSetup, config: GRPOConfig) -> Any:
-    """The training data, or rows that stand for them where an environment brings the tasks.
+def own_data(train_dataset: Any, eval_dataset: Any, setup: AgentSetup, config: GRPOConfig) -> tuple[Any, Any]:
+    """The data; where an environment brings the tasks, rows need no prompt and training data may be missing.
 
     Raises:
         ConfigError: no dataset where it is not known how long to train, or which environment a row is for.
     """
-    if setup.environments is None:
-        return dataset
-    if dataset is not None:
-        columns = getattr(dataset, "column_names", None)
-        return (
-            _WithPrompt(dataset)
-            if columns and "prompt" not in columns and hasattr(dataset, "__len__")
-            else dataset
-        )
-    if setup.environments.routed:
+    if setup.driver is None and setup.environments is None:
+        return train_dataset, eval_dataset
+    if isinstance(eval_dataset, dict):
+        eval_dataset = {name: _with_prompts(dataset) for name, dataset in eval_dataset.items()}
+    else:
+        eval_dataset = _with_prompts(eval_dataset)
+    if train_dataset is not None:
+        return _with_prompts(train_dataset), eval_dataset
+    if setup.environments is not None and setup.environments.routed:
         raise ConfigError(
             "train_dataset is missing: with several environments its column 'environment' says which one a "
             "row is for; pass a dataset with it, or a single environment_factory"
@@ -195,6 +194,12 @@ def own_data(dataset: Any, setup: AgentSetup, config: GRPOConfig) -> Any:
             "nearest valid: 1"
         )
     per_step = -(-config.gradient_accumulation_steps // config.steps_per_generation)
-    return _EnvironmentRows(
-        config.generation_batch_size // config.num_generations * per_step * config.max_steps
-    )
+    prompts_per_batch = config.generation_batch_size // config.num_generations
+    return _EnvironmentRows(prompts_per_batch * per_step * config.max_steps), eval_dataset
+
+
+def _with_prompts(dataset: Any) -> Any:
+    columns = getattr(dataset, "column_names", None)
+    if not columns or "prompt" in columns:
+        return dataset
+    return dataset.map(lambda row: {"prompt": [dict(message) for message in EMPTY_PROMPT], **row})

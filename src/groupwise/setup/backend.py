@@ -10,22 +10,25 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from groupwise.config import GRPOConfig
+from groupwise.errors import ConfigError
 from groupwise.protocols import GenerationBackend
-from groupwise.vision import sampled_never
+from groupwise.vision import is_processor, sampled_never
 
 logger = logging.getLogger(__name__)
 
 # the module that holds its check_settings and make_backend; loaded when it is chosen
 _BACKENDS = {
     "transformers": "transformers_generate",
+    "continuous": "continuous_batching",
     "colocate": "vllm.colocate",
     "server": "vllm.server",
 }
 
 
 def chosen_backend(config: GRPOConfig) -> str:
-    """What generates: "transformers", or the mode in which vLLM does."""
-    return config.vllm_mode if config.use_vllm else "transformers"
+    """What generates: "transformers", its "continuous" batching, or the mode in which vLLM does."""
+    own = "continuous" if config.use_transformers_continuous_batching else "transformers"
+    return config.vllm_mode if config.use_vllm else own
 
 
 def check_backend(config: GRPOConfig) -> None:
@@ -46,6 +49,12 @@ def make_backend(
         policy: returns the unwrapped policy; training may wrap it anew.
     """
     _warn_about_truncated_sampling(config)
+    if is_processor(processing_class) and chosen_backend(config) != "transformers":
+        raise ConfigError(
+            f"processing_class is a {type(processing_class).__name__}, and prompts with images are generated "
+            "by the policy's own generate only: set use_vllm=False and "
+            "use_transformers_continuous_batching=False, or pass the tokenizer alone to train on text"
+        )
     never = sampled_never(policy(), processing_class)
     return _backend_module(config).make_backend(policy, config, processing_class, never)
 

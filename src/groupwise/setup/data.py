@@ -48,10 +48,21 @@ def check_data(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> Non
     if train_dataset is None:
         return
     if is_stream(train_dataset):
+        if config.rollout_staleness > 0:
+            raise ConfigError(
+                f"rollout_staleness={config.rollout_staleness} looks ahead in the data, which a "
+                f"{type(train_dataset).__name__} does not allow; pass a Dataset, or set rollout_staleness=0"
+            )
         if config.max_steps <= 0:
             raise ConfigError(
                 f"train_dataset is a {type(train_dataset).__name__}, whose length is not known, and "
                 f"max_steps={config.max_steps}; set max_steps to the number of optimizer steps"
+            )
+        if config.rollout_staleness > 0:
+            raise ConfigError(
+                f"train_dataset is a {type(train_dataset).__name__}, and rollout_staleness="
+                f"{config.rollout_staleness} has to see the rows of the next batches; use a dataset with a "
+                "length, or rollout_staleness=0"
             )
         return
     needed = config.generation_batch_size // config.num_generations

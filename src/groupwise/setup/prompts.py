@@ -121,5 +121,5 @@ def known_prompts(dataset: Any) -> Iterable[Any] | None:
         made_on_reading = dataset.format["type"] == "custom" or "Image(" in str(dataset.features["prompt"])
         return None if made_on_reading else dataset.with_format(None).select_columns("prompt")["prompt"]
     if isinstance(dataset, (list, tuple)):
-        return [row["prompt"] for row in dataset]
+        return [row.get("prompt") if isinstance(row, dict) else row for row in dataset]
     return None

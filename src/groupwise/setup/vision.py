@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from groupwise.config import GRPOConfig
 from groupwise.errors import ConfigError
-from groupwise.setup.data import named_datasets
+from groupwise.setup import data as data_checks
 from groupwise.vision import COLUMNS, check_columns, image_token, is_processor, unreadable
 
 #: Architectures that keep images elsewhere than among their tokens, and what they do instead.
@@ -29,7 +29,7 @@ def check_vision(
         ConfigError: two columns of images, images without a processor, or a model that cannot be trained on
             them.
     """
-    for name, dataset in named_datasets(train_dataset, eval_dataset).items():
+    for name, dataset in data_checks.named_datasets(train_dataset, eval_dataset).items():
         columns = getattr(dataset, "column_names", None) or []
         check_columns(name, columns)
         given = [column for column in COLUMNS if column in columns]

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from groupwise.backends.transformers_generate import end_tokens as find_end_tokens
+from groupwise.backends.vllm.carriers import AdapterAlone, AllWeights, adapter_arguments
 from groupwise.backends.vllm.engine import check_engine, engine_arguments, sampling_arguments
 from groupwise.backends.vllm.isolation import own_random_state
 from groupwise.backends.vllm.plugin import register
+from groupwise.backends.vllm.sampling import Request, group_requests
 from groupwise.backends.vllm.slices import EngineSlice
-from groupwise.backends.vllm.transport import LocalSender
-from groupwise.backends.weight_stream import buckets
 from groupwise.errors import BackendError, ConfigError
 from groupwise.stages import Completion, Sampling
 
@@ -36,6 +35,8 @@ class ColocatedBackend:
         end_tokens: every token that ends a completion.
         max_tokens: the configured limit of completions.
         slice_: the processes that share one engine.
+        carrier: brings the weights.
+        seed, process_index: of the run; requests are seeded from them, the step and the prompt.
         sleeps: the engine gives its memory back while the trainer trains.
     """
 
@@ -46,16 +47,19 @@ class ColocatedBackend:
         end_tokens: frozenset[int],
         max_tokens: int,
         slice_: EngineSlice,
+        carrier: AllWeights | AdapterAlone,
         *,
+        seed: int = 0,
+        process_index: int = 0,
         sleeps: bool = False,
     ) -> None:
         self.engine, self.sampling, self.end_tokens = engine, sampling, end_tokens
-        self.max_tokens, self.slice, self.sleeps = max_tokens, slice_, sleeps
+        self.max_tokens, self.slice, self.carrier, self.sleeps = max_tokens, slice_, carrier, sleeps
         self.max_length: int = engine.model_config.max_model_len
+        self.seed, self.process_index = seed, process_index
         self.version: int | None = None
-        self.sender = LocalSender()
-        self.receiver = LocalReceiver(engine)
-        self.sender.connect(self.receiver)
+        self._sampled: dict[int, int] = {}  # samples of each prompt at step _sampled_at
+        self._sampled_at: int | None = None
         self.asleep: set[str] = set()
         self.release()
 
@@ -70,29 +74,35 @@ class ColocatedBackend:
         if self.version is None:
             raise BackendError("the engine has no weights; call sync_weights before generate")
         self._wake("kv_cache")
-        limits = sampling.max_tokens or [self.max_tokens] * len(prompts)
-        requests = _requests(prompts, limits, self.max_length)
-        seeds = torch.randint(2**62, (len(requests),)).tolist()
+        limits = self._limits(prompts, sampling)
+        requests = group_requests(prompts, limits, self.seed, self.version, self.process_index, self._sampled)
+        settings = {**self.sampling, **sampling.overrides}
         with own_random_state():
-            answers = self.slice.share(
-                [(*request, seed) for request, seed in zip(requests, seeds, strict=True)], self._answer
-            )
+            answers = self.slice.share(requests, lambda shared: self._answer(shared, settings))
         return [completion for answer in answers for completion in answer]
 
-    def _answer(self, requests: list[tuple[list[int], int, int, int]]) -> list[list[Completion]]:
-        """The samples of each request: (prompt, number, most tokens, seed)."""
+    def _limits(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[int]:
+        """The most tokens of each completion; no more than the engine has room for."""
+        limits = sampling.max_tokens or [self.max_tokens] * len(prompts)
+        rooms = [self.max_length - len(prompt) for prompt in prompts]
+        if min(rooms, default=1) < 1:
+            raise BackendError(
+                f"a prompt has {max(map(len, prompts))} tokens, and the engine takes {self.max_length} for "
+                "prompt and completion; set vllm_max_model_length higher, or max_prompt_length"
+            )
+        return [min(pair) for pair in zip(limits, rooms, strict=True)]
+
+    def _answer(self, requests: list[Request], settings: dict[str, Any]) -> list[list[Completion]]:
+        """The samples of each request."""
         from vllm.sampling_params import SamplingParams
 
-        prompts = [{"prompt_token_ids": prompt} for prompt, *_ in requests]
+        prompts = [{"prompt_token_ids": list(request.prompt)} for request in requests]
         params = [
-            SamplingParams(**self.sampling, n=number, max_tokens=limit, seed=seed)
-            for _, number, limit, seed in requests
+            SamplingParams(**settings, n=len(request.rows), max_tokens=request.max_tokens, seed=request.seed)
+            for request in requests
         ]
-        outputs = self.engine.generate(prompts, params, use_tqdm=False, **self._adapter())
+        outputs = self.engine.generate(prompts, params, use_tqdm=False, **self.carrier.request_arguments())
         return [[self._completion(sample) for sample in output.outputs] for output in outputs]
-
-    def _adapter(self) -> dict[str, Any]:
-        return {}
 
     def _completion(self, sample: Any) -> Completion:
         tokens = list(sample.token_ids)
@@ -110,18 +120,17 @@ class ColocatedBackend:
             return
         self._wake("weights")
         self.version = None  # what follows leaves no usable weights if it fails
-        self._take(params, step)
+        with own_random_state():
+            self.carrier.bring(params, step)
         self.engine.reset_prefix_cache()
         self.version = step
-
-    def _take(self, params: Iterator[tuple[str, torch.Tensor]], step: int) -> None:
-        with own_random_state():
-            self.sender.push(buckets(params), self.receiver, step)
+        if self._sampled_at != step:
+            self._sampled_at, self._sampled = step, {}
 
     def release(self) -> None:
         """Give the memory back until the next sync; without sleep mode, keep it."""
         if self.sleeps and not self.asleep:
-            self.engine.sleep(level=2)  # discards the weights too: the trainer has them
+            self.engine.sleep(level=self.carrier.sleep_level)
             self.asleep = {"weights", "kv_cache"}
             self.version = None
 
@@ -132,53 +141,19 @@ class ColocatedBackend:
             self.asleep.discard(part)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing to keep: seeds come from torch's generator."""
-        return {}
+        """What makes the samples of a prompt differ within a step."""
+        return {"sampled": (self._sampled_at, dict(self._sampled))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to take over."""
+        """Take it over."""
+        self._sampled_at, self._sampled = state["sampled"]
 
     def close(self) -> None:
         """Shut the engine down and free its memory."""
-        self.sender.close()
+        self.carrier.close()
         if self.engine is not None:
             self.engine.llm_engine.engine_core.shutdown()
             self.engine = None
-
-
-class LocalReceiver:
-    """``vllm.LLM`` behind the interface of the senders."""
-
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self.engine.init_weight_transfer_engine({"init_info": init_info})
-
-    def start_weight_update(self) -> None:
-        self.engine.start_weight_update()
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.engine.update_weights({"update_info": update_info})
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.engine.finish_weight_update(weight_version)
-
-
-def _requests(
-    prompts: Sequence[Sequence[int]], limits: Sequence[int], max_length: int
-) -> list[tuple[list[int], int, int]]:
-    """Prompt, number of samples and most tokens of each request."""
-    requests = []
-    for (prompt, limit), same in groupby(zip(map(tuple, prompts), limits, strict=True)):
-        room = max_length - len(prompt)
-        if room < 1:
-            raise BackendError(
-                f"a prompt has {len(prompt)} tokens, and the engine takes {max_length} for prompt and "
-                "completion; set vllm_max_model_length higher, or max_prompt_length"
-            )
-        requests.append((list(prompt), len(list(same)), min(limit, room)))
-    return requests
 
 
 def check_settings(config: Any) -> None:
@@ -207,13 +182,20 @@ def make_backend(
     with tempfile.TemporaryDirectory(prefix="groupwise-") as directory, own_random_state():
         base.config.save_pretrained(directory)
         processing_class.save_pretrained(directory)
-        engine = LLM(**engine_arguments(config, directory, _dtype(config, base)))
+        arguments = engine_arguments(config, directory, _dtype(config, base))
+        alone = bool(arguments.get("enable_lora"))
+        if alone:
+            arguments |= adapter_arguments(model, directory)
+        engine = LLM(**arguments)
     return ColocatedBackend(
         engine,
         sampling,
         frozenset(end_tokens),
         config.max_completion_length,
         slice_,
+        AdapterAlone(engine, policy) if alone else AllWeights(engine),
+        seed=config.seed,
+        process_index=config.process_index,
         sleeps=config.vllm_enable_sleep_mode,
     )
 

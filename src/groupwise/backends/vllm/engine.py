@@ -8,7 +8,9 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+from groupwise.backends.vllm.sampling import sampling_fields
 from groupwise.backends.vllm.transport import BACKEND
+from groupwise.config_conflicts import SAMPLING_FIELDS
 from groupwise.errors import ConfigError
 
 _GIB = 2**30
@@ -40,6 +42,7 @@ def check_engine(config: Any) -> None:
     prepare_environment(config)
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
+    from vllm.sampling_params import SamplingParams
 
     if current_platform.device_type != config.device.type:
         raise ConfigError(
@@ -59,7 +62,11 @@ def check_engine(config: Any) -> None:
             )
         if name not in known:
             raise ConfigError(unknown("vllm_engine_kwargs", name, known - set(_DECIDED)))
-    sampling_arguments(config, [])
+    arguments = sampling_arguments(config, [])
+    try:
+        SamplingParams(**arguments)
+    except Exception as error:
+        raise ConfigError(f"vLLM does not sample with these settings: {error}") from error
 
 
 def unknown(field: str, name: str, known: Iterable[str]) -> str:
@@ -144,31 +151,15 @@ def sampling_arguments(config: Any, end_tokens: Iterable[int], never: Iterable[i
     """
     from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-    arguments: dict[str, Any] = {
-        "temperature": config.temperature,
-        "top_p": config.top_p,
-        "top_k": config.top_k or 0,
-        "min_p": config.min_p or 0.0,
-        "repetition_penalty": config.repetition_penalty,
-        "stop_token_ids": sorted(end_tokens),
-        "logprobs": 0,  # of the sampled token alone
-        "detokenize": False,
-    }
-    if config.vllm_structured_outputs_regex is not None:
-        arguments["structured_outputs"] = StructuredOutputsParams(regex=config.vllm_structured_outputs_regex)
     known = set(SamplingParams.__struct_fields__)
-    for name, value in (config.generation_kwargs or {}).items():
+    for name in config.generation_kwargs or {}:
         if name in ("n", "seed", "logprobs", "output_kind"):
             raise ConfigError(
                 f"generation_kwargs[{name!r}] is decided by the trainer with use_vllm=True; leave it out"
             )
-        if name in ("max_new_tokens", "max_tokens", "cache_implementation"):
-            continue  # fields of the configuration by now
-        if name not in known:
+        if name not in known | set(SAMPLING_FIELDS):
             raise ConfigError(unknown("generation_kwargs", name, known))
-        arguments[name] = value
-    if never := list(never):
-        arguments["logit_bias"] = {**(arguments.get("logit_bias") or {}), **dict.fromkeys(never, -100.0)}
-    if arguments.get("stop"):
-        arguments["detokenize"] = True  # strings are looked for in the text
-    return arguments
+    fields = sampling_fields(config, end_tokens, never) | {"logprobs": 0}  # of the sampled token alone
+    if "structured_outputs" in fields:
+        fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
+    return fields

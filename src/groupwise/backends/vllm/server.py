@@ -8,6 +8,7 @@ back without this run's weights gets them first.
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -74,11 +75,13 @@ class VLLMServerBackend:
         """
         if self.version is None:
             raise BackendError("the servers have no weights; call sync_weights before generate")
-        requests = self._requests(prompts, sampling, self.version, self._sampled)
+        sampled = dict(self._sampled)
+        requests = self._requests(prompts, sampling, self.version, sampled)
         completions: list[Any] = [None] * len(prompts)
-        for request, samples in zip(requests, self._answers(requests), strict=True):
+        for request, samples in zip(requests, self._answers(requests, sampling), strict=True):
             for row, completion in zip(request.rows, samples, strict=True):
                 completions[row] = completion
+        self._sampled = sampled  # not before: what failed is asked for with the same seeds
         return completions
 
     def generate_ahead(
@@ -88,7 +91,7 @@ class VLLMServerBackend:
 
         What is not finished when new weights arrive goes on with those.
         """
-        self._ask(self._requests(prompts, sampling, step, {}))
+        self._ask(self._requests(prompts, sampling, step, {}), sampling)
 
     def sync_weights(self, params: Iterator[tuple[str, torch.Tensor]] | None = None, *, step: int) -> None:
         """Send the policy's weights as of optimizer step ``step``, unless the servers have them.
@@ -147,20 +150,24 @@ class VLLMServerBackend:
                     f"a prompt of {max(map(len, prompts))} tokens leaves no room within the server's "
                     f"--max-model-len {longest}; raise that, or set max_prompt_length"
                 )
-        return group_requests(prompts, limits, self.config.seed, step, self.config.process_index, before)
+        seed = self.config.seed
+        if sampling.overrides:  # other settings are other requests
+            seed ^= zlib.crc32(repr(sorted(sampling.overrides.items())).encode())
+        return group_requests(prompts, limits, seed, step, self.config.process_index, before)
 
-    def _ask(self, requests: list[Request]) -> None:
+    def _ask(self, requests: list[Request], sampling: Sampling) -> None:
         """Send the requests that have not been sent yet."""
         new = [request for request in requests if request.key not in self._asked]
         # Processes begin with different servers, so that a few requests of each do not all meet on the first.
-        futures = self.servers.submit(new, self.sampling, first=self.config.process_index)
+        settings = {**self.sampling, **sampling.overrides}
+        futures = self.servers.submit(new, settings, first=self.config.process_index)
         self._asked.update((request.key, future) for request, future in zip(new, futures, strict=True))
 
-    def _answers(self, requests: list[Request]) -> list[list[Completion]]:
+    def _answers(self, requests: list[Request], sampling: Sampling) -> list[list[Completion]]:
         answers: dict[Any, list[Completion]] = {}
         missing = requests
         for _ in range(_ATTEMPTS):
-            self._ask(missing)
+            self._ask(missing, sampling)
             missing, error = self._collect(missing, answers)
             self._raise_together(error)
             if not any(self._of_all(bool(missing))):
@@ -282,15 +289,16 @@ class VLLMServerBackend:
 
     def _raise_together(self, error: BackendError | None) -> None:
         """Raise in every process when one has failed, so that no other waits for it."""
-        messages = self._of_all(None if error is None else str(error))
-        found = [(rank, message) for rank, message in enumerate(messages) if message is not None]
-        if not found:
+        kinds = (ServerUnavailableError, BackendError)
+        own = None if error is None else (not isinstance(error, ServerUnavailableError), str(error))
+        failures = [(rank, *failure) for rank, failure in enumerate(self._of_all(own)) if failure is not None]
+        if not failures:
             return
         self.close()
-        if error is not None:
-            raise error
-        rank, message = found[0]
-        raise ServerUnavailableError(f"process {rank}: {message}")
+        if self.config.world_size == 1:
+            raise error  # type: ignore[misc]
+        rank, kind, message = failures[0]
+        raise kinds[kind](f"process {rank}: {message}") from error
 
 
 def _succeeded(future: Future[Any]) -> bool:

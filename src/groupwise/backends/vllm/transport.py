@@ -69,6 +69,11 @@ class WeightSender:
         """
         raise NotImplementedError
 
+    def complete(self, receiver: WeightReceiver) -> None:
+        """All buckets were sent. Our own receiver then looks for parameters that got nothing."""
+        if self.backend == BACKEND:
+            receiver.update_weights({})
+
     def push(self, buckets: Iterable[Bucket], receiver: WeightReceiver, version: int) -> None:
         """Replace the engine's weights; ``version`` is the optimizer step they are from.
 
@@ -78,6 +83,7 @@ class WeightSender:
         receiver.start_weight_update()
         try:
             kept = [self.send(bucket, receiver) for bucket in buckets]
+            self.complete(receiver)
         except BaseException:
             with suppress(Exception):  # it may have ended the update itself
                 receiver.finish_weight_update()

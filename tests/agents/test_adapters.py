@@ -1,0 +1,335 @@
+"""Environments of other libraries and of servers: a real server here, real libraries where installed."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from scripted import ScriptedBackend, agents, byte_tokenizer, call, question
+
+from groupwise.agents import DrivenAgents, Environments, Renderer
+from groupwise.agents.adapters import (
+    VerifiersDriver,
+    openenv_factory,
+    reasoning_gym_factory,
+    verifiers_dataset,
+)
+from groupwise.agents.adapters.openenv import as_observation
+from groupwise.agents.loop import AgentSettings
+from groupwise.errors import ConfigError
+
+SCHEMA = {
+    "action": {
+        "title": "AddAction",
+        "description": "Add to the number.",
+        "type": "object",
+        "properties": {
+            "by": {"type": "integer", "description": "How much.", "title": "By"},
+            "metadata": {"type": "object"},
+        },
+        "required": ["by"],
+    }
+}
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Counts in each episode up to ten; a slow answer to 99, an error to negative numbers."""
+
+    episodes: dict[str, int]
+
+    def do_GET(self) -> None:
+        self._answer(SCHEMA if self.path == "/schema" else {}, 200 if self.path == "/schema" else 404)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        episodes = self.server.episodes  # type: ignore[attr-defined]
+        if self.path == "/reset":
+            episodes[body["episode_id"]] = body.get("seed", 0)
+            self._answer({"observation": {"text": f"at {episodes[body['episode_id']]}", "metadata": {}}})
+            return
+        by = body["action"]["by"]
+        if by == 99:
+            time.sleep(1.0)
+        if by < 0:
+            self._answer({"detail": "by must be positive"}, 422)
+            return
+        episodes[body["episode_id"]] += by
+        number = episodes[body["episode_id"]]
+        self._answer({"observation": {"text": f"at {number}"}, "reward": by / 10, "done": number >= 10})
+
+    def _answer(self, value: Any, status: int = 200) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.episodes = {}  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_rollouts_with_a_server(url: str) -> None:
+    environments = Environments(openenv_factory(url, name="add"))
+    tokenizer = byte_tokenizer()
+    scripts = [
+        [call("add", by=3) + call("add", by=4), "Seven."],
+        [call("add", by=9), call("add", by=1), "Ten."],
+        [call("add", by=-1), call("add"), "No."],
+    ]
+    rows = [{**question("Count. "), "seed": seed} for seed in (0, 1, 2)]
+    rollout = agents(tokenizer, (), environments).roll_out(rows, ScriptedBackend(tokenizer, scripts))
+    assert [prompt[0]["content"] for prompt in rollout.prompts] == [
+        "Count. at 0",
+        "Count. at 1",
+        "Count. at 2",
+    ]
+    said = [[m["content"] for m in text if m["role"] == "tool"] for text in rollout.texts]
+    assert said[0] == ["at 3", "at 7"]
+    assert (
+        said[1][0] == "at 10\n(the episode has ended)" and "the episode has ended; no further" in said[1][1]
+    )
+    assert "answered 422" in said[2][0] and "by must be positive" in said[2][0]
+    (reward,) = environments.rewards()
+    assert reward(**rollout.extra) == pytest.approx([0.7, 0.9, 0.0])
+    schema = environments.tools()[0].schema["function"]
+    assert schema["description"] == "Add to the number."
+    assert schema["parameters"]["properties"] == {"by": {"type": "integer", "description": "How much."}}
+
+
+def test_a_slow_server_is_given_up(url: str) -> None:
+    session = openenv_factory(url, timeout=0.2)()
+    session.reset()
+    with pytest.raises(TimeoutError, match=r"did not answer within 0.2 seconds"):
+        session._act({"by": 99})
+
+
+def test_instances_take_urls_in_turn(url: str) -> None:
+    factory = openenv_factory([url, url + "/second"])
+    assert [factory()._link.url for _ in range(3)] == [url, url + "/second", url]
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:9", "127.0.0.1:80", "ftp://x"])
+def test_a_server_that_is_not_there_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"no schema of actions from|openenv_factory got"):
+        openenv_factory(address, timeout=1.0)
+
+
+def test_observations_are_text() -> None:
+    assert as_observation({"text": "a", "metadata": {"b": 1}, "reward": None}) == "a"
+    assert json.loads(as_observation({"grid": [1, 2], "moves": 3})) == {"grid": [1, 2], "moves": 3}
+    assert as_observation("plain") == "plain"
+
+
+def test_sessions_over_a_websocket() -> None:
+    server_module = pytest.importorskip("websockets.sync.server")
+
+    def serve(connection: Any) -> None:
+        number = 0
+        for text in connection:
+            message = json.loads(text)
+            if message["type"] == "reset":
+                number = message["data"].get("seed", 0)
+            elif message["data"]["by"] < 0:
+                connection.send(json.dumps({"type": "error", "data": {"message": "by must be positive"}}))
+                continue
+            else:
+                number += message["data"]["by"]
+            data = {"observation": {"text": f"at {number}"}, "reward": float(number), "done": False}
+            connection.send(json.dumps({"type": "observation", "data": data}))
+
+    from groupwise.agents.adapters.openenv import _WebSocket
+
+    with server_module.serve(serve, "127.0.0.1", 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        links = [_WebSocket(f"ws://127.0.0.1:{server.socket.getsockname()[1]}", 5.0) for _ in range(2)]
+        assert [link.reset({"seed": i})["observation"]["text"] for i, link in enumerate(links)] == [
+            "at 0",
+            "at 1",
+        ]
+        assert links[1].step({"by": 2})["observation"]["text"] == "at 3"
+        assert links[0].step({"by": 5})["reward"] == 5.0
+        with pytest.raises(RuntimeError, match="by must be positive"):
+            links[0].step({"by": -1})
+        server.shutdown()
+
+
+class Tasks(list):
+    def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
+        return 1.0 if answer == entry["answer"] else 0.25
+
+
+def test_reasoning_gym_tasks() -> None:
+    tasks = Tasks([{"question": "1+1?", "answer": "2"}, {"question": "2+2?", "answer": "4"}])
+    environments = Environments(reasoning_gym_factory(tasks))
+    tokenizer = byte_tokenizer()
+    scripts = [
+        [call("submit", answer="3"), call("submit", answer="2"), "ok"],
+        [call("submit", answer="5"), "hm"],
+    ]
+    rows = [{**question(""), "seed": seed} for seed in (2, 3)]
+    rollout = agents(tokenizer, (), environments).roll_out(rows, ScriptedBackend(tokenizer, scripts))
+    assert rollout.prompts[1][0]["content"].startswith("2+2?")
+    assert environments.rewards()[0](**rollout.extra) == [1.0, 0.25]
+    with pytest.raises(ConfigError, match="list has no score_answer"):
+        reasoning_gym_factory([])
+
+
+def test_real_reasoning_gym_tasks() -> None:
+    pytest.importorskip("reasoning_gym")
+    from groupwise.rewards import create_reasoning_gym
+
+    tasks = create_reasoning_gym("basic_arithmetic", size=3, seed=1)
+    environment = reasoning_gym_factory(tasks)()
+    assert tasks[1]["question"] in environment.reset(seed=1)
+    assert environment.submit(tasks[1]["answer"]) == "correct" and environment.get_reward() == 1.0
+
+
+def roll_out_verifiers(environment: Any, scripts: list[list[str]], rows: list[dict[str, Any]]) -> Any:
+    driver, tokenizer = VerifiersDriver(environment), byte_tokenizer()
+    renderer = Renderer(tokenizer, frozenset([tokenizer.eos_token_id]), shows_tools=driver.uses_tools)
+    loop = DrivenAgents(driver, tokenizer, AgentSettings(1000), renderer)
+    rollout = loop.roll_out(rows, ScriptedBackend(tokenizer, scripts))
+    logged: dict[str, float] = {}
+    rewards = driver.rewards()[0](**rollout.extra, log_metric=logged.__setitem__)
+    return rollout, rewards, logged
+
+
+def test_real_verifiers_environments() -> None:
+    pytest.importorskip("verifiers.clients")
+    import verifiers as vf
+    from datasets import Dataset
+
+    def add(a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: the one.
+            b: the other.
+        """
+        return a + b
+
+    def right(completion: Any, answer: str, **_: Any) -> float:
+        return float(answer in completion[-1].content)
+
+    rows = Dataset.from_list([{"question": "2+3?", "answer": "5"}, {"question": "4+4?", "answer": "8"}])
+    environment = vf.ToolEnv(dataset=rows, tools=[add], rubric=vf.Rubric(funcs=[right]), max_turns=3)
+    given = [dict(row) for row in verifiers_dataset(environment)]
+    scripts = [[call("add", a=2, b=3), "It is 5."], [call("add", a=4)] * 3]
+    rollout, rewards, logged = roll_out_verifiers(environment, scripts, given)
+    assert rewards == [1.0, 0.0] and logged["verifiers/num_turns"] == 2.5
+    assert [m["role"] for m in rollout.texts[0]] == ["assistant", "tool", "assistant"]
+    assert rollout.metrics["tools/fork_frequency"].value() == 0
+
+
+class FakeState(dict):
+    """A rollout's state in the fake library below."""
+
+
+@pytest.fixture
+def fake_verifiers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The few names that the adapter uses, as verifiers 0.1 defines them."""
+    from groupwise.agents.adapters import verifiers as adapter
+
+    class Client:
+        def __init__(self, client: Any) -> None:
+            self.client = client
+
+        async def get_response(self, prompt: Any, tools: Any) -> Any:
+            native, _ = await self.to_native_prompt(prompt)
+            described = [await self.to_native_tool(tool) for tool in tools]
+            return await self.from_native_response(
+                await self.get_native_response(native, "policy", {}, described)
+            )
+
+    class OverlongPromptError(Exception):
+        pass
+
+    modules = {
+        "verifiers": ModuleType("verifiers"),
+        "verifiers.clients": SimpleNamespace(Client=Client),
+        "verifiers.types": SimpleNamespace(
+            ToolCall=SimpleNamespace, Response=SimpleNamespace, ResponseMessage=SimpleNamespace
+        ),
+        "verifiers.errors": SimpleNamespace(OverlongPromptError=OverlongPromptError),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    adapter._client_class.cache_clear()
+    yield modules
+    adapter._client_class.cache_clear()
+
+
+class Message(SimpleNamespace):
+    def model_dump(self, exclude_none: bool = True) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if value is not None}
+
+
+class FakeEnvironment:
+    """One call of a tool, then an answer."""
+
+    tool_defs = (
+        SimpleNamespace(name="add", description="Add.", parameters={"type": "object", "properties": {}}),
+    )
+
+    async def rollout(self, row: dict[str, Any], client: Any, model: str, sampling: Any) -> FakeState:
+        prompt = [Message(**message) for message in row["prompt"]]
+        first = (await client.get_response(prompt, self.tool_defs)).message
+        if not first.tool_calls:
+            return FakeState(reward=None, answer=first.content, row=row)
+        (made,) = first.tool_calls
+        calls = [{"id": made.id, "name": made.name, "arguments": made.arguments}]
+        history = [*prompt, Message(role="assistant", content=first.content, tool_calls=calls)]
+        result = str(sum(json.loads(made.arguments).values()))
+        history.append(Message(role="tool", content=[{"type": "text", "text": result}], tool_call_id=made.id))
+        second = (await client.get_response(history, self.tool_defs)).message
+        return FakeState(answer=second.content, row=row)
+
+    class rubric:
+        @staticmethod
+        async def score_rollout(state: FakeState) -> None:
+            state["reward"] = float(state["answer"] == state["row"]["answer"])
+            state["metrics"] = {"right": state["reward"]}
+
+
+def test_verifiers_environments(fake_verifiers: Any) -> None:
+    rows = [{**question("2+3?"), "answer": "5"}, {**question("1+1?"), "answer": "2"}]
+    rollout, rewards, logged = roll_out_verifiers(
+        FakeEnvironment(), [[call("add", a=2, b=3), "5"], ["3"]], rows
+    )
+    assert rewards == [1.0, 0.0] and logged == {"verifiers/right": 0.5}
+    assert rollout.texts[0][1] == {"role": "tool", "name": "add", "content": "5"}
+    assert rollout.metrics["tools/fork_frequency"].value() == 0
+    chosen = [
+        t
+        for t, mine in zip(rollout.completions[0].token_ids, rollout.completions[0].loss_mask, strict=True)
+        if mine
+    ]
+    assert byte_tokenizer().decode(chosen) == call("add", a=2, b=3) + "<|im_end|>5<|im_end|>"
+
+
+def test_verifiers_missing_or_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from groupwise.agents.adapters import verifiers as adapter
+
+    with pytest.raises(ConfigError, match="VerifiersDriver got a dict"):
+        VerifiersDriver({})
+    monkeypatch.setitem(sys.modules, "verifiers.clients", None)
+    adapter._client_class.cache_clear()
+    with pytest.raises(ConfigError, match=r"needs verifiers 0\.1"):
+        VerifiersDriver(FakeEnvironment())

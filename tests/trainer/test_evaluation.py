@@ -1,0 +1,236 @@
+"""Evaluation: how many prompts are solved, against the first time, with sampler settings of its own."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from runs import WORDS, policy, prompts, tokenizer, trainer
+
+from groupwise import ConfigError
+from groupwise.core.advantages import GroupRewards
+from groupwise.evaluation import EvaluationRecord
+from groupwise.stages import Completion, RolloutBatch, ScoredBatch
+
+QUANTILE = 1.959964
+
+
+def questions(count=3):
+    return Dataset.from_dict({"prompt": WORDS[:count], "number": list(range(count))})
+
+
+def in_turn(prompts, run):
+    """Completions that differ within a group: words 4, 5, 6, ... of the vocabulary."""
+    ids = tokenizer()(list(prompts))["input_ids"]
+    return {"prompt_ids": ids, "completion_ids": [[4 + i % 4, 1] for i in range(len(ids))]}
+
+
+#: Of 4 completions of prompts 0, 1 and 2, how many pass.
+PASSED = (1, 4, 0)
+
+
+def solved(number, completion_ids, **_):
+    return [float(ids[0] - 4 < PASSED[n]) for n, ids in zip(number, completion_ids, strict=True)]
+
+
+def run_of(directory, rewards=solved, **given):
+    defaults = {
+        "train_dataset": questions(),
+        "eval_dataset": questions(),
+        "rollout_func": in_turn,
+        "eval_pass_at_k": [1, 2, 4],
+        "num_generations_eval": 4,
+        "per_device_eval_batch_size": 8,
+    }
+    return trainer(directory, rewards, **{**defaults, **given})
+
+
+def interval(values):
+    mean = sum(values) / len(values)
+    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return QUANTILE * math.sqrt(variance / len(values))
+
+
+def test_pass_at_k_of_an_evaluation(tmp_path):
+    # 12 rows in batches of 8: the last batch has 4.
+    metrics = run_of(tmp_path).evaluate()
+    by_prompt = {
+        "pass@1": [1 / 4, 1, 0],
+        "pass@2": [1 - 3 / 6, 1, 0],  # of the 6 pairs, 3 have the one that passes
+        "pass@4": [1, 1, 0],
+        "avg@4": [1 / 4, 1, 0],
+        # All answers are different, so that the vote is a draw among all.
+        "maj@2": [1 / 4, 1, 0],
+        "maj@4": [1 / 4, 1, 0],
+    }
+    for name, values in by_prompt.items():
+        assert metrics[f"eval_{name}"] == pytest.approx(sum(values) / 3), name
+        assert metrics[f"eval_{name}_ci95"] == pytest.approx(interval(values), abs=1e-6), name
+    assert not [name for name in metrics if "maj@1" in name or "gain" in name]
+
+
+def test_nothing_is_added_unless_it_is_asked_for(tmp_path):
+    assert not [name for name in run_of(tmp_path, eval_pass_at_k=None).evaluate() if "@" in name]
+
+
+def test_answers_that_a_reward_extracts_vote(tmp_path):
+    def with_answers(number, completion_ids, log_extra, **_):
+        # Prompt 0: three say x, which is right; prompt 1: two of three, which is wrong; prompt 2: no answer.
+        answers = {0: ["x", "x", "y", "x"], 1: ["x", "y", "x", None], 2: [None, "[unparseable]", None, None]}
+        rows = [(n, ids[0] - 4) for n, ids in zip(number, completion_ids, strict=True)]
+        log_extra("answer_parsed", [answers[n][place] for n, place in rows])
+        return [float(answers[n][place] == {0: "x", 1: "y", 2: "z"}[n]) for n, place in rows]
+
+    metrics = run_of(tmp_path, with_answers).evaluate()
+    assert metrics["eval_pass@1"] == pytest.approx((3 / 4 + 1 / 4 + 0) / 3)
+    assert metrics["eval_maj@4"] == pytest.approx((1 + 0 + 0) / 3)
+
+
+def test_the_threshold_and_missing_rewards(tmp_path):
+    def partly(number, completion_ids, **_):
+        # 0.0, 0.3, 0.6 and 0.9; prompt 1 has two completions without a reward, prompt 2 none with one.
+        return [
+            None if n == 2 or (n == 1 and ids[0] < 6) else (ids[0] - 4) * 0.3
+            for n, ids in zip(number, completion_ids, strict=True)
+        ]
+
+    metrics = run_of(tmp_path, partly, eval_pass_threshold=0.5).evaluate()
+    assert metrics["eval_pass@1"] == pytest.approx((2 / 4 + 2 / 2) / 2)
+    assert metrics["eval_pass@4"] == 1.0  # of prompt 0 alone: the others have fewer than 4
+    assert "eval_pass@4_ci95" not in metrics  # a single prompt has no spread
+    assert metrics["eval_avg@4"] == pytest.approx((0.45 + 0.75) / 2)
+
+
+def test_several_functions_have_their_own_passes(tmp_path):
+    def polite(completion_ids, **_):
+        return [0.5 for _ in completion_ids]
+
+    metrics = run_of(tmp_path, [solved, polite], reward_weights=[1.0, 2.0]).evaluate()
+    assert metrics["eval_rewards/solved/pass@1"] == pytest.approx(5 / 12)
+    assert metrics["eval_rewards/polite/pass@1"] == 1.0
+    assert metrics["eval_pass@1"] == 1.0  # the weighted sum is above 0 everywhere
+    assert metrics["eval_avg@4"] == pytest.approx(5 / 12 + 1.0)
+
+
+def test_the_gain_is_the_difference_by_prompt(tmp_path):
+    passed = [1, 4, 0]
+
+    def learning(number, completion_ids, **_):
+        return [float(ids[0] - 4 < passed[n]) for n, ids in zip(number, completion_ids, strict=True)]
+
+    run = run_of(tmp_path, learning)
+    run.evaluate()
+    passed[:] = [3, 4, 1]
+    metrics = run.evaluate()
+    gains = [2 / 4, 0, 1 / 4]
+    assert metrics["eval_pass@1_gain"] == pytest.approx(sum(gains) / 3)
+    assert metrics["eval_pass@1_gain_ci95"] == pytest.approx(interval(gains), abs=1e-6)
+    # What prompts differ in by themselves is not in it.
+    assert metrics["eval_pass@1_gain_ci95"] < metrics["eval_pass@1_ci95"]
+    passed[:] = [1, 4, 0]
+    assert run.evaluate()["eval_pass@1_gain"] == 0.0  # still against the first
+
+
+def test_other_prompts_are_not_compared(tmp_path, caplog):
+    run = run_of(tmp_path)
+    run.evaluate()
+    metrics = run.evaluate(eval_dataset=questions(2))
+    assert "eval_pass@1" in metrics and "eval_pass@1_gain" not in metrics
+    assert "evaluation 'eval' has other prompts than the first time" in caplog.text
+    assert "eval_pass@1_gain" in run.evaluate()
+    assert "test_pass@1_gain" not in run.evaluate(eval_dataset=questions(2), metric_key_prefix="test")
+
+
+def test_the_best_model_by_pass_at_k_from_before_the_first_step(tmp_path):
+    values = itertools.chain([1, 3, 2], itertools.repeat(0))
+    state = {"passed": 0}
+
+    def wandering(number, completion_ids, trainer_state, **_):
+        if len(completion_ids) == 8:  # the first batch of an evaluation
+            state["passed"] = next(values)
+        return [float(ids[0] - 4 < state["passed"]) for ids in completion_ids]
+
+    run = run_of(
+        tmp_path, wandering, eval_on_start=True, eval_strategy="steps", save_strategy="steps", eval_steps=1,
+        save_steps=1, max_steps=3, load_best_model_at_end=True, metric_for_best_model="eval_pass@1",
+    )  # fmt: skip
+    run.train()
+    evaluations = [line for line in run.state.log_history if "eval_pass@1" in line]
+    assert [line["eval_pass@1"] for line in evaluations] == [1 / 4, 3 / 4, 2 / 4, 0]
+    assert [line["step"] for line in evaluations] == [0, 1, 2, 3]
+    assert Path(run.state.best_model_checkpoint).name == "checkpoint-1"
+
+
+def test_the_first_evaluation_survives_a_checkpoint(tmp_path):
+    given = {"eval_on_start": True, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    run_of(tmp_path, **given).train()
+    resumed = run_of(tmp_path, **{**given, "max_steps": 2, "save_strategy": "no"})
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert resumed.evaluate()["eval_pass@1_gain"] == 0.0
+
+
+def test_completions_of_several_ranks_make_up_the_groups():
+    # Two ranks with 6 of 12 completions each, and a last batch with 4 that count: 16 in groups of 4.
+    def record(rank):
+        found = EvaluationRecord([1, 4], 0.0, ["solved"])
+        for start, count in ((0, 12), (12, 4)):
+            rows = torch.arange(start, start + count)
+            rewards = GroupRewards((rows % 4 < rows // 4).float().unsqueeze(1), torch.ones(1), 4)
+            local = slice(rank * 6, rank * 6 + 6)
+            names = [str(start + row) for row in range(local.start, local.stop)]
+            rollout = RolloutBatch(
+                [{}] * 6, [str((start + row) // 4) for row in range(local.start, local.stop)], [[0]] * 6,
+                [Completion([0])] * 6, names,
+            )  # fmt: skip
+            found.add(ScoredBatch(rollout, rewards, local))
+        return found
+
+    first, second = record(0), record(1)
+    both = first.judged + second.judged
+    assert len(both) == 16
+    metrics = first.close("eval", 4, lambda own: both)
+    assert metrics["pass@1"] == pytest.approx((0 + 1 / 4 + 2 / 4 + 3 / 4) / 4)
+    assert metrics["pass@4"] == pytest.approx(3 / 4)
+
+
+def test_evaluation_samples_with_its_own_settings(tmp_path):
+    model = policy()
+    run = trainer(
+        tmp_path, model=model, eval_dataset=prompts(3), eval_generation_kwargs={"temperature": 0.0},
+        per_device_eval_batch_size=4, log_completions=True, temperature=1.3,
+    )  # fmt: skip
+    seen = []
+
+    def remember(prompts, completion_ids, **_):
+        seen.extend(zip(prompts, completion_ids, strict=True))
+        return [0.0] * len(prompts)
+
+    run.reward_callables = [remember]
+    run.evaluate()
+    for text, completion in seen:
+        ids = torch.tensor([tokenizer()(text)["input_ids"]])
+        greedy = model.generate(ids, attention_mask=ids * 0 + 1, do_sample=False, max_new_tokens=6)
+        assert greedy[0, ids.shape[1] :].tolist() == completion
+    seen.clear()
+    run.train()
+    assert len({tuple(completion) for _, completion in seen[:4]}) > 1  # training still samples
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"temprature": 1.0},
+            "no sampler setting; allowed: temperature, .*; nearest valid: 'temperature'",
+        ),
+        ({"top_p": 1.5}, r"eval_generation_kwargs\['top_p'\]=1.5 is out of range; .*; nearest valid: 0.0"),
+        ({"temperature": "hot"}, "is out of range; allowed: a number >= 0.0; nearest valid: 0.0"),
+    ],
+)
+def test_settings_of_evaluation_are_checked(tmp_path, given, message):
+    with pytest.raises(ConfigError, match=message):
+        trainer(tmp_path, eval_generation_kwargs=given)
