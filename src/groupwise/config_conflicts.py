@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import re
-from collections.abc import Callable
 from typing import Any
 
-from groupwise.config_rules import Rule, join_lines
+from groupwise.config_rules import Rule, join_lines, rule
 
 OLD_NAMES = {
     "use_transformers_paged": "use_transformers_continuous_batching",
@@ -87,28 +85,6 @@ def _bounded_coef(config: Any) -> float | None:
     return None if bounded == config.entropy_coef else bounded
 
 
-def _rule(
-    name: str, violated: Callable[[Any], bool], given: str, allowed: str, nearest: str, **example: Any
-) -> Rule:
-    """A rule whose message is made of format strings over the configuration ``c``."""
-    message = f"{given}; allowed: {allowed}; nearest valid: {nearest}"
-    return Rule(name, violated, lambda config: message.format(c=config), example)
-
-
-def _bad_regex(config: Any) -> str | None:
-    """What is wrong with the regular expression, or None."""
-    try:
-        re.compile(config.vllm_structured_outputs_regex or "")
-    except re.error as error:
-        return str(error)
-    return None
-
-
-def _shortest_model_length(config: Any) -> int:
-    """What the longest prompt, or the shortest where they have no limit, needs beside a whole completion."""
-    return (config.max_prompt_length or 1) + config.max_completion_length
-
-
 COMBINATION_RULES = (
     Rule(
         "old_names",
@@ -122,7 +98,7 @@ COMBINATION_RULES = (
         lambda c: join_lines(_sampling_conflicts(c)),
         {"temperature": 0.7, "generation_kwargs": {"temperature": 0.9}},
     ),
-    _rule(
+    rule(
         "reward_weights",
         _bad_weights,
         "reward_weights={c.reward_weights} is not a list of numbers",
@@ -130,7 +106,7 @@ COMBINATION_RULES = (
         "None (all 1)",
         reward_weights=[],
     ),
-    _rule(
+    rule(
         "eval_pass_at_k",
         _bad_pass_at_k,
         "eval_pass_at_k={c.eval_pass_at_k} has a k that cannot be estimated",
@@ -138,7 +114,7 @@ COMBINATION_RULES = (
         "[1, {c.num_generations_eval}]",
         eval_pass_at_k=[1, 16],
     ),
-    _rule(
+    rule(
         "delta_inside_clip_range",
         _delta_inside_clip,
         "delta={c.delta} is within the clip range, whose upper end is 1 + epsilon_high with "
@@ -147,7 +123,7 @@ COMBINATION_RULES = (
         "None",
         delta=1.1,
     ),
-    _rule(
+    rule(
         "kl_in_reward_without_beta",
         lambda c: c.kl_in_reward and c.beta == 0,
         "kl_in_reward=True is without effect at beta=0",
@@ -155,7 +131,7 @@ COMBINATION_RULES = (
         "kl_in_reward=False",
         kl_in_reward=True,
     ),
-    _rule(
+    rule(
         "bias_correction_without_beta",
         lambda c: c.use_bias_correction_kl and c.beta == 0,
         "use_bias_correction_kl=True is without effect at beta=0",
@@ -163,7 +139,7 @@ COMBINATION_RULES = (
         "use_bias_correction_kl=False",
         use_bias_correction_kl=True,
     ),
-    _rule(
+    rule(
         "kl_in_reward_normalised_away",
         lambda c: c.kl_in_reward and c.beta != 0 and c.multi_objective_aggregation == "normalize_then_sum",
         'kl_in_reward=True with multi_objective_aggregation="normalize_then_sum" divides the KL by its own '
@@ -174,7 +150,7 @@ COMBINATION_RULES = (
         beta=0.04,
         multi_objective_aggregation="normalize_then_sum",
     ),
-    _rule(
+    rule(
         "bias_correction_with_kl_in_reward",
         lambda c: c.use_bias_correction_kl and c.kl_in_reward and c.beta != 0,
         "use_bias_correction_kl=True corrects the KL of the loss, which kl_in_reward=True removes",
@@ -184,7 +160,7 @@ COMBINATION_RULES = (
         kl_in_reward=True,
         beta=0.04,
     ),
-    _rule(
+    rule(
         "sync_ref_model_without_beta",
         lambda c: c.sync_ref_model and c.beta == 0,
         "sync_ref_model=True has no reference model to move at beta=0",
@@ -192,7 +168,7 @@ COMBINATION_RULES = (
         "sync_ref_model=False",
         sync_ref_model=True,
     ),
-    _rule(
+    rule(
         "correction_bounds",
         lambda c: (
             None not in (c.vllm_importance_sampling_clip_min, c.vllm_importance_sampling_clip_max)
@@ -204,7 +180,7 @@ COMBINATION_RULES = (
         "vllm_importance_sampling_clip_min={c.vllm_importance_sampling_clip_max}",
         vllm_importance_sampling_clip_min=4.0,
     ),
-    _rule(
+    rule(
         "truncation_without_bounds",
         lambda c: (
             c.vllm_importance_sampling_correction
@@ -218,7 +194,7 @@ COMBINATION_RULES = (
         vllm_importance_sampling_mode="token_truncate",
         vllm_importance_sampling_clip_max=None,
     ),
-    _rule(
+    rule(
         "entropy_coef_bounds",
         lambda c: c.entropy_coef_min > c.entropy_coef_max,
         "entropy_coef_min={c.entropy_coef_min} is above entropy_coef_max={c.entropy_coef_max}",
@@ -239,7 +215,7 @@ COMBINATION_RULES = (
         ),
         {"use_adaptive_entropy": True, "entropy_coef": 1.5},
     ),
-    _rule(
+    rule(
         "hub_repo_without_log_completions",
         lambda c: c.log_completions_hub_repo is not None and not c.log_completions,
         "log_completions_hub_repo={c.log_completions_hub_repo!r} is set but log_completions=False "
@@ -248,7 +224,7 @@ COMBINATION_RULES = (
         "log_completions=True",
         log_completions_hub_repo="me/completions",
     ),
-    _rule(
+    rule(
         "liger_with_logprob_head",
         lambda c: c.use_liger_kernel and c.logprob_head != "auto",
         "logprob_head={c.logprob_head!r} is contradicted by use_liger_kernel=True, whose fused "
@@ -258,7 +234,7 @@ COMBINATION_RULES = (
         use_liger_kernel=True,
         logprob_head="dense",
     ),
-    _rule(
+    rule(
         "two_generation_engines",
         lambda c: c.use_vllm and c.use_transformers_continuous_batching,
         "use_vllm=True and use_transformers_continuous_batching=True are both set",
@@ -267,7 +243,7 @@ COMBINATION_RULES = (
         use_vllm=True,
         use_transformers_continuous_batching=True,
     ),
-    _rule(
+    rule(
         "continuous_batching_config_unused",
         lambda c: (
             c.transformers_continuous_batching_config is not None
@@ -278,124 +254,5 @@ COMBINATION_RULES = (
         "both or neither",
         "use_transformers_continuous_batching=True",
         transformers_continuous_batching_config={"max_batch_tokens": 256},
-    ),
-    _rule(
-        "regex_without_vllm",
-        lambda c: c.vllm_structured_outputs_regex is not None and not c.use_vllm,
-        "vllm_structured_outputs_regex={c.vllm_structured_outputs_regex!r} constrains nothing with "
-        "use_vllm=False",
-        "use_vllm=True",
-        "vllm_structured_outputs_regex=None",
-        vllm_structured_outputs_regex=r"\d+",
-    ),
-    Rule(
-        "regex_syntax",
-        lambda c: _bad_regex(c) is not None,
-        lambda c: (
-            f"vllm_structured_outputs_regex={c.vllm_structured_outputs_regex!r} is no regular expression: "
-            f"{_bad_regex(c)}; allowed: regular expressions; nearest valid: "
-            f"{re.escape(c.vllm_structured_outputs_regex)!r} (that text itself)"
-        ),
-        {"use_vllm": True, "vllm_structured_outputs_regex": "(yes|no"},
-    ),
-    Rule(
-        "max_model_length_of_the_engine",
-        lambda c: (
-            c.use_vllm
-            and c.vllm_mode == "colocate"
-            and c.vllm_max_model_length is not None
-            and c.vllm_max_model_length < _shortest_model_length(c)
-        ),
-        lambda c: (
-            f"vllm_max_model_length={c.vllm_max_model_length} does not hold a prompt and "
-            f"max_completion_length={c.max_completion_length}; allowed: {_shortest_model_length(c)} or more; "
-            f"nearest valid: {_shortest_model_length(c)}"
-        ),
-        {"use_vllm": True, "vllm_max_model_length": 256, "max_completion_length": 256},
-    ),
-    _rule(
-        "sharded_generation_with_vllm",
-        lambda c: c.use_vllm and not c.ds3_gather_for_generation,
-        "ds3_gather_for_generation=False is for generating with the training weights, not with use_vllm=True",
-        "one of them",
-        "ds3_gather_for_generation=True",
-        use_vllm=True,
-        ds3_gather_for_generation=False,
-    ),
-    _rule(
-        "staleness_without_server",
-        lambda c: c.rollout_staleness > 0 and not (c.use_vllm and c.vllm_mode == "server"),
-        "rollout_staleness={c.rollout_staleness} needs a server that generates while training",
-        "use_vllm=True with vllm_mode='server'",
-        "rollout_staleness=0",
-        rollout_staleness=1,
-    ),
-    _rule(
-        "staleness_within_a_step",
-        lambda c: (
-            c.rollout_staleness > 0
-            and c.gradient_accumulation_steps > 0
-            and (c.steps_per_generation or 1) * c.num_iterations % c.gradient_accumulation_steps != 0
-        ),
-        "rollout_staleness={c.rollout_staleness} with steps_per_generation={c.steps_per_generation} x "
-        "num_iterations={c.num_iterations} generates within an optimizer step of gradient_accumulation_steps="
-        "{c.gradient_accumulation_steps} micro-batches",
-        "multiples of gradient_accumulation_steps",
-        "steps_per_generation={c.gradient_accumulation_steps}",
-        use_vllm=True,
-        vllm_mode="server",
-        rollout_staleness=1,
-        gradient_accumulation_steps=2,
-        steps_per_generation=1,
-    ),
-    _rule(
-        "staleness_with_dynamic_sampling",
-        lambda c: c.rollout_staleness > 0 and c.dynamic_sampling,
-        "rollout_staleness={c.rollout_staleness} asks for batches ahead; dynamic_sampling=True decides only "
-        "after the rewards which prompts they hold",
-        "one of them",
-        "dynamic_sampling=False",
-        use_vllm=True,
-        vllm_mode="server",
-        rollout_staleness=1,
-        dynamic_sampling=True,
-    ),
-    _rule(
-        "staleness_without_correction",
-        lambda c: c.rollout_staleness > 0 and not c.vllm_importance_sampling_correction,
-        "rollout_staleness={c.rollout_staleness} samples from older weights, and "
-        "vllm_importance_sampling_correction=False leaves that uncorrected",
-        "vllm_importance_sampling_correction=True, or rollout_staleness=0",
-        "vllm_importance_sampling_correction=True",
-        use_vllm=True,
-        vllm_mode="server",
-        rollout_staleness=1,
-        vllm_importance_sampling_correction=False,
-    ),
-    _rule(
-        "staleness_with_dynamic_sampling",
-        lambda c: c.rollout_staleness > 0 and c.dynamic_sampling,
-        "rollout_staleness={c.rollout_staleness} asks for prompts that dynamic_sampling=True cannot know",
-        "one of them",
-        "rollout_staleness=0",
-        use_vllm=True,
-        vllm_mode="server",
-        rollout_staleness=1,
-        dynamic_sampling=True,
-    ),
-    _rule(
-        "tensor_parallel_over_processes",
-        lambda c: (
-            c.use_vllm
-            and c.vllm_mode == "colocate"
-            and c.vllm_tensor_parallel_size > 0
-            and c.world_size % c.vllm_tensor_parallel_size != 0
-        ),
-        "vllm_tensor_parallel_size={c.vllm_tensor_parallel_size} does not divide the "
-        "{c.world_size} process(es)",
-        "divisors of {c.world_size}",
-        "1",
-        use_vllm=True,
-        vllm_tensor_parallel_size=1000003,
     ),
 )

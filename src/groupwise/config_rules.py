@@ -26,6 +26,14 @@ class Rule:
     example: Mapping[str, Any]
 
 
+def rule(
+    name: str, violated: Callable[[Any], bool], given: str, allowed: str, nearest: str, **example: Any
+) -> Rule:
+    """A rule whose message is made of format strings over the configuration ``c``."""
+    message = f"{given}; allowed: {allowed}; nearest valid: {nearest}"
+    return Rule(name, violated, lambda config: message.format(c=config), example)
+
+
 def default_of(config: Any, name: str) -> Any:
     """The default of a field in the class of this configuration, which may be a subclass with its own."""
     return config.__dataclass_fields__[name].default

@@ -1,7 +1,7 @@
 """What a configuration must satisfy: one named rule per constraint, all violations reported together.
 
-A new constraint is one more :class:`Rule` in ``config_rules``, ``config_conflicts`` or ``config_liger``. When
-a feature ships, its lines of ``NOT_IMPLEMENTED`` are deleted.
+A new constraint is one more :class:`Rule` in ``config_rules``, ``config_conflicts``,
+``config_vllm`` or ``config_liger``. When a feature ships, its lines of ``NOT_IMPLEMENTED`` are deleted.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from groupwise.config_rules import (
     default_of,
     join_lines,
 )
+from groupwise.config_vllm import VLLM_RULES
 from groupwise.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -136,7 +137,14 @@ VALUE_RULES = (
 )
 
 RULES = (
-    VALUE_RULES + RANGE_RULES + SAMPLING_RULES + CHOICE_RULES + BATCH_RULES + COMBINATION_RULES + LIGER_RULES
+    *VALUE_RULES,
+    *RANGE_RULES,
+    *SAMPLING_RULES,
+    *CHOICE_RULES,
+    *BATCH_RULES,
+    *COMBINATION_RULES,
+    *VLLM_RULES,
+    *LIGER_RULES,
 )
 
 # field -> the values that work today

@@ -77,7 +77,7 @@ def test_old_names_move_to_the_new(build, old, new, value):
 @pytest.mark.parametrize(
     ("old", "new", "value", "reason"),
     [
-        ("use_transformers_paged", "use_transformers_continuous_batching", True, "is not implemented yet"),
+        ("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max", -1.0, "is out of range"),
         ("vllm_guided_decoding_regex", "vllm_structured_outputs_regex", "a+", "constrains nothing"),
     ],
 )
