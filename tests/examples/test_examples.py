@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 #: A module that the others import, and the run that `make quickstart` makes (a step of it is 64 rows).
 NOT_RUN = {"smollm2.py", "quickstart.py"}
+#: Packages that a machine may lack; the examples that need them have them in their names.
+OPTIONAL = ("reasoning_gym", "verifiers", "vllm")
 SCRIPTS = [path for path in sorted(EXAMPLES.glob("*.py")) if path.name not in NOT_RUN]
 CONFIGS = sorted((EXAMPLES / "accelerate").glob("*.yaml"))
 LAUNCHED = "distributed.py"
@@ -45,8 +47,9 @@ def run(command: list[str], directory: Path, *first_in_path: Path) -> str:
 @pytest.mark.real_model
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_an_example_runs(script, smollm2_path, tmp_path):
-    if script.name.startswith("vllm") and importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
+    for package in OPTIONAL:
+        if package in script.stem and importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
     command, flags = [sys.executable], []
     if script.name == LAUNCHED:
         command += ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
