@@ -8,7 +8,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from groupwise.agents.environments import EMPTY_PROMPT, Environments, as_text, with_observation
+from groupwise.agents.environments import EMPTY_PROMPT, Environments, as_plain, as_text, with_observation
 from groupwise.agents.parsing import Call, TurnParser
 from groupwise.agents.rendering import DriftError, Renderer
 from groupwise.agents.tools import CONCURRENT, Outcome, Runner, Tool, Toolbox
@@ -115,7 +115,9 @@ class Agents:
             _Rollout(
                 prompt,
                 tools,
-                Transcript(self._prompt_ids(i, prompt, tools), self.settings.max_completion_length),
+                Transcript(
+                    self._prompt_ids(i, as_plain(prompt, rows[i]), tools), self.settings.max_completion_length
+                ),
             )
             for i, (prompt, tools) in enumerate(zip(prompts, toolboxes, strict=True))
         ]
@@ -204,7 +206,7 @@ class Agents:
         rollout.num_calls += len(outcomes)
         rollout.num_failures += sum(outcome.failed for outcome in outcomes)
         messages = [
-            {"role": "tool", "name": call.name, "content": outcome.content}
+            {"role": "tool", "name": call.name, "content": as_text(outcome.content)}
             for call, outcome in zip(rollout.calls, outcomes, strict=True)
         ]
         transcript = rollout.transcript
@@ -213,6 +215,7 @@ class Agents:
             fits = transcript.observed(self.renderer.observation(messages, end_token))
         except DriftError:
             whole = [*rollout.prompt, *rollout.messages, *messages]
+            whole = as_plain(whole)
             fits = transcript.follow(self.renderer.whole(whole, rollout.tools.schemas))
         if fits:
             rollout.messages += messages
