@@ -96,3 +96,34 @@ def _tokenizer(source: Path) -> Any:
         chat_template=stored["chat_template"],
         **special,
     )
+
+
+def tool_tokenizer(argument: str) -> Any:
+    """Its tokenizer with a chat template that shows tools, and calls written as ``name(value)``.
+
+    The model knows no tools; most newer ones bring both. ``argument`` is the name of the tools' only argument.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(local_model(), padding_side="left")
+    tokenizer.chat_template = """\
+{%- if tools %}<|im_start|>system
+Functions:{% for tool in tools %} {{ tool.function | tojson }}{% endfor %}<|im_end|>
+{% endif %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}
+{%- for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments.values() | join }})
+{%- endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+    function = {"name": "{name}", "arguments": {argument: "{content}"}}
+    calls = {"open_pattern": r"(?P<name>[a-z_]+)\(", "close_pattern": r"\)|$", "content": "text"}
+    calls.update(repeats=True, transform={"type": "function", "function": function})
+    fields = {"tool_calls": calls, "content": {"close": "<|im_end|>", "content": "text"}}
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": fields,
+    }
+    return tokenizer

@@ -329,3 +329,32 @@ def test_a_blocked_event_loop_is_named(monkeypatch):
             run([[call("blocks", a=1), "x"]], [blocks])
     finally:
         release.set()
+
+
+def test_a_tool_may_answer_in_blocks_of_text_or_with_any_list():
+    def blocks(a: int) -> list:
+        """Give blocks.
+
+        Args:
+            a: anything.
+        """
+        return [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}] if a else [1, 2]
+
+    rollout, _ = run([[call("blocks", a=1) + call("blocks", a=0), "x"]], [blocks])
+    assert [message["content"] for message in rollout.texts[0][1:-1]] == ["one two", "[1, 2]"]
+
+
+def test_images_are_refused():
+    def picture(a: int) -> list:
+        """Give an image.
+
+        Args:
+            a: anything.
+        """
+        return [{"type": "image", "image": "?"}]
+
+    with pytest.raises(ConfigError, match=r"content block of type 'image'.*text only"):
+        run([[call("picture", a=1), "x"]], [picture])
+    row = {**question("?"), "image": "cat.png"}
+    with pytest.raises(ConfigError, match="its column 'image'; tools and environments take text only"):
+        agents(byte_tokenizer(), TOOLS).roll_out([row], ScriptedBackend(byte_tokenizer(), [["x"]]))

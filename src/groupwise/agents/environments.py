@@ -198,6 +198,17 @@ def with_observation(prompt: Any, observation: Any) -> Any:
     return [*prompt[:place], {**prompt[place], "content": content + observation}, *prompt[place + 1 :]]
 
 
+def as_plain(prompt: Any) -> Any:
+    """The prompt with text for contents, as chat templates of text models take it.
+
+    Raises:
+        ConfigError: a block is no text.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    return [{**message, "content": as_text(message.get("content") or "")} for message in prompt]
+
+
 def as_blocks(content: Any) -> list[dict[str, Any]]:
     return content if isinstance(content, list) else [{"type": "text", "text": content}]
 
@@ -213,6 +224,7 @@ def as_text(content: Any) -> str:
     other = [block.get("type") for block in content if block.get("type") != "text"]
     if other:
         raise ConfigError(
-            f"content block of type {other[0]!r} where only text can be used; allowed: type 'text'"
+            f"content block of type {other[0]!r}, but tools and environments take text only; "
+            "allowed: type 'text'"
         )
     return "".join(block["text"] for block in content)

@@ -8,7 +8,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from groupwise.agents.environments import EMPTY_PROMPT, Environments, as_text, with_observation
+from groupwise.agents.environments import EMPTY_PROMPT, Environments, as_plain, as_text, with_observation
 from groupwise.agents.parsing import Call, TurnParser
 from groupwise.agents.rendering import DriftError, Renderer
 from groupwise.agents.tools import CONCURRENT, Outcome, Runner, Tool, Toolbox
@@ -210,7 +210,7 @@ class Agents:
         rollout.num_calls += len(outcomes)
         rollout.num_failures += sum(outcome.failed for outcome in outcomes)
         messages = [
-            {"role": "tool", "name": call.name, "content": outcome.content}
+            {"role": "tool", "name": call.name, "content": as_text(outcome.content)}
             for call, outcome in zip(rollout.calls, outcomes, strict=True)
         ]
         transcript = rollout.transcript
@@ -222,12 +222,10 @@ class Agents:
             if fits and images is not None and rollout.images is not None:
                 rollout.images = rollout.images.followed_by(images, start)
         except DriftError:
-            if (
-                rollout.images is not None
-            ):  # to go on from another history might part an image from its tokens
+            if rollout.images is not None:  # another history might part an image from its tokens
                 transcript.truncated = True
                 return False
-            whole = [*rollout.prompt, *rollout.messages, *messages]
+            whole = as_plain([*rollout.prompt, *rollout.messages, *messages])
             fits = transcript.follow(self.renderer.whole(whole, rollout.tools.schemas))
         if fits:
             rollout.messages += messages
@@ -241,7 +239,7 @@ class Agents:
                 told = self.renderer.settings(tools.schemas)
             return read_prompt(self.processor, prompt, (), told, settings.max_prompt_length)
         refuse_images({}, prompt, self.tokenizer)
-        return self._prompt_ids(index, prompt, tools), None
+        return self._prompt_ids(index, as_plain(prompt), tools), None
 
     def _prompt_ids(self, index: int, prompt: Any, tools: Toolbox) -> list[int]:
         settings = self.settings

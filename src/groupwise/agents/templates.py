@@ -196,7 +196,7 @@ def multi_turn_problem(render: Render, *, with_tools: bool = True) -> str | None
     except Exception as problem:  # templates raise errors of their own, of jinja and of Python
         what = "a tool's message" if with_tools else "a second turn"
         return f"it refuses {what} ({type(problem).__name__}: {problem})"
-    shown = (_NAME, _KEY, _VALUE, _RESULT) if with_tools else ()
+    shown = (_NAME, _VALUE, _RESULT) if with_tools else ()  # some formats give arguments by position
     missing = [part for part in shown if part not in texts[-1]]
     if missing:
         return f"it leaves out parts of tool calls or results ({', '.join(missing)})"

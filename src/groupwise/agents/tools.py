@@ -188,7 +188,8 @@ class Runner:
             return _failure(f"{call.name} took longer than {tool.time_limit:g} seconds.")
         except Exception as problem:
             return _failure(str(problem) or type(problem).__name__)
-        return Outcome(result if isinstance(result, list) else str(result))
+        blocks = isinstance(result, list) and all(isinstance(b, dict) and "type" in b for b in result)
+        return Outcome(result if blocks and result else str(result))
 
     async def _limited(self, job: Callable[[], Any], limit: float, function: Any = None) -> Any:
         assert self._gate is not None
