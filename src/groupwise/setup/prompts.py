@@ -13,6 +13,7 @@ from groupwise.errors import ConfigError
 from groupwise.prompts import is_chat, tokenize_prompt
 from groupwise.setup.backend import chosen_backend
 from groupwise.setup.policy import text_config
+from groupwise.vision import is_processor
 
 #: More than what a chat template adds to a message.
 _MESSAGE_TOKENS = 64
@@ -38,7 +39,8 @@ class PromptCheck:
         self.name = name
         self.tokenizer = getattr(processing_class, "tokenizer", processing_class)
         self.config = config
-        self.context = context
+        # How many tokens an image takes, only its processor knows: reading them all ahead would take long.
+        self.context = None if is_processor(processing_class) else context
         self.template_tokens: int | None = None
         # A processor may keep the chat template to itself: then only it knows what becomes of a chat.
         self.template_is_elsewhere = (
