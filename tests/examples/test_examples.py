@@ -16,7 +16,12 @@ EXAMPLES = ROOT / "examples"
 #: A module that the others import, and the run that `make quickstart` makes (a step of it is 64 rows).
 NOT_RUN = {"smollm2.py", "quickstart.py"}
 #: Example -> what it needs beside the packages of the tests.
-NEEDS = {"vllm_server.py": "vllm", "vllm_colocate.py": "vllm"}
+NEEDS = {
+    "vllm_server.py": "vllm",
+    "vllm_colocate.py": "vllm",
+    "environment_verifiers.py": "verifiers",
+    "environment_reasoning_gym.py": "reasoning_gym",
+}
 SCRIPTS = [path for path in sorted(EXAMPLES.glob("*.py")) if path.name not in NOT_RUN]
 CONFIGS = sorted((EXAMPLES / "accelerate").glob("*.yaml"))
 LAUNCHED = "distributed.py"

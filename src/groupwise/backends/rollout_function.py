@@ -15,9 +15,10 @@ def call_rollout_function(
 ) -> tuple[list[list[int]], list[Completion], dict[str, list[Any]]]:
     """Run ``function(prompts, trainer)`` and check what it returned.
 
-    It returns a dictionary of lists with B entries: ``prompt_ids`` and ``completion_ids`` (tokens); if it likes
-    ``logprobs`` (of each completion token, None or NaN where there is none) and ``env_mask`` (1 for tokens that
-    the policy chose, 0 for others, which carry no loss); anything else becomes a column for the rewards.
+    It returns a dictionary of lists with B entries: ``prompt_ids`` and ``completion_ids`` (tokens); if it
+    likes ``logprobs`` (of each completion token, None or NaN where there is none) and ``env_mask`` (1 for
+    tokens that the policy chose, 0 for others, which carry no loss); anything else becomes a column for the
+    rewards.
 
     Args:
         prompts: B prompts, repeated once per completion. The function gets copies, to which it may append
@@ -71,8 +72,8 @@ def _completion(output: dict[str, Any], row: int, name: str, end_tokens: frozens
     if loss_mask is not None and not set(loss_mask) <= {0, 1}:
         wrong = next(value for value in loss_mask if value not in (0, 1))
         raise BackendError(
-            f"rollout_func {name!r}, completion {row}: 'env_mask' holds {wrong!r}; allowed: 1 for tokens that "
-            "the policy chose, 0 for others"
+            f"rollout_func {name!r}, completion {row}: 'env_mask' holds {wrong!r}; allowed: 1 for tokens "
+            "that the policy chose, 0 for others"
         )
     return Completion(
         token_ids=tokens,
