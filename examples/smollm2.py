@@ -101,7 +101,7 @@ def _tokenizer(source: Path) -> Any:
 def tool_tokenizer(argument: str) -> Any:
     """Its tokenizer with a chat template that shows tools, and calls written as ``name(value)``.
 
-    The model knows no tools; most newer ones do. ``argument`` is the name of the tools' only argument.
+    The model knows no tools; most newer ones bring both. ``argument`` names the tools' only argument.
     """
     from transformers import AutoTokenizer
 

@@ -109,7 +109,7 @@ class GRPOConfig(TrainingArguments):
         None, "Settings (dict or JSON) of the continuous batching."
     )
     ds3_gather_for_generation: bool = _opt(
-        True, "DeepSpeed ZeRO-3: gather the weights to generate. False: generate with sharded weights."
+        True, "Accepted for scripts: under ZeRO-3 generation gathers the weights layer by layer."
     )
 
     # vLLM

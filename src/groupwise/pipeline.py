@@ -7,12 +7,15 @@ sampler (``core.corrections``) reweights for the difference.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from groupwise.core.metrics import Max, Mean, Metrics
 from groupwise.stages import Completion
+
+logger = logging.getLogger(__name__)
 
 Rows = list[dict[str, Any]]
 
@@ -47,10 +50,17 @@ class Pipeline:
 
     Args:
         config: a ``GRPOConfig``; each of its generations trains for whole optimizer steps.
+        one_turn: a completion is one request, known before it begins: no agents, no ``rollout_func``.
     """
 
-    def __init__(self, config: Any) -> None:
-        self.depth = config.rollout_staleness
+    def __init__(self, config: Any, *, one_turn: bool = True) -> None:
+        self.depth = config.rollout_staleness if one_turn else 0
+        if config.rollout_staleness and not one_turn:
+            logger.warning(
+                "rollout_staleness=%d is without effect: with tools, environments or a rollout_func, what is "
+                "generated is not known ahead",
+                config.rollout_staleness,
+            )
         self.uses = config.steps_per_generation * config.num_iterations
         self.steps = self.uses // config.gradient_accumulation_steps
         self._rows: LookAhead | None = None

@@ -146,7 +146,7 @@ class GRPOTrainer(
         self.agents = setup.make_agents(
             agents, args, self.processing_class, self.backend, self.model, self.accelerator
         )
-        self.pipeline = Pipeline(args)
+        self.pipeline = Pipeline(args, one_turn=self.agents is None and rollout_func is None)
         self.scorer = setup.make_scorer(self.model, args, self.accelerator)
         self.parity_gate = setup.make_parity_gate(self.scorer, args, self.accelerator, self.processing_class)
         self.router_aux_loss_coef = setup.router_aux_loss_coef(self.model, args)
@@ -314,7 +314,8 @@ class GRPOTrainer(
             with self.evaluation_sampling():
                 scored = self._sample(inputs, "eval", num_rows or None)
             (batch,) = self._prepare(scored, "eval", len(inputs), on_policy=not self.args.kl_in_reward)
-            (batch,) = self.weigh_window(self.keep_high_entropy(model, [batch]))
+            filler = len(inputs) - len(scored.rewards.rewards_NF[scored.local])
+            (batch,) = self.weigh_window(self.keep_high_entropy(model, [batch]), filler)
             loss = self.compute_loss(model, batch)
         # The losses of the ranks average to that of the batch, which counts by its rows.
         share = len(scored.rewards.rewards_NF) / self.args.world_size

@@ -148,9 +148,7 @@ RULES = (
 )
 
 # field -> the values that work today
-NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
-    "ds3_gather_for_generation": (True,),
-}
+NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {}
 
 
 def _uses(*surrogates: str) -> Callable[[Any], bool]:

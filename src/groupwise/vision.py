@@ -116,20 +116,6 @@ def refuse_images(row: Mapping[str, Any], prompt: Prompt, tokenizer: Any) -> Non
         raise unreadable(f"a row has {count} image(s)", tokenizer)
 
 
-def refuse_agents_with_images(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raise where a row of a rollout with tools or environments has images.
-
-    Raises:
-        ConfigError: naming the row.
-    """
-    for index, row in enumerate(rows):
-        if row_images(row) or prompt_images(row.get("prompt", "")):
-            raise ConfigError(
-                f"row {index} has images, but tools and environments work on text only so far; drop the "
-                "images, or write the turns yourself (rollout_func)"
-            )
-
-
 def check_rollout(
     given: Sequence[Sequence[int]], own: Sequence[Sequence[int]], images: Sequence[ImageInputs] | None
 ) -> None:
@@ -179,12 +165,35 @@ def read_prompt(
             return_tensors="pt",
             **(template_kwargs or {}),
         )
-        count = len(prompt_images(messages))
+        ids, read = _separated(processor, inputs, len(prompt_images(messages)))
     else:
-        count = _count_tokens(processor, prompt, images)
-        loaded = [load_image(image) for image in images]
-        inputs = processor(text=[prompt], images=[loaded] if loaded else None, return_tensors="pt")
-    ids = inputs["input_ids"][0].tolist()
+        ids, read = read_text(processor, prompt, images)
+    excess = 0 if max_length is None else max(len(ids) - max_length, 0)
+    if excess:
+        _check_cut(ids[:excess], processor, max_length, len(ids))
+    cut = {name: numbers[excess:] for name, numbers in read.token_types.items()}
+    return ids[excess:], ImageInputs(read.arrays, cut)
+
+
+def read_text(
+    processor: Any, text: str, images: Sequence[Any], **options: Any
+) -> tuple[list[int], ImageInputs]:
+    """Tokens of a text that names its images by the processor's image token, and the model's other inputs.
+
+    Args:
+        options: of the processor's call.
+
+    Raises:
+        ConfigError: image tokens and images do not match.
+    """
+    count = _count_tokens(processor, text, images)
+    loaded = [load_image(image) for image in images]
+    inputs = processor(text=[text], images=[loaded] if loaded else None, return_tensors="pt", **options)
+    return _separated(processor, inputs, count)
+
+
+def _separated(processor: Any, inputs: Mapping[str, Any], count: int) -> tuple[list[int], ImageInputs]:
+    """What a processor returned for one sequence with ``count`` images: its tokens, and everything else."""
     arrays, types = {}, {}
     for name, value in inputs.items():
         if name.endswith("token_type_ids"):
@@ -196,11 +205,7 @@ def read_prompt(
             f"{type(processor).__name__} made no tensor of pixel values from {count} image(s), only "
             f"{', '.join(inputs)}; this kind of model cannot be trained on images"
         )
-    excess = 0 if max_length is None else max(len(ids) - max_length, 0)
-    if excess:
-        _check_cut(ids[:excess], processor, max_length, len(ids))
-    cut = {name: numbers[excess:] for name, numbers in types.items()}
-    return ids[excess:], ImageInputs(arrays, cut)
+    return inputs["input_ids"][0].tolist(), ImageInputs(arrays, types)
 
 
 def load_image(image: Any) -> Any:

@@ -356,5 +356,5 @@ def test_images_are_refused():
     with pytest.raises(ConfigError, match=r"content block of type 'image'.*text only"):
         run([[call("picture", a=1), "x"]], [picture])
     row = {**question("?"), "image": "cat.png"}
-    with pytest.raises(ConfigError, match="its column 'image'; tools and environments take text only"):
+    with pytest.raises(ConfigError, match=r"1 image\(s\).*reads text only"):
         agents(byte_tokenizer(), TOOLS).roll_out([row], ScriptedBackend(byte_tokenizer(), [["x"]]))

@@ -24,7 +24,7 @@ CLASSES = [getattr(mixins, name) for name in mixins.__all__]
 
 #: Who may import whom: a room may use itself and the rooms listed.
 LAYERS = {
-    "agents": {"core", "errors", "prompts", "protocols", "stages"},
+    "agents": {"core", "errors", "prompts", "protocols", "stages", "vision"},
     "core": {"core"},
     "errors": set(),
     "stages": {"core"},

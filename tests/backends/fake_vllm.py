@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections import Counter
@@ -18,9 +19,8 @@ class FakeVLLM:
         "hang", a finish reason, or a function that returns one of them or None.
     """
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, host: str = "127.0.0.1") -> None:
         self.failures: dict[str, list[Any]] = {}
-        self.seen: Counter[str] = Counter()
         self.bodies: list[tuple[str, Any]] = []
         self.keys: set[str | None] = set()
         self.connections = 0
@@ -36,10 +36,15 @@ class FakeVLLM:
             "weight_transfer_config": {"backend": "groupwise"},
         }
         self.logprob = lambda position: -0.5 * (position + 1)
-        self.http = _Server(("127.0.0.1", port), _Handler)
+        self.http = _Server((host, port), _Handler)
         self.http.fake = self
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        self.url = f"http://{host}:{self.http.server_port}"
         threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    @property
+    def seen(self) -> Counter[str]:
+        """How often each path was asked for."""
+        return Counter(path for path, _ in list(self.bodies))  # counting among threads would miss some
 
     def answer(self, path: str, query: dict[str, list[str]], body: Any) -> Any:
         if path == "/inference/v1/generate":
@@ -111,7 +116,6 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         length = int(self.headers.get("Content-Length") or 0)
         body = json.loads(self.rfile.read(length)) if length else None
-        fake.seen[url.path] += 1
         fake.bodies.append((url.path, body))
         fake.keys.add(self.headers.get("Authorization"))
         planned = fake.failures.get(url.path, [])
@@ -128,6 +132,8 @@ class _Handler(BaseHTTPRequestHandler):
         answer = {"error": {"message": "as planned"}} if status != 200 else None
         if answer is None:
             answer = fake.answer(url.path, parse_qs(url.query), body)
+            if isinstance(answer, tuple):
+                status, answer = answer[0], {"error": {"message": answer[1]}}
             if isinstance(failure, str):
                 answer["choices"][0]["finish_reason"] = failure
         text = answer if isinstance(answer, str) else json.dumps(answer)
@@ -137,3 +143,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     do_POST = do_GET
+
+
+if __name__ == "__main__":  # host and version, for a server in a network of its own
+    served = FakeVLLM(8000, sys.argv[1])
+    served.version = sys.argv[2]
+    served.failures["/inference/v1/generate"] = [lambda: time.sleep(1.0)]
+    time.sleep(120)

@@ -103,7 +103,9 @@ def test_equal_neighbours_are_samples_of_one_request_and_differ(run, monkeypatch
     run.sync_sampler(run.model)
     requests = []
     answer = run.backend._answer
-    monkeypatch.setattr(run.backend, "_answer", lambda given: requests.extend(given) or answer(given))
+    monkeypatch.setattr(
+        run.backend, "_answer", lambda given, settings: requests.extend(given) or answer(given, settings)
+    )
     prompts = [[4, 5]] * 8 + [[6]] * 2
     state = run.backend.state_dict()
     first = [completion.token_ids for completion in run.backend.generate(prompts)]

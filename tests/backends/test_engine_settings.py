@@ -99,7 +99,7 @@ def sleeping(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     engine = FakeEngine()
     backend = ColocatedBackend(engine, {}, frozenset([1]), 8, EngineSlice(), AllWeights(engine), sleeps=True)
-    backend._answer = lambda requests: backend.engine.generate(requests)
+    backend._answer = lambda requests, settings: backend.engine.generate(requests)
     return backend
 
 

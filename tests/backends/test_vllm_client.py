@@ -176,7 +176,7 @@ def test_connections_are_kept_and_closed_ones_replaced(servers, fake):
         connection.shutdown(2)  # as a server does with a connection that was idle for long
     time.sleep(0.1)
     ask(servers)
-    assert fake.connections == 2 and fake.seen[GENERATE] == 6
+    assert fake.connections == 2 and fake.seen[GENERATE] == 6 and fake.seen["/health"] == 0
 
 
 def test_waiting_ends_when_the_client_is_closed(servers, fake):

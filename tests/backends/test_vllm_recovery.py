@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -62,7 +67,10 @@ def wait_for(condition):
 
 
 def control_calls(fake):
-    return [path for path, _ in fake.bodies if path in (*UPDATE, GENERATE, "/init_weight_transfer_engine")]
+    """The calls that matter, in order; buckets of one update count once."""
+    calls = [path for path, _ in fake.bodies if path in (*UPDATE, GENERATE, "/init_weight_transfer_engine")]
+    same = zip(calls, ["", *calls], strict=False)
+    return [call for call, before in same if call != before or call != "/update_weights"]
 
 
 def test_weights_come_first_and_once_per_step(backend, fake):
@@ -84,7 +92,7 @@ def test_all_weights_travel_under_checkpoint_names(backend, fake):
     answer = fake.answer
 
     def load(path, query, body):
-        if path == "/update_weights":
+        if path == "/update_weights" and body["update_info"].get("path"):
             received.update(load_file(body["update_info"]["path"]))
         return answer(path, query, body)
 
@@ -110,7 +118,7 @@ def test_a_server_restarted_empty_gets_the_weights_again_and_the_run_goes_on(bac
     fake.version = "default"
     backend.load_state_dict(before)
     assert backend.generate([[3], [3], [5]]) == undisturbed
-    assert fake.seen["/update_weights"] == 2
+    assert fake.seen["/start_weight_update"] == 2
 
 
 @pytest.mark.parametrize("path", ["/init_weight_transfer_engine", *UPDATE])
@@ -149,6 +157,24 @@ def test_after_an_error_the_backend_can_be_used_again(backend, fake):
         backend.generate([[3]])
     backend.sync_weights(step=4)
     assert backend.generate([[3]])[0].versions == [4] * 4
+
+
+@pytest.mark.distributed
+def test_two_processes_recover_together_and_end_together(tmp_path):
+    worker = Path(__file__).with_name("server_worker.py")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    done = subprocess.run(
+        [*launcher, str(worker), str(port), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "ACCELERATE_USE_CPU": "true"},
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert all(f"process {rank} ended" in done.stdout for rank in (0, 1))
 
 
 def test_two_servers_give_what_one_gives(fake, tmp_path):

@@ -125,8 +125,8 @@ def test_a_server_that_is_killed_leaves_no_trace_in_the_history(server, tmp_path
             server.kill()
             server.start()
 
-    def ask_and_kill(requests):
-        ask(requests)
+    def ask_and_kill(requests, sampling):
+        ask(requests, sampling)
         if disturbed.state.global_step == 1:
             kill_once("generating")
 

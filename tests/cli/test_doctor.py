@@ -11,6 +11,7 @@ import runs
 from groupwise import GRPOConfig
 from groupwise.cli import main, report
 from groupwise.cli.checks import batch_findings, length_findings, row_findings, tokenizer_findings
+from groupwise.cli.trial import trial_config
 
 
 def config(**changes) -> GRPOConfig:
@@ -85,6 +86,29 @@ def test_the_arithmetic_of_several_processes(run_file, capfd):
     )
     assert "a generation serves 4 optimizer steps" in shown
     assert "8 prompts, 8 optimizer steps per epoch" in shown
+
+
+def test_the_trial_of_any_run_is_small_and_without_side_effects(tmp_path):
+    run = config(
+        use_vllm=True,
+        vllm_mode="server",
+        vllm_server_timeout=5.0,
+        rollout_staleness=1,
+        steps_per_generation=4,
+        gradient_accumulation_steps=2,
+        eval_strategy="steps",
+        per_device_eval_batch_size=4,
+        save_steps=7,
+        push_to_hub=True,
+        log_completions=True,
+        max_completion_length=512,
+        report_to=["tensorboard"],
+    )
+    small = trial_config(run, 16, str(tmp_path))
+    assert (small.use_vllm, small.push_to_hub, small.log_completions, small.report_to) == (False,) * 3 + ([],)
+    assert (small.save_strategy, small.eval_strategy) == ("no", "no")
+    assert (small.generation_batch_size, small.max_completion_length) == (4, 16)
+    assert (small.loss_type, small.world_size) == (run.loss_type, 1)
 
 
 def test_prompts_that_fill_no_batch_are_named():

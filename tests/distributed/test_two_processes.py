@@ -161,10 +161,12 @@ def test_processes_sample_different_completions(trained: Path) -> None:
 
 def test_evaluation_counts_every_row_once(trained: Path, tmp_path: Path) -> None:
     # 10 rows in batches of 2 x 3: the second batch has 4 rows and 2 that only fill it up.
-    # Prompt i is answered with i + 1 vowels: the mean reward is (1 + 2 + 3 + 4 + 5) / 5 = 3.
+    # Prompt i is answered with i + 1 and i + 2 vowels: the mean reward is (1 + 2 + 3 + 4 + 5) / 5 + 1 / 2.
     two = json.loads((trained / "evaluation.json").read_text())
     one = evaluate(tmp_path, rows=10)
-    assert two["eval_reward"] == pytest.approx(3.0)
+    assert two["eval_reward"] == pytest.approx(3.5)
+    assert two["eval_pass@1"] == pytest.approx(7 / 10)  # 3 vowels or more
+    assert abs(two["eval_loss"]) > 1e-3
     own = {k: v for k, v in one.items() if not _TIMING.fullmatch(k)}
     # The spread of rewards is one of each batch by definition, and batches differ.
     own = {k: v for k, v in own.items() if k not in ("eval_rewards/vowels/std", "eval_reward_std")}

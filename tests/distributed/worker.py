@@ -177,8 +177,10 @@ def update(output_dir: str | Path, *, rows: int, micro_batches: int, **case: Any
     Args:
         rows: per micro-batch and process.
         micro_batches: per optimizer step and process; a generation is one such window.
+        case: ``read_weights`` maps the trainer to what is returned.
     """
     case.pop("accumulate", None)
+    read_weights = case.pop("read_weights", None)
     rewards: list[Any] = [sparse_vowels] if case.pop("sparse", False) else [vowels, digits_if_any]
     rewards = [planted_vowels] if case.pop("planted", False) else rewards
     rows_of_data = prompts(24).to_iterable_dataset(2) if case.pop("stream", False) else prompts(24)
@@ -200,13 +202,17 @@ def update(output_dir: str | Path, *, rows: int, micro_batches: int, **case: Any
         **case,
     )
     trainer.train()
+    if read_weights is not None:
+        return read_weights(trainer)
     return {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
 
 
 def _by_prompt(texts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
-    """Completions that depend on the prompt alone: as many vowels as its number says."""
+    """As many vowels as the number of the prompt says, and one more in the second completion of a group."""
     prompt_ids = [trainer.processing_class(text)["input_ids"] for text in texts]
-    answers = ["a" * (1 + int(text.split("x")[-1].split()[-1])) for text in texts]
+    first = trainer.accelerator.process_index * len(texts)
+    numbers = [int(text.split("x")[-1].split()[-1]) for text in texts]
+    answers = ["a" * (1 + number + (first + i) % 2) for i, number in enumerate(numbers)]
     completion_ids = [[*trainer.processing_class(answer)["input_ids"], _END] for answer in answers]
     return {"prompt_ids": prompt_ids, "completion_ids": completion_ids}
 
@@ -218,6 +224,9 @@ def evaluate(output_dir: str | Path, rows: int) -> dict[str, float]:
         rollout_func=_by_prompt,
         num_generations_eval=2,
         per_device_eval_batch_size=rows,
+        eval_pass_at_k=[1, 2],
+        eval_pass_threshold=2.5,
+        loss_type="dr_grpo",  # its normaliser does not depend on how rows are put into batches
     )
     return trainer.evaluate()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,31 +12,33 @@ from pathlib import Path
 import pytest
 import yaml
 
+from groupwise import GRPOConfig
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 #: A module that the others import, and the run that `make quickstart` makes (a step of it is 64 rows).
 NOT_RUN = {"smollm2.py", "quickstart.py"}
-#: Example -> what it needs beside the packages of the tests.
-NEEDS = {
-    "vllm_server.py": "vllm",
-    "vllm_colocate.py": "vllm",
-    "environment_verifiers.py": "verifiers",
-    "environment_reasoning_gym.py": "reasoning_gym",
-}
+#: Packages that a machine may lack; the examples that need them have them in their names.
+OPTIONAL = ("reasoning_gym", "verifiers", "vllm")
 SCRIPTS = [path for path in sorted(EXAMPLES.glob("*.py")) if path.name not in NOT_RUN]
 CONFIGS = sorted((EXAMPLES / "accelerate").glob("*.yaml"))
 LAUNCHED = "distributed.py"
 
 
-def run(command: list[str], directory: Path) -> str:
+def run(command: list[str], directory: Path, *first_in_path: Path) -> str:
     """Standard output of a command that must succeed."""
+    folders = [*map(str, first_in_path), str(Path(sys.executable).parent), os.environ["PATH"]]
     done = subprocess.run(
         command,
         cwd=directory,
         capture_output=True,
         text=True,
         timeout=280,
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+        env={
+            **os.environ,
+            "PATH": os.pathsep.join(folders),
+            "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        },
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
@@ -44,8 +47,9 @@ def run(command: list[str], directory: Path) -> str:
 @pytest.mark.real_model
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_an_example_runs(script, smollm2_path, tmp_path):
-    if script.name in NEEDS and importlib.util.find_spec(NEEDS[script.name]) is None:
-        pytest.skip(f"{NEEDS[script.name]} is not installed")
+    for package in OPTIONAL:
+        if package in script.stem and importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
     command, flags = [sys.executable], []
     if script.name == LAUNCHED:
         command += ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
@@ -79,7 +83,35 @@ def test_accelerate_takes_the_configuration(path):
     assert {name for part in nested for name in part} <= flags
 
 
-def test_shell_scripts_parse():
-    for script in EXAMPLES.rglob("*.sh"):
-        subprocess.run(["bash", "-n", str(script)], check=True, timeout=30)
-        assert os.access(script, os.X_OK)
+#: Stand-ins for the programs of a cluster: srun runs what follows its flags, the others say how they were
+#: called; the trainer waits until the server was, because the script stops the server after it.
+PROGRAMS = {
+    "scontrol": "printf 'node%s\\n' 1 2 3",
+    "srun": 'echo "srun $*" >> calls; while [[ $1 == --* ]]; do shift; done; SLURM_PROCID=0 "$@"',
+    "groupwise": 'echo "groupwise $*" >> calls',
+    "accelerate": "for _ in {1..200}; do grep -q ^groupwise calls && break; sleep 0.1; done\n"
+    'echo "accelerate $*" >> calls',
+}
+
+
+def test_the_slurm_job_serves_on_the_last_node_and_trains_on_the_others(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-3]")
+    for name, body in PROGRAMS.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    script = EXAMPLES / "slurm" / "train_with_vllm.sh"
+    assert os.access(script, os.X_OK)
+    run(["bash", str(script), "run.yaml"], tmp_path, tmp_path)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    (serving,) = [call for call in calls if call.startswith("srun") and "vllm-serve" in call]
+    (training,) = [call for call in calls if call.startswith("srun") and "accelerate" in call]
+    assert "--nodelist=node3 " in serving
+    assert "--nodes=2 --ntasks=2 --nodelist=node1,node2 " in training
+    (launched,) = [call for call in calls if call.startswith("accelerate")]
+    assert "--num_machines 2 --num_processes 16 --machine_rank 0 --main_process_ip node1" in launched
+    assert "--vllm_server_host node3" in launched
+    settings = re.findall(r"--(\w+)", launched.partition("-m groupwise.cli train ")[2])
+    assert set(settings) - {"config"} <= set(GRPOConfig.__dataclass_fields__) and len(settings) == 5
+    assert (
+        "groupwise vllm-serve --config run.yaml --host 0.0.0.0 --port 8000 --tensor_parallel_size 8" in calls
+    )

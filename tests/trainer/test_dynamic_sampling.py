@@ -298,6 +298,7 @@ def test_groups_left_over_are_trained_on_next_with_the_log_probs_of_their_policy
     (second,) = [batch for step, batch in run.batches if step == 1]
     prompts = second.prompt_ids_BP[:, -1].tolist()
     old = dict(zip(prompts, second.old_logps_BC.tolist(), strict=True))
+    assert not second.old_logps_BC.isnan().any()  # the others have those of the present policy
     stored = {s.values["prompt_ids"][-1]: s.completion.old_logps for group in carried for s in group[-1:]}
     assert len(stored) == 2
     for prompt, logps in stored.items():

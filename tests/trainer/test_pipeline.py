@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "backends"))
 from fake_vllm import FakeVLLM
 
 from groupwise.backends.vllm.http import HttpServer
-from groupwise.pipeline import LookAhead
+from groupwise.pipeline import LookAhead, Pipeline
 
 GENERATE = "/inference/v1/generate"
 
@@ -85,6 +85,15 @@ def test_the_next_batch_is_asked_for_before_this_one_is_trained(fake, tmp_path):
 
     run_for(fake, tmp_path, rollout_staleness=1, callbacks=[Count()]).train()
     assert seen[0] == 2
+
+
+def test_without_one_request_for_a_completion_nothing_is_asked_ahead(tmp_path, caplog):
+    config = runs.GRPOConfig(
+        str(tmp_path), use_vllm=True, vllm_mode="server", rollout_staleness=1, use_cpu=True
+    )
+    assert Pipeline(config).depth == 1
+    assert Pipeline(config, one_turn=False).depth == 0
+    assert "rollout_staleness=1 is without effect" in caplog.text
 
 
 def test_every_generation_is_used_as_often_as_configured(fake, tmp_path):

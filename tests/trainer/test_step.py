@@ -389,7 +389,7 @@ def test_chat_prompts_use_the_template_and_continue_an_unfinished_answer(tmp_pat
         ({"train_dataset": Dataset.from_dict({"text": ["a"]})}, "no 'prompt' column; its columns are 'text'"),
         ({"train_dataset": Dataset.from_dict({"prompt": []})}, "train_dataset is empty"),
         ({"train_dataset": prompts(2), "per_device_train_batch_size": 16}, "has 2 prompts.*takes 4"),
-        ({"train_dataset": IterableDataset.from_generator(lambda: iter([]))}, "streaming data"),
+        ({"train_dataset": IterableDataset.from_generator(lambda: []), "max_steps": -1}, "not known"),
         ({"eval_dataset": {"a": Dataset.from_dict({"text": ["a"]})}}, "eval_dataset.'a'.* no 'prompt'"),
         ({"train_dataset": None}, "train_dataset is missing"),
     ],

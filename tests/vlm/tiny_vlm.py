@@ -136,11 +136,16 @@ def gemma3() -> tuple[Any, Any]:
 
 
 def llava_next() -> tuple[Any, Any]:
+    return llava_next_of(tokenizer(image_token="<image>"), TEXT, chat_template=template("<image>"))
+
+
+def llava_next_of(words: Any, text: dict[str, Any], chat_template: str) -> tuple[Any, Any]:
+    """LLaVA-NeXT around a language model of this shape, with these words."""
     pinpoints = [[28, 56], [56, 28], [56, 56]]
     config = transformers.LlavaNextConfig(
-        text_config={"model_type": "llama", **TEXT},
+        text_config={"model_type": "llama", **text},
         vision_config={"model_type": "clip_vision_model", "projection_dim": 16, **VISION},
-        image_token_index=IMAGE_TOKEN,
+        image_token_index=words.convert_tokens_to_ids("<image>"),
         image_grid_pinpoints=pinpoints,
         image_seq_length=4,
         pad_token_id=0,
@@ -150,11 +155,11 @@ def llava_next() -> tuple[Any, Any]:
     )
     processor = transformers.LlavaNextProcessor(
         images,
-        tokenizer(image_token="<image>"),
+        words,
         patch_size=14,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
-        chat_template=template("<image>"),
+        chat_template=chat_template,
     )
     return transformers.LlavaNextForConditionalGeneration(config), processor
 

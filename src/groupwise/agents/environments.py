@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -198,17 +198,12 @@ def with_observation(prompt: Any, observation: Any) -> Any:
     return [*prompt[:place], {**prompt[place], "content": content + observation}, *prompt[place + 1 :]]
 
 
-def as_plain(prompt: Any, row: Mapping[str, Any] | None = None) -> Any:
+def as_plain(prompt: Any) -> Any:
     """The prompt with text for contents, as chat templates of text models take it.
 
     Raises:
-        ConfigError: it, or its row, has an image.
+        ConfigError: a block is no text.
     """
-    for column in ("image", "images"):
-        if (row or {}).get(column):
-            raise ConfigError(
-                f"a row has something in its column {column!r}; tools and environments take text only"
-            )
     if isinstance(prompt, str):
         return prompt
     return [{**message, "content": as_text(message.get("content") or "")} for message in prompt]

@@ -13,11 +13,13 @@ from groupwise.agents.parsing import Call, TurnParser
 from groupwise.agents.rendering import DriftError, Renderer
 from groupwise.agents.tools import CONCURRENT, Outcome, Runner, Tool, Toolbox
 from groupwise.agents.transcript import Transcript
+from groupwise.core.images import ImageInputs
 from groupwise.core.metrics import Mean, Metrics
 from groupwise.errors import AgentError, ConfigError
 from groupwise.prompts import as_completion, is_chat, tokenize_prompt
 from groupwise.protocols import GenerationBackend
 from groupwise.stages import RolloutBatch, Sampling
+from groupwise.vision import image_prompt, read_prompt, refuse_images
 
 #: Seconds that answered rollouts wait for the others at least: what is quicker stays in one batch.
 PATIENCE = 1.0
@@ -47,11 +49,13 @@ class _Rollout:
     messages: what followed the prompt.
     calls: of the newest turn.
     answer: their outcomes, when they have been started.
+    images: what the model takes beside the tokens so far; None without a processor.
     """
 
     prompt: Any
     tools: Toolbox
     transcript: Transcript
+    images: ImageInputs | None = None
     messages: list[dict[str, Any]] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     answer: Future[list[Outcome]] | None = None
@@ -71,6 +75,7 @@ class Agents:
         tools: those that every rollout has.
         environments: None without.
         renderer: None where there are no tools at all.
+        processor: turns the images of prompts into tokens; None for text.
         any_rank: whether a statement holds on any process, where all of them must call the backend as often.
 
     Attributes:
@@ -85,7 +90,9 @@ class Agents:
         settings: AgentSettings,
         renderer: Renderer | None = None,
         any_rank: Callable[[bool], bool] = bool,
+        processor: Any = None,
     ) -> None:
+        self.processor = processor
         self.tools, self.environments = list(tools), environments
         self.tokenizer, self.settings = tokenizer, settings
         self.renderer = renderer
@@ -101,7 +108,7 @@ class Agents:
             ConfigError: a row that cannot be used.
             AgentError: an environment failed, or the running of tools.
         """
-        prompts: list[Any] = [row.get("prompt", EMPTY_PROMPT) for row in rows]
+        prompts: list[Any] = [image_prompt({"prompt": EMPTY_PROMPT, **row}) for row in rows]
         toolboxes = [Toolbox(self.tools)] * len(rows)
         extra: dict[str, list[Any]] = {}
         if self.environments is not None:
@@ -111,16 +118,11 @@ class Agents:
             shown = self.environments.reset(self.current, rows, self.runner)
             prompts = [with_observation(prompt, each) for prompt, each in zip(prompts, shown, strict=True)]
             extra = {"environments": self.current}
-        rollouts = [
-            _Rollout(
-                prompt,
-                tools,
-                Transcript(
-                    self._prompt_ids(i, as_plain(prompt, rows[i]), tools), self.settings.max_completion_length
-                ),
-            )
-            for i, (prompt, tools) in enumerate(zip(prompts, toolboxes, strict=True))
-        ]
+        rollouts = []
+        for index, (prompt, tools) in enumerate(zip(prompts, toolboxes, strict=True)):
+            ids, images = self._read_prompt(index, prompt, tools)
+            transcript = Transcript(ids, self.settings.max_completion_length)
+            rollouts.append(_Rollout(prompt, tools, transcript, images))
         self._run(rollouts, backend)
         return RolloutBatch(
             rows=rows,
@@ -130,6 +132,7 @@ class Agents:
             texts=[self._text(rollout) for rollout in rollouts],
             extra=extra,
             metrics=_metrics(rollouts) if self.parser is not None else {},
+            images=_images(rollouts),
         )
 
     def _run(self, rollouts: list[_Rollout], backend: GenerationBackend) -> None:
@@ -149,7 +152,8 @@ class Agents:
             return
         contexts = [rollout.transcript.context for rollout in ready]
         room = [rollout.transcript.room for rollout in ready]
-        for rollout, completion in zip(ready, backend.generate(contexts, Sampling(room)), strict=True):
+        sampling = Sampling(room, images=_images(ready))
+        for rollout, completion in zip(ready, backend.generate(contexts, sampling), strict=True):
             before = rollout.transcript.context
             rollout.transcript.sampled(completion)
             self._take_turn(rollout, before, completion.token_ids)
@@ -212,14 +216,30 @@ class Agents:
         transcript = rollout.transcript
         try:
             end_token = transcript.token_ids[-1]
-            fits = transcript.observed(self.renderer.observation(messages, end_token))
+            start = len(transcript.context)
+            tokens, images = self.renderer.read_observation(messages, end_token)
+            fits = transcript.observed(tokens)
+            if fits and images is not None and rollout.images is not None:
+                rollout.images = rollout.images.followed_by(images, start)
         except DriftError:
-            whole = [*rollout.prompt, *rollout.messages, *messages]
-            whole = as_plain(whole)
+            if rollout.images is not None:  # another history might part an image from its tokens
+                transcript.truncated = True
+                return False
+            whole = as_plain([*rollout.prompt, *rollout.messages, *messages])
             fits = transcript.follow(self.renderer.whole(whole, rollout.tools.schemas))
         if fits:
             rollout.messages += messages
         return fits
+
+    def _read_prompt(self, index: int, prompt: Any, tools: Toolbox) -> tuple[list[int], ImageInputs | None]:
+        settings = self.settings
+        if self.processor is not None:
+            told = settings.template_kwargs
+            if tools and self.renderer is not None:
+                told = self.renderer.settings(tools.schemas)
+            return read_prompt(self.processor, prompt, (), told, settings.max_prompt_length)
+        refuse_images({}, prompt, self.tokenizer)
+        return self._prompt_ids(index, as_plain(prompt), tools), None
 
     def _prompt_ids(self, index: int, prompt: Any, tools: Toolbox) -> list[int]:
         settings = self.settings
@@ -240,6 +260,11 @@ class Agents:
             return rollout.messages
         decoded = self.tokenizer.decode(rollout.transcript.token_ids, skip_special_tokens=True)
         return as_completion(rollout.prompt, decoded)
+
+
+def _images(rollouts: list[_Rollout]) -> list[ImageInputs] | None:
+    images = [rollout.images for rollout in rollouts if rollout.images is not None]
+    return images if len(images) == len(rollouts) else None
 
 
 def take_part(backend: GenerationBackend) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from groupwise.agents.templates import assistant, choose_turn_template
+from groupwise.core.images import ImageInputs
 from groupwise.prompts import tokenize_prompt
+from groupwise.vision import content_blocks, prompt_images, read_text, unreadable
 
 _QUESTION = {"role": "user", "content": "."}
 
@@ -22,6 +24,7 @@ class Renderer:
         end_tokens: every token that ends a turn of the policy.
         template_kwargs: further variables of the template.
         shows_tools: whether there are tools that the prompt has to describe.
+        processor: turns the images of tools into tokens; None for text.
 
     Raises:
         ConfigError: the template cannot be used; the message says why.
@@ -34,8 +37,9 @@ class Renderer:
         template_kwargs: dict[str, Any] | None = None,
         *,
         shows_tools: bool = True,
+        processor: Any = None,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.processor = tokenizer, processor
         self.end_tokens = end_tokens
         self.template_kwargs = dict(template_kwargs or {})
         chat_template = self.template_kwargs.get("chat_template") or tokenizer.chat_template
@@ -48,15 +52,25 @@ class Renderer:
         self, messages: list[dict[str, Any]], schemas: list[Any], max_length: int | None = None
     ) -> list[int]:
         """Tokens of a prompt with its tools, ready to be answered."""
+        return tokenize_prompt(self.tokenizer, messages, self.settings(schemas), max_length)
+
+    def settings(self, schemas: list[Any]) -> dict[str, Any]:
+        """The template's variables for a prompt with these tools."""
         # An empty list of tools makes some templates announce tools.
         tools = {self.turns.tools_argument: schemas} if schemas else {}
-        return tokenize_prompt(self.tokenizer, messages, {**self.template_kwargs, **tools}, max_length)
+        return {**self.template_kwargs, **tools}
 
     def whole(self, messages: list[dict[str, Any]], schemas: list[Any]) -> list[int]:
         """Tokens of a conversation as the model's own template writes all of it, ready to be answered."""
         return self.prompt(messages, schemas)
 
     def observation(self, messages: list[dict[str, Any]], end_token: int) -> list[int]:
+        """The tokens of :meth:`read_observation`."""
+        return self.read_observation(messages, end_token)[0]
+
+    def read_observation(
+        self, messages: list[dict[str, Any]], end_token: int
+    ) -> tuple[list[int], ImageInputs | None]:
         """What follows a turn of the policy: messages of tools or the user, and the start of its next turn.
 
         The messages are written once behind a short made-up turn; what stands behind the end of that turn is
@@ -64,6 +78,9 @@ class Renderer:
 
         Args:
             end_token: the token with which the policy ended its turn.
+
+        Returns:
+            tokens, and what the model takes beside them where the messages have images.
 
         Raises:
             DriftError: the made-up turn comes out differently because of the messages behind it.
@@ -73,15 +90,33 @@ class Renderer:
             turn = assistant([messages[0]["name"]])  # some templates take one call in a turn
         before = [_QUESTION, turn]
         start = len(self._tokens([_QUESTION]))
-        told, full = self._tokens(before), self._tokens(before + messages, add_generation_prompt=True)
+        told = self._tokens(before)
+        full, images = self._read(before + messages)
         end = _last(told, start, {end_token}) or _last(told, start, self.end_tokens) or len(told)
         if full[:end] != told[:end]:
             raise DriftError(f"the template writes a turn differently before {messages!r:.200}")
-        rest = full[end:]
         # Some models end a turn with the token that begins the tool's.
-        return rest[1:] if rest[:1] == [end_token] else rest
+        end += full[end : end + 1] == [end_token]
+        if images is not None:
+            types = {name: numbers[end:] for name, numbers in images.token_types.items()}
+            images = ImageInputs(images.arrays, types)
+        return full[end:], images
+
+    def _read(self, messages: list[dict[str, Any]]) -> tuple[list[int], ImageInputs | None]:
+        """Tokens of a conversation that the policy goes on with, and its images if there are any."""
+        images = prompt_images(messages)
+        if not images:
+            return self._tokens(messages, add_generation_prompt=True), None
+        if self.processor is None:
+            raise unreadable(f"a tool returned {len(images)} image(s)", self.tokenizer)
+        settings: dict[str, Any] = {"add_generation_prompt": True}
+        if self.turns.template is not None:
+            settings["chat_template"] = self.turns.template
+        return read_text(self.processor, self._text(messages, **settings), images, add_special_tokens=False)
 
     def _text(self, messages: list[dict[str, Any]], **settings: Any) -> str:
+        if self.processor is not None:  # templates of vision-language models know blocks only
+            messages = [{**message, "content": content_blocks(message)} for message in messages]
         return self.tokenizer.apply_chat_template(
             messages, tokenize=False, **{**self.template_kwargs, **settings}
         )

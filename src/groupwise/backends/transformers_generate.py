@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from groupwise.backends.decoding import (
     can_decode_groups,
@@ -22,6 +24,8 @@ from groupwise.core.images import join_images
 from groupwise.core.padding import length_mask, pad_sequences
 from groupwise.errors import BackendError
 from groupwise.stages import Completion, Sampling
+
+logger = logging.getLogger(__name__)
 
 _AS_CONFIGURED = Sampling()
 
@@ -152,6 +156,11 @@ def make_backend(
     policy: Callable[[], PreTrainedModel], config: Any, processing_class: Any, never: Sequence[int] = ()
 ) -> TransformersBackend:
     """What samples with the policy itself; tokens of ``never`` are not sampled."""
+    if is_deepspeed_zero3_enabled() and config.ds3_gather_for_generation:
+        logger.warning(
+            "ds3_gather_for_generation=True has no effect: under ZeRO-3 generation gathers the weights layer "
+            "by layer, in every forward; False says so without this warning, and use_vllm=True is faster"
+        )
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     sampler = generation_config(config, policy(), tokenizer, never)
     return TransformersBackend(policy, sampler, config.pad_to_multiple_of)

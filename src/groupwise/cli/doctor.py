@@ -138,6 +138,7 @@ def _look_at_prompts(
 
     processor = AutoProcessor.from_pretrained(settings.model, trust_remote_code=config.trust_remote_code)
     tokenizer = getattr(processor, "tokenizer", processor)  # images are not counted
+    tokenizer.chat_template = tokenizer.chat_template or getattr(processor, "chat_template", None)
     text_config = model_config.get_text_config(decoder=True)
     report.add(
         tokenizer_findings(

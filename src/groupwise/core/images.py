@@ -22,6 +22,18 @@ class ImageInputs:
     arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)
     token_types: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
+    def followed_by(self, other: ImageInputs, start: int) -> ImageInputs:
+        """These, and those of tokens that begin at ``start`` of the sequence."""
+        arrays = {
+            name: _concatenate([part.arrays[name] for part in (self, other) if name in part.arrays])
+            for name in dict.fromkeys([*self.arrays, *other.arrays])
+        }
+        types = {}
+        for name in dict.fromkeys([*self.token_types, *other.token_types]):
+            own = list(self.token_types.get(name, ()))[:start]
+            types[name] = [*own, *[0] * (start - len(own)), *other.token_types.get(name, ())]
+        return ImageInputs(arrays, types)
+
     def state_dict(self) -> dict[str, Any]:
         """Plain dictionaries of tensors and numbers."""
         types = {name: list(numbers) for name, numbers in self.token_types.items()}

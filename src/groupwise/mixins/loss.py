@@ -25,11 +25,15 @@ class LossMixin:
     entropy_control: EntropyControl
     router_aux_loss_coef: float
 
-    def weigh_window(self, window: list[TrainBatch]) -> list[TrainBatch]:
-        """Give every loss token of an accumulation window its weight, from exact counts over all ranks."""
+    def weigh_window(self, window: list[TrainBatch], filler: int = 0) -> list[TrainBatch]:
+        """Give every loss token of an accumulation window its weight, from exact counts over all ranks.
+
+        Args:
+            filler: rows of this rank that only fill up a batch.
+        """
         kept = [batch.loss_mask_BC if batch.keep_BC is None else batch.keep_BC for batch in window]
         local = [
-            sum(len(batch) for batch in window),
+            sum(len(batch) for batch in window) - filler,
             sum(int(batch.loss_mask_BC.sum()) for batch in window),
             sum(int(mask.sum()) for mask in kept),
         ]

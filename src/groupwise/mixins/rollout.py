@@ -22,7 +22,6 @@ from groupwise.vision import (
     image_prompt,
     is_processor,
     read_prompt,
-    refuse_agents_with_images,
     refuse_images,
     row_images,
 )
@@ -51,7 +50,6 @@ class RolloutMixin:
             rows: dataset rows with a ``prompt``; rows of one group are next to each other.
         """
         if self.agents is not None:
-            refuse_agents_with_images(rows)
             return self.agents.roll_out(rows, self.backend)
         prompts = [image_prompt(row) for row in rows]
         extra: dict[str, list[Any]] = {}
@@ -92,9 +90,8 @@ class RolloutMixin:
 
     def roll_out_ahead(self, rows: list[dict[str, Any]], step: int) -> None:
         """Let a server begin with what ``roll_out`` will be called for at optimizer step ``step``."""
-        if self.rollout_func is None and self.agents is None:
-            prompt_ids, images = self._tokenize(rows, [image_prompt(row) for row in rows])
-            self.backend.generate_ahead(prompt_ids, Sampling(images=images), step=step)  # type: ignore[attr-defined]
+        prompt_ids, images = self._tokenize(rows, [image_prompt(row) for row in rows])
+        self.backend.generate_ahead(prompt_ids, Sampling(images=images), step=step)  # type: ignore[attr-defined]
 
     def _tokenize(
         self, rows: list[dict[str, Any]], prompts: list[Any]

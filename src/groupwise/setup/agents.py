@@ -21,6 +21,7 @@ from groupwise.backends.transformers_generate import TransformersBackend
 from groupwise.config import GRPOConfig
 from groupwise.errors import ConfigError
 from groupwise.protocols import GenerationBackend
+from groupwise.vision import is_processor
 
 logger = logging.getLogger(__name__)
 
@@ -106,8 +107,10 @@ def make_renderer(
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if getattr(processing_class, "chat_template", None) and tokenizer is not processing_class:
         settings.setdefault("chat_template", processing_class.chat_template)
+    reads_images = is_processor(processing_class) and setup.driver is None
+    processor = processing_class if reads_images else None
     shows_tools = bool(setup.all_tools) or getattr(setup.driver, "uses_tools", False)
-    renderer = Renderer(tokenizer, end_tokens, settings, shows_tools=shows_tools)
+    renderer = Renderer(tokenizer, end_tokens, settings, shows_tools=shows_tools, processor=processor)
     TurnParser(tokenizer, renderer.chat_template, needed=shows_tools)
     return renderer
 
@@ -150,7 +153,8 @@ def make_agents(
     )
     if setup.driver is not None:
         return DrivenAgents(setup.driver, *common)
-    return Agents(setup.tools, setup.environments, *common)
+    processor = processing_class if is_processor(processing_class) else None
+    return Agents(setup.tools, setup.environments, *common, processor=processor)  # type: ignore[misc]
 
 
 class _EnvironmentRows(Dataset):

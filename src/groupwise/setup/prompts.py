@@ -40,6 +40,10 @@ class PromptCheck:
         self.config = config
         self.context = context
         self.template_tokens: int | None = None
+        # A processor may keep the chat template to itself: then only it knows what becomes of a chat.
+        self.template_is_elsewhere = (
+            self.tokenizer is not processing_class and getattr(self.tokenizer, "chat_template", None) is None
+        )
 
     def __call__(self, row: Any, index: int) -> None:
         """Check one row.
@@ -79,6 +83,8 @@ class PromptCheck:
     def _check_length(self, prompt: Any, where: str) -> None:
         assert self.context is not None
         room = self.context.tokens - self.config.max_completion_length
+        if is_chat(prompt) and self.template_is_elsewhere:
+            return
         texts = [message.get("content") or "" for message in prompt] if is_chat(prompt) else [prompt]
         if not all(isinstance(text, str) for text in texts):  # images, whose tokens only the model knows
             return

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -21,6 +20,7 @@ from groupwise.stages import Completion
 #: Requests in flight per server; each asks for all samples of a prompt.
 CONCURRENCY = 128
 
+_UNUSABLE = "incomplete"
 _NO_LOGPROB = -9999.0  # what vLLM writes where it has none
 _COUNTERS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total\S* (\S+)$", re.MULTILINE)
 
@@ -36,14 +36,15 @@ class VLLMServers:
         urls: addresses; prompts are spread over them, weights go to all.
         timeout: seconds without progress after which waiting for a server ends in a ConnectionError.
         how_to_start: the command that starts a server, for that error.
+        run: marks weights as those of this run: a server started anew has none of them.
     """
 
-    def __init__(self, urls: Sequence[str], timeout: float, how_to_start: str = "") -> None:
+    def __init__(self, urls: Sequence[str], timeout: float, how_to_start: str = "", run: str = "run") -> None:
         key = os.environ.get("VLLM_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         hint = f"; start it with: {how_to_start}" if how_to_start else ""
         self.servers = [HttpServer(url, timeout, headers, hint, _tokens_so_far) for url in urls]
-        self.run = uuid.uuid4().hex[:12]  # marks weights as ours: a server started anew has none of them
+        self.run = run
         self.world_sizes: list[int] = []
         self.pool = BackgroundThreads(CONCURRENCY * len(self.servers))
 
@@ -125,7 +126,9 @@ class VLLMServers:
         self._post("/update_weights", [{"update_info": update_info}], doing="receiving weights")
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        body = {"weight_version": f"{self.run}:{weight_version}"}
+        # Without a version the update was given up; what is there then must not pass for an older one.
+        label = _UNUSABLE if weight_version is None else f"{self.run}:{weight_version}"
+        body = {"weight_version": label}
         self._post("/finish_weight_update", [body], doing="finishing a weight update")
 
     def pause(self) -> None:

@@ -8,6 +8,7 @@ back without this run's weights gets them first.
 from __future__ import annotations
 
 import logging
+import uuid
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -200,22 +201,28 @@ class VLLMServerBackend:
 
     @property
     def servers(self) -> VLLMServers:
-        """The servers, connected to and checked at the first use."""
-        if self._servers is None:
-            self._servers = self._connected()
+        """The servers, once they are connected to."""
+        assert self._servers is not None
         return self._servers
 
-    def _connected(self) -> VLLMServers:
-        config = self.config
+    def _connect(self) -> None:
+        """Find the servers and check them, before the first weights; every process calls it."""
+        if self._servers is not None:
+            return
+        config, error = self.config, None
         urls = addresses(config)
-        servers = VLLMServers(urls, config.vllm_server_timeout, self._how_to_start(urls[0]))
+        run = self._of_all(uuid.uuid4().hex[:12])[0]  # marks the weights as those of this run
+        servers = VLLMServers(urls, config.vllm_server_timeout, self._how_to_start(urls[0]), run)
         try:
             servers.wait_until_up("connecting")
             self.facts = check_servers(servers, self.policy().config, config, self.tokenizer)
+        except BackendError as failure:
+            error = failure
         except BaseException:
             servers.close()
             raise
-        return servers
+        self._servers = servers
+        self._raise_together(error)
 
     def _how_to_start(self, url: str) -> str:
         command, environment = serve_command(
@@ -229,6 +236,7 @@ class VLLMServerBackend:
 
     def _send_weights(self, step: int) -> None:
         """All processes together, because sharded weights are gathered by all of them."""
+        self._connect()
         for attempt in range(1, _ATTEMPTS + 1):
             lost: LostAnswerError | None = None
             error: BackendError | None = None

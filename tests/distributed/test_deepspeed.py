@@ -1,0 +1,48 @@
+"""DeepSpeed ZeRO on two CPU processes: the update of one process, resuming, the saved model."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from worker import update
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="DeepSpeed compiles what it needs on a CPU"),
+]
+
+CASE = {"beta": 0.5, "loss_type": "dapo"}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_trains_as_one_process_does(stage, tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    script = Path(__file__).with_name("deepspeed_worker.py")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(stage), str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=290,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    results = torch.load(tmp_path / "results.pt", weights_only=True)
+    alone = update(tmp_path / "alone", rows=12, micro_batches=2, **CASE)
+    for layout in ("padded", "shared_prefix"):
+        for name, weight in results[layout].items():
+            torch.testing.assert_close(weight, alone[name], atol=2e-6, rtol=1e-5, msg=f"{layout}, {name}")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32).state_dict()
+    for name, weight in results["whole"].items():
+        assert torch.equal(weight, results["resumed"][name]), name
+        assert torch.equal(weight, saved[name]), name

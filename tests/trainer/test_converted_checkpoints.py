@@ -1,0 +1,40 @@
+"""Architectures whose checkpoints have other names than the model in memory: experts saved one by one."""
+
+from __future__ import annotations
+
+import pytest
+import runs
+import torch
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from groupwise.checkpoint import has_other_names
+from groupwise.errors import ConfigError
+
+
+def experts() -> MixtralForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ends = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    return MixtralForCausalLM(
+        MixtralConfig(vocab_size=32, num_key_value_heads=1, num_local_experts=2, **sizes, **ends)
+    )
+
+
+def test_a_mixture_of_experts_resumes_with_its_weights(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    whole = runs.trainer(tmp_path / "whole", model=experts(), **settings)
+    assert whole.scorer.layout == "padded"  # the balancing loss counts padded sequences
+    whole.train()
+    checkpoint = str(tmp_path / "whole" / "checkpoint-1")
+    assert has_other_names(checkpoint, whole.model)
+    resumed = runs.trainer(tmp_path / "resumed", model=experts(), **settings)
+    resumed.train(resume_from_checkpoint=checkpoint)
+    for (name, one), two in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, two), name
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    runs.policy().save_pretrained(tmp_path / "checkpoint-1")
+    trainer = runs.trainer(tmp_path, model=experts())
+    with pytest.raises(ConfigError, match=r"lacks \d+ weights of a MixtralForCausalLM"):
+        trainer._load_from_checkpoint(str(tmp_path / "checkpoint-1"))

@@ -1,0 +1,151 @@
+"""Rewards in processes of their own: crashes, leaks and endless loops stay there."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from runs import trainer
+
+from groupwise import ConfigError, RewardError
+from groupwise.rewards import isolated
+
+
+def judge(reward, texts, **given):
+    """What a reward function gives, called as the trainer does."""
+    return reward(prompts=[f"p{i}" for i in range(len(texts))], completions=texts, **given)
+
+
+def by_text(completions, log_extra, log_metric, trainer_state=None, **_):
+    """Does what the completion says."""
+    (text,) = completions
+    log_extra("said", [text.upper()])
+    log_metric("length", len(text))
+    if text == "crash":
+        ctypes.string_at(0)  # a segmentation fault
+    if text == "exit":
+        os._exit(3)
+    if text == "hang":
+        time.sleep(60)
+    if text == "raise":
+        raise KeyError("no such answer")
+    if text == "none":
+        return [None]
+    return [float(len(text))]
+
+
+def test_completions_are_judged_one_by_one_in_order():
+    texts = ["a", "none", "bbb", "cc", "dddd"]
+    for processes in (1, 2, 3):
+        logged, metrics = {}, []
+        log = {"log_extra": logged.__setitem__, "log_metric": lambda *entry, to=metrics: to.append(entry)}
+        rewards = judge(isolated(by_text, processes=processes), texts, **log)
+        assert rewards == [1.0, None, 3.0, 2.0, 4.0]
+        assert logged["said"] == ["A", "NONE", "BBB", "CC", "DDDD"]
+        assert sorted(value for name, value in metrics if name == "length") == [1, 2, 3, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("crash", r"ended its process \(SIGSEGV\)"),
+        ("exit", r"ended its process \(exit code 3\)"),
+        ("hang", "took longer than 0.5 seconds and was killed"),
+        ("raise", "raised KeyError: 'no such answer'"),
+    ],
+)
+def test_a_failure_is_that_of_one_completion(text, said):
+    texts = ["a", text, "bb", text, "ccc"]
+    metrics = {}
+    tolerant = isolated(by_text, timeout=0.5, on_error="none")
+    assert judge(tolerant, texts, log_metric=metrics.__setitem__) == [1.0, None, 2.0, None, 3.0]
+    assert metrics["rewards/by_text/failed_rows"] == 2.0
+    assert judge(tolerant, ["dddd"]) == [4.0]  # and it goes on
+    with pytest.raises(RewardError, match=f"'by_text' {said}, for row 1; prompt: 'p1'; completion: '{text}'"):
+        judge(isolated(by_text, timeout=0.5), texts)
+
+
+def test_the_slowest_completion_is_in_the_table():
+    def slow(completions, **_):
+        time.sleep(0.4 if completions == ["slow"] else 0.0)
+        return [1.0]
+
+    logged, metrics = {}, {}
+    judge(isolated(slow), ["a", "slow", "b"], log_extra=logged.__setitem__, log_metric=metrics.__setitem__)
+    seconds = logged["slow_seconds"]
+    assert max(range(3), key=seconds.__getitem__) == 1 and seconds[1] >= 0.4
+    assert metrics["rewards/slow/slowest_seconds"] == pytest.approx(seconds[1], abs=1e-3)
+
+
+def test_what_a_call_leaves_behind_is_gone():
+    kept = []
+
+    def leaking(completions, **_):
+        kept.append(bytearray(1000))
+        return [float(len(kept))]
+
+    reward = isolated(leaking)
+    assert judge(reward, ["a", "b"]) == [1.0, 2.0]
+    assert judge(reward, ["c"]) == [1.0]
+    assert kept == []
+
+
+def test_an_async_function_and_a_closure():
+    bonus = 2.0
+
+    async def later(completions, **_):
+        return torch.tensor([len(completions[0]) + bonus])
+
+    assert judge(isolated(later), ["abc"]) == [5.0]
+
+
+def test_a_run_survives_crashes(tmp_path):
+    def fragile(completion_ids, **_):
+        if sum(completion_ids[0]) % 2:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return [float(completion_ids[0][0])]
+
+    run = trainer(tmp_path, isolated(fragile, on_error="none"), max_steps=2)
+    run.train()
+    logged = [line for line in run.state.log_history if "loss" in line]
+    assert any(line["rewards/fragile/failed_rows"] > 0 for line in logged)
+    assert all("rewards/fragile/slowest_seconds" in line for line in logged)
+
+
+def test_processes_end_with_the_script():
+    code = (
+        "import os, time\n"
+        "from groupwise.rewards import isolated\n"
+        "def pid(**_): return [float(os.getppid())]\n"
+        "print(int(isolated(pid)(prompts=['p'], completions=['c'])[0]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    for _ in range(100):
+        try:
+            os.kill(int(done.stdout), 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    pytest.fail("the process that starts workers is still there")
+
+
+@pytest.mark.parametrize(
+    ("reward", "given", "said"),
+    [
+        (torch.nn.Linear(1, 1), {}, "takes a reward function, not a Linear"),
+        (by_text, {"processes": 0}, "processes from 1"),
+        (by_text, {"timeout": 0}, "timeout None or above 0"),
+        (by_text, {"on_error": "ignore"}, "on_error 'raise' or 'none'"),
+    ],
+)
+def test_settings_are_checked(reward, given, said):
+    with pytest.raises(ConfigError, match=said):
+        isolated(reward, **given)
