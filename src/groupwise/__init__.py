@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from groupwise.config import GRPOConfig
     from groupwise.core.advantages import register_advantage
     from groupwise.core.objectives import register_objective
-    from groupwise.errors import BackendError, ConfigError, GroupwiseError, RewardError
+    from groupwise.errors import AgentError, BackendError, ConfigError, GroupwiseError, RewardError
     from groupwise.stages import Completion, LossOutput, RolloutBatch, ScoredBatch, TrainBatch
     from groupwise.trainer import GRPOTrainer
 
@@ -32,9 +32,11 @@ _MODULES = {
     "ConfigError": "errors",
     "RewardError": "errors",
     "BackendError": "errors",
+    "AgentError": "errors",
 }
 
 __all__ = [
+    "AgentError",
     "BackendError",
     "Completion",
     "ConfigError",

@@ -184,3 +184,15 @@ def test_a_response_template_goes_before_the_known_formats():
     broken = read(prompt, tokenizer('[[{"name": "lo]]<|im_end|>')["input_ids"], [TOOL])
     assert broken.calls[0].error is not None and "tool_calls" not in broken.message
     assert read(prompt, tokenizer("A cat.<|im_end|>")["input_ids"], [TOOL]).message["content"] == "A cat."
+
+
+def test_a_token_that_ends_a_turn_and_begins_the_answer_stands_once():
+    """Gemma 4 stops where the answer of the tool begins."""
+    closing = "{{- '<|im_end|>\\n' }}\n{%- else %}"
+    template = CHAT.replace(
+        closing, "{%- elif message.role == 'tool' %}<|im_end|>{{ message.content }}{%- else %}"
+    )
+    assert template != CHAT
+    tokenizer = byte_tokenizer(template)
+    ids = renderer(tokenizer).observation(ANSWER, tokenizer.eos_token_id)
+    assert tokenizer.decode(ids) == "a cat<|im_start|>assistant\n"
