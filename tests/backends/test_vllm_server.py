@@ -81,7 +81,8 @@ def test_weights_arrive_in_the_middle_of_completions_and_every_token_says_which_
     run.sync_sampler(run.model)
     run.backend.end_tokens, run.backend.sampling["stop_token_ids"] = frozenset(), []
     run.backend.sampling["ignore_eos"] = True
-    prompts = [prompt for prompt in PROMPTS for _ in range(4)]
+    # Eight times what the server runs at once: some are under way whenever the weights arrive.
+    prompts = [[4 + i] for i in range(16) for _ in range(16)]
     weights = [copy.deepcopy(run.model)]
     with torch.no_grad():
         run.model.lm_head.weight.mul_(0.9)
@@ -93,8 +94,9 @@ def test_weights_arrive_in_the_middle_of_completions_and_every_token_says_which_
         pass
     run.backend.sync_weights(step=1)
     completions = run.backend.generate(prompts)
-    assert {0, 1} in [set(c.versions) for c in completions]
-    for prompt, completion in zip(prompts, completions, strict=True):
+    mixed = [(p, c) for p, c in zip(prompts, completions, strict=True) if len(set(c.versions)) == 2]
+    assert mixed
+    for prompt, completion in mixed:
         assert completion.versions == sorted(completion.versions) and len(completion.versions) == 100
         by_version = [trainer_logps(model, prompt, completion.token_ids, 1.5) for model in weights]
         # Keys and values of the tokens before the swap are those of the new weights too.
