@@ -85,7 +85,8 @@ def test_weights_arrive_in_the_middle_of_completions_and_every_token_says_which_
     prompts = [[4 + i] for i in range(16) for _ in range(16)]
     weights = [copy.deepcopy(run.model)]
     with torch.no_grad():
-        run.model.lm_head.weight.mul_(0.9)
+        for parameter in run.model.parameters():  # keys and values change too
+            parameter.mul_(0.9)
     weights.append(run.model)
     (http,) = run.backend.servers.servers
     before = _tokens_so_far(http)
