@@ -23,7 +23,8 @@ def texts(findings, status: str) -> list[str]:
     return [finding.text for finding in findings if finding.status == status]
 
 
-def test_a_sound_run_passes(run_file, capfd):
+def test_a_sound_run_passes(run_file, capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
     assert main(["doctor", "--config", run_file(rewards=["my_rewards:even", "my_rewards:undecided"])]) == 0
     shown = capfd.readouterr().out
     assert "4 completions at a time = 4 per device x 1 process(es) x 1 micro-batch(es)" in shown

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 
 import pytest
 
 from groupwise.cli import main, serve
+
+
+@pytest.fixture(autouse=True)
+def usual_vllm(monkeypatch):
+    """The build for CPUs is started in another way."""
+    monkeypatch.setattr("groupwise.backends.vllm.serve._launcher", lambda: ["vllm", "serve"])
 
 
 def shown_command(capsys, *flags: str) -> tuple[list[str], str]:
@@ -52,6 +59,16 @@ def test_the_process_becomes_the_server(monkeypatch, capsys):
     assert command[-2:] == ["--api-key", "planted"]
     assert environment["VLLM_SERVER_DEV_MODE"] == "1" and environment["PATH"] == os.environ["PATH"]
     assert "planted" not in capsys.readouterr().out
+
+
+def test_a_build_without_its_command_is_started_by_the_running_python(monkeypatch):
+    became = []
+    monkeypatch.setattr(os, "execve", lambda *given: became.append(given))
+    python = [sys.executable, "-m", "some.server", "--model"]
+    monkeypatch.setattr("groupwise.backends.vllm.serve._launcher", lambda: python)
+    main(["vllm-serve", "--model", "some/model"])
+    ((path, command, _),) = became
+    assert path == sys.executable and command[:5] == [*python, "some/model"]
 
 
 def test_what_is_missing_is_told(monkeypatch, capsys):

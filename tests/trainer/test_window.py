@@ -120,7 +120,8 @@ def test_a_loss_of_a_subclass_sees_every_row(tmp_path):
             return super().score(*args)
 
     for kind, skips in ((OwnLoss, False), (OwnObjective, False), (OwnReward, True)):
-        config = GRPOConfig(str(tmp_path), per_device_train_batch_size=8, bf16=False, use_cpu=True)
+        size = {"per_device_train_batch_size": 8, "max_completion_length": 8}
+        config = GRPOConfig(str(tmp_path), **size, bf16=False, use_cpu=True)
         run = kind(policy(), no_variance, config, prompts(), processing_class=tokenizer())
         assert run.window_cut.skip_zero_advantage is skips
 

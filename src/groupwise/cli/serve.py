@@ -97,7 +97,9 @@ def _without_keys(command: Sequence[str]) -> list[str]:
 
 
 def _executable(name: str) -> str:
-    """The program of this name, found beside the running Python first."""
+    """The program of this name, found beside the running Python first; a path is one already."""
+    if os.path.isabs(name):
+        return name
     beside = Path(sys.executable).with_name(name)
     found = str(beside) if beside.is_file() else shutil.which(name)
     if found is None:

@@ -17,10 +17,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-import torch
-
 from groupwise.errors import ConfigError, RewardError
-from groupwise.rewards.calling import reward_name
 
 #: Keyword arguments that are the same for all completions.
 _SHARED = ("trainer_state",)
@@ -67,6 +64,8 @@ def isolated(
     Raises:
         ConfigError: the reward is a model, a setting is out of range, or the system has no ``fork``.
     """
+    import torch
+
     if not callable(reward) or isinstance(reward, torch.nn.Module):
         raise ConfigError(f"isolated() takes a reward function, not a {type(reward).__name__}")
     if not hasattr(os, "fork"):
@@ -85,6 +84,8 @@ class _Isolated:
     def __init__(
         self, reward: Callable[..., Any], timeout: float | None, processes: int, on_error: str
     ) -> None:
+        from groupwise.rewards.calling import reward_name
+
         self.__name__ = reward_name(reward)
         self.timeout, self.on_error = timeout, on_error
         self.lanes = [_Lane(reward) for _ in range(processes)]
@@ -209,6 +210,8 @@ def _start_workers(connection: Connection, reward: Callable[..., Any]) -> None:
 
 
 def _work(connection: Connection, reward: Callable[..., Any], shared: dict[str, Any]) -> None:
+    import torch
+
     torch.set_num_threads(1)  # threads of the pool that the parent had do not exist here
     connection.send(os.getpid())
     while (pickled := connection.recv()) is not None:
