@@ -353,7 +353,7 @@ def test_images_are_refused():
         """
         return [{"type": "image", "image": "?"}]
 
-    with pytest.raises(ConfigError, match=r"content block of type 'image'.*text only"):
+    with pytest.raises(ConfigError, match=r"a tool returned .*reads text only"):
         run([[call("picture", a=1), "x"]], [picture])
     row = {**question("?"), "image": "cat.png"}
     with pytest.raises(ConfigError, match=r"1 image\(s\).*reads text only"):

@@ -19,7 +19,7 @@ from groupwise.errors import AgentError, ConfigError
 from groupwise.prompts import as_completion, is_chat, tokenize_prompt
 from groupwise.protocols import GenerationBackend
 from groupwise.stages import RolloutBatch, Sampling
-from groupwise.vision import image_prompt, read_prompt, refuse_images
+from groupwise.vision import image_prompt, prompt_images, read_prompt, refuse_images
 
 #: Seconds that answered rollouts wait for the others at least: what is quicker stays in one batch.
 PATIENCE = 1.0
@@ -210,7 +210,7 @@ class Agents:
         rollout.num_calls += len(outcomes)
         rollout.num_failures += sum(outcome.failed for outcome in outcomes)
         messages = [
-            {"role": "tool", "name": call.name, "content": as_text(outcome.content)}
+            {"role": "tool", "name": call.name, "content": _shown(outcome.content)}
             for call, outcome in zip(rollout.calls, outcomes, strict=True)
         ]
         transcript = rollout.transcript
@@ -270,6 +270,11 @@ def _images(rollouts: list[_Rollout]) -> list[ImageInputs] | None:
 def take_part(backend: GenerationBackend) -> None:
     """Call the backend for nothing, because other processes call it and wait for this one."""
     backend.generate([sorted(backend.end_tokens)[:1]], Sampling([1]))
+
+
+def _shown(content: Any) -> Any:
+    """What a tool returned, as one text unless there are images in it."""
+    return content if prompt_images([{"content": content}]) else as_text(content)
 
 
 def _metrics(rollouts: list[_Rollout]) -> Metrics:
