@@ -11,7 +11,7 @@ import pytest
 import torch
 from runs import policy, prompts, tokenizer, trainer
 
-from groupwise import ConfigError
+from groupwise import ConfigError, GRPOConfig
 from groupwise.backends.vllm import engine
 from groupwise.backends.vllm.carriers import AllWeights, LocalReceiver
 from groupwise.backends.vllm.colocate import ColocatedBackend, make_backend
@@ -48,6 +48,7 @@ def test_without_vllm_the_error_says_what_to_install(tmp_path, monkeypatch, spec
         ({"vllm_engine_kwargs": {"max_model_len": 8}}, "it follows vllm_max_model_length"),
         ({"generation_kwargs": {"best": 2}}, "generation_kwargs['best'] is unknown"),
         ({"generation_kwargs": {"n": 2}}, "generation_kwargs['n'] is decided by the trainer"),
+        ({"generation_kwargs": {"min_tokens": 7}}, "less than or equal to max_tokens=6, got 7"),
         ({"temperature": 2.5}, "temperature must be in [0, 2], got 2.5"),
         ({"vllm_enable_sleep_mode": True}, "frees GPU memory"),
         ({"vllm_max_model_length": 9}, "a context of 9 (vllm_max_model_length) leaves 3"),
@@ -56,6 +57,15 @@ def test_without_vllm_the_error_says_what_to_install(tmp_path, monkeypatch, spec
 def test_settings_are_refused_before_anything_is_built(tmp_path, settings, message):
     pytest.importorskip("vllm")
     assert message in refused(tmp_path, train_dataset=prompts(8), **settings)
+
+
+@pytest.mark.vllm
+def test_completions_may_be_asked_to_be_long():
+    pytest.importorskip("vllm")
+    config = GRPOConfig(
+        "unused", use_vllm=True, generation_kwargs={"min_tokens": 64}, use_cpu=True, bf16=False
+    )
+    engine.check_engine(config)  # more than the 16 tokens that vLLM has by default
 
 
 @pytest.mark.vllm

@@ -64,7 +64,7 @@ def check_engine(config: Any) -> None:
             raise ConfigError(unknown("vllm_engine_kwargs", name, known - set(_DECIDED)))
     arguments = sampling_arguments(config, [])
     try:
-        SamplingParams(**arguments)
+        SamplingParams(**arguments, max_tokens=config.max_completion_length)
     except Exception as error:
         raise ConfigError(f"vLLM does not sample with these settings: {error}") from error
 
