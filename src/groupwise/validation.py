@@ -1,7 +1,7 @@
 """What a configuration must satisfy: one named rule per constraint, all violations reported together.
 
 A new constraint is one more :class:`Rule` in ``config_rules``, ``config_conflicts``,
-``config_vllm`` or ``config_liger``. When a feature ships, its lines of ``NOT_IMPLEMENTED`` are deleted.
+``config_vllm`` or ``config_liger``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def check(config: GRPOConfig) -> None:
 
 
 def violations(config: GRPOConfig) -> dict[str, str]:
-    """Rule name -> message for every broken rule, then field -> message for what nothing implements yet."""
+    """Rule name -> message for every broken rule."""
     found = {rule.name: rule.message(config) for rule in VALUE_RULES if rule.violated(config)}
     broken = {*_mistyped(config), *_not_finite(config)}
     view = _Readable(config, broken)
@@ -60,11 +60,6 @@ def violations(config: GRPOConfig) -> dict[str, str]:
                 found[rule.name] = rule.message(view)
         except _UnreadableError:
             continue
-    for name, accepted in NOT_IMPLEMENTED.items():
-        value = getattr(config, name)
-        if value not in accepted and name not in found and name not in broken:
-            allowed = " or ".join(repr(item) for item in accepted)
-            found[name] = f"{name}={value!r} is not implemented yet; allowed: {allowed}{_hint(config, name)}"
     return found
 
 
@@ -146,9 +141,6 @@ RULES = (
     *VLLM_RULES,
     *LIGER_RULES,
 )
-
-# field -> the values that work today
-NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {}
 
 
 def _uses(*surrogates: str) -> Callable[[Any], bool]:

@@ -9,7 +9,7 @@ import pytest
 from groupwise.config import GRPOConfig, field_types
 from groupwise.core.objectives import OBJECTIVES, register_objective
 from groupwise.errors import ConfigError
-from groupwise.validation import NOT_IMPLEMENTED, RULES, _warn_once, check, violations
+from groupwise.validation import RULES, _warn_once, check, violations
 
 CHOICES = {
     "loss_type": ("DR-GRPO", "dr_grpo"),
@@ -24,34 +24,6 @@ CHOICES = {
     "sequence_layout": ("sharedprefix", "shared_prefix"),
     "vllm_mode": ("sever", "server"),
     "vllm_model_impl": ("transformer", "transformers"),
-}
-
-# another valid value of each field that nothing implements yet
-UNBUILT = {
-    "ds3_gather_for_generation": False,
-    "use_transformers_continuous_batching": True,
-    "use_vllm": True,
-    "vllm_mode": "server",
-    "vllm_model_impl": "transformers",
-    "vllm_enable_sleep_mode": True,
-    "vllm_server_base_url": "http://localhost:8000",
-    "vllm_server_host": "127.0.0.1",
-    "vllm_server_port": 8001,
-    "vllm_server_timeout": 10.0,
-    "vllm_group_port": 51217,
-    "vllm_gpu_memory_utilization": 0.5,
-    "vllm_max_model_length": 128,
-    "vllm_tensor_parallel_size": 2,
-    "vllm_engine_kwargs": {"seed": 0},
-}
-# these two contradict something else unless a second unbuilt field is set
-UNBUILT_TOGETHER = {
-    "transformers_continuous_batching_config": {
-        "transformers_continuous_batching_config": {"a": 1},
-        "use_transformers_continuous_batching": True,
-    },
-    "vllm_structured_outputs_regex": {"vllm_structured_outputs_regex": "a+", "use_vllm": True},
-    "rollout_staleness": {"rollout_staleness": 1, "use_vllm": True, "vllm_mode": "server"},
 }
 
 # without logging_steps, which TrainingArguments judges, and the old name, which hands its value on
@@ -86,8 +58,7 @@ def test_rule_names_are_unique():
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_example_fires_its_rule_alone(build, rule):
     found, text = _invalid(build, **rule.example)
-    unbuilt = {name for name, message in found.items() if "not implemented yet" in message}
-    assert set(found) - unbuilt == {rule.name}
+    assert set(found) == {rule.name}
     assert found[rule.name] in text
     for part in ("=", "allowed: ", "nearest valid: "):
         assert part in found[rule.name]
@@ -111,26 +82,6 @@ def test_a_registered_objective_is_a_valid_loss_type(build, monkeypatch):
     monkeypatch.setattr("groupwise.core.objectives.OBJECTIVES", dict(OBJECTIVES))
     register_objective("mine", OBJECTIVES["dapo"].surrogate, OBJECTIVES["dapo"].normalizer)
     assert build(loss_type="mine").loss_type == "mine"
-
-
-@pytest.mark.parametrize("name", [name for name in UNBUILT if name in NOT_IMPLEMENTED])
-def test_unbuilt_values_are_refused(build, name):
-    found, text = _invalid(build, **{name: UNBUILT[name]})
-    assert set(found) == {name}
-    assert f"{name}={UNBUILT[name]!r} is not implemented yet; allowed: " in text
-
-
-@pytest.mark.parametrize("name", [name for name in UNBUILT_TOGETHER if name in NOT_IMPLEMENTED])
-def test_unbuilt_combinations_are_refused(build, name):
-    found, _ = _invalid(build, **UNBUILT_TOGETHER[name])
-    assert set(found) == set(UNBUILT_TOGETHER[name]) & set(NOT_IMPLEMENTED)
-    assert all("not implemented yet" in message for message in found.values())
-
-
-def test_every_unbuilt_field_is_covered_and_accepts_its_default():
-    assert set(NOT_IMPLEMENTED) <= set(UNBUILT) | set(UNBUILT_TOGETHER)
-    for name, accepted in NOT_IMPLEMENTED.items():
-        assert getattr(GRPOConfig, name) in accepted
 
 
 @pytest.mark.parametrize("skip", [True, False])
