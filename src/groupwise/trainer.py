@@ -278,7 +278,6 @@ class GRPOTrainer(
             book.record({"loss": Mean(output.loss.detach(), inputs.share_B1.sum())})
             if output.bonus_entropy is not None:
                 self.window_entropy = self.window_entropy.merge(output.bonus_entropy)
-        self.in_backward = True
         return (output.loss, scores) if return_outputs else output.loss
 
     def size_of(self, inputs: TrainBatch) -> int:

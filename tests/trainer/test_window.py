@@ -122,7 +122,9 @@ def test_every_row_is_scored_where_the_reference_needs_it(tmp_path, setting):
     scored = Scored(model)
     run = train(tmp_path, "run", model=model, max_steps=1, sequence_layout="padded", rewards=no_variance)
     assert scored.forwards == 0
-    run = train(tmp_path, "kl", model=model, max_steps=1, sequence_layout="padded", num_iterations=2, **setting)
+    run = train(
+        tmp_path, "kl", model=model, max_steps=1, sequence_layout="padded", num_iterations=2, **setting
+    )
     assert scored.forwards == run.args.steps_per_generation
     assert not any((batch.old_logps_BC == 0).all(-1).any() for batch in run.generation_buffer.micro_batches)
     assert not any((batch.ref_logps_BC == 0).all(-1).any() for batch in run.generation_buffer.micro_batches)
