@@ -91,7 +91,7 @@ class SplittingTrainer(Trainer):
         return torch.stack(losses).sum(), None
 
     def _noting_forward(self, model: nn.Module) -> Any:
-        """A context that notes when a forward is over: DDP then sends the gradients of whatever comes next."""
+        """A context that notes when a forward is over: DDP sends the gradients of whatever comes next."""
 
         def note(*_: Any) -> None:
             self._exchanges = self.accelerator.sync_gradients

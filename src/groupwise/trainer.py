@@ -256,14 +256,13 @@ class GRPOTrainer(
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Loss and gradients of one micro-batch; None is one that the window does not need."""
-        if inputs is None:
-            return torch.zeros((), device=self.accelerator.device)
-        last = self.accelerator.sync_gradients
-        with self.books["train"].ledger.clock("train", wait=last):
-            loss = super().training_step(model, inputs, num_items_in_batch)
+        last, loss = self.accelerator.sync_gradients, torch.zeros((), device=self.accelerator.device)
+        if inputs is not None:
+            with self.books["train"].ledger.clock("train", wait=last):
+                loss = super().training_step(model, inputs, num_items_in_batch)
         if last:
             self._end_window()
-        return loss
+        return self.loss_to_log(loss, last=last)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

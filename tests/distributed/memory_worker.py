@@ -17,8 +17,8 @@ import torch
 import worker
 from torch import nn
 
-#: Where it happens, at which training forward of the run, and the settings: windows of one micro-batch, or two.
-#: After the first window, a forward begins with a broadcast of buffers.
+#: Where it happens, at which training forward of the run, and the settings: windows of one micro-batch, or
+#: two. The first forward of a window begins with a broadcast of buffers.
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "first forward": ("forward", 1, {}),
     "forward after an exchange": ("forward", 2, {}),

@@ -1,4 +1,4 @@
-"""One of two processes runs out of memory: the update of enough memory, or an error, but no process that waits."""
+"""One of two processes runs out of memory: the update is the same, or an error says why; nobody waits."""
 
 from __future__ import annotations
 

@@ -72,8 +72,8 @@ def test_resume_repeats_the_run(tmp_path: Path, settings: dict[str, Any]) -> Non
 
 
 def test_resume_at_every_step_of_a_reuse_window(tmp_path: Path) -> None:
-    # 4 micro-batches, each used twice: steps 1-8 share a generation, 9 and 10 are on the next one. Half of the
-    # rows have no gradient, and no old log-probs in the buffer.
+    # 4 micro-batches, each used twice: steps 1-8 share a generation, 9 and 10 are on the next one. Half of
+    # the rows have no gradient, and no old log-probs in the buffer.
     reuse = {"num_iterations": 2, "steps_per_generation": 4, "reward_funcs": vowels_of_odd_prompts}
     _assert_resumes(tmp_path, list(range(1, 10)), make_trainer, **reuse, max_steps=10)
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from runs import policy, prompts, trainer
 
+from groupwise import GRPOTrainer
 from groupwise.core.surrogates import clipped
+from groupwise.splitting import SplittingTrainer
 from groupwise.stages import TrainBatch
 from groupwise.window import Cut, cache_sized, recut, rows_to_score
 
@@ -163,7 +167,7 @@ def test_an_objective_that_does_not_promise_to_be_flat_sees_every_row(tmp_path):
 def test_a_loss_of_a_subclass_sees_every_row(tmp_path):
     from runs import tokenizer
 
-    from groupwise import GRPOConfig, GRPOTrainer
+    from groupwise import GRPOConfig
 
     class OwnLoss(GRPOTrainer):
         def compute_loss(self, *args, **kwargs):
@@ -192,24 +196,71 @@ def test_a_micro_batch_reads_nothing_back_from_the_device(tmp_path, layout, monk
     batches, _ = run.recut_window(window, layout)
     batches = [run.scorer.prepare(batch) for batch in batches if batch is not None]
 
-    def read(*_):
-        raise AssertionError("a value was read back from the device")
-
-    for name in (
-        "item",
-        "tolist",
-        "cpu",
-        "numpy",
-        "nonzero",
-        "__bool__",
-        "__int__",
-        "__float__",
-        "__index__",
-    ):
-        monkeypatch.setattr(torch.Tensor, name, read)
+    forbid_reading(monkeypatch, lambda: True)
     run.model.train()
     for batch in batches:
         run.compute_loss(run.model, batch).backward()
+
+
+def forbid_reading(monkeypatch, forbidden):
+    """Let whatever reads a tensor's value raise while ``forbidden()``."""
+
+    def guarded(read):
+        def checked(*args, **kwargs):
+            assert not forbidden(), "a value was read back from the device"
+            return read(*args, **kwargs)
+
+        return checked
+
+    for name in (
+        *("item", "tolist", "cpu", "numpy", "nonzero"),
+        *("__bool__", "__int__", "__float__", "__index__"),
+    ):
+        monkeypatch.setattr(torch.Tensor, name, guarded(getattr(torch.Tensor, name)))
+
+
+class BetweenMicroBatches:
+    """Replaces what a micro-batch returns; true from there until the next one."""
+
+    def __init__(self, monkeypatch, losses=None):
+        self.now, self.last, self.losses = False, [], iter(losses or ())
+        whole, part = GRPOTrainer.training_step, SplittingTrainer.training_step
+        monkeypatch.setattr(GRPOTrainer, "training_step", lambda *given: self.around(whole, *given))
+        if losses is not None:
+            monkeypatch.setattr(SplittingTrainer, "training_step", lambda *given: self.replace(part, *given))
+
+    def around(self, training_step, trainer, *given):
+        self.now = False
+        loss = training_step(trainer, *given)
+        self.now = not trainer.accelerator.sync_gradients
+        self.last.append(not self.now)
+        return loss
+
+    def replace(self, training_step, trainer, *given):
+        training_step(trainer, *given)
+        return torch.tensor(next(self.losses))
+
+
+ALL_ROWS = {"skip_zero_advantage": False, "sequence_layout": "padded"}
+
+
+def test_nothing_is_read_back_between_micro_batches(tmp_path, monkeypatch):
+    between = BetweenMicroBatches(monkeypatch)
+    forbid_reading(monkeypatch, lambda: between.now)
+    run = train(tmp_path, "run", **ALL_ROWS)
+    assert between.last == [False, False, False, True] * 2
+    assert run.args.logging_nan_inf_filter is True
+
+
+@pytest.mark.parametrize("filtered", [True, False])
+def test_a_window_whose_loss_is_not_a_number_leaves_the_logged_loss_alone(tmp_path, monkeypatch, filtered):
+    BetweenMicroBatches(monkeypatch, [0.25, 0.75, math.nan, 1.0, 2.0, 0.0])
+    settings = {"max_steps": 3, "gradient_accumulation_steps": 2, "logging_steps": 10, **ALL_ROWS}
+    run = train(tmp_path, "run", logging_nan_inf_filter=filtered, **settings)
+    # windows of 1, NaN and 2; in place of NaN the mean so far, which Trainer takes to be 1 / 2 steps
+    expected = (1 + 1 / 2 + 2) / 3 if filtered else math.nan
+    assert run.state.log_history[-1]["train_loss"] == pytest.approx(expected, nan_ok=True)
+    assert run.args.logging_nan_inf_filter is filtered
 
 
 def test_truncated_completions_without_loss_are_not_computed(tmp_path):
