@@ -20,6 +20,7 @@ from groupwise.core.metrics import Mean
 from groupwise.data import GenerationBuffer, as_rows, local_rows, with_advantages, without_filler
 from groupwise.dynamic import Feed
 from groupwise.evaluation import EvaluationRecord
+from groupwise.finite import FiniteTrainer
 from groupwise.loading import LoadingTrainer
 from groupwise.logbook import Logbook, completion_rows, length_metrics
 from groupwise.mixins import (
@@ -52,6 +53,7 @@ class GRPOTrainer(
     RecordingTrainer,
     SplittingTrainer,
     AtomicTrainer,
+    FiniteTrainer,
 ):
     """Group relative policy optimisation on top of ``transformers.Trainer``.
 
@@ -95,7 +97,7 @@ class GRPOTrainer(
         rollout_func: RolloutFunction | None = None,
         environment_factory: Any = None,
     ) -> None:
-        args = args or GRPOConfig(f"{setup.model_name(model)}-GRPO")
+        args = setup.check_arguments(type(self), model, args)
         agents = setup.check_agents(tools, environment_factory, rollout_func)
         train_dataset, eval_dataset = setup.own_data(train_dataset, eval_dataset, agents, args)
         setup.check_data(train_dataset, eval_dataset, args)
