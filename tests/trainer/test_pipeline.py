@@ -21,6 +21,7 @@ from groupwise.backends.vllm.http import HttpServer
 from groupwise.data import GroupSampler
 from groupwise.pipeline import Pipeline
 
+
 @pytest.fixture
 def fake(monkeypatch):
     monkeypatch.setattr(HttpServer, "first_pause", 0.02)
@@ -50,10 +51,17 @@ def staleness(run):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("given", [{}, {"shuffle_dataset": False}, {"steps_per_generation": 2, "data_seed": 5}])
+@pytest.mark.parametrize(
+    "given", [{}, {"shuffle_dataset": False}, {"steps_per_generation": 2, "data_seed": 5}]
+)
 def test_rows_of_a_generation_are_those_of_the_loader_in_every_epoch(rank, given):
     settings = {"rollout_staleness": 1, "steps_per_generation": 1, "num_iterations": 2, "seed": 3}
-    settings |= {"gradient_accumulation_steps": 1, "num_generations": 2, "process_index": rank, "world_size": 2}
+    settings |= {
+        "gradient_accumulation_steps": 1,
+        "num_generations": 2,
+        "process_index": rank,
+        "world_size": 2,
+    }
     settings |= {"shuffle_dataset": True, "data_seed": None}
     config = SimpleNamespace(**{**settings, **given})
     local = 4 * config.steps_per_generation
@@ -169,3 +177,33 @@ def test_no_checkpoint_where_none_are_wanted(fake, tmp_path):
     with pytest.raises(ConnectionError):
         cut.train()
     assert not list(tmp_path.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
+def test_tokens_without_a_log_prob_from_the_server_count_as_sampled_by_the_policy(fake, tmp_path, mode):
+    fake.logprob = lambda position: -9999.0  # what vLLM writes where it has none
+    histories = []
+    for correction in (True, False):
+        settings = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 1.01}
+        settings["vllm_importance_sampling_correction"] = correction
+        run = run_for(fake, tmp_path, max_steps=2, **settings)
+        run.train()
+        histories.append(
+            [(line["loss"], line["grad_norm"]) for line in run.state.log_history if "loss" in line]
+        )
+        values = [value for line in run.state.log_history for value in line.values()]
+        assert all(math.isfinite(value) for value in values)
+    assert histories[0] == histories[1]
+
+
+def test_a_missing_log_prob_leaves_the_other_tokens_corrected(fake, tmp_path):
+    whole = [-9999.0 if position == 1 else -0.01 for position in range(6)]  # far from what the policy gives
+    losses_by_bound = []
+    for bound in (0.5, 1000.0):
+        fake.logprob = whole.__getitem__
+        settings = {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_min": bound}
+        run = run_for(fake, tmp_path, max_steps=1, vllm_importance_sampling_clip_max=2000.0, **settings)
+        run.train()
+        losses_by_bound.append(run.state.log_history[0]["grad_norm"])
+    # Only the token whose ratio counts as 1 lies above the bound of 0.5; none above that of 1000.
+    assert losses_by_bound[0] > 0 and losses_by_bound[1] == 0
