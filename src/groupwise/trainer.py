@@ -38,7 +38,7 @@ from groupwise.protocols import RewardFunction, RolloutFunction
 from groupwise.recording import RecordingTrainer
 from groupwise.reference import MixReference, make_reference
 from groupwise.splitting import SplittingTrainer
-from groupwise.stages import ScoredBatch, TrainBatch
+from groupwise.stages import RolloutBatch, ScoredBatch, TrainBatch
 from groupwise.window import WindowWork, cache_sized, rows_to_score
 
 
@@ -149,7 +149,8 @@ class GRPOTrainer(
         self.agents = setup.make_agents(
             agents, args, self.processing_class, self.backend, self.model, self.accelerator
         )
-        self.pipeline = Pipeline(args, one_turn=self.agents is None and rollout_func is None)
+        one_turn = self.agents is None and rollout_func is None
+        self.pipeline = Pipeline(args, self.train_dataset, one_turn=one_turn)
         self.scorer = setup.make_scorer(self.model, args, self.accelerator)
         self.parity_gate = setup.make_parity_gate(self.scorer, args, self.accelerator, self.processing_class)
         self.router_aux_loss_coef = setup.router_aux_loss_coef(self.model, args)
@@ -181,7 +182,6 @@ class GRPOTrainer(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[TrainBatch | None], None]:
         """One accumulation window: micro-batches from the buffer, which is refilled when it is used up."""
-        epoch_iterator = self.pipeline.over(epoch_iterator)
         window: list[TrainBatch] = []
         # No server generates: nothing of this step has been trained, and the last one is saved.
         with self.undone_by(ConnectionError, then=self.save_finished_step):
@@ -231,6 +231,9 @@ class GRPOTrainer(
         if mode == "eval":
             self.evaluation.add(scored)
         return scored
+
+    def hears_of_parts(self) -> Callable[[RolloutBatch], None] | None:
+        return self.begin_rewards()
 
     def _prepare(
         self, scored: ScoredBatch, mode: str, micro_batch_rows: int, *, on_policy: bool
