@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -154,21 +155,12 @@ def test_an_incomplete_model_is_refused(run):
     assert engine_greedy(run.backend, PROMPTS) == greedy(run.model, PROMPTS, 6, run.backend.end_tokens)
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("size", [1, 2])
-def test_two_processes_with_an_engine_each_or_one_over_both(size):
+def on_two_processes(script: str, argument: Any) -> str:
     here = Path(__file__).parent
-    command = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        "slice_worker.py",
-        str(size),
-    ]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     paths = os.pathsep.join([str(here), *sys.path])
     done = subprocess.run(
-        [sys.executable, *command],
+        [sys.executable, *launcher, script, str(argument)],
         capture_output=True,
         text=True,
         timeout=240,
@@ -176,7 +168,19 @@ def test_two_processes_with_an_engine_each_or_one_over_both(size):
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count(f"sampled with {size}") == 2
+    return done.stdout
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("size", [1, 2])
+def test_two_processes_with_an_engine_each_or_one_over_both(size):
+    assert on_two_processes("slice_worker.py", size).count(f"sampled with {size}") == 2
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+def test_partitioned_weights_are_streamed_whole_and_the_engine_follows_them(tmp_path):
+    assert on_two_processes("zero_worker.py", tmp_path).count("followed") == 2
 
 
 def test_a_resumed_run_repeats_the_run(tmp_path):

@@ -177,9 +177,9 @@ def gathering(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[Any]:
     partitioned = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
     if not partitioned:
         return nullcontext()
-    from deepspeed.zero import GatheredParameters
+    import deepspeed
 
-    return GatheredParameters(partitioned)
+    return deepspeed.zero.GatheredParameters(partitioned)  # no module of that name: it is an attribute
 
 
 def _conversion(model: Any) -> Any:

@@ -122,6 +122,7 @@ def engine_arguments(config: Any, model: str, dtype: str) -> dict[str, Any]:
 
     arguments: dict[str, Any] = {
         "model": model,
+        "runner": "generate",
         "dtype": dtype,
         "seed": config.seed,
         "load_format": "dummy",  # every weight comes from the trainer before the first token
