@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from groupwise.backends.transformers_generate import end_tokens as find_end_tokens
 from groupwise.backends.vllm.carriers import AdapterAlone, AllWeights, adapter_arguments
 from groupwise.backends.vllm.engine import check_engine, engine_arguments, sampling_arguments
-from groupwise.backends.vllm.isolation import own_random_state
+from groupwise.backends.vllm.isolation import own_classes, own_random_state
 from groupwise.backends.vllm.plugin import register
 from groupwise.backends.vllm.sampling import Request, group_requests
 from groupwise.backends.vllm.slices import EngineSlice
@@ -186,7 +186,8 @@ def make_backend(
         alone = bool(arguments.get("enable_lora"))
         if alone:
             arguments |= adapter_arguments(model, directory)
-        engine = LLM(**arguments)
+        with own_classes(base):
+            engine = LLM(**arguments)
     return ColocatedBackend(
         engine,
         sampling,
