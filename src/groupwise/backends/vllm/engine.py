@@ -83,8 +83,8 @@ def _check_implementation(config: Any) -> None:
         )
     if is_deepspeed_zero3_enabled():
         raise ConfigError(
-            "vllm_model_impl='transformers' lets transformers build the engine's model, which would partition "
-            "it as ZeRO-3 does the policy; set vllm_model_impl='vllm'"
+            "vllm_model_impl='transformers' lets transformers build the engine's model, which would "
+            "partition it as ZeRO-3 does the policy; set vllm_model_impl='vllm'"
         )
 
 
