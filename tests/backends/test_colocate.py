@@ -39,7 +39,8 @@ def history(run: Any) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Two steps with large updates; what was generated, with the log-probs of the policy at that moment."""
-    settings = {"temperature": 0.7, "max_steps": 2, "learning_rate": 0.05}
+    engine = {**ENGINE, "max_num_batched_tokens": 200}
+    settings = {"temperature": 0.7, "max_steps": 2, "learning_rate": 0.05, "vllm_engine_kwargs": engine}
     settings |= {"eval_dataset": prompts(4), "eval_generation_kwargs": {"temperature": 0.0}}
     run = trainer(tmp_path_factory.mktemp("colocate"), model=policy(tie_word_embeddings=True), **settings)
     run.seen = []
@@ -102,6 +103,15 @@ def test_an_evaluation_samples_with_its_own_settings(run, monkeypatch):
         assert got == greedy(run.model, prompts_, 6, run.backend.end_tokens)
     texts = {tuple(completion.token_ids) for completion in run.backend.generate([[4, 5]] * 8, Sampling())}
     assert len(texts) > 1  # the run's own temperature again
+
+
+def test_prompts_beyond_what_the_engine_reads_at_once(run):
+    """Seeded requests on a CPU must be read whole."""
+    prompts = [[4 + i, *range(4, 16)] * 8 for i in range(6)]  # 104 tokens each; 200 are read in one pass
+    run.sync_sampler(run.model)
+    for prompt, completion in zip(prompts, run.backend.generate(prompts), strict=True):
+        expected = trainer_logps(run.model.eval(), prompt, completion.token_ids, 0.7)
+        torch.testing.assert_close(torch.tensor(completion.logps).double(), expected, atol=1e-4, rtol=0)
 
 
 def test_weights_are_sent_once_for_each_step_and_again_when_they_were_loaded(run):

@@ -97,12 +97,16 @@ class ColocatedBackend:
         from vllm.sampling_params import SamplingParams
 
         prompts = [{"prompt_token_ids": list(request.prompt)} for request in requests]
+        counts = [request.samples(settings["temperature"]) for request in requests]
         params = [
-            SamplingParams(**settings, n=len(request.rows), max_tokens=request.max_tokens, seed=request.seed)
-            for request in requests
+            SamplingParams(**settings, n=count, max_tokens=request.max_tokens, seed=request.seed)
+            for request, count in zip(requests, counts, strict=True)
         ]
         outputs = self.engine.generate(prompts, params, use_tqdm=False, **self.carrier.request_arguments())
-        return [[self._completion(sample) for sample in output.outputs] for output in outputs]
+        return [
+            [self._completion(output.outputs[row % count]) for row in range(len(request.rows))]
+            for request, count, output in zip(requests, counts, outputs, strict=True)
+        ]
 
     def _completion(self, sample: Any) -> Completion:
         tokens = list(sample.token_ids)

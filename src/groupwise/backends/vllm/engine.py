@@ -162,6 +162,8 @@ def engine_arguments(config: Any, model: str, dtype: str) -> dict[str, Any]:
         arguments["enforce_eager"] = True  # compiled, it would need the policy's class for itself
     if config.device.type == "cpu":
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": 2 * _GIB}
+        # On a CPU, vLLM ends when it reads a part of the tokens of a request that has a seed.
+        arguments["enable_chunked_prefill"] = False
     return arguments | (config.vllm_engine_kwargs or {})
 
 
