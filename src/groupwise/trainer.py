@@ -20,6 +20,7 @@ from groupwise.core.metrics import Mean
 from groupwise.data import GenerationBuffer, as_rows, local_rows, with_advantages, without_filler
 from groupwise.dynamic import Feed
 from groupwise.evaluation import EvaluationRecord
+from groupwise.finite import FiniteTrainer
 from groupwise.loading import LoadingTrainer
 from groupwise.logbook import Logbook, completion_rows, length_metrics
 from groupwise.mixins import (
@@ -37,7 +38,7 @@ from groupwise.protocols import RewardFunction, RolloutFunction
 from groupwise.recording import RecordingTrainer
 from groupwise.reference import MixReference, make_reference
 from groupwise.splitting import SplittingTrainer
-from groupwise.stages import ScoredBatch, TrainBatch
+from groupwise.stages import RolloutBatch, ScoredBatch, TrainBatch
 from groupwise.window import WindowWork, cache_sized, rows_to_score
 
 
@@ -52,6 +53,7 @@ class GRPOTrainer(
     RecordingTrainer,
     SplittingTrainer,
     AtomicTrainer,
+    FiniteTrainer,
 ):
     """Group relative policy optimisation on top of ``transformers.Trainer``.
 
@@ -95,7 +97,7 @@ class GRPOTrainer(
         rollout_func: RolloutFunction | None = None,
         environment_factory: Any = None,
     ) -> None:
-        args = args or GRPOConfig(f"{setup.model_name(model)}-GRPO")
+        args = setup.check_arguments(type(self), model, args)
         agents = setup.check_agents(tools, environment_factory, rollout_func)
         train_dataset, eval_dataset = setup.own_data(train_dataset, eval_dataset, agents, args)
         setup.check_data(train_dataset, eval_dataset, args)
@@ -147,7 +149,8 @@ class GRPOTrainer(
         self.agents = setup.make_agents(
             agents, args, self.processing_class, self.backend, self.model, self.accelerator
         )
-        self.pipeline = Pipeline(args, one_turn=self.agents is None and rollout_func is None)
+        one_turn = self.agents is None and rollout_func is None
+        self.pipeline = Pipeline(args, self.train_dataset, one_turn=one_turn)
         self.scorer = setup.make_scorer(self.model, args, self.accelerator)
         self.parity_gate = setup.make_parity_gate(self.scorer, args, self.accelerator, self.processing_class)
         self.router_aux_loss_coef = setup.router_aux_loss_coef(self.model, args)
@@ -179,7 +182,6 @@ class GRPOTrainer(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[TrainBatch | None], None]:
         """One accumulation window: micro-batches from the buffer, which is refilled when it is used up."""
-        epoch_iterator = self.pipeline.over(epoch_iterator)
         window: list[TrainBatch] = []
         # No server generates: nothing of this step has been trained, and the last one is saved.
         with self.undone_by(ConnectionError, then=self.save_finished_step):
@@ -229,6 +231,9 @@ class GRPOTrainer(
         if mode == "eval":
             self.evaluation.add(scored)
         return scored
+
+    def hears_of_parts(self) -> Callable[[RolloutBatch], None] | None:
+        return self.begin_rewards()
 
     def _prepare(
         self, scored: ScoredBatch, mode: str, micro_batch_rows: int, *, on_policy: bool
