@@ -352,14 +352,16 @@ class GRPOTrainer(
             return
         state = checkpoint.load_state(directory, self.args.process_index, self.args.world_size)
         self.generation_buffer = GenerationBuffer.from_state(state["buffer"], self.accelerator.device)
-        self.backend.load_state_dict(state["backend"])
-        self.feed.load_state_dict(state["feed"])
-        self.evaluation.load_state_dict(state["first_evaluation"])
-        for mode, book in self.books.items():
-            book.load_state_dict(state["books"][mode])
+        for name, keeper in self._keepers().items():
+            keeper.load_state_dict(state[name])
         self.entropy_control = EntropyControl(*state["entropy_control"])
         if self.args.sync_ref_model:
             checkpoint.load_reference(directory, self.reference.model)
+
+    def _keepers(self) -> dict[str, Any]:
+        """What has a state of its own, by its name in checkpoints."""
+        named = {"backend": self.backend, "feed": self.feed, "first_evaluation": self.evaluation}
+        return {**named, **{f"{mode}_book": book for mode, book in self.books.items()}}
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -372,14 +374,9 @@ class GRPOTrainer(
 
     def save_own_state(self, directory: str) -> None:
         control = self.entropy_control
-        state = {
-            "buffer": self.generation_buffer.state_dict(),
-            "backend": self.backend.state_dict(),
-            "feed": self.feed.state_dict(),
-            "first_evaluation": self.evaluation.state_dict(),
-            "books": {mode: book.state_dict() for mode, book in self.books.items()},
-            "entropy_control": (control.coef, control.entropy),
-        }
+        state = {name: keeper.state_dict() for name, keeper in self._keepers().items()}
+        state["buffer"] = self.generation_buffer.state_dict()
+        state["entropy_control"] = (control.coef, control.entropy)
         checkpoint.save_state(directory, self.args.process_index, self.args.world_size, state)
         if self.args.sync_ref_model and self.args.should_save:
             checkpoint.save_reference(directory, self.accelerator.unwrap_model(self.reference.model))

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
+from transformers.trainer_utils import IntervalStrategy
 
 from groupwise.config import GRPOConfig
 from groupwise.data import repeat_rows
@@ -45,7 +46,7 @@ def check_data(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> Non
         raise ConfigError("train_dataset is missing (and there is no eval_dataset either); pass a dataset")
     if eval_dataset is None and config.eval_strategy != "no":
         raise ConfigError(
-            f"eval_strategy={config.eval_strategy.value!r} needs an eval_dataset; pass one, or set "
+            f"eval_strategy={IntervalStrategy(config.eval_strategy).value!r} needs an eval_dataset; pass one, or set "
             "eval_strategy='no'"
         )
     for name, dataset in named_datasets(train_dataset, eval_dataset).items():
