@@ -62,7 +62,7 @@ LAYERS = {
     "splitting": {"errors"},
     "models": {"errors", "heads"},
     "reference": {"config", "errors"},
-    "backends": {"attention", "config_conflicts", "core", "errors", "protocols", "stages"},
+    "backends": {"attention", "config_conflicts", "core", "errors", "linear", "protocols", "stages"},
     "pipeline": {"core", "stages"},
     "rewards": {"errors", "prompts", "stages"},
     "reporting": {"config"},
