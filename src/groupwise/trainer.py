@@ -14,6 +14,7 @@ from transformers.trainer_callback import ProgressCallback
 
 from groupwise import checkpoint, reporting, setup
 from groupwise.atomic import AtomicTrainer
+from groupwise.backends.weight_stream import streamable
 from groupwise.config import GRPOConfig
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean
@@ -143,7 +144,7 @@ class GRPOTrainer(
         setup.speed_up([self.model, self.reference.model], args, self.accelerator)
         self.rollout_func = rollout_func
         self.backend = setup.make_backend(
-            lambda: self.accelerator.unwrap_model(self.model_wrapped), args, self.processing_class
+            lambda: streamable(self.accelerator, self.model_wrapped), args, self.processing_class
         )
         self.tools = [tool.function for tool in agents.all_tools]
         self.agents = setup.make_agents(
@@ -214,7 +215,7 @@ class GRPOTrainer(
         """Completions and their rewards."""
         book = self.books[mode]
         with book.ledger.clock("sync"):
-            self.sync_sampler(self.accelerator.unwrap_model(self.model_wrapped))
+            self.sync_sampler(streamable(self.accelerator, self.model_wrapped))
         with book.ledger.clock("generate"):
             if mode == "train":
                 for step, later in self.pipeline.upcoming(self.state.global_step, self.state.max_steps):
