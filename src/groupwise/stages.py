@@ -106,6 +106,11 @@ class ScoredBatch:
     columns: dict[str, list[Any]] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=dict)
 
+    @property
+    def counted(self) -> int:
+        """Completions of this rank that count; later ones only fill up an evaluation batch."""
+        return len(self.rewards.rewards_NF[self.local])
+
 
 @dataclass(frozen=True)
 class TrainBatch:

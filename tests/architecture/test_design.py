@@ -59,6 +59,7 @@ LAYERS = {
     "config_conflicts": {"errors", "core", "config", "config_rules"},
     "checkpoint": {"errors"},
     "atomic": {"checkpoint"},
+    "finite": {"errors"},
     "splitting": {"errors"},
     "models": {"errors", "heads"},
     "reference": {"config", "errors"},

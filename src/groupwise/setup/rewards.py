@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,7 @@ def check_rewards(
                 f"reward_funcs holds {function!r} ({type(function).__name__}); allowed: callables, "
                 "sequence-classification models and ids of such models"
             )
+        _check_signature(function)
     if not isinstance(processing_classes, (list, tuple)):
         processing_classes = [processing_classes] * len(functions)
     for name, given in (
@@ -78,6 +80,25 @@ def check_rewards(
                 f"{name} has {len(given)} entries for {len(functions)} reward functions; give one for each"
             )
     return RewardSetup([*functions, *own_rewards], [*processing_classes, *[None] * len(own_rewards)])
+
+
+#: Keyword arguments that every reward function gets, whatever the dataset is.
+_ALWAYS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+
+
+def _check_signature(function: Any) -> None:
+    if isinstance(function, (str, PreTrainedModel)):
+        return
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # not every callable tells
+        return
+    refused = [name for name in _ALWAYS if name not in parameters]
+    if refused and all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+        raise ConfigError(
+            f"reward function {reward_name(function)!r} does not accept {', '.join(refused)}; these and every "
+            "dataset column are passed as keyword arguments: add **kwargs to its parameters"
+        )
 
 
 def load_rewards(rewards: RewardSetup, config: GRPOConfig, accelerator: Accelerator) -> LoadedRewards:
