@@ -95,6 +95,7 @@ def trainer(directory: Path | str, **given: Any) -> GRPOTrainer:
     arguments.setdefault("reward_funcs", calls_reward)
     text = arguments["processing_class"]
     said = {*text.convert_tokens_to_ids(list(LETTERS)), text.eos_token_id}
+    model = given.pop("model", None) or policy(len(text))
     settings: dict[str, Any] = {
         "per_device_train_batch_size": 4,
         "num_generations": 4,
@@ -110,4 +111,4 @@ def trainer(directory: Path | str, **given: Any) -> GRPOTrainer:
         "generation_kwargs": {"suppress_tokens": [i for i in range(len(text)) if i not in said]},
     }
     config = GRPOConfig(str(directory), **{**settings, **given})
-    return GRPOTrainer(policy(len(text)), args=config, **arguments)
+    return GRPOTrainer(model, args=config, **arguments)
