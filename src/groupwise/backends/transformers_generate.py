@@ -45,6 +45,8 @@ class TransformersBackend:
         generation_config: sampling settings; see :func:`generation_config`.
     """
 
+    context_length: int | None = None
+
     def __init__(
         self,
         model: Callable[[], PreTrainedModel],
