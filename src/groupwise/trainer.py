@@ -346,6 +346,7 @@ class GRPOTrainer(
         if directory is None:
             return
         state = checkpoint.load_state(directory, self.args.process_index, self.args.world_size)
+        checkpoint.warn_of_other_order(state["order"], self.args, self.train_dataset)
         self.generation_buffer = GenerationBuffer.from_state(state["buffer"], self.accelerator.device)
         self.backend.load_state_dict(state["backend"])
         self.feed.load_state_dict(state["feed"])
@@ -374,6 +375,7 @@ class GRPOTrainer(
             "first_evaluation": self.evaluation.state_dict(),
             "books": {mode: book.state_dict() for mode, book in self.books.items()},
             "entropy_control": (control.coef, control.entropy),
+            "order": checkpoint.order_of_prompts(self.args, self.train_dataset),
         }
         checkpoint.save_state(directory, self.args.process_index, self.args.world_size, state)
         if self.args.sync_ref_model and self.args.should_save:

@@ -93,8 +93,8 @@ def _check_signature(function: Any) -> None:
     refused = [name for name in _ALWAYS if name not in parameters]
     if refused and all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
         raise ConfigError(
-            f"reward function {reward_name(function)!r} does not accept {', '.join(refused)}; these and every "
-            "dataset column are passed as keyword arguments: add **kwargs to its parameters"
+            f"reward function {reward_name(function)!r} does not accept {', '.join(refused)}; these and all"
+            " dataset columns are passed as keyword arguments: add **kwargs to its parameters"
         )
 
 
