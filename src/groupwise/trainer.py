@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,8 +38,8 @@ from groupwise.protocols import RewardFunction, RolloutFunction
 from groupwise.recording import RecordingTrainer
 from groupwise.reference import MixReference, make_reference
 from groupwise.splitting import SplittingTrainer
-from groupwise.stages import ScoredBatch, TrainBatch
-from groupwise.window import WindowWork, cache_sized
+from groupwise.stages import RolloutBatch, ScoredBatch, TrainBatch
+from groupwise.window import WindowWork, cache_sized, rows_to_score
 
 
 class GRPOTrainer(
@@ -148,7 +149,8 @@ class GRPOTrainer(
         self.agents = setup.make_agents(
             agents, args, self.processing_class, self.backend, self.model, self.accelerator
         )
-        self.pipeline = Pipeline(args, one_turn=self.agents is None and rollout_func is None)
+        one_turn = self.agents is None and rollout_func is None
+        self.pipeline = Pipeline(args, self.train_dataset, one_turn=one_turn)
         self.scorer = setup.make_scorer(self.model, args, self.accelerator)
         self.parity_gate = setup.make_parity_gate(self.scorer, args, self.accelerator, self.processing_class)
         self.router_aux_loss_coef = setup.router_aux_loss_coef(self.model, args)
@@ -180,7 +182,6 @@ class GRPOTrainer(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[TrainBatch | None], None]:
         """One accumulation window: micro-batches from the buffer, which is refilled when it is used up."""
-        epoch_iterator = self.pipeline.over(epoch_iterator)
         window: list[TrainBatch] = []
         # No server generates: nothing of this step has been trained, and the last one is saved.
         with self.undone_by(ConnectionError, then=self.save_finished_step):
@@ -223,45 +224,50 @@ class GRPOTrainer(
         with book.ledger.clock("reward"):
             size = self.num_generations if mode == "train" else self.args.num_generations_eval
             scored = self.score(rollout, size, num_rows)  # type: ignore[arg-type]
-        counted = len(scored.rewards.rewards_NF[scored.local])  # later rows only fill up an evaluation batch
-        lengths = length_metrics(rollout.prompt_ids[:counted], rollout.completions[:counted])
-        behind = staleness(rollout.completions[:counted], self.state.global_step)
+        completions = rollout.completions[: scored.counted]
+        lengths = length_metrics(rollout.prompt_ids[: scored.counted], completions)
+        behind = staleness(completions, self.state.global_step)
         book.record({**lengths, **behind, **rollout.metrics, **scored.metrics})
         if mode == "eval":
             self.evaluation.add(scored)
         return scored
 
+    def hears_of_parts(self) -> Callable[[RolloutBatch], None] | None:
+        return self.begin_rewards()
+
     def _prepare(
         self, scored: ScoredBatch, mode: str, micro_batch_rows: int, *, on_policy: bool
     ) -> list[TrainBatch]:
-        """Micro-batches with old and reference log-probs and advantages."""
+        """Micro-batches with advantages, and with old and reference log-probs where they are needed."""
         book = self.books[mode]
-        counted = len(scored.rewards.rewards_NF[scored.local])  # later rows only fill up an evaluation batch
         with book.ledger.clock("score"):
-            whole = without_filler(self.assemble(scored.rollout), counted)
+            whole = without_filler(self.assemble(scored.rollout), scored.counted)
             if mode == "train":
                 fresh = [c.sampled_at(self.state.global_step) for c in scored.rollout.completions]
                 book.record(self.parity_gate.check(self.model, whole, fresh))
-            parts = whole.split(micro_batch_rows)
-            batches = [self.annotate(self.model, part, on_policy=on_policy) for part in parts]
-        if self.args.kl_in_reward:
-            scored = self.charge_kl(scored, batches)
-        advantages = local_rows(self.estimate_advantages(scored), scored.local).to(self.accelerator.device)
+            batches = list(whole.split(micro_batch_rows))
+            annotate = partial(self.annotate, self.model, on_policy=on_policy)
+            if self.args.kl_in_reward:  # a part of every reward, so before any advantage
+                batches = [annotate(batch) for batch in batches]
+                scored = self.charge_kl(scored, batches)
+            advantages = local_rows(self.estimate_advantages(scored), scored.local)
+            batches = with_advantages(batches, advantages)
+            if not self.args.kl_in_reward:
+                batches = [annotate(batch, rows=rows_to_score(batch, self.window_cut)) for batch in batches]
         if self.args.log_completions:
             where = self.reward_func_names, self.state.global_step
             book.rows += completion_rows(scored, advantages, *where, multimodal=self.args.log_multimodal)
-        return with_advantages(batches, advantages)
+        return batches
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Loss and gradients of one micro-batch; None is one that the window does not need."""
-        if inputs is None:
-            return torch.zeros((), device=self.accelerator.device)
-        last = self.accelerator.sync_gradients
-        with self.books["train"].ledger.clock("train", wait=last):
-            loss = super().training_step(model, inputs, num_items_in_batch)
+        last, loss = self.accelerator.sync_gradients, torch.zeros((), device=self.accelerator.device)
+        if inputs is not None:
+            with self.books["train"].ledger.clock("train", wait=last):
+                loss = super().training_step(model, inputs, num_items_in_batch)
         if last:
             self._end_window()
-        return loss
+        return self.loss_to_log(loss, last=last)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -276,7 +282,6 @@ class GRPOTrainer(
             book.record({"loss": Mean(output.loss.detach(), inputs.share_B1.sum())})
             if output.bonus_entropy is not None:
                 self.window_entropy = self.window_entropy.merge(output.bonus_entropy)
-        self.in_backward = True
         return (output.loss, scores) if return_outputs else output.loss
 
     def size_of(self, inputs: TrainBatch) -> int:
@@ -316,7 +321,7 @@ class GRPOTrainer(
             with self.evaluation_sampling():
                 scored = self._sample(inputs, "eval", num_rows or None)
             (batch,) = self._prepare(scored, "eval", len(inputs), on_policy=not self.args.kl_in_reward)
-            filler = len(inputs) - len(scored.rewards.rewards_NF[scored.local])
+            filler = len(inputs) - scored.counted
             (batch,) = self.weigh_window(self.keep_high_entropy(model, [batch]), filler)
             loss = self.compute_loss(model, batch)
         # The losses of the ranks average to that of the batch, which counts by its rows.

@@ -89,6 +89,7 @@ def trainer(directory: Path | str, **given: Any) -> GRPOTrainer:
         "processing_class",
         "rollout_func",
     )
+    model = given.pop("model", None)
     arguments: dict[str, Any] = {name: given.pop(name) for name in names if name in given}
     arguments.setdefault("processing_class", tokenizer())
     arguments.setdefault("train_dataset", chats())
@@ -110,4 +111,4 @@ def trainer(directory: Path | str, **given: Any) -> GRPOTrainer:
         "generation_kwargs": {"suppress_tokens": [i for i in range(len(text)) if i not in said]},
     }
     config = GRPOConfig(str(directory), **{**settings, **given})
-    return GRPOTrainer(policy(len(text)), args=config, **arguments)
+    return GRPOTrainer(policy(len(text)) if model is None else model, args=config, **arguments)

@@ -64,7 +64,7 @@ LAYERS = {
     "models": {"errors", "heads"},
     "reference": {"config", "errors"},
     "backends": {"attention", "config_conflicts", "core", "errors", "protocols", "stages"},
-    "pipeline": {"core", "stages"},
+    "pipeline": {"core", "data", "prompt_queue", "stages"},
     "rewards": {"errors", "prompts", "stages"},
     "reporting": {"config"},
     "window": {"core", "layout", "stages"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import time
 
 import pytest
 import torch
@@ -23,10 +24,17 @@ PROMPTS = [[4, 5], [6], [7, 8, 9], [10, 11, 12, 13]]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    process = ServerProcess(tmp_path_factory.mktemp("server")).start().wait()
+def process(tmp_path_factory):
+    process = ServerProcess(tmp_path_factory.mktemp("server")).start()
     yield process
     process.kill()
+
+
+@pytest.fixture
+def server(process):
+    """Up when the test starts; if it died in it, its last words are shown and the next test has one again."""
+    yield process.revive()
+    process.revive()
 
 
 def run_for(server, directory, **given):
@@ -40,9 +48,9 @@ def history(run):
 
 
 @pytest.fixture(scope="module")
-def trained(server, tmp_path_factory):
+def trained(process, tmp_path_factory):
     """Two optimizer steps."""
-    made = run_for(server, tmp_path_factory.mktemp("run"))
+    made = run_for(process.wait(), tmp_path_factory.mktemp("run"))
     made.train()
     yield made
     made.backend.close()
@@ -91,7 +99,8 @@ def test_weights_arrive_in_the_middle_of_completions_and_every_token_says_which_
     (http,) = run.backend.servers.servers
     before = _tokens_so_far(http)
     run.backend.generate_ahead(prompts, step=1)
-    while _tokens_so_far(http) < before + 50:
+    end = time.monotonic() + 120
+    while _tokens_so_far(http) < before + 50 and time.monotonic() < end:
         pass
     run.backend.sync_weights(step=1)
     completions = run.backend.generate(prompts)

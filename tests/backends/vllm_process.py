@@ -53,7 +53,7 @@ class ServerProcess:
             )
         return self
 
-    def wait(self, seconds: float = 120.0) -> ServerProcess:
+    def wait(self, seconds: float = 400.0) -> ServerProcess:
         """Return when it is healthy."""
         end = time.monotonic() + seconds
         while True:
@@ -66,6 +66,13 @@ class ServerProcess:
                         f"vllm serve did not start:\n{self.log.read_text()[-4000:]}"
                     ) from None
                 time.sleep(0.3)
+
+    def revive(self) -> ServerProcess:
+        """Start it again if it ended; what it said goes to the test's output."""
+        if self.process is not None and self.process.poll() is not None:
+            print(f"vllm serve ended with {self.process.returncode}:\n{self.log.read_text()[-8000:]}")
+            self.start()
+        return self.wait()
 
     def kill(self) -> None:
         """End it at once, with its workers, as a machine that fails does."""

@@ -97,13 +97,13 @@ def call_rewards(
     """
     arguments = {**reward_arguments(rollout), **shared}
     titles = [f"reward function {name!r}" for name in names]
-    waiting = {i: (f, titles[i]) for i, f in enumerate(functions) if _is_async(f)}
+    waiting = {i: (f, titles[i]) for i, f in enumerate(functions) if is_async(f)}
     latest = None if timeout is None else time.monotonic() + timeout
     futures = _start_together(waiting, arguments, timeout)
     outputs: dict[int, Any] = {}
     for i, function in enumerate(functions):
         if i not in futures:
-            outputs[i] = _error_or(_call, function, titles[i], arguments, timeout)
+            outputs[i] = _error_or(call_function, function, titles[i], arguments, timeout)
     for i, future in futures.items():
         left = None if latest is None else max(latest - time.monotonic(), 0.0)
         outputs[i] = _error_or(_result, future, titles[i], left, timeout)
@@ -138,13 +138,13 @@ def _warn_once(name: str, error: RewardError) -> None:
         logger.warning("%s; it gives no rewards for this batch, and later failures are only counted", error)
 
 
-def _is_async(function: Any) -> bool:
+def is_async(function: Any) -> bool:
     if isinstance(function, functools.partial):
-        return _is_async(function.func)
+        return is_async(function.func)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def _call(function: Any, title: str, arguments: dict[str, Any], timeout: float | None) -> Any:
+def call_function(function: Any, title: str, arguments: dict[str, Any], timeout: float | None) -> Any:
     def call() -> Any:
         with boundary(RewardError, title):
             return function(**arguments)
@@ -159,7 +159,7 @@ def _call(function: Any, title: str, arguments: dict[str, Any], timeout: float |
         except BaseException as error:
             future.set_exception(error)
 
-    _start_thread(run)
+    start_thread(run)
     return _result(future, title, timeout, timeout)
 
 
@@ -183,7 +183,7 @@ def _start_together(
 
     async def one(i: int) -> None:
         try:
-            futures[i].set_result(await _limited(*calls[i], arguments, timeout))
+            futures[i].set_result(await await_function(*calls[i], arguments, timeout))
         except Exception as error:
             futures[i].set_exception(error)
 
@@ -199,11 +199,11 @@ def _start_together(
                     future.set_exception(error)
 
     if calls:
-        _start_thread(run)
+        start_thread(run)
     return futures
 
 
-def _start_thread(function: Callable[[], None]) -> None:
+def start_thread(function: Callable[[], None]) -> None:
     """Run a function beside the caller, with the caller's gradient mode and GPU: a thread has its own."""
     grad = torch.is_grad_enabled()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -218,7 +218,7 @@ def _start_thread(function: Callable[[], None]) -> None:
     threading.Thread(target=run, daemon=True).start()
 
 
-async def _limited(function: Any, title: str, arguments: dict[str, Any], timeout: float | None) -> Any:
+async def await_function(function: Any, title: str, arguments: dict[str, Any], timeout: float | None) -> Any:
     with boundary(RewardError, title):
         task = asyncio.ensure_future(function(**arguments))
         done, _ = await asyncio.wait({task}, timeout=timeout)

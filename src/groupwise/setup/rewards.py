@@ -13,7 +13,10 @@ from transformers import PreTrainedModel
 from groupwise.config import GRPOConfig
 from groupwise.errors import ConfigError
 from groupwise.rewards.calling import reward_name, unique_names
+from groupwise.rewards.early import may_begin_early
+from groupwise.rewards.marking import is_independent
 from groupwise.rewards.models import RewardModel, load_reward_model
+from groupwise.setup.backend import chosen_backend
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,8 @@ def load_rewards(rewards: RewardSetup, config: GRPOConfig, accelerator: Accelera
             callables.append(scorer)
             tokenizers.append(scorer.tokenizer)
         else:
-            callables.append(function)
+            # The other backends need the thread of the caller until all is generated.
+            early = is_independent(function) and chosen_backend(config) == "server"
+            callables.append(may_begin_early(function) if early else function)
             tokenizers.append(None)
     return LoadedRewards(functions, callables, unique_names([reward_name(f) for f in functions]), tokenizers)
