@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import astuple
 from functools import partial
 from typing import Any
 
@@ -134,8 +135,7 @@ class GRPOTrainer(
         self.reward_callables = loaded.callables
         self.reward_func_names = loaded.names
         self.reward_processing_classes = loaded.processing_classes
-        given = self.args.reward_weights or []  # environments' own rewards come after those and weigh 1
-        self.reward_weights = torch.tensor(given + [1.0] * (len(loaded.names) - len(given)))
+        self.reward_weights = torch.tensor(loaded.weights)
 
     def _set_policy_state(self, rollout_func: RolloutFunction | None, agents: setup.AgentSetup) -> None:
         args = self.args
@@ -163,9 +163,8 @@ class GRPOTrainer(
 
     def _set_run_state(self) -> None:
         args = self.args
-        self.evaluation = EvaluationRecord(
-            args.eval_pass_at_k or [], args.eval_pass_threshold, self.reward_func_names
-        )
+        passes = args.eval_pass_at_k or [], args.eval_pass_threshold
+        self.evaluation = EvaluationRecord(*passes, self.reward_func_names)
         self.feed = Feed(self.prepared_data.new_source())
         self.generation_buffer = GenerationBuffer()
         self.books = {"train": Logbook(), "eval": Logbook()}
@@ -352,6 +351,7 @@ class GRPOTrainer(
         if directory is None:
             return
         state = checkpoint.load_state(directory, self.args.process_index, self.args.world_size)
+        checkpoint.warn_of_other_order(state["order"], self.args, self.train_dataset)
         self.generation_buffer = GenerationBuffer.from_state(state["buffer"], self.accelerator.device)
         for name, keeper in self._keepers().items():
             keeper.load_state_dict(state[name])
@@ -374,10 +374,10 @@ class GRPOTrainer(
         self.backend.version = None
 
     def save_own_state(self, directory: str) -> None:
-        control = self.entropy_control
         state = {name: keeper.state_dict() for name, keeper in self._keepers().items()}
         state["buffer"] = self.generation_buffer.state_dict()
-        state["entropy_control"] = (control.coef, control.entropy)
+        state["order"] = checkpoint.order_of_prompts(self.args, self.train_dataset)
+        state["entropy_control"] = astuple(self.entropy_control)
         checkpoint.save_state(directory, self.args.process_index, self.args.world_size, state)
         if self.args.sync_ref_model and self.args.should_save:
             checkpoint.save_reference(directory, self.accelerator.unwrap_model(self.reference.model))

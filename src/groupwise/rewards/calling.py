@@ -180,7 +180,10 @@ def _late(title: str, timeout: float | None) -> RewardError:
 
 
 def _start_together(
-    calls: dict[int, tuple[Any, str]], arguments: dict[str, Any], timeout: float | None, seconds_F: list[float]
+    calls: dict[int, tuple[Any, str]],
+    arguments: dict[str, Any],
+    timeout: float | None,
+    seconds_F: list[float],
 ) -> dict[int, Future[Any]]:
     """Start async functions in an event loop in a thread, because the caller's may have one already
     (notebooks do), and note what each takes."""
