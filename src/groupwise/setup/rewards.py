@@ -35,12 +35,14 @@ class LoadedRewards:
     callables: what is called, in the same order.
     names: unique names for metrics.
     processing_classes: the tokenizers of the reward models, None for callables.
+    weights: what each counts.
     """
 
     functions: list[Any]
     callables: list[Callable[..., Any]]
     names: list[str]
     processing_classes: list[Any]
+    weights: list[float]
 
 
 def check_rewards(
@@ -96,8 +98,8 @@ def _check_signature(function: Any) -> None:
     refused = [name for name in _ALWAYS if name not in parameters]
     if refused and all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
         raise ConfigError(
-            f"reward function {reward_name(function)!r} does not accept {', '.join(refused)}; these and every "
-            "dataset column are passed as keyword arguments: add **kwargs to its parameters"
+            f"reward function {reward_name(function)!r} does not accept {', '.join(refused)}; these and "
+            "every dataset column are passed as keyword arguments: add **kwargs to its parameters"
         )
 
 
@@ -122,4 +124,7 @@ def load_rewards(rewards: RewardSetup, config: GRPOConfig, accelerator: Accelera
             early = is_independent(function) and chosen_backend(config) == "server"
             callables.append(may_begin_early(function) if early else function)
             tokenizers.append(None)
-    return LoadedRewards(functions, callables, unique_names([reward_name(f) for f in functions]), tokenizers)
+    names = unique_names([reward_name(function) for function in functions])
+    given = config.reward_weights or []  # environments' own rewards come after those and weigh 1
+    weights = given + [1.0] * (len(functions) - len(given))
+    return LoadedRewards(functions, callables, names, tokenizers, weights)
