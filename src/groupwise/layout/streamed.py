@@ -76,7 +76,7 @@ def score_stream(
         batch: from :func:`prepare_stream`.
     """
     stream: Stream = batch.stream
-    inputs = {
+    inputs: dict[str, Any] = {
         "input_ids": stream.token_ids_1T,
         "position_ids": stream.position_ids_1T,
         "logits_to_keep": stream.predictor_N,
