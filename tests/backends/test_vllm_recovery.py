@@ -189,7 +189,7 @@ def test_one_of_two_servers_gone_for_good_is_named_and_the_other_can_be_used_alo
         return "drop"
 
     second.failures[path] = [die]
-    with pytest.raises(ConnectionError, match=rf"no vLLM server was ready at {second.url} within .*1 s while"):
+    with pytest.raises(ConnectionError, match=rf"no vLLM server was ready at {second.url} within .*1 s"):
         backend.sync_weights(step=4)
         backend.generate([[3], [3], [5]])
     alone = backend_for(fake, tmp_path)
