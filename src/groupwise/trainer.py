@@ -40,7 +40,7 @@ from groupwise.protocols import RewardFunction, RolloutFunction
 from groupwise.recording import RecordingTrainer
 from groupwise.reference import MixReference, make_reference
 from groupwise.splitting import SplittingTrainer
-from groupwise.stages import RolloutBatch, ScoredBatch, TrainBatch
+from groupwise.stages import ScoredBatch, TrainBatch
 from groupwise.window import WindowWork, cache_sized, rows_to_score
 
 
@@ -150,8 +150,7 @@ class GRPOTrainer(
         self.agents = setup.make_agents(
             agents, args, self.processing_class, self.backend, self.model, self.accelerator
         )
-        one_turn = self.agents is None and rollout_func is None
-        self.pipeline = Pipeline(args, self.train_dataset, one_turn=one_turn)
+        self.pipeline = Pipeline(args, self.train_dataset, one_turn=not (self.agents or rollout_func))
         self.scorer = setup.make_scorer(self.model, args, self.accelerator)
         self.parity_gate = setup.make_parity_gate(self.scorer, args, self.accelerator, self.processing_class)
         self.router_aux_loss_coef = setup.router_aux_loss_coef(self.model, args)
@@ -232,8 +231,7 @@ class GRPOTrainer(
             self.evaluation.add(scored)
         return scored
 
-    def hears_of_parts(self) -> Callable[[RolloutBatch], None] | None:
-        return self.begin_rewards()
+    hears_of_parts = RewardMixin.begin_rewards  # prompts that are finished are scored meanwhile
 
     def _prepare(
         self, scored: ScoredBatch, mode: str, micro_batch_rows: int, *, on_policy: bool
