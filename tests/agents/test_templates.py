@@ -57,10 +57,13 @@ def test_a_template_that_rewrites_the_last_turn_is_replaced_by_that_of_its_famil
     assert written.prompt([USER], [TOOL]) == own
 
 
-def test_without_thinking_the_next_turn_begins_with_an_empty_thought():
-    tokenizer = byte_tokenizer(QWEN3_LIKE)
-    ids = renderer(tokenizer, enable_thinking=False).observation(ANSWER, tokenizer.eos_token_id)
-    assert tokenizer.decode(ids).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+#: What the models' own templates write for a turn to begin.
+OPENINGS = {
+    "SmolLM3": "<|im_start|>assistant\n",
+    "Qwen": "<|im_start|>assistant\n",
+    "Llama 3": "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "GPT-OSS": "<|start|>assistant",
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -71,7 +74,9 @@ def test_stand_ins_keep_earlier_messages_as_they_are(family):
     assert all(text.startswith(shorter) for shorter, text in pairwise(texts))
     for text, message in zip(texts, messages, strict=True):
         assert (message["content"] or "look") in text
-    opened = tokenizer.apply_chat_template(messages[:3], tokenize=False, add_generation_prompt=True)
+    opened = tokenizer.apply_chat_template(
+        messages[:3], tokenize=False, add_generation_prompt=True, opening=OPENINGS[family.name]
+    )
     assert texts[3].startswith(opened)  # the next turn of the policy continues what opened it
 
 
@@ -84,7 +89,8 @@ def test_smollm3_shows_its_tools_under_its_own_name():
     written = renderer(tokenizer)
     assert "look" in tokenizer.decode(written.prompt([USER], [TOOL]))
     assert written.turns.template is not None
-    assert "a cat" in tokenizer.decode(written.observation(ANSWER, tokenizer.eos_token_id))
+    text = tokenizer.decode(written.observation(ANSWER, tokenizer.eos_token_id))
+    assert text == "\n<|im_start|>user\na cat<|im_end|>\n<|im_start|>assistant\n"
 
 
 COUNTING = CHAT.replace("|im_start|", "turn").replace(
@@ -131,19 +137,19 @@ def test_a_template_whose_calls_cannot_be_read_is_refused():
         ("ipython", '{"name": "look", "parameters": {"at": "it"}}<|eot_id|>', "", [("look", {"at": "it"})]),
         ("ipython", 'It is {"name": 3}.', 'It is {"name": 3}.', []),
         (
-            "to=functions.",
+            "<|channel|>",
             "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.look<|channel|>"
             'commentary json<|message|>{"at": "it"}<|call|>',
             "Hm.",
             [("look", {"at": "it"})],
         ),
         (
-            "to=functions.",
+            "<|channel|>",
             '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"at": "it"}<|call|>',
             "",
             [("look", {"at": "it"})],
         ),
-        ("to=functions.", "<|channel|>final<|message|>A cat.<|return|>", "A cat.", []),
+        ("<|channel|>", "<|channel|>final<|message|>A cat.<|return|>", "A cat.", []),
     ],
 )
 def test_turns_are_read_in_the_format_of_the_family(template, text, content, calls):

@@ -7,26 +7,12 @@ import threading
 import time
 
 import pytest
-from fake_vllm import FakeVLLM
+from fake_vllm import GENERATE, FakeVLLM
 
 from groupwise.backends.vllm.client import LostWeightsError, VLLMServers
 from groupwise.backends.vllm.http import HttpServer, LostAnswerError, ServerUnavailableError
 from groupwise.backends.vllm.sampling import Request, group_requests
 from groupwise.errors import BackendError
-
-GENERATE = "/inference/v1/generate"
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(HttpServer, "first_pause", 0.02)
-
-
-@pytest.fixture
-def fake():
-    server = FakeVLLM()
-    yield server
-    server.close()
 
 
 @pytest.fixture

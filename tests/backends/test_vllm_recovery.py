@@ -12,33 +12,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_vllm import FakeVLLM
+from fake_vllm import GENERATE, FakeVLLM
 from runs import policy, tokenizer
 from safetensors.torch import load_file
 
 from groupwise import GRPOConfig
-from groupwise.backends.vllm.http import HttpServer
 from groupwise.backends.vllm.server import VLLMServerBackend
 from groupwise.errors import BackendError
 from groupwise.stages import Sampling
 
-GENERATE = "/inference/v1/generate"
 UPDATE = [
     *("/pause", "/start_weight_update", "/update_weights", "/finish_weight_update"),
     *("/reset_prefix_cache", "/resume"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(HttpServer, "first_pause", 0.02)
-
-
-@pytest.fixture
-def fake():
-    server = FakeVLLM()
-    yield server
-    server.close()
 
 
 def backend_for(fake, tmp_path, **given):

@@ -392,7 +392,7 @@ def test_chat_prompts_use_the_template_and_continue_an_unfinished_answer(tmp_pat
 )
 def test_unusable_data_are_refused_before_the_model_loads(tmp_path, changes, said):
     with pytest.raises(ConfigError, match=said):
-        trainer(tmp_path, model="/nowhere/at/all", **changes)
+        trainer(tmp_path, model="nowhere/at-all", **changes)
 
 
 def test_a_model_without_settings_of_its_own_is_left_alone(tmp_path):

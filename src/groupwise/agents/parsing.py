@@ -26,7 +26,7 @@ class Call:
 
 
 #: What ends a turn in the formats below.
-_END = re.compile(r"(<\|(im_end|eot_id|eom_id|call|return|end)\|>\s*)+$")
+_END = re.compile(r"((<\|(im_end|eot_id|eom_id|call|return|end)\|>|<turn\|>|<\|tool_response>)\s*)+$")
 
 
 @dataclass(frozen=True)
@@ -41,20 +41,20 @@ class Turn:
 _Found = tuple[str, list[tuple[str | None, str]]]
 
 
-def _tagged(text: str) -> _Found:
+def _tagged(text: str, _schemas: list[Any]) -> _Found:
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Qwen, SmolLM3, Hermes."""
     blocks = re.findall(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|$)", text, flags=re.DOTALL)
     return text.partition("<tool_call>")[0], [(None, block.strip()) for block in blocks]
 
 
-def _bare(text: str) -> _Found:
+def _bare(text: str, _schemas: list[Any]) -> _Found:
     """A turn that is one JSON object with a name and ``parameters``: Llama 3."""
     body = text.strip().removeprefix("<|python_tag|>").strip()
     called = re.match(r'\{\s*"(?:type"\s*:\s*"function"\s*,\s*")?name"\s*:', body)
     return ("", [(None, body)]) if called else (text, [])
 
 
-def _harmony(text: str) -> _Found:
+def _harmony(text: str, _schemas: list[Any]) -> _Found:
     """``to=functions.name<|channel|>commentary json<|message|>{...}``, in either order: GPT-OSS."""
     name = re.search(r"to=functions\.([\w.-]+)", text)
     if name is None:
@@ -64,10 +64,52 @@ def _harmony(text: str) -> _Found:
     return thought[1] if thought else "", [(name[1], text[name.end() :].rpartition("<|message|>")[2])]
 
 
-#: What in a chat template tells how its model calls tools, and how to find those calls.
-FORMATS: dict[str, Callable[[str], _Found]] = {
+def _parameters(text: str, schemas: list[Any]) -> _Found:
+    """``<tool_call><function=name><parameter=key>value</parameter>...``: Qwen3.5 and later.
+
+    A value is text, or JSON where the tool says that the parameter is something else.
+    """
+    properties = {
+        tool["function"]["name"]: tool["function"].get("parameters", {}).get("properties", {})
+        for tool in schemas
+    }
+
+    def read(name: str, key: str, value: str) -> Any:
+        if properties.get(name, {}).get(key, {}).get("type", "string") == "string":
+            return value
+        try:
+            return json.loads(value)
+        except ValueError:  # the tool says what it cannot take
+            return value
+
+    calls: list[tuple[str | None, str]] = []
+    for name, body in re.findall(
+        r"<function=([^>\n]+)>(.*?)(?:</function>|(?=<function=)|$)", text, flags=re.DOTALL
+    ):
+        found = re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", body, flags=re.DOTALL)
+        calls.append((name, json.dumps({key: read(name, key, value) for key, value in found})))
+    return (text.partition("<tool_call>")[0], calls) if calls else _tagged(text, schemas)
+
+
+def _braced(text: str, _schemas: list[Any]) -> _Found:
+    """``<|tool_call>call:name{key:<|"|>text<|"|>,other:3}<tool_call|>``: Gemma 4."""
+    calls: list[tuple[str | None, str]] = []
+    call = r"<\|tool_call>call:([\w.-]+)(.*?)(?:<tool_call\|>|$)"
+    for name, body in re.findall(call, text, flags=re.DOTALL):
+        parts = body.split('<|"|>')  # every other one is a string
+        parts[::2] = [re.sub(r"([\w-]+)\s*:", r'"\1":', part) for part in parts[::2]]
+        parts[1::2] = [json.dumps(part) for part in parts[1::2]]
+        calls.append((name, "".join(parts)))
+    return text.partition("<|tool_call>")[0], calls
+
+
+#: What in a chat template tells how its model calls tools, and how to find those calls in a text. The first
+#: that is there counts.
+FORMATS: dict[str, Callable[[str, list[Any]], _Found]] = {
+    "<function=": _parameters,
     "<tool_call>": _tagged,
-    "to=functions.": _harmony,
+    "<|tool_call>": _braced,
+    "<|channel|>": _harmony,
     "<|python_tag|>": _bare,
     "ipython": _bare,
 }
@@ -105,7 +147,7 @@ class TurnParser:
         A turn that tries to call a tool and fails to say how has one call with an ``error``.
         """
         if self.declared is None:
-            return self._found(tokens)
+            return self._found(tokens, schemas)
         extra = {"prefix": list(context), "tools": schemas} if self.declared == "response_template" else {}
         try:
             parsed = self.tokenizer.parse_response(list(tokens), **extra) or {}
@@ -117,11 +159,11 @@ class TurnParser:
         calls = [_as_call(entry.get("function", entry)) for entry in entries]
         return Turn(_message(str(parsed.get("content") or ""), calls, parsed), calls)
 
-    def _found(self, tokens: Sequence[int]) -> Turn:
+    def _found(self, tokens: Sequence[int], schemas: list[Any]) -> Turn:
         # The end of the turn is no part of what it says; markers of calls may be special tokens.
         text = _END.sub("", self.tokenizer.decode(tokens))
         text = text.removesuffix(self.tokenizer.eos_token or "")
-        before, bodies = (text, []) if self.find is None else self.find(text)
+        before, bodies = (text, []) if self.find is None else self.find(text, schemas)
         calls = [_read(name, body) for name, body in bodies]
         if calls and all(call.error is None for call in calls):
             return Turn(_message(before.rstrip(), calls, {}), calls)

@@ -109,9 +109,7 @@ class Renderer:
             return self._tokens(messages, add_generation_prompt=True), None
         if self.processor is None:
             raise unreadable(f"a tool returned {len(images)} image(s)", self.tokenizer)
-        settings: dict[str, Any] = {"add_generation_prompt": True}
-        if self.turns.template is not None:
-            settings["chat_template"] = self.turns.template
+        settings = {**self.turns.settings, "add_generation_prompt": True}
         return read_text(self.processor, self._text(messages, **settings), images, add_special_tokens=False)
 
     def _text(self, messages: list[dict[str, Any]], **settings: Any) -> str:
@@ -122,8 +120,7 @@ class Renderer:
         )
 
     def _tokens(self, messages: list[dict[str, Any]], **settings: Any) -> list[int]:
-        if self.turns.template is not None:
-            settings["chat_template"] = self.turns.template
+        settings.update(self.turns.settings)
         return list(self.tokenizer(self._text(messages, **settings), add_special_tokens=False)["input_ids"])
 
 

@@ -56,7 +56,8 @@ class Family:
 
     name: of the models.
     markers: what all of their templates hold.
-    turns: the stand-in for the turns after the prompt.
+    turns: the stand-in for the turns after the prompt; its ``opening`` is what the model's own template
+        writes for a turn of the policy to begin.
     tools_argument: how the template calls the list of tools.
     """
 
@@ -77,17 +78,20 @@ _CHATML = """\
 {%- endfor %}
 {{- '<|im_end|>\\n' }}
 {%- elif message.role == 'tool' %}
-{{- '<|im_start|>user' if loop.first or loop.previtem.role != 'tool' }}
-{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-{{- '<|im_end|>\\n' if loop.last or loop.nextitem.role != 'tool' }}
+RESULT
 {%- else %}
 {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
 {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\\n' }}
-{{- '<think>\\n\\n</think>\\n' + NEWLINE if enable_thinking is defined and not enable_thinking }}
-{%- endif %}"""
+{{- opening if add_generation_prompt }}"""
+
+# Qwen puts the results of one turn into one message of the user, in tags.
+_QWEN_RESULT = """\
+{{- '<|im_start|>user' if loop.first or loop.previtem.role != 'tool' }}
+{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+{{- '<|im_end|>\\n' if loop.last or loop.nextitem.role != 'tool' }}"""
+
+_SMOLLM3_RESULT = "{{- '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}"
 
 _LLAMA = """\
 {%- for message in messages %}
@@ -103,7 +107,7 @@ _LLAMA = """\
 {%- endif %}
 {{- '<|eot_id|>' }}
 {%- endfor %}
-{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' if add_generation_prompt }}"""
+{{- opening if add_generation_prompt }}"""
 
 _HARMONY = """\
 {%- for message in messages %}
@@ -120,12 +124,11 @@ _HARMONY = """\
 {{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}
 {%- endif %}
 {%- endfor %}
-{{- '<|start|>assistant' if add_generation_prompt }}"""
+{{- opening if add_generation_prompt }}"""
 
 FAMILIES = (
-    # SmolLM3 ends its empty reasoning with one newline, Qwen with two.
-    Family("SmolLM3", ("<|im_start|>", "xml_tools"), _CHATML.replace("NEWLINE", "''"), "xml_tools"),
-    Family("Qwen", ("<|im_start|>", "<tool_call>"), _CHATML.replace("NEWLINE", "'\\n'")),
+    Family("SmolLM3", ("<|im_start|>", "xml_tools"), _CHATML.replace("RESULT", _SMOLLM3_RESULT), "xml_tools"),
+    Family("Qwen", ("<|im_start|>", "<tool_call>"), _CHATML.replace("RESULT", _QWEN_RESULT)),
     Family("Llama 3", ("<|start_header_id|>", "ipython"), _LLAMA),
     Family("GPT-OSS", ("<|start|>", "<|channel|>"), _HARMONY),
 )
@@ -137,10 +140,17 @@ class TurnTemplate:
 
     template: a chat template, or None for the model's own.
     tools_argument: how the model's own template calls the list of tools.
+    opening: what begins a turn of the policy.
     """
 
     template: str | None = None
     tools_argument: str = "tools"
+    opening: str = ""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of ``apply_chat_template`` that it needs."""
+        return {} if self.template is None else {"chat_template": self.template, "opening": self.opening}
 
 
 #: (messages, settings of apply_chat_template) -> text
@@ -180,7 +190,8 @@ def choose_turn_template(
         )
         is None
     ):
-        return TurnTemplate(family.turns, argument)
+        opening = render(question, add_generation_prompt=True).removeprefix(render(question))
+        return TurnTemplate(family.turns, argument, opening)
     raise ConfigError(
         f"the chat template cannot be used for several turns: {problem}; stand-ins exist for "
         f"{', '.join(f.name for f in FAMILIES)}; set a template without this problem on "

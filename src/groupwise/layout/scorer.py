@@ -97,8 +97,8 @@ class TokenScorer:
         # A model that came later, such as a reference, has its attention opened here: before it is compared.
         opened = self.layout != "padded" and open_attention(base_model(model))
         if opened and not self.checked:
-            self.checked = True
             self._check(model, batch)
+            self.checked = True  # not before: where memory ran out here, the other ranks still wait to agree
         if self.layout == "padded" or not opened:
             return score_padded(
                 model, batch, self.head, with_entropy=with_entropy, with_aux_loss=with_aux_loss

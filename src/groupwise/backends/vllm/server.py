@@ -11,7 +11,7 @@ import logging
 import uuid
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -139,10 +139,15 @@ class VLLMServerBackend:
 
     # Requests.
 
+    @property
+    def context_length(self) -> int | None:
+        """What every server takes; None before they have been asked."""
+        return min((fact.max_model_length for fact in self.facts), default=None)
+
     def _requests(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, step: int, before: dict[int, int]
     ) -> list[Request]:
-        longest = min(fact.max_model_length for fact in self.facts) if self.facts else None
+        longest = self.context_length
         limits = list(sampling.max_tokens or [self.config.max_completion_length] * len(prompts))
         if longest is not None:
             limits = [min(m, longest - len(prompt)) for m, prompt in zip(limits, prompts, strict=True)]
@@ -169,7 +174,7 @@ class VLLMServerBackend:
         missing = requests
         for _ in range(_ATTEMPTS):
             self._ask(missing, sampling)
-            missing, error = self._collect(missing, answers)
+            missing, error = self._collect(missing, answers, sampling)
             self._raise_together(error)
             if not any(self._of_all(bool(missing))):
                 return [answers[request.key] for request in requests]
@@ -181,19 +186,28 @@ class VLLMServerBackend:
         )
 
     def _collect(
-        self, requests: list[Request], answers: dict[Any, list[Completion]]
+        self, requests: list[Request], answers: dict[Any, list[Completion]], sampling: Sampling
     ) -> tuple[list[Request], BackendError | None]:
         """Wait for the answers; what was lost with a server's weights, and the first failure."""
-        lost, error = [], None
+        lost: list[Request] = []
+        error: BackendError | None = None
+        waiting = {self._asked.pop(request.key): request for request in requests}
         try:
-            for request in requests:
-                try:
-                    answers[request.key] = self._asked.pop(request.key).result()
-                except LostWeightsError:
-                    lost.append(request)
-                except BackendError as failure:
-                    error = failure
-                    break
+            while waiting and error is None:
+                done, _ = wait(waiting, return_when=FIRST_COMPLETED)
+                usable = []
+                for future in [future for future in waiting if future in done]:
+                    request = waiting.pop(future)
+                    try:
+                        answers[request.key] = future.result()
+                        usable.append(request)
+                    except LostWeightsError:
+                        lost.append(request)
+                    except BackendError as failure:
+                        error = error or failure
+                if sampling.finished is not None and usable and error is None:
+                    rows = [row for request in usable for row in request.rows]
+                    sampling.finished(rows, [one for request in usable for one in answers[request.key]])
         except BaseException:  # an interrupt: nobody will read the other answers
             self.close()
             raise
