@@ -10,7 +10,6 @@ import torch
 from accelerate.utils import set_seed
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
-from transformers.trainer_callback import ProgressCallback
 
 from groupwise import checkpoint, reporting, setup
 from groupwise.atomic import AtomicTrainer
@@ -133,8 +132,7 @@ class GRPOTrainer(
         self.reward_callables = loaded.callables
         self.reward_func_names = loaded.names
         self.reward_processing_classes = loaded.processing_classes
-        given = self.args.reward_weights or []  # environments' own rewards come after those and weigh 1
-        self.reward_weights = torch.tensor(given + [1.0] * (len(loaded.names) - len(given)))
+        self.reward_weights = torch.tensor(loaded.weights)
 
     def _set_policy_state(self, rollout_func: RolloutFunction | None, agents: setup.AgentSetup) -> None:
         args = self.args
@@ -149,8 +147,7 @@ class GRPOTrainer(
         self.agents = setup.make_agents(
             agents, args, self.processing_class, self.backend, self.model, self.accelerator
         )
-        one_turn = self.agents is None and rollout_func is None
-        self.pipeline = Pipeline(args, self.train_dataset, one_turn=one_turn)
+        self.pipeline = Pipeline(args, self.train_dataset, one_turn=not (self.agents or rollout_func))
         self.scorer = setup.make_scorer(self.model, args, self.accelerator)
         self.parity_gate = setup.make_parity_gate(self.scorer, args, self.accelerator, self.processing_class)
         self.router_aux_loss_coef = setup.router_aux_loss_coef(self.model, args)
@@ -165,14 +162,11 @@ class GRPOTrainer(
         self.evaluation = EvaluationRecord(
             args.eval_pass_at_k or [], args.eval_pass_threshold, self.reward_func_names
         )
-        self.feed = Feed(self.prepared_data.new_source())
-        self.generation_buffer = GenerationBuffer()
-        self.books = {"train": Logbook(), "eval": Logbook()}
+        self._restore(None)
         self.window_entropy = Mean(0.0, 0.0)
         self.window_work = WindowWork()
         self.num_parameters = self.model.num_parameters(exclude_embeddings=True)
-        if self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(reporting.RewardProgressCallback)
+        reporting.show_rewards_in_progress(self)
         if self.args.sync_ref_model:
             self.add_callback(MixReference(self.reference, self.args, self.accelerator))
 

@@ -35,12 +35,14 @@ class LoadedRewards:
     callables: what is called, in the same order.
     names: unique names for metrics.
     processing_classes: the tokenizers of the reward models, None for callables.
+    weights: as configured; those that environments give themselves come after them and weigh 1.
     """
 
     functions: list[Any]
     callables: list[Callable[..., Any]]
     names: list[str]
     processing_classes: list[Any]
+    weights: list[float]
 
 
 def check_rewards(
@@ -122,4 +124,7 @@ def load_rewards(rewards: RewardSetup, config: GRPOConfig, accelerator: Accelera
             early = is_independent(function) and chosen_backend(config) == "server"
             callables.append(may_begin_early(function) if early else function)
             tokenizers.append(None)
-    return LoadedRewards(functions, callables, unique_names([reward_name(f) for f in functions]), tokenizers)
+    names = unique_names([reward_name(function) for function in functions])
+    given = config.reward_weights or []
+    weights = [*given, *[1.0] * (len(functions) - len(given))]
+    return LoadedRewards(functions, callables, names, tokenizers, weights)
