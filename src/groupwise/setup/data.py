@@ -45,7 +45,7 @@ def check_data(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> Non
         raise ConfigError("train_dataset is missing (and there is no eval_dataset either); pass a dataset")
     if eval_dataset is None and config.eval_strategy != "no":
         raise ConfigError(
-            "eval_strategy asks for evaluations; pass an eval_dataset or set eval_strategy='no'"
+            "eval_strategy asks for evaluations; pass an eval_dataset or drop eval_strategy"
         )
     for name, dataset in named_datasets(train_dataset, eval_dataset).items():
         _check_dataset(name, dataset)
