@@ -219,9 +219,12 @@ def measure_pipeline(path: Path, given: argparse.Namespace) -> dict[str, Any]:
     # All that the trainer does beside waiting, the sync of the weights and the optimizer included.
     training = [step - waited for step, waited in zip(steps["sequential"], generation, strict=True)]
     longer = [max(pair) for pair in zip(generation, training, strict=True)]
+    # The run that generates ahead by itself: how much longer a step is for waiting.
+    busy = [line["step_time"] - line["time/generate"] for line in lines["ahead"]]
     summaries = {
         "ahead_over_sequential": ratio_summary(steps["ahead"], steps["sequential"]),
         "ahead_over_longer_of_both": ratio_summary(steps["ahead"], longer),
+        "ahead_over_its_own_work": ratio_summary(steps["ahead"], busy),
     }
     for name, seconds_ in (("generation", generation), ("training", training), *steps.items()):
         print(f"{name}: {statistics.median(seconds_):.2f} s")

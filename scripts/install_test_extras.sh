@@ -8,4 +8,5 @@ if ! command -v cc >/dev/null; then
     left_out='^(pycosat|reasoning-gym)=='
 fi
 # DeepSpeed's operators are compiled when they are used, and the tests use none.
-grep -Ev "$left_out" "$list" | DS_BUILD_OPS=0 "$1/bin/python" -m pip install -q --no-deps -r /dev/stdin
+options=(--no-deps --no-build-isolation --no-compile)
+grep -Ev "$left_out" "$list" | DS_BUILD_OPS=0 "$1/bin/python" -m pip install -q "${options[@]}" -r /dev/stdin

@@ -22,6 +22,10 @@ class GenerationBackend(Protocol):
     def end_tokens(self) -> frozenset[int]:
         """Every token that ends a completion."""
 
+    @property
+    def context_length(self) -> int | None:
+        """Tokens of prompt and completion that it takes; None: as many as the model does."""
+
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
         """One completion per prompt, in order; repeated prompts give independent samples."""
 

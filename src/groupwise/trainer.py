@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import astuple
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from groupwise import checkpoint, reporting, setup
 from groupwise.atomic import AtomicTrainer
+from groupwise.backends.weight_stream import streamable
 from groupwise.config import GRPOConfig
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean
@@ -141,7 +143,7 @@ class GRPOTrainer(
         setup.speed_up([self.model, self.reference.model], args, self.accelerator)
         self.rollout_func = rollout_func
         self.backend = setup.make_backend(
-            lambda: self.accelerator.unwrap_model(self.model_wrapped), args, self.processing_class
+            lambda: streamable(self.accelerator, self.model_wrapped), args, self.processing_class
         )
         self.tools = [tool.function for tool in agents.all_tools]
         self.agents = setup.make_agents(
@@ -159,9 +161,8 @@ class GRPOTrainer(
 
     def _set_run_state(self) -> None:
         args = self.args
-        self.evaluation = EvaluationRecord(
-            args.eval_pass_at_k or [], args.eval_pass_threshold, self.reward_func_names
-        )
+        passes = args.eval_pass_at_k or [], args.eval_pass_threshold
+        self.evaluation = EvaluationRecord(*passes, self.reward_func_names)
         self._restore(None)
         self.window_entropy = Mean(0.0, 0.0)
         self.window_work = WindowWork()
@@ -208,7 +209,7 @@ class GRPOTrainer(
         """Completions and their rewards."""
         book = self.books[mode]
         with book.ledger.clock("sync"):
-            self.sync_sampler(self.accelerator.unwrap_model(self.model_wrapped))
+            self.sync_sampler(streamable(self.accelerator, self.model_wrapped))
         with book.ledger.clock("generate"):
             if mode == "train":
                 for step, later in self.pipeline.upcoming(self.state.global_step, self.state.max_steps):
@@ -347,14 +348,16 @@ class GRPOTrainer(
         state = checkpoint.load_state(directory, self.args.process_index, self.args.world_size)
         checkpoint.warn_of_other_order(state["order"], self.args, self.train_dataset)
         self.generation_buffer = GenerationBuffer.from_state(state["buffer"], self.accelerator.device)
-        self.backend.load_state_dict(state["backend"])
-        self.feed.load_state_dict(state["feed"])
-        self.evaluation.load_state_dict(state["first_evaluation"])
-        for mode, book in self.books.items():
-            book.load_state_dict(state["books"][mode])
+        for name, keeper in self._keepers().items():
+            keeper.load_state_dict(state[name])
         self.entropy_control = EntropyControl(*state["entropy_control"])
         if self.args.sync_ref_model:
             checkpoint.load_reference(directory, self.reference.model)
+
+    def _keepers(self) -> dict[str, Any]:
+        """What has a state of its own, by its name in checkpoints."""
+        named = {"backend": self.backend, "feed": self.feed, "first_evaluation": self.evaluation}
+        return {**named, **{f"{mode}_book": book for mode, book in self.books.items()}}
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -366,16 +369,10 @@ class GRPOTrainer(
         self.backend.version = None
 
     def save_own_state(self, directory: str) -> None:
-        control = self.entropy_control
-        state = {
-            "buffer": self.generation_buffer.state_dict(),
-            "backend": self.backend.state_dict(),
-            "feed": self.feed.state_dict(),
-            "first_evaluation": self.evaluation.state_dict(),
-            "books": {mode: book.state_dict() for mode, book in self.books.items()},
-            "entropy_control": (control.coef, control.entropy),
-            "order": checkpoint.order_of_prompts(self.args, self.train_dataset),
-        }
+        state = {name: keeper.state_dict() for name, keeper in self._keepers().items()}
+        state["buffer"] = self.generation_buffer.state_dict()
+        state["order"] = checkpoint.order_of_prompts(self.args, self.train_dataset)
+        state["entropy_control"] = astuple(self.entropy_control)
         checkpoint.save_state(directory, self.args.process_index, self.args.world_size, state)
         if self.args.sync_ref_model and self.args.should_save:
             checkpoint.save_reference(directory, self.accelerator.unwrap_model(self.reference.model))

@@ -89,13 +89,13 @@ def trainer(directory: Path | str, **given: Any) -> GRPOTrainer:
         "processing_class",
         "rollout_func",
     )
-    model = given.pop("model", None)
     arguments: dict[str, Any] = {name: given.pop(name) for name in names if name in given}
     arguments.setdefault("processing_class", tokenizer())
     arguments.setdefault("train_dataset", chats())
     arguments.setdefault("reward_funcs", calls_reward)
     text = arguments["processing_class"]
     said = {*text.convert_tokens_to_ids(list(LETTERS)), text.eos_token_id}
+    model = given.pop("model", None)
     settings: dict[str, Any] = {
         "per_device_train_batch_size": 4,
         "num_generations": 4,

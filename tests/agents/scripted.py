@@ -79,6 +79,8 @@ class ScriptedBackend:
     def end_tokens(self) -> frozenset[int]:
         return frozenset(self.ends)
 
+    context_length: int | None = None
+
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
         self.calls.append([list(prompt) for prompt in prompts])
         self.before_call(self)

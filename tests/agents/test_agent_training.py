@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-from agent_runs import calls_reward, chats, measure, tokenizer, trainer
+from agent_runs import calls_reward, chats, measure, policy, tokenizer, trainer
 from datasets import Dataset
 from scripted import byte_tokenizer
 
@@ -48,6 +48,17 @@ def test_batches_carry_no_loss_on_tools(tmp_path: Path) -> None:
     for ids, mask in zip(tokens, masks, strict=True):
         assert set(decode(ids[mask.bool()], skip_special_tokens=True)) <= set("abcdefgh")
     assert any("tool" in decode(ids[mask.bool()]) for ids, mask in zip(tokens, real, strict=True))
+
+
+def test_rollouts_stay_within_the_context_of_the_model(tmp_path: Path) -> None:
+    run = trainer(tmp_path, tools=[measure])
+    (prompt,) = {len(ids) for ids in run.roll_out([chats()[0]] * 4).prompt_ids}
+    short = policy(len(run.processing_class))
+    short.config.max_position_embeddings = prompt + 12
+    run = trainer(tmp_path, model=short, tools=[measure], max_completion_length=40)
+    completions = run.roll_out([chats()[0]] * 4).completions
+    assert all(0 < len(completion.token_ids) <= 12 for completion in completions)
+    assert any(completion.truncated for completion in completions)
 
 
 def test_a_resumed_run_repeats_the_run(tmp_path: Path) -> None:

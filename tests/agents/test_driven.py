@@ -108,6 +108,28 @@ def test_the_limit_ends_a_rollout():
     assert rollout.extra == {}  # the environment did not get to its end
 
 
+def test_the_models_context_ends_a_rollout_as_well():
+    row = [{"question": "a", "more": 8}]
+    whole, _, _ = roll_out(Dialogue(), [["a" * 20] * 9], row)
+    context = len(whole.prompt_ids[0]) + 100
+    rollout, _, _ = roll_out(Dialogue(), [["a" * 20] * 9], row, context_length=context)
+    completion = rollout.completions[0]
+    assert completion.truncated and len(completion.token_ids) <= 100
+    assert completion.token_ids == whole.completions[0].token_ids[: len(completion.token_ids)]
+
+
+def test_a_new_history_that_fills_the_context_ends_the_rollout():
+    class Growing(Dialogue):
+        def remember(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            return [{"role": "user", "content": "summary " * 200}]
+
+    rollout, _, tokenizer = roll_out(
+        Growing(), [["one"], ["two"]], [{"question": "a", "more": 1}], context_length=500
+    )
+    assert rollout.completions[0].truncated and len(rollout.prompt_ids[0]) < 500
+    assert tokenizer.decode(rollout.completions[0].token_ids) == "one<|im_end|>"
+
+
 def test_an_environment_may_go_on_when_the_policy_cannot():
     class Careful(Dialogue):
         async def drive(self, row: dict[str, Any], chat: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from scripted import CHAT, ScriptedBackend, agents, byte_tokenizer, call, questi
 
 from groupwise.agents import time_limit
 from groupwise.errors import AgentError, ConfigError
+from groupwise.stages import RolloutBatch
 
 
 def add(a: int, b: int) -> int:
@@ -255,6 +256,27 @@ def test_an_answer_of_a_tool_without_room_ends_the_rollout():
     assert cut.completions[0].truncated and len(backend.calls) == 1
     assert [message["role"] for message in cut.texts[0]] == ["assistant"]
     assert cut.metrics["tools/call_frequency"].value() == 1  # it was called all the same
+
+
+@pytest.mark.parametrize("of_backend", [False, True])
+def test_the_models_context_ends_a_rollout_as_well(of_backend, monkeypatch):
+    full, _ = run([[call("add", a=1, b=1), "a long answer"]], TOOLS)
+    prompt, whole = len(full.prompt_ids[0]), full.completions[0].token_ids
+
+    def within(context: int) -> RolloutBatch:
+        monkeypatch.setattr(ScriptedBackend, "context_length", context if of_backend else None)
+        told = {} if of_backend else {"context_length": context}
+        return run([[call("add", a=1, b=1), "a long answer"]], TOOLS, **told)[0]
+
+    cut = within(prompt + len(whole) - 5).completions[0]  # in the middle of the second turn
+    assert cut.token_ids == whole[:-5] and cut.truncated
+    first = full.completions[0].loss_mask.index(0)  # the tokens of the first turn
+    cut = within(prompt + first + 10).completions[0]  # in the middle of the tool's answer
+    assert cut.token_ids == whole[:first] and cut.truncated
+    with pytest.raises(
+        ConfigError, match=rf"row 0: the prompt with its tools has {prompt} tokens.*context of"
+    ):
+        within(prompt)
 
 
 def test_a_cut_turn_calls_nothing():

@@ -1,4 +1,4 @@
-"""The chat templates that models are published with, as TRL carries them: what is appended is what they write."""
+"""The chat templates that models are published with, as TRL carries them: appended is what they write."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ LLAMA = '{"name": "look", "parameters": {"at": "it", "times": 2}}'
 GEMMA = '<|tool_call>call:look{at:<|"|>it<|"|>,times:2}<tool_call|>'
 HARMONY = ' to=functions.look<|channel|>commentary json<|message|>{"at": "it", "times": 2}'
 
-#: (template, end of a turn that calls, end of another, call, whose template writes the turns after the prompt)
+#: (template, end of a turn that calls, end of another, call, whose template writes later turns)
 CASES = [
     ("qwen2_5", "<|im_end|>", "<|im_end|>", QWEN, None),
     ("qwen3", "<|im_end|>", "<|im_end|>", QWEN, "Qwen"),
@@ -163,9 +163,8 @@ def qwen_tokenizer() -> Any:
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
         r"|\s+(?!\S)|\s+"
     )
-    converter = TikTokenConverter(
-        str(ranks), pattern, extra_special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    )
+    marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    converter = TikTokenConverter(str(ranks), pattern, extra_special_tokens=marks)
     return PreTrainedTokenizerFast(tokenizer_object=converter.converted(), eos_token="<|im_end|>")
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
@@ -14,7 +16,9 @@ from runs import policy
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from groupwise.backends.weight_stream import weight_stream
+from groupwise.backends.vllm.carriers import save_adapter
+from groupwise.backends.weight_stream import streamable, weight_stream
+from groupwise.errors import BackendError
 
 
 def lora():
@@ -58,6 +62,10 @@ def check_units(build: Callable[[], Any], original: bool) -> str:
             torch.testing.assert_close(got[key], tensor, rtol=1e-6, atol=1e-7, msg=key)
         ids = torch.arange(2, 10)[None]
         sharded(input_ids=ids, labels=ids).loss.backward()
+    assert streamable(None, sharded) is sharded
+    if build is lora:
+        with pytest.raises(BackendError, match="fsdp_version"):
+            save_adapter(sharded, Path())
     with torch.no_grad():
         held = 0
         for parameter in sharded.parameters():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -159,6 +160,27 @@ def test_an_async_function_that_is_cancelled_is_not_waited_for():
     first, second = part(3), part(4)
     function.begin(first, None)
     assert call(function, concatenated([first, second]), timeout=LONG) == [1.0, 1.0]
+
+
+def test_a_call_that_is_given_up_leaves_a_function_that_can_be_called_again():
+    leave = threading.Event()
+
+    async def judge(completion_ids, **_):
+        while not leave.is_set():
+            await asyncio.sleep(0.01)
+        return [float(ids[0]) for ids in completion_ids]
+
+    function = may_begin_early(judge)
+    first, second = part(3), part(4)
+    function.begin(first, None)
+    threads, end = threading.active_count(), time.monotonic() + LONG
+    with pytest.raises(RewardError, match=r"took longer than reward_timeout=0\.1 seconds"):
+        call(function, first, timeout=0.1)
+    while threading.active_count() > threads and time.monotonic() < end:  # its thread is gone
+        time.sleep(0.01)
+    leave.set()
+    function.begin(second, None)
+    assert call(function, second, timeout=LONG) == [4.0]
 
 
 def test_what_promises_to_be_independent():

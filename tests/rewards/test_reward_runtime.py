@@ -83,7 +83,7 @@ def test_threads_keep_the_callers_gradient_mode(grad):
 
 
 def test_a_limit_that_nothing_reaches_changes_nothing():
-    assert call(good, good_async, timeout=FOREVER) == call(good, good_async)
+    assert call(good, good_async, timeout=FOREVER)[:2] == call(good, good_async)[:2]
     assert call(good, good_async).rewards_FB == [[1.0, 2.0], [3.0, 4.0]]
 
 
@@ -182,7 +182,7 @@ def refuses_arguments():
 @pytest.mark.parametrize("failing", [raises, raises_async, too_few, not_a_number, refuses_arguments])
 @pytest.mark.parametrize("timeout", [None, FOREVER])
 def test_a_failing_function_gives_none_and_the_others_count(failing, timeout, caplog):
-    rewards_FB, failures = call(good, failing, good_async, timeout=timeout, on_error="none")
+    rewards_FB, failures, _ = call(good, failing, good_async, timeout=timeout, on_error="none")
     assert rewards_FB[0] == [1.0, 2.0] and rewards_FB[2] == [3.0, 4.0]
     assert len(rewards_FB[1]) == 2 and all(math.isnan(reward) for reward in rewards_FB[1])
     assert list(failures) == [1] and failing.__name__ in str(failures[1])
@@ -196,7 +196,7 @@ def test_a_slow_function_gives_none(release):
     def slow(**_):
         release.wait(FOREVER)
 
-    rewards_FB, failures = call(slow, good, timeout=0.1, on_error="none")
+    rewards_FB, failures, _ = call(slow, good, timeout=0.1, on_error="none")
     assert all(math.isnan(reward) for reward in rewards_FB[0]) and rewards_FB[1] == [1.0, 2.0]
     assert "reward_timeout=0.1" in str(failures[0])
 
@@ -241,3 +241,31 @@ def test_reward_models_stay_in_the_callers_thread(monkeypatch):
     monkeypatch.setattr(RewardModel, "__call__", score)
     call_rewards([RewardModel.__new__(RewardModel)], ["model"], ROLLOUT, timeout=1e-9)
     assert seen == [threading.main_thread()]
+
+
+def test_each_function_has_its_own_seconds(monkeypatch, release):
+    """On a clock that only the functions turn: the async ones wait beside the others, and still take their own."""
+    now = [0.0]
+    monkeypatch.setattr(calling.time, "monotonic", lambda: now[0])
+
+    def turn(seconds: float) -> None:
+        now[0] += seconds
+
+    def slow(**_):
+        turn(3.0)
+        return [0.0, 0.0]
+
+    async def quick(**_):
+        turn(0.5)
+        return [0.0, 0.0]
+
+    assert call(slow, good).seconds_F == [3.0, 0.0]
+    assert call(quick).seconds_F == [0.5]
+
+
+def test_a_function_that_was_given_up_has_the_seconds_until_then(release):
+    def endless(**_):
+        release.wait(FOREVER)
+
+    seconds_F = call(endless, good, timeout=0.1, on_error="none").seconds_F
+    assert 0.1 <= seconds_F[0] < FOREVER

@@ -173,6 +173,7 @@ def test_a_function_that_never_scores_logs_nothing(tmp_path):
     run = trainer(tmp_path, [lambda **_: [None] * 4, lambda **_: [1.0, 2.0, 3.0, 4.0]], max_steps=1)
     run.train()
     names = set(run.state.log_history[0])
+    assert {"time/reward/<lambda>", "time/reward/<lambda>_2"} <= names
     assert "rewards/<lambda>/mean" not in names and "rewards/<lambda>_2/mean" in names
 
 

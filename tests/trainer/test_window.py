@@ -99,13 +99,15 @@ class Scored:
             self.tokens += kwargs["input_ids"].numel()
 
 
-@pytest.mark.parametrize("reuse", [{"num_iterations": 2}, {"steps_per_generation": 8}])
+@pytest.mark.parametrize("reuse", [{"num_iterations": 2}, {"steps_per_generation": 4}])
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared_prefix"])
 def test_a_reused_generation_is_scored_only_where_rows_will_be_computed(tmp_path, monkeypatch, layout, reuse):
     def run(name):
         model = policy()
         scored = Scored(model)
-        settings = {"max_steps": 4, "per_device_train_batch_size": 2, "num_generations": 2, **reuse}
+        settings = {"max_steps": 4, "num_generations": 2, "gradient_accumulation_steps": 2, **reuse}
+        # two groups in a micro-batch, of which the second has variance
+        settings |= {"train_dataset": prompts(17).select(range(1, 17)), "shuffle_dataset": False}
         return train(tmp_path, name, model=model, sequence_layout=layout, **settings), scored
 
     few, scored_few = run("few")
@@ -115,8 +117,6 @@ def test_a_reused_generation_is_scored_only_where_rows_will_be_computed(tmp_path
     for ours, theirs in zip(few.state.log_history[:-1], everything.state.log_history[:-1], strict=True):
         kept = {name: value for name, value in theirs.items() if "time" not in name and "second" not in name}
         assert {name: ours.get(name) for name in kept} == pytest.approx(kept, abs=1e-5)
-    # a micro-batch is a group: those of every other prompt are not computed at all
-    assert 0 < scored_few.forwards <= scored_all.forwards / 2
     assert 0 < scored_few.tokens <= scored_all.tokens / 2
 
 

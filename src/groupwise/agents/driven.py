@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from groupwise.agents.loop import PATIENCE, AgentSettings, take_part
+from groupwise.agents.loop import PATIENCE, AgentSettings, open_transcript, take_part
 from groupwise.agents.parsing import TurnParser
 from groupwise.agents.rendering import DriftError, Renderer
 from groupwise.agents.tools import Runner
@@ -168,19 +168,19 @@ class DrivenAgents:
                 if event.error is not None:
                     with boundary(AgentError, f"{self.title}, method 'drive'", sample=event.index):
                         raise event.error
-            ready = [request for request in requests if self._extend(request)]
+            ready = [request for request in requests if self._extend(request, backend)]
             if self.any_rank(bool(ready)):
                 started = time.monotonic()
                 self._generate(ready, backend)
                 patience = max(PATIENCE, time.monotonic() - started)
 
-    def _extend(self, request: _Request) -> bool:
+    def _extend(self, request: _Request, backend: GenerationBackend) -> bool:
         """Bring the tokens up to the messages; where they do not fit, the answer is an error."""
         talk, given = request.talk, request.messages
         if talk.transcript is None:
             talk.opening = talk.messages = given
             prompt_ids = self.renderer.prompt(given, request.schemas, self.settings.max_prompt_length)
-            talk.transcript = Transcript(prompt_ids, self.settings.max_completion_length)
+            talk.transcript = open_transcript(prompt_ids, self.settings, backend, self.title)
             return True
         known, talk.messages = talk.messages, given
         new = given[len(known) :]

@@ -34,12 +34,14 @@ class AgentSettings:
 
     max_completion_length: tokens, those of tools included.
     max_iterations: turns that may be answered by tools; None is no limit but the length.
+    context_length: tokens of prompt and completion that the model takes; None where nothing bounds them.
     """
 
     max_completion_length: int
     max_iterations: int | None = None
     max_prompt_length: int | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    context_length: int | None = None
 
 
 @dataclass
@@ -121,7 +123,7 @@ class Agents:
         rollouts = []
         for index, (prompt, tools) in enumerate(zip(prompts, toolboxes, strict=True)):
             ids, images = self._read_prompt(index, prompt, tools)
-            transcript = Transcript(ids, self.settings.max_completion_length)
+            transcript = open_transcript(ids, self.settings, backend, f"row {index}")
             rollouts.append(_Rollout(prompt, tools, transcript, images))
         self._run(rollouts, backend)
         return RolloutBatch(
@@ -265,6 +267,24 @@ class Agents:
 def _images(rollouts: list[_Rollout]) -> list[ImageInputs] | None:
     images = [rollout.images for rollout in rollouts if rollout.images is not None]
     return images if len(images) == len(rollouts) else None
+
+
+def open_transcript(
+    prompt_ids: list[int], settings: AgentSettings, backend: GenerationBackend, what: str
+) -> Transcript:
+    """A rollout before its first turn.
+
+    Raises:
+        ConfigError: the prompt fills the context of the model or of the backend.
+    """
+    known = [length for length in (settings.context_length, backend.context_length) if length is not None]
+    transcript = Transcript(prompt_ids, settings.max_completion_length, min(known, default=None))
+    if transcript.room < 1:
+        raise ConfigError(
+            f"{what}: the prompt with its tools has {len(prompt_ids)} tokens, which leaves no room within a "
+            f"context of {transcript.context_length}; shorten it, or set max_prompt_length"
+        )
+    return transcript
 
 
 def take_part(backend: GenerationBackend) -> None:

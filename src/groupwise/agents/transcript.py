@@ -15,6 +15,7 @@ class Transcript:
 
     prompt_ids: the prompt's tokens.
     limit: the most tokens of the completion, those of tools included.
+    context_length: the most tokens of prompt and completion; None where nothing bounds them.
     token_ids, loss_mask, logps, versions: of the completion so far; the mask is 1 where the policy chose, the
         log-probs are NaN where it did not or where the backend gave none, and the version of the weights is
         that of the turn before where nothing was sampled.
@@ -24,6 +25,7 @@ class Transcript:
 
     prompt_ids: list[int]
     limit: int
+    context_length: int | None = None
     token_ids: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
@@ -41,7 +43,8 @@ class Transcript:
     @property
     def room(self) -> int:
         """Tokens that fit."""
-        return self.limit - len(self.token_ids)
+        room = self.limit - len(self.token_ids)
+        return room if self.context_length is None else min(room, self.context_length - len(self.context))
 
     def sampled(self, completion: Completion) -> None:
         """Append a turn of the policy."""
@@ -76,11 +79,15 @@ class Transcript:
         What extends the tokens so far is appended. Where the two differ, the rollout forks at the first
         mismatch: tokens before it stay as they are, and the rest is that of ``rendered``, without loss. A
         mismatch within the prompt makes all of ``rendered`` the prompt. Tokens that the policy chose after
-        the mismatch belong to a history that nobody continues, and are dropped.
+        the mismatch belong to a history that nobody continues, and are dropped. A history that fills the
+        model's context changes nothing: the rollout ends with the one that it has.
 
         Returns:
             as :meth:`observed`.
         """
+        if self.context_length is not None and len(rendered) >= self.context_length:
+            self.truncated = True
+            return False
         mine = self.context
         common = next(
             (i for i, (own, other) in enumerate(zip(mine, rendered, strict=False)) if own != other),

@@ -51,7 +51,7 @@ class RewardMixin:
         def log_metric(name: str, value: float) -> None:
             logged.append({name: Mean(float(value))})
 
-        rewards_FB, failures = call_rewards(
+        rewards_FB, failures, seconds_F = call_rewards(
             self.reward_callables,
             self.reward_func_names,
             rollout,
@@ -65,6 +65,9 @@ class RewardMixin:
         start = self.accelerator.process_index * len(rollout)
         local = slice(start, start + len(rollout))
         metrics = reward_metrics(rewards, self.reward_func_names)
+        for name, seconds in zip(self.reward_func_names, seconds_F, strict=True):
+            if not math.isnan(seconds):
+                metrics[f"time/reward/{name}"] = Mean(seconds)
         if self.args.reward_on_error == "none":
             for i, name in enumerate(self.reward_func_names):
                 metrics[f"rewards/{name}/errors"] = Sum(float(i in failures))

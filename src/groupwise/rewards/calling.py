@@ -66,10 +66,12 @@ class RewardCalls(NamedTuple):
 
     rewards_FB: one list per function with one reward per completion, NaN for None.
     failures: the functions that failed, by position.
+    seconds_F: what each function took; NaN where it was not heard of again.
     """
 
     rewards_FB: list[list[Reward]]
     failures: dict[int, RewardError]
+    seconds_F: list[float]
 
 
 def call_rewards(
@@ -99,11 +101,14 @@ def call_rewards(
     titles = [f"reward function {name!r}" for name in names]
     waiting = {i: (f, titles[i]) for i, f in enumerate(functions) if is_async(f)}
     latest = None if timeout is None else time.monotonic() + timeout
-    futures = _start_together(waiting, arguments, timeout)
+    seconds_F = [math.nan] * len(functions)
+    futures = _start_together(waiting, arguments, timeout, seconds_F)
     outputs: dict[int, Any] = {}
     for i, function in enumerate(functions):
         if i not in futures:
+            started = time.monotonic()
             outputs[i] = _error_or(call_function, function, titles[i], arguments, timeout)
+            seconds_F[i] = time.monotonic() - started
     for i, future in futures.items():
         left = None if latest is None else max(latest - time.monotonic(), 0.0)
         outputs[i] = _error_or(_result, future, titles[i], left, timeout)
@@ -119,7 +124,7 @@ def call_rewards(
             _warn_once(name, output)
             failures[i], output = output, [math.nan] * len(rollout)
         rewards_FB.append(output)
-    return RewardCalls(rewards_FB, failures)
+    return RewardCalls(rewards_FB, failures, list(seconds_F))  # a copy: a call given up may still end
 
 
 def _error_or(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -175,17 +180,25 @@ def _late(title: str, timeout: float | None) -> RewardError:
 
 
 def _start_together(
-    calls: dict[int, tuple[Any, str]], arguments: dict[str, Any], timeout: float | None
+    calls: dict[int, tuple[Any, str]],
+    arguments: dict[str, Any],
+    timeout: float | None,
+    seconds_F: list[float],
 ) -> dict[int, Future[Any]]:
     """Start async functions in an event loop in a thread, because the caller's may have one already
-    (notebooks do)."""
+    (notebooks do), and note what each takes."""
     futures: dict[int, Future[Any]] = {i: Future() for i in calls}
 
     async def one(i: int) -> None:
+        started = time.monotonic()
         try:
-            futures[i].set_result(await await_function(*calls[i], arguments, timeout))
+            output = await await_function(*calls[i], arguments, timeout)
         except Exception as error:
+            seconds_F[i] = time.monotonic() - started
             futures[i].set_exception(error)
+        else:
+            seconds_F[i] = time.monotonic() - started
+            futures[i].set_result(output)
 
     async def all_of_them() -> None:
         await asyncio.gather(*(one(i) for i in calls))

@@ -111,15 +111,14 @@ class EarlyReward:
 
     def _take_over(self, arguments: dict[str, Any]) -> list[Any] | None:
         """The rewards of all parts in the order of the whole; None unless they are those of the whole."""
-        calls, failed = self._early, self._failed
-        self._early, self._failed = [], False
+        calls, self._early, self._failed = self._early, [], False
         # The lists of token ids are those of the sampler's answer: nothing else can be mistaken for them.
         places = {
             id(c.token_ids): (i, j) for i, e in enumerate(calls) for j, c in enumerate(e.part.completions)
         }
         found = [places.get(id(ids)) for ids in arguments["completion_ids"]]
         columns = [reward_arguments(early.part) for early in calls]
-        if failed or not all(
+        if not all(
             place is not None and _same(columns[place[0]], place[1], arguments, row)
             for row, place in enumerate(found)
         ):
@@ -156,7 +155,7 @@ class _AsyncEarlyReward(EarlyReward):
         with self._lock:
             worker = self._worker
         if worker is not None:
-            await asyncio.wrap_future(worker)
+            await asyncio.shield(asyncio.wrap_future(worker))  # a limit on this call ends no other
         rewards = self._take_over(arguments)
         return await self.function(**arguments) if rewards is None else rewards
 

@@ -21,6 +21,7 @@ from groupwise.backends.transformers_generate import TransformersBackend
 from groupwise.config import GRPOConfig
 from groupwise.errors import ConfigError
 from groupwise.protocols import GenerationBackend
+from groupwise.setup.prompts import context_length
 from groupwise.vision import is_processor
 
 logger = logging.getLogger(__name__)
@@ -140,6 +141,7 @@ def make_agents(
     alone = accelerator.num_processes == 1 or (
         isinstance(backend, TransformersBackend) and not runs_in_step(model)
     )
+    context = context_length(model, config)
     common: Any = (
         getattr(processing_class, "tokenizer", processing_class),
         AgentSettings(
@@ -147,6 +149,7 @@ def make_agents(
             config.max_tool_calling_iterations,
             config.max_prompt_length,
             template_settings(config),
+            None if context is None else context.tokens,
         ),
         make_renderer(setup, processing_class, config, backend.end_tokens),
         bool if alone else any_rank,

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
+from transformers.trainer_utils import IntervalStrategy
 
 from groupwise.config import GRPOConfig
 from groupwise.data import repeat_rows
@@ -44,9 +45,8 @@ def check_data(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> Non
     if train_dataset is None and eval_dataset is None:
         raise ConfigError("train_dataset is missing (and there is no eval_dataset either); pass a dataset")
     if eval_dataset is None and config.eval_strategy != "no":
-        raise ConfigError(
-            "eval_strategy asks for evaluations; pass an eval_dataset or drop eval_strategy"
-        )
+        strategy = IntervalStrategy(config.eval_strategy).value
+        raise ConfigError(f"eval_strategy={strategy!r} needs an eval_dataset; pass one, or set it to 'no'")
     for name, dataset in named_datasets(train_dataset, eval_dataset).items():
         _check_dataset(name, dataset)
     if train_dataset is None:

@@ -35,7 +35,7 @@ class LoadedRewards:
     callables: what is called, in the same order.
     names: unique names for metrics.
     processing_classes: the tokenizers of the reward models, None for callables.
-    weights: as configured; those that environments give themselves come after them and weigh 1.
+    weights: what each counts.
     """
 
     functions: list[Any]
@@ -98,8 +98,8 @@ def _check_signature(function: Any) -> None:
     refused = [name for name in _ALWAYS if name not in parameters]
     if refused and all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
         raise ConfigError(
-            f"reward function {reward_name(function)!r} does not accept {', '.join(refused)}; these and all"
-            " dataset columns are passed as keyword arguments: add **kwargs to its parameters"
+            f"reward function {reward_name(function)!r} does not accept {', '.join(refused)}; these and "
+            "every dataset column are passed as keyword arguments: add **kwargs to its parameters"
         )
 
 
@@ -125,6 +125,6 @@ def load_rewards(rewards: RewardSetup, config: GRPOConfig, accelerator: Accelera
             callables.append(may_begin_early(function) if early else function)
             tokenizers.append(None)
     names = unique_names([reward_name(function) for function in functions])
-    given = config.reward_weights or []
-    weights = [*given, *[1.0] * (len(functions) - len(given))]
+    given = config.reward_weights or []  # environments' own rewards come after those and weigh 1
+    weights = given + [1.0] * (len(functions) - len(given))
     return LoadedRewards(functions, callables, names, tokenizers, weights)

@@ -68,7 +68,7 @@ class VLLMServers:
         ]
 
     def _generate(self, server: HttpServer, request: Request, sampling: dict[str, Any]) -> list[Completion]:
-        count = request.samples(sampling["temperature"])
+        count = request.samples(sampling.get("temperature", 1.0))
         fields = {
             "n": count,
             "seed": request.seed,

@@ -55,7 +55,7 @@ class ColocatedBackend:
     ) -> None:
         self.engine, self.sampling, self.end_tokens = engine, sampling, end_tokens
         self.max_tokens, self.slice, self.carrier, self.sleeps = max_tokens, slice_, carrier, sleeps
-        self.max_length: int = engine.model_config.max_model_len
+        self.context_length: int = engine.model_config.max_model_len
         self.seed, self.process_index = seed, process_index
         self.version: int | None = None
         self._sampled: dict[int, int] = {}  # samples of each prompt at step _sampled_at
@@ -84,10 +84,10 @@ class ColocatedBackend:
     def _limits(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[int]:
         """The most tokens of each completion; no more than the engine has room for."""
         limits = sampling.max_tokens or [self.max_tokens] * len(prompts)
-        rooms = [self.max_length - len(prompt) for prompt in prompts]
+        rooms = [self.context_length - len(prompt) for prompt in prompts]
         if min(rooms, default=1) < 1:
             raise BackendError(
-                f"a prompt has {max(map(len, prompts))} tokens, and the engine takes {self.max_length} for "
+                f"a prompt has {max(map(len, prompts))} tokens, and the engine takes {self.context_length} for "
                 "prompt and completion; set vllm_max_model_length higher, or max_prompt_length"
             )
         return [min(pair) for pair in zip(limits, rooms, strict=True)]

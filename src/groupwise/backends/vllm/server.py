@@ -139,10 +139,15 @@ class VLLMServerBackend:
 
     # Requests.
 
+    @property
+    def context_length(self) -> int | None:
+        """What every server takes; None before they have been asked."""
+        return min((fact.max_model_length for fact in self.facts), default=None)
+
     def _requests(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, step: int, before: dict[int, int]
     ) -> list[Request]:
-        longest = min(fact.max_model_length for fact in self.facts) if self.facts else None
+        longest = self.context_length
         limits = list(sampling.max_tokens or [self.config.max_completion_length] * len(prompts))
         if longest is not None:
             limits = [min(m, longest - len(prompt)) for m, prompt in zip(limits, prompts, strict=True)]
