@@ -11,7 +11,6 @@ import torch
 from accelerate.utils import set_seed
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
-from transformers.trainer_callback import ProgressCallback
 
 from groupwise import checkpoint, reporting, setup
 from groupwise.atomic import AtomicTrainer
@@ -164,14 +163,11 @@ class GRPOTrainer(
         args = self.args
         passes = args.eval_pass_at_k or [], args.eval_pass_threshold
         self.evaluation = EvaluationRecord(*passes, self.reward_func_names)
-        self.feed = Feed(self.prepared_data.new_source())
-        self.generation_buffer = GenerationBuffer()
-        self.books = {"train": Logbook(), "eval": Logbook()}
+        self._restore(None)
         self.window_entropy = Mean(0.0, 0.0)
         self.window_work = WindowWork()
         self.num_parameters = self.model.num_parameters(exclude_embeddings=True)
-        if self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(reporting.RewardProgressCallback)
+        reporting.show_rewards_in_progress(self)
         if self.args.sync_ref_model:
             self.add_callback(MixReference(self.reference, self.args, self.accelerator))
 
