@@ -39,7 +39,7 @@ from groupwise.protocols import RewardFunction, RolloutFunction
 from groupwise.recording import RecordingTrainer
 from groupwise.reference import MixReference, make_reference
 from groupwise.splitting import SplittingTrainer
-from groupwise.stages import RolloutBatch, ScoredBatch, TrainBatch
+from groupwise.stages import ScoredBatch, TrainBatch
 from groupwise.window import WindowWork, cache_sized, rows_to_score
 
 
@@ -227,8 +227,7 @@ class GRPOTrainer(
             self.evaluation.add(scored)
         return scored
 
-    def hears_of_parts(self) -> Callable[[RolloutBatch], None] | None:
-        return self.begin_rewards()
+    hears_of_parts = RewardMixin.begin_rewards  # prompts that are finished are scored meanwhile
 
     def _prepare(
         self, scored: ScoredBatch, mode: str, micro_batch_rows: int, *, on_policy: bool
