@@ -169,6 +169,7 @@ def run_worker(work: dict[str, Any]) -> None:
             num_generations=GROUP,
             model_init_kwargs={"dtype": "float32"},
             gradient_checkpointing=False,
+            sampler_parity="off",  # it looks at the first steps only, and at none of stale tokens
             shuffle_dataset=False,
             max_steps=work["steps"] + 2,
             logging_steps=1,
