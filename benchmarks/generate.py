@@ -2,6 +2,7 @@
 
 SmolLM2-135M-Instruct in float32, groups of 8 completions. Most completions are short and a few run to the
 limit: all three produce the same numbers of tokens, by forcing the end token or a length of each request.
+groupwise's model computes as in its trainer, the other two are as transformers loads them.
 
     python benchmarks/generate.py --case long --pairs 5
 """
@@ -60,13 +61,16 @@ def plain(model: Any, prompts: list[list[int]], config: Any, lengths: list[int])
 
 
 def groupwise(model: Any, prompts: list[list[int]], config: Any, lengths: list[int]) -> list[int]:
-    """``generate`` with groupwise's loop."""
+    """``generate`` with groupwise's loop and its linear layers."""
     from groupwise.backends.decoding import can_decode_groups, decode_groups
+    from groupwise.linear import packed_weights, speed_up_linears
 
     if not can_decode_groups(model, config):
         raise SystemExit("the loop does not take this model")
     loop = partial(decode_groups, copies=[GROUP] * len(prompts))
-    return _count(model, prompts, config, lengths, custom_generate=loop)
+    speed_up_linears(model)  # in the trainer at its start; those that are fast already stay
+    with packed_weights(model):
+        return _count(model, prompts, config, lengths, custom_generate=loop)
 
 
 def _count(model: Any, rows: list[list[int]], config: Any, lengths: list[int], **loop: Any) -> list[int]:

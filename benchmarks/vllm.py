@@ -1,16 +1,25 @@
-"""Sampling with a vLLM engine in the trainer's process against the policy's ``generate``; its weight sync.
+"""vLLM: sampling in both modes against the policy's ``generate``, weight sync, and generating ahead.
 
-SmolLM2-135M-Instruct in float32, groups of 8 completions that run to their full length. One process measures
-the alternatives in turn; ``--part sync`` compares buckets with loading one tensor at a time.
+SmolLM2-135M-Instruct in float32, groups of 8 completions that run to their full length. The alternatives are
+measured in turn. ``--part sync`` compares buckets with loading one tensor at a time. ``--part pipeline``
+trains on one core with a server on another one: with ``rollout_staleness=1`` a step should take as long as
+the longer of generation and training, as the run that does one after the other measures them.
 
     OMP_NUM_THREADS=2 python benchmarks/vllm.py --part generate --pairs 5
     OMP_NUM_THREADS=2 python benchmarks/vllm.py --part sync --pairs 5
+    python benchmarks/vllm.py --part pipeline --pairs 2 --steps 4
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -29,14 +38,8 @@ BUCKETS = {"512 MB": 512 * 2**20, "64 MB": 64 * 2**20, "one tensor": 1}
 def settings(limit: int, **given: Any) -> Any:
     from groupwise import GRPOConfig
 
-    return GRPOConfig(
-        "/tmp/groupwise-benchmark",
-        max_completion_length=limit,
-        bf16=False,
-        use_cpu=True,
-        report_to="none",
-        **given,
-    )
+    plain = {"output_dir": "/tmp/groupwise-benchmark", "bf16": False, "use_cpu": True, "report_to": "none"}
+    return GRPOConfig(max_completion_length=limit, **{**plain, **given})
 
 
 def engine_backend(model: Any, tokenizer: Any, limit: int) -> Any:
@@ -46,6 +49,15 @@ def engine_backend(model: Any, tokenizer: Any, limit: int) -> Any:
     config = settings(limit, use_vllm=True, generation_kwargs={"ignore_eos": True, "min_tokens": limit})
     colocate.check_settings(config)
     return colocate.make_backend(lambda: model, config, tokenizer)
+
+
+def server_backend(model: Any, tokenizer: Any, limit: int, url: str) -> Any:
+    from groupwise.backends.vllm import server
+
+    full = {"ignore_eos": True, "min_tokens": limit}
+    given = {"vllm_mode": "server", "vllm_server_base_url": url, "generation_kwargs": full}
+    config = settings(limit, use_vllm=True, **given)
+    return server.make_backend(lambda: model, config, tokenizer)
 
 
 def own_backend(model: Any, tokenizer: Any, limit: int) -> Any:
@@ -61,8 +73,10 @@ def seconds(run: Any) -> tuple[float, Any]:
     return time.perf_counter() - start, result
 
 
-def measure_generation(model: Any, tokenizer: Any, case: str, limit: int, pairs: int) -> dict[str, Any]:
-    """Tokens a second of both backends, and their ratio over pairs of neighbouring runs."""
+def measure_generation(
+    model: Any, tokenizer: Any, case: str, limit: int, pairs: int, url: str
+) -> dict[str, Any]:
+    """Tokens a second of all three, and their ratios over pairs of neighbouring runs."""
     from common import format_ratio, ratio_summary
 
     from groupwise.backends.weight_stream import weight_stream
@@ -70,6 +84,7 @@ def measure_generation(model: Any, tokenizer: Any, case: str, limit: int, pairs:
     backends = {
         "generate": own_backend(model, tokenizer, limit),
         "colocate": engine_backend(model, tokenizer, limit),
+        "server": server_backend(model, tokenizer, limit, url),
     }
     shape = CASES[case]
     texts = [f"{index}. " + SENTENCE * shape["sentences"] for index in range(shape["prompts"])]
@@ -85,9 +100,13 @@ def measure_generation(model: Any, tokenizer: Any, case: str, limit: int, pairs:
             assert tokens == len(prompts) * limit, (name, tokens)
             if round_:
                 rates[name].append(tokens / taken)
-    ratio = ratio_summary(rates["colocate"], rates["generate"])
-    print(f"colocate over generate, {case}: {format_ratio(ratio)} in tokens a second")
-    return {"case": case, "limit": limit, "tokens_per_second": rates, "colocate_over_generate": ratio}
+    results = {"case": case, "limit": limit, "tokens_per_second": rates}
+    for name, other in (("colocate", "generate"), ("server", "generate"), ("server", "colocate")):
+        ratio = ratio_summary(rates[name], rates[other])
+        print(f"{name} over {other}, {case}: {format_ratio(ratio)} in tokens a second")
+        results[f"{name}_over_{other}"] = ratio
+    backends["server"].close()
+    return results
 
 
 def measure_sync(model: Any, tokenizer: Any, pairs: int) -> dict[str, Any]:
@@ -117,25 +136,135 @@ def measure_sync(model: Any, tokenizer: Any, pairs: int) -> dict[str, Any]:
     return results
 
 
+def alternating_reward(completion_ids: list[list[int]], row: list[int], **_: Any) -> list[float]:
+    """Varies within every second group: the others need no backward pass, as happens in practice."""
+    return [
+        float(sum(ids) % 2) if number % 2 else 0.0 for ids, number in zip(completion_ids, row, strict=True)
+    ]
+
+
+def run_worker(work: dict[str, Any]) -> None:
+    """Train in this process on its own core; prints where the time of every step went."""
+    os.sched_setaffinity(0, {work["core"]})
+    import torch
+    from datasets import Dataset
+    from smollm2 import local_model
+    from transformers import AutoTokenizer
+
+    from groupwise import GRPOTrainer
+
+    torch.set_num_threads(1)
+    path, limit, prompts = str(local_model()), work["limit"], work["prompts"]
+    texts = [f"Write a story about the number {number}." for number in range(64)]
+    with tempfile.TemporaryDirectory() as directory:
+        config = settings(
+            limit,
+            output_dir=directory,
+            use_vllm=True,
+            vllm_mode="server",
+            vllm_server_base_url=work["url"],
+            rollout_staleness=work["staleness"],
+            generation_kwargs={"ignore_eos": True, "min_tokens": limit},
+            per_device_train_batch_size=prompts * GROUP,
+            num_generations=GROUP,
+            model_init_kwargs={"dtype": "float32"},
+            gradient_checkpointing=False,
+            shuffle_dataset=False,
+            max_steps=work["steps"] + 2,
+            logging_steps=1,
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        data = Dataset.from_dict({"prompt": texts, "row": list(range(64))})
+        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+        trainer = GRPOTrainer(path, alternating_reward, config, data, processing_class=tokenizer)
+        trainer.train()
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    kept = [
+        {name: line[name] for name in line if name.startswith(("time/", "step_time", "staleness"))}
+        for line in lines
+    ]
+    # The first step waits for a whole generation, and nothing is generated beside the last.
+    print("RESULT " + json.dumps(kept[1:-1]), flush=True)
+
+
+def train_apart(work: dict[str, Any], limit: float) -> list[dict[str, float]]:
+    command = [sys.executable, str(HERE / "vllm.py"), "--worker", json.dumps(work)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=limit, env=environment
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        raise SystemExit(f"the run failed ({done.returncode}):\n{done.stderr[-4000:]}")
+    return json.loads(lines[-1].removeprefix("RESULT "))
+
+
+def measure_pipeline(path: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """Step times with and without generating ahead, trainer and server on a core each."""
+    from common import format_ratio, ratio_summary
+    from vllm_server import serving
+
+    trainer_core, server_core = sorted(os.sched_getaffinity(0))[:2]
+    work = {"core": trainer_core, "limit": given.limit, "prompts": given.prompts, "steps": given.steps}
+    lines: dict[str, list[dict[str, float]]] = {"sequential": [], "ahead": []}
+    with serving(path, {server_core}) as url:
+        for round_ in range(given.pairs):
+            for staleness, name in enumerate(lines):
+                lines[name] += train_apart({**work, "url": url, "staleness": staleness}, given.run_seconds)
+                taken = [round(line["step_time"], 2) for line in lines[name][-given.steps :]]
+                print(f"round {round_ + 1} {name}: steps of {taken} s", flush=True)
+    steps = {name: [line["step_time"] for line in runs] for name, runs in lines.items()}
+    generation = [line["time/generate"] for line in lines["sequential"]]
+    # All that the trainer does beside waiting, the sync of the weights and the optimizer included.
+    training = [step - waited for step, waited in zip(steps["sequential"], generation, strict=True)]
+    longer = [max(pair) for pair in zip(generation, training, strict=True)]
+    # The run that generates ahead by itself: how much longer a step is for waiting.
+    busy = [line["step_time"] - line["time/generate"] for line in lines["ahead"]]
+    summaries = {
+        "ahead_over_sequential": ratio_summary(steps["ahead"], steps["sequential"]),
+        "ahead_over_longer_of_both": ratio_summary(steps["ahead"], longer),
+        "ahead_over_its_own_work": ratio_summary(steps["ahead"], busy),
+    }
+    for name, seconds_ in (("generation", generation), ("training", training), *steps.items()):
+        print(f"{name}: {statistics.median(seconds_):.2f} s")
+    for name, summary in summaries.items():
+        print(f"{name.replace('_', ' ')}: {format_ratio(summary)}")
+    return {"work": work, "generation": generation, "training": training, "steps": lines, **summaries}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", choices=["generate", "sync"], default="generate")
-    parser.add_argument("--case", choices=list(CASES), default="short")
+    parser.add_argument("--part", choices=["generate", "sync", "pipeline"], default="generate")
+    parser.add_argument("--case", choices=list(CASES), default="short", help="of --part generate")
     parser.add_argument("--limit", type=int, default=64, help="tokens of every completion")
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=5, help="runs of every alternative")
+    parser.add_argument("--prompts", type=int, default=4, help="prompts of a step; --part pipeline")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps of a run; --part pipeline")
+    parser.add_argument("--run_seconds", type=float, default=1200, help="limit of a run; --part pipeline")
+    parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.worker:
+        run_worker(given.worker)
+        return
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # or the server would stay
     from common import write_results
     from smollm2 import local_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from vllm_server import serving
 
     path = local_model()
+    if given.part == "pipeline":
+        print(write_results("vllm_pipeline", measure_pipeline(path, given)))
+        return
     model = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(path)
     if given.part == "generate":
-        results = measure_generation(model, tokenizer, given.case, given.limit, given.pairs)
+        with serving(path, os.sched_getaffinity(0)) as url:
+            results = measure_generation(model, tokenizer, given.case, given.limit, given.pairs, url)
         name = f"vllm_generate_{given.case}"
     else:
         results, name = measure_sync(model, tokenizer, given.pairs), "vllm_sync"

@@ -26,3 +26,16 @@ def smollm2_path() -> Path:
     from smollm2 import local_model
 
     return local_model()
+
+
+@pytest.fixture(autouse=True)
+def registrations_end_with_their_test():
+    """What a test registers is gone after it: other tests go through everything that is registered."""
+    from groupwise.core.advantages import ADVANTAGES
+    from groupwise.core.objectives import OBJECTIVES
+
+    before = [(registry, dict(registry)) for registry in (OBJECTIVES, ADVANTAGES)]
+    yield
+    for registry, entries in before:
+        registry.clear()
+        registry.update(entries)

@@ -14,7 +14,14 @@ if TYPE_CHECKING:
     from groupwise.config import GRPOConfig
     from groupwise.core.advantages import register_advantage
     from groupwise.core.objectives import register_objective
-    from groupwise.errors import AgentError, BackendError, ConfigError, GroupwiseError, RewardError
+    from groupwise.errors import (
+        AgentError,
+        BackendError,
+        ConfigError,
+        GroupwiseError,
+        RewardError,
+        TrainingError,
+    )
     from groupwise.stages import Completion, LossOutput, RolloutBatch, ScoredBatch, TrainBatch
     from groupwise.trainer import GRPOTrainer
 
@@ -33,6 +40,7 @@ _MODULES = {
     "RewardError": "errors",
     "BackendError": "errors",
     "AgentError": "errors",
+    "TrainingError": "errors",
 }
 
 __all__ = [
@@ -48,6 +56,7 @@ __all__ = [
     "RolloutBatch",
     "ScoredBatch",
     "TrainBatch",
+    "TrainingError",
     "register_advantage",
     "register_objective",
 ]

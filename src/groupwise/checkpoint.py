@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -15,6 +16,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from groupwise.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 #: Where a checkpoint is written before it gets its name.
 STAGING = ".incomplete"
@@ -169,6 +172,31 @@ def load_state(directory: str, rank: int, world_size: int) -> dict[str, Any]:
     return state
 
 
+#: What the order of the prompts depends on.
+_ORDER = (
+    *("num_generations", "generation_batch_size", "steps_per_generation", "num_iterations"),
+    *("shuffle_dataset", "seed", "data_seed"),
+)
+
+
+def order_of_prompts(config: Any, train_dataset: Any) -> dict[str, Any]:
+    """What a resumed run needs alike to see every prompt as often as a run without a break."""
+    rows = len(train_dataset) if hasattr(train_dataset, "__len__") else None
+    return {**{name: getattr(config, name) for name in _ORDER}, "rows of train_dataset": rows}
+
+
+def warn_of_other_order(saved: dict[str, Any], config: Any, train_dataset: Any) -> None:
+    """Say which of them have changed under a run that is resumed."""
+    now = order_of_prompts(config, train_dataset)
+    changed = [f"{name}={now[name]} (was {value})" for name, value in saved.items() if now[name] != value]
+    if changed:
+        logger.warning(
+            "resumed with %s: prompts come in another order, so some of this epoch may come twice or not at "
+            "all; what the checkpoint holds of its last generation is used up first",
+            ", ".join(changed),
+        )
+
+
 def _wrong_number_of_processes(directory: str, saved: int, now: int) -> ConfigError:
     return ConfigError(
         f"checkpoint {directory!r} was written by {saved} processes and cannot be resumed with {now}: each "
@@ -183,7 +211,15 @@ def save_reference(directory: str, model: torch.nn.Module) -> None:
 
 
 def load_reference(directory: str, model: torch.nn.Module) -> None:
-    """Read them back into ``model``."""
-    model.load_state_dict(
-        torch.load(os.path.join(directory, _REFERENCE), map_location="cpu", weights_only=True)
-    )
+    """Read them back into ``model``.
+
+    Raises:
+        ConfigError: the checkpoint is one of a run without ``sync_ref_model``.
+    """
+    path = os.path.join(directory, _REFERENCE)
+    if not os.path.isfile(path):
+        raise ConfigError(
+            f"sync_ref_model=True, but checkpoint {directory!r} was written without it and holds no "
+            "reference; resume with sync_ref_model=False, or start anew from its weights"
+        )
+    model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))

@@ -89,7 +89,7 @@ def without_filler(batch: TrainBatch, counted: int) -> TrainBatch:
 
 def with_advantages(batches: Sequence[TrainBatch], advantages: torch.Tensor) -> list[TrainBatch]:
     """Micro-batches with their rows of ``advantages``, (B,) or (B, T)."""
-    parts = advantages.split([len(batch) for batch in batches])
+    parts = advantages.to(batches[0].loss_mask_BC.device).split([len(batch) for batch in batches])
     return [
         replace(
             batch,

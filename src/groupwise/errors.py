@@ -26,6 +26,10 @@ class BackendError(GroupwiseError, RuntimeError):
     """A generation backend failed."""
 
 
+class TrainingError(GroupwiseError, RuntimeError):
+    """Training cannot go on from here without spoiling the weights."""
+
+
 class AgentError(GroupwiseError, RuntimeError):
     """An environment or the running of tools failed, in a way that no message to the model can mend."""
 

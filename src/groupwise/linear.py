@@ -7,6 +7,9 @@ nothing is traded for the speed.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -14,17 +17,21 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 _SMALLEST = 128  # features on either side below which the call costs more than the product
+_ROWS = 8  # that oneDNN chooses a layout for; those for 8 and for 512 rows serve one another equally well
 
 
 class OneDNNLinear(torch.nn.Linear):
     """``nn.Linear`` with another way to the same product; parameters and state are the same."""
+
+    #: Makes the weight in oneDNN's own layout, once; see :func:`packed_weights`.
+    packed: Callable[[], torch.Tensor] | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         plain = input.dtype == self.weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
         if not plain or input.dim() < 2 or not input.numel():
             return F.linear(input, self.weight, self.bias)
         if not torch.is_grad_enabled():
-            return onednn_product(input, self.weight, self.bias)
+            return onednn_product(input, self.packed() if self.packed else self.weight, self.bias)
         return _Linear.apply(input, self.weight, self.bias)
 
 
@@ -37,6 +44,23 @@ def speed_up_linears(model: torch.nn.Module) -> int:
     for layer in layers:
         layer.__class__ = OneDNNLinear
     return len(layers)
+
+
+@contextmanager
+def packed_weights(model: torch.nn.Module) -> Iterator[None]:
+    """A context for many forwards without gradients between which the weights do not change.
+
+    Each :class:`OneDNNLinear` keeps a copy of its weight in oneDNN's own layout from its first product on.
+    """
+    layers = [module for module in model.modules() if isinstance(module, OneDNNLinear)]
+    try:
+        for layer in layers:
+            pack = torch.ops.mkldnn._reorder_linear_weight  # only where there are such layers is there one
+            layer.packed = cache(partial(pack, layer.weight.detach(), _ROWS))
+        yield
+    finally:
+        for layer in layers:
+            layer.packed = None
 
 
 def has_onednn() -> bool:

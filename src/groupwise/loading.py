@@ -48,7 +48,7 @@ class LoadingTrainer(Trainer):
         """Every evaluation row ``num_generations_eval`` times in a row."""
         named = isinstance(eval_dataset, str)
         dataset: Any = self.eval_dataset if named or eval_dataset is None else eval_dataset
-        if not named and dataset is not self.eval_dataset:
+        if dataset is None or (not named and dataset is not self.eval_dataset):
             dataset = self.prepared_data.checked_eval(dataset)
         return self._get_dataloader(
             dataset=setup.evaluation_rows(dataset[eval_dataset] if named else dataset, self.args),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 from typing import Any
 
@@ -20,6 +21,8 @@ from groupwise.heads import check_head
 from groupwise.heads.weights import output_head
 
 logger = logging.getLogger(__name__)
+
+_DTYPES = ("bfloat16", "float16", "float32")
 
 #: Of the loading options, those that say which configuration is meant.
 _WHICH_CONFIG = ("trust_remote_code", "revision", "token", "subfolder", "cache_dir", "gguf_file")
@@ -41,15 +44,26 @@ def load_policy(
                 f"model given is already a {type(model).__name__}: drop them, or pass its name"
             )
         return model
-    options.setdefault("dtype", torch.float32)
-    if isinstance(options["dtype"], str) and options["dtype"] != "auto":
-        options["dtype"] = getattr(torch, options["dtype"])
+    old_name = options.pop("torch_dtype", None)
+    options["dtype"] = _dtype(options.get("dtype") or old_name or torch.float32)
     if quantization_config is not None:
         options["quantization_config"] = quantization_config
     options.setdefault("trust_remote_code", config.trust_remote_code)
     named = {name: options[name] for name in _WHICH_CONFIG if name in options}
     config_of_model = AutoConfig.from_pretrained(model, **named)
     return auto_class(config_of_model).from_pretrained(model, **options)
+
+
+def _dtype(given: Any) -> Any:
+    name = str(given).removeprefix("torch.")
+    dtype = name if name == "auto" else getattr(torch, name, None)
+    if dtype != "auto" and not isinstance(dtype, torch.dtype):
+        known = [*_DTYPES, "auto"]
+        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
+        raise ConfigError(
+            f"model_init_kwargs has dtype={given!r}; allowed: {', '.join(known)}; nearest valid: {nearest!r}"
+        )
+    return dtype
 
 
 def auto_class(config: Any) -> Any:
@@ -67,6 +81,11 @@ def load_processing_class(processing_class: Any, model: str | PreTrainedModel, c
     """The tokenizer or processor, padding on the left, with a pad token."""
     if processing_class is None:
         name = model if isinstance(model, str) else model.config._name_or_path
+        if not name:
+            raise ConfigError(
+                f"processing_class is missing, and the {type(model).__name__} was not loaded from anywhere "
+                "that could have a tokenizer; pass the tokenizer or processor as processing_class"
+            )
         processing_class = AutoProcessor.from_pretrained(
             name, trust_remote_code=config.trust_remote_code, padding_side="left"
         )

@@ -8,11 +8,12 @@ sampler (``core.corrections``) reweights for the difference.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from groupwise.core.metrics import Max, Mean, Metrics
+from groupwise.data import pass_order
+from groupwise.prompt_queue import Later, rows_of_rank
 from groupwise.stages import Completion
 
 logger = logging.getLogger(__name__)
@@ -20,40 +21,19 @@ logger = logging.getLogger(__name__)
 Rows = list[dict[str, Any]]
 
 
-class LookAhead:
-    """Passes on what an iterator yields, and shows what it will yield."""
-
-    def __init__(self, iterator: Iterator[Rows]) -> None:
-        self.iterator = iterator
-        self._seen: deque[Rows] = deque()
-
-    def __iter__(self) -> LookAhead:
-        return self
-
-    def __next__(self) -> Rows:
-        return self._seen.popleft() if self._seen else next(self.iterator)
-
-    def peek(self, distance: int) -> Rows | None:
-        """What comes after ``distance`` further items; None beyond the end."""
-        while len(self._seen) <= distance:
-            try:
-                self._seen.append(next(self.iterator))
-            except StopIteration:
-                return None
-        return self._seen[distance]
-
-
 class Pipeline:
     """Looks as many generations ahead as the configuration allows; not at all without staleness.
 
-    It sees to the end of the epoch: the first generations of the next one are asked for when it begins.
+    What a generation is made of follows from its number alone, in any epoch: a resumed run sees the same.
 
     Args:
         config: a ``GRPOConfig``; each of its generations trains for whole optimizer steps.
+        dataset: the training rows; not used without staleness.
         one_turn: a completion is one request, known before it begins: no agents, no ``rollout_func``.
     """
 
-    def __init__(self, config: Any, *, one_turn: bool = True) -> None:
+    def __init__(self, config: Any, dataset: Any = None, *, one_turn: bool = True) -> None:
+        self.config, self.dataset = config, dataset
         self.depth = config.rollout_staleness if one_turn else 0
         if config.rollout_staleness and not one_turn:
             logger.warning(
@@ -61,34 +41,34 @@ class Pipeline:
                 "generated is not known ahead",
                 config.rollout_staleness,
             )
-        self.uses = config.steps_per_generation * config.num_iterations
-        self.steps = self.uses // config.gradient_accumulation_steps
-        self._rows: LookAhead | None = None
-
-    def over(self, rows: Iterator[Rows]) -> Iterator[Rows]:
-        """The iterator, such that ``upcoming`` can look into it."""
-        if self.depth == 0 or isinstance(rows, LookAhead):
-            return rows
-        if self._rows is None or self._rows.iterator is not rows:
-            self._rows = LookAhead(rows)
-        return self._rows
+        uses = config.steps_per_generation * config.num_iterations
+        self.steps = uses // config.gradient_accumulation_steps
+        self._order: tuple[int, list[int]] = (-1, [])
 
     def upcoming(self, step: int, last: int) -> Iterator[tuple[int, Rows]]:
-        """The following generations: the optimizer step that begins with each, and its rows.
-
-        Call it when the rows of a generation have just been taken from the iterator.
+        """The following generations: the optimizer step that begins with each, and this rank's rows of it.
 
         Args:
-            step: optimizer steps done.
+            step: optimizer steps done; a generation begins with the next one.
             last: optimizer steps of the whole run.
         """
         for number in range(1, self.depth + 1):
-            if self._rows is None or step + number * self.steps >= last:
+            later = step + number * self.steps
+            if later >= last:
                 return
-            rows = self._rows.peek(number * self.uses - 1)
-            if rows is None:
-                return
-            yield step + number * self.steps, rows
+            yield later, self.rows(later // self.steps)
+
+    def rows(self, number: int) -> Rows:
+        """This rank's rows of a generation, as ``data.GroupSampler`` orders them; the first one is 0."""
+        config = self.config
+        num_prompts = config.generation_batch_size // config.num_generations
+        epoch, place = divmod(number, len(self.dataset) // num_prompts)
+        if self._order[0] != epoch:
+            seed = config.seed if config.data_seed is None else config.data_seed
+            self._order = epoch, pass_order(len(self.dataset), config.shuffle_dataset, seed, epoch)
+        indices = self._order[1][place * num_prompts : (place + 1) * num_prompts]
+        prompts = [Later(self.dataset, index) for index in indices]
+        return rows_of_rank(prompts, config.num_generations, config.process_index, config.world_size)
 
 
 def staleness(completions: Sequence[Completion], step: int) -> Metrics:

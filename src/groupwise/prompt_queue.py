@@ -103,7 +103,7 @@ class IndexedRows:
         self.queue = PromptQueue(lambda number: pass_order(len(dataset), shuffle, seed, number))
 
     def take(self, count: int) -> list[Any]:
-        return [_Later(self.dataset, index) for index in self.queue.take(count)]
+        return [Later(self.dataset, index) for index in self.queue.take(count)]
 
 
 class StreamedRows:
@@ -150,7 +150,7 @@ class StreamedRows:
             yield row
 
 
-class _Later:
+class Later:
     """A row that is read when it is known which rank needs it."""
 
     def __init__(self, dataset: Any, index: int) -> None:
@@ -193,7 +193,7 @@ def rows_of_rank(prompts: list[Any], num_generations: int, rank: int, processes:
         number = place // num_generations
         if number not in rows:
             prompt = prompts[number]
-            rows[number] = prompt.read() if isinstance(prompt, _Later) else prompt
+            rows[number] = prompt.read() if isinstance(prompt, Later) else prompt
     return [rows[place // num_generations] for place in range(rank * share, (rank + 1) * share)]
 
 

@@ -50,19 +50,6 @@ class GenerationBackend(Protocol):
         """Release what the backend holds."""
 
 
-class LogprobHead(Protocol):
-    """Hidden states to log-probabilities and entropies."""
-
-    def __call__(
-        self,
-        hidden_NH: torch.Tensor,
-        head: Any,
-        targets_N: torch.Tensor,
-        temperature: float,
-        with_entropy: bool = True,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
-
-
 class RewardFunction(Protocol):
     """A reward callable: one float (or None) per completion; may be ``async``.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from accelerate.utils import gather_object
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
@@ -20,6 +21,29 @@ class RecordingTrainer(Trainer):
     args: GRPOConfig  # type: ignore[assignment]
     books: dict[str, Logbook]
     evaluation: EvaluationRecord
+    _filters = True
+    _window_loss: Any = 0.0
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As in ``Trainer``."""
+        self._filters = self.args.logging_nan_inf_filter
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.args.logging_nan_inf_filter, self._window_loss = self._filters, 0.0
+
+    def loss_to_log(self, loss: torch.Tensor, *, last: bool) -> torch.Tensor:
+        """The loss of the window with its last micro-batch, zero with those before.
+
+        ``logging_nan_inf_filter`` makes ``Trainer`` read what each micro-batch returns, and so wait for the
+        device: now it does that at the end of a window, and leaves out a window where it left out a part.
+        """
+        self._window_loss = self._window_loss + loss
+        self.args.logging_nan_inf_filter = self._filters and last
+        if not last:
+            return torch.zeros_like(loss)
+        window_loss, self._window_loss = self._window_loss, 0.0
+        return window_loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log; a training log also carries the metrics of the steps since the last one, joined over ranks."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
 from groupwise.errors import BackendError
@@ -26,7 +26,7 @@ class SplittingTrainer(Trainer):
     """
 
     piece_limit: int | None = None
-    in_backward = False  # set by compute_loss when it is done
+    _exchanges = False  # the backward of the piece at hand may have to send gradients to other ranks
     _window: tuple[Any, ...] = ()
     _before: Any = None
 
@@ -65,6 +65,7 @@ class SplittingTrainer(Trainer):
             # Some gradients of the failed attempt are already added up, so the whole window starts again.
             clear_device_cache(garbage_collection=True)
             model.zero_grad()
+            _skip_broadcast(model)
             self.restore_window_state(self._before)
             loss, failure = self._attempt(model, window, num_items_in_batch)
         self._window = () if self.accelerator.sync_gradients else window
@@ -80,14 +81,22 @@ class SplittingTrainer(Trainer):
                 pieces, losses = self._pieces(batch), []
                 for piece in pieces:
                     final = batch is batches[-1] and piece is pieces[-1]
-                    self.in_backward = False
-                    with nullcontext() if final else self.accelerator.no_sync(model):
+                    self._exchanges = False
+                    with self._noting_forward(model) if final else self.accelerator.no_sync(model):
                         losses.append(super().training_step(model, piece, num_items_in_batch))
         except RuntimeError as error:
             if not should_reduce_batch_size(error):
                 raise
             return torch.zeros(()), error.with_traceback(None)  # the traceback holds all activations
         return torch.stack(losses).sum(), None
+
+    def _noting_forward(self, model: nn.Module) -> Any:
+        """A context that notes when a forward is over: DDP sends the gradients of whatever comes next."""
+
+        def note(*_: Any) -> None:
+            self._exchanges = self.accelerator.sync_gradients
+
+        return model.register_forward_hook(note)
 
     def _pieces(self, inputs: Any) -> list[Any]:
         return [piece for part in self.parts_of(inputs) for piece in self._within_limit(part)]
@@ -111,8 +120,7 @@ class SplittingTrainer(Trainer):
                 f"model over devices. {failure}"
             ) from failure
         sharded = self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-        exchanging = self.accelerator.sync_gradients and self.in_backward
-        if self.accelerator.num_processes > 1 and (sharded or exchanging):
+        if self.accelerator.num_processes > 1 and (sharded or self._exchanges):
             rank = self.accelerator.process_index
             raise BackendError(
                 f"memory ran out on rank {rank} at {size} tokens while it exchanged data with other ranks, "
@@ -124,3 +132,10 @@ class SplittingTrainer(Trainer):
             "micro-batches are split to %d tokens where they have several rows: the update stays the same",
             *(size, self.piece_limit),
         )
+
+
+def _skip_broadcast(model: Any) -> None:
+    """The first forward of a window broadcasts buffers to all ranks; a second time, nobody would listen."""
+    wrapper = getattr(model, "_orig_mod", model)
+    if isinstance(wrapper, DistributedDataParallel):
+        wrapper.require_forward_param_sync = False

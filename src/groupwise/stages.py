@@ -9,7 +9,7 @@ ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -54,11 +54,14 @@ class Sampling:
     max_tokens: the most tokens of each completion, by row; None is the configured limit for all.
     images: what stands in the prompts beside tokens, by row; None for prompts of text.
     overrides: sampler settings in place of the run's: temperature, top_p, top_k, min_p, repetition_penalty.
+    finished: called with rows and their completions when these are there and others are not, by a sampler
+        that does not need the caller's thread meanwhile.
     """
 
     max_tokens: Sequence[int] | None = None
     images: Sequence[ImageInputs] | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    finished: Callable[[Sequence[int], list[Completion]], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,11 @@ class ScoredBatch:
     local: slice
     columns: dict[str, list[Any]] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=dict)
+
+    @property
+    def counted(self) -> int:
+        """Completions of this rank that count; later ones only fill up an evaluation batch."""
+        return len(self.rewards.rewards_NF[self.local])
 
 
 @dataclass(frozen=True)

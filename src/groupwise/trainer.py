@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import astuple
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate.utils import set_seed
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
-from transformers.trainer_callback import ProgressCallback
 
 from groupwise import checkpoint, reporting, setup
 from groupwise.atomic import AtomicTrainer
+from groupwise.backends.weight_stream import streamable
 from groupwise.config import GRPOConfig
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean
 from groupwise.data import GenerationBuffer, as_rows, local_rows, with_advantages, without_filler
 from groupwise.dynamic import Feed
 from groupwise.evaluation import EvaluationRecord
+from groupwise.finite import FiniteTrainer
 from groupwise.loading import LoadingTrainer
 from groupwise.logbook import Logbook, completion_rows, length_metrics
 from groupwise.mixins import (
@@ -37,7 +40,7 @@ from groupwise.recording import RecordingTrainer
 from groupwise.reference import MixReference, make_reference
 from groupwise.splitting import SplittingTrainer
 from groupwise.stages import ScoredBatch, TrainBatch
-from groupwise.window import WindowWork, cache_sized
+from groupwise.window import WindowWork, cache_sized, rows_to_score
 
 
 class GRPOTrainer(
@@ -51,6 +54,7 @@ class GRPOTrainer(
     RecordingTrainer,
     SplittingTrainer,
     AtomicTrainer,
+    FiniteTrainer,
 ):
     """Group relative policy optimisation on top of ``transformers.Trainer``.
 
@@ -94,7 +98,7 @@ class GRPOTrainer(
         rollout_func: RolloutFunction | None = None,
         environment_factory: Any = None,
     ) -> None:
-        args = args or GRPOConfig(f"{setup.model_name(model)}-GRPO")
+        args = setup.check_arguments(type(self), model, args)
         agents = setup.check_agents(tools, environment_factory, rollout_func)
         train_dataset, eval_dataset = setup.own_data(train_dataset, eval_dataset, agents, args)
         setup.check_data(train_dataset, eval_dataset, args)
@@ -130,8 +134,7 @@ class GRPOTrainer(
         self.reward_callables = loaded.callables
         self.reward_func_names = loaded.names
         self.reward_processing_classes = loaded.processing_classes
-        given = self.args.reward_weights or []  # environments' own rewards come after those and weigh 1
-        self.reward_weights = torch.tensor(given + [1.0] * (len(loaded.names) - len(given)))
+        self.reward_weights = torch.tensor(loaded.weights)
 
     def _set_policy_state(self, rollout_func: RolloutFunction | None, agents: setup.AgentSetup) -> None:
         args = self.args
@@ -140,13 +143,13 @@ class GRPOTrainer(
         setup.speed_up([self.model, self.reference.model], args, self.accelerator)
         self.rollout_func = rollout_func
         self.backend = setup.make_backend(
-            lambda: self.accelerator.unwrap_model(self.model_wrapped), args, self.processing_class
+            lambda: streamable(self.accelerator, self.model_wrapped), args, self.processing_class
         )
         self.tools = [tool.function for tool in agents.all_tools]
         self.agents = setup.make_agents(
             agents, args, self.processing_class, self.backend, self.model, self.accelerator
         )
-        self.pipeline = Pipeline(args, one_turn=self.agents is None and rollout_func is None)
+        self.pipeline = Pipeline(args, self.train_dataset, one_turn=not (self.agents or rollout_func))
         self.scorer = setup.make_scorer(self.model, args, self.accelerator)
         self.parity_gate = setup.make_parity_gate(self.scorer, args, self.accelerator, self.processing_class)
         self.router_aux_loss_coef = setup.router_aux_loss_coef(self.model, args)
@@ -158,17 +161,13 @@ class GRPOTrainer(
 
     def _set_run_state(self) -> None:
         args = self.args
-        self.evaluation = EvaluationRecord(
-            args.eval_pass_at_k or [], args.eval_pass_threshold, self.reward_func_names
-        )
-        self.feed = Feed(self.prepared_data.new_source())
-        self.generation_buffer = GenerationBuffer()
-        self.books = {"train": Logbook(), "eval": Logbook()}
+        passes = args.eval_pass_at_k or [], args.eval_pass_threshold
+        self.evaluation = EvaluationRecord(*passes, self.reward_func_names)
+        self._restore(None)
         self.window_entropy = Mean(0.0, 0.0)
         self.window_work = WindowWork()
         self.num_parameters = self.model.num_parameters(exclude_embeddings=True)
-        if self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(reporting.RewardProgressCallback)
+        reporting.show_rewards_in_progress(self)
         if self.args.sync_ref_model:
             self.add_callback(MixReference(self.reference, self.args, self.accelerator))
 
@@ -178,7 +177,6 @@ class GRPOTrainer(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[TrainBatch | None], None]:
         """One accumulation window: micro-batches from the buffer, which is refilled when it is used up."""
-        epoch_iterator = self.pipeline.over(epoch_iterator)
         window: list[TrainBatch] = []
         # No server generates: nothing of this step has been trained, and the last one is saved.
         with self.undone_by(ConnectionError, then=self.save_finished_step):
@@ -211,7 +209,7 @@ class GRPOTrainer(
         """Completions and their rewards."""
         book = self.books[mode]
         with book.ledger.clock("sync"):
-            self.sync_sampler(self.accelerator.unwrap_model(self.model_wrapped))
+            self.sync_sampler(streamable(self.accelerator, self.model_wrapped))
         with book.ledger.clock("generate"):
             if mode == "train":
                 for step, later in self.pipeline.upcoming(self.state.global_step, self.state.max_steps):
@@ -221,45 +219,49 @@ class GRPOTrainer(
         with book.ledger.clock("reward"):
             size = self.num_generations if mode == "train" else self.args.num_generations_eval
             scored = self.score(rollout, size, num_rows)  # type: ignore[arg-type]
-        counted = len(scored.rewards.rewards_NF[scored.local])  # later rows only fill up an evaluation batch
-        lengths = length_metrics(rollout.prompt_ids[:counted], rollout.completions[:counted])
-        behind = staleness(rollout.completions[:counted], self.state.global_step)
+        completions = rollout.completions[: scored.counted]
+        lengths = length_metrics(rollout.prompt_ids[: scored.counted], completions)
+        behind = staleness(completions, self.state.global_step)
         book.record({**lengths, **behind, **rollout.metrics, **scored.metrics})
         if mode == "eval":
             self.evaluation.add(scored)
         return scored
 
+    hears_of_parts = RewardMixin.begin_rewards  # prompts that are finished are scored meanwhile
+
     def _prepare(
         self, scored: ScoredBatch, mode: str, micro_batch_rows: int, *, on_policy: bool
     ) -> list[TrainBatch]:
-        """Micro-batches with old and reference log-probs and advantages."""
+        """Micro-batches with advantages, and with old and reference log-probs where they are needed."""
         book = self.books[mode]
-        counted = len(scored.rewards.rewards_NF[scored.local])  # later rows only fill up an evaluation batch
         with book.ledger.clock("score"):
-            whole = without_filler(self.assemble(scored.rollout), counted)
+            whole = without_filler(self.assemble(scored.rollout), scored.counted)
             if mode == "train":
                 fresh = [c.sampled_at(self.state.global_step) for c in scored.rollout.completions]
                 book.record(self.parity_gate.check(self.model, whole, fresh))
-            parts = whole.split(micro_batch_rows)
-            batches = [self.annotate(self.model, part, on_policy=on_policy) for part in parts]
-        if self.args.kl_in_reward:
-            scored = self.charge_kl(scored, batches)
-        advantages = local_rows(self.estimate_advantages(scored), scored.local).to(self.accelerator.device)
+            batches = list(whole.split(micro_batch_rows))
+            annotate = partial(self.annotate, self.model, on_policy=on_policy)
+            if self.args.kl_in_reward:  # a part of every reward, so before any advantage
+                batches = [annotate(batch) for batch in batches]
+                scored = self.charge_kl(scored, batches)
+            advantages = local_rows(self.estimate_advantages(scored), scored.local)
+            batches = with_advantages(batches, advantages)
+            if not self.args.kl_in_reward:
+                batches = [annotate(batch, rows=rows_to_score(batch, self.window_cut)) for batch in batches]
         if self.args.log_completions:
             where = self.reward_func_names, self.state.global_step
             book.rows += completion_rows(scored, advantages, *where, multimodal=self.args.log_multimodal)
-        return with_advantages(batches, advantages)
+        return batches
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Loss and gradients of one micro-batch; None is one that the window does not need."""
-        if inputs is None:
-            return torch.zeros((), device=self.accelerator.device)
-        last = self.accelerator.sync_gradients
-        with self.books["train"].ledger.clock("train", wait=last):
-            loss = super().training_step(model, inputs, num_items_in_batch)
+        last, loss = self.accelerator.sync_gradients, torch.zeros((), device=self.accelerator.device)
+        if inputs is not None:
+            with self.books["train"].ledger.clock("train", wait=last):
+                loss = super().training_step(model, inputs, num_items_in_batch)
         if last:
             self._end_window()
-        return loss
+        return self.loss_to_log(loss, last=last)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -274,7 +276,6 @@ class GRPOTrainer(
             book.record({"loss": Mean(output.loss.detach(), inputs.share_B1.sum())})
             if output.bonus_entropy is not None:
                 self.window_entropy = self.window_entropy.merge(output.bonus_entropy)
-        self.in_backward = True
         return (output.loss, scores) if return_outputs else output.loss
 
     def size_of(self, inputs: TrainBatch) -> int:
@@ -314,7 +315,7 @@ class GRPOTrainer(
             with self.evaluation_sampling():
                 scored = self._sample(inputs, "eval", num_rows or None)
             (batch,) = self._prepare(scored, "eval", len(inputs), on_policy=not self.args.kl_in_reward)
-            filler = len(inputs) - len(scored.rewards.rewards_NF[scored.local])
+            filler = len(inputs) - scored.counted
             (batch,) = self.weigh_window(self.keep_high_entropy(model, [batch]), filler)
             loss = self.compute_loss(model, batch)
         # The losses of the ranks average to that of the batch, which counts by its rows.
@@ -344,15 +345,18 @@ class GRPOTrainer(
         if directory is None:
             return
         state = checkpoint.load_state(directory, self.args.process_index, self.args.world_size)
+        checkpoint.warn_of_other_order(state["order"], self.args, self.train_dataset)
         self.generation_buffer = GenerationBuffer.from_state(state["buffer"], self.accelerator.device)
-        self.backend.load_state_dict(state["backend"])
-        self.feed.load_state_dict(state["feed"])
-        self.evaluation.load_state_dict(state["first_evaluation"])
-        for mode, book in self.books.items():
-            book.load_state_dict(state["books"][mode])
+        for name, keeper in self._keepers().items():
+            keeper.load_state_dict(state[name])
         self.entropy_control = EntropyControl(*state["entropy_control"])
         if self.args.sync_ref_model:
             checkpoint.load_reference(directory, self.reference.model)
+
+    def _keepers(self) -> dict[str, Any]:
+        """What has a state of its own, by its name in checkpoints."""
+        named = {"backend": self.backend, "feed": self.feed, "first_evaluation": self.evaluation}
+        return {**named, **{f"{mode}_book": book for mode, book in self.books.items()}}
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -364,15 +368,10 @@ class GRPOTrainer(
         self.backend.version = None
 
     def save_own_state(self, directory: str) -> None:
-        control = self.entropy_control
-        state = {
-            "buffer": self.generation_buffer.state_dict(),
-            "backend": self.backend.state_dict(),
-            "feed": self.feed.state_dict(),
-            "first_evaluation": self.evaluation.state_dict(),
-            "books": {mode: book.state_dict() for mode, book in self.books.items()},
-            "entropy_control": (control.coef, control.entropy),
-        }
+        state = {name: keeper.state_dict() for name, keeper in self._keepers().items()}
+        state["buffer"] = self.generation_buffer.state_dict()
+        state["order"] = checkpoint.order_of_prompts(self.args, self.train_dataset)
+        state["entropy_control"] = astuple(self.entropy_control)
         checkpoint.save_state(directory, self.args.process_index, self.args.world_size, state)
         if self.args.sync_ref_model and self.args.should_save:
             checkpoint.save_reference(directory, self.accelerator.unwrap_model(self.reference.model))

@@ -138,6 +138,17 @@ def cache_sized(batch: TrainBatch, layout: str) -> list[TrainBatch]:
     return [batch] if len(parts) == 1 else [batch.select(part) for part in parts]
 
 
+def rows_to_score(batch: TrainBatch, cut: Cut) -> list[int]:
+    """The rows of a micro-batch that a window cut like this will compute, and so needs old log-probs of.
+
+    With several ranks at least one: all of them take part in every forward.
+    """
+    if cut.fixed:
+        return list(range(len(batch)))
+    rows = _rows_with_gradient(batch, cut.skip_zero_advantage)
+    return [0] if not rows and cut.ranks > 1 else rows
+
+
 def _rows_with_gradient(batch: TrainBatch, skip_zero_advantage: bool) -> list[int]:
     counts_BC = batch.loss_mask_BC
     if skip_zero_advantage:

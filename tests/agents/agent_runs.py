@@ -95,7 +95,7 @@ def trainer(directory: Path | str, **given: Any) -> GRPOTrainer:
     arguments.setdefault("reward_funcs", calls_reward)
     text = arguments["processing_class"]
     said = {*text.convert_tokens_to_ids(list(LETTERS)), text.eos_token_id}
-    model = given.pop("model", None) or policy(len(text))
+    model = given.pop("model", None)
     settings: dict[str, Any] = {
         "per_device_train_batch_size": 4,
         "num_generations": 4,
@@ -111,4 +111,4 @@ def trainer(directory: Path | str, **given: Any) -> GRPOTrainer:
         "generation_kwargs": {"suppress_tokens": [i for i in range(len(text)) if i not in said]},
     }
     config = GRPOConfig(str(directory), **{**settings, **given})
-    return GRPOTrainer(model, args=config, **arguments)
+    return GRPOTrainer(policy(len(text)) if model is None else model, args=config, **arguments)

@@ -273,7 +273,9 @@ def test_the_models_context_ends_a_rollout_as_well(of_backend, monkeypatch):
     first = full.completions[0].loss_mask.index(0)  # the tokens of the first turn
     cut = within(prompt + first + 10).completions[0]  # in the middle of the tool's answer
     assert cut.token_ids == whole[:first] and cut.truncated
-    with pytest.raises(ConfigError, match=rf"row 0: the prompt with its tools has {prompt} tokens.*context of"):
+    with pytest.raises(
+        ConfigError, match=rf"row 0: the prompt with its tools has {prompt} tokens.*context of"
+    ):
         within(prompt)
 
 

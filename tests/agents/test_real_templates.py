@@ -1,4 +1,4 @@
-"""The chat templates that models are published with, as TRL carries them: what is appended is what they write."""
+"""The chat templates that models are published with, as TRL carries them: appended is what they write."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ LLAMA = '{"name": "look", "parameters": {"at": "it", "times": 2}}'
 GEMMA = '<|tool_call>call:look{at:<|"|>it<|"|>,times:2}<tool_call|>'
 HARMONY = ' to=functions.look<|channel|>commentary json<|message|>{"at": "it", "times": 2}'
 
-#: (template, end of a turn that calls, end of another, call, whose template writes the turns after the prompt)
+#: (template, end of a turn that calls, end of another, call, whose template writes later turns)
 CASES = [
     ("qwen2_5", "<|im_end|>", "<|im_end|>", QWEN, None),
     ("qwen3", "<|im_end|>", "<|im_end|>", QWEN, "Qwen"),
@@ -135,14 +135,14 @@ def test_what_the_user_says_next_is_what_the_models_own_template_writes(name, en
 
 def test_without_thinking_qwen3_begins_later_turns_with_its_empty_thought():
     tokenizer = tokenizer_of("qwen3", "<|im_end|>")
-    context, _ = play(
-        tokenizer, QWEN, "<|im_end|>", "<|im_end|>", template_kwargs={"enable_thinking": False}
-    )
+    context, _ = play(tokenizer, QWEN, "<|im_end|>", "<|im_end|>", template_kwargs={"enable_thinking": False})
     text = tokenizer.decode(context)
     assert text.count("<|im_start|>assistant\n<think>\n\n</think>\n\n") == 3 == text.count("assistant\n")
 
 
-@pytest.mark.parametrize("text", ["<tool_call>\n<parameter=at>\nit\n</parameter>\n</tool_call>", "<tool_call>look"])
+@pytest.mark.parametrize(
+    "text", ["<tool_call>\n<parameter=at>\nit\n</parameter>\n</tool_call>", "<tool_call>look"]
+)
 def test_a_call_without_its_function_is_an_error_for_the_model(text):
     tokenizer = tokenizer_of("qwen3_6", "<|im_end|>")
     turn = TurnParser(tokenizer, tokenizer.chat_template)([], tokenizer(text)["input_ids"], [TOOL])
@@ -163,7 +163,8 @@ def qwen_tokenizer() -> Any:
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
         r"|\s+(?!\S)|\s+"
     )
-    converter = TikTokenConverter(str(ranks), pattern, extra_special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    converter = TikTokenConverter(str(ranks), pattern, extra_special_tokens=marks)
     return PreTrainedTokenizerFast(tokenizer_object=converter.converted(), eos_token="<|im_end|>")
 
 

@@ -11,6 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+GENERATE = "/inference/v1/generate"
+
 
 class FakeVLLM:
     """Answers like vLLM; completion i of a prompt is [last prompt token, seed % 28 + 4, i] and an end token.
@@ -47,7 +49,7 @@ class FakeVLLM:
         return Counter(path for path, _ in list(self.bodies))  # counting among threads would miss some
 
     def answer(self, path: str, query: dict[str, list[str]], body: Any) -> Any:
-        if path == "/inference/v1/generate":
+        if path == GENERATE:
             return self._generate(body)
         if path == "/finish_weight_update":
             self.version = body.get("weight_version", self.version)
@@ -86,6 +88,19 @@ class FakeVLLM:
         self.http.server_close()
         for connection in list(self.http.open_connections):
             connection.close()
+
+
+def with_tokenizer(fake: FakeVLLM, tokenizer: Any) -> FakeVLLM:
+    """The stand-in with a tokenizer."""
+    answer = fake.answer
+
+    def tokenizing(path: str, query: dict[str, list[str]], body: Any) -> Any:
+        if path == "/tokenize":
+            return {"tokens": tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]}
+        return answer(path, query, body)
+
+    fake.answer = tokenizing  # type: ignore[method-assign]
+    return fake
 
 
 class _Server(ThreadingHTTPServer):
@@ -148,5 +163,5 @@ class _Handler(BaseHTTPRequestHandler):
 if __name__ == "__main__":  # host and version, for a server in a network of its own
     served = FakeVLLM(8000, sys.argv[1])
     served.version = sys.argv[2]
-    served.failures["/inference/v1/generate"] = [lambda: time.sleep(1.0)]
+    served.failures[GENERATE] = [lambda: time.sleep(1.0)]
     time.sleep(120)

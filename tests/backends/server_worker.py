@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from fake_vllm import FakeVLLM
+from fake_vllm import GENERATE, FakeVLLM
 from runs import policy
 
 from groupwise import GRPOConfig
 from groupwise.backends.vllm.http import HttpServer
 from groupwise.backends.vllm.server import VLLMServerBackend
 from groupwise.errors import BackendError
-
-GENERATE = "/inference/v1/generate"
 
 
 def main(port: int, directory: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -13,6 +14,8 @@ import pytest
 import torch
 from engine_runs import ENGINE, engine_greedy, greedy, policy, trainer, trainer_logps
 from peft import LoraConfig
+from runs import prompts
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from groupwise.backends.weight_stream import weight_stream
 from groupwise.errors import BackendError
@@ -36,7 +39,9 @@ def history(run: Any) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Two steps with large updates; what was generated, with the log-probs of the policy at that moment."""
-    settings = {"temperature": 0.7, "max_steps": 2, "learning_rate": 0.05}
+    engine = {**ENGINE, "max_num_batched_tokens": 200}
+    settings = {"temperature": 0.7, "max_steps": 2, "learning_rate": 0.05, "vllm_engine_kwargs": engine}
+    settings |= {"eval_dataset": prompts(4), "eval_generation_kwargs": {"temperature": 0.0}}
     run = trainer(tmp_path_factory.mktemp("colocate"), model=policy(tie_word_embeddings=True), **settings)
     run.seen = []
     generate = run.backend.generate
@@ -80,6 +85,33 @@ def test_after_a_sync_greedy_output_is_the_trainers(run):
     after = engine_greedy(run.backend, PROMPTS)
     assert after == greedy(run.model, PROMPTS, 6, ends)
     assert after != before  # so the comparison sees old weights
+
+
+def test_an_evaluation_samples_with_its_own_settings(run, monkeypatch):
+    generate, calls = run.backend.generate, []
+
+    def watched(prompts, sampling):
+        calls.append((prompts, generate(prompts, sampling)))
+        return calls[-1][1]
+
+    monkeypatch.setattr(run.backend, "generate", watched)
+    metrics = run.evaluate()
+    assert run.backend.version == 2  # an evaluation is one of the newest weights
+    assert metrics["eval_reward_std"] >= 0 and not any(value != value for value in metrics.values())
+    for prompts_, completions in calls:
+        got = [completion.token_ids for completion in completions]
+        assert got == greedy(run.model, prompts_, 6, run.backend.end_tokens)
+    texts = {tuple(completion.token_ids) for completion in run.backend.generate([[4, 5]] * 8, Sampling())}
+    assert len(texts) > 1  # the run's own temperature again
+
+
+def test_prompts_beyond_what_the_engine_reads_at_once(run):
+    """Seeded requests on a CPU must be read whole."""
+    prompts = [[4 + i, *range(4, 16)] * 8 for i in range(6)]  # 104 tokens each; 200 are read in one pass
+    run.sync_sampler(run.model)
+    for prompt, completion in zip(prompts, run.backend.generate(prompts), strict=True):
+        expected = trainer_logps(run.model.eval(), prompt, completion.token_ids, 0.7)
+        torch.testing.assert_close(torch.tensor(completion.logps).double(), expected, atol=1e-4, rtol=0)
 
 
 def test_weights_are_sent_once_for_each_step_and_again_when_they_were_loaded(run):
@@ -154,21 +186,12 @@ def test_an_incomplete_model_is_refused(run):
     assert engine_greedy(run.backend, PROMPTS) == greedy(run.model, PROMPTS, 6, run.backend.end_tokens)
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("size", [1, 2])
-def test_two_processes_with_an_engine_each_or_one_over_both(size):
+def on_two_processes(script: str, argument: Any) -> str:
     here = Path(__file__).parent
-    command = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        "slice_worker.py",
-        str(size),
-    ]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     paths = os.pathsep.join([str(here), *sys.path])
     done = subprocess.run(
-        [sys.executable, *command],
+        [sys.executable, *launcher, script, str(argument)],
         capture_output=True,
         text=True,
         timeout=240,
@@ -176,7 +199,19 @@ def test_two_processes_with_an_engine_each_or_one_over_both(size):
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count(f"sampled with {size}") == 2
+    return done.stdout
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("size", [1, 2])
+def test_two_processes_with_an_engine_each_or_one_over_both(size):
+    assert on_two_processes("slice_worker.py", size).count(f"sampled with {size}") == 2
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+def test_partitioned_weights_are_streamed_whole_and_the_engine_follows_them(tmp_path):
+    assert on_two_processes("zero_worker.py", tmp_path).count("followed") == 2
 
 
 def test_a_resumed_run_repeats_the_run(tmp_path):
@@ -205,6 +240,31 @@ def test_an_adapter_arrives(tmp_path, alone):
     with run.model.disable_adapter():
         assert got != greedy(run.model, PROMPTS, 6, run.backend.end_tokens)
     run.backend.close()
+
+
+def qwen3() -> Any:
+    config = policy().config.to_dict() | {"head_dim": 32, "model_type": "qwen3", "tie_word_embeddings": True}
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(**config))
+
+
+@pytest.mark.parametrize("make", [policy, qwen3])
+def test_an_engine_made_of_transformers_own_classes_follows_and_leaves_them(tmp_path, make):
+    model = make()
+    cls = type(model.model)
+    before = cls.__bases__, dict(vars(cls))
+    run = trainer(tmp_path, model=model, vllm_model_impl="transformers", learning_rate=0.05)
+    assert (cls.__bases__, dict(vars(cls))) == before
+    run.train()
+    for line in run.state.log_history[:2]:
+        assert line["sampling/sampling_logp_difference/max"] < 1e-4
+    old = engine_greedy(run.backend, PROMPTS)
+    run.sync_sampler(run.model)
+    new = engine_greedy(run.backend, PROMPTS)
+    engine = run.backend.engine.llm_engine.engine_core.engine_core.model_executor.driver_worker
+    assert type(engine.worker.model_runner.model).__name__ == "TransformersForCausalLM"
+    run.backend.close()
+    assert new == greedy(run.model, PROMPTS, 6, run.backend.end_tokens) != old
 
 
 def test_a_regex_holds_for_every_completion(tmp_path):

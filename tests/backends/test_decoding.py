@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
@@ -34,10 +35,17 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
-from groupwise.backends.decoding import OneQueryAttention, can_decode_groups, decode_groups, group_prompts
+from groupwise.backends.decoding import (
+    OneQueryAttention,
+    can_decode_groups,
+    choose,
+    decode_groups,
+    group_prompts,
+)
 from groupwise.backends.growing_cache import GrowingLayer
-from groupwise.backends.transformers_generate import TransformersBackend
+from groupwise.backends.transformers_generate import PACKED_FROM, TransformersBackend
 from groupwise.core.padding import length_mask, pad_sequences
+from groupwise.linear import has_onednn, speed_up_linears
 
 SIZE = {
     "vocab_size": 40,
@@ -187,6 +195,42 @@ def test_sampled_frequencies_are_the_exact_probabilities():
         # Wilson and Hilferty: (chi² / df)^(1/3) is nearly normal; 4 standard deviations.
         bound = freedom * (1 - 2 / (9 * freedom) + 4 * (2 / (9 * freedom)) ** 0.5) ** 3
         assert freedom > 10 and chi_square < bound
+
+
+@pytest.mark.parametrize("size", [768, 771])
+def test_tokens_are_drawn_from_every_block_with_their_probabilities(size):
+    """768 tokens are three blocks, 771 have no common divisor with the size of a block."""
+    torch.manual_seed(0)
+    logits = torch.full((size,), -torch.inf)
+    likely = torch.tensor([0, 3, 255, 256, 300, 511, 512, 700, 767])
+    logits[likely] = torch.randn(len(likely))
+    draws = 20000
+    counts = choose(logits.expand(draws, size), do_sample=True).bincount(minlength=size)
+    assert counts[likely].sum() == draws
+    means = draws * logits.double().softmax(-1)[likely]
+    chi_square = ((counts[likely] - means) ** 2 / means).sum()
+    freedom = len(likely) - 1
+    bound = freedom * (1 - 2 / (9 * freedom) + 4 * (2 / (9 * freedom)) ** 0.5) ** 3
+    assert means.min() >= 5 and chi_square < bound
+
+
+@pytest.mark.skipif(not has_onednn(), reason="this PyTorch has no oneDNN")
+def test_weights_are_packed_for_long_generations_and_each_anew():
+    changes = {**GROUPED, "vocab_size": 128, "hidden_size": 128, "head_dim": 64, "intermediate_size": 128}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**changes, tie_word_embeddings=False)).eval()
+    plain = copy.deepcopy(model)
+    assert speed_up_linears(model) > 0
+    packed: list[bool] = []
+    model.lm_head.register_forward_pre_hook(lambda layer, _: packed.append(layer.packed is not None))
+    for tokens, expected in ((PACKED_FROM - 1, False), (PACKED_FROM, True), (PACKED_FROM, True)):
+        config = settings(max_new_tokens=tokens, eos_token_id=None)
+        assert by_groups(model, PROMPTS, config) == by_groups(plain, PROMPTS, config)
+        assert set(packed) == {expected}
+        packed.clear()
+        with torch.no_grad():
+            for each in (model, plain):
+                each.lm_head.weight.copy_(each.lm_head.weight.roll(1, 0))
 
 
 def test_a_prompt_is_read_once_for_its_group():

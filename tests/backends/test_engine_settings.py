@@ -51,12 +51,23 @@ def test_without_vllm_the_error_says_what_to_install(tmp_path, monkeypatch, spec
         ({"generation_kwargs": {"min_tokens": 7}}, "less than or equal to max_tokens=6, got 7"),
         ({"temperature": 2.5}, "temperature must be in [0, 2], got 2.5"),
         ({"vllm_enable_sleep_mode": True}, "frees GPU memory"),
+        (
+            {"vllm_model_impl": "transformers", "vllm_engine_kwargs": {"enforce_eager": False}},
+            "leave it out with vllm_model_impl='transformers'",
+        ),
         ({"vllm_max_model_length": 9}, "a context of 9 (vllm_max_model_length) leaves 3"),
     ],
 )
 def test_settings_are_refused_before_anything_is_built(tmp_path, settings, message):
     pytest.importorskip("vllm")
     assert message in refused(tmp_path, train_dataset=prompts(8), **settings)
+
+
+@pytest.mark.vllm
+def test_transformers_would_partition_an_engine_that_it_builds(tmp_path, monkeypatch):
+    pytest.importorskip("vllm")
+    monkeypatch.setattr(engine, "is_deepspeed_zero3_enabled", lambda: True)
+    assert "set vllm_model_impl='vllm'" in refused(tmp_path, vllm_model_impl="transformers")
 
 
 @pytest.mark.vllm

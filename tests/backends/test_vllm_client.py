@@ -7,26 +7,12 @@ import threading
 import time
 
 import pytest
-from fake_vllm import FakeVLLM
+from fake_vllm import GENERATE, FakeVLLM
 
 from groupwise.backends.vllm.client import LostWeightsError, VLLMServers
 from groupwise.backends.vllm.http import HttpServer, LostAnswerError, ServerUnavailableError
 from groupwise.backends.vllm.sampling import Request, group_requests
 from groupwise.errors import BackendError
-
-GENERATE = "/inference/v1/generate"
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(HttpServer, "first_pause", 0.02)
-
-
-@pytest.fixture
-def fake():
-    server = FakeVLLM()
-    yield server
-    server.close()
 
 
 @pytest.fixture
@@ -37,9 +23,9 @@ def servers(fake):
     client.close()
 
 
-def ask(client, count=1, samples=2, limit=8):
+def ask(client, count=1, samples=2, limit=8, temperature=1.0):
     requests = [Request([5, 6 + i], range(samples), seed=10 + i, max_tokens=limit) for i in range(count)]
-    return [future.result(timeout=30) for future in client.submit(requests, {"temperature": 1.0})]
+    return [future.result(timeout=30) for future in client.submit(requests, {"temperature": temperature})]
 
 
 def test_answers_become_completions_in_order(servers):
@@ -56,6 +42,13 @@ def test_a_request_asks_for_all_samples_with_the_seed_and_the_sampled_tokens_log
     (body,) = [body for path, body in fake.bodies if path == GENERATE]
     expected = {"temperature": 1.0, "n": 4, "seed": 10, "max_tokens": 8, "logprobs": 0}
     assert body == {"token_ids": [5, 6], "sampling_params": expected}
+
+
+def test_the_most_probable_tokens_are_asked_for_once(servers, fake):
+    (samples,) = ask(servers, samples=3, temperature=0.0)
+    (body,) = [body for path, body in fake.bodies if path == GENERATE]
+    assert body["sampling_params"]["n"] == 1  # vLLM refuses more
+    assert [completion.token_ids for completion in samples] == [[6, 14, 0, 1]] * 3
 
 
 def test_a_log_prob_that_the_server_has_not_is_not_a_number(servers, fake):

@@ -12,33 +12,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_vllm import FakeVLLM
+from fake_vllm import GENERATE, FakeVLLM
 from runs import policy, tokenizer
 from safetensors.torch import load_file
 
 from groupwise import GRPOConfig
-from groupwise.backends.vllm.http import HttpServer
 from groupwise.backends.vllm.server import VLLMServerBackend
 from groupwise.errors import BackendError
 from groupwise.stages import Sampling
 
-GENERATE = "/inference/v1/generate"
 UPDATE = [
     *("/pause", "/start_weight_update", "/update_weights", "/finish_weight_update"),
     *("/reset_prefix_cache", "/resume"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(HttpServer, "first_pause", 0.02)
-
-
-@pytest.fixture
-def fake():
-    server = FakeVLLM()
-    yield server
-    server.close()
 
 
 def backend_for(fake, tmp_path, **given):
@@ -189,6 +175,29 @@ def test_two_servers_give_what_one_gives(fake, tmp_path):
         backend.close()
     assert answers[0] == answers[1] and second.seen[GENERATE] == 1
     second.close()
+
+
+@pytest.mark.parametrize("path", [GENERATE, "/start_weight_update", "/update_weights"])
+def test_one_of_two_servers_gone_for_good_is_named_and_the_other_can_be_used_alone(fake, tmp_path, path):
+    second = FakeVLLM()
+    second.info = fake.info
+    backend = backend_for([fake, second], tmp_path)
+    backend.config.vllm_server_timeout = 1.0
+
+    def die():
+        second.close()
+        return "drop"
+
+    second.failures[path] = [die]
+    with pytest.raises(ConnectionError, match=rf"no vLLM server was ready at {second.url} within .*1 s"):
+        backend.sync_weights(step=4)
+        backend.generate([[3], [3], [5]])
+    alone = backend_for(fake, tmp_path)
+    alone.sync_weights(step=4)
+    assert [c.versions for c in alone.generate([[3], [3], [5]])] == [[4] * 4] * 3 and not fake.paused
+    # No update was left open: each that began was finished.
+    assert fake.seen["/finish_weight_update"] >= fake.seen["/start_weight_update"]
+    alone.close()
 
 
 MISFITS = {

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import time
 
 import pytest
 import torch
 from engine_runs import engine_greedy, greedy, policy, trainer, trainer_logps
+from transformers import TrainerCallback
 from vllm_process import ServerProcess
 
 from groupwise.backends.vllm import transport
@@ -20,13 +22,21 @@ pytestmark = [
 ]
 
 PROMPTS = [[4, 5], [6], [7, 8, 9], [10, 11, 12, 13]]
+FOUR_STEPS = {"max_steps": 4, "per_device_train_batch_size": 8}  # of two prompts
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    process = ServerProcess(tmp_path_factory.mktemp("server")).start().wait()
+def process(tmp_path_factory):
+    process = ServerProcess(tmp_path_factory.mktemp("server")).start()
     yield process
     process.kill()
+
+
+@pytest.fixture
+def server(process):
+    """Up when the test starts; if it died in it, its last words are shown and the next test has one again."""
+    yield process.revive()
+    process.revive()
 
 
 def run_for(server, directory, **given):
@@ -40,9 +50,9 @@ def history(run):
 
 
 @pytest.fixture(scope="module")
-def trained(server, tmp_path_factory):
+def trained(process, tmp_path_factory):
     """Two optimizer steps."""
-    made = run_for(server, tmp_path_factory.mktemp("run"))
+    made = run_for(process.wait(), tmp_path_factory.mktemp("run"))
     made.train()
     yield made
     made.backend.close()
@@ -91,7 +101,8 @@ def test_weights_arrive_in_the_middle_of_completions_and_every_token_says_which_
     (http,) = run.backend.servers.servers
     before = _tokens_so_far(http)
     run.backend.generate_ahead(prompts, step=1)
-    while _tokens_so_far(http) < before + 50:
+    end = time.monotonic() + 120
+    while _tokens_so_far(http) < before + 50 and time.monotonic() < end:
         pass
     run.backend.sync_weights(step=1)
     completions = run.backend.generate(prompts)
@@ -114,11 +125,24 @@ def test_a_run_that_generates_ahead(server, tmp_path):
     run.backend.close()
 
 
-def test_a_server_that_is_killed_leaves_no_trace_in_the_history(server, tmp_path):
-    undisturbed = run_for(server, tmp_path / "one", max_steps=4)
-    undisturbed.train()
+@pytest.fixture(scope="module")
+def undisturbed(process, tmp_path_factory):
+    """What a run is that nothing happens to."""
+    made = run_for(process.wait(), tmp_path_factory.mktemp("undisturbed"), **FOUR_STEPS)
+    made.train()
+    made.backend.close()
+    return made
 
-    disturbed = run_for(server, tmp_path / "two", max_steps=4)
+
+def assert_same_run(run, other):
+    assert history(run) == history(other)
+    for name, weight in other.model.state_dict().items():
+        assert torch.equal(weight, run.model.state_dict()[name])
+
+
+@pytest.mark.timeout(1200)  # the server starts three times
+def test_a_server_that_is_killed_leaves_no_trace_in_the_history(server, undisturbed, tmp_path):
+    disturbed = run_for(server, tmp_path, **FOUR_STEPS)
     ask, push = disturbed.backend._ask, transport.SharedMemorySender.send
     killed = []
 
@@ -138,15 +162,48 @@ def test_a_server_that_is_killed_leaves_no_trace_in_the_history(server, tmp_path
             kill_once("taking weights")
         push(sender, bucket, receiver)
 
+    class KillBetween(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                kill_once("doing nothing")
+
+    disturbed.add_callback(KillBetween())
     disturbed.backend._ask = ask_and_kill
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transport.SharedMemorySender, "send", kill_and_send)
         disturbed.train()
-    assert killed == ["generating", "taking weights"]
-    assert history(disturbed) == history(undisturbed)
-    for name, weight in undisturbed.model.state_dict().items():
-        assert torch.equal(weight, disturbed.model.state_dict()[name])
+    assert killed == ["generating", "doing nothing", "taking weights"]
+    assert_same_run(disturbed, undisturbed)
     disturbed.backend.close()
+
+
+def test_one_of_two_servers_out_of_memory_for_good_and_the_run_goes_on_with_the_other(
+    server, undisturbed, tmp_path
+):
+    (tmp_path / "second").mkdir()
+    second = ServerProcess(tmp_path / "second").start().wait()
+    both = f"{server.url},{second.url}"
+    settings = {**FOUR_STEPS, "save_strategy": "steps", "save_steps": 100}
+    cut = run_for(server, tmp_path / "run", vllm_server_base_url=both, **settings)
+    ask = cut.backend._ask
+
+    def ask_and_fail(requests, sampling):
+        if cut.state.global_step == 2:
+            second.out_of_memory.touch()
+            cut.backend.servers.servers[1].timeout = 5.0  # nobody starts it again
+        ask(requests, sampling)
+
+    cut.backend._ask = ask_and_fail
+    try:
+        with pytest.raises(ConnectionError, match=rf"{second.url} .*5 s while generating .*start it with"):
+            cut.train()
+        assert not second.out_of_memory.exists() and "OutOfMemoryError" in second.log.read_text()
+    finally:
+        second.kill()
+    resumed = run_for(server, tmp_path / "run", **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert_same_run(resumed, undisturbed)
+    resumed.backend.close()
 
 
 def test_another_model_is_refused_before_training(server, tmp_path):

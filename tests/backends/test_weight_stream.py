@@ -133,4 +133,5 @@ def test_sharded_models_are_gathered(tmp_path):
         [sys.executable, *command], capture_output=True, text=True, timeout=150, env=environment
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("gathered: plain lora") == 2
+    line = "gathered: plain lora policy-True policy-False tied-True tied-False lora-True lora-False"
+    assert done.stdout.count(line) == 2

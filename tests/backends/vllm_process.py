@@ -16,8 +16,10 @@ from runs import tokenizer
 
 from groupwise.backends.vllm.serve import serve_command
 
+HERE = Path(__file__).parent
 # A small cache and few places; the tests of several servers at a time would not fit otherwise.
 SMALL = ["--kv-cache-memory-bytes", str(2**24), "--max-num-seqs", "32"]
+SMALL += ["--worker-extension-cls", "out_of_memory.Extension"]
 
 
 class ServerProcess:
@@ -41,6 +43,9 @@ class ServerProcess:
             command[0] = str(Path(sys.executable).with_name("vllm"))
         self.command = command
         own = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING"}
+        self.out_of_memory = directory / "out-of-memory"  # when it exists, the next forward pass fails
+        own["OUT_OF_MEMORY_FILE"] = str(self.out_of_memory)
+        own["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
         self.environment = {**os.environ, **environment, **own}
         self.log = directory / "server.log"
         self.process: subprocess.Popen | None = None
@@ -53,7 +58,7 @@ class ServerProcess:
             )
         return self
 
-    def wait(self, seconds: float = 120.0) -> ServerProcess:
+    def wait(self, seconds: float = 400.0) -> ServerProcess:
         """Return when it is healthy."""
         end = time.monotonic() + seconds
         while True:
@@ -66,6 +71,13 @@ class ServerProcess:
                         f"vllm serve did not start:\n{self.log.read_text()[-4000:]}"
                     ) from None
                 time.sleep(0.3)
+
+    def revive(self) -> ServerProcess:
+        """Start it again if it ended; what it said goes to the test's output."""
+        if self.process is not None and self.process.poll() is not None:
+            print(f"vllm serve ended with {self.process.returncode}:\n{self.log.read_text()[-8000:]}")
+            self.start()
+        return self.wait()
 
     def kill(self) -> None:
         """End it at once, with its workers, as a machine that fails does."""

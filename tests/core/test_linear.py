@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 
-from groupwise.linear import OneDNNLinear, speed_up_linears
+from groupwise.linear import OneDNNLinear, packed_weights, speed_up_linears
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 
@@ -68,6 +68,45 @@ def test_other_precisions_and_vectors_take_the_usual_way():
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(inputs).dtype == torch.bfloat16
     assert layer.double()(inputs.double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_packed_weights_make_the_same_products(bias):
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(200, 130, bias=bias)
+    fast, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
+    speed_up_linears(fast)
+    with torch.no_grad(), packed_weights(fast):
+        for rows in (1, 8, 500):
+            inputs = torch.randn(rows, 1, 200)
+            truth = exact(inputs.double())
+            bound = 2 * (plain(inputs) - truth).abs().max() + 1e-6
+            assert (fast(inputs) - truth).abs().max() <= bound
+        assert fast.packed() is fast.packed()
+    assert fast.packed is None
+
+
+def test_a_packed_copy_does_not_outlive_its_weight():
+    """Gradients and what comes after the context see the weight as it is."""
+    layer = torch.nn.Linear(200, 130, bias=False)
+    speed_up_linears(layer)
+    inputs = torch.randn(3, 200)
+    with packed_weights(layer):
+        with torch.no_grad():
+            before = layer(inputs)
+            layer.weight.mul_(2)
+            assert torch.equal(layer(inputs), before)  # the copy is what multiplies: else nothing is tested
+        torch.testing.assert_close(layer(inputs), 2 * before)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(inputs), 2 * before)
+
+
+def test_nothing_is_packed_that_other_precisions_do_not_use():
+    layer = torch.nn.Linear(200, 130)
+    speed_up_linears(layer)
+    with torch.no_grad(), packed_weights(layer), torch.autocast("cpu", torch.bfloat16):
+        layer(torch.randn(3, 200))
+        assert layer.packed.cache_info().misses == 0
 
 
 def test_only_large_plain_layers_change_and_the_rest_of_the_model_sees_nothing():

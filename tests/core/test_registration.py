@@ -32,16 +32,12 @@ def reinforce(t, settings):
     return -t.advantages_BX * t.logps_BT
 
 
-@pytest.fixture
-def mine(monkeypatch):
-    monkeypatch.setattr("groupwise.core.objectives.OBJECTIVES", dict(OBJECTIVES))
-    return "mine"
-
-
-def test_a_registered_objective_is_used(mine):
-    register_objective(mine, reinforce, "token_mean", diagnostics=lambda t, s: {"seen": Sum(t.mask_BT.sum())})
+def test_a_registered_objective_is_used():
+    register_objective(
+        "mine", reinforce, "token_mean", diagnostics=lambda t, s: {"seen": Sum(t.mask_BT.sum())}
+    )
     t = terms()
-    loss, metrics = evaluate(t, ObjectiveSettings(objective=mine))
+    loss, metrics = evaluate(t, ObjectiveSettings(objective="mine"))
     # −3 · (−1 − 2) · 0.5 = 4.5
     assert loss.item() == 4.5
     assert metrics["seen"].value() == 2.0
@@ -49,17 +45,17 @@ def test_a_registered_objective_is_used(mine):
 
 
 @pytest.mark.parametrize("folds", [False, True])
-def test_a_registered_objective_may_fold_the_correction_in(mine, folds):
+def test_a_registered_objective_may_fold_the_correction_in(folds):
     seen = []
 
     def surrogate(t, settings):
         seen.append(t.log_correction_BX)
         return reinforce(t, settings)
 
-    register_objective(mine, surrogate, "token_mean", folds_correction=folds)
+    register_objective("mine", surrogate, "token_mean", folds_correction=folds)
     sampler = torch.tensor([[-1.0 - math.log(2.0), -2.0]])
     loss, _ = evaluate(
-        terms(sampler_logps_BT=sampler), ObjectiveSettings(objective=mine, correction_mode="token_truncate")
+        terms(sampler_logps_BT=sampler), ObjectiveSettings(objective="mine", correction_mode="token_truncate")
     )
     if folds:
         assert seen[0].tolist() == [pytest.approx([math.log(2.0), 0.0])]
@@ -84,13 +80,10 @@ def test_unknown_normaliser_is_refused():
     assert "other" not in OBJECTIVES
 
 
-def test_a_registered_advantage_is_used(monkeypatch):
-    monkeypatch.setattr("groupwise.core.advantages.ADVANTAGES", dict(ADVANTAGES))
+def test_a_registered_advantage_is_used():
     register_advantage("raw", lambda rewards, settings: rewards.rewards_NF.sum(-1))
-    from groupwise.core import advantages
-
     rewards = GroupRewards(torch.tensor([[1.0, 2.0]]), torch.ones(2), 1)
-    assert advantages.ADVANTAGES["raw"](rewards, AdvantageSettings()).tolist() == [3.0]
+    assert ADVANTAGES["raw"](rewards, AdvantageSettings()).tolist() == [3.0]
 
 
 def test_duplicate_advantage_is_refused():

@@ -57,6 +57,12 @@ def vowels(completions: list[str], log_metric: Any, **_: Any) -> list[float]:
     return [sum(letter in "aeiou" for letter in text) + random.random() for text in completions]
 
 
+def vowels_of_odd_prompts(prompts: list[str], completions: list[str], **given: Any) -> list[float]:
+    """No variance in the groups of even prompts."""
+    counts = vowels(completions, **given)
+    return [count * (int(prompt[-1]) % 2) for prompt, count in zip(prompts, counts, strict=True)]
+
+
 def prompts(count: int) -> Dataset:
     # Different lengths, so that padding differs from batch to batch.
     return Dataset.from_dict({"prompt": [f"say {'x' * (i % 4)}{i}" for i in range(count)]})

@@ -67,7 +67,9 @@ def count_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [float(sum(token % 2 == 0 for token in ids)) for ids in completion_ids]
 
 
-def trainer(directory: Path | str, rewards: Any = count_reward, **given: Any) -> GRPOTrainer:
+def trainer(
+    directory: Path | str, rewards: Any = count_reward, kind: type[GRPOTrainer] = GRPOTrainer, **given: Any
+) -> GRPOTrainer:
     """A trainer for the tiny policy; ``given`` holds configuration fields and trainer arguments."""
     arguments = {
         name: given.pop(name)
@@ -93,7 +95,7 @@ def trainer(directory: Path | str, rewards: Any = count_reward, **given: Any) ->
         "use_cpu": True,
         "disable_tqdm": True,
     }
-    return GRPOTrainer(
+    return kind(
         policy() if model is None else model,
         rewards,
         GRPOConfig(str(directory), **{**settings, **given}),

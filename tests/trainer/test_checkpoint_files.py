@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from resume_runs import make_trainer, vowels
+from runs import prompts, trainer
 from safetensors.torch import load_file
 
 from groupwise.checkpoint import (
@@ -115,6 +116,23 @@ def test_resuming_from_weights_alone_is_refused(tmp_path: Path) -> None:
     assert "model.safetensors" in _names(tmp_path / "checkpoint-1")
     with pytest.raises(ConfigError, match="save_only_model"):
         make_trainer(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_a_resume_says_which_settings_have_reordered_the_prompts(tmp_path: Path, caplog: Any) -> None:
+    settings = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "steps_per_generation": 2}
+    trainer(tmp_path, **settings).train()
+    trainer(tmp_path, **{**settings, "max_steps": 2}).train(resume_from_checkpoint=True)
+    assert "resumed with" not in caplog.text  # another length of the run reorders nothing
+    changes = {"max_steps": 3, "num_generations": 2, "train_dataset": prompts(6)}
+    trainer(tmp_path, **{**settings, **changes}).train(resume_from_checkpoint=True)
+    assert "num_generations=2 (was 4), rows of train_dataset=6 (was 8): prompts come in" in caplog.text
+
+
+def test_a_moving_reference_that_was_never_saved_is_refused(tmp_path: Path) -> None:
+    settings = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "beta": 0.1}
+    trainer(tmp_path, **settings).train()
+    with pytest.raises(ConfigError, match=r"written without it.*resume with sync_ref_model=False"):
+        trainer(tmp_path, **settings, sync_ref_model=True).train(resume_from_checkpoint=True)
 
 
 def test_resuming_without_a_checkpoint_is_refused(tmp_path: Path) -> None:

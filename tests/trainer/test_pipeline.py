@@ -5,34 +5,27 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import runs
 import torch
+from accelerate.data_loader import BatchSamplerShard
+from torch.utils.data import BatchSampler
 from transformers import TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "backends"))
-from fake_vllm import FakeVLLM
+from fake_vllm import GENERATE, FakeVLLM, with_tokenizer
 
 from groupwise.backends.vllm.http import HttpServer
-from groupwise.pipeline import LookAhead, Pipeline
-
-GENERATE = "/inference/v1/generate"
+from groupwise.data import GroupSampler
+from groupwise.pipeline import Pipeline
 
 
 @pytest.fixture
 def fake(monkeypatch):
     monkeypatch.setattr(HttpServer, "first_pause", 0.02)
-    server = FakeVLLM()
-    answer = server.answer
-    own = runs.tokenizer()
-
-    def with_tokenizer(path, query, body):
-        if path == "/tokenize":
-            return {"tokens": own(body["prompt"], add_special_tokens=False)["input_ids"]}
-        return answer(path, query, body)
-
-    server.answer = with_tokenizer
+    server = with_tokenizer(FakeVLLM(), runs.tokenizer())
     server.logprob = lambda position: -math.log(32)  # about what the tiny policy gives every token
     yield server
     server.close()
@@ -57,23 +50,50 @@ def staleness(run):
     return [line.get("staleness") for line in run.state.log_history if "loss" in line]
 
 
-def test_looking_ahead_takes_nothing_away():
-    rows = LookAhead(iter("abc"))
-    assert next(rows) == "a" and rows.peek(1) == "c" and rows.peek(2) is None
-    assert list(rows) == ["b", "c"] and rows.peek(0) is None
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "given", [{}, {"shuffle_dataset": False}, {"steps_per_generation": 2, "data_seed": 5}]
+)
+def test_rows_of_a_generation_are_those_of_the_loader_in_every_epoch(rank, given):
+    settings = {"rollout_staleness": 1, "steps_per_generation": 1, "num_iterations": 2, "seed": 3}
+    settings |= {
+        "gradient_accumulation_steps": 1,
+        "num_generations": 2,
+        "process_index": rank,
+        "world_size": 2,
+    }
+    settings |= {"shuffle_dataset": True, "data_seed": None}
+    config = SimpleNamespace(**{**settings, **given})
+    local = 4 * config.steps_per_generation
+    config.generation_batch_size = 2 * local
+    data = [{"prompt": str(number)} for number in range(19)]  # the last ones of a pass are left out
+    pipeline, uses = Pipeline(config, data), config.steps_per_generation * 2
+    loaded = []
+    for epoch in range(3):
+        sampler = GroupSampler(
+            data,
+            num_generations=2,
+            prompts_per_batch=local,
+            repeats=uses,
+            shuffle=config.shuffle_dataset,
+            seed=config.seed if config.data_seed is None else config.data_seed,
+            epoch=lambda epoch=epoch: epoch,
+        )
+        shard = BatchSamplerShard(BatchSampler(sampler, local, drop_last=False), 2, rank)
+        loaded += [[data[index] for index in batch] for batch in shard][::uses]
+    assert [pipeline.rows(number) for number in range(len(loaded))] == loaded and len(loaded) > 3
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [1, 2, 5])  # an epoch has 8 steps
 def test_batches_are_asked_for_ahead_and_each_once(fake, tmp_path, depth):
-    run_for(fake, tmp_path / "on_policy").train()
+    run_for(fake, tmp_path / "on_policy", max_steps=10).train()
     on_policy = asked(fake)
     fake.bodies.clear()
-    ahead = run_for(fake, tmp_path / "ahead", rollout_staleness=depth)
+    ahead = run_for(fake, tmp_path / "ahead", max_steps=10, rollout_staleness=depth)
     ahead.train()
-    assert sorted(asked(fake)) == sorted(
-        on_policy
-    )  # the same prompts with the same seeds, none beyond the end
-    assert staleness(ahead) == [min(step, depth) for step in range(4)]
+    # The same prompts with the same seeds, none beyond the end.
+    assert sorted(asked(fake)) == sorted(on_policy)
+    assert staleness(ahead) == [min(step, depth) for step in range(10)]
 
 
 def test_the_next_batch_is_asked_for_before_this_one_is_trained(fake, tmp_path):
@@ -104,17 +124,19 @@ def test_every_generation_is_used_as_often_as_configured(fake, tmp_path):
     assert len(asked(fake)) == len(set(map(str, asked(fake)))) == 8  # two generations of four prompts
 
 
-def test_a_resumed_run_loses_nothing_and_trains_nothing_twice(fake, tmp_path):
-    whole = run_for(fake, tmp_path / "whole", rollout_staleness=1)
+@pytest.mark.parametrize(("stop", "steps"), [(2, 4), (7, 9)])  # with the next epoch's first batch asked for
+def test_a_resumed_run_loses_nothing_and_trains_nothing_twice(fake, tmp_path, stop, steps):
+    settings = {"rollout_staleness": 1, "max_steps": steps}
+    whole = run_for(fake, tmp_path / "whole", **settings)
     whole.train()
     everything = sorted(asked(fake))
     fake.bodies.clear()
-    settings = {"rollout_staleness": 1, "save_strategy": "steps", "save_steps": 2}
+    settings |= {"save_strategy": "steps", "save_steps": stop}
     first = run_for(fake, tmp_path / "parts", **settings)
 
     class Stop(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            control.should_training_stop = state.global_step == 2
+            control.should_training_stop = state.global_step == stop
 
     first.add_callback(Stop())
     first.train()
@@ -122,7 +144,7 @@ def test_a_resumed_run_loses_nothing_and_trains_nothing_twice(fake, tmp_path):
     resumed = run_for(fake, tmp_path / "parts", **settings)
     resumed.train(resume_from_checkpoint=True)
     assert set(map(str, asked(fake))) == set(map(str, everything))
-    assert losses(resumed)[2:] == losses(whole)[2:]
+    assert losses(resumed)[stop:] == losses(whole)[stop:]
     for name, weight in whole.model.state_dict().items():
         assert torch.equal(weight, resumed.model.state_dict()[name])
 
@@ -155,3 +177,33 @@ def test_no_checkpoint_where_none_are_wanted(fake, tmp_path):
     with pytest.raises(ConnectionError):
         cut.train()
     assert not list(tmp_path.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
+def test_tokens_without_a_log_prob_from_the_server_count_as_sampled_by_the_policy(fake, tmp_path, mode):
+    fake.logprob = lambda position: -9999.0  # what vLLM writes where it has none
+    histories = []
+    for correction in (True, False):
+        settings = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 1.01}
+        settings["vllm_importance_sampling_correction"] = correction
+        run = run_for(fake, tmp_path, max_steps=2, **settings)
+        run.train()
+        histories.append(
+            [(line["loss"], line["grad_norm"]) for line in run.state.log_history if "loss" in line]
+        )
+        values = [value for line in run.state.log_history for value in line.values()]
+        assert all(math.isfinite(value) for value in values)
+    assert histories[0] == histories[1]
+
+
+def test_a_missing_log_prob_leaves_the_other_tokens_corrected(fake, tmp_path):
+    whole = [-9999.0 if position == 1 else -0.01 for position in range(6)]  # far from what the policy gives
+    losses_by_bound = []
+    for bound in (0.5, 1000.0):
+        fake.logprob = whole.__getitem__
+        settings = {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_min": bound}
+        run = run_for(fake, tmp_path, max_steps=1, vllm_importance_sampling_clip_max=2000.0, **settings)
+        run.train()
+        losses_by_bound.append(run.state.log_history[0]["grad_norm"])
+    # Only the token whose ratio counts as 1 lies above the bound of 0.5; none above that of 1000.
+    assert losses_by_bound[0] > 0 and losses_by_bound[1] == 0

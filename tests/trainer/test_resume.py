@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from resume_runs import gpt2_with_dropout, llama, make_trainer, train_in_a_process
+from resume_runs import gpt2_with_dropout, llama, make_trainer, train_in_a_process, vowels_of_odd_prompts
 
 TIMEOUT = 180  # seconds
 
@@ -72,10 +72,10 @@ def test_resume_repeats_the_run(tmp_path: Path, settings: dict[str, Any]) -> Non
 
 
 def test_resume_at_every_step_of_a_reuse_window(tmp_path: Path) -> None:
-    # 4 micro-batches, each used twice: steps 1-8 share a generation, 9 and 10 are on the next one.
-    _assert_resumes(
-        tmp_path, list(range(1, 10)), make_trainer, num_iterations=2, steps_per_generation=4, max_steps=10
-    )
+    # 4 micro-batches, each used twice: steps 1-8 share a generation, 9 and 10 are on the next one. Half of
+    # the rows have no gradient, and no old log-probs in the buffer.
+    reuse = {"num_iterations": 2, "steps_per_generation": 4, "reward_funcs": vowels_of_odd_prompts}
+    _assert_resumes(tmp_path, list(range(1, 10)), make_trainer, **reuse, max_steps=10)
 
 
 def test_resume_keeps_a_reference_that_moves(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from runs import chats, policy, prompts, tokenizer, trainer
+from runs import chats, count_reward, policy, prompts, tokenizer, trainer
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from groupwise import ConfigError, RewardError
@@ -272,14 +272,18 @@ def test_a_reward_model_scores_chats_through_its_template(tmp_path):
         (None, {}, "reward_funcs is missing"),
         ([], {}, "reward_funcs is missing"),
         ([3], {}, "reward_funcs holds 3"),
-        ([len, len], {"reward_weights": [1.0]}, "reward_weights has 1 entries for 2"),
-        ([len], {"reward_processing_classes": [None, None]}, "reward_processing_classes has 2 entries for 1"),
+        ([count_reward, count_reward], {"reward_weights": [1.0]}, "reward_weights has 1 entries for 2"),
+        (
+            [count_reward],
+            {"reward_processing_classes": [None, None]},
+            "reward_processing_classes has 2 entries for 1",
+        ),
     ],
     ids=["none", "empty", "number", "weights", "tokenizers"],
 )
 def test_unusable_reward_arguments_are_refused_before_the_model_loads(tmp_path, rewards, changes, said):
     with pytest.raises(ConfigError, match=said):
-        trainer(tmp_path, rewards, model="/nowhere/at/all", **changes)
+        trainer(tmp_path, rewards, model="nowhere/at-all", **changes)
 
 
 def test_a_reward_model_with_two_labels_is_refused(tmp_path):

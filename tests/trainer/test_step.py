@@ -14,8 +14,6 @@ from runs import WORDS, chats, count_reward, policy, prompts, tokenizer, trainer
 from transformers import TrainerCallback
 
 from groupwise import Completion, ConfigError, GRPOTrainer, LossOutput, register_advantage, register_objective
-from groupwise.core.advantages import ADVANTAGES
-from groupwise.core.objectives import OBJECTIVES
 from groupwise.core.surrogates import clipped
 
 
@@ -347,14 +345,11 @@ def test_high_entropy_tokens_are_chosen_over_the_whole_window(tmp_path):
 def test_an_own_objective_and_an_own_advantage_by_name(tmp_path):
     register_objective("test_halved", lambda terms, settings: 0.5 * clipped(terms, settings), "sequence_sum")
     register_advantage("test_ones", lambda rewards, settings: torch.ones(len(rewards.rewards_NF)))
-    try:
-        run = trainer(tmp_path, loss_type="test_halved", advantage_baseline="test_ones", max_steps=1)
-        run.train()
-        (batch,) = run.generate_micro_batches([{"prompt": "w1", "row": 0}] * 4)
-        assert batch.advantages_BX.tolist() == [[1.0]] * 4
-        assert run.state.log_history[0]["loss"] < 0
-    finally:
-        del OBJECTIVES["test_halved"], ADVANTAGES["test_ones"]
+    run = trainer(tmp_path, loss_type="test_halved", advantage_baseline="test_ones", max_steps=1)
+    run.train()
+    (batch,) = run.generate_micro_batches([{"prompt": "w1", "row": 0}] * 4)
+    assert batch.advantages_BX.tolist() == [[1.0]] * 4
+    assert run.state.log_history[0]["loss"] < 0
 
 
 def test_verbs_can_be_overridden(tmp_path):
@@ -397,7 +392,7 @@ def test_chat_prompts_use_the_template_and_continue_an_unfinished_answer(tmp_pat
 )
 def test_unusable_data_are_refused_before_the_model_loads(tmp_path, changes, said):
     with pytest.raises(ConfigError, match=said):
-        trainer(tmp_path, model="/nowhere/at/all", **changes)
+        trainer(tmp_path, model="nowhere/at-all", **changes)
 
 
 def test_a_model_without_settings_of_its_own_is_left_alone(tmp_path):

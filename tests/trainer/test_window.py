@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
-from runs import prompts, trainer
+from runs import policy, prompts, trainer
 
+from groupwise import GRPOTrainer
 from groupwise.core.surrogates import clipped
+from groupwise.splitting import SplittingTrainer
 from groupwise.stages import TrainBatch
-from groupwise.window import Cut, cache_sized, recut
+from groupwise.window import Cut, cache_sized, recut, rows_to_score
 
 LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 
@@ -82,6 +86,64 @@ def test_the_update_of_a_window_without_any_gradient_is_zero_and_not_absent(tmp_
     assert_same_weights(run, full, 1e-12)  # the weight decay alone
 
 
+class Scored:
+    """Counts the tokens that a model computes log-probs of without a gradient."""
+
+    def __init__(self, model):
+        self.tokens = self.forwards = 0
+        model.register_forward_pre_hook(self.before_forward, with_kwargs=True)
+
+    def before_forward(self, module, args, kwargs):
+        if not torch.is_grad_enabled() and kwargs.get("use_cache") is False:
+            self.forwards += 1
+            self.tokens += kwargs["input_ids"].numel()
+
+
+@pytest.mark.parametrize("reuse", [{"num_iterations": 2}, {"steps_per_generation": 4}])
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared_prefix"])
+def test_a_reused_generation_is_scored_only_where_rows_will_be_computed(tmp_path, monkeypatch, layout, reuse):
+    def run(name):
+        model = policy()
+        scored = Scored(model)
+        settings = {"max_steps": 4, "num_generations": 2, "gradient_accumulation_steps": 2, **reuse}
+        # two groups in a micro-batch, of which the second has variance
+        settings |= {"train_dataset": prompts(17).select(range(1, 17)), "shuffle_dataset": False}
+        return train(tmp_path, name, model=model, sequence_layout=layout, **settings), scored
+
+    few, scored_few = run("few")
+    monkeypatch.setattr("groupwise.trainer.rows_to_score", lambda batch, cut: None)
+    everything, scored_all = run("everything")
+    assert_same_weights(few, everything, 1e-6)  # batches of another size round differently
+    for ours, theirs in zip(few.state.log_history[:-1], everything.state.log_history[:-1], strict=True):
+        kept = {name: value for name, value in theirs.items() if "time" not in name and "second" not in name}
+        assert {name: ours.get(name) for name in kept} == pytest.approx(kept, abs=1e-5)
+    assert 0 < scored_few.tokens <= scored_all.tokens / 2
+
+
+@pytest.mark.parametrize("setting", [{"beta": 0.1}, {"beta": 0.1, "kl_in_reward": True}])
+def test_every_row_is_scored_where_the_reference_needs_it(tmp_path, setting):
+    model = policy()
+    scored = Scored(model)
+    run = train(tmp_path, "run", model=model, max_steps=1, sequence_layout="padded", rewards=no_variance)
+    assert scored.forwards == 0
+    run = train(
+        tmp_path, "kl", model=model, max_steps=1, sequence_layout="padded", num_iterations=2, **setting
+    )
+    assert scored.forwards == run.args.steps_per_generation
+    assert not any((batch.old_logps_BC == 0).all(-1).any() for batch in run.generation_buffer.micro_batches)
+    assert not any((batch.ref_logps_BC == 0).all(-1).any() for batch in run.generation_buffer.micro_batches)
+
+
+def test_every_rank_scores_something_in_every_micro_batch():
+    (batch,) = window([2] * 4, [3] * 4, [0.0, 1.0, 0.0, -1.0], 4)
+    (flat,) = window([2] * 4, [3] * 4, [0.0] * 4, 4)
+    one, two = Cut(False, 4, 3, True), Cut(False, 4, 3, True, ranks=2)
+    assert rows_to_score(batch, one) == rows_to_score(batch, two) == [1, 3]
+    assert rows_to_score(flat, one) == [] and rows_to_score(flat, two) == [0]
+    for cut in (Cut(True, 4, 3, True), Cut(False, 4, 3, False)):
+        assert rows_to_score(flat, cut) == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize(
     "settings",
     [{"beta": 0.1}, {"entropy_coef": 0.01}, {"use_adaptive_entropy": True}, {"skip_zero_advantage": False}],
@@ -103,9 +165,9 @@ def test_an_objective_that_does_not_promise_to_be_flat_sees_every_row(tmp_path):
 
 
 def test_a_loss_of_a_subclass_sees_every_row(tmp_path):
-    from runs import policy, tokenizer
+    from runs import tokenizer
 
-    from groupwise import GRPOConfig, GRPOTrainer
+    from groupwise import GRPOConfig
 
     class OwnLoss(GRPOTrainer):
         def compute_loss(self, *args, **kwargs):
@@ -134,24 +196,71 @@ def test_a_micro_batch_reads_nothing_back_from_the_device(tmp_path, layout, monk
     batches, _ = run.recut_window(window, layout)
     batches = [run.scorer.prepare(batch) for batch in batches if batch is not None]
 
-    def read(*_):
-        raise AssertionError("a value was read back from the device")
-
-    for name in (
-        "item",
-        "tolist",
-        "cpu",
-        "numpy",
-        "nonzero",
-        "__bool__",
-        "__int__",
-        "__float__",
-        "__index__",
-    ):
-        monkeypatch.setattr(torch.Tensor, name, read)
+    forbid_reading(monkeypatch, lambda: True)
     run.model.train()
     for batch in batches:
         run.compute_loss(run.model, batch).backward()
+
+
+def forbid_reading(monkeypatch, forbidden):
+    """Let whatever reads a tensor's value raise while ``forbidden()``."""
+
+    def guarded(read):
+        def checked(*args, **kwargs):
+            assert not forbidden(), "a value was read back from the device"
+            return read(*args, **kwargs)
+
+        return checked
+
+    for name in (
+        *("item", "tolist", "cpu", "numpy", "nonzero"),
+        *("__bool__", "__int__", "__float__", "__index__"),
+    ):
+        monkeypatch.setattr(torch.Tensor, name, guarded(getattr(torch.Tensor, name)))
+
+
+class BetweenMicroBatches:
+    """Replaces what a micro-batch returns; true from there until the next one."""
+
+    def __init__(self, monkeypatch, losses=None):
+        self.now, self.last, self.losses = False, [], iter(losses or ())
+        whole, part = GRPOTrainer.training_step, SplittingTrainer.training_step
+        monkeypatch.setattr(GRPOTrainer, "training_step", lambda *given: self.around(whole, *given))
+        if losses is not None:
+            monkeypatch.setattr(SplittingTrainer, "training_step", lambda *given: self.replace(part, *given))
+
+    def around(self, training_step, trainer, *given):
+        self.now = False
+        loss = training_step(trainer, *given)
+        self.now = not trainer.accelerator.sync_gradients
+        self.last.append(not self.now)
+        return loss
+
+    def replace(self, training_step, trainer, *given):
+        training_step(trainer, *given)
+        return torch.tensor(next(self.losses))
+
+
+ALL_ROWS = {"skip_zero_advantage": False, "sequence_layout": "padded"}
+
+
+def test_nothing_is_read_back_between_micro_batches(tmp_path, monkeypatch):
+    between = BetweenMicroBatches(monkeypatch)
+    forbid_reading(monkeypatch, lambda: between.now)
+    run = train(tmp_path, "run", **ALL_ROWS)
+    assert between.last == [False, False, False, True] * 2
+    assert run.args.logging_nan_inf_filter is True
+
+
+@pytest.mark.parametrize("filtered", [True, False])
+def test_a_window_whose_loss_is_not_a_number_leaves_the_logged_loss_alone(tmp_path, monkeypatch, filtered):
+    BetweenMicroBatches(monkeypatch, [0.25, 0.75, math.nan, 1.0, 2.0, 0.0])
+    settings = {"max_steps": 3, "gradient_accumulation_steps": 2, "logging_steps": 10, **ALL_ROWS}
+    run = train(tmp_path, "run", logging_nan_inf_filter=filtered, **settings)
+    # windows of 1, NaN and 2; in place of NaN the mean so far, which Trainer takes to be 1 / 2 steps
+    expected = (1 + 1 / 2 + 2) / 3 if filtered else math.nan
+    assert run.state.log_history[-1]["train_loss"] == pytest.approx(expected, nan_ok=True)
+    assert run.args.logging_nan_inf_filter is filtered
 
 
 def test_truncated_completions_without_loss_are_not_computed(tmp_path):

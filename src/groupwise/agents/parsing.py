@@ -94,7 +94,8 @@ def _parameters(text: str, schemas: list[Any]) -> _Found:
 def _braced(text: str, _schemas: list[Any]) -> _Found:
     """``<|tool_call>call:name{key:<|"|>text<|"|>,other:3}<tool_call|>``: Gemma 4."""
     calls: list[tuple[str | None, str]] = []
-    for name, body in re.findall(r"<\|tool_call>call:([\w.-]+)(.*?)(?:<tool_call\|>|$)", text, flags=re.DOTALL):
+    call = r"<\|tool_call>call:([\w.-]+)(.*?)(?:<tool_call\|>|$)"
+    for name, body in re.findall(call, text, flags=re.DOTALL):
         parts = body.split('<|"|>')  # every other one is a string
         parts[::2] = [re.sub(r"([\w-]+)\s*:", r'"\1":', part) for part in parts[::2]]
         parts[1::2] = [json.dumps(part) for part in parts[1::2]]
@@ -102,7 +103,8 @@ def _braced(text: str, _schemas: list[Any]) -> _Found:
     return text.partition("<|tool_call>")[0], calls
 
 
-#: What in a chat template tells how its model calls tools, and how to find those calls in a text. The first counts.
+#: What in a chat template tells how its model calls tools, and how to find those calls in a text. The first
+#: that is there counts.
 FORMATS: dict[str, Callable[[str, list[Any]], _Found]] = {
     "<function=": _parameters,
     "<tool_call>": _tagged,

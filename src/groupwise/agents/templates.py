@@ -56,8 +56,8 @@ class Family:
 
     name: of the models.
     markers: what all of their templates hold.
-    turns: the stand-in for the turns after the prompt; its ``opening`` is what the model's own template writes
-        for a turn of the policy to begin.
+    turns: the stand-in for the turns after the prompt; its ``opening`` is what the model's own template
+        writes for a turn of the policy to begin.
     tools_argument: how the template calls the list of tools.
     """
 

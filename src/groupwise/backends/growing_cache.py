@@ -42,7 +42,7 @@ class GrowingLayer(DynamicLayer):
             rows = torch.arange(len(key_states), device=self.device)
             self.buffers = [self._with_room(old, rows) for old in (self.keys, self.values)]
         for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
-            buffer[:, :, start:end] = states
+            buffer.narrow(2, start, end - start).copy_(states)
         self._set_length(end)
         return self.keys, self.values
 
@@ -53,7 +53,7 @@ class GrowingLayer(DynamicLayer):
         self._set_length(length)
 
     def _set_length(self, length: int) -> None:
-        self.keys, self.values = (buffer[:, :, :length] for buffer in self.buffers)
+        self.keys, self.values = (buffer.narrow(2, 0, length) for buffer in self.buffers)
 
     def _with_room(self, old: Any, rows: torch.Tensor) -> torch.Tensor:
         length = old.shape[-2]

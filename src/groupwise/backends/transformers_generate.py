@@ -23,9 +23,13 @@ from groupwise.backends.decoding import (
 from groupwise.core.images import join_images
 from groupwise.core.padding import length_mask, pad_sequences
 from groupwise.errors import BackendError
+from groupwise.linear import packed_weights
 from groupwise.stages import Completion, Sampling
 
 logger = logging.getLogger(__name__)
+
+#: Limit of new tokens from which packing the weights takes less time than it saves.
+PACKED_FROM = 32
 
 _AS_CONFIGURED = Sampling()
 
@@ -89,8 +93,12 @@ class TransformersBackend:
         loop = {"custom_generate": partial(decode_groups, copies=copies)} if shared else {}
         was_training = model.training
         model.eval()  # dropout off, and gradient checkpointing does not switch the cache off
+        long = (config.max_new_tokens or 0) >= PACKED_FROM
         try:
-            with nullcontext() if runs_in_step(model) else casts_kept(model.device):
+            with (
+                nullcontext() if runs_in_step(model) else casts_kept(model.device),
+                packed_weights(model) if long else nullcontext(),
+            ):
                 sequences = model.generate(
                     input_ids=input_ids,
                     attention_mask=attention_mask,

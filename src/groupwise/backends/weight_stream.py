@@ -8,18 +8,22 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from groupwise.errors import BackendError
 
 BUCKET_BYTES = 512 * 2**20
 
-# Parts of module names that wrappers add: torch.compile, checkpointing, PEFT.
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "base_layer", "original_module", "token_adapter"}
+# Parts of module names that wrappers add: torch.compile, checkpointing, FSDP, PEFT.
+_WRAPPERS = {
+    *("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"),
+    *("base_layer", "original_module", "token_adapter"),
+}
 
 
 @torch.no_grad()
@@ -27,8 +31,8 @@ def weight_stream(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Every weight once, adapters merged into the weights that they change; the model stays as it is.
 
     Args:
-        model: unwrapped; plain, PEFT, ZeRO-3 or sharded by ``fully_shard``. All of its processes must
-            iterate to the end.
+        model: unwrapped; plain, PEFT, ZeRO-3 or sharded by ``fully_shard``; with the first version of FSDP
+            the outermost ``FullyShardedDataParallel``. All of its processes must iterate to the end.
 
     Yields:
         checkpoint name, whole tensor on the device of the model. It is valid until the model changes.
@@ -36,26 +40,54 @@ def weight_stream(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     Raises:
         BackendError: weights that have no form without their adapter or their quantisation.
     """
+    units = _units(model)
     model = (
         model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "base_model") else model
     )
     to_checkpoint = _conversion(model)
     adapters, skipped = _adapters(model)
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    seen: set[int] = set()
+    by_unit: dict[Any, list[tuple[str, nn.Module]]] = {}
     for path, module in model.named_modules():
-        if id(module) in skipped:
-            continue
-        tuners = adapters.get(id(module), [])
-        tensors = dict(_own_tensors(module))
-        _check(path, tensors, tuners, uses)
-        own = {name: tensor for name, tensor in tensors.items() if id(tensor) not in seen}
-        seen.update(id(tensor) for tensor in own.values())
-        if not own:
-            continue
-        whole = _merged(module, own, tuners) if tuners else _gathered(own)
-        prefix = _checkpoint_path(path)
-        yield from to_checkpoint({f"{prefix}{name}": tensor for name, tensor in whole.items()}).items()
+        if id(module) not in skipped and not isinstance(module, FullyShardedDataParallel):
+            by_unit.setdefault(units.get(id(module)), []).append((path, module))
+    seen: dict[int, torch.Tensor] = {}  # holds them, since some live only as long as their unit is whole
+    for unit, modules in by_unit.items():
+        with _unsharded([unit]):
+            for path, module in modules:
+                tuners = adapters.get(id(module), [])
+                tensors = dict(_own_tensors(module))
+                _check(path, tensors, tuners, uses)
+                own = {name: tensor for name, tensor in tensors.items() if id(tensor) not in seen}
+                seen.update((id(tensor), tensor) for tensor in own.values())
+                if not own:
+                    continue
+                others = dict.fromkeys(units.get(id(part)) for tuner in tuners for part in tuner.modules())
+                with _unsharded(other for other in others if other is not unit):
+                    whole = _merged(module, own, tuners) if tuners else _gathered(own, lent=unit is not None)
+                prefix = _checkpoint_path(path)
+                yield from to_checkpoint({f"{prefix}{name}": t for name, t in whole.items()}).items()
+
+
+def streamable(accelerator: Any, model: Any) -> Any:
+    """The policy without what wraps it, except for the FSDP unit around it, which gathers its weights."""
+    return model if isinstance(model, FullyShardedDataParallel) else accelerator.unwrap_model(model)
+
+
+def _units(model: nn.Module) -> dict[int, nn.Module]:
+    """The innermost FSDP unit around each module, the outermost unit being the model itself."""
+    units = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
+    return {id(module): unit for unit in units for module in unit.modules()}
+
+
+def _unsharded(units: Iterable[Any]) -> ExitStack:
+    """Inside, the parameters of these FSDP units, but not of units within them, are whole."""
+    stack = ExitStack()
+    for unit in units:
+        if unit is not None:
+            whole = FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False)
+            stack.enter_context(whole)
+    return stack
 
 
 def buckets(
@@ -157,13 +189,12 @@ def _merged(module: nn.Module, own: dict[str, torch.Tensor], tuners: list[Any]) 
             tuner.merged_adapters = merged
 
 
-def _gathered(own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    partitioned = any(hasattr(tensor, "ds_id") for tensor in own.values())
+def _gathered(own: dict[str, torch.Tensor], *, lent: bool) -> dict[str, torch.Tensor]:
+    lent = lent or any(hasattr(tensor, "ds_id") for tensor in own.values())
     with gathering(own.values()):
-        # What ZeRO gathered is only lent.
+        # What FSDP and ZeRO gathered is gone when the next part is.
         return {
-            name: whole_tensor(t.data).clone() if partitioned else whole_tensor(t.data)
-            for name, t in own.items()
+            name: whole_tensor(t.data).clone() if lent else whole_tensor(t.data) for name, t in own.items()
         }
 
 
@@ -177,9 +208,9 @@ def gathering(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[Any]:
     partitioned = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
     if not partitioned:
         return nullcontext()
-    from deepspeed.zero import GatheredParameters
+    import deepspeed
 
-    return GatheredParameters(partitioned)
+    return deepspeed.zero.GatheredParameters(partitioned)  # no module of that name: it is an attribute
 
 
 def _conversion(model: Any) -> Any:

@@ -88,27 +88,41 @@ class PolicyMixin:
         return self.scorer(model, batch, with_entropy=with_entropy, with_aux_loss=with_aux_loss)
 
     @torch.no_grad()
-    def annotate(self, model: Any, batch: TrainBatch, *, on_policy: bool) -> TrainBatch:
+    def annotate(
+        self, model: Any, batch: TrainBatch, *, on_policy: bool, rows: list[int] | None = None
+    ) -> TrainBatch:
         """Add the log-probs of the old policy (unless that is the current one) and of the reference.
 
         Dropout is off: both policies are the ones that generate.
+
+        Args:
+            rows: those that need them; the log-probs of the others are zero. None is all.
         """
+        rows = list(range(len(batch))) if rows is None else rows
         was_training = model.training
         model.eval()
         try:
             # Liger takes the correction for the sampler as it finds it, and that needs the old policy.
             if not on_policy or (self.args.use_liger_kernel and batch.sampler_logps_BC is not None):
-                batch = replace(batch, old_logps_BC=self._old_logps(model, batch))
+                batch = replace(batch, old_logps_BC=self._old_logps(model, batch, rows))
             with self.reference.scoring(model) as reference:
                 if reference is not None:
-                    batch = replace(batch, ref_logps_BC=self.score_tokens(reference, batch).logps_BC)
+                    batch = replace(batch, ref_logps_BC=self._logps(reference, batch, rows))
         finally:
             model.train(was_training)
         return batch
 
-    def _old_logps(self, model: Any, batch: TrainBatch) -> torch.Tensor | None:
+    def _logps(self, model: Any, batch: TrainBatch, rows: list[int]) -> torch.Tensor:
+        """Log-probs of the completion tokens of some rows, zero in the others."""
+        logps_BC = torch.zeros(batch.completion_ids_BC.shape, device=batch.completion_ids_BC.device)
+        if rows:
+            chosen_BC = self.score_tokens(model, batch.select(rows)).logps_BC
+            logps_BC[rows, : chosen_BC.shape[1]] = chosen_BC  # type: ignore[union-attr]
+        return logps_BC
+
+    def _old_logps(self, model: Any, batch: TrainBatch, rows: list[int]) -> torch.Tensor:
         """Those that are known already, the current policy's for the rest."""
-        logps_BC, known_BC = self.score_tokens(model, batch).logps_BC, batch.old_logps_BC
+        logps_BC, known_BC = self._logps(model, batch, rows), batch.old_logps_BC
         return logps_BC if known_BC is None else torch.where(known_BC.isnan(), logps_BC, known_BC)
 
     def logps_of(self, model: Any, rollout: RolloutBatch) -> list[list[float]]:

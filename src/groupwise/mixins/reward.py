@@ -15,6 +15,7 @@ from groupwise.config import GRPOConfig
 from groupwise.core.advantages import GroupRewards, combined_rewards, nan_std
 from groupwise.core.metrics import Mean, Metrics, Sum, merge_metrics
 from groupwise.rewards.calling import Reward, call_rewards
+from groupwise.rewards.early import EarlyReward
 from groupwise.stages import RolloutBatch, ScoredBatch
 
 
@@ -72,6 +73,21 @@ class RewardMixin:
                 metrics[f"rewards/{name}/errors"] = Sum(float(i in failures))
         # Copies: a function that was given up may still log into these.
         return ScoredBatch(rollout, rewards, local, dict(columns), merge_metrics([metrics, *list(logged)]))
+
+    def begin_rewards(self) -> Callable[[RolloutBatch], None] | None:
+        """What calls the independent functions on a part of the rollout that ``score`` will get.
+
+        None without such functions, and where ``score`` is overridden: it may never call them.
+        """
+        early = [function for function in self.reward_callables if isinstance(function, EarlyReward)]
+        if not early or type(self).score is not RewardMixin.score:
+            return None
+
+        def begin(part: RolloutBatch) -> None:
+            for function in early:
+                function.begin(part, self.args.reward_timeout, trainer_state=self.state)
+
+        return begin
 
     def _join(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from groupwise.config import GRPOConfig
 from groupwise.core.images import ImageInputs
 from groupwise.prompts import as_completion, same_prompt, tokenize_prompt
 from groupwise.protocols import GenerationBackend, RolloutFunction
-from groupwise.stages import RolloutBatch, Sampling
+from groupwise.stages import Completion, RolloutBatch, Sampling
 from groupwise.vision import (
     check_rollout,
     image_prompt,
@@ -56,7 +56,8 @@ class RolloutMixin:
         images = None
         if self.rollout_func is None:
             prompt_ids, images = self._tokenize(rows, prompts)
-            completions = self.backend.generate(prompt_ids, Sampling(images=images))
+            finished = self._teller(rows, prompts, prompt_ids)
+            completions = self.backend.generate(prompt_ids, Sampling(images=images, finished=finished))
         else:
             prompt_ids, completions, extra = call_rollout_function(
                 self.rollout_func, prompts, self, self.backend.end_tokens
@@ -64,18 +65,34 @@ class RolloutMixin:
             if is_processor(self.processing_class):
                 own_ids, images = self._tokenize(rows, prompts)
                 check_rollout(prompt_ids, own_ids, images)
+        texts = self._texts(prompts, completions)
+        return RolloutBatch(rows, prompts, prompt_ids, completions, texts, extra, images=images)
+
+    def hears_of_parts(self) -> Callable[[RolloutBatch], None] | None:
+        """What is given the completions that are there while others are generated; the trainer says."""
+        return None
+
+    def _teller(
+        self, rows: list[dict[str, Any]], prompts: list[Any], prompt_ids: list[list[int]]
+    ) -> Callable[[Sequence[int], list[Completion]], None] | None:
+        hearer = self.hears_of_parts()
+        if hearer is None:
+            return None
+
+        def tell(places: Sequence[int], completions: list[Completion]) -> None:
+            own_prompts = [prompts[i] for i in places]
+            texts = self._texts(own_prompts, completions)
+            own = [rows[i] for i in places], own_prompts, [prompt_ids[i] for i in places]
+            hearer(RolloutBatch(*own, completions, texts))
+
+        return tell
+
+    def _texts(self, prompts: list[Any], completions: list[Completion]) -> list[Any]:
+        """Completions as reward functions see them."""
         texts = self.processing_class.batch_decode(
             [completion.token_ids for completion in completions], skip_special_tokens=True
         )
-        return RolloutBatch(
-            rows=rows,
-            prompts=prompts,
-            prompt_ids=prompt_ids,
-            completions=completions,
-            texts=[as_completion(prompt, text) for prompt, text in zip(prompts, texts, strict=True)],
-            extra=extra,
-            images=images,
-        )
+        return [as_completion(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
 
     @contextmanager
     def evaluation_sampling(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ from groupwise.rewards.accuracy import (
 )
 from groupwise.rewards.code import get_code_execution_reward
 from groupwise.rewards.isolation import isolated
+from groupwise.rewards.marking import independent
 from groupwise.rewards.reasoning_gym import (
     create_reasoning_gym,
     get_reasoning_gym_reward,
@@ -26,6 +27,7 @@ __all__ = [
     "get_reasoning_gym_reward",
     "get_repetition_penalty_reward",
     "get_soft_overlong_punishment",
+    "independent",
     "isolated",
     "reasoning_accuracy_reward",
     "reasoning_gym_dataset",

@@ -99,7 +99,7 @@ def call_rewards(
     """
     arguments = {**reward_arguments(rollout), **shared}
     titles = [f"reward function {name!r}" for name in names]
-    waiting = {i: (f, titles[i]) for i, f in enumerate(functions) if _is_async(f)}
+    waiting = {i: (f, titles[i]) for i, f in enumerate(functions) if is_async(f)}
     latest = None if timeout is None else time.monotonic() + timeout
     seconds_F = [math.nan] * len(functions)
     futures = _start_together(waiting, arguments, timeout, seconds_F)
@@ -107,7 +107,7 @@ def call_rewards(
     for i, function in enumerate(functions):
         if i not in futures:
             started = time.monotonic()
-            outputs[i] = _error_or(_call, function, titles[i], arguments, timeout)
+            outputs[i] = _error_or(call_function, function, titles[i], arguments, timeout)
             seconds_F[i] = time.monotonic() - started
     for i, future in futures.items():
         left = None if latest is None else max(latest - time.monotonic(), 0.0)
@@ -143,13 +143,13 @@ def _warn_once(name: str, error: RewardError) -> None:
         logger.warning("%s; it gives no rewards for this batch, and later failures are only counted", error)
 
 
-def _is_async(function: Any) -> bool:
+def is_async(function: Any) -> bool:
     if isinstance(function, functools.partial):
-        return _is_async(function.func)
+        return is_async(function.func)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def _call(function: Any, title: str, arguments: dict[str, Any], timeout: float | None) -> Any:
+def call_function(function: Any, title: str, arguments: dict[str, Any], timeout: float | None) -> Any:
     def call() -> Any:
         with boundary(RewardError, title):
             return function(**arguments)
@@ -164,7 +164,7 @@ def _call(function: Any, title: str, arguments: dict[str, Any], timeout: float |
         except BaseException as error:
             future.set_exception(error)
 
-    _start_thread(run)
+    start_thread(run)
     return _result(future, title, timeout, timeout)
 
 
@@ -180,7 +180,10 @@ def _late(title: str, timeout: float | None) -> RewardError:
 
 
 def _start_together(
-    calls: dict[int, tuple[Any, str]], arguments: dict[str, Any], timeout: float | None, seconds_F: list[float]
+    calls: dict[int, tuple[Any, str]],
+    arguments: dict[str, Any],
+    timeout: float | None,
+    seconds_F: list[float],
 ) -> dict[int, Future[Any]]:
     """Start async functions in an event loop in a thread, because the caller's may have one already
     (notebooks do), and note what each takes."""
@@ -189,7 +192,7 @@ def _start_together(
     async def one(i: int) -> None:
         started = time.monotonic()
         try:
-            output = await _limited(*calls[i], arguments, timeout)
+            output = await await_function(*calls[i], arguments, timeout)
         except Exception as error:
             seconds_F[i] = time.monotonic() - started
             futures[i].set_exception(error)
@@ -209,11 +212,11 @@ def _start_together(
                     future.set_exception(error)
 
     if calls:
-        _start_thread(run)
+        start_thread(run)
     return futures
 
 
-def _start_thread(function: Callable[[], None]) -> None:
+def start_thread(function: Callable[[], None]) -> None:
     """Run a function beside the caller, with the caller's gradient mode and GPU: a thread has its own."""
     grad = torch.is_grad_enabled()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -228,7 +231,7 @@ def _start_thread(function: Callable[[], None]) -> None:
     threading.Thread(target=run, daemon=True).start()
 
 
-async def _limited(function: Any, title: str, arguments: dict[str, Any], timeout: float | None) -> Any:
+async def await_function(function: Any, title: str, arguments: dict[str, Any], timeout: float | None) -> Any:
     with boundary(RewardError, title):
         task = asyncio.ensure_future(function(**arguments))
         done, _ = await asyncio.wait({task}, timeout=timeout)

@@ -110,6 +110,7 @@ def _isolation(limits: Limits, required: bool) -> bool:
 
 @dataclass(frozen=True)
 class _CodeExecution:
+    independent: ClassVar[bool] = True
     __name__: ClassVar[str] = "code_execution_reward"
 
     column: str

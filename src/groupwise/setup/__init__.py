@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from groupwise.setup.agents import AgentSetup, check_agents, check_chat_template, make_agents, own_data
+from groupwise.setup.arguments import check_arguments
 from groupwise.setup.backend import check_backend, make_backend
 from groupwise.setup.data import PreparedData, check_data, evaluation_rows, num_positions, prepare_data
-from groupwise.setup.policy import model_name, prepare_policy, router_aux_loss_coef, speed_up
+from groupwise.setup.policy import prepare_policy, router_aux_loss_coef, speed_up
 from groupwise.setup.rewards import LoadedRewards, RewardSetup, check_rewards, load_rewards
 from groupwise.setup.step import make_parity_gate, make_scorer, window_cut
 from groupwise.setup.vision import check_vision
@@ -18,6 +19,7 @@ __all__ = [
     "PreparedData",
     "RewardSetup",
     "check_agents",
+    "check_arguments",
     "check_backend",
     "check_chat_template",
     "check_data",
@@ -30,7 +32,6 @@ __all__ = [
     "make_backend",
     "make_parity_gate",
     "make_scorer",
-    "model_name",
     "num_positions",
     "own_data",
     "prepare_data",

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
+from transformers.trainer_utils import IntervalStrategy
 
 from groupwise.config import GRPOConfig
 from groupwise.data import repeat_rows
@@ -43,6 +44,9 @@ def check_data(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> Non
     """
     if train_dataset is None and eval_dataset is None:
         raise ConfigError("train_dataset is missing (and there is no eval_dataset either); pass a dataset")
+    if eval_dataset is None and config.eval_strategy != "no":
+        strategy = IntervalStrategy(config.eval_strategy).value
+        raise ConfigError(f"eval_strategy={strategy!r} needs an eval_dataset; pass one, or set it to 'no'")
     for name, dataset in named_datasets(train_dataset, eval_dataset).items():
         _check_dataset(name, dataset)
     if train_dataset is None:
@@ -57,12 +61,6 @@ def check_data(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> Non
             raise ConfigError(
                 f"train_dataset is a {type(train_dataset).__name__}, whose length is not known, and "
                 f"max_steps={config.max_steps}; set max_steps to the number of optimizer steps"
-            )
-        if config.rollout_staleness > 0:
-            raise ConfigError(
-                f"train_dataset is a {type(train_dataset).__name__}, and rollout_staleness="
-                f"{config.rollout_staleness} has to see the rows of the next batches; use a dataset with a "
-                "length, or rollout_staleness=0"
             )
         return
     needed = config.generation_batch_size // config.num_generations
@@ -83,6 +81,13 @@ def named_datasets(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
 
 
 def _check_dataset(name: str, dataset: Any) -> None:
+    if isinstance(dataset, dict):  # what load_dataset returns without a split
+        splits = ", ".join(map(repr, dataset))
+        raise ConfigError(f"{name} is a {type(dataset).__name__} of {splits}; pass one of these datasets")
+    if isinstance(dataset, str):
+        raise ConfigError(
+            f"{name} is the string {dataset!r}; pass a dataset: datasets.load_dataset({dataset!r}, …)"
+        )
     columns = getattr(dataset, "column_names", None)
     if not is_stream(dataset):
         if len(dataset) == 0:
@@ -125,11 +130,18 @@ def prepare_data(
         eval_dataset = {key: ready(f"eval_dataset[{key!r}]", given) for key, given in eval_dataset.items()}
     else:
         eval_dataset = ready("eval_dataset", eval_dataset)
+
+    def checked_eval(dataset: Any) -> Any:
+        if dataset is None:
+            raise ConfigError("there is no eval_dataset; give one to the trainer or to evaluate()")
+        _check_dataset("eval_dataset", dataset)
+        return ready("eval_dataset", dataset)
+
     return PreparedData(
         train_dataset,
         eval_dataset,
         new_source=lambda: _source(train_dataset, config, check("train_dataset")),
-        checked_eval=lambda dataset: ready("eval_dataset", dataset),
+        checked_eval=checked_eval,
     )
 
 

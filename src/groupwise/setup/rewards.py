@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,10 @@ from transformers import PreTrainedModel
 from groupwise.config import GRPOConfig
 from groupwise.errors import ConfigError
 from groupwise.rewards.calling import reward_name, unique_names
+from groupwise.rewards.early import may_begin_early
+from groupwise.rewards.marking import is_independent
 from groupwise.rewards.models import RewardModel, load_reward_model
+from groupwise.setup.backend import chosen_backend
 
 
 @dataclass(frozen=True)
@@ -31,12 +35,14 @@ class LoadedRewards:
     callables: what is called, in the same order.
     names: unique names for metrics.
     processing_classes: the tokenizers of the reward models, None for callables.
+    weights: what each counts.
     """
 
     functions: list[Any]
     callables: list[Callable[..., Any]]
     names: list[str]
     processing_classes: list[Any]
+    weights: list[float]
 
 
 def check_rewards(
@@ -64,6 +70,7 @@ def check_rewards(
                 f"reward_funcs holds {function!r} ({type(function).__name__}); allowed: callables, "
                 "sequence-classification models and ids of such models"
             )
+        _check_signature(function)
     if not isinstance(processing_classes, (list, tuple)):
         processing_classes = [processing_classes] * len(functions)
     for name, given in (
@@ -75,6 +82,25 @@ def check_rewards(
                 f"{name} has {len(given)} entries for {len(functions)} reward functions; give one for each"
             )
     return RewardSetup([*functions, *own_rewards], [*processing_classes, *[None] * len(own_rewards)])
+
+
+#: Keyword arguments that every reward function gets, whatever the dataset is.
+_ALWAYS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+
+
+def _check_signature(function: Any) -> None:
+    if isinstance(function, (str, PreTrainedModel)):
+        return
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # not every callable tells
+        return
+    refused = [name for name in _ALWAYS if name not in parameters]
+    if refused and all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+        raise ConfigError(
+            f"reward function {reward_name(function)!r} does not accept {', '.join(refused)}; these and "
+            "every dataset column are passed as keyword arguments: add **kwargs to its parameters"
+        )
 
 
 def load_rewards(rewards: RewardSetup, config: GRPOConfig, accelerator: Accelerator) -> LoadedRewards:
@@ -94,6 +120,11 @@ def load_rewards(rewards: RewardSetup, config: GRPOConfig, accelerator: Accelera
             callables.append(scorer)
             tokenizers.append(scorer.tokenizer)
         else:
-            callables.append(function)
+            # The other backends need the thread of the caller until all is generated.
+            early = is_independent(function) and chosen_backend(config) == "server"
+            callables.append(may_begin_early(function) if early else function)
             tokenizers.append(None)
-    return LoadedRewards(functions, callables, unique_names([reward_name(f) for f in functions]), tokenizers)
+    names = unique_names([reward_name(function) for function in functions])
+    given = config.reward_weights or []  # environments' own rewards come after those and weigh 1
+    weights = given + [1.0] * (len(functions) - len(given))
+    return LoadedRewards(functions, callables, names, tokenizers, weights)

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from groupwise.backends.vllm.transport import LocalSender
 from groupwise.backends.weight_stream import buckets, gathering, weight_stream, whole_tensor
-from groupwise.errors import ConfigError
+from groupwise.errors import BackendError, ConfigError
 
 # the ranks that vLLM has kernels for
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -91,7 +92,16 @@ class AdapterAlone:
 
 
 def save_adapter(model: Any, directory: Path) -> None:
-    """Write the active adapter as vLLM reads it; sharded tensors are gathered, by all processes together."""
+    """Write the active adapter as vLLM reads it; sharded tensors are gathered, by all processes together.
+
+    Raises:
+        BackendError: the first version of FSDP holds it.
+    """
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise BackendError(
+            "vllm_engine_kwargs['enable_lora'] sends an adapter alone, which is not read out of the first "
+            "version of FSDP; set fsdp_version to 2, or leave enable_lora out: the adapter is merged then"
+        )
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 

@@ -68,8 +68,9 @@ class VLLMServers:
         ]
 
     def _generate(self, server: HttpServer, request: Request, sampling: dict[str, Any]) -> list[Completion]:
+        count = request.samples(sampling.get("temperature", 1.0))
         fields = {
-            "n": len(request.rows),
+            "n": count,
             "seed": request.seed,
             "max_tokens": request.max_tokens,
             "logprobs": 0,
@@ -84,7 +85,7 @@ class VLLMServers:
             accept=_check_complete,
         )
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        return [self._completion(choice) for choice in choices]
+        return [self._completion(choices[row % count]) for row in range(len(request.rows))]
 
     def _completion(self, choice: dict[str, Any]) -> Completion:
         logps = [entry["logprob"] for entry in choice["logprobs"]["content"]]

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from groupwise.backends.transformers_generate import end_tokens as find_end_tokens
 from groupwise.backends.vllm.carriers import AdapterAlone, AllWeights, adapter_arguments
 from groupwise.backends.vllm.engine import check_engine, engine_arguments, sampling_arguments
-from groupwise.backends.vllm.isolation import own_random_state
+from groupwise.backends.vllm.isolation import own_classes, own_random_state
 from groupwise.backends.vllm.plugin import register
 from groupwise.backends.vllm.sampling import Request, group_requests
 from groupwise.backends.vllm.slices import EngineSlice
@@ -97,12 +97,16 @@ class ColocatedBackend:
         from vllm.sampling_params import SamplingParams
 
         prompts = [{"prompt_token_ids": list(request.prompt)} for request in requests]
+        counts = [request.samples(settings["temperature"]) for request in requests]
         params = [
-            SamplingParams(**settings, n=len(request.rows), max_tokens=request.max_tokens, seed=request.seed)
-            for request in requests
+            SamplingParams(**settings, n=count, max_tokens=request.max_tokens, seed=request.seed)
+            for request, count in zip(requests, counts, strict=True)
         ]
         outputs = self.engine.generate(prompts, params, use_tqdm=False, **self.carrier.request_arguments())
-        return [[self._completion(sample) for sample in output.outputs] for output in outputs]
+        return [
+            [self._completion(output.outputs[row % count]) for row in range(len(request.rows))]
+            for request, count, output in zip(requests, counts, outputs, strict=True)
+        ]
 
     def _completion(self, sample: Any) -> Completion:
         tokens = list(sample.token_ids)
@@ -186,7 +190,8 @@ def make_backend(
         alone = bool(arguments.get("enable_lora"))
         if alone:
             arguments |= adapter_arguments(model, directory)
-        engine = LLM(**arguments)
+        with own_classes(base):
+            engine = LLM(**arguments)
     return ColocatedBackend(
         engine,
         sampling,

@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
 from groupwise.backends.vllm.sampling import sampling_fields
 from groupwise.backends.vllm.transport import BACKEND
 from groupwise.config_conflicts import SAMPLING_FIELDS
@@ -62,11 +64,28 @@ def check_engine(config: Any) -> None:
             )
         if name not in known:
             raise ConfigError(unknown("vllm_engine_kwargs", name, known - set(_DECIDED)))
+    _check_implementation(config)
     arguments = sampling_arguments(config, [])
     try:
         SamplingParams(**arguments, max_tokens=config.max_completion_length)
     except Exception as error:
         raise ConfigError(f"vLLM does not sample with these settings: {error}") from error
+
+
+def _check_implementation(config: Any) -> None:
+    """Refuse what goes wrong where engine and policy are made from the same class of transformers."""
+    if config.vllm_model_impl != "transformers":
+        return
+    if not (config.vllm_engine_kwargs or {}).get("enforce_eager", True):
+        raise ConfigError(
+            "vllm_engine_kwargs['enforce_eager']=False compiles the class that the policy is made from, too; "
+            "leave it out with vllm_model_impl='transformers', or set vllm_model_impl='vllm'"
+        )
+    if is_deepspeed_zero3_enabled():
+        raise ConfigError(
+            "vllm_model_impl='transformers' lets transformers build the engine's model, which would "
+            "partition it as ZeRO-3 does the policy; set vllm_model_impl='vllm'"
+        )
 
 
 def unknown(field: str, name: str, known: Iterable[str]) -> str:
@@ -122,6 +141,7 @@ def engine_arguments(config: Any, model: str, dtype: str) -> dict[str, Any]:
 
     arguments: dict[str, Any] = {
         "model": model,
+        "runner": "generate",
         "dtype": dtype,
         "seed": config.seed,
         "load_format": "dummy",  # every weight comes from the trainer before the first token
@@ -138,8 +158,12 @@ def engine_arguments(config: Any, model: str, dtype: str) -> dict[str, Any]:
     }
     if config.world_size > 1:
         arguments["distributed_executor_backend"] = "external_launcher"
+    if config.vllm_model_impl == "transformers":
+        arguments["enforce_eager"] = True  # compiled, it would need the policy's class for itself
     if config.device.type == "cpu":
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": 2 * _GIB}
+        # On a CPU, vLLM ends when it reads a part of the tokens of a request that has a seed.
+        arguments["enable_chunked_prefill"] = False
     return arguments | (config.vllm_engine_kwargs or {})
 
 

@@ -26,6 +26,10 @@ class Request:
     seed: int
     max_tokens: int
 
+    def samples(self, temperature: float) -> int:
+        """How many of them vLLM is asked for: it refuses to give the most probable tokens more than once."""
+        return 1 if temperature == 0 else len(self.rows)
+
     @property
     def key(self) -> tuple[int, int, int]:
         """Equal for requests with equal answers under the same weights."""

@@ -56,7 +56,8 @@ def serve_command(
     if transfer == "ipc":
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of GPU memory travel pickled
     if device == "cpu":
-        command.append("--enforce-eager")
+        # A build for CPUs ends when it reads a part of the tokens of a request that has a seed.
+        command += ["--enforce-eager", "--no-enable-chunked-prefill"]
         environment["VLLM_CPU_KVCACHE_SPACE"] = "2"  # GB
     return [*command, *extra], environment
 

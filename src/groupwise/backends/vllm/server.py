@@ -11,7 +11,7 @@ import logging
 import uuid
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -174,7 +174,7 @@ class VLLMServerBackend:
         missing = requests
         for _ in range(_ATTEMPTS):
             self._ask(missing, sampling)
-            missing, error = self._collect(missing, answers)
+            missing, error = self._collect(missing, answers, sampling)
             self._raise_together(error)
             if not any(self._of_all(bool(missing))):
                 return [answers[request.key] for request in requests]
@@ -186,19 +186,28 @@ class VLLMServerBackend:
         )
 
     def _collect(
-        self, requests: list[Request], answers: dict[Any, list[Completion]]
+        self, requests: list[Request], answers: dict[Any, list[Completion]], sampling: Sampling
     ) -> tuple[list[Request], BackendError | None]:
         """Wait for the answers; what was lost with a server's weights, and the first failure."""
-        lost, error = [], None
+        lost: list[Request] = []
+        error: BackendError | None = None
+        waiting = {self._asked.pop(request.key): request for request in requests}
         try:
-            for request in requests:
-                try:
-                    answers[request.key] = self._asked.pop(request.key).result()
-                except LostWeightsError:
-                    lost.append(request)
-                except BackendError as failure:
-                    error = failure
-                    break
+            while waiting and error is None:
+                done, _ = wait(waiting, return_when=FIRST_COMPLETED)
+                usable = []
+                for future in [future for future in waiting if future in done]:
+                    request = waiting.pop(future)
+                    try:
+                        answers[request.key] = future.result()
+                        usable.append(request)
+                    except LostWeightsError:
+                        lost.append(request)
+                    except BackendError as failure:
+                        error = error or failure
+                if sampling.finished is not None and usable and error is None:
+                    rows = [row for request in usable for row in request.rows]
+                    sampling.finished(rows, [one for request in usable for one in answers[request.key]])
         except BaseException:  # an interrupt: nobody will read the other answers
             self.close()
             raise

@@ -1,0 +1,118 @@
+"""Turns and tools with a real vLLM engine: one history of tokens, and one policy for all turns of a step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from agent_runs import LETTERS, measure, tokenizer, trainer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.vllm
+
+ENGINE = {"kv_cache_memory_bytes": 2**26, "max_num_seqs": 32}
+
+
+def policy(text: Any) -> LlamaForCausalLM:
+    """Random, in a shape that vLLM's kernels for CPUs take; it mostly says letters and ends."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(text),
+            max_position_embeddings=1024,
+            initializer_range=0.2,
+            bos_token_id=None,
+            eos_token_id=text.eos_token_id,
+            **shape,
+        )
+    )
+    said = [*text.convert_tokens_to_ids(list(LETTERS)), text.eos_token_id]
+    with torch.no_grad():  # the first entry of every hidden state is about the same: a bias
+        model.model.embed_tokens.weight[:, 0] = 4.0
+        model.lm_head.weight[:, 0] = -0.8
+        model.lm_head.weight[said, 0] = 0.8
+    return model
+
+
+def logps_of(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """Of all tokens of a rollout, by one forward of the trainer's model."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].double()
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def test_turns_continue_one_history_and_tokens_of_tools_are_masked(tmp_path):
+    text = tokenizer()
+    run = trainer(
+        tmp_path,
+        processing_class=text,
+        model=policy(text),
+        tools=[measure],
+        use_vllm=True,
+        vllm_engine_kwargs=ENGINE,
+        generation_kwargs=None,
+        learning_rate=1e-2,
+    )
+    calls: list[Any] = []
+    rollouts: list[Any] = []
+    generate, roll_out = run.backend.generate, run.roll_out
+
+    def watched_generate(prompts: Any, sampling: Any) -> Any:
+        answers = generate(prompts, sampling)
+        calls[-1] += zip([list(prompt) for prompt in prompts], answers, strict=True)
+        return answers
+
+    def watched_roll_out(rows: Any) -> Any:
+        calls.append([])
+        rollout = roll_out(rows)
+        model = run.model.eval()
+        expected = [
+            logps_of(model, prompt, completion.token_ids)
+            for prompt, completion in zip(rollout.prompt_ids, rollout.completions, strict=True)
+        ]
+        rollouts.append((rollout, expected))
+        return rollout
+
+    run.backend.generate, run.roll_out = watched_generate, watched_roll_out
+    run.train()
+    run.backend.close()
+    logs = [line for line in run.state.log_history if "tools/call_frequency" in line]
+    assert len(logs) == len(rollouts) == 2
+    for line in logs:
+        assert line["tools/call_frequency"] > 0
+        assert line["sampling/sampling_logp_difference/max"] < 1e-4
+    for step, (turns, (rollout, expected)) in enumerate(zip(calls, rollouts, strict=True)):
+        assert len(turns) > len(rollout.completions)  # somebody had a second turn
+        for prompt, completion, logps in zip(rollout.prompt_ids, rollout.completions, expected, strict=True):
+            mask = torch.tensor(completion.loss_mask, dtype=torch.bool)
+            reported = torch.tensor(completion.logps, dtype=torch.float64)
+            assert torch.equal(reported.isnan(), ~mask)  # the engine reports what it sampled
+            torch.testing.assert_close(reported[mask], logps[mask], atol=1e-4, rtol=0)
+            assert completion.versions == [step] * len(completion.token_ids)
+            assert_turns(prompt, completion, turns)
+        observed = [
+            text.decode([token for token, kept in zip(c.token_ids, c.loss_mask, strict=True) if not kept])
+            for c in rollout.completions
+        ]
+        assert any("<|im_start|>tool" in answer for answer in observed)
+
+
+def assert_turns(prompt: list[int], completion: Any, turns: list[Any]) -> None:
+    """The sampled parts of a completion are answers of the engine to all that stands before them."""
+    start = 0
+    tokens, mask = completion.token_ids, completion.loss_mask
+    while start < len(tokens):
+        end = start
+        while end < len(tokens) and mask[end] == mask[start]:
+            end += 1
+        if mask[start]:
+            answers = [answer for context, answer in turns if context == prompt + tokens[:start]]
+            own = [answer for answer in answers if answer.token_ids == tokens[start:end]]
+            assert own, (start, end)
+            assert any(answer.logps == completion.logps[start:end] for answer in own)
+        start = end
+    assert all(math.isfinite(logp) for logp, kept in zip(completion.logps, mask, strict=True) if kept)

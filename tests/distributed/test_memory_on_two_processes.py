@@ -1,0 +1,40 @@
+"""One of two processes runs out of memory: the update is the same, or an error says why; nobody waits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import memory_worker
+import pytest
+import torch
+from worker import policy
+
+pytestmark = pytest.mark.distributed
+
+TIMEOUT = 280  # seconds
+
+
+def test_one_process_splits_until_gradients_are_exchanged(tmp_path: Path) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run(
+        [sys.executable, *launcher, memory_worker.__file__, str(tmp_path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    assert (tmp_path / "split.pt").exists(), done.stdout[-3000:] + done.stderr[-6000:]
+    start = policy().state_dict()
+    results = torch.load(tmp_path / "split.pt", weights_only=True)
+    assert results.keys() == memory_worker.CASES.keys()
+    for case, (scarce, ample) in results.items():
+        assert max((ample[name] - start[name]).abs().max() for name in start) > 1e-3
+        for name in start:
+            # three updates of gradients that were added up in another order
+            torch.testing.assert_close(scarce[name], ample[name], atol=1e-6, rtol=0, msg=f"{case}, {name}")
+    assert done.returncode != 0
+    assert "BackendError: memory ran out on rank 1 at 90 tokens while it exchanged data" in done.stderr

@@ -1,0 +1,130 @@
+"""Mistakes in a script are named before a model is loaded, gradients of NaN before they are used."""
+
+from __future__ import annotations
+
+import datasets
+import pytest
+import torch
+import transformers
+from runs import chats, count_reward, policy, prompts, tokenizer, trainer
+
+from groupwise import ConfigError, GRPOConfig, GRPOTrainer, TrainingError
+from groupwise.models import load_policy
+from groupwise.setup.arguments import ELSEWHERE
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_an_override_that_nothing_would_call_is_refused_with_the_verb_that_is(tmp_path, name):
+    subclass = type("Theirs", (GRPOTrainer,), {name: lambda self, *given: None})
+    with pytest.raises(ConfigError, match=f"Theirs defines {name} .here: {ELSEWHERE[name].split(',')[0]}"):
+        subclass(policy(), count_reward, GRPOConfig(str(tmp_path), bf16=False), prompts())
+
+
+def test_the_verbs_named_instead_exist_and_the_names_refused_do_not():
+    verbs = {
+        verb
+        for text in ELSEWHERE.values()
+        if " in a " not in text
+        for verb in text.replace(" and ", ", ").split(", ")
+    }
+    assert verbs and all(callable(getattr(GRPOTrainer, verb)) for verb in verbs)
+    assert not [name for name in ELSEWHERE if hasattr(GRPOTrainer, name)]
+
+
+@pytest.mark.parametrize("args", [{"output_dir": "x"}, transformers.TrainingArguments("x", use_cpu=True)])
+def test_arguments_of_another_class_are_refused(args):
+    with pytest.raises(ConfigError, match="it must be a groupwise"):
+        GRPOTrainer(policy(), count_reward, args, prompts())
+
+
+def test_an_output_directory_below_a_file_is_refused_before_the_model_is_loaded(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="file/run' cannot be made"):
+        trainer(tmp_path / "file" / "run", model="a-model/that-is-not-there")
+
+
+def test_a_directory_that_is_not_there_is_not_taken_for_a_hub_id(tmp_path):
+    with pytest.raises(ConfigError, match="nothing' is not a directory"):
+        trainer(tmp_path, model=str(tmp_path / "nothing"))
+
+
+def test_a_model_from_nowhere_needs_a_tokenizer(tmp_path):
+    with pytest.raises(ConfigError, match="pass the tokenizer or processor as processing_class"):
+        GRPOTrainer(policy(), count_reward, GRPOConfig(str(tmp_path), bf16=False), prompts(64))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (
+            datasets.DatasetDict(train=prompts(), test=prompts()),
+            "is a DatasetDict of 'train', 'test'; pass one",
+        ),
+        ("trl-lib/tldr", "is the string 'trl-lib/tldr'; pass a dataset"),
+    ],
+    ids=["splits", "name"],
+)
+def test_what_is_nearly_a_dataset_is_refused(tmp_path, dataset, message):
+    with pytest.raises(ConfigError, match=message):
+        trainer(tmp_path, train_dataset=dataset)
+
+
+def test_evaluation_without_a_dataset_is_refused_at_once(tmp_path):
+    with pytest.raises(ConfigError, match="eval_strategy='steps' needs an eval_dataset"):
+        trainer(tmp_path, eval_strategy="steps")
+
+
+def test_evaluate_says_what_its_dataset_lacks(tmp_path):
+    made = trainer(tmp_path)
+    with pytest.raises(ConfigError, match="there is no eval_dataset"):
+        made.evaluate()
+    with pytest.raises(ConfigError, match="eval_dataset has no 'prompt' column; its columns are 'row'"):
+        made.evaluate(prompts().remove_columns("prompt"))
+
+
+def test_the_stock_count_of_tokens_is_left_to_num_tokens(tmp_path, caplog):
+    made = trainer(tmp_path, include_num_input_tokens_seen=True, max_steps=1)
+    made.train()
+    assert "include_num_input_tokens_seen is ignored" in caplog.text
+    assert made.state.log_history[0]["num_tokens"] > 0
+
+
+def test_a_reward_that_takes_no_further_arguments_is_refused_at_once(tmp_path):
+    def narrow(completions, prompts):
+        return [0.0] * len(completions)
+
+    with pytest.raises(ConfigError, match="'narrow' does not accept completion_ids, trainer_state"):
+        trainer(tmp_path, narrow, train_dataset=chats())
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("given", ["bfloat16", "torch.bfloat16", torch.bfloat16])
+def test_the_dtype_of_the_weights_is_heard_under_both_names(tmp_path, key, given):
+    policy().save_pretrained(tmp_path)
+    config = GRPOConfig(str(tmp_path / "run"), bf16=False, model_init_kwargs={key: given})
+    assert load_policy(str(tmp_path), config).dtype is torch.bfloat16
+    assert config.model_init_kwargs == {key: given}
+
+
+def test_an_unknown_dtype_is_refused_with_the_nearest(tmp_path):
+    config = GRPOConfig(str(tmp_path), bf16=False, model_init_kwargs={"dtype": "bf16"})
+    with pytest.raises(ConfigError, match=r"dtype='bf16'.*nearest valid: 'bfloat16'"):
+        load_policy(str(tmp_path), config)
+
+
+def test_gradients_that_are_not_finite_end_training_before_they_reach_the_weights(tmp_path):
+    class Spoilt(GRPOTrainer):
+        def evaluate_objective(self, batch, scores):
+            output = super().evaluate_objective(batch, scores)
+            factor = float("nan") if self.state.global_step == 1 else 1.0
+            return output.__class__(output.loss * factor, output.bonus_entropy, output.metrics)
+
+    config = GRPOConfig(
+        str(tmp_path), bf16=False, use_cpu=True, report_to="none", max_steps=3, max_completion_length=4,
+        num_generations=4, per_device_train_batch_size=4, save_strategy="steps", save_steps=1,
+    )  # fmt: skip
+    made = Spoilt(policy(), count_reward, config, prompts(), processing_class=tokenizer())
+    with pytest.raises(TrainingError, match="the gradient norm of step 2 is nan; the weights are still"):
+        made.train()
+    assert all(parameter.isfinite().all() for parameter in made.model.parameters())
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1"]

@@ -1,0 +1,139 @@
+"""Rewards of finished prompts run while a server still generates the others, and nothing else changes."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import runs
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "backends"))
+from fake_vllm import GENERATE, FakeVLLM, with_tokenizer
+
+from groupwise.backends.vllm.http import HttpServer
+from groupwise.errors import RewardError
+from groupwise.rewards import independent
+
+LONG = 60.0  # seconds after which a wait is given up; no test takes them
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    monkeypatch.setattr(HttpServer, "first_pause", 0.02)
+    server = with_tokenizer(FakeVLLM(), runs.tokenizer())
+    yield server
+    server.close()
+
+
+def run_for(fake, directory, rewards, kind=runs.GRPOTrainer, **given):
+    settings = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": fake.url}
+    settings |= {"vllm_server_timeout": 2 * LONG, "per_device_train_batch_size": 8, "max_steps": 1}
+    return runs.trainer(directory, rewards, kind=kind, **{**settings, **given})
+
+
+def even_tokens(completion_ids, row, log_extra, log_metric, **_):
+    rewards = [float(sum(token % 2 == 0 for token in ids)) for ids in completion_ids]
+    log_extra("row", row)
+    log_metric("even", sum(rewards) / len(rewards))
+    return rewards
+
+
+def as_async(function):
+    async def rewards(**columns):
+        return function(**columns)
+
+    rewards.__name__ = function.__name__
+    return rewards
+
+
+def lines(run):
+    timeless = ("time", "_per_second", "step_time", "runtime")
+    return [
+        {name: value for name, value in line.items() if not any(part in name for part in timeless)}
+        for line in run.state.log_history
+    ]
+
+
+@pytest.mark.parametrize("wrap", [lambda function: function, as_async])
+def test_a_prompt_is_scored_while_another_one_is_generated(fake, tmp_path, wrap):
+    scored, seen = threading.Event(), []
+
+    def note(completion_ids, **_):
+        seen.append(len(completion_ids))
+        scored.set()
+        return [0.0] * len(completion_ids)
+
+    waited = []
+    # The second answer is not given before the first one has its rewards.
+    fake.failures[GENERATE] = [None, lambda: waited.append(scored.wait(LONG))]
+    run_for(fake, tmp_path, independent(wrap(note))).train()
+    assert waited == [True] and seen == [4, 4]
+
+
+@pytest.mark.parametrize("wrap", [lambda function: function, as_async])
+def test_history_and_table_are_those_of_one_call(fake, tmp_path, wrap):
+    histories, tables = [], []
+    for mark in (lambda function: function, independent):
+        run = run_for(fake, tmp_path, [mark(wrap(even_tokens)), runs.count_reward], max_steps=2)
+        table, score = [], run.score
+        run.score = lambda *given, score=score, table=table: table.append(score(*given)) or table[-1]
+        run.train()
+        histories.append(lines(run))
+        tables.append([(scored.columns, scored.rewards.rewards_NF.tolist()) for scored in table])
+    assert histories[0] == histories[1] and "even" in histories[0][0]
+    assert tables[0] == tables[1] and len(tables[0][0][0]["row"]) == 8
+
+
+def test_an_error_is_that_of_one_call(fake, tmp_path):
+    def wrong(completion_ids, row, **_):
+        return ["bad" if number == row[-1] else 0.0 for number in row]
+
+    messages = []
+    for mark in (lambda function: function, independent):
+        with pytest.raises(RewardError) as caught:
+            run_for(fake, tmp_path, mark(wrong)).train()
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1] and "for row 4" in messages[0]
+
+
+def test_other_functions_are_called_once_with_everything(fake, tmp_path):
+    sizes = []
+
+    def whole(completion_ids, **_):
+        sizes.append(len(completion_ids))
+        return runs.count_reward(completion_ids)
+
+    run_for(fake, tmp_path, [whole, independent(even_tokens)]).train()
+    assert sizes == [8]
+
+
+def test_a_trainer_with_its_own_score_calls_rewards_itself(fake, tmp_path):
+    class Own(runs.GRPOTrainer):
+        def score(self, rollout, *given):
+            sizes.clear()
+            return super().score(rollout, *given)
+
+    sizes = []
+
+    @independent
+    def count(completion_ids, **_):
+        sizes.append(len(completion_ids))
+        return runs.count_reward(completion_ids)
+
+    run_for(fake, tmp_path, count, kind=Own).train()
+    assert sizes == [8]
+
+
+def test_a_server_that_lost_its_weights_changes_no_reward(fake, tmp_path):
+    undisturbed = run_for(fake, tmp_path / "one", independent(even_tokens))
+    undisturbed.train()
+
+    def forget():
+        fake.version = "default"
+
+    fake.failures[GENERATE] = [None, forget]
+    disturbed = run_for(fake, tmp_path / "two", independent(even_tokens))
+    disturbed.train()
+    assert fake.failures[GENERATE] == [] and lines(disturbed) == lines(undisturbed)
