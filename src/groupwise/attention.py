@@ -19,6 +19,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 IMPLEMENTATION = "groupwise_sdpa"
 
+#: Of transformers: in one row without a mask they tell sequences apart by positions that restart.
+BY_POSITION = ("flash_attention_2", "flash_attention_3", "flex_attention")
+
 #: ``(query_BHTD, key_BKSD, value_BKSD, scale, window) -> (B, T, H, D)``; the window is the number of keys
 #: seen, or None. One with an attribute ``mask`` need not serve every layer: those that make a mask of their
 #: own of it, or ask for what it does not know, keep the attention they have.
@@ -38,6 +41,13 @@ def open_attention(model: Any) -> bool:
     _register()
     base.set_attn_implementation(IMPLEMENTATION)
     return True
+
+
+def tells_sequences_apart(model: Any) -> bool:
+    """Whether the attention that ``model`` was loaded with keeps sequences of one row apart by itself."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    known = base.config._attn_implementation in BY_POSITION
+    return known and getattr(base, "_supports_attention_backend", False)
 
 
 @contextmanager

@@ -220,6 +220,6 @@ def load_reference(directory: str, model: torch.nn.Module) -> None:
     if not os.path.isfile(path):
         raise ConfigError(
             f"sync_ref_model=True, but checkpoint {directory!r} was written without it and holds no "
-            "reference; resume with sync_ref_model=False, or train from its weights without resume_from_checkpoint"
+            "reference; resume with sync_ref_model=False, or start anew from its weights"
         )
     model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))

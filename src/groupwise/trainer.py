@@ -11,7 +11,6 @@ import torch
 from accelerate.utils import set_seed
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
-from transformers.trainer_callback import ProgressCallback
 
 from groupwise import checkpoint, reporting, setup
 from groupwise.atomic import AtomicTrainer
@@ -40,7 +39,7 @@ from groupwise.protocols import RewardFunction, RolloutFunction
 from groupwise.recording import RecordingTrainer
 from groupwise.reference import MixReference, make_reference
 from groupwise.splitting import SplittingTrainer
-from groupwise.stages import RolloutBatch, ScoredBatch, TrainBatch
+from groupwise.stages import ScoredBatch, TrainBatch
 from groupwise.window import WindowWork, cache_sized, rows_to_score
 
 
@@ -150,8 +149,7 @@ class GRPOTrainer(
         self.agents = setup.make_agents(
             agents, args, self.processing_class, self.backend, self.model, self.accelerator
         )
-        one_turn = self.agents is None and rollout_func is None
-        self.pipeline = Pipeline(args, self.train_dataset, one_turn=one_turn)
+        self.pipeline = Pipeline(args, self.train_dataset, one_turn=not (self.agents or rollout_func))
         self.scorer = setup.make_scorer(self.model, args, self.accelerator)
         self.parity_gate = setup.make_parity_gate(self.scorer, args, self.accelerator, self.processing_class)
         self.router_aux_loss_coef = setup.router_aux_loss_coef(self.model, args)
@@ -165,14 +163,11 @@ class GRPOTrainer(
         args = self.args
         passes = args.eval_pass_at_k or [], args.eval_pass_threshold
         self.evaluation = EvaluationRecord(*passes, self.reward_func_names)
-        self.feed = Feed(self.prepared_data.new_source())
-        self.generation_buffer = GenerationBuffer()
-        self.books = {"train": Logbook(), "eval": Logbook()}
+        self._restore(None)
         self.window_entropy = Mean(0.0, 0.0)
         self.window_work = WindowWork()
         self.num_parameters = self.model.num_parameters(exclude_embeddings=True)
-        if self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(reporting.RewardProgressCallback)
+        reporting.show_rewards_in_progress(self)
         if self.args.sync_ref_model:
             self.add_callback(MixReference(self.reference, self.args, self.accelerator))
 
@@ -232,8 +227,7 @@ class GRPOTrainer(
             self.evaluation.add(scored)
         return scored
 
-    def hears_of_parts(self) -> Callable[[RolloutBatch], None] | None:
-        return self.begin_rewards()
+    hears_of_parts = RewardMixin.begin_rewards  # prompts that are finished are scored meanwhile
 
     def _prepare(
         self, scored: ScoredBatch, mode: str, micro_batch_rows: int, *, on_policy: bool

@@ -177,6 +177,29 @@ def test_two_servers_give_what_one_gives(fake, tmp_path):
     second.close()
 
 
+@pytest.mark.parametrize("path", [GENERATE, "/start_weight_update", "/update_weights"])
+def test_one_of_two_servers_gone_for_good_is_named_and_the_other_can_be_used_alone(fake, tmp_path, path):
+    second = FakeVLLM()
+    second.info = fake.info
+    backend = backend_for([fake, second], tmp_path)
+    backend.config.vllm_server_timeout = 1.0
+
+    def die():
+        second.close()
+        return "drop"
+
+    second.failures[path] = [die]
+    with pytest.raises(ConnectionError, match=rf"no vLLM server was ready at {second.url} within .*1 s"):
+        backend.sync_weights(step=4)
+        backend.generate([[3], [3], [5]])
+    alone = backend_for(fake, tmp_path)
+    alone.sync_weights(step=4)
+    assert [c.versions for c in alone.generate([[3], [3], [5]])] == [[4] * 4] * 3 and not fake.paused
+    # No update was left open: each that began was finished.
+    assert fake.seen["/finish_weight_update"] >= fake.seen["/start_weight_update"]
+    alone.close()
+
+
 MISFITS = {
     "raw log-probs at a temperature": (
         {"logprobs_mode": "raw_logprobs"},

@@ -140,6 +140,7 @@ def assert_same_run(run, other):
         assert torch.equal(weight, run.model.state_dict()[name])
 
 
+@pytest.mark.timeout(1200)  # the server starts three times
 def test_a_server_that_is_killed_leaves_no_trace_in_the_history(server, undisturbed, tmp_path):
     disturbed = run_for(server, tmp_path, **FOUR_STEPS)
     ask, push = disturbed.backend._ask, transport.SharedMemorySender.send

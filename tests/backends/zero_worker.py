@@ -84,11 +84,19 @@ def compare_streams() -> None:
 
 
 def sample(output_dir: Path) -> None:
-    """Two updates with an engine in each process."""
+    """Two updates with an engine in each process; the policy is partitioned as it is loaded."""
+    start = output_dir / "start"
+    policy().save_pretrained(start)  # by the first process alone
+    torch.distributed.barrier()
     settings = {**ZERO_3, "gradient_accumulation_steps": "auto", "train_batch_size": "auto"}
     settings |= {"train_micro_batch_size_per_gpu": "auto"}
     run = trainer(
-        output_dir, deepspeed=settings, learning_rate=0.1, optim="sgd", gradient_checkpointing=False
+        output_dir,
+        model=str(start),
+        deepspeed=settings,
+        learning_rate=0.1,
+        optim="sgd",
+        gradient_checkpointing=False,
     )
     run.train()
     run.save_model(str(output_dir / "saved"))  # consolidated by DeepSpeed itself

@@ -82,6 +82,13 @@ def test_evaluate_says_what_its_dataset_lacks(tmp_path):
         made.evaluate(prompts().remove_columns("prompt"))
 
 
+def test_the_stock_count_of_tokens_is_left_to_num_tokens(tmp_path, caplog):
+    made = trainer(tmp_path, include_num_input_tokens_seen=True, max_steps=1)
+    made.train()
+    assert "include_num_input_tokens_seen is ignored" in caplog.text
+    assert made.state.log_history[0]["num_tokens"] > 0
+
+
 def test_a_reward_that_takes_no_further_arguments_is_refused_at_once(tmp_path):
     def narrow(completions, prompts):
         return [0.0] * len(completions)

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from groupwise.attention import open_attention
 from groupwise.errors import ConfigError
 from groupwise.layout.forward import HeadSettings, base_model, unwrapped
 from groupwise.layout.padded import score_padded
-from groupwise.layout.streamed import prepare_stream, score_stream, unsupported
+from groupwise.layout.streamed import attends, prepare_stream, score_stream, unsupported
 from groupwise.stages import TokenScores, TrainBatch
 
 logger = logging.getLogger(__name__)
@@ -42,9 +41,11 @@ def choose_layout(wanted: str, model: Any, *, group_size: int, with_aux_loss: bo
     """
     if wanted == "padded":
         return wanted
-    reason = "its balancing loss counts padded sequences" if with_aux_loss else unsupported(model)
+    reason: str | None = "its balancing loss counts padded sequences"
+    if not with_aux_loss:
+        reason = unsupported(model, shared=wanted == "shared_prefix")
     if reason is None:
-        best = "shared_prefix" if group_size > 1 else "packed"
+        best = "shared_prefix" if group_size > 1 and attends(base_model(model), shared=True) else "packed"
         chosen = best if wanted == "auto" else wanted
         logger.info("sequence_layout: %s", chosen)
         return chosen
@@ -95,7 +96,8 @@ class TokenScorer:
     ) -> TokenScores:
         """Log-probs (and entropies), (B, C), of the completion tokens under ``model``, wrapped or not."""
         # A model that came later, such as a reference, has its attention opened here: before it is compared.
-        opened = self.layout != "padded" and open_attention(base_model(model))
+        shared = self.layout == "shared_prefix"
+        opened = self.layout != "padded" and attends(base_model(model), shared=shared)
         if opened and not self.checked:
             self._check(model, batch)
             self.checked = True  # not before: where memory ran out here, the other ranks still wait to agree

@@ -103,6 +103,8 @@ class Stream:
     predictor_N: the place whose output predicts a completion token; places repeat where prompts are shared.
     target_N: that completion token.
     slot_N: its place in the flattened (B, C) of the batch.
+    ends_S: of `packed`, 0 and where each sequence ends.
+    longest: tokens of the longest of those.
     """
 
     token_ids_1T: torch.Tensor
@@ -111,6 +113,13 @@ class Stream:
     target_N: torch.Tensor
     slot_N: torch.Tensor
     attention: StreamAttention
+    ends_S: torch.Tensor
+    longest: int
+
+    def bounds(self) -> dict[str, Any]:
+        """What transformers would otherwise read back from the positions, in every layer."""
+        both = {"cu_seq_lens": self.ends_S, "max_length": self.longest}
+        return {f"{name}_{side}": value for name, value in both.items() for side in "qk"}
 
 
 @dataclass(frozen=True)
@@ -205,6 +214,8 @@ def build_stream(batch: TrainBatch, shape: Shape, *, shared: bool) -> Stream:
         attention=StreamAttention(
             [block.to(device) for block in blocks], _order(queries, len(source)).to(device)
         ),
+        ends_S=torch.tensor([0, *(rows.stop for rows in sequences)], dtype=torch.int32).to(device),
+        longest=max(map(len, sequences)),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from groupwise.attention import open_attention
+from groupwise.attention import open_attention, tells_sequences_apart
 from groupwise.layout.forward import (
     HeadSettings,
     accepted_arguments,
@@ -21,11 +21,14 @@ from groupwise.stages import TokenScores, TrainBatch
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
-def unsupported(model: Any) -> str | None:
+def unsupported(model: Any, *, shared: bool = True) -> str | None:
     """Why the streamed layouts would not be right for this model; None where they are, and are made possible.
 
     They need attention to be the only thing in the model that looks at other tokens, and need it to be plain:
     queries and keys by position, softmax over the keys.
+
+    Args:
+        shared: it has to serve prompts that are computed once, too.
     """
     base = base_model(model)
     config = base.config.get_text_config(decoder=True)
@@ -43,9 +46,14 @@ def unsupported(model: Any) -> str | None:
         return "its attention has sinks"
     if any(_attention_dropout(module) for module in base.modules()):
         return "its attention has dropout"
-    if not open_attention(base):
+    if not attends(base, shared=shared):
         return f"its attention implementation is {base.config._attn_implementation!r} and not 'sdpa'"
     return None
+
+
+def attends(model: Any, *, shared: bool) -> bool:
+    """Whether the model's attention keeps the sequences of a stream apart, and is made to where it can be."""
+    return open_attention(model) or (not shared and tells_sequences_apart(model))
 
 
 def _attention_dropout(module: torch.nn.Module) -> float:
@@ -68,14 +76,17 @@ def score_stream(
         batch: from :func:`prepare_stream`.
     """
     stream: Stream = batch.stream
-    inputs = {
+    inputs: dict[str, Any] = {
         "input_ids": stream.token_ids_1T,
         "position_ids": stream.position_ids_1T,
-        # Nothing reads it: of four axes, so that the model takes it as it is and builds no T x T mask.
-        "attention_mask": stream.token_ids_1T.new_zeros((1, 1, 1, 1), dtype=torch.bool),
-        "attend": stream.attention,
         "logits_to_keep": stream.predictor_N,
     }
+    if open_attention(base_model(model)):
+        # Nothing reads it: of four axes, so that the model takes it as it is and builds no T x T mask.
+        inputs["attention_mask"] = stream.token_ids_1T.new_zeros((1, 1, 1, 1), dtype=torch.bool)
+        inputs["attend"] = stream.attention
+    else:
+        inputs |= stream.bounds()
     targets_1N = stream.target_N.unsqueeze(0)
     logps_1N, entropy_1N, _ = score_forward(model, inputs, targets_1N, head, with_entropy=with_entropy)
     shape = batch.completion_ids_BC.shape

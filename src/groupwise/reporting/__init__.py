@@ -2,6 +2,12 @@
 
 from groupwise.reporting.card import model_card, write_model_card
 from groupwise.reporting.completions import report_completions
-from groupwise.reporting.progress import RewardProgressCallback
+from groupwise.reporting.progress import RewardProgressCallback, show_rewards_in_progress
 
-__all__ = ["RewardProgressCallback", "model_card", "report_completions", "write_model_card"]
+__all__ = [
+    "RewardProgressCallback",
+    "model_card",
+    "report_completions",
+    "show_rewards_in_progress",
+    "write_model_card",
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
 #: Metrics beside the bar, in this order.
@@ -35,3 +35,9 @@ class RewardProgressCallback(ProgressCallback):
         self.shown.update({name: f"{logs[name]:.4g}" for name in SHOWN if logs and name in logs})
         if self.shown:
             self.training_bar.set_postfix({name: self.shown[name] for name in SHOWN if name in self.shown})
+
+
+def show_rewards_in_progress(trainer: Trainer) -> None:
+    """Put it in the place of the stock progress bar, if there is one."""
+    if trainer.pop_callback(ProgressCallback) is not None:
+        trainer.add_callback(RewardProgressCallback)

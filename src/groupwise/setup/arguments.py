@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from groupwise.config import GRPOConfig
 from groupwise.errors import ConfigError
 from groupwise.setup.policy import model_name
+
+logger = logging.getLogger(__name__)
 
 #: Methods of TRL's trainer that nothing calls here, and what to override or call in their place.
 ELSEWHERE = {
@@ -55,6 +58,9 @@ def check_arguments(trainer: type, model: Any, args: Any) -> GRPOConfig:
         )
     if isinstance(model, str) and model.startswith(_LOCAL) and not Path(model).is_dir():
         raise ConfigError(f"model={model!r} is not a directory; pass that of a checkpoint, or a hub id")
+    if args.include_num_input_tokens_seen != "no":  # Trainer looks for the tokens in a dictionary of tensors
+        logger.warning("include_num_input_tokens_seen is ignored: num_tokens in the logs counts them")
+        args.include_num_input_tokens_seen = "no"
     if args.should_save:
         _check_writable(args.output_dir)
     return args

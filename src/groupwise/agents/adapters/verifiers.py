@@ -1,9 +1,10 @@
-"""Environments of the ``verifiers`` library (0.1.x), which lead the conversation themselves."""
+"""Environments of the ``verifiers`` library (0.1 and 0.2), which lead the conversation themselves."""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import json
 import time
 import uuid
@@ -33,16 +34,16 @@ class VerifiersDriver:
         time_limit: seconds that the environment may take between two turns.
 
     Raises:
-        ConfigError: verifiers is missing, or of a version without ``verifiers.clients``.
+        ConfigError: verifiers is missing, or of a version whose environments are something else.
     """
 
     def __init__(self, environment: Any, time_limit: float = 120.0) -> None:
+        _client_class()
         if not hasattr(environment, "rollout") or not hasattr(environment, "rubric"):
             raise ConfigError(
                 f"VerifiersDriver got a {type(environment).__name__}; allowed: an environment of verifiers, "
                 "such as verifiers.load_environment(...) returns"
             )
-        _client_class()
         self.environment, self.time_limit = environment, time_limit
         self.uses_tools = bool(getattr(environment, "tool_defs", None))
 
@@ -69,6 +70,13 @@ def rubric_reward(
     return verifiers_reward
 
 
+def _installed() -> str:
+    try:
+        return f"verifiers {importlib.metadata.version('verifiers')} is installed"
+    except importlib.metadata.PackageNotFoundError:
+        return "none is installed"
+
+
 @functools.cache
 def _client_class() -> type:
     """A client of verifiers that asks the policy. Made here, because its base class is in the library."""
@@ -78,7 +86,8 @@ def _client_class() -> type:
         errors = importlib.import_module("verifiers.errors")
     except ImportError as missing:
         raise ConfigError(
-            f"VerifiersDriver needs verifiers 0.1 (pip install 'groupwise[verifiers]'): {missing}"
+            f"VerifiersDriver takes environments of verifiers 0.1.12 to 0.2.x, and {_installed()} (later versions "
+            f"replaced them; pip install 'groupwise[verifiers]'): {missing}"
         ) from missing
 
     class PolicyClient(clients.Client):  # type: ignore[name-defined]

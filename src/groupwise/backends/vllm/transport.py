@@ -80,8 +80,8 @@ class WeightSender:
         After an exception the engine has part of the new weights: another push must succeed before it
         generates.
         """
-        receiver.start_weight_update()
         try:
+            receiver.start_weight_update()  # of several engines, some may have begun when it fails
             kept = [self.send(bucket, receiver) for bucket in buckets]
             self.complete(receiver)
         except BaseException:
