@@ -45,6 +45,7 @@ from groupwise.backends.decoding import (
 from groupwise.backends.growing_cache import GrowingLayer
 from groupwise.backends.transformers_generate import TransformersBackend
 from groupwise.core.padding import length_mask, pad_sequences
+from groupwise.errors import BackendError
 from groupwise.linear import has_onednn, speed_up_linears
 
 SIZE = {
@@ -215,6 +216,14 @@ def test_tokens_are_drawn_from_every_block_with_their_probabilities(size):
 
 
 @pytest.mark.skipif(not has_onednn(), reason="this PyTorch has no oneDNN")
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_end_with_the_reason(value):
+    scores = torch.zeros(2, 600)
+    scores[1, 3] = value
+    with pytest.raises(BackendError, match="logits are NaN or infinite"):
+        choose(scores, True)
+
+
 def test_every_generation_packs_the_weights_anew():
     changes = {**GROUPED, "vocab_size": 128, "hidden_size": 128, "head_dim": 64, "intermediate_size": 128}
     torch.manual_seed(0)
