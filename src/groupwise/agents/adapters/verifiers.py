@@ -81,13 +81,12 @@ def _installed() -> str:
 def _client_class() -> type:
     """A client of verifiers that asks the policy. Made here, because its base class is in the library."""
     try:
-        clients = importlib.import_module("verifiers.clients")
-        types = importlib.import_module("verifiers.types")
-        errors = importlib.import_module("verifiers.errors")
+        names = ("verifiers.clients", "verifiers.types", "verifiers.errors")
+        clients, types, errors = map(importlib.import_module, names)
     except ImportError as missing:
         raise ConfigError(
-            f"VerifiersDriver takes environments of verifiers 0.1.12 to 0.2.x, and {_installed()} (later versions "
-            f"replaced them; pip install 'groupwise[verifiers]'): {missing}"
+            f"VerifiersDriver takes environments of verifiers 0.1.12 to 0.2.x, and {_installed()} (later "
+            f"versions replaced them; pip install 'groupwise[verifiers]'): {missing}"
         ) from missing
 
     class PolicyClient(clients.Client):  # type: ignore[name-defined]

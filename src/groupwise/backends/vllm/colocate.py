@@ -6,6 +6,7 @@ every optimizer step, tensor by tensor from this process's memory.
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -87,8 +88,8 @@ class ColocatedBackend:
         rooms = [self.context_length - len(prompt) for prompt in prompts]
         if min(rooms, default=1) < 1:
             raise BackendError(
-                f"a prompt has {max(map(len, prompts))} tokens, and the engine takes {self.context_length} for "
-                "prompt and completion; set vllm_max_model_length higher, or max_prompt_length"
+                f"a prompt has {max(map(len, prompts))} tokens, and the engine takes {self.context_length} "
+                "for prompt and completion; set vllm_max_model_length higher, or max_prompt_length"
             )
         return [min(pair) for pair in zip(limits, rooms, strict=True)]
 
@@ -184,7 +185,9 @@ def make_backend(
     slice_ = EngineSlice.of(config.vllm_tensor_parallel_size, config.world_size, config.process_index)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     with tempfile.TemporaryDirectory(prefix="groupwise-") as directory, own_random_state():
-        base.config.save_pretrained(directory)
+        described = copy.deepcopy(base.config)
+        described.architectures = described.architectures or [type(base).__name__]  # a new model names none
+        described.save_pretrained(directory)
         processing_class.save_pretrained(directory)
         arguments = engine_arguments(config, directory, _dtype(config, base))
         alone = bool(arguments.get("enable_lora"))
