@@ -33,7 +33,9 @@ def test_a_head_in_float32_computes_the_log_probs_of_float32(family, tmp_path):
     )
     assert run.model.get_output_embeddings().weight.dtype == torch.float32
     seen = []
-    run.model.get_output_embeddings().register_forward_hook(lambda m, given, out: seen.append((given[0], out)))
+    run.model.get_output_embeddings().register_forward_hook(
+        lambda m, given, out: seen.append((given[0], out))
+    )
     inputs = processor.apply_chat_template(
         [{"role": "user", "content": [{"type": "image", "image": tiny.image("red")}]}],
         tokenize=True,

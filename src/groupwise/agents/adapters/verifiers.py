@@ -70,11 +70,15 @@ def rubric_reward(
     return verifiers_reward
 
 
-def _installed() -> str:
+def _refusal(missing: ImportError) -> ConfigError:
     try:
-        return f"verifiers {importlib.metadata.version('verifiers')} is installed"
+        installed = f"verifiers {importlib.metadata.version('verifiers')} is installed"
     except importlib.metadata.PackageNotFoundError:
-        return "none is installed"
+        installed = "none is installed"
+    return ConfigError(
+        f"VerifiersDriver takes environments of verifiers 0.1.12 to 0.2.x, and {installed} (later versions have "
+        f"others; pip install 'groupwise[verifiers]'): {missing}"
+    )
 
 
 @functools.cache
@@ -85,10 +89,7 @@ def _client_class() -> type:
         types = importlib.import_module("verifiers.types")
         errors = importlib.import_module("verifiers.errors")
     except ImportError as missing:
-        raise ConfigError(
-            f"VerifiersDriver takes environments of verifiers 0.1.12 to 0.2.x, and {_installed()} (later versions "
-            f"replaced them; pip install 'groupwise[verifiers]'): {missing}"
-        ) from missing
+        raise _refusal(missing) from missing
 
     class PolicyClient(clients.Client):  # type: ignore[name-defined]
         """Its ``client`` is the function that asks the policy for a turn."""

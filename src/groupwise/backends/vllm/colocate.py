@@ -87,8 +87,8 @@ class ColocatedBackend:
         rooms = [self.context_length - len(prompt) for prompt in prompts]
         if min(rooms, default=1) < 1:
             raise BackendError(
-                f"a prompt has {max(map(len, prompts))} tokens, and the engine takes {self.context_length} for "
-                "prompt and completion; set vllm_max_model_length higher, or max_prompt_length"
+                f"a prompt has {max(map(len, prompts))} tokens, and the engine takes {self.context_length} "
+                "for prompt and completion; set vllm_max_model_length higher, or max_prompt_length"
             )
         return [min(pair) for pair in zip(limits, rooms, strict=True)]
 
