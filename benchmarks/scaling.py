@@ -20,6 +20,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from common import write_results
@@ -65,18 +66,13 @@ def exponent(xs: Sequence[float], ys: Sequence[float]) -> float | None:
     return round(slope, 3)
 
 
-def measure_point(options: argparse.Namespace, axis: str, factor: int) -> dict[str, Any]:
+@cache  # the base point lies on every axis
+def measure(spec: Spec, repeats: int) -> dict[str, Any]:
     """Best time and lowest peak of every method, over the repeats."""
-    value, spec = point(options, axis, factor)
     work = make_work(spec, 3)  # only the number of tokens counts here
-    measured: dict[str, Any] = {
-        "axis": axis,
-        "value": value,
-        "tokens": work.tokens,
-        "distinct_tokens": work.distinct_tokens,
-    }
+    measured: dict[str, Any] = {"tokens": work.tokens, "distinct_tokens": work.distinct_tokens}
     runs: dict[str, list[dict[str, Any]]] = {method: [] for method in METHODS}
-    for repeat in range(options.repeats):
+    for repeat in range(repeats):
         for method in METHODS if repeat % 2 == 0 else METHODS[::-1]:
             runs[method].append(run_worker(method, spec))
     for method in METHODS:
@@ -143,7 +139,8 @@ def main() -> None:
     for axis in options.axes:
         points = []
         for doubling in range(options.doublings + 1):
-            points.append(measure_point(options, axis, 2**doubling))
+            value, spec = point(options, axis, 2**doubling)
+            points.append({"axis": axis, "value": value, **measure(spec, options.repeats)})
             axes[axis] = {"points": points, "exponents": fits(points)}
             if options.output != "none":  # after each, so that a later one that fails loses nothing
                 write_results(options.output, {"settings": vars(options), "axes": axes})

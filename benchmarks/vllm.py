@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,11 +137,10 @@ def measure_sync(model: Any, tokenizer: Any, pairs: int) -> dict[str, Any]:
     return results
 
 
-def alternating_reward(completion_ids: list[list[int]], row: list[int], **_: Any) -> list[float]:
-    """Varies within every second group: the others need no backward pass, as happens in practice."""
-    return [
-        float(sum(ids) % 2) if number % 2 else 0.0 for ids, number in zip(completion_ids, row, strict=True)
-    ]
+def partly_flat_reward(completion_ids: list[list[int]], row: list[int], varied: int, **_: Any) -> list[float]:
+    """Varies within every ``varied``-th group: the others need no backward pass, as happens in practice."""
+    pairs = zip(completion_ids, row, strict=True)
+    return [float(sum(ids) % 2) if number % varied == 0 else 0.0 for ids, number in pairs]
 
 
 def run_worker(work: dict[str, Any]) -> None:
@@ -169,6 +169,7 @@ def run_worker(work: dict[str, Any]) -> None:
             num_generations=GROUP,
             model_init_kwargs={"dtype": "float32"},
             gradient_checkpointing=False,
+            sampler_parity="off",  # it looks at the first steps only, and at none of stale tokens
             shuffle_dataset=False,
             max_steps=work["steps"] + 2,
             logging_steps=1,
@@ -177,7 +178,8 @@ def run_worker(work: dict[str, Any]) -> None:
         )
         data = Dataset.from_dict({"prompt": texts, "row": list(range(64))})
         tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
-        trainer = GRPOTrainer(path, alternating_reward, config, data, processing_class=tokenizer)
+        reward = partial(partly_flat_reward, varied=work["varied"])
+        trainer = GRPOTrainer(path, reward, config, data, processing_class=tokenizer)
         trainer.train()
     lines = [line for line in trainer.state.log_history if "loss" in line]
     kept = [
@@ -206,7 +208,8 @@ def measure_pipeline(path: Path, given: argparse.Namespace) -> dict[str, Any]:
     from vllm_server import serving
 
     trainer_core, server_core = sorted(os.sched_getaffinity(0))[:2]
-    work = {"core": trainer_core, "limit": given.limit, "prompts": given.prompts, "steps": given.steps}
+    shape = {name: getattr(given, name) for name in ("limit", "prompts", "steps", "varied")}
+    work = {"core": trainer_core, **shape}
     lines: dict[str, list[dict[str, float]]] = {"sequential": [], "ahead": []}
     with serving(path, {server_core}) as url:
         for round_ in range(given.pairs):
@@ -242,6 +245,9 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=64, help="tokens of every completion")
     parser.add_argument("--pairs", type=int, default=5, help="runs of every alternative")
     parser.add_argument("--prompts", type=int, default=4, help="prompts of a step; --part pipeline")
+    parser.add_argument(
+        "--varied", type=int, default=2, help="one of so many groups has a gradient, likewise"
+    )
     parser.add_argument("--steps", type=int, default=4, help="timed steps of a run; --part pipeline")
     parser.add_argument("--run_seconds", type=float, default=1200, help="limit of a run; --part pipeline")
     parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)

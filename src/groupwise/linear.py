@@ -7,9 +7,8 @@ nothing is traded for the speed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,20 +17,34 @@ from torch.autograd.function import once_differentiable
 
 _SMALLEST = 128  # features on either side below which the call costs more than the product
 _ROWS = 8  # that oneDNN chooses a layout for; those for 8 and for 512 rows serve one another equally well
+_USES = 4  # of a weight until it is packed, which takes the time that 20 to 30 products save
+
+
+class _Packing:
+    """A weight that will be copied into oneDNN's own layout, unless it is used only a few times."""
+
+    def __init__(self, weight_OI: torch.Tensor) -> None:
+        self.weight_OI, self.uses = weight_OI, 0
+
+    def weight_at_next_use(self) -> torch.Tensor:
+        self.uses += 1
+        if self.uses == _USES:
+            self.weight_OI = torch.ops.mkldnn._reorder_linear_weight(self.weight_OI, _ROWS)
+        return self.weight_OI
 
 
 class OneDNNLinear(torch.nn.Linear):
     """``nn.Linear`` with another way to the same product; parameters and state are the same."""
 
-    #: Makes the weight in oneDNN's own layout, once; see :func:`packed_weights`.
-    packed: Callable[[], torch.Tensor] | None = None
+    packing: _Packing | None = None  # within packed_weights
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         plain = input.dtype == self.weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
         if not plain or input.dim() < 2 or not input.numel():
             return F.linear(input, self.weight, self.bias)
         if not torch.is_grad_enabled():
-            return onednn_product(input, self.packed() if self.packed else self.weight, self.bias)
+            weight = self.packing.weight_at_next_use() if self.packing else self.weight
+            return onednn_product(input, weight, self.bias)
         return _Linear.apply(input, self.weight, self.bias)
 
 
@@ -50,17 +63,16 @@ def speed_up_linears(model: torch.nn.Module) -> int:
 def packed_weights(model: torch.nn.Module) -> Iterator[None]:
     """A context for many forwards without gradients between which the weights do not change.
 
-    Each :class:`OneDNNLinear` keeps a copy of its weight in oneDNN's own layout from its first product on.
+    Each :class:`OneDNNLinear` that is used more than a few times copies its weight into oneDNN's own layout.
     """
     layers = [module for module in model.modules() if isinstance(module, OneDNNLinear)]
+    for layer in layers:
+        layer.packing = _Packing(layer.weight.detach())
     try:
-        for layer in layers:
-            pack = torch.ops.mkldnn._reorder_linear_weight  # only where there are such layers is there one
-            layer.packed = cache(partial(pack, layer.weight.detach(), _ROWS))
         yield
     finally:
         for layer in layers:
-            layer.packed = None
+            layer.packing = None
 
 
 def has_onednn() -> bool:

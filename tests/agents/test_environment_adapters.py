@@ -335,7 +335,5 @@ def test_verifiers_of_another_version_or_something_else_is_refused(
     monkeypatch.setitem(sys.modules, "verifiers.clients", None)
     adapter._client_class.cache_clear()
     monkeypatch.setattr(adapter.importlib.metadata, "version", lambda name: "0.4.0")
-    with pytest.raises(
-        ConfigError, match=r"verifiers 0\.1\.12 to 0\.2\.x, and verifiers 0\.4\.0 is installed"
-    ):
+    with pytest.raises(ConfigError, match=r"0\.1\.12 to 0\.2\.x, and verifiers 0\.4\.0 is installed"):
         VerifiersDriver(FakeEnvironment())

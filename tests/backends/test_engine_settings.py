@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -226,6 +228,21 @@ def test_processes_of_one_engine_answer_for_all_and_keep_their_own(monkeypatch):
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
     assert EngineSlice(2, 1, "group").share([4, 5], answer) == [40, 50]
     assert asked == [[1, 2, 3, 4, 5]]
+
+
+@pytest.mark.vllm
+def test_the_engine_is_told_the_architecture_of_a_policy_that_names_none(tmp_path, monkeypatch):
+    vllm = pytest.importorskip("vllm")
+    told, model = [], policy()
+
+    def start(model, **_):
+        told.append(json.loads((Path(model) / "config.json").read_text())["architectures"])
+        raise RuntimeError("far enough")
+
+    monkeypatch.setattr(vllm, "LLM", start)
+    with pytest.raises(RuntimeError, match="far enough"):
+        trainer(tmp_path, model=model, use_vllm=True)
+    assert told == [["LlamaForCausalLM"]] and model.config.architectures is None
 
 
 def test_images_are_not_swallowed(tmp_path, monkeypatch):

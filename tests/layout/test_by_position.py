@@ -37,7 +37,7 @@ def varlen_attention(
     causal=False,
     window_size=(-1, -1),
 ):
-    """(tokens, heads, size) of sequences that end at ``cu_seqlens``; a window counts keys before the query's."""
+    """(tokens, heads, size) of sequences up to ``cu_seqlens``; a window counts keys before a query's."""
     assert causal and dropout_p == 0.0 and torch.equal(cu_seqlens_q, cu_seqlens_k)
     assert cu_seqlens_q.dtype == torch.int32 and cu_seqlens_q[0] == 0 and cu_seqlens_q[-1] == len(q)
     assert max_seqlen_q == max_seqlen_k == cu_seqlens_q.diff().max()

@@ -244,7 +244,7 @@ def test_reward_models_stay_in_the_callers_thread(monkeypatch):
 
 
 def test_each_function_has_its_own_seconds(monkeypatch, release):
-    """On a clock that only the functions turn."""
+    """On a clock that only the functions turn: the async ones wait beside the others, and take their own."""
     now = [0.0]
     monkeypatch.setattr(calling.time, "monotonic", lambda: now[0])
 

@@ -124,7 +124,7 @@ def test_gradients_that_are_not_finite_end_training_before_they_reach_the_weight
         num_generations=4, per_device_train_batch_size=4, save_strategy="steps", save_steps=1,
     )  # fmt: skip
     made = Spoilt(policy(), count_reward, config, prompts(), processing_class=tokenizer())
-    with pytest.raises(TrainingError, match="the gradient norm of step 2 is nan; the weights are still"):
+    with pytest.raises(TrainingError, match="the gradient norm of step 2 is nan; training ends before"):
         made.train()
     assert all(parameter.isfinite().all() for parameter in made.model.parameters())
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1"]

@@ -25,6 +25,7 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from groupwise.attention import open_attention
 from groupwise.backends.growing_cache import continue_rows
+from groupwise.errors import BackendError
 
 #: Settings that generate's preparation turns into processors and criteria which look at each row alone.
 HONOURED = frozenset(
@@ -168,10 +169,18 @@ def _invert_by_blocks(probabilities_RV: torch.Tensor) -> torch.Tensor:
 
     ``multinomial`` makes a random number for every token of the vocabulary, on a CPU one after the other: a
     quarter of the time of a step. Cumulative sums of whole rows in float64 are several times the logits.
+
+    Raises:
+        BackendError: a row has no distribution.
     """
     size = math.gcd(probabilities_RV.shape[1], 256)
     blocks_RNW = probabilities_RV.unflatten(1, (-1, size))
-    block_R = _invert(blocks_RNW.sum(-1))
+    sums_RN = blocks_RNW.sum(-1)
+    if sums_RN.isnan().any():
+        raise BackendError(
+            "the policy's logits are NaN or infinite: no token can be drawn; look at its weights"
+        )
+    block_R = _invert(sums_RN)
     rows_R = torch.arange(len(block_R), device=block_R.device)
     return block_R * size + _invert(blocks_RNW[rows_R, block_R])
 

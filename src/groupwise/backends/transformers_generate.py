@@ -28,9 +28,6 @@ from groupwise.stages import Completion, Sampling
 
 logger = logging.getLogger(__name__)
 
-#: Limit of new tokens from which packing the weights takes less time than it saves.
-PACKED_FROM = 32
-
 _AS_CONFIGURED = Sampling()
 
 
@@ -93,12 +90,8 @@ class TransformersBackend:
         loop = {"custom_generate": partial(decode_groups, copies=copies)} if shared else {}
         was_training = model.training
         model.eval()  # dropout off, and gradient checkpointing does not switch the cache off
-        long = (config.max_new_tokens or 0) >= PACKED_FROM
         try:
-            with (
-                nullcontext() if runs_in_step(model) else casts_kept(model.device),
-                packed_weights(model) if long else nullcontext(),
-            ):
+            with packed_weights(model), nullcontext() if runs_in_step(model) else casts_kept(model.device):
                 sequences = model.generate(
                     input_ids=input_ids,
                     attention_mask=attention_mask,

@@ -70,26 +70,24 @@ def rubric_reward(
     return verifiers_reward
 
 
-def _refusal(missing: ImportError) -> ConfigError:
+def _installed() -> str:
     try:
-        installed = f"verifiers {importlib.metadata.version('verifiers')} is installed"
+        return f"verifiers {importlib.metadata.version('verifiers')} is installed"
     except importlib.metadata.PackageNotFoundError:
-        installed = "none is installed"
-    return ConfigError(
-        f"VerifiersDriver takes environments of verifiers 0.1.12 to 0.2.x, and {installed} (later versions have "
-        f"others; pip install 'groupwise[verifiers]'): {missing}"
-    )
+        return "none is installed"
 
 
 @functools.cache
 def _client_class() -> type:
     """A client of verifiers that asks the policy. Made here, because its base class is in the library."""
     try:
-        clients = importlib.import_module("verifiers.clients")
-        types = importlib.import_module("verifiers.types")
-        errors = importlib.import_module("verifiers.errors")
+        names = ("verifiers.clients", "verifiers.types", "verifiers.errors")
+        clients, types, errors = map(importlib.import_module, names)
     except ImportError as missing:
-        raise _refusal(missing) from missing
+        raise ConfigError(
+            f"VerifiersDriver takes environments of verifiers 0.1.12 to 0.2.x, and {_installed()} (later "
+            f"versions replaced them; pip install 'groupwise[verifiers]'): {missing}"
+        ) from missing
 
     class PolicyClient(clients.Client):  # type: ignore[name-defined]
         """Its ``client`` is the function that asks the policy for a turn."""

@@ -6,6 +6,7 @@ every optimizer step, tensor by tensor from this process's memory.
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -184,7 +185,9 @@ def make_backend(
     slice_ = EngineSlice.of(config.vllm_tensor_parallel_size, config.world_size, config.process_index)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     with tempfile.TemporaryDirectory(prefix="groupwise-") as directory, own_random_state():
-        base.config.save_pretrained(directory)
+        described = copy.deepcopy(base.config)
+        described.architectures = described.architectures or [type(base).__name__]  # a new model names none
+        described.save_pretrained(directory)
         processing_class.save_pretrained(directory)
         arguments = engine_arguments(config, directory, _dtype(config, base))
         alone = bool(arguments.get("enable_lora"))
