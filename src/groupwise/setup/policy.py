@@ -38,12 +38,23 @@ def prepare_policy(
         disable_dropout(policy)
     if config.cast_lm_head_to_fp32:
         cast_head_to_fp32(policy)
+    keep_weights_trainable_through(policy)
     policy = apply_peft(policy, peft_config)
     if config.gradient_checkpointing and hasattr(policy, "peft_config"):
         # The frozen embedding gives activations without gradients; recomputation would then have none to
         # return.
         policy.enable_input_require_grads()
     return policy
+
+
+def keep_weights_trainable_through(model: PreTrainedModel) -> None:
+    """Keep bitsandbytes from packing 4-bit weights anew when they are first used for sampling on a CPU.
+
+    It does so for good, and through packed weights no gradient flows: adapters would not learn, unnoticed.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
 def speed_up(models: list[Any], config: GRPOConfig, accelerator: Accelerator) -> None:

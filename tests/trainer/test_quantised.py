@@ -1,0 +1,67 @@
+"""Adapters on a quantised base, on bitsandbytes' own layers for CPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch
+from transformers import BitsAndBytesConfig
+
+bitsandbytes = pytest.importorskip("bitsandbytes")
+peft = pytest.importorskip("peft")
+
+SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 2}
+EIGHT = BitsAndBytesConfig(load_in_8bit=True)
+FOUR = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+
+
+def quantised_run(directory: Path, config: BitsAndBytesConfig) -> Any:
+    runs.policy(**SHAPE).save_pretrained(directory / "base")
+    return runs.trainer(
+        directory / "run",
+        model=str(directory / "base"),
+        model_init_kwargs={"quantization_config": config, "dtype": "float32"},
+        peft_config=peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"]),
+        max_steps=2,
+        beta=0.1,
+    )
+
+
+def dense(module: Any) -> torch.Tensor:
+    """The weight that a quantised layer stands for."""
+    weight = module.weight
+    if isinstance(module, bitsandbytes.nn.Linear4bit):
+        return bitsandbytes.functional.dequantize_4bit(weight.data, weight.quant_state).float()
+    return weight.data.float() * (weight.SCB[:, None] / 127)
+
+
+# 8-bit layers round their inputs to one of 255 steps as well.
+@pytest.mark.parametrize(("config", "tolerance"), [(EIGHT, 5e-2), (FOUR, 1e-4)], ids=["8-bit", "4-bit"])
+def test_adapters_train_on_a_quantised_base(config, tolerance, tmp_path):
+    run = quantised_run(tmp_path, config)
+    kinds = (bitsandbytes.nn.Linear4bit, bitsandbytes.nn.Linear8bitLt)
+    layers = {
+        name.replace("base_model.model.", "").replace(".base_layer", ""): module
+        for name, module in run.model.named_modules()
+        if isinstance(module, kinds) and not name.endswith("v_proj") and not name.endswith("q_proj")
+    }
+    assert len(layers) == 14  # seven in each of two blocks
+    truth = runs.policy(**SHAPE)
+    stored = {name: module.weight.data.clone() for name, module in layers.items()}
+    for name, module in layers.items():
+        own, weight = truth.get_submodule(name).weight, dense(module)
+        assert not torch.equal(own, weight)
+        own.data.copy_(weight)
+    tokens = torch.tensor([[5, 9, 12, 7, 1]])
+    run.model.eval()  # as while sampling
+    with torch.no_grad():
+        mine, theirs = (m(input_ids=tokens).logits.log_softmax(-1) for m in (run.model, truth))
+    assert (mine - theirs).abs().max() < tolerance
+    run.train()
+    logs = [line for line in run.state.log_history if "grad_norm" in line]
+    assert len(logs) == 2 and all(line["grad_norm"] > 0 for line in logs)
+    assert logs[1]["kl"] > 0  # the adapters have moved away from the base
+    assert all(torch.equal(module.weight.data, stored[name]) for name, module in layers.items())
