@@ -17,7 +17,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
+import hypothesis  # noqa: E402
 import pytest  # noqa: E402
+
+# No deadlines: on a busy machine any example may take long. The same examples on every machine.
+hypothesis.settings.register_profile(
+    "everywhere",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("everywhere")
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from groupwise.core.objectives import OBJECTIVES, ObjectiveSettings, ObjectiveTe
 from groupwise.core.surrogates import SurrogateSettings
 from groupwise.core.weights import NORMALIZERS, WindowCounts
 
-steady = settings(derandomize=True, max_examples=25, deadline=None, database=None)
+few = settings(max_examples=25)
 GLOBAL = [name for name, objective in OBJECTIVES.items() if objective.normalizer != "local_token_mean"]
 THETA = torch.tensor([0.3, -0.5, 0.2], dtype=torch.float64)
 CHOICES = {
@@ -117,7 +117,7 @@ def parts(order: list[int], cuts: list[int]) -> list[list[int]]:
     return [order[a:b] for a, b in pairwise(edges)]
 
 
-@steady
+@few
 @given(
     names,
     options,
@@ -135,7 +135,7 @@ def test_padding_amount(name, option, seed, n, columns, token_advantages, junk):
     )
 
 
-@steady
+@few
 @given(seeds, st.integers(1, 4), st.integers(1, 9))
 def test_padding_amount_of_the_local_mean(seed, n, columns):
     w = window(seed, n)
@@ -145,7 +145,7 @@ def test_padding_amount_of_the_local_mean(seed, n, columns):
     )
 
 
-@steady
+@few
 @given(
     st.sampled_from(sorted(ADVANTAGES)),
     st.sampled_from(["group", "batch", "none"]),
@@ -173,7 +173,7 @@ def test_order_within_a_group(estimator, scale, aggregation, name, seed, first, 
     same(gradient(name, "plain", moved, counts_of(w)), gradient(name, "plain", w, counts_of(w)))
 
 
-@steady
+@few
 @given(
     names, options, seeds, st.permutations(range(7)), st.lists(st.integers(0, 6), max_size=6), st.booleans()
 )
@@ -188,7 +188,7 @@ def test_split_into_micro_batches(name, option, seed, order, cuts, token_advanta
     )
 
 
-@steady
+@few
 @given(names, options, seeds, st.permutations(range(8)), st.sampled_from([2, 4]), st.sampled_from([1, 2]))
 def test_split_over_ranks(name, option, seed, order, ranks, micro_batches):
     """The mean over ranks of what each accumulates is the gradient of one process, whatever the lengths."""
@@ -200,7 +200,7 @@ def test_split_over_ranks(name, option, seed, order, ranks, micro_batches):
     same(total / ranks, gradient(name, option, w, counts_of(w)))
 
 
-@steady
+@few
 @given(seeds, st.integers(1, 5))
 def test_rows_that_cannot_learn_may_be_left_out(seed, dropped):
     """Zero advantage and no KL: the gradient is that of the other rows, with the counts of all."""
@@ -211,7 +211,7 @@ def test_rows_that_cannot_learn_may_be_left_out(seed, dropped):
         same(gradient(name, "plain", kept, counts_of(w)), gradient(name, "plain", w, counts_of(w)))
 
 
-@steady
+@few
 @given(seeds)
 def test_on_policy_gradient_of_the_first_update_is_that_of_its_own_log_probs(seed):
     """``old`` left out means sg(ℓ): the same as handing the policy's own log-probs over."""

@@ -121,7 +121,7 @@ def test_chunked_gradients_are_the_slopes_of_the_values(transform):
     assert torch.autograd.gradcheck(scores, (hidden, weight, bias))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     n=st.integers(1, 9), v=st.integers(1, 11), chunk_rows=st.integers(1, 10), chunk_columns=st.integers(1, 12)
 )

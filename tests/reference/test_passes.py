@@ -20,7 +20,6 @@ def enumerated_pass(passed: list[bool], k: int) -> Fraction:
     return Fraction(sum(any(choice) for choice in choices), len(choices))
 
 
-@settings(deadline=None)
 @given(st.lists(st.booleans(), min_size=1, max_size=9), st.data())
 def test_pass_at_k_is_the_share_of_choices_in_which_one_passes(passed, data):
     k = data.draw(st.integers(1, len(passed)))
@@ -71,7 +70,7 @@ def enumerated_majority(votes: list[tuple[str | None, bool]], k: int) -> Fractio
 VOTES = st.lists(st.tuples(st.sampled_from(["a", "b", "c", None]), st.booleans()), min_size=1, max_size=5)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(VOTES, st.data())
 def test_majority_votes_are_unbiased(votes, data):
     # Completions come in any order: the mean over all of them is the mean over all choices of k.
@@ -98,7 +97,6 @@ def test_votes_by_hand(answers, passed, expected):
     assert majority_at_k(list(answers), [bool(p) for p in passed], len(answers)) == expected
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=50))
 def test_the_interval_is_that_of_the_normal_distribution(values):
     mean, half = mean_with_interval(values)

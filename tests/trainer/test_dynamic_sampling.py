@@ -105,7 +105,7 @@ def trained_on(filled):
     return [row["number"] for row in filled.scored.rollout.rows]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sets(st.integers(0, 60)),
     st.integers(1, 5),
