@@ -45,7 +45,6 @@ def run_tests(source: Path, selection: tuple[str, ...]) -> subprocess.CompletedP
         "pytest",
         "-x",
         "-q",
-        "--noconftest",
         "-p",
         "no:cacheprovider",
         "--tb=line",
