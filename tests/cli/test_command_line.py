@@ -79,7 +79,7 @@ def test_a_run_trains_an_adapter(run_file):
             "unexpected keyword argument 'limit'",
         ),
         ({"rewards": "my_rewards:not_a_number"}, [], "reward function 'not_a_number' returned nan"),
-        ({"eval_strategy": "steps"}, [], "`eval_dataset`"),
+        ({"eval_strategy": "steps"}, [], "needs an eval_dataset"),
         ({"eval_strategy": "sometimes"}, [], "sometimes is not a valid IntervalStrategy"),
         ({"lora": "r=4"}, [], "lora='r=4' is no mapping"),
         ({"lora": {"rank": 4}}, [], "unexpected keyword argument 'rank'"),

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from groupwise.errors import RewardError
-from groupwise.rewards import get_code_execution_reward, independent, isolated, think_format_reward
+from groupwise.rewards import get_cosine_scaled_reward, independent, isolated, think_format_reward
 from groupwise.rewards.calling import call_rewards
 from groupwise.rewards.early import concatenated, may_begin_early
 from groupwise.rewards.marking import is_independent
@@ -189,6 +189,6 @@ def test_what_promises_to_be_independent():
 
     assert is_independent(marked) and is_independent(functools.partial(marked, x=1))
     assert is_independent(think_format_reward)
-    assert is_independent(get_code_execution_reward(require_isolation=False))
+    assert is_independent(get_cosine_scaled_reward())
     assert not is_independent(isolated(lambda **_: []))  # it counts failed rows by the call
     assert not is_independent(lambda **_: [])

@@ -26,6 +26,7 @@ _NEW_USER, _NEW_PID, _NEW_NET = 0x10000000, 0x20000000, 0x40000000
 _NOSUID, _NODEV, _BIND, _REC, _PRIVATE = 2, 4, 4096, 16384, 1 << 18
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER, _SET_NO_NEW_PRIVS = 1, 36, 38
 _SYS_MOUNT_SETATTR, _AT_RECURSIVE = 442, 0x8000  # the same number on every architecture
+_READ_ONLY = 1
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
@@ -66,6 +67,10 @@ def build_root(root: str, job: dict) -> None:
     """A read-only file system with the interpreter and nothing of the user's, and a /tmp of limited size."""
     _mount("none", "/", "", _REC | _PRIVATE)
     _mount("tmpfs", root, "tmpfs", _NOSUID | _NODEV, "size=1m,mode=755")
+    size = 8 * job["output"]
+    os.mkdir(root + "/tmp")
+    # Before the prefixes: an environment may lie in /tmp.
+    _mount("tmpfs", root + "/tmp", "tmpfs", _NOSUID | _NODEV, f"size={size},nr_inodes=1000,mode=1777")
     bound: list[str] = []
     for path in (*_SYSTEM, *job["prefixes"]):
         inside = any(path == other or path.startswith(other + "/") for other in bound)
@@ -74,17 +79,18 @@ def build_root(root: str, job: dict) -> None:
             bound.append(path)
     for device in _DEVICES:
         _placeholder(root + device)
-    os.mkdir(root + "/tmp")
-    # struct mount_attr: flags to set (read-only, no setuid, no devices), flags to clear, propagation, a fd.
-    attributes = (ctypes.c_uint64 * 4)(1 | _NOSUID | _NODEV, 0, 0, 0)
-    done = _libc.syscall(
-        ctypes.c_long(_SYS_MOUNT_SETATTR), -100, root.encode(), _AT_RECURSIVE, attributes, ctypes.c_size_t(32)
-    )
-    _checked("mount_setattr (Linux 5.12)", done)
+    _set_attributes(root, _AT_RECURSIVE, added=_READ_ONLY | _NOSUID | _NODEV)
+    _set_attributes(root + "/tmp", 0, removed=_READ_ONLY)
     for device in _DEVICES:
         _mount(device, root + device, "", _BIND)
-    size = 8 * job["output"]
-    _mount("tmpfs", root + "/tmp", "tmpfs", _NOSUID | _NODEV, f"size={size},nr_inodes=1000,mode=1777")
+
+
+def _set_attributes(path: str, how: int, added: int = 0, removed: int = 0) -> None:
+    # struct mount_attr: flags to set, flags to clear, propagation, a fd.
+    attributes = (ctypes.c_uint64 * 4)(added, removed, 0, 0)
+    number, size = ctypes.c_long(_SYS_MOUNT_SETATTR), ctypes.c_size_t(32)
+    done = _libc.syscall(number, -100, path.encode(), how, attributes, size)
+    _checked("mount_setattr (Linux 5.12)", done)
 
 
 def _show(path: str, root: str) -> None:
