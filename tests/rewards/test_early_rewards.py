@@ -189,6 +189,6 @@ def test_what_promises_to_be_independent():
 
     assert is_independent(marked) and is_independent(functools.partial(marked, x=1))
     assert is_independent(think_format_reward)
-    assert is_independent(get_cosine_scaled_reward())
+    assert is_independent(get_cosine_scaled_reward(max_len=8))
     assert not is_independent(isolated(lambda **_: []))  # it counts failed rows by the call
     assert not is_independent(lambda **_: [])
