@@ -172,6 +172,12 @@ def test_connections_are_kept_and_closed_ones_replaced(servers, fake):
     assert fake.connections == 2 and fake.seen[GENERATE] == 6 and fake.seen["/health"] == 0
 
 
+def test_a_connection_is_given_up_after_a_server_error(servers, fake):
+    fake.failures[GENERATE] = [500]
+    ask(servers)
+    assert fake.connections == 2
+
+
 def test_waiting_ends_when_the_client_is_closed(servers, fake):
     fake.failures[GENERATE] = ["hang"]
     (future,) = servers.submit([Request([1], range(1), 0, 4)], {})

@@ -140,7 +140,10 @@ class HttpServer:
             if isinstance(error, ServerUnavailableError):
                 raise
             raise LostAnswerError(f"{type(error).__name__}: {error}") from error
-        self._idle.put(connection)
+        if response.status >= 500:  # the server closes it soon, maybe while the next request is under way
+            connection.close()
+        else:
+            self._idle.put(connection)
         if timeout is None:
             self._last_life = time.monotonic()
         return self._decoded(method, path, response.status, content)
