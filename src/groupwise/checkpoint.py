@@ -210,14 +210,25 @@ def save_reference(directory: str, model: torch.nn.Module) -> None:
     torch.save(model.state_dict(), os.path.join(directory, _REFERENCE))
 
 
-def load_reference(directory: str, model: torch.nn.Module) -> None:
-    """Read them back into ``model``.
+def load_reference(directory: str, model: torch.nn.Module | None, *, moves: bool) -> None:
+    """Read them back into ``model``, if it moves; warn of those that are there for one that does not.
 
     Raises:
-        ConfigError: the checkpoint is one of a run without ``sync_ref_model``.
+        ConfigError: ``model`` moves, and the checkpoint is one of a run without ``sync_ref_model``.
     """
+    if model is None:
+        return
     path = os.path.join(directory, _REFERENCE)
-    if not os.path.isfile(path):
+    found = os.path.isfile(path)
+    if not moves:
+        if found:
+            logger.warning(
+                "resumed with sync_ref_model=False: the reference is the initial model, and not the one that "
+                "had moved up to checkpoint %r",
+                directory,
+            )
+        return
+    if not found:
         raise ConfigError(
             f"sync_ref_model=True, but checkpoint {directory!r} was written without it and holds no "
             "reference; resume with sync_ref_model=False, or start anew from its weights"

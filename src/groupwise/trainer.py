@@ -350,8 +350,7 @@ class GRPOTrainer(
         for name, keeper in self._keepers().items():
             keeper.load_state_dict(state[name])
         self.entropy_control = EntropyControl(*state["entropy_control"])
-        if self.args.sync_ref_model:
-            checkpoint.load_reference(directory, self.reference.model)
+        checkpoint.load_reference(directory, self.reference.model, moves=self.args.sync_ref_model)
 
     def _keepers(self) -> dict[str, Any]:
         """What has a state of its own, by its name in checkpoints."""

@@ -112,11 +112,6 @@ def test_buckets_hold_consecutive_weights_up_to_their_limit():
     assert got == [["a", "b"], ["c"], ["d"]]  # 40 bytes each fit twice; 400 bytes do not fit at all
 
 
-def test_matrices_are_cast_and_vectors_are_not():
-    ((matrix, vector),) = buckets([("m", torch.ones(2, 2)), ("v", torch.ones(2))], dtype=torch.bfloat16)
-    assert matrix[1].dtype == torch.bfloat16 and vector[1].dtype == torch.float32
-
-
 @pytest.mark.distributed
 def test_sharded_models_are_gathered(tmp_path):
     worker = Path(__file__).with_name("sharded_worker.py")

@@ -107,7 +107,7 @@ def test_checkpoints_are_read_without_running_what_they_hold(tmp_path, load):
         if load == "state":
             checkpoint.load_state(str(tmp_path), 0, 1)
         else:
-            checkpoint.load_reference(str(tmp_path), torch.nn.Linear(1, 1))
+            checkpoint.load_reference(str(tmp_path), torch.nn.Linear(1, 1), moves=True)
     assert not ran.exists()
     torch.load(tmp_path / name, weights_only=False)  # the pickle does harm where it is trusted
     assert ran.exists()

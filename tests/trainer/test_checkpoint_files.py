@@ -135,6 +135,15 @@ def test_a_moving_reference_that_was_never_saved_is_refused(tmp_path: Path) -> N
         trainer(tmp_path, **settings, sync_ref_model=True).train(resume_from_checkpoint=True)
 
 
+def test_a_moving_reference_that_is_not_resumed_is_told(tmp_path: Path, caplog: Any) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 1, "beta": 0.1}
+    trainer(tmp_path, **settings, max_steps=1, sync_ref_model=True).train()
+    trainer(tmp_path, **settings, max_steps=2, sync_ref_model=True).train(resume_from_checkpoint=True)
+    assert "the reference is the initial model" not in caplog.text
+    trainer(tmp_path, **settings, max_steps=3).train(resume_from_checkpoint=True)
+    assert "resumed with sync_ref_model=False: the reference is the initial model" in caplog.text
+
+
 def test_resuming_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no checkpoint"):
         make_trainer(tmp_path).train(resume_from_checkpoint=True)

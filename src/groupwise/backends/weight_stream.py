@@ -91,20 +91,12 @@ def _unsharded(units: Iterable[Any]) -> ExitStack:
 
 
 def buckets(
-    stream: Iterable[tuple[str, torch.Tensor]],
-    limit: int = BUCKET_BYTES,
-    dtype: torch.dtype | None = None,
+    stream: Iterable[tuple[str, torch.Tensor]], limit: int = BUCKET_BYTES
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Consecutive weights of at most ``limit`` bytes together; a larger one has a bucket of its own.
-
-    Args:
-        dtype: what matrices are cast to. Vectors are small, and some must keep their precision.
-    """
+    """Consecutive weights of at most ``limit`` bytes together; a larger one has a bucket of its own."""
     bucket: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, tensor in stream:
-        if dtype is not None and tensor.ndim > 1 and tensor.is_floating_point():
-            tensor = tensor.to(dtype)
         if bucket and size + tensor.nbytes > limit:
             yield bucket
             bucket, size = [], 0
