@@ -6,13 +6,19 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+HERE = Path(__file__).resolve().parent
+# Behind the installed packages: in front of them, `import vllm` finds the script of that name.
+sys.path = [entry for entry in sys.path if Path(entry).resolve() != HERE]
+sys.path += [str(HERE), str(HERE.parent / "examples")]
+
+RESULTS = HERE / "results"
 PACKAGES = (
     "torch",
     "transformers",

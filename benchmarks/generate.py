@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from common import format_ratio, ratio_summary, write_results
 
 SENTENCE = (
     "The quick brown fox jumps over the lazy dog while seven wizards mix a strong potion in the dark cellar. "
@@ -124,7 +121,6 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=256, help="length of the longest completion")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     options = parser.parse_args()
-    from common import format_ratio, ratio_summary, write_results
     from smollm2 import local_model
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 

@@ -12,17 +12,13 @@ from __future__ import annotations
 import argparse
 import functools
 import statistics
-import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from common import write_results
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 
 class Clock:

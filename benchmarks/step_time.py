@@ -17,14 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from common import ratio_summary, write_results
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "examples"))
 
 LIBRARIES = ("trl", "groupwise")
 WORDS = (
@@ -139,7 +137,6 @@ def main() -> None:
     if options.worker:
         run_worker(options.worker, options.case, options.timed_steps, options.zero_variance)
         return
-    from common import ratio_summary, write_results
 
     runs: dict[str, list[dict]] = {library: [] for library in LIBRARIES}
     for round_index in range(options.rounds):

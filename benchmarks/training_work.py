@@ -6,15 +6,11 @@ A measurement is a process of its own: this module describes what it is given an
 from __future__ import annotations
 
 import random
-import sys
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from generate import skewed_lengths
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 PAD, EOS, FIRST_WORD = 0, 1, 2
 #: Of an exponential distribution, in limits: cut off at the limit its mean is half of that.

@@ -25,10 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-# At the end: in front, `import vllm` would find this file.
-sys.path = [path for path in sys.path if Path(path).resolve() != HERE]
-sys.path += [str(HERE), str(HERE.parent / "examples")]
+from common import format_ratio, ratio_summary, write_results
 
 GROUP = 8
 SENTENCE = "The quick brown fox jumps over the lazy dog while seven wizards mix a strong potion. "
@@ -78,8 +75,6 @@ def measure_generation(
     model: Any, tokenizer: Any, case: str, limit: int, pairs: int, url: str
 ) -> dict[str, Any]:
     """Tokens a second of all three, and their ratios over pairs of neighbouring runs."""
-    from common import format_ratio, ratio_summary
-
     from groupwise.backends.weight_stream import weight_stream
 
     backends = {
@@ -112,8 +107,6 @@ def measure_generation(
 
 def measure_sync(model: Any, tokenizer: Any, pairs: int) -> dict[str, Any]:
     """Seconds per GB of weights, in this process and through shared memory, by the size of buckets."""
-    from common import format_ratio, ratio_summary
-
     from groupwise.backends.vllm.carriers import LocalReceiver
     from groupwise.backends.vllm.transport import LocalSender, SharedMemorySender
     from groupwise.backends.weight_stream import buckets, weight_stream
@@ -191,7 +184,7 @@ def run_worker(work: dict[str, Any]) -> None:
 
 
 def train_apart(work: dict[str, Any], limit: float) -> list[dict[str, float]]:
-    command = [sys.executable, str(HERE / "vllm.py"), "--worker", json.dumps(work)]
+    command = [sys.executable, __file__, "--worker", json.dumps(work)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=limit, env=environment
@@ -204,7 +197,6 @@ def train_apart(work: dict[str, Any], limit: float) -> list[dict[str, float]]:
 
 def measure_pipeline(path: Path, given: argparse.Namespace) -> dict[str, Any]:
     """Step times with and without generating ahead, trainer and server on a core each."""
-    from common import format_ratio, ratio_summary
     from vllm_server import serving
 
     trainer_core, server_core = sorted(os.sched_getaffinity(0))[:2]
@@ -257,7 +249,6 @@ def main() -> None:
         return
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # or the server would stay
-    from common import write_results
     from smollm2 import local_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from vllm_server import serving
