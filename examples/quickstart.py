@@ -42,6 +42,7 @@ parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--max_steps", type=int, default=40)
 parser.add_argument("--output_dir", default="quickstart-output")
+parser.add_argument("--use_vllm", action="store_true", help="sample with an engine in this process")
 options = parser.parse_args()
 
 trainer = GRPOTrainer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from typing import Any
 
@@ -85,12 +86,44 @@ def _bounded_coef(config: Any) -> float | None:
     return None if bounded == config.entropy_coef else bounded
 
 
+#: transformers lists the first only without MLflow, and the second never.
+_NOT_LISTED = ("azure_ml", "flyte")
+
+
+def _missing_dashboards(config: Any) -> dict[str, str]:
+    """Names in ``report_to`` that Trainer does not know, or whose package is not there."""
+    if not config.report_to:
+        return {}
+    integrations = importlib.import_module("transformers.integrations.integration_utils")
+    known = integrations.INTEGRATION_TO_CALLBACK
+    here = integrations.get_available_reporting_integrations()
+    found = {}
+    for name in config.report_to:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
+            found[name] = (
+                f"report_to={name!r} is unknown; allowed: {', '.join(known)}; nearest valid: {nearest!r}"
+            )
+        elif name not in here and name not in _NOT_LISTED:
+            found[name] = (
+                f"report_to={name!r} needs a package that is not installed; allowed: "
+                f"{', '.join(here) or 'none'}; nearest valid: 'none', or install it"
+            )
+    return found
+
+
 COMBINATION_RULES = (
     Rule(
         "old_names",
         lambda c: bool(_old_name_conflicts(c)),
         lambda c: join_lines(_old_name_conflicts(c)),
         {"vllm_importance_sampling_cap": 2.0, "vllm_importance_sampling_clip_max": 4.0},
+    ),
+    Rule(
+        "report_to",
+        lambda c: bool(_missing_dashboards(c)),
+        lambda c: join_lines(_missing_dashboards(c)),
+        {"report_to": "tensorbord"},
     ),
     Rule(
         "generation_kwargs",

@@ -45,7 +45,12 @@ class OneDNNLinear(torch.nn.Linear):
         if not torch.is_grad_enabled():
             weight = self.packing.weight_at_next_use() if self.packing else self.weight
             return onednn_product(input, weight, self.bias)
-        return _Linear.apply(input, self.weight, self.bias)
+        # Saved before it is computed: where a checkpoint only needs what a layer saves, its last product is
+        # never reached.
+        output = _Linear.apply(input, self.weight, self.bias)
+        with torch.no_grad():
+            output.data = onednn_product(input, self.weight, self.bias)
+        return output
 
 
 def speed_up_linears(model: torch.nn.Module) -> int:
@@ -89,10 +94,12 @@ def _eligible(module: torch.nn.Module) -> bool:
 
 
 class _Linear(torch.autograd.Function):
+    """The gradients of a product, and memory for it that the caller replaces with the product."""
+
     @staticmethod
     def forward(ctx: Any, input_NI, weight_OI, bias_O):
         ctx.save_for_backward(input_NI, weight_OI)
-        return onednn_product(input_NI, weight_OI, bias_O)
+        return input_NI.new_empty(*input_NI.shape[:-1], len(weight_OI))
 
     @staticmethod
     @once_differentiable

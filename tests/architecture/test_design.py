@@ -63,7 +63,7 @@ LAYERS = {
     "splitting": {"errors"},
     "models": {"errors", "heads"},
     "reference": {"config", "errors"},
-    "backends": {"attention", "config_conflicts", "core", "errors", "linear", "protocols", "stages"},
+    "backends": {"attention", "config_conflicts", "core", "errors", "heap", "linear", "protocols", "stages"},
     "pipeline": {"core", "data", "prompt_queue", "stages"},
     "rewards": {"errors", "prompts", "stages"},
     "reporting": {"config"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from transformers.integrations import integration_utils
 
 from groupwise.config import GRPOConfig, field_types
 from groupwise.core.objectives import OBJECTIVES, register_objective
@@ -266,3 +267,11 @@ def test_settings_with_effect_are_not_mentioned(build, caplog):
         entropy_target=0.3,
     )
     assert [record for record in caplog.records if record.name == "groupwise.validation"] == []
+
+
+def test_a_dashboard_without_its_package_is_refused(build, monkeypatch):
+    monkeypatch.setattr(integration_utils, "get_available_reporting_integrations", lambda: ["tensorboard"])
+    with pytest.raises(ConfigError, match=r"report_to='wandb' needs a package.*allowed: tensorboard;"):
+        build(report_to=["tensorboard", "wandb"])
+    assert build(report_to="tensorboard").report_to == ["tensorboard"]
+    assert build(report_to=["flyte"]).report_to == ["flyte"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import subprocess
 import sys
 
@@ -30,6 +31,27 @@ print(pages * 4096 >> 20)
 """
 
 
+# Blocks of 8 MB that are used and freed, and how many pages had to be faulted in for them.
+AGAIN = """
+import resource, sys
+from contextlib import nullcontext
+import torch
+from groupwise.heap import large_blocks_kept, return_large_blocks
+
+assert return_large_blocks()
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        torch.ones(1 << 21)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+with large_blocks_kept():
+    kept = faults()
+print(kept, faults())
+"""
+
+
 def resident_mib(mode, **environment):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, mode],
@@ -46,8 +68,24 @@ def test_freed_tensors_leave_the_process():
     assert resident_mib("unset") - resident_mib("set") > 128
 
 
+def test_within_the_context_freed_tensors_stay():
+    done = subprocess.run(
+        [sys.executable, "-c", AGAIN],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    kept, returned = map(int, done.stdout.split())
+    pages = (8 << 20) // resource.getpagesize()  # of a block; larger ones are not asked for
+    assert kept < 3 * pages and returned > 15 * pages
+
+
 def test_the_environment_has_precedence(monkeypatch):
-    from groupwise.heap import return_large_blocks
+    from groupwise.heap import large_blocks_kept, return_large_blocks
 
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1048576")
+    monkeypatch.setattr("groupwise.heap.give_back", lambda: pytest.fail("nothing was changed"))
     assert return_large_blocks() is False
+    with large_blocks_kept():
+        pass

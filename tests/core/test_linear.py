@@ -7,7 +7,9 @@ import pickle
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
+from groupwise import linear
 from groupwise.linear import OneDNNLinear, packed_weights, speed_up_linears
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
@@ -57,6 +59,32 @@ def test_a_frozen_weight_gets_no_gradient():
     inputs = torch.randn(3, 200, requires_grad=True)
     layer(inputs).sum().backward()
     assert layer.weight.grad is None and inputs.grad is not None and layer.bias.grad is not None
+
+
+def test_a_checkpoint_does_not_repeat_the_last_product(monkeypatch):
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(200, 130), torch.nn.SiLU(), torch.nn.Linear(130, 200))
+    speed_up_linears(layers)
+    inputs = torch.randn(3, 200, requires_grad=True)
+    layers(inputs).square().sum().backward()
+    expected = [inputs.grad, *(parameter.grad for parameter in layers.parameters())]
+    inputs.grad = None
+    layers.zero_grad()
+    shapes = []
+    product = linear.onednn_product
+    monkeypatch.setattr(
+        linear, "onednn_product", lambda *given: shapes.append(given[1].shape) or product(*given)
+    )
+    output = checkpoint(layers, inputs, use_reentrant=False)
+    forward = shapes.copy()
+    output.square().sum().backward()
+    got = [inputs.grad, *(parameter.grad for parameter in layers.parameters())]
+    assert forward == [(130, 200), (200, 130)]
+    assert (
+        shapes[2] == forward[0] and len(shapes) == 2 + 1 + 4
+    )  # one recomputed, two of each layer's gradient
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_other_precisions_and_vectors_take_the_usual_way():

@@ -293,6 +293,15 @@ def test_evaluation_sets_by_name_and_the_best_model(tmp_path):
     assert any("eval_hard_reward" in entry for entry in run.state.log_history)
 
 
+@pytest.mark.parametrize("metric", ["reward", "eval_reward", "eval_easiest_reward"])
+def test_a_best_metric_of_no_evaluation_set_is_refused_at_once(tmp_path, metric):
+    given = {"eval_dataset": {"easy": prompts(4), "hard": prompts(4)}, "metric_for_best_model": metric}
+    named = metric.removeprefix("eval_")
+    with pytest.raises(ConfigError, match=f"none of the evaluation sets 'easy', 'hard'.*use 'easy_{named}'"):
+        trainer(tmp_path, **given, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8)
+    trainer(tmp_path, **given)  # nothing is evaluated, and nothing looked for
+
+
 def test_logs_are_json_and_hold_the_metrics_of_the_contract(tmp_path):
     run = trainer(tmp_path, beta=0.1, entropy_coef=0.01, num_iterations=2, max_steps=4)
     run.train()

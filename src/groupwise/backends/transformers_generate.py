@@ -23,6 +23,7 @@ from groupwise.backends.decoding import (
 from groupwise.core.images import join_images
 from groupwise.core.padding import length_mask, pad_sequences
 from groupwise.errors import BackendError
+from groupwise.heap import large_blocks_kept
 from groupwise.linear import packed_weights
 from groupwise.stages import Completion, Sampling
 
@@ -91,7 +92,11 @@ class TransformersBackend:
         was_training = model.training
         model.eval()  # dropout off, and gradient checkpointing does not switch the cache off
         try:
-            with packed_weights(model), nullcontext() if runs_in_step(model) else casts_kept(model.device):
+            with (
+                large_blocks_kept() if model.device.type == "cpu" else nullcontext(),
+                packed_weights(model),
+                nullcontext() if runs_in_step(model) else casts_kept(model.device),
+            ):
                 sequences = model.generate(
                     input_ids=input_ids,
                     attention_mask=attention_mask,

@@ -24,7 +24,7 @@ from groupwise.heads.tiles import LogitTransform, RowSlopes, RowStatistics, Tile
 from groupwise.heads.weights import HeadWeights
 from groupwise.linear import has_onednn, onednn_product
 
-_CPU_TILE = (1024, 4096)  # 16 MB of float32: stays in a last-level cache
+_CPU_TILE = (1024, 768)  # 3 MB of float32: stays in a core's cache, and in the heap
 _ACCELERATOR_TILE = (4096, 16384)  # 256 MB of float32: large products, few kernel launches
 _ALIGNMENT = 64  # columns
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -138,8 +138,7 @@ def _fold(hidden_NH, weight_VH, bias_V, targets_N, plan: _Plan, with_entropy: bo
     for columns in _spans(weight_VH.shape[0], plan.columns):
         weight_CH, bias_C = _operands(weight_VH, bias_V, columns, plan)
         for rows in _spans(total, plan.rows):
-            raw_RC = tiles.buffer("raw", (rows.stop - rows.start, len(weight_CH)))
-            missing_bias_C = _project(raw_RC, hidden_NH[rows].to(plan.dtype), weight_CH, bias_C)
+            raw_RC, missing_bias_C = _project(tiles, hidden_NH[rows].to(plan.dtype), weight_CH, bias_C)
             tiles.fold(raw_RC, missing_bias_C, targets_N[rows] - columns.start, statistics.part(rows))
     max_N, sum_N, weighted_N = statistics.max_N, statistics.sum_N, statistics.weighted_N
     log_sum_N = sum_N.log()
@@ -170,22 +169,21 @@ def _unfold(saved, grad_logps_N, grad_entropy_N, plan: _Plan, needed):
     for columns in _spans(weight_VH.shape[0], plan.columns):
         weight_CH, bias_C = _operands(weight_VH, bias_V, columns, plan)
         # Summed over the rows in the statistics' dtype and rounded to the weight's dtype once.
-        sum_CH = torch.zeros(weight_CH.shape, **options) if needs_weight else None
+        sum_CH = None
         sum_C = torch.zeros(weight_CH.shape[0], **options) if needs_bias else None
         for rows in _spans(hidden_NH.shape[0], plan.rows):
             hidden_RH = hidden_NH[rows].to(plan.dtype)
-            raw_RC = tiles.buffer("raw", (len(hidden_RH), len(weight_CH)))
-            missing_bias_C = _project(raw_RC, hidden_RH, weight_CH, bias_C)
+            raw_RC, missing_bias_C = _project(tiles, hidden_RH, weight_CH, bias_C)
             local_targets_R = targets_N[rows] - columns.start
             grad_RC = tiles.gradient(raw_RC, missing_bias_C, local_targets_R, slopes.part(rows))
             if grad_hidden_NH is not None:
                 _accumulate(grad_hidden_NH[rows], grad_RC, weight_CH)
-            if sum_CH is not None:
-                _accumulate(sum_CH, grad_RC.t(), hidden_RH)
+            if needs_weight:
+                sum_CH = _accumulate(sum_CH, grad_RC.t(), hidden_RH)
             if sum_C is not None:
                 sum_C += grad_RC.sum(0, dtype=sum_C.dtype)
-        if grad_weight_VH is not None and sum_CH is not None:
-            grad_weight_VH[columns] = sum_CH
+        if grad_weight_VH is not None:
+            grad_weight_VH[columns] = 0 if sum_CH is None else sum_CH
         if grad_bias_V is not None and sum_C is not None:
             grad_bias_V[columns] = sum_C
     if grad_hidden_NH is not None:
@@ -203,19 +201,18 @@ def _operands(weight_VH, bias_V, columns: slice, plan: _Plan):
     return weight_VH[columns].to(plan.dtype), bias_C
 
 
-def _project(raw_RC, hidden_RH, weight_CH, bias_C) -> torch.Tensor | None:
-    """Fill a tile with the projection h Wᵀ; returns the bias if that is still to be added."""
-    rounds = weight_CH.dtype != raw_RC.dtype
-    if rounds and raw_RC.is_cuda:
+def _project(tiles: Tiles, hidden_RH, weight_CH, bias_C) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A tile of the projection h Wᵀ, to be used up, and the bias if that is still to be added."""
+    if not hidden_RH.is_cuda and weight_CH.dtype not in _LOW_PRECISION:
+        return _product(hidden_RH, weight_CH), bias_C
+    raw_RC = tiles.buffer("raw", (len(hidden_RH), len(weight_CH)))
+    if not hidden_RH.is_cuda:
+        return raw_RC.copy_(F.linear(hidden_RH, weight_CH, bias_C)), None
+    if weight_CH.dtype in _LOW_PRECISION:
         torch.mm(hidden_RH, weight_CH.t(), out_dtype=raw_RC.dtype, out=raw_RC)  # no rounding of the logits
-    elif rounds:
-        raw_RC.copy_(F.linear(hidden_RH, weight_CH, bias_C))
-        return None
-    elif raw_RC.is_cuda:
-        torch.mm(hidden_RH, weight_CH.t(), out=raw_RC)
     else:
-        raw_RC.copy_(_product(hidden_RH, weight_CH))
-    return bias_C
+        torch.mm(hidden_RH, weight_CH.t(), out=raw_RC)
+    return raw_RC, bias_C
 
 
 def _product(left, right) -> torch.Tensor:
@@ -225,15 +222,18 @@ def _product(left, right) -> torch.Tensor:
     return left @ right.t()
 
 
-def _accumulate(sum_, left, right) -> None:
-    """`sum_ += left @ right`, every partial product summed in `sum_`'s dtype.
+def _accumulate(sum_: torch.Tensor | None, left, right) -> torch.Tensor:
+    """`sum_ += left @ right`, every partial product summed in `sum_`'s dtype; None is a zero in float32.
 
     Rounding the product of each tile to a half precision before the sum would add an error for every tile,
     which no single full product has.
     """
-    if not sum_.is_cuda:
-        sum_ += _product(left.to(sum_.dtype), right.to(sum_.dtype).t())
-    elif right.dtype in _LOW_PRECISION:
-        torch.addmm(sum_, left.to(right.dtype), right, out_dtype=sum_.dtype, out=sum_)
-    else:
-        sum_.addmm_(left, right)
+    dtype = statistics_dtype(right.dtype) if sum_ is None else sum_.dtype
+    if not left.is_cuda:
+        product = _product(left.to(dtype), right.to(dtype).t())
+        return product if sum_ is None else sum_.add_(product)
+    if sum_ is None:
+        sum_ = torch.zeros(left.shape[0], right.shape[1], dtype=dtype, device=left.device)
+    if right.dtype in _LOW_PRECISION:
+        return torch.addmm(sum_, left.to(right.dtype), right, out_dtype=dtype, out=sum_)
+    return sum_.addmm_(left, right)
