@@ -81,7 +81,10 @@ def test_a_step_makes_better_completions_likelier_and_the_model_loads_again(run,
     run.save_model(str(tmp_path))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     prompt = AutoTokenizer.from_pretrained(tmp_path)("The capital of France is", return_tensors="pt")
-    torch.testing.assert_close(loaded(**prompt).logits, run.model.eval()(**prompt).logits, atol=1e-4, rtol=0)
+    for (name, weight), trained in zip(loaded.named_parameters(), run.model.parameters(), strict=True):
+        assert torch.equal(weight, trained), name
+    # The trained model multiplies with another library.
+    torch.testing.assert_close(loaded(**prompt).logits, run.model.eval()(**prompt).logits, atol=1e-3, rtol=0)
 
 
 def test_training_runs_and_logs(run):
