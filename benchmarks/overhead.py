@@ -52,6 +52,8 @@ class Clock:
 
 def take_apart(trainer: Any, clock: Clock) -> None:
     """Let the trainer report to the clock what it spends in the model, in the optimizer and in drawing."""
+    from transformers import LogitsProcessorList
+
     from groupwise.backends import decoding
 
     trainer.model.register_forward_pre_hook(lambda *_: clock.enter())
@@ -60,6 +62,7 @@ def take_apart(trainer: Any, clock: Clock) -> None:
     accelerator.backward = clock.timed("model", accelerator.backward)
     accelerator.clip_grad_norm_ = clock.timed("update", accelerator.clip_grad_norm_)
     decoding.choose = clock.timed("drawing", decoding.choose)
+    LogitsProcessorList.__call__ = clock.timed("drawing", LogitsProcessorList.__call__)
     create = trainer.create_optimizer
 
     def create_timed(*args: Any, **kwargs: Any) -> Any:

@@ -60,7 +60,9 @@ def server_backend(model: Any, tokenizer: Any, limit: int, url: str) -> Any:
 
 def own_backend(model: Any, tokenizer: Any, limit: int) -> Any:
     from groupwise.backends import transformers_generate
+    from groupwise.linear import speed_up_linears
 
+    speed_up_linears(model)  # as the trainer does; the engine has weights of its own
     config = settings(limit, generation_kwargs={"min_new_tokens": limit})
     return transformers_generate.make_backend(lambda: model, config, tokenizer)
 
