@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
+
 import pytest
 import torch
 from datasets import Dataset
@@ -55,3 +58,15 @@ def test_two_steps_after_which_the_engine_answers_as_the_trainer(smollm2_path, t
     run.backend.close()
     assert new == greedy(run.model, prompts, 12, run.backend.end_tokens)
     assert old != new
+
+
+def test_rounding_for_the_engine_is_not_announced_for_every_weight():
+    from vllm.model_executor.models import utils
+
+    from groupwise.backends.vllm.receiver import ROUNDED
+
+    def passes(message):
+        return bool(utils.logger.filter(logging.LogRecord("vllm", logging.WARNING, "", 0, message, (), None)))
+
+    assert ROUNDED in inspect.getsource(utils)
+    assert not passes(f"{ROUNDED} %s into parameter with dtype %s") and passes("Attempted to load nothing")

@@ -17,6 +17,12 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 # It warns about every layer that has no weights at all; parameters that got none are an error below.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
+#: What it says about every weight at every update where an engine in bfloat16 serves weights kept in float32.
+ROUNDED = "Attempted to load weight %s with dtype"
+logging.getLogger("vllm.model_executor.models.utils").addFilter(
+    lambda record: not str(record.msg).startswith(ROUNDED)
+)
+
 
 @dataclass
 class NoInitInfo(WeightTransferInitInfo):
