@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from typing import Any
 
-from groupwise.config_rules import Rule, join_lines, rule
+from groupwise.config_rules import Rule, join_lines, rule, unknown
 
 OLD_NAMES = {
     "use_transformers_paged": "use_transformers_continuous_batching",
@@ -100,10 +99,7 @@ def _missing_dashboards(config: Any) -> dict[str, str]:
     found = {}
     for name in config.report_to:
         if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
-            found[name] = (
-                f"report_to={name!r} is unknown; allowed: {', '.join(known)}; nearest valid: {nearest!r}"
-            )
+            found[name] = unknown("report_to", name, known)
         elif name not in here and name not in _NOT_LISTED:
             found[name] = (
                 f"report_to={name!r} needs a package that is not installed; allowed: "

@@ -113,13 +113,20 @@ RANGE_RULES = (
 
 
 def _one_of(name: str, options: Callable[[], Iterable[str]], example: str) -> Rule:
-    def message(config: Any) -> str:
-        value, known = getattr(config, name), list(options())
-        by_lower = {option.lower(): option for option in known}
-        nearest = by_lower[difflib.get_close_matches(value.lower(), by_lower, n=1, cutoff=0)[0]]
-        return f"{name}={value!r} is unknown; allowed: {', '.join(known)}; nearest valid: {nearest!r}"
+    return Rule(
+        name,
+        lambda config: getattr(config, name) not in options(),
+        lambda config: unknown(name, getattr(config, name), options()),
+        {name: example},
+    )
 
-    return Rule(name, lambda config: getattr(config, name) not in options(), message, {name: example})
+
+def unknown(name: str, value: str, options: Iterable[str]) -> str:
+    """The message about a value of the field ``name`` that is none of the options."""
+    by_lower = {option.lower(): option for option in options}
+    nearest = by_lower[difflib.get_close_matches(value.lower(), by_lower, n=1, cutoff=0)[0]]
+    allowed = ", ".join(by_lower.values())
+    return f"{name}={value!r} is unknown; allowed: {allowed}; nearest valid: {nearest!r}"
 
 
 def _core(module: str, table: str) -> Callable[[], Iterable[str]]:

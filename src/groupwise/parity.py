@@ -21,7 +21,7 @@ from groupwise.stages import TrainBatch
 logger = logging.getLogger(__name__)
 
 #: Largest mean difference of log-probs that rounding explains, by the dtype of the trainer's products.
-#: In bfloat16 a model of 135M parameters is off by 0.04 to 0.06, larger ones by less.
+#: Autocast and bfloat16 weights of one model of 135M parameters are 0.05 apart, without any sampler.
 BANDS = {torch.float64: 2e-3, torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 #: An assumption that leaves less than this part of the difference explains it.
