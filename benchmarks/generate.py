@@ -59,8 +59,8 @@ def plain(model: Any, prompts: list[list[int]], config: Any, lengths: list[int])
 
 def groupwise(model: Any, prompts: list[list[int]], config: Any, lengths: list[int]) -> list[int]:
     """``generate`` with groupwise's loop and its linear layers."""
-    from groupwise.backends.decoding import can_decode_groups, decode_groups
-    from groupwise.linear import packed_weights, speed_up_linears
+    from groupwise.cpu.linear import packed_weights, speed_up_linears
+    from groupwise.generation.decoding import can_decode_groups, decode_groups
 
     if not can_decode_groups(model, config):
         raise SystemExit("the loop does not take this model")

@@ -53,7 +53,7 @@ def scoring_function(name: str):
             return ChunkedLogProbFunction.apply(*arguments, ("log_probs", "entropy"))[:2]
 
         return score
-    from groupwise.heads import HEADS, HeadWeights
+    from groupwise.policy.heads import HEADS, HeadWeights
 
     return lambda hidden, weight, targets: HEADS[name](hidden, HeadWeights(weight), targets)
 

@@ -54,7 +54,7 @@ def take_apart(trainer: Any, clock: Clock) -> None:
     """Let the trainer report to the clock what it spends in the model, in the optimizer and in drawing."""
     from transformers import LogitsProcessorList
 
-    from groupwise.backends import decoding
+    from groupwise.generation import decoding
 
     trainer.model.register_forward_pre_hook(lambda *_: clock.enter())
     trainer.model.register_forward_hook(lambda *_: clock.leave("model"), always_call=True)

@@ -48,8 +48,8 @@ def make_dataset(case: str, zero_variance: int) -> Dataset:
     """64 questions, of which ``zero_variance`` percent, spread over the steps, get the same reward always."""
     from datasets import Dataset
 
-    filler = WORDS * case_settings(case)["padding_sentences"]
-    questions = [f"{filler}Write a short story about the number {n}." for n in range(64)]
+    num_padding_rows = WORDS * case_settings(case)["padding_sentences"]
+    questions = [f"{num_padding_rows}Write a short story about the number {n}." for n in range(64)]
     return Dataset.from_dict(
         {
             "prompt": [[{"role": "user", "content": text}] for text in questions],

@@ -112,12 +112,12 @@ def metered(trainer_class: Any, meter: Meter) -> Any:
     class Metered(trainer_class):
         def get_batch_samples(self, *arguments: Any, **named: Any) -> Any:
             meter.start_window()
-            with meter.clock():
+            with meter.measure():
                 return super().get_batch_samples(*arguments, **named)
 
         def training_step(self, *arguments: Any, **named: Any) -> Any:
             last = self.accelerator.sync_gradients
-            with meter.clock():
+            with meter.measure():
                 loss = super().training_step(*arguments, **named)
             if last:
                 meter.end_window()
@@ -126,11 +126,11 @@ def metered(trainer_class: Any, meter: Meter) -> Any:
         # Where groupwise and TRL generate, respectively: within what is measured, so it is taken off again.
 
         def generate_micro_batches(self, rows: Any) -> Any:
-            with meter.clock(-1):
+            with meter.measure(-1):
                 return super().generate_micro_batches(rows)
 
         def _prepare_inputs(self, inputs: Any) -> Any:
-            with meter.clock(-1):
+            with meter.measure(-1):
                 return super()._prepare_inputs(inputs)
 
     return Metered
@@ -151,8 +151,8 @@ def measure_floor(spec: Spec) -> dict[str, Any]:
     """The bare model; on a CPU with the linear layers that groupwise gives it."""
     import torch
 
-    from groupwise.layout import HeadSettings, score_forward
-    from groupwise.linear import speed_up_linears
+    from groupwise.cpu.linear import speed_up_linears
+    from groupwise.policy.layouts import HeadSettings, score_forward
 
     model = make_model(spec)
     work = make_work(spec, model.config.vocab_size)
@@ -175,7 +175,7 @@ def measure_floor(spec: Spec) -> dict[str, Any]:
         batches.append((torch.randint(vocabulary, (rows, width), device=spec.device), keep))
     for _ in range(spec.windows + 1):
         meter.start_window()
-        with meter.clock():
+        with meter.measure():
             for token_ids, keep in batches:
                 inputs = {"input_ids": token_ids, "logits_to_keep": keep}
                 targets = token_ids[:, -keep:]  # any will do

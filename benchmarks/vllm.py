@@ -41,7 +41,7 @@ def settings(limit: int, **given: Any) -> Any:
 
 
 def engine_backend(model: Any, tokenizer: Any, limit: int) -> Any:
-    from groupwise.backends.vllm import colocate
+    from groupwise.generation.vllm import colocate
 
     # Every row runs to the limit, so that both backends sample the same number of tokens.
     config = settings(limit, use_vllm=True, generation_kwargs={"ignore_eos": True, "min_tokens": limit})
@@ -50,7 +50,7 @@ def engine_backend(model: Any, tokenizer: Any, limit: int) -> Any:
 
 
 def server_backend(model: Any, tokenizer: Any, limit: int, url: str) -> Any:
-    from groupwise.backends.vllm import server
+    from groupwise.generation.vllm import server
 
     full = {"ignore_eos": True, "min_tokens": limit}
     given = {"vllm_mode": "server", "vllm_server_base_url": url, "generation_kwargs": full}
@@ -59,8 +59,8 @@ def server_backend(model: Any, tokenizer: Any, limit: int, url: str) -> Any:
 
 
 def own_backend(model: Any, tokenizer: Any, limit: int) -> Any:
-    from groupwise.backends import transformers_generate
-    from groupwise.linear import speed_up_linears
+    from groupwise.cpu.linear import speed_up_linears
+    from groupwise.generation import transformers_generate
 
     speed_up_linears(model)  # as the trainer does; the engine has weights of its own
     config = settings(limit, generation_kwargs={"min_new_tokens": limit})
@@ -77,7 +77,7 @@ def measure_generation(
     model: Any, tokenizer: Any, case: str, limit: int, pairs: int, url: str
 ) -> dict[str, Any]:
     """Tokens a second of all three, and their ratios over pairs of neighbouring runs."""
-    from groupwise.backends.weight_stream import weight_stream
+    from groupwise.generation.weight_iterator import weight_iterator
 
     backends = {
         "generate": own_backend(model, tokenizer, limit),
@@ -92,7 +92,7 @@ def measure_generation(
         for name, backend in backends.items():
             # New weights before every round, so that no prompt is in the cache of the one before.
             backend.version = None
-            backend.sync_weights(weight_stream(model), step=round_)
+            backend.sync_weights(weight_iterator(model), step=round_)
             taken, completions = seconds(lambda backend=backend: backend.generate(prompts))
             tokens = sum(len(completion.token_ids) for completion in completions)
             assert tokens == len(prompts) * limit, (name, tokens)
@@ -109,19 +109,19 @@ def measure_generation(
 
 def measure_sync(model: Any, tokenizer: Any, pairs: int) -> dict[str, Any]:
     """Seconds per GB of weights, in this process and through shared memory, by the size of buckets."""
-    from groupwise.backends.vllm.carriers import LocalReceiver
-    from groupwise.backends.vllm.transport import LocalSender, SharedMemorySender
-    from groupwise.backends.weight_stream import buckets, weight_stream
+    from groupwise.generation.vllm.transport import LocalSender, SharedMemorySender
+    from groupwise.generation.vllm.weight_sync import LocalReceiver
+    from groupwise.generation.weight_iterator import buckets, weight_iterator
 
     backend = engine_backend(model, tokenizer, 8)
     receiver = LocalReceiver(backend.engine)
-    gigabytes = sum(tensor.nbytes for _, tensor in weight_stream(model)) / 1e9
+    gigabytes = sum(tensor.nbytes for _, tensor in weight_iterator(model)) / 1e9
     results: dict[str, Any] = {"gigabytes": gigabytes}
     for name, sender in (("local", LocalSender()), ("shared memory", SharedMemorySender())):
         taken: dict[str, list[float]] = {size: [] for size in BUCKETS}
         for round_ in range(pairs + 1):
             for size, limit in BUCKETS.items():
-                cut = lambda limit=limit: buckets(weight_stream(model), limit)  # noqa: E731
+                cut = lambda limit=limit: buckets(weight_iterator(model), limit)  # noqa: E731
                 each, _ = seconds(lambda cut=cut, sender=sender: sender.push(cut(), receiver, 1))
                 if round_:
                     taken[size].append(each / gigabytes)
@@ -164,7 +164,7 @@ def run_worker(work: dict[str, Any]) -> None:
             num_generations=GROUP,
             model_init_kwargs={"dtype": "float32"},
             gradient_checkpointing=False,
-            sampler_parity="off",  # it looks at the first steps only, and at none of stale tokens
+            logprob_mismatch_check="off",  # it looks at the first steps only, and at none of stale tokens
             shuffle_dataset=False,
             max_steps=work["steps"] + 2,
             logging_steps=1,

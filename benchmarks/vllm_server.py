@@ -28,7 +28,7 @@ def serving(
     Raises:
         SystemExit: it does not come up; with the end of what it wrote.
     """
-    from groupwise.backends.vllm.serve import serve_command
+    from groupwise.generation.vllm.serve import serve_command
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

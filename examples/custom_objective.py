@@ -16,13 +16,13 @@ def reinforce(terms, settings):
     return -terms.advantages_BX * terms.logps_BT
 
 
-register_objective("reinforce", reinforce, "token_mean", flat_without_advantage=True)
+register_objective("reinforce", reinforce, "token_mean", zero_grad_at_zero_advantage=True)
 
 
 class RankTrainer(GRPOTrainer):
     """Advantages from the rank of a reward in its group, so that the scale of rewards does not matter."""
 
-    def estimate_advantages(self, scored):
+    def compute_advantages(self, scored):
         rewards_PG = scored.rewards.rewards_NF.nansum(-1).view(-1, scored.rewards.num_generations)
         rank_PG = (rewards_PG.unsqueeze(2) > rewards_PG.unsqueeze(1)).float().mean(-1)  # share it beats
         return (rank_PG - rank_PG.mean(-1, keepdim=True)).reshape(-1)

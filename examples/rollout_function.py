@@ -10,7 +10,7 @@ from datasets import Dataset
 from smollm2 import local_model
 
 from groupwise import GRPOConfig, GRPOTrainer
-from groupwise.stages import Sampling
+from groupwise.records import SamplingOptions
 
 TURN = 12  # tokens
 REFEREE = "<|im_end|>\n<|im_start|>user\nShorter, please.<|im_end|>\n<|im_start|>assistant\n"
@@ -23,7 +23,7 @@ def two_turns(prompts, trainer):
         tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"] for prompt in prompts
     ]
     request = tokenizer(REFEREE)["input_ids"]
-    limits = Sampling([TURN] * len(prompts))
+    limits = SamplingOptions([TURN] * len(prompts))
     drafts = [draft.token_ids for draft in backend.generate(chats, limits)]
     # What ended a turn is not repeated: the referee's text begins with it.
     drafts = [ids[:-1] if ids[-1] in backend.end_tokens else ids for ids in drafts]

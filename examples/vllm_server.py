@@ -12,7 +12,7 @@ from datasets import Dataset
 from smollm2 import local_model
 
 from groupwise import GRPOConfig, GRPOTrainer
-from groupwise.backends.vllm.serve import serve_command
+from groupwise.generation.vllm.serve import serve_command
 
 COLOURS = ["black", "blue", "green", "red", "white", "yellow"]
 

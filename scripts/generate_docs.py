@@ -46,7 +46,7 @@ def configuration_page() -> str:
 
 def field_groups() -> dict[str, list[str]]:
     """Titles and field names, in the order of the source."""
-    from groupwise.config import GRPOConfig
+    from groupwise.config.grpo_config import GRPOConfig
 
     groups: dict[str, list[str]] = {}
     names: list[str] = []
@@ -61,7 +61,7 @@ def field_groups() -> dict[str, list[str]]:
 
 
 def _field_row(name: str) -> str:
-    from groupwise.config import GRPOConfig
+    from groupwise.config.grpo_config import GRPOConfig
 
     item = GRPOConfig.__dataclass_fields__[name]
     kind = _cell(str(GRPOConfig.__annotations__[name]).replace("dict[str, Any] | str", "dict"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 os.environ.update(
@@ -15,7 +14,6 @@ os.environ.update(
 )
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "examples"))
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from groupwise.config import GRPOConfig
+    from groupwise.config.grpo_config import GRPOConfig
     from groupwise.core.advantages import register_advantage
     from groupwise.core.objectives import register_objective
     from groupwise.errors import (
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
         RewardError,
         TrainingError,
     )
-    from groupwise.stages import Completion, LossOutput, RolloutBatch, ScoredBatch, TrainBatch
+    from groupwise.records import Completion, LossOutput, MicroBatch, RewardBatch, RolloutBatch
     from groupwise.trainer import GRPOTrainer
 
 _MODULES = {
-    "GRPOConfig": "config",
+    "GRPOConfig": "config.grpo_config",
     "GRPOTrainer": "trainer",
     "register_objective": "core.objectives",
     "register_advantage": "core.advantages",
-    "Completion": "stages",
-    "RolloutBatch": "stages",
-    "ScoredBatch": "stages",
-    "TrainBatch": "stages",
-    "LossOutput": "stages",
+    "Completion": "records",
+    "RolloutBatch": "records",
+    "RewardBatch": "records",
+    "MicroBatch": "records",
+    "LossOutput": "records",
     "GroupwiseError": "errors",
     "ConfigError": "errors",
     "RewardError": "errors",
@@ -52,10 +52,10 @@ __all__ = [
     "GRPOTrainer",
     "GroupwiseError",
     "LossOutput",
+    "MicroBatch",
+    "RewardBatch",
     "RewardError",
     "RolloutBatch",
-    "ScoredBatch",
-    "TrainBatch",
     "TrainingError",
     "register_advantage",
     "register_objective",

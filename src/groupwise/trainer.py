@@ -12,35 +12,50 @@ from accelerate.utils import set_seed
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 
-from groupwise import checkpoint, reporting, setup
-from groupwise.atomic import AtomicTrainer
-from groupwise.backends.weight_stream import streamable
-from groupwise.config import GRPOConfig
+from groupwise import reporting
+from groupwise.agents.build import AgentSetup, check_agents, check_chat_template, make_agents, own_data
+from groupwise.config.arguments import check_arguments
+from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean
-from groupwise.data import GenerationBuffer, as_rows, local_rows, with_advantages, without_filler
-from groupwise.dynamic import Feed
-from groupwise.evaluation import EvaluationRecord
-from groupwise.finite import FiniteTrainer
-from groupwise.loading import LoadingTrainer
-from groupwise.logbook import Logbook, completion_rows, length_metrics
+from groupwise.data.batches import (
+    GenerationBuffer,
+    as_rows,
+    local_rows,
+    with_advantages,
+    without_padding_rows,
+)
+from groupwise.data.budget import micro_batch_budget
+from groupwise.data.build import check_data, prepare_data
+from groupwise.data.dynamic_sampling import Feed
+from groupwise.data.image_checks import check_vision
+from groupwise.data.lookahead import Pipeline, staleness
+from groupwise.data.rebalancing import WindowStats, cache_sized, rows_to_score
+from groupwise.generation.build import check_backend, make_backend
+from groupwise.generation.weight_iterator import gatherable
+from groupwise.hf import checkpointing
+from groupwise.hf.atomic import AtomicTrainer
+from groupwise.hf.finite import FiniteTrainer
+from groupwise.hf.loading import LoadingTrainer, loss_is_scaled
+from groupwise.hf.out_of_memory import SplittingTrainer
+from groupwise.hf.recording import RecordingTrainer
 from groupwise.mixins import (
     AdvantageMixin,
     BatchingMixin,
+    LogprobMixin,
     LossMixin,
-    PolicyMixin,
     RewardMixin,
     RolloutMixin,
 )
 from groupwise.mixins.loss import objective_settings
-from groupwise.models import load_processing_class
-from groupwise.pipeline import Pipeline, staleness
-from groupwise.protocols import RewardFunction, RolloutFunction
-from groupwise.recording import RecordingTrainer
-from groupwise.reference import MixReference, make_reference
-from groupwise.splitting import SplittingTrainer
-from groupwise.stages import ScoredBatch, TrainBatch
-from groupwise.window import WindowWork, cache_sized, rows_to_score
+from groupwise.policy.build import prepare_policy, router_aux_loss_coef, speed_up
+from groupwise.policy.loading import load_processing_class
+from groupwise.policy.reference import MixReference, make_reference
+from groupwise.policy.step_build import make_logprob_computer, make_logprob_mismatch_check
+from groupwise.records import MicroBatch, RewardBatch, RewardFunction, RolloutFunction
+from groupwise.reporting.evaluation import EvaluationRecord
+from groupwise.reporting.metrics import MetricBuffer, completion_rows, length_metrics
+from groupwise.rewards.build import RewardSetup, check_rewards, load_rewards
 
 
 class GRPOTrainer(
@@ -48,7 +63,7 @@ class GRPOTrainer(
     RolloutMixin,
     RewardMixin,
     AdvantageMixin,
-    PolicyMixin,
+    LogprobMixin,
     LossMixin,
     LoadingTrainer,
     RecordingTrainer,
@@ -98,17 +113,17 @@ class GRPOTrainer(
         rollout_func: RolloutFunction | None = None,
         environment_factory: Any = None,
     ) -> None:
-        args = setup.check_arguments(type(self), model, args)
-        agents = setup.check_agents(tools, environment_factory, rollout_func)
-        train_dataset, eval_dataset = setup.own_data(train_dataset, eval_dataset, agents, args)
-        setup.check_data(train_dataset, eval_dataset, args)
-        setup.check_backend(args)
-        rewards = setup.check_rewards(reward_funcs, reward_processing_classes, args, agents.rewards)
+        args = check_arguments(type(self), model, args)
+        agents = check_agents(tools, environment_factory, rollout_func)
+        train_dataset, eval_dataset = own_data(train_dataset, eval_dataset, agents, args)
+        check_data(train_dataset, eval_dataset, args)
+        check_backend(args)
+        rewards = check_rewards(reward_funcs, reward_processing_classes, args, agents.rewards)
         processing_class = load_processing_class(processing_class, model, args)
-        setup.check_chat_template(agents, processing_class, args)
-        data = setup.prepare_data(train_dataset, eval_dataset, args, model, processing_class)
-        policy = setup.prepare_policy(model, args, quantization_config, peft_config)
-        setup.check_vision(policy, processing_class, args, train_dataset, eval_dataset)
+        check_chat_template(agents, processing_class, args)
+        data = prepare_data(train_dataset, eval_dataset, args, model, processing_class)
+        policy = prepare_policy(model, args, quantization_config, peft_config)
+        check_vision(policy, processing_class, args, train_dataset, eval_dataset)
         self.reference = make_reference(policy, args, fresh_adapter=peft_config is not None)
         super().__init__(
             model=policy,
@@ -120,7 +135,7 @@ class GRPOTrainer(
             callbacks=callbacks,
             optimizers=optimizers,
             # Only its presence counts: it tells every supported Trainer that the loss is scaled already.
-            compute_loss_func=setup.loss_is_scaled,
+            compute_loss_func=loss_is_scaled,
         )
         set_seed(args.seed, device_specific=True)  # ranks must not sample the same completions
         self.prepared_data = data
@@ -128,33 +143,35 @@ class GRPOTrainer(
         self._set_policy_state(rollout_func, agents)
         self._set_run_state()
 
-    def _set_rewards(self, rewards: setup.RewardSetup) -> None:
-        loaded = setup.load_rewards(rewards, self.args, self.accelerator)
+    def _set_rewards(self, rewards: RewardSetup) -> None:
+        loaded = load_rewards(rewards, self.args, self.accelerator)
         self.reward_funcs = loaded.functions
         self.reward_callables = loaded.callables
         self.reward_func_names = loaded.names
         self.reward_processing_classes = loaded.processing_classes
         self.reward_weights = torch.tensor(loaded.weights)
 
-    def _set_policy_state(self, rollout_func: RolloutFunction | None, agents: setup.AgentSetup) -> None:
+    def _set_policy_state(self, rollout_func: RolloutFunction | None, agents: AgentSetup) -> None:
         args = self.args
         if self.reference.model is not None:
             self.reference.model = self.accelerator.prepare_model(self.reference.model, evaluation_mode=True)
-        setup.speed_up([self.model, self.reference.model], args, self.accelerator)
+        speed_up([self.model, self.reference.model], args, self.accelerator)
         self.rollout_func = rollout_func
-        self.backend = setup.make_backend(
-            lambda: streamable(self.accelerator, self.model_wrapped), args, self.processing_class
+        self.backend = make_backend(
+            lambda: gatherable(self.accelerator, self.model_wrapped), args, self.processing_class
         )
         self.tools = [tool.function for tool in agents.all_tools]
-        self.agents = setup.make_agents(
+        self.agents = make_agents(
             agents, args, self.processing_class, self.backend, self.model, self.accelerator
         )
         self.pipeline = Pipeline(args, self.train_dataset, one_turn=not (self.agents or rollout_func))
-        self.scorer = setup.make_scorer(self.model, args, self.accelerator)
-        self.parity_gate = setup.make_parity_gate(self.scorer, args, self.accelerator, self.processing_class)
-        self.router_aux_loss_coef = setup.router_aux_loss_coef(self.model, args)
+        self.scorer = make_logprob_computer(self.model, args, self.accelerator)
+        self.logprob_mismatch = make_logprob_mismatch_check(
+            self.scorer, args, self.accelerator, self.processing_class
+        )
+        self.router_aux_loss_coef = router_aux_loss_coef(self.model, args)
         self.aux_loss_enabled = self.router_aux_loss_coef != 0.0
-        self.window_cut = setup.window_cut(type(self), args, aux_loss=self.aux_loss_enabled)
+        self.micro_batch_budget = micro_batch_budget(type(self), args, aux_loss=self.aux_loss_enabled)
         self.objective_settings = objective_settings(args)
         self.entropy_control = EntropyControl(args.entropy_coef)
         self.num_generations, self.temperature, self.beta = args.num_generations, args.temperature, args.beta
@@ -165,7 +182,7 @@ class GRPOTrainer(
         self.evaluation = EvaluationRecord(*passes, self.reward_func_names)
         self._restore(None)
         self.window_entropy = Mean(0.0, 0.0)
-        self.window_work = WindowWork()
+        self.window_stats = WindowStats()
         self.num_parameters = self.model.num_parameters(exclude_embeddings=True)
         reporting.show_rewards_in_progress(self)
         if self.args.sync_ref_model:
@@ -175,24 +192,26 @@ class GRPOTrainer(
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[TrainBatch | None], None]:
+    ) -> tuple[list[MicroBatch | None], None]:
         """One accumulation window: micro-batches from the buffer, which is refilled when it is used up."""
-        window: list[TrainBatch] = []
+        window: list[MicroBatch] = []
         # No server generates: nothing of this step has been trained, and the last one is saved.
-        with self.undone_by(ConnectionError, then=self.save_finished_step):
+        with self.rollback_on_failure(ConnectionError, then=self.save_last_completed_step):
             # The range comes first: zip must not take rows that it then drops.
             for _, rows in zip(range(num_batches), epoch_iterator, strict=False):
-                if self.unrestored_rng is not None:  # generation must not run on the state of a fresh process
-                    self._load_rng_state(self.unrestored_rng)
-                window.append(self.take_micro_batch(rows, self.generate_micro_batches))
+                if (
+                    self.pending_rng_checkpoint is not None
+                ):  # generation must not run on the state of a fresh process
+                    self._load_rng_state(self.pending_rng_checkpoint)
+                window.append(self.next_micro_batch(rows, self.generate_micro_batches))
         if not window:
             return [], None
-        window = self.weigh_window(self.keep_high_entropy(self.model, window))
-        batches, self.window_work = self.recut_window(window, self.scorer.layout)
-        self.books["train"].record(self.window_work.metrics())
+        window = self.set_token_weights(self.compute_entropy_masks(self.model, window))
+        batches, self.window_stats = self.rebalance_micro_batches(window, self.scorer.layout)
+        self.books["train"].record(self.window_stats.metrics())
         return [None if batch is None else self.scorer.prepare(batch) for batch in batches], None
 
-    def generate_micro_batches(self, rows: list[dict[str, Any]]) -> list[TrainBatch]:
+    def generate_micro_batches(self, rows: list[dict[str, Any]]) -> list[MicroBatch]:
         """A generation batch: sampled, scored, given its advantages and cut into micro-batches."""
         on_policy = self.is_exactly_on_policy() and not self.args.kl_in_reward
         if self.args.dynamic_sampling:
@@ -205,49 +224,51 @@ class GRPOTrainer(
 
     def _sample(
         self, rows: list[dict[str, Any]], mode: str = "train", num_rows: int | None = None
-    ) -> ScoredBatch:
+    ) -> RewardBatch:
         """Completions and their rewards."""
         book = self.books[mode]
-        with book.ledger.clock("sync"):
-            self.sync_sampler(streamable(self.accelerator, self.model_wrapped))
-        with book.ledger.clock("generate"):
+        with book.timer.measure("sync"):
+            self.sync_sampler(gatherable(self.accelerator, self.model_wrapped))
+        with book.timer.measure("generate"):
             if mode == "train":
                 for step, later in self.pipeline.upcoming(self.state.global_step, self.state.max_steps):
-                    self.roll_out_ahead(later, step=step)
-            rollout = self.roll_out(rows)
+                    self.prefetch_rollouts(later, step=step)
+            rollout = self.generate_rollouts(rows)
             self.backend.release()
-        with book.ledger.clock("reward"):
+        with book.timer.measure("reward"):
             size = self.num_generations if mode == "train" else self.args.num_generations_eval
-            scored = self.score(rollout, size, num_rows)  # type: ignore[arg-type]
-        completions = rollout.completions[: scored.counted]
-        lengths = length_metrics(rollout.prompt_ids[: scored.counted], completions)
+            scored = self.compute_rewards(rollout, size, num_rows)  # type: ignore[arg-type]
+        completions = rollout.completions[: scored.num_valid]
+        lengths = length_metrics(rollout.prompt_ids[: scored.num_valid], completions)
         behind = staleness(completions, self.state.global_step)
         book.record({**lengths, **behind, **rollout.metrics, **scored.metrics})
         if mode == "eval":
             self.evaluation.add(scored)
         return scored
 
-    hears_of_parts = RewardMixin.begin_rewards  # prompts that are finished are scored meanwhile
+    on_partial_rollout = RewardMixin.start_partial_rewards  # prompts that are finished are scored meanwhile
 
     def _prepare(
-        self, scored: ScoredBatch, mode: str, micro_batch_rows: int, *, on_policy: bool
-    ) -> list[TrainBatch]:
+        self, scored: RewardBatch, mode: str, micro_batch_rows: int, *, on_policy: bool
+    ) -> list[MicroBatch]:
         """Micro-batches with advantages, and with old and reference log-probs where they are needed."""
         book = self.books[mode]
-        with book.ledger.clock("score"):
-            whole = without_filler(self.assemble(scored.rollout), scored.counted)
+        with book.timer.measure("logprobs"):
+            whole = without_padding_rows(self.collate(scored.rollout), scored.num_valid)
             if mode == "train":
                 fresh = [c.sampled_at(self.state.global_step) for c in scored.rollout.completions]
-                book.record(self.parity_gate.check(self.model, whole, fresh))
+                book.record(self.logprob_mismatch.check(self.model, whole, fresh))
             batches = list(whole.split(micro_batch_rows))
             annotate = partial(self.annotate, self.model, on_policy=on_policy)
             if self.args.kl_in_reward:  # a part of every reward, so before any advantage
                 batches = [annotate(batch) for batch in batches]
-                scored = self.charge_kl(scored, batches)
-            advantages = local_rows(self.estimate_advantages(scored), scored.local)
+                scored = self.apply_kl_penalty(scored, batches)
+            advantages = local_rows(self.compute_advantages(scored), scored.local)
             batches = with_advantages(batches, advantages)
             if not self.args.kl_in_reward:
-                batches = [annotate(batch, rows=rows_to_score(batch, self.window_cut)) for batch in batches]
+                batches = [
+                    annotate(batch, rows=rows_to_score(batch, self.micro_batch_budget)) for batch in batches
+                ]
         if self.args.log_completions:
             where = self.reward_func_names, self.state.global_step
             book.rows += completion_rows(scored, advantages, *where, multimodal=self.args.log_multimodal)
@@ -257,7 +278,7 @@ class GRPOTrainer(
         """Loss and gradients of one micro-batch; None is one that the window does not need."""
         last, loss = self.accelerator.sync_gradients, torch.zeros((), device=self.accelerator.device)
         if inputs is not None:
-            with self.books["train"].ledger.clock("train", wait=last):
+            with self.books["train"].timer.measure("train", wait=last):
                 loss = super().training_step(model, inputs, num_items_in_batch)
         if last:
             self._end_window()
@@ -267,27 +288,27 @@ class GRPOTrainer(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The loss of one micro-batch under the current policy."""
-        scores = self.score_tokens(model, inputs, with_entropy=True)
-        output = self.evaluate_objective(inputs, scores)
+        scores = self.compute_logprobs(model, inputs, with_entropy=True)
+        output = self.compute_policy_loss(inputs, scores)
         book = self.books["train" if model.training else "eval"]
         book.record(output.metrics)
         if model.training:
             # The losses of a window add up, so a window counts once however it is cut.
-            book.record({"loss": Mean(output.loss.detach(), inputs.share_B1.sum())})
+            book.record({"loss": Mean(output.loss.detach(), inputs.sequence_weight_B1.sum())})
             if output.bonus_entropy is not None:
                 self.window_entropy = self.window_entropy.merge(output.bonus_entropy)
         return (output.loss, scores) if return_outputs else output.loss
 
-    def size_of(self, inputs: TrainBatch) -> int:
+    def num_tokens(self, inputs: MicroBatch) -> int:
         return inputs.computed_tokens()
 
-    def halves_of(self, inputs: TrainBatch) -> list[TrainBatch]:
-        if self.window_cut.fixed:  # the loss is not a sum over rows
+    def split_in_half(self, inputs: MicroBatch) -> list[MicroBatch]:
+        if self.micro_batch_budget.fixed:  # the loss is not a sum over rows
             return [inputs]
         return [self.scorer.prepare(half) for half in inputs.split(-(-len(inputs) // 2))]
 
-    def parts_of(self, inputs: TrainBatch) -> list[TrainBatch]:
-        if self.window_cut.fixed or self.accelerator.device.type != "cpu":
+    def split_for_cache(self, inputs: MicroBatch) -> list[MicroBatch]:
+        if self.micro_batch_budget.fixed or self.accelerator.device.type != "cpu":
             return [inputs]
         return [self.scorer.prepare(part) for part in cache_sized(inputs, self.scorer.layout)]
 
@@ -301,8 +322,8 @@ class GRPOTrainer(
         book = self.books["train"]
         book.record(self.update_entropy_coef(self.window_entropy))
         self.window_entropy = Mean(0.0, 0.0)
-        work = self.window_work
-        book.record(book.ledger.close_step(work.tokens, 6.0 * self.num_parameters * work.computed_tokens))
+        work = self.window_stats
+        book.record(book.timer.close_step(work.tokens, 6.0 * self.num_parameters * work.computed_tokens))
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
@@ -315,8 +336,8 @@ class GRPOTrainer(
             with self.evaluation_sampling():
                 scored = self._sample(inputs, "eval", num_rows or None)
             (batch,) = self._prepare(scored, "eval", len(inputs), on_policy=not self.args.kl_in_reward)
-            filler = len(inputs) - scored.counted
-            (batch,) = self.weigh_window(self.keep_high_entropy(model, [batch]), filler)
+            num_padding_rows = len(inputs) - scored.num_valid
+            (batch,) = self.set_token_weights(self.compute_entropy_masks(model, [batch]), num_padding_rows)
             loss = self.compute_loss(model, batch)
         # The losses of the ranks average to that of the batch, which counts by its rows.
         share = len(scored.rewards.rewards_NF) / self.args.world_size
@@ -331,28 +352,28 @@ class GRPOTrainer(
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train; ``resume_from_checkpoint`` (True or a directory) continues exactly where it was made."""
-        directory = checkpoint.find_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        directory = checkpointing.find_checkpoint(resume_from_checkpoint, self.args.output_dir)
         self._restore(directory)
-        self.books["train"].ledger.restart()
+        self.books["train"].timer.restart()
         return super().train(directory, *args, **kwargs)
 
     def _restore(self, directory: str | None) -> None:
         """Take over the state that ``Trainer`` does not keep; None starts afresh."""
         self.feed = Feed(self.prepared_data.new_source())
         self.generation_buffer = GenerationBuffer()
-        self.books = {"train": Logbook(), "eval": Logbook()}
-        self.unrestored_rng = directory
+        self.books = {"train": MetricBuffer(), "eval": MetricBuffer()}
+        self.pending_rng_checkpoint = directory
         if directory is None:
             return
-        state = checkpoint.load_state(directory, self.args.process_index, self.args.world_size)
-        checkpoint.warn_of_other_order(state["order"], self.args, self.train_dataset)
+        state = checkpointing.load_state(directory, self.args.process_index, self.args.world_size)
+        checkpointing.warn_of_other_order(state["order"], self.args, self.train_dataset)
         self.generation_buffer = GenerationBuffer.from_state(state["buffer"], self.accelerator.device)
-        for name, keeper in self._keepers().items():
+        for name, keeper in self._stateful_components().items():
             keeper.load_state_dict(state[name])
         self.entropy_control = EntropyControl(*state["entropy_control"])
-        checkpoint.load_reference(directory, self.reference.model, moves=self.args.sync_ref_model)
+        checkpointing.load_reference(directory, self.reference.model, moves=self.args.sync_ref_model)
 
-    def _keepers(self) -> dict[str, Any]:
+    def _stateful_components(self) -> dict[str, Any]:
         """What has a state of its own, by its name in checkpoints."""
         named = {"backend": self.backend, "feed": self.feed, "first_evaluation": self.evaluation}
         return {**named, **{f"{mode}_book": book for mode, book in self.books.items()}}
@@ -366,14 +387,14 @@ class GRPOTrainer(
         super()._load_best_model()
         self.backend.version = None
 
-    def save_own_state(self, directory: str) -> None:
-        state = {name: keeper.state_dict() for name, keeper in self._keepers().items()}
+    def save_rollout_state(self, directory: str) -> None:
+        state = {name: keeper.state_dict() for name, keeper in self._stateful_components().items()}
         state["buffer"] = self.generation_buffer.state_dict()
-        state["order"] = checkpoint.order_of_prompts(self.args, self.train_dataset)
+        state["order"] = checkpointing.order_of_prompts(self.args, self.train_dataset)
         state["entropy_control"] = astuple(self.entropy_control)
-        checkpoint.save_state(directory, self.args.process_index, self.args.world_size, state)
+        checkpointing.save_state(directory, self.args.process_index, self.args.world_size, state)
         if self.args.sync_ref_model and self.args.should_save:
-            checkpoint.save_reference(directory, self.accelerator.unwrap_model(self.reference.model))
+            checkpointing.save_reference(directory, self.accelerator.unwrap_model(self.reference.model))
 
     # What scripts and callbacks read.
 

@@ -8,9 +8,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-from agent_runs import calls_reward, chats, measure, policy, tokenizer, trainer
 from datasets import Dataset
-from scripted import byte_tokenizer
+from support.agent_runs import calls_reward, chats, measure, policy, tokenizer, trainer
+from support.scripted import byte_tokenizer
 
 from groupwise import ConfigError, GRPOConfig, GRPOTrainer
 
@@ -18,8 +18,8 @@ from groupwise import ConfigError, GRPOConfig, GRPOTrainer
 def test_a_run_with_a_tool_trains_on_what_the_policy_wrote(tmp_path: Path) -> None:
     run = trainer(tmp_path, tools=[measure], log_completions=True)
     seen = []
-    plain_roll_out = run.roll_out
-    run.roll_out = lambda rows: seen.append(plain_roll_out(rows)) or seen[-1]
+    plain_roll_out = run.generate_rollouts
+    run.generate_rollouts = lambda rows: seen.append(plain_roll_out(rows)) or seen[-1]
     before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
     run.train()
     assert any(not torch.equal(before[name], tensor) for name, tensor in run.model.state_dict().items())
@@ -44,7 +44,7 @@ def test_batches_carry_no_loss_on_tools(tmp_path: Path) -> None:
     (batch,) = run.generate_micro_batches([chats()[0]] * 4)
     decode = run.processing_class.decode
     assert run.num_generations == len(batch) == 4
-    tokens, masks, real = batch.completion_ids_BC, batch.loss_mask_BC, batch.completion_mask_BC
+    tokens, masks, real = batch.completion_ids_BT, batch.loss_mask_BT, batch.completion_mask_BT
     for ids, mask in zip(tokens, masks, strict=True):
         assert set(decode(ids[mask.bool()], skip_special_tokens=True)) <= set("abcdefgh")
     assert any("tool" in decode(ids[mask.bool()]) for ids, mask in zip(tokens, real, strict=True))
@@ -52,11 +52,11 @@ def test_batches_carry_no_loss_on_tools(tmp_path: Path) -> None:
 
 def test_rollouts_stay_within_the_context_of_the_model(tmp_path: Path) -> None:
     run = trainer(tmp_path, tools=[measure])
-    (prompt,) = {len(ids) for ids in run.roll_out([chats()[0]] * 4).prompt_ids}
+    (prompt,) = {len(ids) for ids in run.generate_rollouts([chats()[0]] * 4).prompt_ids}
     short = policy(len(run.processing_class))
     short.config.max_position_embeddings = prompt + 12
     run = trainer(tmp_path, model=short, tools=[measure], max_completion_length=40)
-    completions = run.roll_out([chats()[0]] * 4).completions
+    completions = run.generate_rollouts([chats()[0]] * 4).completions
     assert all(0 < len(completion.token_ids) <= 12 for completion in completions)
     assert any(completion.truncated for completion in completions)
 
@@ -103,8 +103,8 @@ def test_an_environment_brings_data_tools_and_reward(tmp_path: Path) -> None:
         per_device_train_batch_size=8,
     )
     seen = []
-    plain_roll_out = run.roll_out
-    run.roll_out = lambda rows: seen.append(plain_roll_out(rows)) or seen[-1]
+    plain_roll_out = run.generate_rollouts
+    run.generate_rollouts = lambda rows: seen.append(plain_roll_out(rows)) or seen[-1]
     run.train()
     assert run.reward_func_names == ["Game"] and len(run.tools) == 1
     assert len(run.environments) == 8

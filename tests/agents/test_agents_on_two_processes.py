@@ -20,7 +20,7 @@ TIMEOUT = 240  # seconds
 def main(directory: str) -> None:
     """What each process does: its own tool answers its own number of turns, and all calls keep in step."""
     import torch
-    from agent_runs import measure, trainer
+    from support.agent_runs import measure, trainer
 
     run = trainer(directory, tools=[measure], per_device_train_batch_size=2, max_steps=2)
     assert run.accelerator.num_processes == 2
@@ -31,12 +31,12 @@ def main(directory: str) -> None:
     agents.settings = type(agents.settings)(**{**vars(agents.settings), "max_iterations": 1 + 3 * rank})
     counts, generate = [], backend.generate
 
-    def counted(prompts, sampling):
+    def num_valid(prompts, sampling):
         assert _any(run.accelerator, True)
         counts.append(len(prompts))
         return generate(prompts, sampling)
 
-    backend.generate = counted
+    backend.generate = num_valid
     run.train()
     calls = run.accelerator.gather(torch.tensor([len(counts)])).tolist()
     total = sum(tensor.double().sum() for tensor in run.model.state_dict().values())

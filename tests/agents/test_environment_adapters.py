@@ -12,9 +12,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from scripted import ScriptedBackend, agents, byte_tokenizer, call, question
+from support.scripted import ScriptedBackend, agents, byte_tokenizer, call, question
 
-from groupwise.agents import DrivenAgents, Environments, Renderer
+from groupwise.agents import EnvironmentDrivenRollouts, Environments, Renderer
 from groupwise.agents.adapters import (
     VerifiersDriver,
     openenv_factory,
@@ -94,7 +94,7 @@ def test_rollouts_with_a_server(url: str) -> None:
         [call("add", by=-1), call("add"), "No."],
     ]
     rows = [{**question("Count. "), "seed": seed} for seed in (0, 1, 2)]
-    rollout = agents(tokenizer, (), environments).roll_out(rows, ScriptedBackend(tokenizer, scripts))
+    rollout = agents(tokenizer, (), environments).generate_rollouts(rows, ScriptedBackend(tokenizer, scripts))
     assert [prompt[0]["content"] for prompt in rollout.prompts] == [
         "Count. at 0",
         "Count. at 1",
@@ -185,7 +185,7 @@ def test_reasoning_gym_tasks() -> None:
         [call("submit", answer="5"), "hm"],
     ]
     rows = [{**question(""), "seed": seed} for seed in (2, 3)]
-    rollout = agents(tokenizer, (), environments).roll_out(rows, ScriptedBackend(tokenizer, scripts))
+    rollout = agents(tokenizer, (), environments).generate_rollouts(rows, ScriptedBackend(tokenizer, scripts))
     assert rollout.prompts[1][0]["content"].startswith("2+2?")
     assert environments.rewards()[0](**rollout.extra) == [1.0, 0.25]
     with pytest.raises(ConfigError, match="list has no score_answer"):
@@ -205,8 +205,8 @@ def test_real_reasoning_gym_tasks() -> None:
 def roll_out_verifiers(environment: Any, scripts: list[list[str]], rows: list[dict[str, Any]]) -> Any:
     driver, tokenizer = VerifiersDriver(environment), byte_tokenizer()
     renderer = Renderer(tokenizer, frozenset([tokenizer.eos_token_id]), shows_tools=driver.uses_tools)
-    loop = DrivenAgents(driver, tokenizer, AgentSettings(1000), renderer)
-    rollout = loop.roll_out(rows, ScriptedBackend(tokenizer, scripts))
+    loop = EnvironmentDrivenRollouts(driver, tokenizer, AgentSettings(1000), renderer)
+    rollout = loop.generate_rollouts(rows, ScriptedBackend(tokenizer, scripts))
     logged: dict[str, float] = {}
     rewards = driver.rewards()[0](**rollout.extra, log_metric=logged.__setitem__)
     return rollout, rewards, logged

@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 import pytest
-from scripted import ScriptedBackend, agents, byte_tokenizer, call, question
+from support.scripted import ScriptedBackend, agents, byte_tokenizer, call, question
 
 from groupwise.agents import Environments, time_limit
 from groupwise.agents.environments import with_observation
@@ -52,19 +52,19 @@ class Silent:
         return 0.5
 
 
-def roll_out(
+def generate_rollouts(
     environments: Environments, scripts: list[list[str]], rows: list[dict[str, Any]], tools: Any = ()
 ):
     tokenizer = byte_tokenizer()
     loop = agents(tokenizer, tools, environments)
-    return loop, loop.roll_out(rows, ScriptedBackend(tokenizer, scripts))
+    return loop, loop.generate_rollouts(rows, ScriptedBackend(tokenizer, scripts))
 
 
 def test_rows_reset_and_methods_are_tools():
     row = {**question("Count."), "goal": 5, "level": "easy"}
     given = [dict(message) for message in row["prompt"]]
     scripts = [[call("increase", by=2) + call("increase", by=3), "done"], ["I give up"]]
-    loop, rollout = roll_out(Environments(Counter), scripts, [row, row])
+    loop, rollout = generate_rollouts(Environments(Counter), scripts, [row, row])
     assert rollout.prompts[0] == [{"role": "user", "content": "Count. Reach 5."}]
     assert [message["content"] for message in rollout.texts[0][1:3]] == ["now 2", "now 5"]
     assert rollout.extra["environments"] is loop.current
@@ -80,7 +80,8 @@ def test_instances_are_used_again():
     tokenizer = byte_tokenizer()
     loop = agents(tokenizer, (), environments)
     batches = [
-        loop.roll_out(rows, ScriptedBackend(tokenizer, [["no"]] * 3)).extra["environments"] for _ in range(2)
+        loop.generate_rollouts(rows, ScriptedBackend(tokenizer, [["no"]] * 3)).extra["environments"]
+        for _ in range(2)
     ]
     assert Counter.made == 3
     assert all(first is second for first, second in zip(*batches, strict=True))
@@ -90,7 +91,7 @@ def test_instances_are_used_again():
 def test_rewards_of_environments():
     environments = Environments({"count": Counter, "silent": Silent, "again": Counter})
     rows = [{**question("?"), "environment": name, "goal": 0} for name in ("silent", "count", "again")]
-    loop, rollout = roll_out(environments, [["x"], [call("increase", by=1), "y"], ["z"]], rows)
+    loop, rollout = generate_rollouts(environments, [["x"], [call("increase", by=1), "y"], ["z"]], rows)
     count, silent = environments.rewards()
     assert (count.__name__, silent.__name__) == ("Counter", "Silent")
     assert count(**rollout.extra, prompts=[]) == [None, 0.0, 1.0]
@@ -101,7 +102,7 @@ def test_rewards_of_environments():
 def test_each_rollout_sees_the_tools_of_its_own_environment():
     environments = Environments({"count": Counter, "silent": Silent})
     rows = [{**question("?"), "environment": name} for name in ("count", "silent")]
-    _, rollout = roll_out(environments, [["x"], [call("increase", by=1), "y"]], rows)
+    _, rollout = generate_rollouts(environments, [["x"], [call("increase", by=1), "y"]], rows)
     decode = byte_tokenizer().decode
     assert ["increase" in decode(ids) for ids in rollout.prompt_ids] == [True, False]
     assert [len(messages) for messages in rollout.texts] == [1, 1]  # no tools: its text is no call
@@ -120,7 +121,9 @@ def test_calls_of_one_environment_run_one_after_the_other():
             self.number = before + by  # loses an update where two run at once
             return str(self.number)
 
-    loop, _ = roll_out(Environments(Careful), [["".join([call("increase", by=1)] * 4), "x"]], [question("?")])
+    loop, _ = generate_rollouts(
+        Environments(Careful), [["".join([call("increase", by=1)] * 4), "x"]], [question("?")]
+    )
     assert loop.current[0].number == 4
 
 
@@ -190,12 +193,12 @@ class Stuck(Counter):
 def test_a_failing_reset_names_environment_method_and_row(cls, goal, message):
     rows = [{**question("?"), "goal": 0 if cls is Failing else goal}, {**question("?"), "goal": goal}]
     with pytest.raises(AgentError, match=message):
-        roll_out(Environments(cls), [["x"], ["y"]], rows)
+        generate_rollouts(Environments(cls), [["x"], ["y"]], rows)
 
 
 def test_a_failing_reward_names_environment_method_and_row():
     environments = Environments(Failing)
-    _, rollout = roll_out(environments, [["x"]], [question("?")])
+    _, rollout = generate_rollouts(environments, [["x"]], [question("?")])
     with pytest.raises(RewardError, match=r"environment 'Failing', method 'get_reward'.*sample=0.*no steps"):
         environments.rewards()[0](**rollout.extra)
 
@@ -210,7 +213,7 @@ def test_a_failing_tool_of_an_environment_is_told_to_the_model():
             """
             raise RuntimeError("out of order")
 
-    _, rollout = roll_out(Environments(Fragile), [[call("increase", by=1), "x"]], [question("?")])
+    _, rollout = generate_rollouts(Environments(Fragile), [[call("increase", by=1), "x"]], [question("?")])
     assert rollout.texts[0][1]["content"] == "{'error': 'out of order'}"
 
 

@@ -8,11 +8,11 @@ import threading
 import time
 
 import pytest
-from scripted import CHAT, ScriptedBackend, agents, byte_tokenizer, call, question, run
+from support.scripted import CHAT, ScriptedBackend, agents, byte_tokenizer, call, question, run
 
 from groupwise.agents import time_limit
 from groupwise.errors import AgentError, ConfigError
-from groupwise.stages import RolloutBatch
+from groupwise.records import RolloutBatch
 
 
 def add(a: int, b: int) -> int:
@@ -182,7 +182,7 @@ def test_tokens_of_the_policy_are_never_tokenised_again():
         return given
 
     backend._answer = spell_out
-    rollout = agents(tokenizer, [add]).roll_out([question("?")], backend)
+    rollout = agents(tokenizer, [add]).generate_rollouts([question("?")], backend)
     assert rollout.completions[0].token_ids[:7] == spelled
     assert backend.calls[1][0][len(rollout.prompt_ids[0]) :][:7] == spelled
     assert rollout.texts[0][0]["content"] == "numbers"
@@ -225,7 +225,7 @@ def test_a_slow_tool_holds_up_its_own_rollout_only():
         tokenizer, [[call("wait_for_others", a=1), "end"], [call("add", a=1, b=1), "end"]]
     )
     backend.before_call = watch
-    rollout = agents(tokenizer, [add, wait_for_others]).roll_out(
+    rollout = agents(tokenizer, [add, wait_for_others]).generate_rollouts(
         [question("slow"), question("quick")], backend
     )
     assert [len(prompts) for prompts in backend.calls] == [2, 1, 1]
@@ -313,14 +313,14 @@ def test_processes_that_have_ended_keep_calling_the_backend_with_the_others():
     others = iter([True, True, True, False])  # another process has two more turns than this one
     loop.any_rank = lambda here: next(others) or here
     backend = ScriptedBackend(tokenizer, [["at once"], [""], [""]])
-    rollout = loop.roll_out([question("?")], backend)
+    rollout = loop.generate_rollouts([question("?")], backend)
     assert [len(prompts) for prompts in backend.calls] == [1, 1, 1]
     assert len(rollout.texts) == 1 and rollout.texts[0][0]["content"] == "at once"
 
 
 def test_a_text_prompt_is_refused():
     with pytest.raises(ConfigError, match="row 0 has a text prompt"):
-        agents(byte_tokenizer(), TOOLS).roll_out(
+        agents(byte_tokenizer(), TOOLS).generate_rollouts(
             [{"prompt": "2 + 3 ="}], ScriptedBackend(byte_tokenizer(), [["5"]])
         )
 
@@ -328,7 +328,7 @@ def test_a_text_prompt_is_refused():
 def test_a_prompt_that_begins_the_answer_is_continued():
     tokenizer = byte_tokenizer()
     row = {"prompt": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "The sum "}]}
-    rollout = agents(tokenizer, TOOLS).roll_out([row], ScriptedBackend(tokenizer, [["is 5."]]))
+    rollout = agents(tokenizer, TOOLS).generate_rollouts([row], ScriptedBackend(tokenizer, [["is 5."]]))
     assert rollout.texts[0] == [{"role": "assistant", "content": "The sum is 5."}]
 
 
@@ -379,4 +379,4 @@ def test_images_are_refused():
         run([[call("picture", a=1), "x"]], [picture])
     row = {**question("?"), "image": "cat.png"}
     with pytest.raises(ConfigError, match=r"1 image\(s\).*reads text only"):
-        agents(byte_tokenizer(), TOOLS).roll_out([row], ScriptedBackend(byte_tokenizer(), [["x"]]))
+        agents(byte_tokenizer(), TOOLS).generate_rollouts([row], ScriptedBackend(byte_tokenizer(), [["x"]]))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from agent_runs import LETTERS, measure, tokenizer, trainer
+from support.agent_runs import LETTERS, measure, tokenizer, trainer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 pytest.importorskip("vllm")
@@ -59,7 +59,7 @@ def test_turns_continue_one_history_and_tokens_of_tools_are_masked(tmp_path):
     )
     calls: list[Any] = []
     rollouts: list[Any] = []
-    generate, roll_out = run.backend.generate, run.roll_out
+    generate, generate_rollouts = run.backend.generate, run.generate_rollouts
 
     def watched_generate(prompts: Any, sampling: Any) -> Any:
         answers = generate(prompts, sampling)
@@ -68,7 +68,7 @@ def test_turns_continue_one_history_and_tokens_of_tools_are_masked(tmp_path):
 
     def watched_roll_out(rows: Any) -> Any:
         calls.append([])
-        rollout = roll_out(rows)
+        rollout = generate_rollouts(rows)
         model = run.model.eval()
         expected = [
             logps_of(model, prompt, completion.token_ids)
@@ -77,7 +77,7 @@ def test_turns_continue_one_history_and_tokens_of_tools_are_masked(tmp_path):
         rollouts.append((rollout, expected))
         return rollout
 
-    run.backend.generate, run.roll_out = watched_generate, watched_roll_out
+    run.backend.generate, run.generate_rollouts = watched_generate, watched_roll_out
     run.train()
     run.backend.close()
     logs = [line for line in run.state.log_history if "tools/call_frequency" in line]

@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import design_rules as rules
 import pytest
 import transformers
+from support import design_rules as rules
 
 from groupwise import mixins
 
@@ -22,84 +22,25 @@ TEXT_ROOMS = (".ci", "benchmarks", "docs", "examples", "scripts", "src", "tests"
 TEXT_ENDINGS = (".py", ".sh", ".md", ".toml", ".yaml", ".yml", ".txt")
 CLASSES = [getattr(mixins, name) for name in mixins.__all__]
 
-#: Who may import whom: a room may use itself and the rooms listed.
+#: Rooms from the lowest level to the highest: a room imports itself and the levels below its own.
+LEVELS = (
+    ("errors", "compat", "registry", "core"),
+    ("records",),
+    ("config", "cpu", "tokenization"),
+    ("policy",),
+    ("data", "rewards", "reporting"),
+    ("generation",),
+    ("agents",),
+    ("mixins", "hf"),
+    ("trainer",),
+    ("trl_hooks", "cli"),
+)
 LAYERS = {
-    "agents": {"core", "errors", "prompts", "protocols", "stages", "vision"},
-    "core": {"core"},
-    "errors": set(),
-    "stages": {"core"},
-    "prompts": set(),
-    "vision": {"core", "errors", "prompts"},
-    "protocols": {"stages"},
-    "heads": {"errors", "linear"},
-    "attention": set(),
-    "heap": set(),
-    "linear": set(),
-    "layout": {"attention", "core", "errors", "heads", "stages"},
-    "liger": {"core", "errors", "heads", "layout", "stages"},
-    "data": {"stages"},
-    "dynamic": {"core", "errors", "prompt_queue", "stages"},
-    "evaluation": {"core", "stages"},
-    "prompt_queue": {"data", "errors"},
-    "ledger": {"core"},
-    "logbook": {"core", "ledger", "stages", "vision"},
-    "config": {"errors", "core", "masking", "validation", "config_rules", "config_conflicts"},
-    "validation": {
-        "errors",
-        "core",
-        "config",
-        "config_rules",
-        "config_conflicts",
-        "config_liger",
-        "config_vllm",
-    },
-    "config_liger": {"config_rules"},
-    "config_vllm": {"config_rules"},
-    "config_rules": {"errors", "core", "config", "config_conflicts"},
-    "config_conflicts": {"errors", "core", "config", "config_rules"},
-    "checkpoint": {"errors"},
-    "atomic": {"checkpoint"},
-    "finite": {"errors"},
-    "splitting": {"errors"},
-    "models": {"errors", "heads"},
-    "reference": {"config", "errors"},
-    "backends": {"attention", "config_conflicts", "core", "errors", "heap", "linear", "protocols", "stages"},
-    "pipeline": {"core", "data", "prompt_queue", "stages"},
-    "rewards": {"errors", "prompts", "stages"},
-    "reporting": {"config"},
-    "window": {"core", "layout", "stages"},
-    "loading": {"config", "data", "dynamic", "prompt_queue", "setup"},
-    "recording": {"config", "evaluation", "logbook", "reporting"},
-    "parity": {"core", "errors", "layout", "stages"},
-    "setup": {
-        *("agents", "backends", "config", "core", "data", "errors", "heap", "layout", "linear", "models"),
-        *("parity", "prompt_queue", "prompts", "protocols", "rewards", "vision", "window"),
-    },
-    "masking": set(),
-    "cli": {
-        *("__version__", "backends", "config", "core", "errors", "heap", "masking", "prompts", "rewards"),
-        *("setup", "stages", "trainer"),
-    },
-    "mixins": {
-        *(
-            "agents",
-            "backends",
-            "config",
-            "core",
-            "data",
-            "dynamic",
-            "errors",
-            "layout",
-            "liger",
-            "prompt_queue",
-            "prompts",
-            "protocols",
-            "reference",
-            "rewards",
-        ),
-        *("stages", "vision", "window"),
-    },
+    room: {below for lower in LEVELS[:level] for below in lower}
+    for level, rooms in enumerate(LEVELS)
+    for room in rooms
 }
+LAYERS["cli"].add("__version__")
 
 
 def taken_by_trainer() -> set[str]:
@@ -153,31 +94,6 @@ def test_undeclared_uses_and_reflection_are_seen():
     assert rules.undeclared(source) == ["AMixin.y"] and rules.reflection(source) == ["line 4"]
 
 
-#: What the trainer and ``transformers.Trainer`` own; everything else belongs to exactly one mixin.
-SHARED = {"args", "accelerator", "state", "processing_class"}
-
-
-def test_no_mixin_reads_what_another_owns():
-    assert rules.owned_twice(list(MIXINS.values()), SHARED) == []
-
-
-def test_a_name_of_two_mixins_is_seen():
-    one = "class AMixin:\n    args: int\n    x: int\n    def f(self): ...\n"
-    other = "class BMixin:\n    args: int\n    f: int\n    def x(self): ...\n"
-    assert rules.owned_twice([one, other], {"args"}) == ["BMixin.f", "BMixin.x"]
-
-
-@pytest.mark.parametrize("name", MIXINS)
-def test_mixins_are_small(name):
-    assert len(MIXINS[name].splitlines()) <= 170
-    assert rules.owns_much(MIXINS[name], SHARED) == []
-
-
-def test_a_mixin_that_owns_much_is_seen():
-    source = "class AMixin:\n    args: int\n    a: int\n    b: int\n    c: int\n"
-    assert rules.owns_much(source, {"args"}) == [] and rules.owns_much(source, set()) == ["AMixin"]
-
-
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("core/")])
 def test_the_core_needs_only_torch(name):
     assert rules.beyond_torch(FILES[name]) == []
@@ -186,10 +102,10 @@ def test_the_core_needs_only_torch(name):
 def test_other_imports_in_the_core_are_seen():
     source = (
         "import math, transformers\nfrom groupwise.config import GRPOConfig\nfrom groupwise.core import kl\n"
-        "from . import ratios\nfrom .. import stages\nimport groupwise.core_of_another\n"
+        "from . import ratios\nfrom .. import records\nimport groupwise.core_of_another\n"
     )
     assert rules.beyond_torch(source) == [
-        *("groupwise.config", "groupwise.core_of_another", "groupwise.stages", "transformers")
+        *("groupwise.config.grpo_config", "groupwise.core_of_another", "groupwise.records", "transformers")
     ]
 
 
@@ -204,33 +120,27 @@ def test_imports_follow_the_layers(name):
         ("from groupwise.trainer import GRPOTrainer", "trainer"),
         ("from groupwise import trainer", "trainer"),
         ("from groupwise import GRPOTrainer", "GRPOTrainer"),
-        ("from .. import trainer", "trainer"),
-        ("from ..trainer import GRPOTrainer", "trainer"),
+        ("from ... import trainer", "trainer"),
+        ("from ...trainer import GRPOTrainer", "trainer"),
         ("import groupwise.trainer", "trainer"),
         ("import groupwise", "groupwise"),
         ("x = importlib.import_module('groupwise.trainer')", "trainer"),
     ],
 )
 def test_an_import_across_the_layers_is_seen(line, room):
-    assert rules.across_layers("heads/dense.py", line, LAYERS) == [room]
+    assert rules.across_layers("policy/heads/dense.py", line, LAYERS) == [room]
 
 
 def test_imports_within_a_room_and_from_outside_are_allowed():
     source = (
         "from . import dense\nfrom .dense import f\nimport torch\nfrom groupwise.errors import ConfigError\n"
     )
-    assert rules.across_layers("heads/chunked.py", source, LAYERS) == []
+    assert rules.across_layers("policy/heads/chunked.py", source, LAYERS) == []
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_files_and_functions_stay_short_and_modules_say_what_they_are(name):
-    assert len(FILES[name].splitlines()) <= 400
-    assert rules.long_functions(FILES[name]) == []
+def test_modules_have_a_docstring(name):
     assert ast.get_docstring(ast.parse(FILES[name]))
-
-
-def test_a_long_function_is_seen():
-    assert rules.long_functions("def f():\n" + "    x = 1\n" * 60) == ["f: 61 lines"]
 
 
 def test_the_backend_is_chosen_in_one_place():

@@ -16,7 +16,6 @@ from groupwise.core.objectives import OBJECTIVES
 from groupwise.core.weights import NORMALIZERS
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "trainer"), str(ROOT / "scripts")]
 PAGES = [page for pattern in ("*.md", "docs/*.md", "benchmarks/*.md") for page in sorted(ROOT.glob(pattern))]
 BLOCK = re.compile(r"(?:<!-- not run: (?P<reason>[^>]+) -->\n)?```python\n(?P<code>.*?)```", flags=re.DOTALL)
 WITH_CODE = [page for page in PAGES if BLOCK.search(page.read_text())]
@@ -40,7 +39,7 @@ SMALL = {"max_steps": 1, "max_completion_length": 4, "use_cpu": True, "bf16": Fa
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
     """What "path/or/hub-id" stands for: a random two-layer policy."""
-    from runs import policy, tokenizer
+    from support.runs import policy, tokenizer
 
     directory = tmp_path_factory.mktemp("documentation")
     policy().save_pretrained(directory)
@@ -102,7 +101,7 @@ def test_what_differs_from_trl_is_on_the_page_about_it():
     """Every default that differs, every name that only we have, and every method of TRL's trainer."""
     trl = pytest.importorskip("trl")
     from groupwise import GRPOConfig
-    from groupwise.config_conflicts import OLD_NAMES
+    from groupwise.config.conflicts import OLD_NAMES
 
     page = (ROOT / "docs" / "migrating.md").read_text()
     ours, theirs = GRPOConfig.__dataclass_fields__, trl.GRPOConfig.__dataclass_fields__
@@ -135,7 +134,7 @@ def test_the_site_builds_without_warnings(tmp_path):
     done = build_site(tmp_path, ROOT / "docs")
     assert done.returncode == 0, done.stderr
     api = (tmp_path / "site" / "api" / "index.html").read_text()
-    assert "estimate_advantages" in api and "per-token loss" in api  # signatures and docstrings
+    assert "compute_advantages" in api and "per-token loss" in api  # signatures and docstrings
     objectives = (tmp_path / "site" / "objectives" / "index.html").read_text()
     assert objectives.count("<math") >= 5 and "arithmatex" not in objectives
     assert 'src="http' not in objectives  # a page asks no other site for anything

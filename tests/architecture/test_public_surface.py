@@ -14,7 +14,7 @@ from pathlib import Path
 import groupwise
 
 SURFACE = Path(__file__).with_name("public_surface.json")
-VERBS = ("roll_out", "score", "estimate_advantages", "evaluate_objective")
+VERBS = ("generate_rollouts", "compute_rewards", "compute_advantages", "compute_policy_loss")
 
 
 def signature(function: Callable) -> str:
@@ -62,9 +62,9 @@ def test_a_changed_default_of_the_configuration_is_seen(monkeypatch):
 
 
 def test_a_changed_default_of_a_verb_is_seen(monkeypatch):
-    def score(self, rollout, num_generations, num_rows=1): ...
+    def compute_rewards(self, rollout, num_generations, num_rows=1): ...
 
-    monkeypatch.setattr(groupwise.GRPOTrainer, "score", score)
+    monkeypatch.setattr(groupwise.GRPOTrainer, "compute_rewards", compute_rewards)
     assert current_surface() != json.loads(SURFACE.read_text())
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "trainer"))
-
 #: Reward functions as a user writes them, in a module beside the run.
 REWARDS = """
 import math
@@ -34,7 +32,7 @@ def with_threshold(threshold):
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
     """The two-layer policy and its tokenizer, saved."""
-    from runs import policy, tokenizer
+    from support.runs import policy, tokenizer
 
     directory = tmp_path_factory.mktemp("tiny")
     policy().save_pretrained(directory)

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-import runs
+from support import runs
 
 from groupwise import GRPOConfig
 from groupwise.cli import main, report

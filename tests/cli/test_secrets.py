@@ -15,7 +15,7 @@ from groupwise import GRPOConfig, checkpoint
 from groupwise.cli import main
 from groupwise.cli.run_file import RunArguments
 from groupwise.cli.sources import check_model
-from groupwise.masking import masked, redact
+from groupwise.config.redact import masked, redact
 
 PLANTED = {
     "HF_TOKEN": "hf_planted0000000000000000environment",

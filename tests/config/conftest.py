@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.config import GRPOConfig
+from groupwise.config.grpo_config import GRPOConfig
 
 
 @pytest.fixture

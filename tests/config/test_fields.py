@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from transformers import HfArgumentParser, TrainingArguments
 
-from groupwise.config import GRPOConfig, field_types
+from groupwise.config.grpo_config import GRPOConfig, field_types
 from groupwise.errors import ConfigError
 
 # name: (type, default), as the public contract states them
@@ -99,8 +99,8 @@ CONTRACT = {
     "dynamic_sampling": (bool, False),
     "dynamic_sampling_max_rounds": (int, 10),
     "rollout_staleness": (int, 0),
-    "sampler_parity": (str, "warn"),
-    "sampler_parity_steps": (int, 20),
+    "logprob_mismatch_check": (str, "warn"),
+    "logprob_mismatch_steps": (int, 20),
     "reward_timeout": (float, None),
     "reward_on_error": (str, "raise"),
     "eval_pass_at_k": (list, None),

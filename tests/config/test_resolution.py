@@ -11,8 +11,8 @@ import warnings
 import pytest
 import torch
 
-from groupwise import config as config_module
-from groupwise.config import GRPOConfig, computes_bf16_natively
+from groupwise.config import grpo_config as config_module
+from groupwise.config.grpo_config import GRPOConfig, computes_bf16_natively
 from groupwise.errors import ConfigError
 
 
@@ -113,7 +113,7 @@ def test_bf16_is_on_where_it_is_native(build, monkeypatch, caplog):
 def test_bf16_is_off_elsewhere_and_that_is_said_once(build, monkeypatch, caplog):
     _on(monkeypatch, "cpu", native=False)
     assert [build(bf16=None).bf16, build(bf16=None).mixed_precision] == [False, "no"]
-    said = [record.getMessage() for record in caplog.records if record.name == "groupwise.config"]
+    said = [record.getMessage() for record in caplog.records if record.name == "groupwise.config.grpo_config"]
     assert said == ["bf16 is off, training in float32: the cpu device does not compute bfloat16 natively"]
 
 

@@ -7,10 +7,10 @@ import math
 import pytest
 from transformers.integrations import integration_utils
 
-from groupwise.config import GRPOConfig, field_types
+from groupwise.config.grpo_config import GRPOConfig, field_types
+from groupwise.config.validation import RULES, _warn_once, check, violations
 from groupwise.core.objectives import OBJECTIVES, register_objective
 from groupwise.errors import ConfigError
-from groupwise.validation import RULES, _warn_once, check, violations
 
 CHOICES = {
     "loss_type": ("DR-GRPO", "dr_grpo"),
@@ -39,7 +39,7 @@ def _invalid(build, **kwargs) -> tuple[dict[str, str], str]:
     """The violations by name, and the text of the error that the same arguments raise."""
     seen = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("groupwise.config.check", lambda config: seen.update(violations(config)))
+        patch.setattr("groupwise.config.grpo_config.check", lambda config: seen.update(violations(config)))
         build(**kwargs)
     with pytest.raises(ConfigError) as caught:
         build(**kwargs)
@@ -252,7 +252,9 @@ def test_settings_without_effect_are_said_once(build, caplog, kwargs, said):
     _warn_once.cache_clear()
     build(**kwargs)
     build(**kwargs)
-    messages = [record.getMessage() for record in caplog.records if record.name == "groupwise.validation"]
+    messages = [
+        record.getMessage() for record in caplog.records if record.name == "groupwise.config.validation"
+    ]
     assert [said in message for message in messages] == [True]
 
 
@@ -266,7 +268,7 @@ def test_settings_with_effect_are_not_mentioned(build, caplog):
         use_adaptive_entropy=True,
         entropy_target=0.3,
     )
-    assert [record for record in caplog.records if record.name == "groupwise.validation"] == []
+    assert [record for record in caplog.records if record.name == "groupwise.config.validation"] == []
 
 
 def test_a_dashboard_without_its_package_is_refused(build, monkeypatch):

@@ -52,7 +52,7 @@ def test_a_registered_objective_may_fold_the_correction_in(folds):
         seen.append(t.log_correction_BX)
         return reinforce(t, settings)
 
-    register_objective("mine", surrogate, "token_mean", folds_correction=folds)
+    register_objective("mine", surrogate, "token_mean", applies_sampler_correction=folds)
     sampler = torch.tensor([[-1.0 - math.log(2.0), -2.0]])
     loss, _ = evaluate(
         terms(sampler_logps_BT=sampler), ObjectiveSettings(objective="mine", correction_mode="token_truncate")

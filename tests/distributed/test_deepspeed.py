@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.distributed_worker import update
 from transformers import AutoModelForCausalLM
-from worker import update
 
 pytestmark = [
     pytest.mark.distributed,
@@ -24,7 +24,7 @@ CASE = {"beta": 0.5, "loss_type": "dapo"}
 @pytest.mark.parametrize("stage", [2, 3])
 def test_zero_trains_as_one_process_does(stage, tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    script = Path(__file__).with_name("deepspeed_worker.py")
+    script = Path(__file__).parents[1].joinpath("support", "deepspeed_worker.py")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
     done = subprocess.run(
         [sys.executable, *launcher, str(stage), str(tmp_path)],

@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import memory_worker
 import pytest
 import torch
-from worker import policy
+from support import memory_worker
+from support.distributed_worker import policy
 
 pytestmark = pytest.mark.distributed
 

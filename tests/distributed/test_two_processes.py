@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
-from worker import OBJECTIVES, UPDATES, evaluate, policy, sampled_run, update
+from support.distributed_worker import OBJECTIVES, UPDATES, evaluate, policy, sampled_run, update
 
 from groupwise.errors import ConfigError
 
 pytestmark = pytest.mark.distributed
 
-SCRIPT = Path(__file__).with_name("worker.py")
+SCRIPT = Path(__file__).parents[1].joinpath("support", "distributed_worker.py")
 TIMEOUT = 300  # seconds
 
 _TIMING = re.compile(

@@ -4,7 +4,7 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-from parity_runs import Policy, make_policy
+from support.parity_runs import Policy, make_policy
 from transformers.utils import logging as transformers_logging
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from datasets import Dataset
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "agents"))
-from scripted import ScriptedBackend, agents, byte_tokenizer
+from support.scripted import ScriptedBackend, agents, byte_tokenizer
 
 from groupwise.agents import Environments, Renderer
 
@@ -166,12 +163,12 @@ def their_trainer(directory: Path, policy: Any, text: Any, **given: Any) -> Any:
 
 def scripted_turns(trainer: Any, text: Any, scripts: list[list[str]]) -> None:
     """Let the other trainer's turns be those of a backend of ours."""
-    from groupwise.stages import Sampling
+    from groupwise.records import SamplingOptions
 
     backend = ScriptedBackend(text, scripts)
 
     def generate(prompt_ids: list[list[int]], *_: Any, **__: Any) -> tuple[list[list[int]], None]:
-        limits = Sampling([trainer.max_completion_length] * len(prompt_ids))
+        limits = SamplingOptions([trainer.max_completion_length] * len(prompt_ids))
         return [completion.token_ids for completion in backend.generate(prompt_ids, limits)], None
 
     trainer._generate_single_turn = generate
@@ -198,7 +195,9 @@ def test_conversations_with_tools(tmp_path: Path, policy: Any, family: str, limi
     trainer._async_tool_dicts = [{"add": add}] * len(SCRIPTS)
     prompt_ids, token_ids, masks, messages, *_ = trainer._generate(QUESTIONS)
     loop = agents(text, [multiply, add], max_completion_length=limit, max_iterations=2)
-    rollout = loop.roll_out([{"prompt": prompt} for prompt in QUESTIONS], ScriptedBackend(text, SCRIPTS))
+    rollout = loop.generate_rollouts(
+        [{"prompt": prompt} for prompt in QUESTIONS], ScriptedBackend(text, SCRIPTS)
+    )
     assert rollout.prompt_ids == [list(ids) for ids in prompt_ids]
     assert [completion.token_ids for completion in rollout.completions] == token_ids
     assert [completion.loss_mask for completion in rollout.completions] == masks
@@ -218,7 +217,7 @@ def test_conversations_with_an_environment(tmp_path: Path, policy: Any) -> None:
     given = trainer._generate_and_score_completions([dict(row) for row in rows])
     environments = Environments(Board)
     loop = agents(text, (), environments, max_iterations=2)
-    rollout = loop.roll_out(rows, ScriptedBackend(text, scripts))
+    rollout = loop.generate_rollouts(rows, ScriptedBackend(text, scripts))
     counts = given["completion_mask"].sum(-1).tolist()
     assert [c.token_ids for c in rollout.completions] == [
         ids[:count] for ids, count in zip(given["completion_ids"].tolist(), counts, strict=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity_runs import (
+from support.parity_runs import (
     Policy,
     Setting,
     completion,

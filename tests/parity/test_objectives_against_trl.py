@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from parity_runs import (
+from support.parity_runs import (
     OBJECTIVES,
     Policy,
     Setting,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parity_runs import (
+from support.parity_runs import (
     OBJECTIVES,
     Policy,
     Setting,

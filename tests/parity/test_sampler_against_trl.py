@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity_runs import (
+from support.parity_runs import (
     PROMPTS,
     Policy,
     SamplerLogps,

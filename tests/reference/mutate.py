@@ -49,7 +49,7 @@ def run_tests(source: Path, selection: tuple[str, ...]) -> subprocess.CompletedP
         "no:cacheprovider",
         "--tb=line",
     ]
-    command += ["-o", f"pythonpath={source}", f"--ignore={NOT_A_JUDGE}", *selection]
+    command += ["-o", f"pythonpath={source} tests examples scripts", f"--ignore={NOT_A_JUDGE}", *selection]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 

@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from oracle_advantages import advantages, process_advantages
+from support.oracle_advantages import advantages, process_advantages
 
 from groupwise.core import advantages as core
 from groupwise.core.advantages import ADVANTAGES, AdvantageSettings, GroupRewards

@@ -6,9 +6,9 @@ import itertools
 import math
 from dataclasses import replace
 
-import cases
 import pytest
-from oracle import (
+from support import cases
+from support.oracle import (
     Choices,
     corrections,
     gamma_gate,

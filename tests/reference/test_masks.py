@@ -6,10 +6,10 @@ import math
 import random
 from dataclasses import replace
 
-import cases
 import pytest
 import torch
-from oracle import (
+from support import cases
+from support.oracle import (
     Choices,
     adaptive_entropy,
     corrections,

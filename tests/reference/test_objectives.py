@@ -6,10 +6,10 @@ import itertools
 import math
 from dataclasses import replace
 
-import cases
 import pytest
 import torch
-from oracle import SURROGATE_OF, Choices, corrections, dropped, loss_and_gradient, ratios
+from support import cases
+from support.oracle import SURROGATE_OF, Choices, corrections, dropped, loss_and_gradient, ratios
 
 from groupwise.core.objectives import OBJECTIVES
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import NORMALISER_OF, update_weights
+from support.oracle import NORMALISER_OF, update_weights
 
 from groupwise.core.objectives import OBJECTIVES
 from groupwise.core.weights import NORMALIZERS, WindowCounts

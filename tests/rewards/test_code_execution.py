@@ -16,7 +16,7 @@ from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards import code as code_module
 from groupwise.rewards import get_code_execution_reward
 from groupwise.rewards.code import program_text
-from groupwise.rewards.sandbox import Limits, run_program
+from groupwise.rewards.runtime.sandbox import Limits, run_program
 
 MB = 1 << 20
 

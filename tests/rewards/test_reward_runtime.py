@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from groupwise.errors import RewardError
+from groupwise.records import Completion, RolloutBatch
 from groupwise.rewards import calling
-from groupwise.rewards.calling import call_rewards
-from groupwise.rewards.models import RewardModel
-from groupwise.stages import Completion, RolloutBatch
+from groupwise.rewards.runtime.calling import call_rewards
+from groupwise.rewards.runtime.models import RewardModel
 
 ROLLOUT = RolloutBatch(
     rows=[{"answer": "1"}, {"answer": "2"}],

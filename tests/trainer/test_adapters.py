@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from runs import policy, tokenizer, trainer
+from support.runs import policy, tokenizer, trainer
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from groupwise import ConfigError
@@ -55,9 +55,9 @@ def test_a_fresh_adapter_is_measured_against_the_base(tmp_path):
                 parameter.fill_(0.3)
     (batch,) = run.generate_micro_batches(ROWS)
     with torch.no_grad():
-        base = run.score_tokens(policy(), batch).logps_BC
-        current = run.score_tokens(run.model, batch).logps_BC
-    torch.testing.assert_close(batch.ref_logps_BC, base)
+        base = run.compute_logprobs(policy(), batch).logps_BT
+        current = run.compute_logprobs(run.model, batch).logps_BT
+    torch.testing.assert_close(batch.ref_logps_BT, base)
     assert (current - base).abs().max() > 1e-2
 
 
@@ -72,7 +72,7 @@ def test_a_continued_adapter_is_measured_against_a_frozen_copy_of_itself(tmp_pat
     run.train()
     (batch,) = run.generate_micro_batches(ROWS)
     with torch.no_grad():
-        torch.testing.assert_close(batch.ref_logps_BC, run.score_tokens(start, batch).logps_BC)
+        torch.testing.assert_close(batch.ref_logps_BT, run.compute_logprobs(start, batch).logps_BT)
     trainable = [name for name, p in run.model.named_parameters() if p.requires_grad]
     assert trainable and all(".default." in name for name in trainable)
 
@@ -95,7 +95,7 @@ def test_contradicting_adapter_settings_are_refused(tmp_path):
 def test_without_beta_there_is_no_reference(tmp_path):
     run = trainer(tmp_path)
     assert run.ref_model is None
-    assert run.generate_micro_batches(ROWS)[0].ref_logps_BC is None
+    assert run.generate_micro_batches(ROWS)[0].ref_logps_BT is None
 
 
 def test_the_reference_is_the_policy_as_given_and_stays(tmp_path):
@@ -134,7 +134,7 @@ def test_kl_in_the_reward_lowers_it_by_beta_times_kl(tmp_path):
         for parameter in run.model.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
     (batch,) = run.generate_micro_batches(ROWS)
-    kl_B = ((batch.old_logps_BC - batch.ref_logps_BC) * batch.loss_mask_BC).sum(-1)
+    kl_B = ((batch.old_logps_BT - batch.ref_logps_BT) * batch.loss_mask_BT).sum(-1)
     # rewards −β·KL, centred on their mean
     torch.testing.assert_close(batch.advantages_BX[:, 0], -0.5 * (kl_B - kl_B.mean()), atol=1e-6, rtol=1e-5)
     assert kl_B.abs().max() > 1e-3
@@ -150,9 +150,11 @@ def test_the_head_can_work_in_float32_below_a_bfloat16_model(tmp_path, tied):
     run.train()
     (batch,) = run.generate_micro_batches(ROWS)
     with torch.no_grad():
-        chunked = run.score_tokens(run.model, batch).logps_BC
-        run.scorer.head = replace(run.scorer.head, name="dense")
-        torch.testing.assert_close(chunked, run.score_tokens(run.model, batch).logps_BC, atol=1e-5, rtol=0)
+        chunked = run.compute_logprobs(run.model, batch).logps_BT
+        run.compute_rewardsr.head = replace(run.compute_rewardsr.head, name="dense")
+        torch.testing.assert_close(
+            chunked, run.compute_logprobs(run.model, batch).logps_BT, atol=1e-5, rtol=0
+        )
 
 
 def test_dropout_can_be_switched_off(tmp_path):

@@ -3,8 +3,8 @@
 import random
 
 import pytest
-import runs
 import torch
+from support import runs
 from torch._dynamo.utils import counters
 
 
@@ -32,12 +32,12 @@ def trained(directory, **settings):
     )
     graphs, step = [], trainer.training_step
 
-    def counted(*args, **kwargs):
+    def num_valid(*args, **kwargs):
         loss = step(*args, **kwargs)
         graphs.append(counters["stats"]["unique_graphs"])
         return loss
 
-    trainer.training_step = counted
+    trainer.training_step = num_valid
     trainer.train()
     return [p.detach().clone() for p in trainer.model.parameters()], graphs
 

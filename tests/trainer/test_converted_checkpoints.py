@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import runs
 import torch
+from support import runs
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from groupwise.checkpoint import has_other_names
 from groupwise.errors import ConfigError
+from groupwise.hf.checkpointing import has_other_names
 
 
 def experts() -> MixtralForCausalLM:

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from runs import WORDS, policy, prompts, tokenizer, trainer
+from support.runs import WORDS, policy, prompts, tokenizer, trainer
 
 from groupwise import ConfigError
 from groupwise.core.advantages import GroupRewards
-from groupwise.evaluation import EvaluationRecord
-from groupwise.stages import Completion, RolloutBatch, ScoredBatch
+from groupwise.records import Completion, RewardBatch, RolloutBatch
+from groupwise.reporting.evaluation import EvaluationRecord
 
 QUANTILE = 1.959964
 
@@ -186,7 +186,7 @@ def test_completions_of_several_ranks_make_up_the_groups():
                 [{}] * 6, [str((start + row) // 4) for row in range(local.start, local.stop)], [[0]] * 6,
                 [Completion([0])] * 6, names,
             )  # fmt: skip
-            found.add(ScoredBatch(rollout, rewards, local))
+            found.add(RewardBatch(rollout, rewards, local))
         return found
 
     first, second = record(0), record(1)

@@ -6,11 +6,11 @@ import datasets
 import pytest
 import torch
 import transformers
-from runs import chats, count_reward, policy, prompts, tokenizer, trainer
+from support.runs import chats, count_reward, policy, prompts, tokenizer, trainer
 
 from groupwise import ConfigError, GRPOConfig, GRPOTrainer, TrainingError
-from groupwise.models import load_policy
-from groupwise.setup.arguments import ELSEWHERE
+from groupwise.config.arguments import ELSEWHERE
+from groupwise.policy.loading import load_policy
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
@@ -114,8 +114,8 @@ def test_an_unknown_dtype_is_refused_with_the_nearest(tmp_path):
 
 def test_gradients_that_are_not_finite_end_training_before_they_reach_the_weights(tmp_path):
     class Spoilt(GRPOTrainer):
-        def evaluate_objective(self, batch, scores):
-            output = super().evaluate_objective(batch, scores)
+        def compute_policy_loss(self, batch, scores):
+            output = super().compute_policy_loss(batch, scores)
             factor = float("nan") if self.state.global_step == 1 else 1.0
             return output.__class__(output.loss * factor, output.bonus_entropy, output.metrics)
 

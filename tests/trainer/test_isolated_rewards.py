@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from runs import trainer
+from support.runs import trainer
 
 from groupwise import ConfigError, RewardError
 from groupwise.rewards import isolated

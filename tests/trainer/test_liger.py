@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from runs import WORDS, policy, trainer
+from support.runs import WORDS, policy, trainer
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from groupwise import ConfigError, GRPOConfig
-from groupwise.config_liger import LIGER_LIMITS
-from groupwise.setup.policy import prepare_liger
+from groupwise.config.liger import LIGER_LIMITS
+from groupwise.policy.build import prepare_liger
 
 needs_liger = pytest.mark.skipif(
     importlib.util.find_spec("liger_kernel") is None, reason="liger-kernel is not installed"
@@ -113,9 +113,11 @@ def test_gradients_of_uneven_micro_batches_far_off_policy(tmp_path, settings):
     ]
     (batch,) = runs[0].generate_micro_batches([{"prompt": WORDS[0], "row": 0}] * 8)
     generator = torch.Generator().manual_seed(1)
-    noise = torch.randn(batch.completion_ids_BC.shape, generator=generator) / 2
-    batch = replace(batch, old_logps_BC=runs[0].score_tokens(runs[0].model, batch).logps_BC.detach() + noise)
-    window = runs[0].weigh_window(list(batch.split(3)))
+    noise = torch.randn(batch.completion_ids_BT.shape, generator=generator) / 2
+    batch = replace(
+        batch, old_logps_BT=runs[0].compute_logprobs(runs[0].model, batch).logps_BT.detach() + noise
+    )
+    window = runs[0].set_token_weights(list(batch.split(3)))
     gradients = []
     for run in runs:
         losses = [run.compute_loss(run.model, part) for part in window]
@@ -190,7 +192,7 @@ def test_layers_stay_as_they_are_without_a_gpu(tmp_path, caplog):
 
 @needs_liger
 def test_evaluation_uses_the_fused_loss_too(tmp_path):
-    from runs import prompts
+    from support.runs import prompts
 
     runs = []
     for use in (False, True):
@@ -223,9 +225,9 @@ def test_padding_far_from_the_reference_gives_no_nan(tmp_path):
     run = trainer(tmp_path, model=model, use_liger_kernel=True, beta=0.1, rollout_func=rollout())
     window, _ = run.get_batch_samples(iter([[row] * 4 for row in [{"prompt": WORDS[0], "row": 0}]]), 1, "cpu")
     batch = window[0]
-    assert (batch.loss_mask_BC == 0).any()
+    assert (batch.loss_mask_BT == 0).any()
     with torch.no_grad():
-        batch.ref_logps_BC[batch.loss_mask_BC == 0] = 1e4
+        batch.ref_logps_BT[batch.loss_mask_BT == 0] = 1e4
     assert run.compute_loss(model, batch).isfinite()
 
 

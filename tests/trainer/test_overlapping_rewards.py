@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from pathlib import Path
 
 import pytest
-import runs
+from support import runs
+from support.fake_vllm import GENERATE, FakeVLLM, with_tokenizer
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "backends"))
-from fake_vllm import GENERATE, FakeVLLM, with_tokenizer
-
-from groupwise.backends.vllm.http import HttpServer
 from groupwise.errors import RewardError
-from groupwise.rewards import independent
+from groupwise.generation.vllm.http import HttpClient
+from groupwise.rewards import per_sample_reward
 
 LONG = 60.0  # seconds after which a wait is given up; no test takes them
 
 
 @pytest.fixture
 def fake(monkeypatch):
-    monkeypatch.setattr(HttpServer, "first_pause", 0.02)
+    monkeypatch.setattr(HttpClient, "first_pause", 0.02)
     server = with_tokenizer(FakeVLLM(), runs.tokenizer())
     yield server
     server.close()
@@ -68,17 +64,19 @@ def test_a_prompt_is_scored_while_another_one_is_generated(fake, tmp_path, wrap)
     waited = []
     # The second answer is not given before the first one has its rewards.
     fake.failures[GENERATE] = [None, lambda: waited.append(scored.wait(LONG))]
-    run_for(fake, tmp_path, independent(wrap(note))).train()
+    run_for(fake, tmp_path, per_sample_reward(wrap(note))).train()
     assert waited == [True] and seen == [4, 4]
 
 
 @pytest.mark.parametrize("wrap", [lambda function: function, as_async])
 def test_history_and_table_are_those_of_one_call(fake, tmp_path, wrap):
     histories, tables = [], []
-    for mark in (lambda function: function, independent):
+    for mark in (lambda function: function, per_sample_reward):
         run = run_for(fake, tmp_path, [mark(wrap(even_tokens)), runs.count_reward], max_steps=2)
-        table, score = [], run.score
-        run.score = lambda *given, score=score, table=table: table.append(score(*given)) or table[-1]
+        table, score = [], run.compute_rewards
+        run.compute_rewards = lambda *given, score=score, table=table: (
+            table.append(score(*given)) or table[-1]
+        )
         run.train()
         histories.append(lines(run))
         tables.append([(scored.columns, scored.rewards.rewards_NF.tolist()) for scored in table])
@@ -91,7 +89,7 @@ def test_an_error_is_that_of_one_call(fake, tmp_path):
         return ["bad" if number == row[-1] else 0.0 for number in row]
 
     messages = []
-    for mark in (lambda function: function, independent):
+    for mark in (lambda function: function, per_sample_reward):
         with pytest.raises(RewardError) as caught:
             run_for(fake, tmp_path, mark(wrong)).train()
         messages.append(str(caught.value))
@@ -105,19 +103,19 @@ def test_other_functions_are_called_once_with_everything(fake, tmp_path):
         sizes.append(len(completion_ids))
         return runs.count_reward(completion_ids)
 
-    run_for(fake, tmp_path, [whole, independent(even_tokens)]).train()
+    run_for(fake, tmp_path, [whole, per_sample_reward(even_tokens)]).train()
     assert sizes == [8]
 
 
 def test_a_trainer_with_its_own_score_calls_rewards_itself(fake, tmp_path):
     class Own(runs.GRPOTrainer):
-        def score(self, rollout, *given):
+        def compute_rewards(self, rollout, *given):
             sizes.clear()
-            return super().score(rollout, *given)
+            return super().compute_rewards(rollout, *given)
 
     sizes = []
 
-    @independent
+    @per_sample_reward
     def count(completion_ids, **_):
         sizes.append(len(completion_ids))
         return runs.count_reward(completion_ids)
@@ -127,13 +125,13 @@ def test_a_trainer_with_its_own_score_calls_rewards_itself(fake, tmp_path):
 
 
 def test_a_server_that_lost_its_weights_changes_no_reward(fake, tmp_path):
-    undisturbed = run_for(fake, tmp_path / "one", independent(even_tokens))
+    undisturbed = run_for(fake, tmp_path / "one", per_sample_reward(even_tokens))
     undisturbed.train()
 
     def forget():
         fake.version = "default"
 
     fake.failures[GENERATE] = [None, forget]
-    disturbed = run_for(fake, tmp_path / "two", independent(even_tokens))
+    disturbed = run_for(fake, tmp_path / "two", per_sample_reward(even_tokens))
     disturbed.train()
     assert fake.failures[GENERATE] == [] and lines(disturbed) == lines(undisturbed)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
 import torch
+from support import runs
 from transformers import BitsAndBytesConfig
 
 bitsandbytes = pytest.importorskip("bitsandbytes")

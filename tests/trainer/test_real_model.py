@@ -39,44 +39,46 @@ def run(smollm2_path, tmp_path_factory):
 
 
 def test_prompts_are_the_models_own_chat_format(run):
-    rollout = run.roll_out([{"prompt": run.train_dataset[0]["prompt"]}] * 2)
+    rollout = run.generate_rollouts([{"prompt": run.train_dataset[0]["prompt"]}] * 2)
     text = run.processing_class.decode(rollout.prompt_ids[0])
     assert text.endswith("<|im_start|>user\nWhat is 2+3?<|im_end|>\n<|im_start|>assistant\n")
     assert all("<|im_end|>" not in answer[0]["content"] for answer in rollout.texts)
 
 
 def test_chunked_scores_are_the_models_log_softmax(run):
-    rollout = run.roll_out([{"prompt": row["prompt"]} for row in run.train_dataset for _ in range(2)])
-    batch = run.assemble(rollout)
+    rollout = run.generate_rollouts(
+        [{"prompt": row["prompt"]} for row in run.train_dataset for _ in range(2)]
+    )
+    batch = run.collate(rollout)
     with torch.no_grad():
-        scores = run.score_tokens(run.model, batch, with_entropy=True)
+        scores = run.compute_logprobs(run.model, batch, with_entropy=True)
         for row, completion in enumerate(rollout.completions):
             ids = torch.tensor([rollout.prompt_ids[row] + completion.token_ids])
             start = len(rollout.prompt_ids[row]) - 1
             logps = torch.log_softmax(run.model(ids).logits[0, start:-1].double(), -1)
             expected = logps.gather(1, ids[0, start + 1 :, None])[:, 0]
             length = len(completion.token_ids)
-            torch.testing.assert_close(scores.logps_BC[row, :length].double(), expected, atol=1e-4, rtol=0)
+            torch.testing.assert_close(scores.logps_BT[row, :length].double(), expected, atol=1e-4, rtol=0)
             entropy = -(logps.exp() * logps).sum(-1)
-            torch.testing.assert_close(scores.entropy_BC[row, :length].double(), entropy, atol=1e-4, rtol=0)
+            torch.testing.assert_close(scores.entropy_BT[row, :length].double(), entropy, atol=1e-4, rtol=0)
 
 
 def test_a_step_makes_better_completions_likelier_and_the_model_loads_again(run, tmp_path):
     torch.manual_seed(0)
     batches = run.generate_micro_batches([row for row in run.train_dataset for _ in range(4)])
-    (batch,) = run.weigh_window(batches)
-    scored = (batch.advantages_BX * batch.loss_mask_BC).abs().sum()
+    (batch,) = run.set_token_weights(batches)
+    scored = (batch.advantages_BX * batch.loss_mask_BT).abs().sum()
     assert scored > 0
     with torch.no_grad():
-        before = run.score_tokens(run.model, batch).logps_BC
-    loss = run.evaluate_objective(batch, run.score_tokens(run.model, batch)).loss
+        before = run.compute_logprobs(run.model, batch).logps_BT
+    loss = run.compute_policy_loss(batch, run.compute_logprobs(run.model, batch)).loss
     loss.backward()
     with torch.no_grad():
         for parameter in run.model.parameters():
             parameter -= 1e-2 * parameter.grad
             parameter.grad = None
-        after = run.score_tokens(run.model, batch).logps_BC
-    gain = ((after - before) * batch.advantages_BX * batch.loss_mask_BC).sum().item()
+        after = run.compute_logprobs(run.model, batch).logps_BT
+    gain = ((after - before) * batch.advantages_BX * batch.loss_mask_BT).sum().item()
     assert gain > 0
     run.save_model(str(tmp_path))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)

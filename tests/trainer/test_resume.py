@@ -13,7 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from resume_runs import gpt2_with_dropout, llama, make_trainer, train_in_a_process, vowels_of_odd_prompts
+from support.resume_runs import (
+    gpt2_with_dropout,
+    llama,
+    make_trainer,
+    train_in_a_process,
+    vowels_of_odd_prompts,
+)
 
 TIMEOUT = 180  # seconds
 

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from runs import chats, count_reward, policy, prompts, tokenizer, trainer
+from support.runs import chats, count_reward, policy, prompts, tokenizer, trainer
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from groupwise import ConfigError, RewardError
@@ -19,8 +19,8 @@ from groupwise import ConfigError, RewardError
 def first_batch(run):
     """Rewards and advantages of the first four rows (one prompt, four completions)."""
     rows = [run.train_dataset[0]] * 4
-    scored = run.score(run.roll_out(rows), 4)
-    return scored, run.estimate_advantages(scored)
+    scored = run.compute_rewards(run.generate_rollouts(rows), 4)
+    return scored, run.compute_advantages(scored)
 
 
 def test_a_reward_gets_the_rollout_every_column_and_the_state(tmp_path):

@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from runs import WORDS, chats, count_reward, policy, prompts, tokenizer, trainer
+from support.runs import WORDS, chats, count_reward, policy, prompts, tokenizer, trainer
 from transformers import TrainerCallback
 
 from groupwise import Completion, ConfigError, GRPOTrainer, LossOutput, register_advantage, register_objective
@@ -66,16 +66,16 @@ def test_sampling_settings_reach_the_sampler(tmp_path):
 def test_sampled_frequencies_are_those_of_the_scored_distribution(tmp_path):
     """The log-probs of the trainer are the distribution the completions were drawn from (chi-square test)."""
     run = trainer(tmp_path, max_completion_length=1, temperature=2.0, model=policy(initializer_range=0.6))
-    rollout = run.roll_out([{"prompt": "w3 w4"}] * 4000)
+    rollout = run.generate_rollouts([{"prompt": "w3 w4"}] * 4000)
     counts = torch.zeros(32)
     for completion in rollout.completions:
         counts[completion.token_ids[0]] += 1
     every_token = [Completion([token]) for token in range(32)]
-    batch = run.assemble(
+    batch = run.collate(
         dataclasses.replace(rollout, prompt_ids=rollout.prompt_ids[:32], completions=every_token)
     )
     with torch.no_grad():
-        expected = 4000 * run.score_tokens(run.model, batch).logps_BC[:, 0].exp()
+        expected = 4000 * run.compute_logprobs(run.model, batch).logps_BT[:, 0].exp()
     assert expected.sum().item() == pytest.approx(4000, rel=1e-4)
     chi_square = ((counts - expected) ** 2 / expected).sum().item()
     # 31 degrees of freedom: 99.9 % of correct samplers stay below 61.1; the seed is fixed.
@@ -84,20 +84,20 @@ def test_sampled_frequencies_are_those_of_the_scored_distribution(tmp_path):
 
 def test_scores_equal_the_models_own_log_softmax_whatever_the_padding(tmp_path):
     run = trainer(tmp_path, temperature=0.7)
-    rollout = run.roll_out([{"prompt": text} for text in ["w1", "w2 w3 w4 w5", "w6 w7"]] * 2)
-    batch = run.assemble(rollout)
+    rollout = run.generate_rollouts([{"prompt": text} for text in ["w1", "w2 w3 w4 w5", "w6 w7"]] * 2)
+    batch = run.collate(rollout)
     with torch.no_grad():
-        scores = run.score_tokens(run.model, batch, with_entropy=True)
+        scores = run.compute_logprobs(run.model, batch, with_entropy=True)
         for row, completion in enumerate(rollout.completions):
             ids = torch.tensor([rollout.prompt_ids[row] + completion.token_ids])
             start = len(rollout.prompt_ids[row]) - 1
             logps = torch.log_softmax(run.model(ids).logits[0, start:-1] / 0.7, -1)
-            mine = scores.logps_BC[row, : len(completion.token_ids)]
+            mine = scores.logps_BT[row, : len(completion.token_ids)]
             torch.testing.assert_close(
                 mine, logps.gather(1, ids[0, start + 1 :, None])[:, 0], atol=1e-5, rtol=0
             )
             entropy = -(logps.exp() * logps).sum(-1)
-            torch.testing.assert_close(scores.entropy_BC[row, : len(entropy)], entropy, atol=1e-5, rtol=0)
+            torch.testing.assert_close(scores.entropy_BT[row, : len(entropy)], entropy, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,8 @@ def test_a_generation_is_used_as_often_as_configured(
         gradient_accumulation_steps=accumulation,
         num_iterations=iterations,
     )
-    generate = run.roll_out
-    run.roll_out = lambda rows: calls.append(len(rows)) or generate(rows)
+    generate = run.generate_rollouts
+    run.generate_rollouts = lambda rows: calls.append(len(rows)) or generate(rows)
     run.train()
     assert calls == [4 * steps_per_generation] * generations
     uses = steps_per_generation * iterations
@@ -130,8 +130,8 @@ def test_a_generation_is_used_as_often_as_configured(
 
 def test_old_log_probs_are_kept_only_off_policy(tmp_path):
     rows = [{"prompt": "w1", "row": 0}] * 4
-    assert trainer(tmp_path).generate_micro_batches(rows)[0].old_logps_BC is None
-    assert trainer(tmp_path, num_iterations=2).generate_micro_batches(rows)[0].old_logps_BC is not None
+    assert trainer(tmp_path).generate_micro_batches(rows)[0].old_logps_BT is None
+    assert trainer(tmp_path, num_iterations=2).generate_micro_batches(rows)[0].old_logps_BT is not None
 
 
 def test_every_prompt_of_an_epoch_is_seen_once_in_groups(tmp_path):
@@ -190,21 +190,21 @@ def test_tokens_of_the_environment_carry_no_loss(tmp_path):
     """Masking all but the first token leaves a gradient that only depends on first tokens."""
     run = trainer(tmp_path, rollout_func=fixed_rollout(masks=lambda j: int(j == 0)))
     (batch,) = run.generate_micro_batches([{"prompt": "w1", "row": 0}] * 4)
-    assert batch.loss_mask_BC.sum(-1).tolist() == [1, 1, 1, 1]
-    assert batch.completion_mask_BC.sum(-1).tolist() == [2, 3, 4, 5]
-    (weighed,) = run.weigh_window([batch])
-    assert weighed.weights_BC.sum().item() == pytest.approx(1.0)
-    assert weighed.weights_BC[:, 1:].abs().sum().item() == 0
+    assert batch.loss_mask_BT.sum(-1).tolist() == [1, 1, 1, 1]
+    assert batch.completion_mask_BT.sum(-1).tolist() == [2, 3, 4, 5]
+    (weighed,) = run.set_token_weights([batch])
+    assert weighed.token_weights_BT.sum().item() == pytest.approx(1.0)
+    assert weighed.token_weights_BT[:, 1:].abs().sum().item() == 0
 
 
 def test_truncated_completions_can_be_left_out(tmp_path):
     run = trainer(tmp_path, mask_truncated_completions=True)
-    rollout = run.roll_out([{"prompt": "w1"}] * 4)
+    rollout = run.generate_rollouts([{"prompt": "w1"}] * 4)
     cut = dataclasses.replace(
         rollout, completions=[Completion([5, 6], truncated=True), *rollout.completions[1:]]
     )
-    assert run.assemble(cut).loss_mask_BC[0].sum().item() == 0
-    assert run.assemble(cut).completion_mask_BC[0].sum().item() == 2
+    assert run.collate(cut).loss_mask_BT[0].sum().item() == 0
+    assert run.collate(cut).completion_mask_BT[0].sum().item() == 2
 
 
 def test_a_separate_sampler_is_corrected_for(tmp_path):
@@ -232,7 +232,7 @@ def test_a_separate_sampler_is_corrected_for(tmp_path):
 def test_rollout_functions_are_checked(tmp_path, returned, said):
     run = trainer(tmp_path, rollout_func=lambda prompts, run: returned)
     with pytest.raises(RuntimeError, match=said):
-        run.roll_out([{"prompt": "w1"}] * 4)
+        run.generate_rollouts([{"prompt": "w1"}] * 4)
 
 
 def test_extra_columns_of_a_rollout_function_reach_the_rewards(tmp_path):
@@ -345,9 +345,9 @@ def test_adaptive_entropy_moves_once_per_optimizer_step(tmp_path):
 def test_high_entropy_tokens_are_chosen_over_the_whole_window(tmp_path):
     run = trainer(tmp_path, top_entropy_quantile=0.3, rollout_func=fixed_rollout(), steps_per_generation=2)
     batches = run.generate_micro_batches([{"prompt": f"w{i // 4}", "row": 0} for i in range(8)])
-    window = run.keep_high_entropy(run.model, batches)
-    kept = sum(batch.keep_BC.sum().item() for batch in window)
-    tokens = sum(batch.loss_mask_BC.sum().item() for batch in window)
+    window = run.compute_entropy_masks(run.model, batches)
+    kept = sum(batch.entropy_mask_BT.sum().item() for batch in window)
+    tokens = sum(batch.loss_mask_BT.sum().item() for batch in window)
     assert kept == math.ceil(0.3 * tokens)
 
 
@@ -363,12 +363,12 @@ def test_an_own_objective_and_an_own_advantage_by_name(tmp_path):
 
 def test_verbs_can_be_overridden(tmp_path):
     class Constant(GRPOTrainer):
-        def estimate_advantages(self, scored):
+        def compute_advantages(self, scored):
             return torch.full((len(scored.rewards.rewards_NF),), 2.0)
 
-        def evaluate_objective(self, batch, scores):
+        def compute_policy_loss(self, batch, scores):
             assert (batch.advantages_BX == 2.0).all()
-            return LossOutput((scores.logps_BC * batch.weights_BC).sum())
+            return LossOutput((scores.logps_BT * batch.token_weights_BT).sum())
 
     plain = trainer(tmp_path, max_steps=1)
     run = Constant(policy(), count_reward, plain.args, prompts(), processing_class=tokenizer())
@@ -378,11 +378,11 @@ def test_verbs_can_be_overridden(tmp_path):
 
 def test_chat_prompts_use_the_template_and_continue_an_unfinished_answer(tmp_path):
     run = trainer(tmp_path, train_dataset=chats(), max_prompt_length=2)
-    rollout = run.roll_out([{"prompt": [{"role": "user", "content": "w5 w6 w7"}]}] * 4)
+    rollout = run.generate_rollouts([{"prompt": [{"role": "user", "content": "w5 w6 w7"}]}] * 4)
     # <user> w5 w6 w7 <assistant>, of which the last two tokens are kept
     assert rollout.prompt_ids[0] == [4 + 7, 3]
     started = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}]
-    answer = run.roll_out([{"prompt": started}] * 4).texts[0]
+    answer = run.generate_rollouts([{"prompt": started}] * 4).texts[0]
     assert answer[0]["role"] == "assistant" and answer[0]["content"].startswith("w6")
     assert len(started) == 2
 
@@ -451,4 +451,4 @@ def test_an_evaluation_batch_that_cuts_groups_is_refused(tmp_path):
 def test_a_reference_that_scores_first_leaves_the_layout_alone(tmp_path):
     run = trainer(tmp_path, beta=0.1, max_steps=1)
     run.train()  # on-policy, so the reference is the first model that scores
-    assert run.scorer.layout == "shared_prefix"
+    assert run.compute_rewardsr.layout == "shared_prefix"

@@ -6,14 +6,14 @@ import io
 
 import numpy as np
 import pytest
-import tiny_vlm as tiny
 from datasets import Dataset, Features, List, Value
 from datasets import Image as ImageFeature
 from PIL import Image
+from support import tiny_vlm as tiny
 
 from groupwise import reporting
 from groupwise.errors import ConfigError
-from groupwise.vision import image_prompt, load_image, prompt_images, read_prompt, thumbnail
+from groupwise.tokenization.images import image_prompt, load_image, prompt_images, read_prompt, thumbnail
 
 RED, BLUE = tiny.image("red"), tiny.image("blue")
 ASK = {"type": "text", "text": "w1"}

@@ -8,22 +8,22 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny_vlm as tiny
 import torch
 import transformers
 from datasets import Dataset
+from support import tiny_vlm as tiny
 
 from groupwise import GRPOConfig, GRPOTrainer
-from groupwise.models import auto_class
-from groupwise.stages import TrainBatch
+from groupwise.policy.loading import auto_class
+from groupwise.records import MicroBatch
 
 EVERY_FAMILY = pytest.mark.parametrize("family", tiny.FAMILIES)
 
 
-def buffered(trainer) -> TrainBatch:
+def buffered(trainer) -> MicroBatch:
     """A generation batch as the trainer would train on it."""
     rows = [row for row in trainer.train_dataset for _ in range(trainer.num_generations)]
-    return TrainBatch.concatenate(trainer.generate_micro_batches(rows))
+    return MicroBatch.concatenate(trainer.generate_micro_batches(rows))
 
 
 def messages(row: dict) -> list[dict]:
@@ -53,17 +53,17 @@ def plain_logps(model, processor, row: dict, completion: list[int]) -> torch.Ten
     return scores_CV.gather(1, torch.tensor(completion)[:, None])[:, 0]
 
 
-def compare_rows(trainer, batch: TrainBatch) -> None:
+def compare_rows(trainer, batch: MicroBatch) -> None:
     """Scores of a padded batch against one row at a time."""
     scores = trainer.scorer(trainer.model, batch, with_entropy=False)
     rows = [row for row in trainer.train_dataset for _ in range(trainer.num_generations)]
     for index, row in enumerate(rows):
-        length = int(batch.completion_mask_BC[index].sum())
-        completion = batch.completion_ids_BC[index, :length].tolist()
+        length = int(batch.completion_mask_BT[index].sum())
+        completion = batch.completion_ids_BT[index, :length].tolist()
         expected = plain_logps(trainer.model, trainer.processing_class, row, completion)
         # Rounding of float32 in a network with weights of this size; an image that is not seen, or stands in
         # another row, moves log-probs by more than 0.01.
-        torch.testing.assert_close(scores.logps_BC[index, :length], expected, atol=2e-5, rtol=0)
+        torch.testing.assert_close(scores.logps_BT[index, :length], expected, atol=2e-5, rtol=0)
 
 
 @EVERY_FAMILY
@@ -96,8 +96,8 @@ def test_generation_sees_the_images_as_training_does(family, tmp_path):
     rows = [row for row in trainer.train_dataset for _ in range(trainer.num_generations)]
     with torch.no_grad():
         for index, row in enumerate(rows):
-            length = int(batch.completion_mask_BC[index].sum())
-            taken = batch.completion_ids_BC[index, :length].tolist()
+            length = int(batch.completion_mask_BT[index].sum())
+            taken = batch.completion_ids_BT[index, :length].tolist()
             scores_CV = plain_scores(trainer.model, trainer.processing_class, row, taken)
             scores_CV[:, tiny.IMAGE_TOKEN] = -torch.inf
             ours = scores_CV.gather(1, torch.tensor(taken)[:, None])[:, 0]
@@ -133,7 +133,7 @@ def test_every_cut_of_the_batch_gives_the_same_gradient(family, tmp_path):
         for part in parts:
             few = batch.select(part)
             scores = trainer.scorer(trainer.model, few, with_entropy=False)
-            (scores.logps_BC * few.completion_mask_BC).sum().backward()
+            (scores.logps_BT * few.completion_mask_BT).sum().backward()
         grads = [weight.grad for weight in trainer.model.parameters() if weight.grad is not None]
         gradients[name] = torch.cat([grad.flatten() for grad in grads])
     for one, two in itertools.pairwise(gradients.values()):
@@ -176,7 +176,7 @@ def test_rows_that_share_a_prompt_share_its_images(tmp_path):
     batch = buffered(trainer)
     assert batch.images[0] is batch.images[1]
     torch.save(batch.state_dict(), tmp_path / "batch.pt")
-    loaded = TrainBatch.from_state(torch.load(tmp_path / "batch.pt", weights_only=True))
+    loaded = MicroBatch.from_state(torch.load(tmp_path / "batch.pt", weights_only=True))
     assert loaded.images[0] is loaded.images[1]
     assert torch.equal(loaded.images[0].arrays["pixel_values"], batch.images[0].arrays["pixel_values"])
     assert loaded.images[2].token_types == batch.images[2].token_types
@@ -186,7 +186,7 @@ def test_the_image_token_is_never_sampled(tmp_path):
     trainer = tiny.trainer(tmp_path, max_completion_length=40, generation_kwargs={"suppress_tokens": [20]})
     with torch.no_grad():  # all logits are equal now
         trainer.model.get_output_embeddings().weight.zero_()
-    sampled = buffered(trainer).completion_ids_BC.unique().tolist()
+    sampled = buffered(trainer).completion_ids_BT.unique().tolist()
     assert len(sampled) > 20
     assert tiny.IMAGE_TOKEN not in sampled
     assert 20 not in sampled

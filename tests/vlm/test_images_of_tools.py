@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_vlm as tiny
 import torch
 from datasets import Dataset
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "agents"))
-from agent_runs import LETTERS, RESPONSE
-from scripted import SPECIAL, byte_tokenizer
+from support import tiny_vlm as tiny
+from support.agent_runs import LETTERS, RESPONSE
+from support.scripted import SPECIAL, byte_tokenizer
 
 from groupwise import GRPOConfig, GRPOTrainer
 from groupwise.errors import ConfigError
@@ -98,16 +95,16 @@ def images_of(messages: list[dict[str, Any]]) -> list[Any]:
 def rolled_out(trainer: GRPOTrainer) -> Any:
     rows = [row for row in trainer.train_dataset for _ in range(trainer.num_generations)]
     torch.manual_seed(1)
-    return trainer.roll_out(rows)
+    return trainer.generate_rollouts(rows)
 
 
 def check_against_plain_forwards(trainer: GRPOTrainer, rollout: Any) -> list[int]:
     """Log-probs of every token the policy wrote, and how many images each rollout had."""
     trainer.model.eval()
-    batch = trainer.assemble(rollout)
+    batch = trainer.collate(rollout)
     counts = []
     with torch.no_grad():
-        ours_BC = trainer.scorer(trainer.model, batch, with_entropy=False).logps_BC
+        ours_BT = trainer.scorer(trainer.model, batch, with_entropy=False).logps_BT
         for index, completion in enumerate(rollout.completions):
             ids = torch.tensor([[*rollout.prompt_ids[index], *completion.token_ids]])
             pictures = images_of([*rollout.prompts[index], *rollout.texts[index]])
@@ -117,7 +114,7 @@ def check_against_plain_forwards(trainer: GRPOTrainer, rollout: Any) -> list[int
             length = len(completion.token_ids)
             logits = trainer.model(input_ids=ids, **inputs).logits[0, -length - 1 : -1]
             plain = logits.log_softmax(-1).gather(1, ids[0, -length:, None])[:, 0]
-            torch.testing.assert_close(ours_BC[index, :length], plain, atol=5e-5, rtol=0)
+            torch.testing.assert_close(ours_BT[index, :length], plain, atol=5e-5, rtol=0)
             counts.append(len(pictures))
     return counts
 
@@ -151,7 +148,7 @@ def test_an_environment_may_begin_with_an_image(tmp_path):
 
 
 def test_an_image_of_a_tool_needs_a_processor(tmp_path):
-    from agent_runs import trainer as text_trainer
+    from support.agent_runs import trainer as text_trainer
 
     with pytest.raises(ConfigError, match=r"a tool returned .*reads text only"):
         text_trainer(tmp_path, tools=[measure]).train()

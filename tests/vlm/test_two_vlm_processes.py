@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny_vlm as tiny
 import torch
-from vlm_worker import weights
+from support import tiny_vlm as tiny
+from support.vlm_worker import weights
 
 pytestmark = pytest.mark.distributed
 
@@ -20,7 +20,7 @@ FAMILIES = ["idefics3", "qwen2_5_vl"]
 def test_two_processes_make_the_update_of_one(tmp_path):
     """Rows of text alone fill whole micro-batches of a process while the other has images."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    script = Path(__file__).with_name("vlm_worker.py")
+    script = Path(__file__).parents[1].joinpath("support", "vlm_worker.py")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
     done = subprocess.run(
         [sys.executable, *launcher, str(tmp_path), *FAMILIES],

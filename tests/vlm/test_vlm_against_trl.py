@@ -9,12 +9,12 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import tiny_vlm as tiny
 import torch
 from datasets import Dataset
+from support import tiny_vlm as tiny
 
 from groupwise import GRPOConfig, GRPOTrainer
-from groupwise.vision import read_prompt
+from groupwise.tokenization.images import read_prompt
 
 trl = pytest.importorskip("trl")
 pytestmark = pytest.mark.parity

@@ -6,8 +6,8 @@ import importlib.util
 from typing import Any
 
 import pytest
-import tiny_vlm as tiny
 import torch
+from support import tiny_vlm as tiny
 
 TWO_FAMILIES = pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])  # with tied weights, and without
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from groupwise.agents.driven import Chat, DrivenAgents, Driver, OutOfRoomError, Reply
+from groupwise.agents.environment_driven import Chat, Driver, EnvironmentDrivenRollouts, OutOfRoomError, Reply
 from groupwise.agents.environments import Environments
 from groupwise.agents.loop import Agents
-from groupwise.agents.rendering import Renderer
 from groupwise.agents.tools import Tool, Toolbox, make_tool, time_limit
 from groupwise.agents.transcript import Transcript
+from groupwise.tokenization.rendering import Renderer
 
 __all__ = [
     "Agents",
     "Chat",
-    "DrivenAgents",
     "Driver",
+    "EnvironmentDrivenRollouts",
     "Environments",
     "OutOfRoomError",
     "Renderer",

@@ -10,16 +10,16 @@ from typing import Any
 
 from groupwise.agents.environments import EMPTY_PROMPT, Environments, as_plain, as_text, with_observation
 from groupwise.agents.parsing import Call, TurnParser
-from groupwise.agents.rendering import DriftError, Renderer
 from groupwise.agents.tools import CONCURRENT, Outcome, Runner, Tool, Toolbox
 from groupwise.agents.transcript import Transcript
 from groupwise.core.images import ImageInputs
 from groupwise.core.metrics import Mean, Metrics
 from groupwise.errors import AgentError, ConfigError
-from groupwise.prompts import as_completion, is_chat, tokenize_prompt
-from groupwise.protocols import GenerationBackend
-from groupwise.stages import RolloutBatch, Sampling
-from groupwise.vision import image_prompt, prompt_images, read_prompt, refuse_images
+from groupwise.generation.base import GenerationBackend
+from groupwise.records import RolloutBatch, SamplingOptions
+from groupwise.tokenization.images import image_prompt, prompt_images, read_prompt, refuse_images
+from groupwise.tokenization.prompts import as_completion, is_chat, tokenize_prompt
+from groupwise.tokenization.rendering import DriftError, Renderer
 
 #: Seconds that answered rollouts wait for the others at least: what is quicker stays in one batch.
 PATIENCE = 1.0
@@ -103,7 +103,7 @@ class Agents:
         self.runner = Runner()
         self.current: list[Any] | None = None
 
-    def roll_out(self, rows: list[dict[str, Any]], backend: GenerationBackend) -> RolloutBatch:
+    def generate_rollouts(self, rows: list[dict[str, Any]], backend: GenerationBackend) -> RolloutBatch:
         """One rollout for each row.
 
         Raises:
@@ -150,11 +150,11 @@ class Agents:
 
     def _generate(self, ready: list[_Rollout], backend: GenerationBackend) -> None:
         if not ready:
-            take_part(backend)
+            join_collective_generate(backend)
             return
         contexts = [rollout.transcript.context for rollout in ready]
         room = [rollout.transcript.room for rollout in ready]
-        sampling = Sampling(room, images=_images(ready))
+        sampling = SamplingOptions(room, images=_images(ready))
         for rollout, completion in zip(ready, backend.generate(contexts, sampling), strict=True):
             before = rollout.transcript.context
             rollout.transcript.sampled(completion)
@@ -287,9 +287,9 @@ def open_transcript(
     return transcript
 
 
-def take_part(backend: GenerationBackend) -> None:
+def join_collective_generate(backend: GenerationBackend) -> None:
     """Call the backend for nothing, because other processes call it and wait for this one."""
-    backend.generate([sorted(backend.end_tokens)[:1]], Sampling([1]))
+    backend.generate([sorted(backend.end_tokens)[:1]], SamplingOptions([1]))
 
 
 def _shown(content: Any) -> Any:

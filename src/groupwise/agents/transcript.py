@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from groupwise.stages import Completion
+from groupwise.records import Completion
 
 
 @dataclass

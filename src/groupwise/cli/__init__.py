@@ -13,8 +13,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from groupwise.config.redact import redact
 from groupwise.errors import GroupwiseError
-from groupwise.masking import redact
 
 #: Command -> its module, and what it does.
 COMMANDS = {

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from groupwise.cli.report import Finding, fail, ok, warn
-from groupwise.config import GRPOConfig
-from groupwise.prompts import is_chat
+from groupwise.config.grpo_config import GRPOConfig
+from groupwise.tokenization.prompts import is_chat
 
 
 def batch_findings(config: GRPOConfig, prompts: int | None) -> Iterator[Finding]:
@@ -67,13 +67,13 @@ def row_findings(rows: Sequence[dict[str, Any]]) -> Iterator[Finding]:
 
 
 def length_findings(
-    lengths: Sequence[int], config: GRPOConfig, context: int | None, counted: str
+    lengths: Sequence[int], config: GRPOConfig, context: int | None, num_valid: str
 ) -> Iterator[Finding]:
     """The distribution of prompt lengths in tokens, before any cut, against the limits.
 
     Args:
         context: positions that the model has; None where it does not say.
-        counted: which prompts these are, for the report.
+        num_valid: which prompts these are, for the report.
     """
     ordered = sorted(lengths)
 
@@ -82,7 +82,7 @@ def length_findings(
 
     yield ok(
         "prompts",
-        f"tokens of {counted}: min {ordered[0]}, median {at(0.5)}, 95% {at(0.95)}, max {ordered[-1]}",
+        f"tokens of {num_valid}: min {ordered[0]}, median {at(0.5)}, 95% {at(0.95)}, max {ordered[-1]}",
     )
     limit = config.max_prompt_length
     if limit is not None:

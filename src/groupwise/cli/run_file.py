@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import yaml
 from transformers import HfArgumentParser
 
-from groupwise.config import GRPOConfig
+from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError, GroupwiseError, boundary
 
 
@@ -67,7 +67,7 @@ class _Parser(HfArgumentParser):
 
 
 @contextmanager
-def mistakes_told(where: str) -> Iterator[None]:
+def as_config_error(where: str) -> Iterator[None]:
     """What libraries raise about settings and files is told as a mistake of the user."""
     try:
         yield
@@ -101,7 +101,7 @@ def read_run(
             if key not in known:
                 raise ConfigError(f"{path}: unknown key {key!r}; nearest: {_nearest(key, known)!r}")
         parser.set_defaults(**settings)
-    with mistakes_told("settings"):
+    with as_config_error("settings"):
         run, config, _, unknown = parser.parse_args_into_dataclasses(
             args=list(arguments), return_remaining_strings=True, look_for_args_file=False
         )

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from groupwise.cli.run_file import read_yaml
+from groupwise.config.redact import redact
 from groupwise.errors import ConfigError
-from groupwise.masking import redact
 
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 def run(arguments: Sequence[str]) -> int:
     """Print the command and become it; ``--dry_run`` only prints."""
-    from groupwise.backends.vllm.serve import as_shell_line, serve_command
+    from groupwise.generation.vllm.serve import as_shell_line, serve_command
 
     options, extra = _parser().parse_known_args(list(arguments))
     model, port = options.model, options.port

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from groupwise.cli.run_file import RunArguments, mistakes_told, read_run
+from groupwise.cli.run_file import RunArguments, as_config_error, read_run
 from groupwise.cli.sources import check_model, import_object, load_datasets, lora_config, resolve_rewards
-from groupwise.config import GRPOConfig
+from groupwise.config.grpo_config import GRPOConfig
 from groupwise.trainer import GRPOTrainer
 
 
@@ -34,7 +34,7 @@ def make_trainer(settings: RunArguments, config: GRPOConfig) -> GRPOTrainer:
     adapter = lora_config(settings)
     check_model(settings, config.trust_remote_code, config.model_init_kwargs)  # type: ignore[arg-type]
     train_dataset, eval_dataset = load_datasets(settings)
-    with mistakes_told("setting up"):
+    with as_config_error("setting up"):
         return GRPOTrainer(
             settings.model,  # type: ignore[arg-type]
             rewards,

@@ -15,12 +15,12 @@ import psutil
 import torch
 
 from groupwise.cli.report import Finding, fail, ok, warn
-from groupwise.config import GRPOConfig
+from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.advantages import combined_rewards
+from groupwise.cpu.malloc import malloc_trim
 from groupwise.errors import RewardError
-from groupwise.heap import give_back
-from groupwise.rewards.calling import call_rewards
-from groupwise.stages import Completion, RolloutBatch
+from groupwise.records import Completion, RolloutBatch
+from groupwise.rewards.runtime.calling import call_rewards
 from groupwise.trainer import GRPOTrainer
 
 #: States that an optimizer keeps per trained parameter, by the start of its name, in sizes of the parameter.
@@ -63,7 +63,7 @@ def sample(trainer: GRPOTrainer, rows: Sequence[dict[str, Any]]) -> tuple[Rollou
     """A group of completions for each row, and the seconds that took."""
     repeated = [row for row in rows for _ in range(trainer.num_generations)]
     start = time.perf_counter()
-    return trainer.roll_out(repeated), time.perf_counter() - start
+    return trainer.generate_rollouts(repeated), time.perf_counter() - start
 
 
 def sample_findings(
@@ -158,7 +158,7 @@ class _Peak:
     def __enter__(self) -> _Peak:
         gc.collect()
         if not self.cuda:
-            give_back()  # what is free but still held would hide what is taken
+            malloc_trim()  # what is free but still held would hide what is taken
         self.before = self._used()
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -186,10 +186,12 @@ def train_row(trainer: GRPOTrainer, prompt_tokens: int, completion_tokens: int) 
     vocabulary = trainer.model.config.get_text_config(decoder=True).vocab_size
     ids = torch.randint(vocabulary, (prompt_tokens + completion_tokens,), generator=draw).tolist()
     rollout = RolloutBatch([{}], [""], [ids[:prompt_tokens]], [Completion(ids[prompt_tokens:])], [""])
-    batch = trainer.assemble(rollout)
+    batch = trainer.collate(rollout)
     batch = replace(batch, advantages_BX=torch.ones((1, 1), device=trainer.accelerator.device))
-    (batch,) = trainer.weigh_window([trainer.annotate(model, batch, on_policy=True)])
-    trainer.score_tokens(model.eval(), batch)  # the layout is checked on the first rows, not measured here
+    (batch,) = trainer.set_token_weights([trainer.annotate(model, batch, on_policy=True)])
+    trainer.compute_logprobs(
+        model.eval(), batch
+    )  # the layout is checked on the first rows, not measured here
     model.train()
     batch = trainer.scorer.prepare(batch)
     with _Peak(trainer.accelerator.device) as peak:

@@ -33,16 +33,16 @@ class Objective:
     surrogate: per-token loss before weights.
     normalizer: a name in ``NORMALIZERS``.
     diagnostics: extra metrics from the same inputs.
-    folds_correction: the surrogate uses the sampler correction itself instead of being multiplied by it.
-    flat_without_advantage: the surrogate has no gradient where the advantage is zero.
+    applies_sampler_correction: the surrogate applies the sampler correction itself.
+    zero_grad_at_zero_advantage: the surrogate has no gradient where the advantage is zero.
     """
 
     name: str
     surrogate: Surrogate
     normalizer: str
     diagnostics: Diagnostics | None = None
-    folds_correction: bool = False
-    flat_without_advantage: bool = False
+    applies_sampler_correction: bool = False
+    zero_grad_at_zero_advantage: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def evaluate(terms: ObjectiveTerms, settings: ObjectiveSettings) -> tuple[torch.
     log_ratio_BT = (terms.logps_BT - old_logps_BT).masked_fill(off_BT, 0.0)
     ratio_BX = RATIO_LEVELS[settings.ratio_level](log_ratio_BT, mask_BT).exp()
     correction_BX, metrics = correction(terms, settings, old_logps_BT, mask_BT)
-    folded = objective.folds_correction and correction_BX is not None
+    folded = objective.applies_sampler_correction and correction_BX is not None
     surrogate_terms = SurrogateTerms(
         ratio_BX=ratio_BX,
         advantages_BX=terms.advantages_BX,
@@ -222,8 +222,8 @@ def register_objective(
     normalizer: str,
     *,
     diagnostics: Diagnostics | None = None,
-    folds_correction: bool = False,
-    flat_without_advantage: bool = False,
+    applies_sampler_correction: bool = False,
+    zero_grad_at_zero_advantage: bool = False,
 ) -> None:
     """Make ``loss_type=name`` available.
 
@@ -233,8 +233,8 @@ def register_objective(
         normalizer: one of ``sequence_mean``, ``local_token_mean``, ``constant_length``, ``token_mean``,
             ``sequence_sum``.
         diagnostics: optional ``(SurrogateTerms, SurrogateSettings) -> {name: reduction}``.
-        folds_correction: the surrogate reads ``log_correction_BX`` itself.
-        flat_without_advantage: the surrogate has no gradient where the advantage is zero, so that such rows
+        applies_sampler_correction: the surrogate reads ``log_correction_BX`` itself.
+        zero_grad_at_zero_advantage: the gradient is zero where the advantage is zero, so that such rows
             need not be computed.
 
     Raises:
@@ -247,12 +247,12 @@ def register_objective(
     if normalizer not in NORMALIZERS:
         raise ValueError(f"normalizer={normalizer!r} is unknown; allowed: {', '.join(sorted(NORMALIZERS))}")
     OBJECTIVES[name] = Objective(
-        name, surrogate, normalizer, diagnostics, folds_correction, flat_without_advantage
+        name, surrogate, normalizer, diagnostics, applies_sampler_correction, zero_grad_at_zero_advantage
     )
 
 
 #: Every surrogate of the family is a factor times the advantage.
-_BUILT_IN: dict[str, Any] = {"flat_without_advantage": True}
+_BUILT_IN: dict[str, Any] = {"zero_grad_at_zero_advantage": True}
 for _name, _normalizer in {
     "grpo": "sequence_mean",
     "bnpo": "local_token_mean",
@@ -268,6 +268,6 @@ register_objective(
     surrogates.vespo,
     "token_mean",
     diagnostics=_vespo_diagnostics,
-    folds_correction=True,
+    applies_sampler_correction=True,
     **_BUILT_IN,
 )

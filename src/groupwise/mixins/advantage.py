@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from groupwise.config import GRPOConfig
+from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.advantages import ADVANTAGES, AdvantageSettings
-from groupwise.stages import ScoredBatch
+from groupwise.records import RewardBatch
 
 
 class AdvantageMixin:
@@ -14,7 +14,7 @@ class AdvantageMixin:
 
     args: GRPOConfig
 
-    def estimate_advantages(self, scored: ScoredBatch) -> torch.Tensor:
+    def compute_advantages(self, scored: RewardBatch) -> torch.Tensor:
         """Advantages of every completion of the global batch.
 
         Override it to use your own; groups are contiguous runs of ``scored.rewards.num_generations`` rows.

@@ -12,12 +12,19 @@ from accelerate.utils import gather_object
 from torch.utils.data import Dataset
 from transformers import TrainerState
 
-from groupwise.config import GRPOConfig
-from groupwise.data import GenerationBuffer, GroupSampler
-from groupwise.dynamic import Carry, Feed, Filled, FillSettings, fill_batch, with_old_logps
-from groupwise.prompt_queue import rows_of_rank
-from groupwise.stages import RolloutBatch, ScoredBatch, TrainBatch
-from groupwise.window import Cut, WindowWork, recut
+from groupwise.config.grpo_config import GRPOConfig
+from groupwise.data.batches import GenerationBuffer, GroupSampler
+from groupwise.data.dynamic_sampling import (
+    Feed,
+    Filled,
+    FillSettings,
+    LeftoverGroups,
+    fill_batch,
+    with_old_logps,
+)
+from groupwise.data.prompt_source import rows_of_rank
+from groupwise.data.rebalancing import MicroBatchBudget, WindowStats, rebalance
+from groupwise.records import MicroBatch, RewardBatch, RolloutBatch
 
 
 class BatchingMixin:
@@ -27,7 +34,7 @@ class BatchingMixin:
     state: TrainerState
     accelerator: Accelerator
     generation_buffer: GenerationBuffer
-    window_cut: Cut
+    micro_batch_budget: MicroBatchBudget
     feed: Feed
 
     def make_group_sampler(self, dataset: Dataset) -> GroupSampler:
@@ -49,7 +56,7 @@ class BatchingMixin:
 
     def fill(
         self,
-        sample: Callable[[list[dict[str, Any]]], ScoredBatch],
+        sample: Callable[[list[dict[str, Any]]], RewardBatch],
         score: Callable[[RolloutBatch], list[list[float]]],
     ) -> Filled:
         """A generation batch of groups with variance, as far as there are enough (dynamic sampling).
@@ -63,7 +70,7 @@ class BatchingMixin:
             self.feed.carry, settings, lambda count: sample(self._next_rows(count)), gather_object
         )
         surplus = with_old_logps(filled.surplus, settings, score, gather_object)
-        self.feed.carry = Carry(surplus, filled.varied_share)
+        self.feed.carry = LeftoverGroups(surplus, filled.share_with_variance)
         self.feed.warn_of_flat_groups(filled, settings)
         return filled
 
@@ -84,16 +91,16 @@ class BatchingMixin:
         ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
         return rows_of_rank(prompts, self.args.num_generations, rank, ranks)
 
-    def take_micro_batch(
-        self, rows: list[dict[str, Any]], generate: Callable[[list[dict[str, Any]]], list[TrainBatch]]
-    ) -> TrainBatch:
+    def next_micro_batch(
+        self, rows: list[dict[str, Any]], generate: Callable[[list[dict[str, Any]]], list[MicroBatch]]
+    ) -> MicroBatch:
         """The next micro-batch; ``generate(rows)`` refills the buffer when its last use is spent."""
         if self.generation_buffer.exhausted:
             self.generation_buffer = GenerationBuffer(generate(rows), self.args.num_iterations)
         return self.generation_buffer.next()
 
     @contextmanager
-    def undone_by(self, error: type[Exception], then: Callable[[], None]) -> Iterator[None]:
+    def rollback_on_failure(self, error: type[Exception], then: Callable[[], None]) -> Iterator[None]:
         """Put the buffer back as it was when ``error`` ends the block, call ``then``, and go on raising."""
         buffer, cursor = self.generation_buffer, self.generation_buffer.cursor
         try:
@@ -108,13 +115,13 @@ class BatchingMixin:
         uses = self.args.steps_per_generation * self.args.num_iterations
         return self.args.gradient_accumulation_steps % uses == 0
 
-    def recut_window(
-        self, window: list[TrainBatch], layout: str
-    ) -> tuple[list[TrainBatch | None], WindowWork]:
+    def rebalance_micro_batches(
+        self, window: list[MicroBatch], layout: str
+    ) -> tuple[list[MicroBatch | None], WindowStats]:
         """The window without rows that have no gradient, in micro-batches of about equal cost."""
-        return recut(window, layout, self.window_cut, self._rows_of_all_ranks)
+        return rebalance(window, layout, self.micro_batch_budget, self._rows_of_all_ranks)
 
-    def _rows_of_all_ranks(self, batch: TrainBatch) -> TrainBatch:
+    def _rows_of_all_ranks(self, batch: MicroBatch) -> MicroBatch:
         """The rows of all ranks; ranks may differ in whether their sampler reported log-probs."""
         if self.accelerator.num_processes == 1:
             return batch
@@ -122,6 +129,6 @@ class BatchingMixin:
         names = {name for state in gathered for name in state}
         for state in gathered:
             for name in names - state.keys():
-                state[name] = torch.full(state["completion_ids_BC"].shape, torch.nan)
-        joined = TrainBatch.concatenate([TrainBatch.from_state(state) for state in gathered])
+                state[name] = torch.full(state["completion_ids_BT"].shape, torch.nan)
+        joined = MicroBatch.concatenate([MicroBatch.from_state(state) for state in gathered])
         return joined.to(self.accelerator.device)

@@ -7,13 +7,13 @@ from dataclasses import replace
 import torch
 from accelerate import Accelerator
 
-from groupwise.config import GRPOConfig
+from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean, Metrics, masked_mean
 from groupwise.core.objectives import OBJECTIVES, ObjectiveSettings, ObjectiveTerms, evaluate
 from groupwise.core.surrogates import SurrogateSettings
 from groupwise.core.weights import NORMALIZERS, WindowCounts
-from groupwise.stages import LossOutput, TokenScores, TrainBatch
+from groupwise.records import LogprobOutput, LossOutput, MicroBatch
 
 
 class LossMixin:
@@ -25,16 +25,18 @@ class LossMixin:
     entropy_control: EntropyControl
     router_aux_loss_coef: float
 
-    def weigh_window(self, window: list[TrainBatch], filler: int = 0) -> list[TrainBatch]:
+    def set_token_weights(self, window: list[MicroBatch], num_padding_rows: int = 0) -> list[MicroBatch]:
         """Give every loss token of an accumulation window its weight, from exact counts over all ranks.
 
         Args:
-            filler: rows of this rank that only fill up a batch.
+            num_padding_rows: rows of this rank that only fill up a batch.
         """
-        kept = [batch.loss_mask_BC if batch.keep_BC is None else batch.keep_BC for batch in window]
+        kept = [
+            batch.loss_mask_BT if batch.entropy_mask_BT is None else batch.entropy_mask_BT for batch in window
+        ]
         local = [
-            sum(len(batch) for batch in window) - filler,
-            sum(int(batch.loss_mask_BC.sum()) for batch in window),
+            sum(len(batch) for batch in window) - num_padding_rows,
+            sum(int(batch.loss_mask_BT.sum()) for batch in window),
             sum(int(mask.sum()) for mask in kept),
         ]
         totals = self.accelerator.reduce(torch.tensor(local, device=self.accelerator.device), "sum").tolist()
@@ -48,14 +50,14 @@ class LossMixin:
         return [
             replace(
                 batch,
-                weights_BC=normalizer(batch.loss_mask_BC.float(), counts),
-                entropy_weights_BC=None if share is None else mask.float() * share,
-                share_B1=torch.full((len(batch), 1), world_size / sequences, device=mask.device),
+                token_weights_BT=normalizer(batch.loss_mask_BT.float(), counts),
+                entropy_weights_BT=None if share is None else mask.float() * share,
+                sequence_weight_B1=torch.full((len(batch), 1), world_size / sequences, device=mask.device),
             )
             for batch, mask in zip(window, kept, strict=True)
         ]
 
-    def evaluate_objective(self, batch: TrainBatch, scores: TokenScores) -> LossOutput:
+    def compute_policy_loss(self, batch: MicroBatch, scores: LogprobOutput) -> LossOutput:
         """The loss of one micro-batch; the losses of a window add up to the loss of the window.
 
         Override it to train on your own objective, or register one (``groupwise.register_objective``).
@@ -70,14 +72,14 @@ class LossMixin:
             loss, metrics = scores.fused.loss, dict(scores.fused.metrics)
         policy_loss = metrics.get("policy_loss")
         if isinstance(policy_loss, Mean):  # counted by window, as the loss is
-            metrics["policy_loss"] = Mean(policy_loss.total, batch.share_B1.sum())
+            metrics["policy_loss"] = Mean(policy_loss.total, batch.sequence_weight_B1.sum())
         if scores.aux_loss is not None:
-            loss = loss + self.router_aux_loss_coef * scores.aux_loss * batch.share_B1.sum()
+            loss = loss + self.router_aux_loss_coef * scores.aux_loss * batch.sequence_weight_B1.sum()
             metrics["aux_loss"] = Mean(scores.aux_loss.detach())
         bonus_entropy = None
-        if batch.entropy_weights_BC is not None:
-            acted_on_BC = batch.loss_mask_BC if batch.keep_BC is None else batch.keep_BC
-            bonus_entropy = masked_mean(scores.entropy_BC, acted_on_BC)
+        if batch.entropy_weights_BT is not None:
+            acted_on_BT = batch.loss_mask_BT if batch.entropy_mask_BT is None else batch.entropy_mask_BT
+            bonus_entropy = masked_mean(scores.entropy_BT, acted_on_BT)
         return LossOutput(loss, bonus_entropy, metrics)
 
     def update_entropy_coef(self, window_entropy: Mean) -> Metrics:
@@ -103,18 +105,18 @@ class LossMixin:
         return self.args.use_adaptive_entropy or self.args.entropy_coef != 0.0
 
 
-def _terms(batch: TrainBatch, scores: TokenScores) -> ObjectiveTerms:
+def _terms(batch: MicroBatch, scores: LogprobOutput) -> ObjectiveTerms:
     return ObjectiveTerms(
-        logps_BT=scores.logps_BC,
-        entropy_BT=scores.entropy_BC,
+        logps_BT=scores.logps_BT,
+        entropy_BT=scores.entropy_BT,
         advantages_BX=batch.advantages_BX,
-        mask_BT=batch.loss_mask_BC,
-        weights_BT=batch.weights_BC,
-        old_logps_BT=batch.old_logps_BC,
-        ref_logps_BT=batch.ref_logps_BC,
-        sampler_logps_BT=batch.sampler_logps_BC,
-        keep_BT=batch.keep_BC,
-        entropy_weights_BT=batch.entropy_weights_BC,
+        mask_BT=batch.loss_mask_BT,
+        weights_BT=batch.token_weights_BT,
+        old_logps_BT=batch.old_logps_BT,
+        ref_logps_BT=batch.ref_logps_BT,
+        sampler_logps_BT=batch.sampler_logps_BT,
+        keep_BT=batch.entropy_mask_BT,
+        entropy_weights_BT=batch.entropy_weights_BT,
     )
 
 

@@ -11,12 +11,12 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from transformers import TrainerState
 
-from groupwise.config import GRPOConfig
+from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.advantages import GroupRewards, combined_rewards, nan_std
 from groupwise.core.metrics import Mean, Metrics, Sum, merge_metrics
-from groupwise.rewards.calling import Reward, call_rewards
-from groupwise.rewards.early import EarlyReward
-from groupwise.stages import RolloutBatch, ScoredBatch
+from groupwise.records import RewardBatch, RolloutBatch
+from groupwise.rewards.runtime.calling import Reward, call_rewards
+from groupwise.rewards.runtime.partial import PartialReward
 
 
 class RewardMixin:
@@ -29,7 +29,9 @@ class RewardMixin:
     reward_func_names: list[str]
     reward_weights: torch.Tensor
 
-    def score(self, rollout: RolloutBatch, num_generations: int, num_rows: int | None = None) -> ScoredBatch:
+    def compute_rewards(
+        self, rollout: RolloutBatch, num_generations: int, num_rows: int | None = None
+    ) -> RewardBatch:
         """Rewards of this rank's completions, joined with those of the other ranks.
 
         Override it to compute rewards in your own way.
@@ -72,15 +74,15 @@ class RewardMixin:
             for i, name in enumerate(self.reward_func_names):
                 metrics[f"rewards/{name}/errors"] = Sum(float(i in failures))
         # Copies: a function that was given up may still log into these.
-        return ScoredBatch(rollout, rewards, local, dict(columns), merge_metrics([metrics, *list(logged)]))
+        return RewardBatch(rollout, rewards, local, dict(columns), merge_metrics([metrics, *list(logged)]))
 
-    def begin_rewards(self) -> Callable[[RolloutBatch], None] | None:
+    def start_partial_rewards(self) -> Callable[[RolloutBatch], None] | None:
         """What calls the independent functions on a part of the rollout that ``score`` will get.
 
         None without such functions, and where ``score`` is overridden: it may never call them.
         """
-        early = [function for function in self.reward_callables if isinstance(function, EarlyReward)]
-        if not early or type(self).score is not RewardMixin.score:
+        early = [function for function in self.reward_callables if isinstance(function, PartialReward)]
+        if not early or type(self).compute_rewards is not RewardMixin.compute_rewards:
             return None
 
         def begin(part: RolloutBatch) -> None:

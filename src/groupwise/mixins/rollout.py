@@ -8,16 +8,15 @@ from typing import Any
 
 from transformers import TrainerState
 
-from groupwise.agents import Agents, DrivenAgents
-from groupwise.backends.overriding import Overriding
-from groupwise.backends.rollout_function import call_rollout_function
-from groupwise.backends.weight_stream import weight_stream
-from groupwise.config import GRPOConfig
+from groupwise.agents import Agents, EnvironmentDrivenRollouts
+from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.images import ImageInputs
-from groupwise.prompts import as_completion, same_prompt, tokenize_prompt
-from groupwise.protocols import GenerationBackend, RolloutFunction
-from groupwise.stages import Completion, RolloutBatch, Sampling
-from groupwise.vision import (
+from groupwise.generation.base import GenerationBackend
+from groupwise.generation.overriding import Overriding
+from groupwise.generation.rollout_func import call_rollout_function
+from groupwise.generation.weight_iterator import weight_iterator
+from groupwise.records import Completion, RolloutBatch, RolloutFunction, SamplingOptions
+from groupwise.tokenization.images import (
     check_rollout,
     image_prompt,
     is_processor,
@@ -25,6 +24,7 @@ from groupwise.vision import (
     refuse_images,
     row_images,
 )
+from groupwise.tokenization.prompts import as_completion, same_prompt, tokenize_prompt
 
 
 class RolloutMixin:
@@ -35,13 +35,13 @@ class RolloutMixin:
     processing_class: Any
     backend: GenerationBackend
     rollout_func: RolloutFunction | None
-    agents: Agents | DrivenAgents | None
+    agents: Agents | EnvironmentDrivenRollouts | None
 
     def sync_sampler(self, policy: Any) -> None:
         """Give the backend the weights of ``policy``, if an optimizer step has changed them since."""
-        self.backend.sync_weights(weight_stream(policy), step=self.state.global_step)
+        self.backend.sync_weights(weight_iterator(policy), step=self.state.global_step)  # type: ignore[arg-type]
 
-    def roll_out(self, rows: list[dict[str, Any]]) -> RolloutBatch:
+    def generate_rollouts(self, rows: list[dict[str, Any]]) -> RolloutBatch:
         """Sample one completion for each row; a prompt that stands in several rows gets several samples.
 
         Override it to generate in your own way.
@@ -50,14 +50,14 @@ class RolloutMixin:
             rows: dataset rows with a ``prompt``; rows of one group are next to each other.
         """
         if self.agents is not None:
-            return self.agents.roll_out(rows, self.backend)
+            return self.agents.generate_rollouts(rows, self.backend)
         prompts = [image_prompt(row) for row in rows]
         extra: dict[str, list[Any]] = {}
         images = None
         if self.rollout_func is None:
             prompt_ids, images = self._tokenize(rows, prompts)
             finished = self._teller(rows, prompts, prompt_ids)
-            completions = self.backend.generate(prompt_ids, Sampling(images=images, finished=finished))
+            completions = self.backend.generate(prompt_ids, SamplingOptions(images=images, finished=finished))
         else:
             prompt_ids, completions, extra = call_rollout_function(
                 self.rollout_func, prompts, self, self.backend.end_tokens
@@ -68,14 +68,14 @@ class RolloutMixin:
         texts = self._texts(prompts, completions)
         return RolloutBatch(rows, prompts, prompt_ids, completions, texts, extra, images=images)
 
-    def hears_of_parts(self) -> Callable[[RolloutBatch], None] | None:
+    def on_partial_rollout(self) -> Callable[[RolloutBatch], None] | None:
         """What is given the completions that are there while others are generated; the trainer says."""
         return None
 
     def _teller(
         self, rows: list[dict[str, Any]], prompts: list[Any], prompt_ids: list[list[int]]
     ) -> Callable[[Sequence[int], list[Completion]], None] | None:
-        hearer = self.hears_of_parts()
+        hearer = self.on_partial_rollout()
         if hearer is None:
             return None
 
@@ -105,10 +105,10 @@ class RolloutMixin:
         finally:
             self.backend = backend
 
-    def roll_out_ahead(self, rows: list[dict[str, Any]], step: int) -> None:
-        """Let a server begin with what ``roll_out`` will be called for at optimizer step ``step``."""
+    def prefetch_rollouts(self, rows: list[dict[str, Any]], step: int) -> None:
+        """Start generating the rollouts of optimizer step ``step`` on a server."""
         prompt_ids, images = self._tokenize(rows, [image_prompt(row) for row in rows])
-        self.backend.generate_ahead(prompt_ids, Sampling(images=images), step=step)  # type: ignore[attr-defined]
+        self.backend.prefetch(prompt_ids, SamplingOptions(images=images), step=step)  # type: ignore[attr-defined]
 
     def _tokenize(
         self, rows: list[dict[str, Any]], prompts: list[Any]

@@ -1,7 +1,7 @@
 """What a run shows of itself: completions tables, the progress bar and the model card."""
 
-from groupwise.reporting.card import model_card, write_model_card
 from groupwise.reporting.completions import report_completions
+from groupwise.reporting.model_card import model_card, write_model_card
 from groupwise.reporting.progress import RewardProgressCallback, show_rewards_in_progress
 
 __all__ = [

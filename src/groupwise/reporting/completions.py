@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from groupwise.config import GRPOConfig
+from groupwise.config.grpo_config import GRPOConfig
 from groupwise.reporting.console import print_table
 from groupwise.reporting.dashboards import log_tables
 from groupwise.reporting.hub import push_folder

@@ -6,13 +6,13 @@ from groupwise.rewards.accuracy import (
     reasoning_accuracy_reward,
 )
 from groupwise.rewards.code import get_code_execution_reward
-from groupwise.rewards.isolation import isolated
-from groupwise.rewards.marking import independent
 from groupwise.rewards.reasoning_gym import (
     create_reasoning_gym,
     get_reasoning_gym_reward,
     reasoning_gym_dataset,
 )
+from groupwise.rewards.runtime.isolation import isolated
+from groupwise.rewards.runtime.marking import per_sample_reward
 from groupwise.rewards.shaping import (
     get_repetition_penalty_reward,
     get_soft_overlong_punishment,
@@ -27,8 +27,8 @@ __all__ = [
     "get_reasoning_gym_reward",
     "get_repetition_penalty_reward",
     "get_soft_overlong_punishment",
-    "independent",
     "isolated",
+    "per_sample_reward",
     "reasoning_accuracy_reward",
     "reasoning_gym_dataset",
     "think_format_reward",

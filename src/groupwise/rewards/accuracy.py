@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from groupwise.errors import ConfigError
-from groupwise.rewards.marking import independent
+from groupwise.rewards.runtime.marking import per_sample_reward
 from groupwise.rewards.texts import answer_text, check_number, check_whole, require
 
 LogExtra = Callable[[str, list[Any]], None]
@@ -21,7 +21,7 @@ class _Grade(NamedTuple):
     answer: str
 
 
-@independent
+@per_sample_reward
 def accuracy_reward(
     completions: Sequence[Any], solution: Sequence[Any], log_extra: LogExtra | None = None, **_: Any
 ) -> list[float | None]:
@@ -48,7 +48,7 @@ def accuracy_reward(
     return _report([_grade(answer_text(text), gold) for text, gold in pairs], solution, log_extra)
 
 
-@independent
+@per_sample_reward
 def reasoning_accuracy_reward(
     completions: Sequence[Any],
     solution: Sequence[Any],
@@ -145,7 +145,7 @@ def get_cosine_scaled_reward(
 
 @dataclass(frozen=True)
 class _CosineScaled:
-    independent: ClassVar[bool] = True
+    per_sample_reward: ClassVar[bool] = True
     __name__: ClassVar[str] = "cosine_scaled_reward"
 
     max_len: int

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from groupwise.errors import ConfigError, RewardError
-from groupwise.rewards.sandbox import Limits, Outcome, run_program
+from groupwise.rewards.runtime.sandbox import Limits, Outcome, run_program
 from groupwise.rewards.texts import answer_text, check_number, check_whole
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ def _isolation(limits: Limits, required: bool) -> bool:
 
 @dataclass(frozen=True)
 class _CodeExecution:
-    independent: ClassVar[bool] = True
+    per_sample_reward: ClassVar[bool] = True
     __name__: ClassVar[str] = "code_execution_reward"
 
     column: str

@@ -89,7 +89,7 @@ def get_reasoning_gym_reward(
 
 @dataclass(frozen=True)
 class _ReasoningGym:
-    independent: ClassVar[bool] = True
+    per_sample_reward: ClassVar[bool] = True
     __name__: ClassVar[str] = "reasoning_gym_reward"
 
     tasks: Any

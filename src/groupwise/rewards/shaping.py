@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from groupwise.rewards.marking import independent
+from groupwise.rewards.runtime.marking import per_sample_reward
 from groupwise.rewards.texts import answer_text, check_number, check_whole
 
 
-@independent
+@per_sample_reward
 def think_format_reward(completions: Sequence[Any], **_: Any) -> list[float]:
     """1 for texts that begin with their only ``<think>`` and close it, else 0 (DeepSeek-R1's format reward).
 
@@ -48,7 +48,7 @@ def get_soft_overlong_punishment(
 
 @dataclass(frozen=True)
 class _SoftOverlong:
-    independent: ClassVar[bool] = True
+    per_sample_reward: ClassVar[bool] = True
     __name__: ClassVar[str] = "soft_overlong_punishment_reward"
 
     max_completion_len: int
@@ -93,7 +93,7 @@ def get_repetition_penalty_reward(
 
 @dataclass(frozen=True)
 class _RepetitionPenalty:
-    independent: ClassVar[bool] = True
+    per_sample_reward: ClassVar[bool] = True
     __name__: ClassVar[str] = "repetition_penalty_reward"
 
     ngram_size: int

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from groupwise.agents.driven import Chat, OutOfRoomError, Reply
+from groupwise.agents.environment_driven import Chat, OutOfRoomError, Reply
 from groupwise.errors import ConfigError
 
 _KEPT = ("prompt", "example_id", "answer", "info", "task")

@@ -1,0 +1,1 @@
+"""Every setting of a run and every constraint on it."""

@@ -1,0 +1,1 @@
+"""Optimizations that only CPU runs use."""

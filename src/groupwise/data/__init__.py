@@ -1,0 +1,1 @@
+"""Prompts of a step, their order, and the split of rows into micro-batches."""

@@ -1,0 +1,83 @@
+"""Completions from the user's own ``rollout_func``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from groupwise.errors import BackendError, boundary
+from groupwise.records import Completion
+
+_OWN_KEYS = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
+
+
+def call_rollout_function(
+    function: Any, prompts: list[Any], trainer: Any, end_tokens: frozenset[int]
+) -> tuple[list[list[int]], list[Completion], dict[str, list[Any]]]:
+    """Run ``function(prompts, trainer)`` and check what it returned.
+
+    It returns a dictionary of lists with B entries: ``prompt_ids`` and ``completion_ids`` (tokens); if it
+    likes ``logprobs`` (of each completion token, None or NaN where there is none) and ``env_mask`` (1 for
+    tokens that the policy chose, 0 for others, which carry no loss); anything else becomes a column for the
+    rewards.
+
+    Args:
+        prompts: B prompts, repeated once per completion. The function gets copies, to which it may append
+            messages.
+        end_tokens: a completion that ends in none of these counts as truncated.
+
+    Returns:
+        prompt token lists, completions, and the extra columns, each with B entries.
+
+    Raises:
+        BackendError: the function raised, a required key is missing, lengths do not agree, or a mask is none.
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    with boundary(BackendError, f"rollout_func {name!r}"):
+        output = function([_copy(prompt) for prompt in prompts], trainer)
+    missing = [key for key in ("prompt_ids", "completion_ids") if key not in output]
+    if missing:
+        raise BackendError(
+            f"rollout_func {name!r} returned no {' and no '.join(missing)}; it returned {sorted(output)}; "
+            "it must return prompt_ids and completion_ids, and may return logprobs, env_mask and extra "
+            "columns"
+        )
+    for key, values in output.items():
+        if values is not None and len(values) != len(prompts):
+            raise BackendError(
+                f"rollout_func {name!r} returned {len(values)} entries for {key!r}, but there are "
+                f"{len(prompts)} prompts (each prompt is repeated once per completion)"
+            )
+    completions = [_completion(output, row, name, end_tokens) for row in range(len(prompts))]
+    extra = {
+        key: list(values) for key, values in output.items() if key not in _OWN_KEYS and values is not None
+    }
+    return [list(ids) for ids in output["prompt_ids"]], completions, extra
+
+
+def _copy(prompt: Any) -> Any:
+    return prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
+
+
+def _completion(output: dict[str, Any], row: int, name: str, end_tokens: frozenset[int]) -> Completion:
+    tokens = [int(token) for token in output["completion_ids"][row]]
+    logps, loss_mask = (
+        None if output.get(key) is None else list(output[key][row]) for key in ("logprobs", "env_mask")
+    )
+    for key, values in (("logprobs", logps), ("env_mask", loss_mask)):
+        if values is not None and len(values) != len(tokens):
+            raise BackendError(
+                f"rollout_func {name!r}, completion {row}: {len(values)} values in {key!r} for {len(tokens)} "
+                "tokens"
+            )
+    if loss_mask is not None and not set(loss_mask) <= {0, 1}:
+        wrong = next(value for value in loss_mask if value not in (0, 1))
+        raise BackendError(
+            f"rollout_func {name!r}, completion {row}: 'env_mask' holds {wrong!r}; allowed: 1 for tokens "
+            "that the policy chose, 0 for others"
+        )
+    return Completion(
+        token_ids=tokens,
+        logps=None if logps is None else [float("nan") if value is None else float(value) for value in logps],
+        loss_mask=None if loss_mask is None else [int(value) for value in loss_mask],
+        truncated=not tokens or tokens[-1] not in end_tokens,
+    )

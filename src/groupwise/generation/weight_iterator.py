@@ -1,0 +1,219 @@
+"""The policy's weights as a checkpoint holds them: whole tensors under checkpoint names, module by module.
+
+Every process walks the same modules in the same order, because a sharded tensor is gathered by all of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from groupwise.errors import BackendError
+
+BUCKET_BYTES = 512 * 2**20
+
+# Parts of module names that wrappers add: torch.compile, checkpointing, FSDP, PEFT.
+_WRAPPERS = {
+    *("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"),
+    *("base_layer", "original_module", "token_adapter"),
+}
+
+
+@torch.no_grad()
+def weight_iterator(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight once, adapters merged into the weights that they change; the model stays as it is.
+
+    Args:
+        model: unwrapped; plain, PEFT, ZeRO-3 or sharded by ``fully_shard``; with the first version of FSDP
+            the outermost ``FullyShardedDataParallel``. All of its processes must iterate to the end.
+
+    Yields:
+        checkpoint name, whole tensor on the device of the model. It is valid until the model changes.
+
+    Raises:
+        BackendError: weights that have no form without their adapter or their quantisation.
+    """
+    units = _units(model)
+    model = (
+        model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "base_model") else model
+    )
+    to_checkpoint = _conversion(model)
+    adapters, skipped = _adapters(model)
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    by_unit: dict[Any, list[tuple[str, nn.Module]]] = {}
+    for path, module in model.named_modules():
+        if id(module) not in skipped and not isinstance(module, FullyShardedDataParallel):
+            by_unit.setdefault(units.get(id(module)), []).append((path, module))
+    seen: dict[int, torch.Tensor] = {}  # holds them, since some live only as long as their unit is whole
+    for unit, modules in by_unit.items():
+        with _unsharded([unit]):
+            for path, module in modules:
+                tuners = adapters.get(id(module), [])
+                tensors = dict(_own_tensors(module))
+                _check(path, tensors, tuners, uses)
+                own = {name: tensor for name, tensor in tensors.items() if id(tensor) not in seen}
+                seen.update((id(tensor), tensor) for tensor in own.values())
+                if not own:
+                    continue
+                others = dict.fromkeys(units.get(id(part)) for tuner in tuners for part in tuner.modules())
+                with _unsharded(other for other in others if other is not unit):
+                    whole = _merged(module, own, tuners) if tuners else _gathered(own, lent=unit is not None)
+                prefix = _checkpoint_path(path)
+                yield from to_checkpoint({f"{prefix}{name}": t for name, t in whole.items()}).items()
+
+
+def gatherable(accelerator: Any, model: Any) -> Any:
+    """The policy without what wraps it, except for the FSDP unit around it, which gathers its weights."""
+    return model if isinstance(model, FullyShardedDataParallel) else accelerator.unwrap_model(model)
+
+
+def _units(model: nn.Module) -> dict[int, nn.Module]:
+    """The innermost FSDP unit around each module, the outermost unit being the model itself."""
+    units = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
+    return {id(module): unit for unit in units for module in unit.modules()}
+
+
+def _unsharded(units: Iterable[Any]) -> ExitStack:
+    """Inside, the parameters of these FSDP units, but not of units within them, are whole."""
+    stack = ExitStack()
+    for unit in units:
+        if unit is not None:
+            whole = FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False)
+            stack.enter_context(whole)
+    return stack
+
+
+def buckets(
+    stream: Iterable[tuple[str, torch.Tensor]], limit: int = BUCKET_BYTES
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Consecutive weights of at most ``limit`` bytes together; a larger one has a bucket of its own."""
+    bucket: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, tensor in stream:
+        if bucket and size + tensor.nbytes > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a checkpoint holds of this module itself: parameters and persistent buffers."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield name, parameter
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def _checkpoint_path(path: str) -> str:
+    parts = path.split(".")
+    if "modules_to_save" in parts:  # the name of the adapter follows
+        index = parts.index("modules_to_save")
+        del parts[index : index + 2]
+    kept = [part for part in parts if part and part not in _WRAPPERS]
+    return ".".join([*kept, ""])
+
+
+def _adapters(model: nn.Module) -> tuple[dict[int, list[Any]], set[int]]:
+    """The adapters by the module that they change, and the modules that a checkpoint of the model has not."""
+    if "peft" not in sys.modules:
+        return {}, set()
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    adapters: dict[int, list[Any]] = {}
+    absent: list[nn.Module] = []
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            adapters.setdefault(id(module.get_base_layer()), []).insert(0, module)  # innermost first
+            absent += [child for name, child in module.named_children() if name != "base_layer"]
+        elif isinstance(module, ModulesToSaveWrapper):
+            in_use = module.active_adapters[0] if module.active_adapters else None
+            absent += [child for name, child in module.modules_to_save.items() if name != in_use]
+            absent += [module.original_module] if in_use else []
+    return adapters, {id(part) for module in absent for part in module.modules()}
+
+
+def _check(path: str, own: dict[str, torch.Tensor], tuners: list[Any], uses: Counter[int]) -> None:
+    for name, tensor in own.items():
+        if hasattr(tensor, "quant_state") or hasattr(tensor, "SCB"):
+            raise BackendError(f"{path}.{name} is quantised; its values cannot be handed to another engine")
+        if tuners and uses[id(tensor)] > 1:
+            raise BackendError(
+                f"{path}.{name} has an adapter and is tied to another layer without it, which no checkpoint "
+                "can express; leave it out of target_modules"
+            )
+
+
+def _merged(module: nn.Module, own: dict[str, torch.Tensor], tuners: list[Any]) -> dict[str, torch.Tensor]:
+    """The module's tensors with its adapters merged: in whole copies, after which it has its own again."""
+    owners = [module, *(part for tuner in tuners for part in tuner.modules() if part is not module)]
+    originals = {
+        (owner, name): p for owner in owners for name, p in owner._parameters.items() if p is not None
+    }
+    merged_before = [tuner.merged_adapters for tuner in tuners]
+    try:
+        with gathering(originals.values()):
+            for (owner, name), parameter in originals.items():
+                owner._parameters[name] = nn.Parameter(
+                    whole_tensor(parameter.data).clone(), requires_grad=False
+                )
+        for tuner in tuners:
+            if not tuner.disable_adapters:
+                tuner.merged_adapters = list(tuner.merged_adapters)
+                tuner.merge()
+        return {name: getattr(module, name).data for name in own}
+    finally:
+        for (owner, name), parameter in originals.items():
+            owner._parameters[name] = parameter
+        for tuner, merged in zip(tuners, merged_before, strict=True):
+            tuner.merged_adapters = merged
+
+
+def _gathered(own: dict[str, torch.Tensor], *, lent: bool) -> dict[str, torch.Tensor]:
+    lent = lent or any(hasattr(tensor, "ds_id") for tensor in own.values())
+    with gathering(own.values()):
+        # What FSDP and ZeRO gathered is gone when the next part is.
+        return {
+            name: whole_tensor(t.data).clone() if lent else whole_tensor(t.data) for name, t in own.items()
+        }
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor; one that ``fully_shard`` spread over processes is gathered."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def gathering(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[Any]:
+    """Inside, parameters that ZeRO-3 partitions over processes have their values."""
+    partitioned = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
+    if not partitioned:
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(partitioned)  # no module of that name: it is an attribute
+
+
+def _conversion(model: Any) -> Any:
+    """From the names and shapes that transformers gives weights in memory to those of checkpoints."""
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None and hasattr(model, "config"):
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+    if not conversions:
+        return lambda tensors: tensors
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return lambda tensors: revert_weight_conversion(model, tensors)

@@ -1,0 +1,1 @@
+"""Everything about ``transformers.Trainer`` that is not specific to GRPO."""

@@ -1,0 +1,1 @@
+"""Model in, log-probs out: loading, reference model, layouts and heads."""

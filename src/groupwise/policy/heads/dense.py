@@ -1,0 +1,86 @@
+"""Log-probs and entropy from logits held whole: the plain reference for every other head.
+
+Axes: N rows (one predicted token each), V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from groupwise.policy.heads.weights import HeadWeights
+
+
+def projection_dtype(hidden: torch.Tensor, fp32: bool) -> torch.dtype:
+    """The dtype a head multiplies in: float32 on request, else autocast's, else that of the hidden states."""
+    if hidden.dtype == torch.float64:
+        return torch.float64
+    if fp32:
+        return torch.float32
+    device_type = hidden.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else hidden.dtype
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of logits, log-probs and entropy: float32, or float64 for float64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def logps_from_logits(
+    logits_NV: torch.Tensor, targets_N: torch.Tensor, temperature: float = 1.0, with_entropy: bool = True
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probability of each target and entropy of each row's distribution, softmax(logits / temperature).
+
+    Args:
+        logits_NV: finite logits, any float dtype; leading axes may be several, `targets_N` has the same ones.
+        targets_N: token ids in [0, V).
+        temperature: positive divisor of the logits.
+        with_entropy: also return `-Σ p log p`, in nats.
+
+    Returns:
+        Log-probs and entropy (or None), shaped like `targets_N`, float32 (float64 for float64 logits).
+    """
+    logits_NV = logits_NV.to(statistics_dtype(logits_NV.dtype))
+    return _scores(_all_logps(logits_NV, temperature), targets_N, with_entropy)
+
+
+def dense_head(
+    hidden_NH: torch.Tensor,
+    head: HeadWeights,
+    targets_N: torch.Tensor,
+    temperature: float = 1.0,
+    with_entropy: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probs and entropy from hidden states, with all N x V logits in memory at once.
+
+    Args:
+        hidden_NH: final hidden states, one row per predicted token.
+        head: projection and logit transform.
+        targets_N: token ids in [0, V).
+        temperature: positive divisor of the logits, applied after the model's own scale and softcap.
+        with_entropy: also return the entropy.
+
+    Returns:
+        Log-probs and entropy (or None), shape (N,), float32 (float64 for float64 hidden states), in nats.
+    """
+    dtype = projection_dtype(hidden_NH, head.fp32)
+    bias_V = None if head.bias_V is None else head.bias_V.to(dtype)
+    with torch.autocast(hidden_NH.device.type, enabled=False):
+        logits_NV = F.linear(hidden_NH.to(dtype), head.weight_VH.to(dtype), bias_V).to(
+            statistics_dtype(dtype)
+        )
+        logits_NV = head.shape_logits(logits_NV)
+        all_logps_NV = _all_logps(logits_NV, temperature)
+        del logits_NV  # or it would stay beside the tensors of the entropy, each of its size
+        return _scores(all_logps_NV, targets_N, with_entropy)
+
+
+def _all_logps(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    return torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
+
+
+def _scores(
+    all_logps: torch.Tensor, targets: torch.Tensor, with_entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    logps = all_logps.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    return logps, -(all_logps.exp() * all_logps).sum(-1) if with_entropy else None

@@ -1,0 +1,1 @@
+"""Calls of reward functions: time limits, isolation and the sandbox."""

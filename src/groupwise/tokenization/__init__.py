@@ -1,0 +1,1 @@
+"""Messages and images to token ids."""

@@ -1,0 +1,237 @@
+"""Environments that lead the conversation: what they say is appended, and a changed history forks."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+from support.agent_runs import trainer
+from support.scripted import ScriptedBackend, byte_tokenizer, call
+
+from groupwise.agents import EnvironmentDrivenRollouts, OutOfRoomError, Renderer, make_tool
+from groupwise.agents.loop import AgentSettings
+from groupwise.errors import AgentError
+
+
+class Dialogue:
+    """Asks, says "more" as often as the row wants, and counts the turns."""
+
+    time_limit = 20.0
+    uses_tools = False
+
+    async def drive(self, row: dict[str, Any], chat: Any) -> dict[str, Any]:
+        messages = [{"role": "user", "content": row["question"]}]
+        turns = 0
+        while turns <= row.get("more", 0):
+            reply = await chat(messages, [])
+            messages = self.remember([*messages, reply.message])
+            messages.append({"role": "user", "content": "more"})
+            turns += 1
+        return {"turns": turns}
+
+    def remember(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return messages
+
+    def rewards(self) -> list[Any]:
+        return [turns_reward]
+
+
+def turns_reward(turns: list[int], **_: Any) -> list[float]:
+    return [float(count) for count in turns]
+
+
+def generate_rollouts(driver: Any, scripts: list[list[str]], rows: list[dict[str, Any]], **settings: Any):
+    tokenizer = byte_tokenizer()
+    renderer = Renderer(tokenizer, frozenset([tokenizer.eos_token_id]), shows_tools=driver.uses_tools)
+    loop = EnvironmentDrivenRollouts(
+        driver, tokenizer, AgentSettings(**{"max_completion_length": 500, **settings}), renderer
+    )
+    backend = ScriptedBackend(tokenizer, scripts)
+    return loop.generate_rollouts(rows, backend), backend, tokenizer
+
+
+def test_messages_are_appended_and_turns_share_calls_of_the_backend():
+    rows = [{"question": "a", "more": 2}, {"question": "b", "more": 0}]
+    rollout, backend, tokenizer = generate_rollouts(Dialogue(), [["one", "two", "three"], ["only"]], rows)
+    assert [len(prompts) for prompts in backend.calls] == [2, 1, 1]
+    assert rollout.prompts == [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]]
+    assert [message["content"] for message in rollout.texts[0]] == ["one", "more", "two", "more", "three"]
+    whole = tokenizer.apply_chat_template(rollout.prompts[0] + rollout.texts[0], tokenize=False)
+    completion = rollout.completions[0]
+    assert tokenizer.decode(rollout.prompt_ids[0] + completion.token_ids) + "\n" == whole
+    chosen = [token for token, mine in zip(completion.token_ids, completion.loss_mask, strict=True) if mine]
+    assert tokenizer.decode(chosen) == "one<|im_end|>two<|im_end|>three<|im_end|>"
+    assert rollout.extra == {"turns": [3, 1]}
+    assert rollout.metrics["tools/fork_frequency"].value() == 0
+
+
+def test_an_environment_that_rewrites_history_forks_the_rollout_there():
+    class Forgetful(Dialogue):
+        def remember(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            return [
+                *messages[:-1],
+                {**messages[-1], "content": messages[-1]["content"].replace("secret", "***")},
+            ]
+
+    rows = [{"question": "a", "more": 1}]
+    rollout, _, tokenizer = generate_rollouts(Forgetful(), [["my secret is out", "two"]], rows)
+    completion = rollout.completions[0]
+    assert tokenizer.decode(completion.token_ids).startswith(
+        "my *** is out<|im_end|>\n<|im_start|>user\nmore"
+    )
+    chosen = [token for token, mine in zip(completion.token_ids, completion.loss_mask, strict=True) if mine]
+    assert (
+        tokenizer.decode(chosen) == "my two<|im_end|>"
+    )  # what both histories share, and the turn in the new one
+    assert rollout.metrics["tools/fork_frequency"].value() == 1
+    assert [message["content"] for message in rollout.texts[0]] == ["my *** is out", "more", "two"]
+
+
+def test_a_history_without_the_prompt_becomes_the_prompt():
+    class Restarting(Dialogue):
+        def remember(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            return [{"role": "user", "content": "summary"}]
+
+    rollout, _, tokenizer = generate_rollouts(
+        Restarting(), [["one"], ["two"]], [{"question": "a", "more": 1}]
+    )
+    assert "summary" in tokenizer.decode(rollout.prompt_ids[0])
+    assert tokenizer.decode(rollout.completions[0].token_ids) == "two<|im_end|>"
+
+
+def test_the_limit_ends_a_rollout():
+    rollout, _, _ = generate_rollouts(
+        Dialogue(), [["a" * 20] * 9], [{"question": "a", "more": 8}], max_completion_length=100
+    )
+    completion = rollout.completions[0]
+    assert completion.truncated and len(completion.token_ids) <= 100
+    assert rollout.extra == {}  # the environment did not get to its end
+
+
+def test_the_models_context_ends_a_rollout_as_well():
+    row = [{"question": "a", "more": 8}]
+    whole, _, _ = generate_rollouts(Dialogue(), [["a" * 20] * 9], row)
+    context = len(whole.prompt_ids[0]) + 100
+    rollout, _, _ = generate_rollouts(Dialogue(), [["a" * 20] * 9], row, context_length=context)
+    completion = rollout.completions[0]
+    assert completion.truncated and len(completion.token_ids) <= 100
+    assert completion.token_ids == whole.completions[0].token_ids[: len(completion.token_ids)]
+
+
+def test_a_new_history_that_fills_the_context_ends_the_rollout():
+    class Growing(Dialogue):
+        def remember(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            return [{"role": "user", "content": "summary " * 200}]
+
+    rollout, _, tokenizer = generate_rollouts(
+        Growing(), [["one"], ["two"]], [{"question": "a", "more": 1}], context_length=500
+    )
+    assert rollout.completions[0].truncated and len(rollout.prompt_ids[0]) < 500
+    assert tokenizer.decode(rollout.completions[0].token_ids) == "one<|im_end|>"
+
+
+def test_an_environment_may_go_on_when_the_policy_cannot():
+    class Careful(Dialogue):
+        async def drive(self, row: dict[str, Any], chat: Any) -> dict[str, Any]:
+            try:
+                return await super().drive(row, chat)
+            except OutOfRoomError:
+                return {"turns": -1}
+
+    rollout, _, _ = generate_rollouts(
+        Careful(), [["a" * 20] * 9], [{"question": "a", "more": 8}], max_completion_length=100
+    )
+    assert rollout.extra == {"turns": [-1]}
+
+
+def test_calls_of_tools_are_messages():
+    def look(at: str) -> str:
+        """Look.
+
+        Args:
+            at: at what.
+        """
+        return at
+
+    class WithTools(Dialogue):
+        uses_tools = True
+
+        async def drive(self, row: dict[str, Any], chat: Any) -> dict[str, Any]:
+            messages = [{"role": "user", "content": "?"}]
+            reply = await chat(messages, [make_tool(look).schema])
+            (made,) = reply.message["tool_calls"]
+            assert made["function"] == {"name": "look", "arguments": {"at": "it"}}
+            messages += [reply.message, {"role": "tool", "name": "look", "content": "a cat"}]
+            await chat(messages, [make_tool(look).schema])
+            return {}
+
+    rollout, _, tokenizer = generate_rollouts(WithTools(), [[call("look", at="it"), "A cat."]], [{}])
+    assert "look" in tokenizer.decode(rollout.prompt_ids[0])
+    assert "a cat<|im_end|>" in tokenizer.decode(rollout.completions[0].token_ids)
+
+
+class Failing(Dialogue):
+    async def drive(self, row: dict[str, Any], chat: Any) -> dict[str, Any]:
+        await chat([{"role": "user", "content": "?"}], [])
+        raise OSError("the server is gone")
+
+
+class Mute(Dialogue):
+    async def drive(self, row: dict[str, Any], chat: Any) -> dict[str, Any]:
+        return {}
+
+
+class Stuck(Dialogue):
+    time_limit = 0.1
+
+    async def drive(self, row: dict[str, Any], chat: Any) -> dict[str, Any]:
+        await asyncio.sleep(30)
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (
+            Failing,
+            r"environment 'Failing', method 'drive' \(given sample=0\) raised OSError: the server is gone",
+        ),
+        (Mute, "rollout 0 ended without asking the policy"),
+        (Stuck, "none of 1 rollouts asked for a turn or ended within 0.1 seconds"),
+    ],
+)
+def test_failures_are_named_and_nothing_waits_forever(cls, message):
+    with pytest.raises(AgentError, match=message):
+        generate_rollouts(cls(), [["x"]], [{"question": "a"}])
+
+
+def test_a_slow_rollout_does_not_hold_up_the_others():
+    """It asks only after the other has ended: waiting for it would end in an error."""
+    ended = threading.Event()
+
+    class Uneven(Dialogue):
+        async def drive(self, row: dict[str, Any], chat: Any) -> dict[str, Any]:
+            if row["question"] == "late":
+                assert await asyncio.to_thread(ended.wait, 20)
+                return await super().drive(row, chat)
+            result = await super().drive(row, chat)
+            ended.set()
+            return result
+
+    rows = [{"question": "late"}, {"question": "early", "more": 1}]
+    rollout, backend, _ = generate_rollouts(Uneven(), [["1", "2"], ["3"]], rows)
+    assert [len(prompts) for prompts in backend.calls] == [1, 1, 1]
+    assert rollout.extra == {"turns": [1, 2]}
+
+
+def test_a_run_with_an_environment_that_leads(tmp_path):
+    class Seeded(Dialogue):
+        async def drive(self, row: dict[str, Any], chat: Any) -> dict[str, Any]:
+            return await super().drive({"question": f"game {row['seed']}", "more": 1}, chat)
+
+    run = trainer(tmp_path, environment_factory=Seeded(), train_dataset=None, reward_funcs=None)
+    run.train()
+    logs = [log for log in run.state.log_history if "rewards/turns_reward/mean" in log]
+    assert len(logs) == 2 and run.state.global_step == 2

@@ -1,0 +1,152 @@
+"""oneDNN's linear layers against float64: as close as PyTorch's own, in value and in every gradient."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from groupwise import linear
+from groupwise.cpu.linear import OneDNNLinear, packed_weights, speed_up_linears
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
+
+
+class Quantised(torch.nn.Linear):
+    """Stands for a layer that computes something else from its weight."""
+
+
+def results(layer, inputs, weights):
+    inputs = inputs.detach().clone().requires_grad_()
+    output = layer(inputs)
+    (output * weights).sum().backward()
+    return [output.detach(), inputs.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(7, 200), (3, 5, 200), (1, 1, 200), (0, 200)])
+def test_values_and_gradients_are_as_close_as_those_of_pytorch(shape, bias):
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(200, 130, bias=bias)
+    fast, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
+    assert speed_up_linears(fast) == 1
+    inputs = torch.randn(shape)
+    weights = torch.randn(*shape[:-1], 130)
+    truth = results(exact, inputs.double(), weights.double())
+    for ours, theirs, true in zip(
+        results(fast, inputs, weights), results(plain, inputs, weights), truth, strict=True
+    ):
+        assert ours.dtype == torch.float32 and ours.shape == true.shape
+        if ours.numel():
+            assert (ours - true).abs().max() <= 2 * (theirs - true).abs().max() + 1e-6
+
+
+def test_operands_need_not_be_contiguous():
+    layer = torch.nn.Linear(200, 130)
+    inputs = torch.randn(2, 400, 6).transpose(1, 2)[..., ::2]
+    expected = layer(inputs)
+    speed_up_linears(layer)
+    torch.testing.assert_close(layer(inputs), expected, atol=1e-5, rtol=0)
+
+
+def test_a_frozen_weight_gets_no_gradient():
+    layer = torch.nn.Linear(200, 130)
+    layer.weight.requires_grad_(False)
+    speed_up_linears(layer)
+    inputs = torch.randn(3, 200, requires_grad=True)
+    layer(inputs).sum().backward()
+    assert layer.weight.grad is None and inputs.grad is not None and layer.bias.grad is not None
+
+
+def test_a_checkpoint_does_not_repeat_the_last_product(monkeypatch):
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(200, 130), torch.nn.SiLU(), torch.nn.Linear(130, 200))
+    speed_up_linears(layers)
+    inputs = torch.randn(3, 200, requires_grad=True)
+    layers(inputs).square().sum().backward()
+    expected = [inputs.grad, *(parameter.grad for parameter in layers.parameters())]
+    inputs.grad = None
+    layers.zero_grad()
+    shapes = []
+    product = linear.onednn_product
+    monkeypatch.setattr(
+        linear, "onednn_product", lambda *given: shapes.append(given[1].shape) or product(*given)
+    )
+    output = checkpoint(layers, inputs, use_reentrant=False)
+    forward = shapes.copy()
+    output.square().sum().backward()
+    got = [inputs.grad, *(parameter.grad for parameter in layers.parameters())]
+    assert forward == [(130, 200), (200, 130)]
+    assert (
+        shapes[2] == forward[0] and len(shapes) == 2 + 1 + 4
+    )  # one recomputed, two of each layer's gradient
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_other_precisions_and_vectors_take_the_usual_way():
+    layer = torch.nn.Linear(200, 130)
+    plain = copy.deepcopy(layer)
+    speed_up_linears(layer)
+    inputs = torch.randn(3, 200)
+    assert torch.equal(layer(inputs[0]), plain(inputs[0]))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(inputs).dtype == torch.bfloat16
+    assert layer.double()(inputs.double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 8, 500])
+def test_packed_weights_make_the_same_products(rows, bias):
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(200, 130, bias=bias)
+    fast, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
+    speed_up_linears(fast)
+    packed = []
+    with torch.no_grad(), packed_weights(fast):
+        for _ in range(6):
+            inputs = torch.randn(rows, 1, 200)
+            truth = exact(inputs.double())
+            bound = 2 * (plain(inputs) - truth).abs().max() + 1e-6
+            assert (fast(inputs) - truth).abs().max() <= bound
+            packed.append(fast.packing.weight_OI.is_mkldnn)
+    assert packed == [False] * 3 + [True] * 3
+    assert fast.packing is None
+
+
+def test_a_packed_copy_does_not_outlive_its_weight():
+    """Gradients and what comes after the context see the weight as it is."""
+    layer = torch.nn.Linear(200, 130, bias=False)
+    speed_up_linears(layer)
+    inputs = torch.randn(3, 200)
+    with packed_weights(layer):
+        with torch.no_grad():
+            before = [layer(inputs) for _ in range(4)][-1]
+            layer.weight.mul_(2)
+            assert torch.equal(layer(inputs), before)  # the copy is what multiplies: else nothing is tested
+        torch.testing.assert_close(layer(inputs), 2 * before)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(inputs), 2 * before)
+
+
+def test_nothing_is_packed_that_other_precisions_do_not_use():
+    layer = torch.nn.Linear(200, 130)
+    speed_up_linears(layer)
+    with torch.no_grad(), packed_weights(layer), torch.autocast("cpu", torch.bfloat16):
+        for _ in range(6):
+            layer(torch.randn(3, 200))
+        assert not layer.packing.weight_OI.is_mkldnn
+
+
+def test_only_large_plain_layers_change_and_the_rest_of_the_model_sees_nothing():
+    model = torch.nn.Sequential(torch.nn.Linear(200, 130), torch.nn.Linear(200, 8), Quantised(200, 200))
+    state = model.state_dict()
+    assert speed_up_linears(model) == 1 and speed_up_linears(model) == 0
+    assert [type(layer) for layer in model] == [OneDNNLinear, torch.nn.Linear, Quantised]
+    assert model.state_dict().keys() == state.keys()
+    assert all(
+        isinstance(layer, torch.nn.Linear) for layer in pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    )

@@ -1,0 +1,205 @@
+"""Generations asked for ahead: which rows, in which order, how stale, and over a resume."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.data_loader import BatchSamplerShard
+from support import runs
+from support.fake_vllm import GENERATE, FakeVLLM, with_tokenizer
+from torch.utils.data import BatchSampler
+from transformers import TrainerCallback
+
+from groupwise.data.batches import GroupSampler
+from groupwise.data.lookahead import Pipeline
+from groupwise.generation.vllm.http import HttpClient
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    monkeypatch.setattr(HttpClient, "first_pause", 0.02)
+    server = with_tokenizer(FakeVLLM(), runs.tokenizer())
+    server.logprob = lambda position: -math.log(32)  # about what the tiny policy gives every token
+    yield server
+    server.close()
+
+
+def run_for(fake, directory, **given):
+    settings = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": fake.url, "max_steps": 4}
+    return runs.trainer(directory, **{**settings, "vllm_server_timeout": 2.0, **given})
+
+
+def asked(fake):
+    """The first prompt token and seed of every request, in order."""
+    bodies = [body for path, body in fake.bodies if path == GENERATE]
+    return [(body["token_ids"], body["sampling_params"]["seed"]) for body in bodies]
+
+
+def losses(run):
+    return [line["loss"] for line in run.state.log_history if "loss" in line]
+
+
+def staleness(run):
+    return [line.get("staleness") for line in run.state.log_history if "loss" in line]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "given", [{}, {"shuffle_dataset": False}, {"steps_per_generation": 2, "data_seed": 5}]
+)
+def test_rows_of_a_generation_are_those_of_the_loader_in_every_epoch(rank, given):
+    settings = {"rollout_staleness": 1, "steps_per_generation": 1, "num_iterations": 2, "seed": 3}
+    settings |= {
+        "gradient_accumulation_steps": 1,
+        "num_generations": 2,
+        "process_index": rank,
+        "world_size": 2,
+    }
+    settings |= {"shuffle_dataset": True, "data_seed": None}
+    config = SimpleNamespace(**{**settings, **given})
+    local = 4 * config.steps_per_generation
+    config.generation_batch_size = 2 * local
+    data = [{"prompt": str(number)} for number in range(19)]  # the last ones of a pass are left out
+    pipeline, uses = Pipeline(config, data), config.steps_per_generation * 2
+    loaded = []
+    for epoch in range(3):
+        sampler = GroupSampler(
+            data,
+            num_generations=2,
+            prompts_per_batch=local,
+            repeats=uses,
+            shuffle=config.shuffle_dataset,
+            seed=config.seed if config.data_seed is None else config.data_seed,
+            epoch=lambda epoch=epoch: epoch,
+        )
+        shard = BatchSamplerShard(BatchSampler(sampler, local, drop_last=False), 2, rank)
+        loaded += [[data[index] for index in batch] for batch in shard][::uses]
+    assert [pipeline.rows(number) for number in range(len(loaded))] == loaded and len(loaded) > 3
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])  # an epoch has 8 steps
+def test_batches_are_asked_for_ahead_and_each_once(fake, tmp_path, depth):
+    run_for(fake, tmp_path / "on_policy", max_steps=10).train()
+    on_policy = asked(fake)
+    fake.bodies.clear()
+    ahead = run_for(fake, tmp_path / "ahead", max_steps=10, rollout_staleness=depth)
+    ahead.train()
+    # The same prompts with the same seeds, none beyond the end.
+    assert sorted(asked(fake)) == sorted(on_policy)
+    assert staleness(ahead) == [min(step, depth) for step in range(10)]
+
+
+def test_the_next_batch_is_asked_for_before_this_one_is_trained(fake, tmp_path):
+    seen = []
+
+    class Count(TrainerCallback):
+        def on_step_begin(self, *args, **kwargs):
+            seen.append(fake.seen[GENERATE])
+
+    run_for(fake, tmp_path, rollout_staleness=1, callbacks=[Count()]).train()
+    assert seen[0] == 2
+
+
+def test_without_one_request_for_a_completion_nothing_is_asked_ahead(tmp_path, caplog):
+    config = runs.GRPOConfig(
+        str(tmp_path), use_vllm=True, vllm_mode="server", rollout_staleness=1, use_cpu=True
+    )
+    assert Pipeline(config).depth == 1
+    assert Pipeline(config, one_turn=False).depth == 0
+    assert "rollout_staleness=1 is without effect" in caplog.text
+
+
+def test_every_generation_is_used_as_often_as_configured(fake, tmp_path):
+    given = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iterations": 1, "max_steps": 4}
+    run = run_for(fake, tmp_path, rollout_staleness=1, **given)
+    run.train()
+    assert staleness(run)[0] == 0
+    assert len(asked(fake)) == len(set(map(str, asked(fake)))) == 8  # two generations of four prompts
+
+
+@pytest.mark.parametrize(("stop", "steps"), [(2, 4), (7, 9)])  # with the next epoch's first batch asked for
+def test_a_resumed_run_loses_nothing_and_trains_nothing_twice(fake, tmp_path, stop, steps):
+    settings = {"rollout_staleness": 1, "max_steps": steps}
+    whole = run_for(fake, tmp_path / "whole", **settings)
+    whole.train()
+    everything = sorted(asked(fake))
+    fake.bodies.clear()
+    settings |= {"save_strategy": "steps", "save_steps": stop}
+    first = run_for(fake, tmp_path / "parts", **settings)
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == stop
+
+    first.add_callback(Stop())
+    first.train()
+    first.backend.close()
+    resumed = run_for(fake, tmp_path / "parts", **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert set(map(str, asked(fake))) == set(map(str, everything))
+    assert losses(resumed)[stop:] == losses(whole)[stop:]
+    for name, weight in whole.model.state_dict().items():
+        assert torch.equal(weight, resumed.model.state_dict()[name])
+
+
+def test_a_server_that_stays_away_leaves_a_checkpoint_from_which_the_run_goes_on(fake, tmp_path):
+    whole = run_for(fake, tmp_path / "whole")
+    whole.train()
+    cut = run_for(fake, tmp_path / "cut", save_strategy="steps", save_steps=100)
+    generate_rollouts = cut.generate_rollouts
+
+    def fail_at_third(rows):
+        if cut.state.global_step == 2:
+            fake.failures[GENERATE] = [500] * 4
+        return generate_rollouts(rows)
+
+    cut.generate_rollouts = fail_at_third
+    with pytest.raises(ConnectionError, match="failed 4 times"):
+        cut.train()
+    assert (tmp_path / "cut" / "checkpoint-2").is_dir()
+    resumed = run_for(fake, tmp_path / "cut")
+    resumed.train(resume_from_checkpoint=True)
+    assert losses(resumed) == losses(whole)
+    for name, weight in whole.model.state_dict().items():
+        assert torch.equal(weight, resumed.model.state_dict()[name])
+
+
+def test_no_checkpoint_where_none_are_wanted(fake, tmp_path):
+    cut = run_for(fake, tmp_path)
+    fake.failures["/update_weights"] = [200, 200] + [500] * 8
+    with pytest.raises(ConnectionError):
+        cut.train()
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
+def test_tokens_without_a_log_prob_from_the_server_count_as_sampled_by_the_policy(fake, tmp_path, mode):
+    fake.logprob = lambda position: -9999.0  # what vLLM writes where it has none
+    histories = []
+    for correction in (True, False):
+        settings = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 1.01}
+        settings["vllm_importance_sampling_correction"] = correction
+        run = run_for(fake, tmp_path, max_steps=2, **settings)
+        run.train()
+        histories.append(
+            [(line["loss"], line["grad_norm"]) for line in run.state.log_history if "loss" in line]
+        )
+        values = [value for line in run.state.log_history for value in line.values()]
+        assert all(math.isfinite(value) for value in values)
+    assert histories[0] == histories[1]
+
+
+def test_a_missing_log_prob_leaves_the_other_tokens_corrected(fake, tmp_path):
+    whole = [-9999.0 if position == 1 else -0.01 for position in range(6)]  # far from what the policy gives
+    losses_by_bound = []
+    for bound in (0.5, 1000.0):
+        fake.logprob = whole.__getitem__
+        settings = {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_min": bound}
+        run = run_for(fake, tmp_path, max_steps=1, vllm_importance_sampling_clip_max=2000.0, **settings)
+        run.train()
+        losses_by_bound.append(run.state.log_history[0]["grad_norm"])
+    # Only the token whose ratio counts as 1 lies above the bound of 0.5; none above that of 1000.
+    assert losses_by_bound[0] > 0 and losses_by_bound[1] == 0

@@ -1,0 +1,290 @@
+"""Streams as training and evaluation data: the same run as on the same rows at hand."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from support.resume_runs import make_trainer
+from support.resume_runs import prompts as lettered
+from support.runs import WORDS, chats, policy, prompts, tokenizer, trainer
+
+from groupwise import ConfigError
+from groupwise.data.build import MOST_EVALUATION_ROWS
+from groupwise.data.prompt_source import PromptQueue, StreamedRows, rows_of_rank
+
+_TIMING = re.compile(
+    r"(eval_)?time/.*|step_time|.*_runtime|.*_per_second|.*preparation_time|train_loss|epoch"
+)
+
+
+def weights(run):
+    return torch.cat([parameter.detach().flatten() for parameter in run.model.parameters()])
+
+
+def history(run):
+    """Without what counts seconds, and without the epoch, which of a stream is the share of the run."""
+    return [{k: v for k, v in line.items() if not _TIMING.fullmatch(k)} for line in run.state.log_history]
+
+
+@pytest.fixture(autouse=True)
+def no_pause_at_the_end_of_a_stream(monkeypatch):
+    monkeypatch.setattr("datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)
+
+
+def trained(directory, **given):
+    run = trainer(directory, **given)
+    run.train()
+    return run
+
+
+def assert_same_run(one, other):
+    assert torch.equal(weights(one), weights(other))
+    assert history(one) == history(other)
+
+
+def stream(dataset: Dataset) -> IterableDataset:
+    return dataset.to_iterable_dataset(num_shards=2)
+
+
+def test_a_queue_goes_over_its_data_again_and_again():
+    queue = PromptQueue(lambda number: [f"{number}{letter}" for letter in "abc"])
+    assert queue.take(2) == ["0a", "0b"]
+    assert queue.take(3) == ["0c", "1a", "1b"]
+    assert queue.take(5) == ["1c", "2a", "2b", "2c", "3a"]
+    assert queue.state_dict() == {"finished_passes": 3, "position": 1}
+
+
+def test_a_queue_continues_from_every_state():
+    def read(number):
+        return [(number, place) for place in range(4)]
+
+    whole = PromptQueue(read).take(11)
+    for taken in range(11):
+        first, second = PromptQueue(read), PromptQueue(read)
+        first.take(taken)
+        second.load_state_dict(first.state_dict())
+        assert second.take(11 - taken) == whole[taken:]
+        assert second.state_dict() == {"finished_passes": 2, "position": 3}
+
+
+def test_a_queue_without_data_is_an_error():
+    with pytest.raises(ConfigError, match="train_dataset gave no rows in pass 1"):
+        PromptQueue(lambda number: []).take(1)
+    once = iter(range(3))
+    with pytest.raises(ConfigError, match="no rows in pass 2 over it: it can be read only once"):
+        PromptQueue(lambda number: once).take(4)
+    queue = PromptQueue(lambda number: range(3))
+    with pytest.raises(ConfigError, match="after row 5 of train_dataset, which now has only 3"):
+        queue.load_state_dict({"finished_passes": 0, "position": 5})
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
+def test_ranks_share_the_completions_of_the_prompts(ranks):
+    parts = [rows_of_rank([{"n": 0}, {"n": 1}, {"n": 2}], 4, rank, ranks) for rank in range(ranks)]
+    assert {len(part) for part in parts} == {12 // ranks}
+    assert [row["n"] for part in parts for row in part] == [0] * 4 + [1] * 4 + [2] * 4
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_a_stream_trains_as_the_same_rows_at_hand(tmp_path, workers):
+    common = {"max_steps": 5, "shuffle_dataset": False, "num_iterations": 2, "steps_per_generation": 2}
+    assert_same_run(
+        trained(tmp_path / "a", train_dataset=prompts(6), **common),
+        trained(tmp_path / "b", train_dataset=stream(prompts(6)), dataloader_num_workers=workers, **common),
+    )
+
+
+def test_a_stream_is_shuffled_by_its_own_buffer(tmp_path):
+    # 6 rows: one pass is as many steps.
+    shuffled = stream(prompts(6)).shuffle(seed=7)
+    rows = list(shuffled)
+    assert [row["row"] for row in rows] != list(range(6))
+    common = {"max_steps": 6, "data_seed": 7}
+    assert_same_run(
+        trained(tmp_path / "a", train_dataset=stream(prompts(6)), **common),
+        trained(tmp_path / "b", train_dataset=Dataset.from_list(rows), shuffle_dataset=False, **common),
+    )
+
+
+def test_every_pass_over_a_stream_has_an_order_of_its_own():
+    def passes(workers):
+        source = StreamedRows(
+            stream(prompts(8)), check=lambda row, index: None, shuffle=True, seed=0, workers=workers
+        )
+        numbers = [row["row"] for row in source.take(24)]
+        return [numbers[start : start + 8] for start in (0, 8, 16)]
+
+    first, second, third = passes(0)
+    assert sorted(first) == sorted(second) == sorted(third) == list(range(8))
+    assert len({tuple(first), tuple(second), tuple(third)}) == 3
+    assert passes(2) == [first, second, third]
+
+
+class Counting(torch.utils.data.IterableDataset):
+    """A stream without methods of its own."""
+
+    def __iter__(self):
+        return iter({"prompt": WORDS[i % 28], "row": i} for i in itertools.count())
+
+
+def test_an_endless_stream_of_any_kind_is_trained_on(tmp_path, caplog):
+    seen: list[int] = []
+
+    def reward(row, completions, **_: Any):
+        seen.extend(row[::4])
+        return [float(len(text)) for text in completions]
+
+    trainer(tmp_path, reward, train_dataset=Counting(), max_steps=3).train()
+    assert seen == [0, 1, 2]
+    assert "a Counting has no shuffle()" in caplog.text
+
+
+@pytest.mark.parametrize("given", [{}, {"dataloader_num_workers": 1}, {"dynamic_sampling": True}], ids=str)
+def test_a_streamed_run_resumes(tmp_path, given):
+    # 5 rows and 2 for each of 6 steps: the third step begins the second pass, shuffled anew.
+    def build(directory, **changes):
+        settings = {"train_dataset": stream(lettered(5)), **given, **changes}
+        return make_trainer(directory, **settings)
+
+    whole = build(tmp_path / "whole")
+    whole.train()
+    for step in (1, 3, 5):
+        resumed = build(tmp_path / f"from-{step}", save_strategy="no")
+        resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+        assert torch.equal(weights(resumed), weights(whole))
+        assert history(resumed) == history(whole)
+
+
+def test_evaluation_reads_a_stream_once(tmp_path):
+    reads = []
+
+    class Read(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            reads.append(1)
+            return iter(list(prompts(3)))
+
+    common = {"num_generations_eval": 2, "per_device_eval_batch_size": 4}
+    expected = trainer(tmp_path / "a", eval_dataset=prompts(3), **common).evaluate()
+    streamed = trainer(tmp_path / "b", eval_dataset=Read(), **common)
+    found = streamed.evaluate()
+    kept = [name for name in expected if not _TIMING.fullmatch(name)]
+    assert {name: found[name] for name in kept} == {name: expected[name] for name in kept}
+    streamed.evaluate()
+    assert len(reads) == 1
+    assert streamed.evaluate(eval_dataset=stream(chats(2)))["eval_reward"] >= 0
+
+
+def test_several_evaluation_sets_some_of_them_streams(tmp_path):
+    run = trainer(
+        tmp_path,
+        eval_dataset={"near": prompts(2), "far": stream(chats(3))},
+        num_generations_eval=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        max_steps=1,
+    )
+    run.train()
+    logged = {name for line in run.state.log_history for name in line}
+    assert {"eval_near_reward", "eval_far_reward"} <= logged
+
+
+def test_an_endless_evaluation_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("groupwise.data.build.MOST_EVALUATION_ROWS", 50)
+    assert MOST_EVALUATION_ROWS > 50
+    with pytest.raises(ConfigError, match=r"eval_dataset gave more than 50 rows; .*dataset.take\(500\)"):
+        trainer(tmp_path, eval_dataset=Counting())
+
+
+# Rows that cannot be trained on.
+
+
+def with_prompt(prompt, at=2):
+    rows = list(prompts(6))
+    rows[at] = {**rows[at], "prompt": prompt}
+    return rows
+
+
+LONG = " ".join(WORDS)
+
+BAD = [
+    ("", r"row 2: the prompt is empty; remove the row"),
+    ([], r"row 2: the prompt is empty"),
+    (None, r"row 2: the prompt is None \(NoneType\); allowed: a string, or a list of messages"),
+    ([{"content": "w1"}], r"row 2: the prompt is \[\{'content': 'w1'\}\] \(list\)"),
+    (
+        LONG,
+        r"row 2: the prompt has 28 tokens, but a context of 32 \(max_position_embeddings\) leaves "
+        r"26 beside max_completion_length=6; .*set max_prompt_length=26",
+    ),
+    ([{"role": "user", "content": LONG}], r"row 2: the prompt has 30 tokens"),  # <user> and <assistant>
+]
+
+
+@pytest.mark.parametrize(("prompt", "message"), BAD, ids=lambda value: str(value)[:30])
+def test_a_bad_row_is_found_before_the_weights_are_read(tmp_path, prompt, message):
+    model = policy(max_position_embeddings=32)
+    model.config.save_pretrained(tmp_path)  # and no weights
+    tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="train_dataset, " + message):
+        trainer(tmp_path, model=str(tmp_path), train_dataset=with_prompt(prompt))
+    with pytest.raises(ConfigError, match=r"eval_dataset\['far'\], " + message):
+        trainer(tmp_path, model=str(tmp_path), eval_dataset={"near": prompts(2), "far": with_prompt(prompt)})
+
+
+@pytest.mark.parametrize(("prompt", "message"), BAD, ids=lambda value: str(value)[:30])
+def test_a_bad_row_of_a_stream_is_found_when_it_is_read(tmp_path, prompt, message):
+    class Rows(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(with_prompt(prompt))
+
+    model = policy(max_position_embeddings=32)
+    run = trainer(tmp_path, model=model, train_dataset=Rows(), max_steps=3)
+    with pytest.raises(ConfigError, match="train_dataset, " + message):
+        run.train()
+    assert run.state.global_step == 2
+
+
+def test_a_bad_row_that_comes_to_be_when_it_is_read_is_named(tmp_path):
+    class Made(torch.utils.data.Dataset):
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, index):
+            return with_prompt("")[index]
+
+    run = trainer(tmp_path, train_dataset=Made(), max_steps=6)
+    with pytest.raises(ConfigError, match="train_dataset, row 2: the prompt is empty"):
+        run.train()
+
+
+def test_a_stream_without_prompts_is_refused(tmp_path):
+    answers = Dataset.from_dict({"question": ["w1"]})
+    with pytest.raises(ConfigError, match="train_dataset has no 'prompt' column; its columns are 'question'"):
+        trainer(tmp_path, train_dataset=stream(answers.repeat(2)))
+    nameless = IterableDataset.from_generator(lambda: iter([{"question": "w1"}]))
+    with pytest.raises(
+        ConfigError, match="train_dataset, row 0: no 'prompt' column; its columns are 'question'"
+    ):
+        trainer(tmp_path, train_dataset=nameless, max_steps=1).train()
+
+
+def test_a_stream_needs_a_number_of_steps(tmp_path):
+    with pytest.raises(ConfigError, match="whose length is not known, and max_steps=-1; set max_steps"):
+        trainer(tmp_path, train_dataset=Counting(), max_steps=-1)
+
+
+def test_prompts_that_are_cut_are_not_too_long(tmp_path):
+    model = policy(max_position_embeddings=32)
+    trainer(tmp_path, model=model, train_dataset=with_prompt(LONG), max_prompt_length=26)
+    with pytest.raises(ConfigError, match="row 2: the prompt has 27 tokens"):
+        trainer(tmp_path, model=model, train_dataset=with_prompt(LONG), max_prompt_length=27)
+
+
+def test_a_completion_that_fills_the_context_leaves_no_room(tmp_path):
+    with pytest.raises(ConfigError, match=r"row 0: .*leaves 0 beside max_completion_length=200"):
+        trainer(tmp_path, max_completion_length=200)

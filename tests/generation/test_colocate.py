@@ -1,0 +1,281 @@
+"""A real vLLM engine in the trainer's process: it follows the weights, and the run stays reproducible."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from support.engine_runs import ENGINE, engine_greedy, greedy, policy, trainer, trainer_logps
+from support.runs import prompts
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from groupwise.errors import BackendError
+from groupwise.generation.weight_iterator import weight_iterator
+from groupwise.records import SamplingOptions
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.vllm
+
+PROMPTS = [[4, 5, 6], [7], [8, 9, 10, 11, 12], [13, 14]]
+# Wall-clock time, what Trainer counts by process, and the comparison that each process begins with.
+OF_THE_PROCESS = re.compile(
+    r"time/.*|step_time|.*_runtime|.*_per_second|train_loss|sampling/logprob_mismatch"
+)
+
+
+def history(run: Any) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in line.items() if not OF_THE_PROCESS.fullmatch(key)}
+        for line in run.state.log_history
+    ]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Two steps with large updates; what was generated, with the log-probs of the policy at that moment."""
+    engine = {**ENGINE, "max_num_batched_tokens": 200}
+    settings = {"temperature": 0.7, "max_steps": 2, "learning_rate": 0.05, "vllm_engine_kwargs": engine}
+    settings |= {"eval_dataset": prompts(4), "eval_generation_kwargs": {"temperature": 0.0}}
+    run = trainer(tmp_path_factory.mktemp("colocate"), model=policy(tie_word_embeddings=True), **settings)
+    run.seen = []
+    generate = run.backend.generate
+
+    def watched(prompts, sampling):
+        completions = generate(prompts, sampling)
+        for prompt, completion in zip(prompts, completions, strict=True):
+            expected = trainer_logps(run.model.eval(), prompt, completion.token_ids, 0.7)
+            run.seen.append((run.state.global_step, completion, expected))
+        return completions
+
+    run.backend.generate = watched
+    run.train()
+    run.backend.generate = generate
+    yield run
+    run.backend.close()
+
+
+def test_the_engine_samples_from_the_policy_of_each_step(run):
+    assert {step for step, *_ in run.seen} == {0, 1}
+    for step, completion, expected in run.seen:
+        assert completion.versions == [step] * len(completion.token_ids)
+        # float32 on both sides, by other kernels
+        torch.testing.assert_close(torch.tensor(completion.logps).double(), expected, atol=1e-4, rtol=0)
+
+
+def test_the_logs_show_the_sampler(run):
+    first, second = run.state.log_history[:2]
+    for line in (first, second):
+        assert line["time/sync"] > 0 and line["time/generate"] > 0
+        assert 0 <= line["sampling/sampling_logp_difference/mean"] < 1e-4
+        assert line["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-3)
+
+
+def test_after_a_sync_greedy_output_is_the_trainers(run):
+    ends = run.backend.end_tokens
+    assert run.backend.version == 1
+    before = engine_greedy(run.backend, PROMPTS)
+    run.sync_sampler(run.model)
+    assert run.backend.version == 2
+    after = engine_greedy(run.backend, PROMPTS)
+    assert after == greedy(run.model, PROMPTS, 6, ends)
+    assert after != before  # so the comparison sees old weights
+
+
+def test_an_evaluation_samples_with_its_own_settings(run, monkeypatch):
+    generate, calls = run.backend.generate, []
+
+    def watched(prompts, sampling):
+        calls.append((prompts, generate(prompts, sampling)))
+        return calls[-1][1]
+
+    monkeypatch.setattr(run.backend, "generate", watched)
+    metrics = run.evaluate()
+    assert run.backend.version == 2  # an evaluation is one of the newest weights
+    assert metrics["eval_reward_std"] >= 0 and not any(value != value for value in metrics.values())
+    for prompts_, completions in calls:
+        got = [completion.token_ids for completion in completions]
+        assert got == greedy(run.model, prompts_, 6, run.backend.end_tokens)
+    texts = {
+        tuple(completion.token_ids) for completion in run.backend.generate([[4, 5]] * 8, SamplingOptions())
+    }
+    assert len(texts) > 1  # the run's own temperature again
+
+
+def test_prompts_beyond_what_the_engine_reads_at_once(run):
+    """Seeded requests on a CPU must be read whole."""
+    prompts = [[4 + i, *range(4, 16)] * 8 for i in range(6)]  # 104 tokens each; 200 are read in one pass
+    run.sync_sampler(run.model)
+    for prompt, completion in zip(prompts, run.backend.generate(prompts), strict=True):
+        expected = trainer_logps(run.model.eval(), prompt, completion.token_ids, 0.7)
+        torch.testing.assert_close(torch.tensor(completion.logps).double(), expected, atol=1e-4, rtol=0)
+
+
+def test_weights_are_sent_once_for_each_step_and_again_when_they_were_loaded(run):
+    run.sync_sampler(run.model)
+
+    def untouched():
+        raise AssertionError("the stream was read")
+        yield
+
+    run.backend.sync_weights(untouched(), step=run.state.global_step)
+    run.backend.version = None
+    with pytest.raises(AssertionError, match="was read"):
+        run.backend.sync_weights(untouched(), step=run.state.global_step)
+    with pytest.raises(BackendError, match="no weights"):
+        run.backend.generate([[4]])
+    run.sync_sampler(run.model)
+    assert engine_greedy(run.backend, PROMPTS) == greedy(run.model, PROMPTS, 6, run.backend.end_tokens)
+
+
+def test_equal_neighbours_are_samples_of_one_request_and_differ(run, monkeypatch):
+    run.sync_sampler(run.model)
+    requests = []
+    answer = run.backend._answer
+    monkeypatch.setattr(
+        run.backend, "_answer", lambda given, settings: requests.extend(given) or answer(given, settings)
+    )
+    prompts = [[4, 5]] * 8 + [[6]] * 2
+    state = run.backend.state_dict()
+    first = [completion.token_ids for completion in run.backend.generate(prompts)]
+    other = [completion.token_ids for completion in run.backend.generate(prompts)]
+    run.backend.load_state_dict(state)
+    again = [completion.token_ids for completion in run.backend.generate(prompts)]
+    assert [(request.prompt, len(request.rows)) for request in requests[:2]] == [([4, 5], 8), ([6], 2)]
+    assert first == again != other
+    assert len({tuple(tokens) for tokens in first[:8]}) > 1
+
+
+def test_limits_by_row_and_ends_are_kept(run, monkeypatch):
+    run.sync_sampler(run.model)
+    limits = [1, 1] + [6] * 62
+    monkeypatch.setitem(run.backend.sampling, "temperature", 2.0)
+    monkeypatch.setitem(run.backend.sampling, "logit_bias", {1: 3.0})  # some end early
+    completions = run.backend.generate([[4, 5]] * 64, SamplingOptions(max_tokens=limits))
+    assert all(len(c.token_ids) <= limit for c, limit in zip(completions, limits, strict=True))
+    assert {completion.truncated for completion in completions} == {True, False}
+    for completion in completions:
+        assert completion.truncated is not (completion.token_ids[-1] in run.backend.end_tokens)
+        assert not set(completion.token_ids[:-1]) & run.backend.end_tokens
+
+
+def test_a_prompt_without_room_is_refused(run):
+    run.sync_sampler(run.model)
+    with pytest.raises(BackendError, match=r"128 tokens.*takes 128"):
+        run.backend.generate([[4] * 128])
+
+
+def test_the_engine_leaves_random_numbers_alone(run):
+    run.sync_sampler(run.model)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    run.backend.generate([[4, 5]])
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_an_incomplete_model_is_refused(run):
+    stream = [(name, tensor) for name, tensor in weight_iterator(run.model) if "layers.1.mlp" not in name]
+    run.backend.version = None
+    with pytest.raises(ValueError, match=r"no weights for 2 parameters.*layers\.1\.mlp"):
+        run.backend.sync_weights(iter(stream), step=9)
+    run.sync_sampler(run.model)
+    assert engine_greedy(run.backend, PROMPTS) == greedy(run.model, PROMPTS, 6, run.backend.end_tokens)
+
+
+def on_two_processes(script: str, argument: Any) -> str:
+    here = Path(__file__).parents[1] / "support"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    paths = os.pathsep.join([str(here), *sys.path])
+    done = subprocess.run(
+        [sys.executable, *launcher, script, str(argument)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=here,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("size", [1, 2])
+def test_two_processes_with_an_engine_each_or_one_over_both(size):
+    assert on_two_processes("tensor_parallel_worker.py", size).count(f"sampled with {size}") == 2
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+def test_partitioned_weights_are_streamed_whole_and_the_engine_follows_them(tmp_path):
+    assert on_two_processes("zero_worker.py", tmp_path).count("followed") == 2
+
+
+def test_a_resumed_run_repeats_the_run(tmp_path):
+    settings = {"max_steps": 4, "learning_rate": 0.02, "top_k": 20}
+    whole = trainer(tmp_path / "whole", **settings, save_strategy="steps", save_steps=2)
+    whole.train()
+    whole.backend.close()
+    resumed = trainer(tmp_path / "resumed", **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    resumed.backend.close()
+    assert history(resumed) == history(whole)
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["merged", "alone"])
+def test_an_adapter_arrives(tmp_path, alone):
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    engine = {**ENGINE, "enable_lora": True} if alone else ENGINE
+    run = trainer(tmp_path, peft_config=adapter, learning_rate=0.05, vllm_engine_kwargs=engine)
+    run.train()
+    assert run.state.log_history[1]["sampling/sampling_logp_difference/mean"] < 1e-4
+    run.sync_sampler(run.model)
+    got = engine_greedy(run.backend, PROMPTS)
+    assert got == greedy(run.model, PROMPTS, 6, run.backend.end_tokens)
+    with run.model.disable_adapter():
+        assert got != greedy(run.model, PROMPTS, 6, run.backend.end_tokens)
+    run.backend.close()
+
+
+def qwen3() -> Any:
+    config = policy().config.to_dict() | {"head_dim": 32, "model_type": "qwen3", "tie_word_embeddings": True}
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(**config))
+
+
+@pytest.mark.parametrize("make", [policy, qwen3])
+def test_an_engine_made_of_transformers_own_classes_follows_and_leaves_them(tmp_path, make):
+    model = make()
+    cls = type(model.model)
+    before = cls.__bases__, dict(vars(cls))
+    run = trainer(tmp_path, model=model, vllm_model_impl="transformers", learning_rate=0.05)
+    assert (cls.__bases__, dict(vars(cls))) == before
+    run.train()
+    for line in run.state.log_history[:2]:
+        assert line["sampling/sampling_logp_difference/max"] < 1e-4
+    old = engine_greedy(run.backend, PROMPTS)
+    run.sync_sampler(run.model)
+    new = engine_greedy(run.backend, PROMPTS)
+    engine = run.backend.engine.llm_engine.engine_core.engine_core.model_executor.driver_worker
+    assert type(engine.worker.model_runner.model).__name__ == "TransformersForCausalLM"
+    run.backend.close()
+    assert new == greedy(run.model, PROMPTS, 6, run.backend.end_tokens) != old
+
+
+def test_a_regex_holds_for_every_completion(tmp_path):
+    run = trainer(tmp_path, model=policy(1), vllm_structured_outputs_regex=r"( w1| w2)+")
+    run.sync_sampler(run.model)
+    texts = run.processing_class.batch_decode(
+        [completion.token_ids for completion in run.backend.generate([[4, 5]] * 8)], skip_special_tokens=True
+    )
+    run.backend.close()
+    assert all(re.fullmatch(r"( ?w1| ?w2)*", text) for text in texts), texts

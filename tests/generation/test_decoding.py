@@ -1,0 +1,408 @@
+"""Decoding of groups against transformers' own ``generate`` and against exact probabilities."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DogeConfig,
+    DogeForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GenerationConfig,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    JambaConfig,
+    JambaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+from transformers.cache_utils import DynamicLayer
+
+from groupwise.core.padding import length_mask, pad_sequences
+from groupwise.cpu.linear import has_onednn, speed_up_linears
+from groupwise.errors import BackendError
+from groupwise.generation.decoding import (
+    OneQueryAttention,
+    can_decode_groups,
+    choose,
+    decode_groups,
+    group_prompts,
+)
+from groupwise.generation.growing_cache import GrowingLayer
+from groupwise.generation.transformers_generate import TransformersBackend
+
+SIZE = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+GROUPED = {**SIZE, "num_key_value_heads": 2, "head_dim": 8}
+SLIDING = {**GROUPED, "sliding_window": 5}
+MODELS = {
+    "llama": (LlamaForCausalLM, LlamaConfig, GROUPED),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, GROUPED),
+    "gpt_neox": (GPTNeoXForCausalLM, GPTNeoXConfig, SIZE),
+    "doge_mask_of_its_own": (DogeForCausalLM, DogeConfig, {**GROUPED, "keep_window_size": 4}),
+    "mistral_sliding": (MistralForCausalLM, MistralConfig, SLIDING),
+    "gemma2_sliding": (Gemma2ForCausalLM, Gemma2Config, SLIDING),
+    "gemma3_sliding": (Gemma3ForCausalLM, Gemma3TextConfig, SLIDING),
+}
+WITHOUT_ROWS = {
+    "openai_gpt": (OpenAIGPTLMHeadModel, OpenAIGPTConfig, {**SIZE, "n_embd": 32, "n_layer": 2, "n_head": 4}),
+    "mamba": (MambaForCausalLM, MambaConfig, {**SIZE, "state_size": 4}),
+    "jamba": (
+        JambaForCausalLM,
+        JambaConfig,
+        {**SIZE, "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2}
+        | {"use_mamba_kernels": False, "mamba_d_state": 4, "num_key_value_heads": 2},
+    ),
+}
+#: Three groups of unequal prompts, one of them a single row.
+PROMPTS = [[5, 6, 7]] * 3 + [[11, 12, 13, 14, 15, 16, 17, 18]] + [[20]] * 4
+ENDS = [3, 8, 9, 10, 21, 22]
+
+
+def tiny(name: str, seed: int = 0):
+    """A model whose weights are large enough for greedy completions to differ and end at different places."""
+    model_class, config_class, changes = {**MODELS, **WITHOUT_ROWS}[name]
+    torch.manual_seed(seed)
+    model = model_class(config_class(**changes)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(5)
+    return model
+
+
+def settings(**changes) -> GenerationConfig:
+    defaults = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "eos_token_id": ENDS}
+    return GenerationConfig(**{**defaults, "use_cache": True, **changes})
+
+
+def by_generate(model, prompts, config, monkeypatch):
+    """Completions from transformers' own loop on every row."""
+    with monkeypatch.context() as patch:
+        patch.setattr("groupwise.generation.transformers_generate.can_decode_groups", lambda *_: False)
+        return TransformersBackend(lambda: model, config).generate(prompts)
+
+
+def by_groups(model, prompts, config):
+    assert can_decode_groups(model, config)
+    return TransformersBackend(lambda: model, config).generate(prompts)
+
+
+def forward_shapes(model) -> list[tuple[int, int]]:
+    """Filled with (rows, new tokens) of every forward from now on."""
+    shapes: list[tuple[int, int]] = []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    return shapes
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_completions_are_those_of_generate(name, seed, monkeypatch):
+    model = tiny(name, seed)
+    expected = by_generate(model, PROMPTS, settings(), monkeypatch)
+    assert by_groups(model, PROMPTS, settings()) == expected
+
+
+def test_the_cases_end_at_different_places():
+    """What the comparison above is worth: some rows end early, others reach the limit, and texts vary."""
+    lengths = {len(row.token_ids) for name in MODELS for row in by_groups(tiny(name), PROMPTS, settings())}
+    assert len(lengths) >= 6 and 24 in lengths
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"repetition_penalty": 3.0},
+        {"min_new_tokens": 9},
+        {"bad_words_ids": [[7, 35], [17, 36]]},
+        {"no_repeat_ngram_size": 2},
+        {"suppress_tokens": [17, 18], "forced_eos_token_id": 3},
+        {"exponential_decay_length_penalty": (2, 1.5)},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_processors_see_the_rows_that_they_see_in_generate(changes, monkeypatch):
+    model, config = tiny("llama"), settings(**changes)
+    expected = by_generate(model, PROMPTS, config, monkeypatch)
+    assert by_groups(model, PROMPTS, config) == expected
+    assert expected != by_generate(model, PROMPTS, settings(), monkeypatch)  # the setting matters here
+
+
+def markov_model(logits_VV: torch.Tensor):
+    """A Llama whose next-token logits are a row of the table, whatever came before."""
+    size = len(logits_VV)
+    shape = {**GROUPED, "vocab_size": size, "hidden_size": size, "num_hidden_layers": 1, "rms_norm_eps": 0.0}
+    model = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.model.norm.weight.fill_(1.0)
+        model.model.embed_tokens.weight.copy_(torch.eye(size))
+        model.lm_head.weight.copy_(logits_VV.T / size**0.5)  # the norm makes unit vectors that long
+    return model
+
+
+def test_sampled_frequencies_are_the_exact_probabilities():
+    """Chains over 4 tokens of which token 3 ends: each completion of at most 3 tokens has its probability."""
+    torch.manual_seed(0)
+    logits = torch.randn(8, 8, dtype=torch.float64)
+    logits[:, 4:] = -30.0
+    probabilities = (logits / 0.7).softmax(-1)
+    config = settings(max_new_tokens=3, do_sample=True, temperature=0.7, top_k=0, eos_token_id=3)
+    rows = 20000
+    sampled = by_groups(markov_model(logits.float()), [[1]] * rows + [[0, 2]] * rows, config)
+    for start, completions in ((1, sampled[:rows]), (2, sampled[rows:])):
+        expected: dict[tuple[int, ...], float] = {}
+        frontier = [((), start, 1.0)]
+        while frontier:
+            tokens, last, chance = frontier.pop()
+            if len(tokens) == 3 or (tokens and last == 3):
+                expected[tokens] = chance
+                continue
+            frontier += [((*tokens, t), t, chance * probabilities[last, t].item()) for t in range(4)]
+        counts = dict.fromkeys(expected, 0)
+        for completion in completions:
+            counts[tuple(completion.token_ids)] += 1
+        cells = [(counts[tokens], rows * chance) for tokens, chance in expected.items() if rows * chance >= 5]
+        chi_square = sum((seen - mean) ** 2 / mean for seen, mean in cells)
+        freedom = len(cells) - 1
+        # Wilson and Hilferty: (chi² / df)^(1/3) is nearly normal; 4 standard deviations.
+        bound = freedom * (1 - 2 / (9 * freedom) + 4 * (2 / (9 * freedom)) ** 0.5) ** 3
+        assert freedom > 10 and chi_square < bound
+
+
+@pytest.mark.parametrize("size", [768, 771])
+def test_tokens_are_drawn_from_every_block_with_their_probabilities(size):
+    """768 tokens are three blocks, 771 have no common divisor with the size of a block."""
+    torch.manual_seed(0)
+    logits = torch.full((size,), -torch.inf)
+    likely = torch.tensor([0, 3, 255, 256, 300, 511, 512, 700, 767])
+    logits[likely] = torch.randn(len(likely))
+    draws = 20000
+    counts = choose(logits.expand(draws, size), do_sample=True).bincount(minlength=size)
+    assert counts[likely].sum() == draws
+    means = draws * logits.double().softmax(-1)[likely]
+    chi_square = ((counts[likely] - means) ** 2 / means).sum()
+    freedom = len(likely) - 1
+    bound = freedom * (1 - 2 / (9 * freedom) + 4 * (2 / (9 * freedom)) ** 0.5) ** 3
+    assert means.min() >= 5 and chi_square < bound
+
+
+@pytest.mark.skipif(not has_onednn(), reason="this PyTorch has no oneDNN")
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_end_with_the_reason(value):
+    scores = torch.zeros(2, 600)
+    scores[1, 3] = value
+    with pytest.raises(BackendError, match="logits are NaN or infinite"):
+        choose(scores, True)
+
+
+def test_every_generation_packs_the_weights_anew():
+    changes = {**GROUPED, "vocab_size": 128, "hidden_size": 128, "head_dim": 64, "intermediate_size": 128}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**changes, tie_word_embeddings=False)).eval()
+    plain = copy.deepcopy(model)
+    assert speed_up_linears(model) > 0
+    packed: list[bool] = []
+    model.lm_head.register_forward_hook(lambda layer, *_: packed.append(layer.packing.weight_OI.is_mkldnn))
+    config = settings(max_new_tokens=8, eos_token_id=None)
+    for _ in range(2):
+        assert by_groups(model, PROMPTS, config) == by_groups(plain, PROMPTS, config)
+        assert packed == [False] * 3 + [True] * 5
+        packed.clear()
+        with torch.no_grad():
+            for each in (model, plain):
+                each.lm_head.weight.copy_(each.lm_head.weight.roll(1, 0))
+
+
+def test_a_prompt_is_read_once_for_its_group():
+    model = tiny("llama")
+    shapes = forward_shapes(model)
+    by_groups(model, PROMPTS, settings(max_new_tokens=2, eos_token_id=None))
+    assert shapes == [(3, 8), (8, 1)]  # three distinct prompts, the longest of 8 tokens; then eight rows
+
+
+def test_rows_that_ended_leave_the_batch():
+    model = tiny("llama", 1)
+    shapes = forward_shapes(model)
+    lengths = [len(row.token_ids) for row in by_groups(model, PROMPTS, settings())]
+    assert lengths == [1, 1, 1, 3, 5, 5, 5, 5]
+    # Three of eight leave after the first token; of five, one is less than a quarter and stays to the end.
+    assert shapes == [(3, 8), *[(5, 1)] * 4]
+
+
+def test_sequences_are_padded_like_those_of_generate():
+    model, config = tiny("llama", 1), settings()
+    distinct, copies = group_prompts(PROMPTS)
+    loop = partial(decode_groups, copies=copies)
+    found, expected = (
+        model.generate(
+            pad_sequences(prompts, 0, left=True),
+            attention_mask=length_mask([len(prompt) for prompt in prompts], 8, left=True),
+            generation_config=config,
+            custom_generate=custom_generate,
+        )
+        for prompts, custom_generate in ((distinct, loop), (PROMPTS, None))
+    )
+    assert torch.equal(found, expected)
+
+
+def test_everything_stops_when_all_rows_end_at_once(monkeypatch):
+    model = tiny("llama")
+    config = settings(forced_bos_token_id=3, eos_token_id=list(range(40)))
+    shapes = forward_shapes(model)
+    rows = by_groups(model, PROMPTS, config)
+    assert [len(row.token_ids) for row in rows] == [1] * len(PROMPTS)
+    assert shapes == [(3, 8)]
+    assert rows == by_generate(model, PROMPTS, config, monkeypatch)
+
+
+def test_one_group_without_padding(monkeypatch):
+    model, prompts = tiny("llama", 2), [[9, 8, 7, 6]] * 5
+    assert by_groups(model, prompts, settings()) == by_generate(model, prompts, settings(), monkeypatch)
+
+
+@pytest.mark.parametrize("name", WITHOUT_ROWS)
+def test_models_without_a_cache_of_rows_use_the_loop_of_generate(name, monkeypatch):
+    model = tiny(name)
+    assert not can_decode_groups(model, settings())
+    rows = TransformersBackend(lambda: model, settings()).generate(PROMPTS)
+    assert rows == by_generate(model, PROMPTS, settings(), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_beams": 2},
+        {"use_cache": False},
+        {"cache_implementation": "static"},
+        {"prompt_lookup_num_tokens": 2},
+        {"guidance_scale": 2.0},
+        {"num_return_sequences": 2, "do_sample": True},
+        {"encoder_repetition_penalty": 2.0},
+        {"return_dict_in_generate": True},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_settings_beyond_single_rows_use_the_loop_of_generate(changes):
+    model = tiny("llama")
+    assert not can_decode_groups(model, settings(**changes))
+    model.generation_config = GenerationConfig(**changes)  # generate takes what is unset from here
+    assert not can_decode_groups(model, settings(use_cache=None))
+
+
+def test_a_generate_of_the_models_own_is_used():
+    model = tiny("llama")
+    assert can_decode_groups(model, settings())
+    model.generate = partial(LlamaForCausalLM.generate, model)
+    assert not can_decode_groups(model, settings())
+
+
+def test_stateful_models_use_the_loop_of_generate(monkeypatch):
+    model = tiny("llama")
+    monkeypatch.setattr(model, "_is_stateful", True)
+    assert not can_decode_groups(model, settings())
+
+
+def test_ranks_that_share_parameters_use_the_loop_of_generate(monkeypatch):
+    model = tiny("llama")
+    monkeypatch.setattr("groupwise.generation.decoding.is_fsdp_managed_module", lambda _: True)
+    assert not can_decode_groups(model, settings())
+
+
+def test_weights_are_cast_once_for_all_forwards_under_autocast():
+    """A forward that enters autocast itself, as under accelerate: one cast of a weight, not one per token."""
+    model, config = tiny("llama"), settings(max_new_tokens=6, eos_token_id=None)
+    plain = model.forward
+    model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(plain)
+    seen: list[int] = []
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten._to_copy.default and args[0] is model.lm_head.weight:
+                seen.append(1)
+            return func(*args, **(kwargs or {}))
+
+    with Casts():
+        by_groups(model, PROMPTS, config)
+    assert len(seen) == 1
+
+
+def test_the_cache_is_written_in_place_until_it_is_full():
+    torch.manual_seed(0)
+    filled, reference = DynamicLayer(), DynamicLayer()
+    start = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 6)
+    rows = torch.tensor([0, 0, 1])
+    filled.update(*start)
+    reference.update(start[0][rows], start[1][rows])
+    growing = GrowingLayer(filled, rows, limit=1000)
+    places = set()
+    for step in range(80):
+        new = torch.randn(len(growing.keys), 3, 1, 5), torch.randn(len(growing.keys), 3, 1, 6)
+        for mine, theirs in zip(growing.update(*new), reference.update(*new), strict=True):
+            assert torch.equal(mine, theirs)
+        if step == 40:
+            for each in (growing, reference):
+                each.batch_select_indices(torch.tensor([0, 2]))
+        assert growing.get_seq_length() == reference.get_seq_length() == 5 + step
+        places.add(growing.keys.data_ptr())
+    assert len(places) <= 5  # of 80 steps: at first, when rows left, and when the room was used up
+
+
+def test_a_window_hides_older_positions():
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
+    mask = torch.ones(2, 1, 1, 9, dtype=torch.bool)
+    mask[1, ..., :7] = False
+    windowed = mask.clone()
+    windowed[..., :5] = False
+    expected = OneQueryAttention(windowed)(query, key, value, None, None)
+    torch.testing.assert_close(OneQueryAttention(mask)(query, key, value, None, 4), expected)
+    scores = torch.einsum("bhd,bhsd->bhs", query[:, :, 0], key.repeat_interleave(2, 1)) / 8**0.5
+    weights = scores.masked_fill(~windowed[:, 0], -torch.inf).softmax(-1)
+    by_hand = torch.einsum("bhs,bhsd->bhd", weights, value.repeat_interleave(2, 1))[:, None]
+    torch.testing.assert_close(expected, by_hand)
+
+
+def test_neighbouring_equal_prompts_are_one_group():
+    assert group_prompts([[1], [1], [2, 3], [1]]) == ([[1], [2, 3], [1]], [2, 1, 1])
+
+
+@pytest.mark.real_model
+def test_greedy_completions_of_a_real_model(smollm2_path, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_path)
+    texts = ["The capital of France is", "2 + 3 =", "Name three colours of the rainbow, in one short line:"]
+    prompts = [tokenizer(text)["input_ids"] for text in texts for _ in range(2)]
+    full_stop = tokenizer(".")["input_ids"][-1]
+    config = settings(max_new_tokens=16, eos_token_id=[2, full_stop], pad_token_id=0)
+    expected = by_generate(model, prompts, config, monkeypatch)
+    assert by_groups(model, prompts, config) == expected
+    assert len({len(row.token_ids) for row in expected}) > 1

@@ -1,0 +1,254 @@
+"""Settings that vLLM would refuse late or not at all; transport and sleep order without an engine."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.runs import policy, prompts, tokenizer, trainer
+
+from groupwise import ConfigError, GRPOConfig
+from groupwise.errors import BackendError
+from groupwise.generation.vllm import engine
+from groupwise.generation.vllm.colocate import ColocatedBackend, make_backend
+from groupwise.generation.vllm.tensor_parallel import TensorParallelGroup
+from groupwise.generation.vllm.transport import LocalSender, SharedMemorySender
+from groupwise.generation.vllm.weight_sync import FullWeightSync, LocalReceiver
+from groupwise.records import SamplingOptions
+
+
+def refused(tmp_path, **settings):
+    with pytest.raises(ConfigError) as error:
+        trainer(tmp_path, use_vllm=True, **settings)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "spec", [None, ModuleSpec("vllm", None, is_package=True)], ids=["nothing", "directory"]
+)
+def test_without_vllm_the_error_says_what_to_install(tmp_path, monkeypatch, spec):
+    """Python finds a directory called vllm in the working directory, too: a package without code."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: spec if name == "vllm" else find(name, *a)
+    )
+    assert "install groupwise[vllm]" in refused(tmp_path)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"vllm_engine_kwargs": {"max_num_seq": 8}}, r"vllm_engine_kwargs['max_num_seq'] is unknown"),
+        ({"vllm_engine_kwargs": {"max_num_seq": 8}}, "nearest valid: 'max_num_seqs'"),
+        ({"vllm_engine_kwargs": {"max_model_len": 8}}, "it follows vllm_max_model_length"),
+        ({"generation_kwargs": {"best": 2}}, "generation_kwargs['best'] is unknown"),
+        ({"generation_kwargs": {"n": 2}}, "generation_kwargs['n'] is decided by the trainer"),
+        ({"generation_kwargs": {"min_tokens": 7}}, "less than or equal to max_tokens=6, got 7"),
+        ({"temperature": 2.5}, "temperature must be in [0, 2], got 2.5"),
+        ({"vllm_enable_sleep_mode": True}, "frees GPU memory"),
+        (
+            {"vllm_model_impl": "transformers", "vllm_engine_kwargs": {"enforce_eager": False}},
+            "leave it out with vllm_model_impl='transformers'",
+        ),
+        ({"vllm_max_model_length": 9}, "a context of 9 (vllm_max_model_length) leaves 3"),
+    ],
+)
+def test_settings_are_refused_before_anything_is_built(tmp_path, settings, message):
+    pytest.importorskip("vllm")
+    assert message in refused(tmp_path, train_dataset=prompts(8), **settings)
+
+
+@pytest.mark.vllm
+def test_transformers_would_partition_an_engine_that_it_builds(tmp_path, monkeypatch):
+    pytest.importorskip("vllm")
+    monkeypatch.setattr(engine, "is_deepspeed_zero3_enabled", lambda: True)
+    assert "set vllm_model_impl='vllm'" in refused(tmp_path, vllm_model_impl="transformers")
+
+
+@pytest.mark.vllm
+def test_completions_may_be_asked_to_be_long():
+    pytest.importorskip("vllm")
+    config = GRPOConfig(
+        "unused", use_vllm=True, generation_kwargs={"min_tokens": 64}, use_cpu=True, bf16=False
+    )
+    engine.check_engine(config)  # more than the 16 tokens that vLLM has by default
+
+
+@pytest.mark.vllm
+def test_an_engine_in_another_process_is_refused(tmp_path, monkeypatch):
+    pytest.importorskip("vllm")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    assert "use vllm_mode='server'" in refused(tmp_path)
+
+
+def test_what_the_user_set_in_the_environment_stays(monkeypatch):
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
+    cpu = SimpleNamespace(device=torch.device("cpu"), vllm_tensor_parallel_size=1, world_size=1)
+    engine.prepare_environment(cpu)
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG" and os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+class FakeEngine:
+    """Writes down what it is asked to do."""
+
+    def __init__(self):
+        self.calls = []
+        self.model_config = SimpleNamespace(max_model_len=64)
+
+    def __getattr__(self, name):
+        def call(*args, **kwargs):
+            self.calls.append((name, *args, *kwargs.values()))
+            if name == "update_weights" and isinstance(args[0]["update_info"].get("weights"), Exception):
+                raise args[0]["update_info"]["weights"]
+            return []
+
+        return call
+
+    def names(self):
+        called, self.calls = self.calls, []
+        return [name for name, *_ in called]
+
+
+@pytest.fixture
+def sleeping(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    engine = FakeEngine()
+    backend = ColocatedBackend(
+        engine, {}, frozenset([1]), 8, TensorParallelGroup(), FullWeightSync(engine), sleeps=True
+    )
+    backend._answer = lambda requests, settings: backend.engine.generate(requests)
+    return backend
+
+
+def test_the_engine_sleeps_while_the_trainer_trains(sleeping):
+    engine = sleeping.engine
+    assert engine.names() == ["init_weight_transfer_engine", "sleep"]
+    for step in (0, 1):
+        # Weights first, so that the cache finds its memory only when they are in place.
+        sleeping.sync_weights(iter([("w", torch.ones(2))]), step=step)
+        update = [
+            "start_weight_update",
+            "update_weights",
+            "update_weights",
+            "finish_weight_update",
+            "reset_prefix_cache",
+        ]
+        assert engine.names() == ["wake_up", *update]
+        sleeping.generate([[5]], SamplingOptions())
+        sleeping.generate([[5]], SamplingOptions())
+        assert engine.names() == ["wake_up", "generate", "generate"]
+        sleeping.release()
+        assert engine.calls == [("sleep", 2)] and sleeping.version is None
+        engine.names()
+
+
+def test_a_failed_push_leaves_no_version_and_ends_the_update(sleeping):
+    sleeping.engine.names()
+
+    def broken():
+        yield "w", torch.ones(2)
+        raise RuntimeError("gathering failed")
+
+    with pytest.raises(RuntimeError, match="gathering failed"):
+        sleeping.sync_weights(broken(), step=3)
+    assert sleeping.engine.names() == ["wake_up", "start_weight_update", "finish_weight_update"]
+    assert sleeping.version is None
+    with pytest.raises(BackendError, match="no weights"):
+        sleeping.generate([[5]], SamplingOptions())
+
+
+class Receiver:
+    """Reads a file as the engine's side does."""
+
+    def __init__(self):
+        self.infos, self.got = [], {}
+
+    def init_weight_transfer_engine(self, init_info):
+        self.infos.append(init_info)
+
+    def start_weight_update(self):
+        self.got = {}
+
+    def update_weights(self, update_info):
+        from safetensors.torch import load_file
+
+        if not update_info:
+            self.infos.append("complete")
+            return
+        self.got |= load_file(update_info["path"])
+
+    def finish_weight_update(self, weight_version=None):
+        self.infos.append(weight_version)
+
+
+def test_buckets_travel_through_shared_memory_and_leave_nothing(tmp_path):
+    sender, receiver = SharedMemorySender(tmp_path), Receiver()
+    sender.connect(receiver)
+    weights = {name: tensor.detach() for name, tensor in policy().state_dict().items()}
+    pairs = list(weights.items())
+    sender.push([pairs[:3], pairs[3:]], receiver, version=7)
+    assert receiver.infos == [{}, "complete", "7"] and receiver.got.keys() == weights.keys()
+    assert all(torch.equal(receiver.got[name], tensor) for name, tensor in weights.items())
+    assert list(sender.directory.iterdir()) == []
+    sender.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bucket_that_shared_memory_cannot_hold_is_refused(tmp_path, monkeypatch):
+    sender = SharedMemorySender(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=2**20))
+    with pytest.raises(BackendError, match=r"2 MB .*1 MB left.*--shm-size"):
+        sender.push([[("w", torch.zeros(2**19))]], Receiver(), version=1)
+    sender.close()
+
+
+def test_the_local_sender_hands_over_the_tensors_themselves():
+    engine, tensor = FakeEngine(), torch.ones(3)
+    LocalSender().push([[("w", tensor)]], LocalReceiver(engine), version=1)
+    (_, given) = next(call for call in engine.calls if call[0] == "update_weights")
+    assert given["update_info"]["weights"][0][1] is tensor
+
+
+def test_processes_of_one_engine_answer_for_all_and_keep_their_own(monkeypatch):
+    asked = []
+
+    def answer(requests):
+        asked.append(list(requests))
+        return [request * 10 for request in requests]
+
+    def gather(everyone, mine, group):
+        everyone[:] = [[1, 2, 3], mine]
+
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    assert TensorParallelGroup(2, 1, "group").share([4, 5], answer) == [40, 50]
+    assert asked == [[1, 2, 3, 4, 5]]
+
+
+@pytest.mark.vllm
+def test_the_engine_is_told_the_architecture_of_a_policy_that_names_none(tmp_path, monkeypatch):
+    vllm = pytest.importorskip("vllm")
+    told, model = [], policy()
+
+    def start(model, **_):
+        told.append(json.loads((Path(model) / "config.json").read_text())["architectures"])
+        raise RuntimeError("far enough")
+
+    monkeypatch.setattr(vllm, "LLM", start)
+    with pytest.raises(RuntimeError, match="far enough"):
+        trainer(tmp_path, model=model, use_vllm=True)
+    assert told == [["LlamaForCausalLM"]] and model.config.architectures is None
+
+
+def test_images_are_not_swallowed(tmp_path, monkeypatch):
+    processor = tokenizer()
+    processor.image_processor = object()
+    with pytest.raises(ConfigError, match="does not pass images"):
+        make_backend(policy, SimpleNamespace(), processor)

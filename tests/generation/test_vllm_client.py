@@ -1,0 +1,260 @@
+"""The client of vLLM servers against a stand-in that fails in every way a server can."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+
+import pytest
+from support.fake_vllm import GENERATE, FakeVLLM
+
+from groupwise.errors import BackendError
+from groupwise.generation.vllm.client import LostWeightsError, VLLMServers
+from groupwise.generation.vllm.http import HttpClient, LostAnswerError, ServerUnavailableError
+from groupwise.generation.vllm.sampling import Request, group_requests
+
+
+@pytest.fixture
+def servers(fake):
+    client = VLLMServers([fake.url], timeout=5.0, how_to_start="vllm serve tiny")
+    fake.version = f"{client.run}:3"
+    yield client
+    client.close()
+
+
+def ask(client, count=1, samples=2, limit=8, temperature=1.0):
+    requests = [Request([5, 6 + i], range(samples), seed=10 + i, max_tokens=limit) for i in range(count)]
+    return [future.result(timeout=30) for future in client.submit(requests, {"temperature": temperature})]
+
+
+def test_answers_become_completions_in_order(servers):
+    first, second = ask(servers, count=2)
+    assert [completion.token_ids for completion in first] == [[6, 14, 0, 1], [6, 14, 1, 1]]
+    assert second[1].token_ids == [7, 15, 1, 1]
+    assert first[0].logps == [-0.5, -1.0, -1.5, -2.0] and first[0].versions == [3, 3, 3, 3]
+    assert not first[0].truncated
+    assert ask(servers, limit=2)[0][0].truncated
+
+
+def test_a_request_asks_for_all_samples_with_the_seed_and_the_sampled_tokens_log_probs(servers, fake):
+    ask(servers, samples=4)
+    (body,) = [body for path, body in fake.bodies if path == GENERATE]
+    expected = {"temperature": 1.0, "n": 4, "seed": 10, "max_tokens": 8, "logprobs": 0}
+    assert body == {"token_ids": [5, 6], "sampling_params": expected}
+
+
+def test_the_most_probable_tokens_are_asked_for_once(servers, fake):
+    (samples,) = ask(servers, samples=3, temperature=0.0)
+    (body,) = [body for path, body in fake.bodies if path == GENERATE]
+    assert body["sampling_params"]["n"] == 1  # vLLM refuses more
+    assert [completion.token_ids for completion in samples] == [[6, 14, 0, 1]] * 3
+
+
+def test_a_log_prob_that_the_server_has_not_is_not_a_number(servers, fake):
+    fake._generate = lambda body: {
+        "choices": [
+            {
+                "index": 0,
+                "token_ids": [1],
+                "logprobs": {"content": [{"token_id": 1, "logprob": -9999.0}]},
+                "finish_reason": "stop",
+                "weight_versions": [{"version": fake.version, "start": 0, "end": 1}],
+            }
+        ]
+    }
+    assert math.isnan(ask(servers, samples=1)[0][0].logps[0])
+
+
+@pytest.mark.parametrize("failure", [500, 503, 429, "drop", "abort"])
+def test_a_request_is_sent_again_when_its_answer_is_lost(servers, fake, failure):
+    undisturbed = ask(servers)
+    fake.failures[GENERATE] = [failure, failure]
+    assert ask(servers) == undisturbed
+    assert fake.seen[GENERATE] == 1 + 3
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404])
+def test_a_refusal_is_not_repeated_and_says_why(servers, fake, status):
+    fake.failures[GENERATE] = [status]
+    with pytest.raises(BackendError, match=f"{status}: as planned") as caught:
+        ask(servers)
+    assert not isinstance(caught.value, ConnectionError)
+    assert fake.seen[GENERATE] == 1
+
+
+def test_failing_again_and_again_ends_in_a_connection_error_with_the_servers_words(servers, fake):
+    fake.failures[GENERATE] = [500] * 10
+    with pytest.raises(ConnectionError, match=r"failed 4 times while generating 2 completions.*as planned"):
+        ask(servers)
+    assert fake.seen[GENERATE] == 4
+
+
+def test_without_a_server_the_error_says_how_to_start_one(fake):
+    fake.close()
+    client = VLLMServers([fake.url], timeout=0.5, how_to_start="vllm serve tiny")
+    with pytest.raises(ConnectionError, match=r"vllm_server_timeout=0.5 s while connecting.*vllm serve tiny"):
+        client.wait_until_up("connecting")
+    client.close()
+
+
+def test_a_server_that_comes_back_within_the_timeout_gets_the_request_again(servers, fake):
+    port = fake.http.server_port
+    back = []
+
+    def restart():
+        time.sleep(0.6)
+        back.append(FakeVLLM(port))
+        back[0].version = f"{servers.run}:3"
+
+    def die():
+        fake.close()
+        threading.Thread(target=restart).start()
+        return "drop"
+
+    undisturbed = ask(servers)
+    fake.failures[GENERATE] = [die]
+    assert ask(servers) == undisturbed
+    assert back[0].seen[GENERATE] == 1
+    back[0].close()
+
+
+def test_weights_of_another_run_are_noticed(servers, fake):
+    fake.version = "default"
+    with pytest.raises(LostWeightsError):
+        ask(servers)
+    fake.version = "0123456789ab:3"
+    with pytest.raises(LostWeightsError):
+        ask(servers)
+
+
+def test_lost_weights_are_noticed_before_the_request_is_repeated(servers, fake):
+    def forget():
+        fake.version = "default"
+
+    fake.failures[GENERATE] = [503, 200]
+    fake.failures["/health"] = [forget]
+    with pytest.raises(LostWeightsError):
+        ask(servers)
+    assert fake.seen[GENERATE] == 1
+
+
+def test_a_server_that_hangs_is_given_up(fake):
+    client = VLLMServers([fake.url], timeout=1.0)
+    fake.failures[GENERATE] = ["hang"]
+    with pytest.raises(ConnectionError, match="no progress for vllm_server_timeout=1 s while generating"):
+        ask(client)
+    client.close()
+
+
+def test_a_slow_server_is_waited_for_as_long_as_it_generates(fake):
+    client = VLLMServers([fake.url], timeout=3.0)
+    fake.version = f"{client.run}:0"
+
+    def work():
+        for _ in range(45):  # one and a half times the timeout
+            time.sleep(0.1)
+            fake.tokens += 8
+
+    fake.failures[GENERATE] = [work]
+    assert len(ask(client)[0]) == 2
+    client.close()
+
+
+def test_connections_are_kept_and_closed_ones_replaced(servers, fake):
+    for _ in range(5):
+        ask(servers)
+    assert fake.connections == 1
+    for connection in list(fake.http.open_connections):
+        connection.shutdown(2)  # as a server does with a connection that was idle for long
+    time.sleep(0.1)
+    ask(servers)
+    assert fake.connections == 2 and fake.seen[GENERATE] == 6 and fake.seen["/health"] == 0
+
+
+def test_a_connection_is_given_up_after_a_server_error(servers, fake):
+    fake.failures[GENERATE] = [500]
+    ask(servers)
+    assert fake.connections == 2
+
+
+def test_waiting_ends_when_the_client_is_closed(servers, fake):
+    fake.failures[GENERATE] = ["hang"]
+    (future,) = servers.submit([Request([1], range(1), 0, 4)], {})
+    time.sleep(0.2)
+    servers.close()
+    with pytest.raises(ServerUnavailableError, match="closed"):
+        future.result(timeout=5)
+
+
+def test_the_key_is_sent_and_never_shown(fake, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "s3cret")
+    client = VLLMServers([fake.url], timeout=1.0)
+    fake.failures[GENERATE] = [401]
+    with pytest.raises(BackendError, match="VLLM_API_KEY") as caught:
+        ask(client)
+    assert fake.keys == {"Bearer s3cret"} and "s3cret" not in str(caught.value)
+    client.close()
+
+
+def test_prompts_are_spread_over_the_servers_and_weights_go_to_all():
+    fakes = [FakeVLLM(), FakeVLLM()]
+    client = VLLMServers([fake.url for fake in fakes], timeout=2.0)
+    client.pause()
+    assert all(fake.paused for fake in fakes)
+    client.init_weight_transfer_engine({"rank_offset": 1, "world_size": 3})
+    offsets = [
+        dict(fake.bodies)["/init_weight_transfer_engine"]["init_info"]["rank_offset"] for fake in fakes
+    ]
+    assert offsets == [1, 2]
+    client.start_weight_update()
+    client.update_weights({"names": ["a"]})
+    client.finish_weight_update("7")
+    client.resume()
+    for fake in fakes:
+        assert fake.version == f"{client.run}:7" and not fake.paused
+        assert dict(fake.bodies)["/update_weights"] == {"update_info": {"names": ["a"]}}
+        assert fake.seen["/reset_prefix_cache"] == 1
+    answers = ask(client, count=4)
+    assert [answer[0].versions[0] for answer in answers] == [7] * 4
+    assert [fake.seen[GENERATE] for fake in fakes] == [2, 2]
+    client.close()
+    for fake in fakes:
+        fake.close()
+
+
+def test_a_weight_call_is_sent_once(servers, fake):
+    fake.failures["/update_weights"] = [500]
+    with pytest.raises(LostAnswerError, match="as planned"):
+        servers.update_weights({})
+    assert fake.seen["/update_weights"] == 1
+
+
+def test_an_address_must_be_one():
+    with pytest.raises(BackendError, match="ftp://x"):
+        HttpClient("ftp://x", 1.0)
+    assert HttpClient("localhost:9000", 1.0).url == "http://localhost:9000"
+    assert HttpClient("http://0.0.0.0:8000/", 1.0).url == "http://127.0.0.1:8000"
+
+
+def test_neighbouring_rows_of_a_prompt_are_one_request():
+    prompts = [[1, 2], [1, 2], [3], [3], [1, 2]]
+    requests = group_requests(prompts, [4, 4, 4, 8, 4], seed=0, step=2, rank=0)
+    assert [list(request.rows) for request in requests] == [[0, 1], [2], [3], [4]]
+    assert [request.max_tokens for request in requests] == [4, 4, 8, 4]
+    # The third sample of [1, 2] counts on from the first two, wherever it stands.
+    assert requests[3].seed == requests[0].seed + 2
+    assert requests[2].seed == requests[1].seed + 1
+
+
+def test_seeds_depend_on_what_they_should_and_on_nothing_else():
+    def seed(prompts, at, **given):
+        return group_requests(prompts, [4] * len(prompts), **{"seed": 0, "step": 2, "rank": 0, **given})[
+            at
+        ].seed
+
+    reference = seed([[1, 2], [3]], 0)
+    assert seed([[3], [1, 2]], 1) == reference
+    others = {seed([[1, 2]], 0, **change) for change in ({"seed": 1}, {"step": 3}, {"rank": 1})}
+    assert len(others | {reference, seed([[2, 1]], 0)}) == 5
+    assert all(0 <= value < 2**63 for value in others)

@@ -1,0 +1,82 @@
+"""A network that is cut between the trainer and a server: packets vanish, nothing is refused or closed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from groupwise.generation.vllm.client import VLLMServers
+from groupwise.generation.vllm.sampling import Request
+
+NAME, HERE, THERE = f"gw{os.getpid() % 100000}", "10.213.7.1", "10.213.7.2"
+
+
+def ip(*arguments):
+    return subprocess.run(["ip", *arguments], capture_output=True, text=True).returncode == 0
+
+
+def link(state):
+    assert ip("link", "set", f"{NAME}a", state)
+
+
+@pytest.fixture
+def far_away():
+    """A server behind a cable that can be unplugged."""
+    if shutil.which("ip") is None or not ip("netns", "add", NAME):
+        pytest.skip("network namespaces are not permitted here")
+    process = None
+    try:
+        inside = ("netns", "exec", NAME, "ip")
+        made = (
+            ip("link", "add", f"{NAME}a", "type", "veth", "peer", "name", f"{NAME}b", "netns", NAME)
+            and ip("addr", "add", f"{HERE}/24", "dev", f"{NAME}a")
+            and ip(*inside, "addr", "add", f"{THERE}/24", "dev", f"{NAME}b")
+            and ip(*inside, "link", "set", f"{NAME}b", "up")
+            and ip("link", "set", f"{NAME}a", "up")
+        )
+        if not made:
+            pytest.skip("virtual cables are not permitted here")
+        script = Path(__file__).parents[1].joinpath("support", "fake_vllm.py")
+        command = ["ip", "netns", "exec", NAME, sys.executable, str(script), THERE, "run:3"]
+        process = subprocess.Popen(command)
+        yield f"http://{THERE}:8000"
+    finally:
+        if process is not None:
+            process.kill()
+            process.wait()
+        ip("link", "del", f"{NAME}a")
+        ip("netns", "del", NAME)
+
+
+def ask(client):
+    (future,) = client.submit([Request([5], range(2), seed=1, max_tokens=8)], {})
+    return future
+
+
+def test_a_cut_that_heals_is_waited_for(far_away):
+    client = VLLMServers([far_away], timeout=20.0)
+    client.wait_until_up("connecting")
+    future = ask(client)
+    time.sleep(0.4)
+    link("down")
+    threading.Timer(2.0, link, ["up"]).start()  # the answer is sent while nobody is there
+    assert [completion.versions[0] for completion in future.result(timeout=60)] == [3, 3]
+    client.close()
+
+
+def test_a_cut_that_lasts_ends_the_wait(far_away):
+    client = VLLMServers([far_away], timeout=2.0)
+    client.wait_until_up("connecting")
+    future = ask(client)
+    time.sleep(0.4)
+    link("down")
+    with pytest.raises(ConnectionError, match=r"no progress for vllm_server_timeout=2 s while generating"):
+        future.result(timeout=60)
+    client.close()

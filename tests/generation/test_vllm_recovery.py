@@ -1,0 +1,336 @@
+"""The server backend against stand-ins for vLLM: what it sends, and what it does when a server fails."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.fake_vllm import GENERATE, FakeVLLM
+from support.runs import policy, tokenizer
+
+from groupwise import GRPOConfig
+from groupwise.errors import BackendError
+from groupwise.generation.vllm.server import VLLMServerBackend
+from groupwise.records import SamplingOptions
+
+UPDATE = [
+    *("/pause", "/start_weight_update", "/update_weights", "/finish_weight_update"),
+    *("/reset_prefix_cache", "/resume"),
+]
+
+
+def backend_for(fake, tmp_path, **given):
+    settings = {"use_cpu": True, "bf16": False, "num_generations": 2, "max_completion_length": 8}
+    config = GRPOConfig(str(tmp_path), per_device_train_batch_size=4, **{**settings, **given})
+    config.vllm_server_base_url = (
+        ",".join(server.url for server in fake) if isinstance(fake, list) else fake.url
+    )
+    config.vllm_server_timeout = 2.0
+    model = policy()
+    return VLLMServerBackend(config, lambda: model, frozenset([1]))
+
+
+@pytest.fixture
+def backend(fake, tmp_path):
+    made = backend_for(fake, tmp_path)
+    yield made
+    made.close()
+
+
+def wait_for(condition):
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def control_calls(fake):
+    """The calls that matter, in order; buckets of one update count once."""
+    calls = [path for path, _ in fake.bodies if path in (*UPDATE, GENERATE, "/init_weight_transfer_engine")]
+    same = zip(calls, ["", *calls], strict=False)
+    return [call for call, before in same if call != before or call != "/update_weights"]
+
+
+def test_weights_come_first_and_once_per_step(backend, fake):
+    with pytest.raises(BackendError, match="call sync_weights"):
+        backend.generate([[3]])
+    backend.sync_weights(step=4)
+    backend.sync_weights(step=4)
+    completions = backend.generate([[3], [3], [5]])
+    assert control_calls(fake) == ["/init_weight_transfer_engine", *UPDATE, GENERATE, GENERATE]
+    assert [c.token_ids[0] for c in completions] == [3, 3, 5]
+    assert [c.token_ids[2] for c in completions] == [0, 1, 0]  # two samples of one request, one of another
+    assert completions[0].versions == [4] * 4
+    backend.sync_weights(step=5)
+    assert backend.generate([[3]])[0].versions == [5] * 4
+
+
+def test_all_weights_travel_under_checkpoint_names(backend, fake):
+    received = {}
+    answer = fake.answer
+
+    def load(path, query, body):
+        if path == "/update_weights" and body["update_info"].get("path"):
+            received.update(load_file(body["update_info"]["path"]))
+        return answer(path, query, body)
+
+    fake.answer = load
+    backend.sync_weights(step=0)
+    expected = backend.policy().state_dict()
+    assert received.keys() >= expected.keys() - {"lm_head.weight"}
+    assert all((received[name] == expected[name]).all() for name in received)
+
+
+def test_the_limit_of_each_row_is_kept_and_the_servers_length_too(backend, fake):
+    backend.sync_weights(step=0)
+    assert [len(c.token_ids) for c in backend.generate([[3], [3], [4]], SamplingOptions([1, 4, 2]))] == [
+        1,
+        4,
+        2,
+    ]
+    assert len(backend.generate([[3] * 126])[0].token_ids) == 2  # of 128
+    with pytest.raises(BackendError, match=r"128 tokens leaves no room.*--max-model-len 128"):
+        backend.generate([[3] * 128])
+
+
+def test_a_server_restarted_empty_gets_the_weights_again_and_the_run_goes_on(backend, fake):
+    backend.sync_weights(step=4)
+    before = backend.state_dict()
+    undisturbed = backend.generate([[3], [3], [5]])
+    fake.version = "default"
+    backend.load_state_dict(before)
+    assert backend.generate([[3], [3], [5]]) == undisturbed
+    assert fake.seen["/start_weight_update"] == 2
+
+
+@pytest.mark.parametrize("path", ["/init_weight_transfer_engine", *UPDATE])
+@pytest.mark.parametrize("failure", [500, "drop"])
+def test_an_update_that_fails_is_made_again_from_its_start(backend, fake, path, failure):
+    fake.failures[path] = [failure]
+    backend.sync_weights(step=4)
+    assert control_calls(fake)[-len(UPDATE) :] == UPDATE and not fake.paused
+    assert backend.generate([[3]])[0].versions == [4] * 4
+
+
+def test_updates_that_keep_failing_end_in_a_connection_error(backend, fake):
+    fake.failures["/update_weights"] = [500] * 20
+    with pytest.raises(ConnectionError, match=r"sending weights .* failed 4 times.*as planned"):
+        backend.sync_weights(step=4)
+    assert backend.version is None
+
+
+def test_a_server_that_never_keeps_its_weights_is_given_up(backend, fake):
+    backend.sync_weights(step=4)
+    answer = fake.answer
+
+    def forget(path, query, body):
+        fake.version = "default" if path == GENERATE else fake.version
+        return answer(path, query, body)
+
+    fake.answer = forget
+    with pytest.raises(BackendError, match=r"lost their weights 4 times.*another run"):
+        backend.generate([[3]])
+
+
+def test_after_an_error_the_backend_can_be_used_again(backend, fake):
+    backend.sync_weights(step=4)
+    fake.failures[GENERATE] = [400]
+    with pytest.raises(BackendError, match="400"):
+        backend.generate([[3]])
+    backend.sync_weights(step=4)
+    assert backend.generate([[3]])[0].versions == [4] * 4
+
+
+@pytest.mark.distributed
+def test_two_processes_recover_together_and_end_together(tmp_path):
+    worker = Path(__file__).parents[1].joinpath("support", "server_worker.py")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    done = subprocess.run(
+        [*launcher, str(worker), str(port), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "ACCELERATE_USE_CPU": "true"},
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert all(f"process {rank} ended" in done.stdout for rank in (0, 1))
+
+
+def test_two_servers_give_what_one_gives(fake, tmp_path):
+    second = FakeVLLM()
+    second.info = fake.info
+    prompts = [[3], [3], [5], [7]]
+    answers = []
+    for servers in ([fake], [fake, second]):
+        backend = backend_for(servers, tmp_path)
+        backend.sync_weights(step=4)
+        answers.append(backend.generate(prompts))
+        backend.close()
+    assert answers[0] == answers[1] and second.seen[GENERATE] == 1
+    second.close()
+
+
+@pytest.mark.parametrize("path", [GENERATE, "/start_weight_update", "/update_weights"])
+def test_one_of_two_servers_gone_for_good_is_named_and_the_other_can_be_used_alone(fake, tmp_path, path):
+    second = FakeVLLM()
+    second.info = fake.info
+    backend = backend_for([fake, second], tmp_path)
+    backend.config.vllm_server_timeout = 1.0
+
+    def die():
+        second.close()
+        return "drop"
+
+    second.failures[path] = [die]
+    with pytest.raises(ConnectionError, match=rf"no vLLM server was ready at {second.url} within .*1 s"):
+        backend.sync_weights(step=4)
+        backend.generate([[3], [3], [5]])
+    alone = backend_for(fake, tmp_path)
+    alone.sync_weights(step=4)
+    assert [c.versions for c in alone.generate([[3], [3], [5]])] == [[4] * 4] * 3 and not fake.paused
+    # No update was left open: each that began was finished.
+    assert fake.seen["/finish_weight_update"] >= fake.seen["/start_weight_update"]
+    alone.close()
+
+
+MISFITS = {
+    "raw log-probs at a temperature": (
+        {"logprobs_mode": "raw_logprobs"},
+        {"temperature": 0.7},
+        "--logprobs-mode processed_logprobs",
+    ),
+    "logits": ({"logprobs_mode": "processed_logits"}, {}, "--logprobs-mode processed_logprobs"),
+    "a short context": (
+        {"max_model_len": 16},
+        {"max_prompt_length": 9},
+        "--max-model-len 16 is less than 17",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_a_server_that_does_not_fit_is_refused_before_training(fake, tmp_path, name):
+    changes, settings, message = MISFITS[name]
+    fake.info["model_config"].update(changes)
+    with pytest.raises(BackendError, match=message):
+        backend_for(fake, tmp_path, **settings).sync_weights(step=0)
+    assert fake.seen["/pause"] == 0
+
+
+@pytest.mark.parametrize(
+    ("transfer", "message"),
+    [
+        (None, "takes no weights; start it with --weight-transfer-config"),
+        ({"backend": "sharded_rdt"}, "allowed: groupwise, nccl, ipc"),
+        ({"backend": "nccl"}, "trains on cpu; start it with the backend 'groupwise'"),
+    ],
+)
+def test_a_server_whose_weights_cannot_be_replaced_is_refused(backend, fake, transfer, message):
+    fake.info["weight_transfer_config"] = transfer
+    with pytest.raises(BackendError, match=message):
+        backend.sync_weights(step=0)
+
+
+def test_a_server_with_fewer_places_than_samples_is_refused(backend, fake):
+    fake.info["scheduler_config"]["max_num_seqs"] = 1
+    with pytest.raises(BackendError, match="raise --max-num-seqs"):
+        backend.sync_weights(step=0)
+
+
+def test_another_model_is_refused(backend, fake, tmp_path):
+    policy(vocab_size=99).config.save_pretrained(tmp_path / "other")
+    fake.info["model_config"]["model"] = str(tmp_path / "other")
+    with pytest.raises(
+        BackendError, match=r"other with vocab_size=99, but the policy has 32; serve that model"
+    ):
+        backend.sync_weights(step=0)
+
+
+def test_another_tokenizer_is_refused(backend, fake):
+    backend.tokenizer = tokenizer()
+    answer = fake.answer
+    fake.answer = lambda path, q, body: {"tokens": [7, 8]} if path == "/tokenize" else answer(path, q, body)
+    with pytest.raises(BackendError, match="tokenizer of tiny is not the policy's"):
+        backend.sync_weights(step=0)
+
+
+def test_raw_log_probs_fit_where_nothing_changes_the_distribution(fake, tmp_path):
+    fake.info["model_config"]["logprobs_mode"] = "raw_logprobs"
+    backend = backend_for(fake, tmp_path, temperature=1.0)
+    backend.sync_weights(step=0)
+    backend.close()
+
+
+def test_another_dtype_is_warned_of(backend, fake, caplog):
+    fake.info["model_config"]["dtype"] = "torch.bfloat16"
+    with caplog.at_level(logging.WARNING):
+        backend.sync_weights(step=0)
+    assert (
+        "computes in bfloat16 and the trainer in float32" in caplog.text and "--dtype float32" in caplog.text
+    )
+
+
+def test_without_a_server_the_error_names_the_command(fake, tmp_path):
+    fake.close()
+    backend = backend_for(fake, tmp_path)
+    backend.config.vllm_server_timeout = 0.3
+    with pytest.raises(ConnectionError, match=r"VLLM_SERVER_DEV_MODE=1.*vllm.* --weight-transfer-config"):
+        backend.sync_weights(step=0)
+
+
+def test_what_was_asked_ahead_is_not_asked_again(backend, fake):
+    backend.sync_weights(step=4)
+    backend.prefetch([[3], [3], [5]], step=5)
+    wait_for(lambda: len(backend.state_dict()["finished"]) == 2)
+    backend.sync_weights(step=5)
+    completions = backend.generate([[3], [3], [5]])
+    assert fake.seen[GENERATE] == 2
+    assert [c.versions[0] for c in completions] == [4] * 3  # the weights that sampled it, not the newest
+
+
+def test_an_answer_ahead_that_was_lost_with_the_servers_weights_is_asked_for_again(backend, fake):
+    backend.sync_weights(step=4)
+    fake.version = "default"
+    backend.prefetch([[3], [3]], step=5)
+    backend.sync_weights(step=5)
+    assert [c.versions[0] for c in backend.generate([[3], [3]])] == [5, 5]
+
+
+def test_a_prompt_asked_for_again_within_a_step_gets_other_samples(backend, fake):
+    backend.sync_weights(step=4)
+    first, second = backend.generate([[3], [3]]), backend.generate([[3], [3]])
+    seeds = [body["sampling_params"]["seed"] for path, body in fake.bodies if path == GENERATE]
+    assert seeds[1] == seeds[0] + 2 and first != second
+    backend.sync_weights(step=5)
+    backend.generate([[3], [3]])
+    assert fake.bodies[-1][1]["sampling_params"]["seed"] not in (*seeds, seeds[1] + 2)
+
+
+def test_finished_answers_survive_a_restart_of_the_trainer_and_others_are_asked_again(
+    backend, fake, tmp_path
+):
+    backend.sync_weights(step=4)
+    backend.prefetch([[3], [3], [5]], step=5)
+    wait_for(lambda: len(backend.state_dict()["finished"]) == 2)
+    state = backend.state_dict()
+    del state["finished"][1]
+    torch.save(state, tmp_path / "state.pt")
+    resumed = backend_for(fake, tmp_path)
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    resumed.sync_weights(step=5)
+    asked = fake.seen[GENERATE]
+    again = resumed.generate([[3], [3], [5]])
+    assert fake.seen[GENERATE] == asked + 1
+    assert [c.versions[0] for c in again] == [4, 4, 5]
+    resumed.close()

@@ -1,0 +1,278 @@
+"""Checkpoint directories: how they get their names, which one is found, which ones are kept."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.resume_runs import make_trainer, vowels
+from support.runs import prompts, trainer
+
+from groupwise.errors import ConfigError
+from groupwise.hf.checkpointing import (
+    clear_staging,
+    find_checkpoint,
+    load_state,
+    publish,
+    rotate,
+    save_state,
+    staging_dir,
+)
+
+
+def _write(directory: Path, **files: str) -> Path:
+    directory.mkdir(parents=True)
+    for name, content in files.items():
+        (directory / name).write_text(content)
+    return directory
+
+
+def _names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_publish_moves_the_whole_directory(tmp_path: Path) -> None:
+    staged = _write(staging_dir(str(tmp_path)) / "checkpoint-3", weights="new")
+    publish(staged, tmp_path / "checkpoint-3")
+    assert _names(tmp_path) == ["checkpoint-3"]
+    assert (tmp_path / "checkpoint-3" / "weights").read_text() == "new"
+
+
+def test_publish_replaces_a_checkpoint_of_the_same_name(tmp_path: Path) -> None:
+    _write(tmp_path / "checkpoint-3", weights="old", left_over="old")
+    staged = _write(staging_dir(str(tmp_path)) / "checkpoint-3", weights="new")
+    publish(staged, tmp_path / "checkpoint-3")
+    assert _names(tmp_path) == ["checkpoint-3"]
+    assert _names(tmp_path / "checkpoint-3") == ["weights"]
+    assert (tmp_path / "checkpoint-3" / "weights").read_text() == "new"
+
+
+def test_clear_staging_leaves_checkpoints(tmp_path: Path) -> None:
+    _write(tmp_path / "checkpoint-1")
+    _write(staging_dir(str(tmp_path)) / "checkpoint-2", half="x")
+    clear_staging(str(tmp_path))
+    assert _names(tmp_path) == ["checkpoint-1"]
+    clear_staging(str(tmp_path))
+
+
+def test_find_checkpoint_takes_the_highest_step(tmp_path: Path) -> None:
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-best", "checkpoint-11.old"):
+        _write(tmp_path / name)
+    (tmp_path / "checkpoint-50").write_text("a file")
+    _write(staging_dir(str(tmp_path)) / "checkpoint-99")
+    assert find_checkpoint(True, str(tmp_path)) == str(tmp_path / "checkpoint-10")
+
+
+def test_find_checkpoint_takes_a_directory_as_given(tmp_path: Path) -> None:
+    _write(tmp_path / "mine")
+    assert find_checkpoint(str(tmp_path / "mine"), "elsewhere") == str(tmp_path / "mine")
+
+
+@pytest.mark.parametrize("nothing", [None, False])
+def test_find_checkpoint_without_resuming(tmp_path: Path, nothing: Any) -> None:
+    _write(tmp_path / "checkpoint-9")
+    assert find_checkpoint(nothing, str(tmp_path)) is None
+
+
+def test_find_checkpoint_refuses_what_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no checkpoint"):
+        find_checkpoint(True, str(tmp_path))
+    with pytest.raises(ConfigError, match="holds no checkpoint"):
+        find_checkpoint(True, str(tmp_path / "never made"))
+    with pytest.raises(ConfigError, match=r"checkpoint-7.*not a directory"):
+        find_checkpoint(str(tmp_path / "checkpoint-7"), str(tmp_path))
+
+
+def test_state_comes_back(tmp_path: Path) -> None:
+    state = {"numbers": torch.arange(3), "nested": {"coef": (0.5, None)}}
+    for rank in (0, 1):
+        save_state(str(tmp_path), rank, 2, {**state, "rank": rank})
+    for rank in (0, 1):
+        back = load_state(str(tmp_path), rank, 2)
+        assert back["numbers"].tolist() == [0, 1, 2]
+        assert (back["nested"], back["rank"]) == ({"coef": (0.5, None)}, rank)
+
+
+@pytest.mark.parametrize(("rank", "now"), [(0, 1), (0, 3), (2, 3)])
+def test_state_of_another_number_of_processes_is_refused(tmp_path: Path, rank: int, now: int) -> None:
+    for written in (0, 1):
+        save_state(str(tmp_path), written, 2, {})
+    with pytest.raises(ConfigError, match=f"written by 2 processes and cannot be resumed with {now}"):
+        load_state(str(tmp_path), rank, now)
+
+
+def test_a_directory_without_state_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no groupwise_state_0\.pt.*save_only_model"):
+        load_state(str(tmp_path), 0, 1)
+
+
+def test_resuming_from_weights_alone_is_refused(tmp_path: Path) -> None:
+    make_trainer(tmp_path, save_only_model=True, max_steps=1).train()
+    assert "model.safetensors" in _names(tmp_path / "checkpoint-1")
+    with pytest.raises(ConfigError, match="save_only_model"):
+        make_trainer(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_a_resume_says_which_settings_have_reordered_the_prompts(tmp_path: Path, caplog: Any) -> None:
+    settings = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "steps_per_generation": 2}
+    trainer(tmp_path, **settings).train()
+    trainer(tmp_path, **{**settings, "max_steps": 2}).train(resume_from_checkpoint=True)
+    assert "resumed with" not in caplog.text  # another length of the run reorders nothing
+    changes = {"max_steps": 3, "num_generations": 2, "train_dataset": prompts(6)}
+    trainer(tmp_path, **{**settings, **changes}).train(resume_from_checkpoint=True)
+    assert "num_generations=2 (was 4), rows of train_dataset=6 (was 8): prompts come in" in caplog.text
+
+
+def test_a_moving_reference_that_was_never_saved_is_refused(tmp_path: Path) -> None:
+    settings = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "beta": 0.1}
+    trainer(tmp_path, **settings).train()
+    with pytest.raises(ConfigError, match=r"written without it.*resume with sync_ref_model=False"):
+        trainer(tmp_path, **settings, sync_ref_model=True).train(resume_from_checkpoint=True)
+
+
+def test_a_moving_reference_that_is_not_resumed_is_told(tmp_path: Path, caplog: Any) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 1, "beta": 0.1}
+    trainer(tmp_path, **settings, max_steps=1, sync_ref_model=True).train()
+    trainer(tmp_path, **settings, max_steps=2, sync_ref_model=True).train(resume_from_checkpoint=True)
+    assert "the reference is the initial model" not in caplog.text
+    trainer(tmp_path, **settings, max_steps=3).train(resume_from_checkpoint=True)
+    assert "resumed with sync_ref_model=False: the reference is the initial model" in caplog.text
+
+
+def test_resuming_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no checkpoint"):
+        make_trainer(tmp_path).train(resume_from_checkpoint=True)
+
+
+def _checkpoints_of_age(directory: Path, *steps: int) -> None:
+    """The first one is the oldest."""
+    for age, step in enumerate(steps):
+        path = _write(directory / f"checkpoint-{step}", weights="x")
+        os.utime(path, (1000 + age, 1000 + age))
+
+
+@pytest.mark.parametrize(
+    ("limit", "best", "kept"),
+    [
+        (None, None, [1, 2, 3, 9]),
+        (4, None, [1, 2, 3, 9]),
+        (2, None, [2, 3]),  # 9 is the oldest: it was left by an earlier run
+        (1, None, [3]),
+        (2, 1, [1, 3]),
+        (1, 1, [1, 3]),  # the newest and the best stay, whatever the limit
+        (1, 3, [3]),
+        (3, 9, [2, 3, 9]),
+    ],
+)
+def test_rotation(tmp_path: Path, limit: int | None, best: int | None, kept: list[int]) -> None:
+    _checkpoints_of_age(tmp_path, 9, 1, 2, 3)
+    rotate(tmp_path / "checkpoint-3", limit, best and str(tmp_path / f"checkpoint-{best}"))
+    assert _names(tmp_path) == [f"checkpoint-{step}" for step in kept]
+
+
+def test_rotation_knows_the_best_by_another_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _checkpoints_of_age(tmp_path / "run", 1, 2, 3)
+    monkeypatch.chdir(tmp_path)
+    rotate(tmp_path / "run" / "checkpoint-3", 1, "run/checkpoint-1")
+    assert _names(tmp_path / "run") == ["checkpoint-1", "checkpoint-3"]
+
+
+def _score_by_step(completions: list[str], trainer_state: Any, log_metric: Any, **_: Any) -> list[float]:
+    log_metric("score", {0: 0.0, 1: 1.0, 2: 5.0, 3: 2.0, 4: 3.0}[trainer_state.global_step])
+    return [float(len(set(text))) for text in completions]
+
+
+def _saved_state(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "trainer_state.json").read_text())
+
+
+_BEST = {"metric_for_best_model": "score", "greater_is_better": True, "reward_funcs": _score_by_step}
+
+
+def test_the_best_checkpoint_is_known_by_its_final_name_and_kept(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path,
+        eval_strategy="steps",
+        eval_steps=1,
+        load_best_model_at_end=True,
+        save_total_limit=2,
+        max_steps=4,
+        **_BEST,
+    )
+    trainer.train()
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    assert _names(tmp_path) == ["checkpoint-2", "checkpoint-4"]
+    for step in (2, 4):
+        saved = _saved_state(tmp_path / f"checkpoint-{step}")
+        assert saved["best_model_checkpoint"] == str(tmp_path / "checkpoint-2")
+    best = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    last = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
+    now = trainer.model.state_dict()
+    assert all(torch.equal(now[name], best[name]) for name in best)
+    assert any(not torch.equal(now[name], last[name]) for name in last)
+
+
+def test_only_better_checkpoints_are_saved_on_request(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path, eval_strategy="steps", eval_steps=1, save_strategy="best", max_steps=4, **_BEST
+    )
+    trainer.train()
+    assert _names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
+    assert trainer.state.best_metric == 5.0
+    # Older versions of transformers do not note the path with this strategy.
+    assert trainer.state.best_model_checkpoint in (None, str(tmp_path / "checkpoint-2"))
+
+
+def test_a_resumed_run_keeps_the_best_checkpoint(tmp_path: Path) -> None:
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, **_BEST}
+    make_trainer(tmp_path, max_steps=3, **settings).train()
+    resumed = make_trainer(tmp_path, max_steps=4, save_total_limit=2, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    assert _names(tmp_path) == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_a_second_run_in_the_same_directory(tmp_path: Path) -> None:
+    make_trainer(tmp_path, max_steps=2).train()
+    (tmp_path / "checkpoint-1" / "left over").touch()
+    second = make_trainer(tmp_path, max_steps=2, save_total_limit=2, seed=7)
+    second.train()
+    assert _names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
+    assert "left over" not in _names(tmp_path / "checkpoint-1")
+    saved = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    assert all(torch.equal(second.model.state_dict()[name], saved[name]) for name in saved)
+
+
+def test_what_a_crash_left_does_not_enter_the_next_checkpoint(tmp_path: Path) -> None:
+    _write(staging_dir(str(tmp_path)) / "checkpoint-1", rng_state_5="of a larger run")
+    make_trainer(tmp_path, max_steps=1).train()
+    assert "rng_state_5" not in _names(tmp_path / "checkpoint-1")
+    assert _names(tmp_path) == ["checkpoint-1"]
+
+
+def test_a_failed_write_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(tmp_path, max_steps=2)
+
+    def full_disk(*_: Any, **__: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("groupwise.hf.checkpointing.save_state", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        trainer.train()
+    assert list(tmp_path.glob("checkpoint-*")) == []
+
+
+def test_checkpoints_load_with_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    trainer = make_trainer(tmp_path, max_steps=1, reward_funcs=vowels)
+    trainer.train()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
+    theirs = model.state_dict()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in trainer.model.state_dict().items())
+    assert AutoTokenizer.from_pretrained(tmp_path / "checkpoint-1")("abc")["input_ids"] == [3, 4, 5]

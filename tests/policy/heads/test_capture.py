@@ -1,0 +1,361 @@
+"""Scores taken inside a model's forward equal those of the model's own logits, in value and in gradient."""
+
+from __future__ import annotations
+
+import copy
+
+import peft
+import pytest
+import torch
+import transformers
+
+from groupwise.errors import ConfigError
+from groupwise.policy.heads import HEADS, HeadWeights, check_head, chunked_head, head_weights, score_at_head
+
+SIZES = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CONFIGS = {
+    "llama": (transformers.LlamaConfig, {}),
+    "llama_tied": (transformers.LlamaConfig, {"tie_word_embeddings": True}),
+    "gemma2_softcap": (transformers.Gemma2Config, {"final_logit_softcapping": 2.0}),
+    "cohere_scale": (transformers.CohereConfig, {"logit_scale": 0.25}),
+    "granite_divisor": (transformers.GraniteConfig, {"logits_scaling": 3.0}),
+    "qwen3": (transformers.Qwen3Config, {}),
+    "phi_bias": (transformers.PhiConfig, {"partial_rotary_factor": 0.5}),
+}
+KEPT = 5
+
+
+def build_model(name: str):
+    config_class, extra = CONFIGS[name]
+    sizes = {
+        key: value for key, value in SIZES.items() if key != "head_dim" or "head_dim" in vars(config_class())
+    }
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config_class(**sizes, **extra))
+    with torch.no_grad():
+        for parameter in model.parameters():  # wide logits, so that a softcap bends them
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model.train()
+
+
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 67, (3, 9), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    # The last column has no next token: any valid id stands in, and its score is dropped.
+    targets = torch.cat([ids[:, -KEPT + 1 :], torch.zeros(3, 1, dtype=torch.long)], dim=1)
+    return {"input_ids": ids, "attention_mask": mask, "logits_to_keep": KEPT, "use_cache": False}, targets
+
+
+def loss_of(logps, entropy):
+    """A different upstream gradient for every position and for both outputs."""
+    steps = torch.arange(1.0, KEPT)
+    return (logps[:, :-1] * steps).sum() + 0.3 * (entropy[:, :-1] * steps.flip(0)).square().sum()
+
+
+def scores_of_logits(logits, targets, temperature):
+    """Brute force in float64: explicit exponentials, no log_softmax."""
+    weights = (logits.double() / temperature).exp()
+    p = weights / weights.sum(-1, keepdim=True)
+    return p.gather(-1, targets.unsqueeze(-1)).squeeze(-1).log(), -(p * p.log()).sum(-1)
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def captured_scores(model, head_fn, temperature, called=None):
+    inputs, targets = batch()
+    with score_at_head(model, head_fn, head_weights(model), targets, temperature) as captured:
+        output = (called or model)(**inputs)
+    return captured, output
+
+
+def assert_same_gradients(given, expected):
+    assert given.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(
+            given[name], gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max().item() + 1e-7
+        )
+
+
+@pytest.mark.parametrize("head_name", HEADS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_scores_and_gradients_are_those_of_the_models_own_logits(name, head_name):
+    model = build_model(name)
+    inputs, targets = batch()
+    expected_logps, expected_entropy = scores_of_logits(model(**inputs).logits, targets, 0.8)
+    expected = gradients(model, loss_of(expected_logps, expected_entropy))
+
+    captured, output = captured_scores(model, HEADS[head_name], 0.8)
+    logps, entropy = captured.read(output.logits)
+    assert logps.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(logps.double(), expected_logps, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
+    assert_same_gradients(gradients(model, loss_of(logps, entropy)), expected)
+
+
+@pytest.mark.parametrize("name", ["gemma2_softcap", "cohere_scale"])
+def test_stashed_and_routed_scores_are_the_same_values_with_the_same_gradients(name):
+    model = build_model(name)
+    captured, _ = captured_scores(model, chunked_head, 1.3)
+    direct = gradients(model, loss_of(captured.logps, captured.entropy))
+    captured, output = captured_scores(model, chunked_head, 1.3)
+    logps, entropy = captured.read(output.logits)
+    assert torch.equal(logps, captured.logps) and torch.equal(entropy, captured.entropy)
+    assert_same_gradients(gradients(model, loss_of(logps, entropy)), direct)
+
+
+def test_gradient_checkpointing_changes_nothing():
+    model = build_model("qwen3")
+    captured, output = captured_scores(model, chunked_head, 1.0)
+    plain = gradients(model, loss_of(*captured.read(output.logits)))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    captured, output = captured_scores(model, chunked_head, 1.0)
+    assert_same_gradients(gradients(model, loss_of(*captured.read(output.logits))), plain)
+
+
+def test_peft_model_trains_its_adapters_and_only_them():
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4, init_lora_weights=False)
+    model = peft.get_peft_model(build_model("llama"), config)
+    assert head_weights(model).weight_VH is model.get_base_model().lm_head.weight
+    inputs, targets = batch()
+    expected = gradients(model, loss_of(*scores_of_logits(model(**inputs).logits, targets, 1.0)))
+    captured, output = captured_scores(model, chunked_head, 1.0)
+    given = gradients(model, loss_of(*captured.read(output.logits)))
+    assert given and all("lora_" in name for name in given)
+    assert_same_gradients(given, expected)
+    with model.disable_adapter(), torch.no_grad():
+        reference, _ = captured_scores(model, chunked_head, 1.0)
+        expected_logps, _ = scores_of_logits(model(**inputs).logits, targets, 1.0)
+    torch.testing.assert_close(reference.logps.double(), expected_logps, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(reference.logps, captured.logps, atol=1e-3)
+
+
+@pytest.mark.parametrize("use", ["read", "stash"])
+def test_every_parameter_is_reachable_from_the_models_output(use):
+    """DDP walks the autograd graph from the outputs to find the parameters that will get a gradient."""
+    model = build_model("llama")
+    captured, output = captured_scores(model, chunked_head, 1.0)
+    root = output.logits if use == "read" else captured.logps
+    seen, found, pending = set(), set(), [root.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        pending += [parent for parent, _ in node.next_functions]
+    assert found == {id(parameter) for parameter in model.parameters()}
+
+
+def test_loss_on_read_scores_runs_backward_hooks_of_the_models_output():
+    """FSDP starts its backward from hooks on the tensors a model returns."""
+    model = build_model("gemma2_softcap")
+    calls = []
+
+    def watch(module, arguments, output):
+        output.logits.register_hook(lambda gradient: calls.append(gradient.shape))
+
+    handle = model.register_forward_hook(watch)
+    captured, output = captured_scores(model, chunked_head, 1.0)
+    handle.remove()
+    loss_of(*captured.read(output.logits)).backward()
+    assert [shape[:2] for shape in calls] == [(3, KEPT)]
+
+
+def test_hooks_of_the_head_run_and_swapped_weights_are_used():
+    """A sharding framework gathers the weight in a pre-forward hook: it puts another tensor in the module."""
+    model = build_model("llama")
+    inputs, targets = batch()
+    doubled = torch.nn.Parameter(model.lm_head.weight.detach() * 2)
+    expected, _ = scores_of_logits(2 * model(**inputs).logits, targets, 1.0)
+    weights = head_weights(model)
+    handle = model.lm_head.register_forward_pre_hook(lambda module, _: setattr(module, "weight", doubled))
+    with torch.no_grad(), score_at_head(model, chunked_head, weights, targets) as captured:
+        model(**inputs)
+    handle.remove()
+    torch.testing.assert_close(captured.logps.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_accelerate_device_hooks_still_wrap_the_head():
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    class Recorder(ModelHook):
+        shapes: tuple = ()
+
+        def post_forward(self, module, output):
+            self.shapes = (*self.shapes, tuple(output.shape))
+            return output
+
+    model = build_model("llama")
+    recorder = Recorder()
+    add_hook_to_module(model.lm_head, recorder)
+    captured_scores(model, chunked_head, 1.0)
+    assert recorder.shapes == ((3, KEPT, 3),)
+    inputs, _ = batch()
+    assert model(**inputs).logits.shape == (3, KEPT, 67)
+
+
+def test_no_entropy_when_not_asked_for():
+    model = build_model("llama")
+    inputs, targets = batch()
+    with score_at_head(model, chunked_head, head_weights(model), targets, with_entropy=False) as captured:
+        output = model(**inputs)
+    logps, entropy = captured.read(output.logits)
+    assert entropy is None and captured.entropy is None
+    logps.sum().backward()
+    assert model.lm_head.weight.grad.abs().sum() > 0
+
+
+def test_the_head_is_restored_also_after_an_exception():
+    model = build_model("llama")
+    inputs, targets = batch()
+    before = model(**inputs).logits
+    attributes = set(vars(model.lm_head))
+    with pytest.raises(KeyError), score_at_head(model, chunked_head, head_weights(model), targets):
+        raise KeyError
+    assert set(vars(model.lm_head)) == attributes
+    assert torch.equal(model(**inputs).logits, before)
+
+
+def test_nesting_is_refused_and_leaves_the_outer_block_working():
+    model = build_model("llama")
+    inputs, targets = batch()
+    weights = head_weights(model)
+    with score_at_head(model, chunked_head, weights, targets) as captured:
+        with (
+            pytest.raises(RuntimeError, match="already active"),
+            score_at_head(model, chunked_head, weights, targets),
+        ):
+            pass
+        model(**inputs)
+    assert captured.logps.shape == targets.shape
+
+
+def test_a_wrong_number_of_positions_is_an_internal_error():
+    model = build_model("llama")
+    inputs, targets = batch()
+    with (
+        pytest.raises(AssertionError, match=r"\(3, 5\) for targets \(3, 4\)"),
+        score_at_head(model, chunked_head, head_weights(model), targets[:, 1:]),
+    ):
+        model(**inputs)
+
+
+@pytest.mark.parametrize("wrong", [{"softcap": None}, {"scale": 0.5}])
+def test_a_logit_transform_the_head_does_not_know_is_refused(wrong):
+    model = build_model("gemma2_softcap")
+    inputs, targets = batch()
+    described = {"softcap": 2.0, "scale": 1.0, **wrong}
+    with score_at_head(
+        model, chunked_head, HeadWeights(model.lm_head.weight, **described), targets
+    ) as captured:
+        output = model(**inputs)
+    with pytest.raises(ConfigError, match=f"scale={described['scale']}, softcap={described['softcap']}"):
+        captured.read(output.logits)
+
+
+def test_only_the_first_reading_of_a_model_waits_for_the_device(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("a value was read")
+
+    def read_without_values(model):
+        captured, output = captured_scores(model, chunked_head, 1.0)
+        with monkeypatch.context() as patches:
+            for name in ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__"):
+                patches.setattr(torch.Tensor, name, refuse)
+            captured.read(output.logits)
+
+    model = build_model("gemma2_softcap")
+    with pytest.raises(AssertionError, match="a value was read"):
+        read_without_values(model)
+    captured, output = captured_scores(model, chunked_head, 1.0)
+    captured.read(output.logits)
+    read_without_values(model)
+    with pytest.raises(AssertionError, match="a value was read"):
+        read_without_values(copy.deepcopy(model))
+
+
+def test_a_head_described_otherwise_is_compared_again():
+    model = build_model("gemma2_softcap")
+    captured, output = captured_scores(model, chunked_head, 1.0)
+    captured.read(output.logits)
+    model.config.final_logit_softcapping = 3.0
+    captured, output = captured_scores(model, chunked_head, 1.0)
+    captured.read(output.logits)  # the model reads the same field
+    captured.head = HeadWeights(model.lm_head.weight, softcap=4.0)
+    with pytest.raises(ConfigError, match=r"softcap=4\.0"):
+        captured.read(output.logits)
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"target_modules": ["q_proj", "lm_head"]}, "target_modules"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "modules_to_save"),
+    ],
+)
+def test_an_adapter_on_the_head_is_refused(settings, field):
+    model = peft.get_peft_model(build_model("llama"), peft.LoraConfig(r=2, **settings))
+    with pytest.raises(ConfigError, match=f"drop 'lm_head' from {field}"):
+        check_head(model)
+
+
+def test_all_linear_adapters_leave_the_head_alone():
+    model = peft.get_peft_model(build_model("llama"), peft.LoraConfig(r=2, target_modules="all-linear"))
+    check_head(model)
+
+
+def test_a_model_without_a_head_is_refused():
+    model = transformers.LlamaModel(transformers.LlamaConfig(**SIZES))
+    with pytest.raises(ConfigError, match="LlamaModel has no language-model head"):
+        head_weights(model)
+
+
+def test_weights_are_the_live_parameters():
+    model = build_model("phi_bias")
+    weights = head_weights(model, fp32=True)
+    assert weights.weight_VH is model.lm_head.weight and weights.bias_V is model.lm_head.bias
+    assert weights.fp32 and not head_weights(model).fp32
+
+
+def test_scales_follow_the_architecture():
+    """Granite divides by logits_scaling, HyperCLOVA X multiplies; MiniCPM3 and MPT do neither to logits."""
+
+    class Config:
+        final_logit_softcapping = None
+
+        def __init__(self, **fields):
+            vars(self).update(fields)
+
+        def get_text_config(self, decoder):
+            return self
+
+    def scale(**fields):
+        model = build_model("llama")
+        model.config = Config(**fields)
+        return head_weights(model).scale
+
+    assert scale(model_type="granite", logits_scaling=4.0) == 0.25
+    assert scale(model_type="hyperclovax", logits_scaling=4.0) == 4.0
+    assert scale(model_type="minicpm3", logits_scaling=4.0) == 1.0
+    assert scale(model_type="mpt", logit_scale=4.0) == 1.0
+    assert scale(model_type="falcon_h1", lm_head_multiplier=0.5) == 0.5
+    assert scale(model_type="cohere", logit_scale=None) == 1.0

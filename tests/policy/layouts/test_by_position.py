@@ -1,0 +1,132 @@
+"""`packed` with attention that tells sequences apart by positions: flash and flex attention of transformers.
+
+Flash attention needs a GPU: here its function for sequences of several lengths is plain attention, sequence
+by sequence, with the arguments that it documents.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_stream import RIGHT, build, completions, values_and_gradients
+from torch.nn.attention.flex_attention import flex_attention
+from transformers import modeling_flash_attention_utils as flash
+from transformers.integrations.flex_attention import WrappedFlexAttention
+
+from groupwise.errors import ConfigError
+from groupwise.policy.layouts import (
+    HeadSettings,
+    LogprobComputer,
+    choose_layout,
+    compute_packed_logprobs,
+    compute_padded_logprobs,
+    prepare_stream,
+)
+
+
+def varlen_attention(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+):
+    """(tokens, heads, size) of sequences up to ``cu_seqlens``; a window counts keys before a query's."""
+    assert causal and dropout_p == 0.0 and torch.equal(cu_seqlens_q, cu_seqlens_k)
+    assert cu_seqlens_q.dtype == torch.int32 and cu_seqlens_q[0] == 0 and cu_seqlens_q[-1] == len(q)
+    assert max_seqlen_q == max_seqlen_k == cu_seqlens_q.diff().max()
+    per_head = q.shape[1] // k.shape[1]
+    outputs = []
+    for start, end in cu_seqlens_q.unfold(0, 2, 1).tolist():
+        keys, values = (x[start:end].repeat_interleave(per_head, dim=1) for x in (k, v))
+        back = torch.arange(end - start)[:, None] - torch.arange(end - start)
+        seen = (back >= 0) & (back <= (window_size[0] if window_size[0] >= 0 else end))
+        scores = torch.einsum("thd,shd->hts", q[start:end], keys) * softmax_scale
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        outputs.append(torch.einsum("hts,shd->thd", weights, values))
+    return torch.cat(outputs)
+
+
+@pytest.fixture
+def flash_on_cpu(monkeypatch):
+    ours = {
+        "_flash_varlen_fn": varlen_attention,
+        "_pad_fn": flash._pad_input,
+        "_unpad_fn": flash._unpad_input,
+    }
+    names = ("_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn", "_pad_fn", "_unpad_fn")
+    functions = [ours.get(name) for name in names if hasattr(flash, name)]  # not in every version
+    monkeypatch.setattr(flash, "_lazy_imports", lambda *_, **__: functions)
+    monkeypatch.setattr(flash, "_loaded_implementation", None)
+
+
+def with_attention(name, implementation):
+    model = build(*RIGHT[name])
+    model.config._attn_implementation = implementation  # the setter asks for the package and the device
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_sliding", "mistral_sliding", "olmo2"])
+def test_flash_attention_gives_the_log_probs_and_gradients_of_padded_rows(name, flash_on_cpu, monkeypatch):
+    class Unread:
+        def __bool__(self):
+            raise AssertionError("lengths are read back from the positions")
+
+    monkeypatch.setattr(flash, "_is_packed_sequence", lambda *_, **__: Unread())
+    batch = completions()
+    expected = values_and_gradients(build(*RIGHT[name]), batch, compute_padded_logprobs)
+    model = with_attention(name, "flash_attention_2")
+    given = values_and_gradients(model, prepare_stream(batch, shared=False), compute_packed_logprobs)
+    # float32 with sums of up to 67 terms: 100 roundings of 6e-8
+    torch.testing.assert_close(given[:2], expected[:2], atol=1e-5, rtol=0)
+    scale = max(float(gradient.abs().max()) for gradient in expected[2])
+    for ours, theirs in zip(given[2], expected[2], strict=True):
+        assert (ours - theirs).abs().max() < 1e-5 * scale
+
+
+def test_flash_attention_passes_the_check_of_the_first_use(flash_on_cpu):
+    model, head = with_attention("llama", "flash_attention_2"), HeadSettings("chunked")
+    scorer = LogprobComputer("packed", head)
+    scores = scorer(model, completions(), with_entropy=False)
+    assert scorer.layout == "packed" and scorer.checked
+    packed = compute_packed_logprobs(
+        model, prepare_stream(completions(), shared=False), head, with_entropy=False
+    )
+    assert torch.equal(scores.logps_BT, packed.logps_BT)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral_sliding"])
+def test_flex_attention_gives_the_log_probs_of_padded_rows(name, monkeypatch):
+    monkeypatch.setattr(WrappedFlexAttention, "__call__", lambda self: flex_attention)  # not compiled
+    batch, head = completions(), HeadSettings("chunked", 0.7)
+    with torch.no_grad():  # it has no backward on a CPU
+        expected = compute_padded_logprobs(build(*RIGHT[name]), batch, head, with_entropy=True)
+        model = with_attention(name, "flex_attention")
+        given = compute_packed_logprobs(model, prepare_stream(batch, shared=False), head, with_entropy=True)
+    for ours, theirs in ((given.logps_BT, expected.logps_BT), (given.entropy_BT, expected.entropy_BT)):
+        gap = (ours - theirs) * batch.completion_mask_BT
+        assert gap.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("implementation", ["flash_attention_2", "flash_attention_3", "flex_attention"])
+def test_they_pack_and_share_no_prompts(implementation):
+    model = with_attention("llama", implementation)
+    for wanted in ("auto", "packed"):
+        assert choose_layout(wanted, model, group_size=4, with_aux_loss=False) == "packed"
+    with pytest.raises(ConfigError, match=f"{implementation}.*sdpa"):
+        choose_layout("shared_prefix", model, group_size=4, with_aux_loss=False)
+    assert model.config._attn_implementation == implementation
+
+
+def test_a_reference_with_other_attention_than_the_stream_needs_is_padded():
+    model, head = with_attention("llama", "eager"), HeadSettings("chunked")
+    for layout in ("packed", "shared_prefix"):
+        scores = LogprobComputer(layout, head)(model, completions(), with_entropy=False)
+        padded = compute_padded_logprobs(model, completions(), head, with_entropy=False)
+        assert torch.equal(scores.logps_BT, padded.logps_BT)

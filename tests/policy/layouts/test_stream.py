@@ -1,0 +1,260 @@
+"""Layouts without padding give every architecture's own log-probs, entropies and gradients, or refuse it."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+
+from groupwise.errors import ConfigError
+from groupwise.policy.attention import install_attention_hook
+from groupwise.policy.layouts import (
+    HeadSettings,
+    LogprobComputer,
+    choose_layout,
+    compute_packed_logprobs,
+    compute_padded_logprobs,
+    prepare_stream,
+    unsupported,
+)
+from groupwise.records import MicroBatch
+
+SIZES = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WINDOW = {"sliding_window": 4}
+RIGHT = {
+    "llama": (transformers.LlamaConfig, {}),
+    "qwen2": (transformers.Qwen2Config, {}),
+    "qwen2_sliding": (
+        transformers.Qwen2Config,
+        {**WINDOW, "use_sliding_window": True, "max_window_layers": 1},
+    ),
+    "qwen3": (transformers.Qwen3Config, {}),
+    "mistral_sliding": (transformers.MistralConfig, WINDOW),
+    "gemma2": (transformers.Gemma2Config, {**WINDOW, "attn_implementation": "sdpa"}),
+    "gemma3": (transformers.Gemma3TextConfig, WINDOW),
+    "gpt_neox": (transformers.GPTNeoXConfig, {}),
+    "gpt2": (transformers.GPT2Config, {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+    "phi3": (transformers.Phi3Config, {"sliding_window": None}),
+    "olmo2": (transformers.Olmo2Config, {}),
+    "mixtral": (transformers.MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
+}
+REFUSED = {
+    "mamba": (transformers.MambaConfig, {"state_size": 4}, "position_ids|attention layers"),
+    "gpt_oss": (transformers.GptOssConfig, {"num_local_experts": 4}, "sinks"),
+    "llama_eager": (transformers.LlamaConfig, {"attn_implementation": "eager"}, "'eager' and not 'sdpa'"),
+    "llama_dropout": (transformers.LlamaConfig, {"attention_dropout": 0.1}, "dropout"),
+    "lfm2": (transformers.Lfm2Config, {"layer_types": ["conv", "full_attention", "conv"]}, "conv"),
+}
+
+
+def build(config_class, changes, seed=0):
+    changes = dict(changes)
+    attention = changes.pop("attn_implementation", None)
+    known = vars(config_class())
+    sizes = {name: value for name, value in SIZES.items() if name != "head_dim" or "head_dim" in known}
+    torch.manual_seed(seed)
+    extra = {} if attention is None else {"attn_implementation": attention}
+    model = transformers.AutoModelForCausalLM.from_config(config_class(**sizes, **changes), **extra)
+    with torch.no_grad():
+        for parameter in model.parameters():  # attention far from uniform, so that a wrong key shows
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.train()
+
+
+def completions(lengths=((3, (4, 1, 7)), (9, (2, 0)), (2, (3,))), pad=2, seed=1):
+    """Groups of rows that share a prompt: (prompt length, completion lengths), all padded by ``pad`` more."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [(prompt, size) for prompt, sizes in lengths for size in sizes]
+    texts = [torch.randint(3, 67, (prompt,), generator=generator) for prompt, sizes in lengths for _ in (1,)]
+    of_row = [text for text, (_, sizes) in zip(texts, lengths, strict=True) for _ in sizes]
+    width, prompt_width = max(c for _, c in rows) + pad, max(p for p, _ in rows) + pad
+    prompts, completion = torch.zeros(len(rows), prompt_width).long(), torch.zeros(len(rows), width).long()
+    prompt_mask, mask = torch.zeros_like(prompts), torch.zeros_like(completion)
+    for row, (prompt, size) in enumerate(rows):
+        prompts[row, prompt_width - prompt :] = of_row[row]
+        prompt_mask[row, prompt_width - prompt :] = 1
+        completion[row, :size] = torch.randint(3, 67, (size,), generator=generator)
+        mask[row, :size] = 1
+    return MicroBatch(prompts, prompt_mask, completion, mask, mask)
+
+
+def values_and_gradients(model, batch, score):
+    """Log-probs, entropies and the gradient of a function of both, which weighs every token differently."""
+    scores = score(model, batch, HeadSettings("chunked", 0.7), with_entropy=True)
+    mask = batch.completion_mask_BT
+    logps, entropy = scores.logps_BT * mask, scores.entropy_BT * mask
+    weights = torch.linspace(0.5, 2.0, logps.numel()).view_as(logps)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(((logps + 0.3 * entropy) * weights).sum(), parameters, allow_unused=True)
+    return logps.detach(), entropy.detach(), [g for g in gradients if g is not None]
+
+
+def assert_streams_agree(model, batch, tolerance):
+    assert unsupported(model) is None
+    expected = values_and_gradients(model, batch, compute_padded_logprobs)
+    for shared in (False, True):
+        given = values_and_gradients(model, prepare_stream(batch, shared=shared), compute_packed_logprobs)
+        torch.testing.assert_close(given[:2], expected[:2], atol=tolerance, rtol=0)
+        scale = max(float(gradient.abs().max()) for gradient in expected[2])
+        for ours, theirs in zip(given[2], expected[2], strict=True):
+            assert (ours - theirs).abs().max() < tolerance * scale
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_an_architecture_gives_its_own_log_probs_and_gradients(name):
+    model = build(*RIGHT[name])
+    if name == "mixtral" or name == "qwen3_moe":
+        model.eval()  # routers may add noise in training
+    # float32 with sums of up to 67 terms: 100 roundings of 6e-8
+    assert_streams_agree(model, completions(), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_architecture_that_would_be_wrong_is_refused(name):
+    config_class, changes, reason = REFUSED[name]
+    model = build(config_class, changes)
+    with pytest.raises(ConfigError, match=reason):
+        choose_layout("shared_prefix", model, group_size=4, with_aux_loss=False)
+    assert choose_layout("auto", model, group_size=4, with_aux_loss=False) == "padded"
+
+
+def test_gradient_checkpointing_recomputes_the_same():
+    model = build(*RIGHT["llama"])
+    batch = prepare_stream(completions(), shared=True)
+    assert unsupported(model) is None
+    plain = values_and_gradients(model, batch, compute_packed_logprobs)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    head = HeadSettings("chunked", 0.7)
+    scores = compute_packed_logprobs(model, batch, head, with_entropy=True)
+    mask = batch.completion_mask_BT
+    values = scores.logps_BT * mask + 0.3 * scores.entropy_BT * mask
+    (values * torch.linspace(0.5, 2.0, values.numel()).view_as(values)).sum().backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    torch.testing.assert_close(gradients, plain[2], atol=0, rtol=0)
+
+
+def test_an_adapter_is_trained_the_same():
+    model = get_peft_model(
+        build(*RIGHT["qwen2"]),
+        LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False),
+    )
+    assert_streams_agree(model, completions(), tolerance=1e-5)
+
+
+def test_bfloat16_stays_within_its_rounding():
+    model = build(*RIGHT["llama"]).to(torch.bfloat16)
+    exact = build(*RIGHT["llama"]).double()
+    assert unsupported(model) is None
+    batch, head = completions(), HeadSettings("chunked")
+    mask = batch.completion_mask_BT
+    with torch.no_grad():
+        truth, padded = (
+            compute_padded_logprobs(m, batch, head, with_entropy=False).logps_BT for m in (exact, model)
+        )
+        streamed = compute_packed_logprobs(
+            model, prepare_stream(batch, shared=True), head, with_entropy=False
+        ).logps_BT
+    error, allowed = ((logps - truth).abs() * mask for logps in (streamed, padded))
+    assert error.mean() <= 1.5 * allowed.mean() + 1e-3
+
+
+@pytest.mark.parametrize(
+    "lengths", [((5, (6,) * 8),), ((3, (1,)), (4, (30, 2, 1))), ((12, (0, 0)), (1, (5, 5)))]
+)
+def test_any_mix_of_lengths(lengths):
+    assert_streams_agree(build(*RIGHT["mistral_sliding"]), completions(lengths), tolerance=1e-5)
+
+
+def test_a_shared_prompt_is_computed_once():
+    # groups (3; 4+1+7), (9; 2+0), (2; 3): 14 prompt and 17 completion tokens; packed repeats the prompts
+    batch = completions()
+    assert prepare_stream(batch, shared=True).stream.token_ids_1T.numel() == 14 + 17
+    assert prepare_stream(batch, shared=False).stream.token_ids_1T.numel() == 3 * 3 + 9 * 2 + 2 + 17
+
+
+def test_an_opened_model_computes_what_it_computed_before():
+    model, batch = build(*RIGHT["gemma3"]), completions()
+    before = compute_padded_logprobs(model, batch, HeadSettings("dense"), with_entropy=False).logps_BT
+    assert install_attention_hook(model)
+    after = compute_padded_logprobs(model, batch, HeadSettings("dense"), with_entropy=False).logps_BT
+    assert torch.equal(before, after)
+
+
+def test_auto_takes_the_layout_that_computes_least():
+    model = build(*RIGHT["llama"])
+    assert choose_layout("auto", model, group_size=4, with_aux_loss=False) == "shared_prefix"
+    assert choose_layout("auto", model, group_size=1, with_aux_loss=False) == "packed"
+    assert choose_layout("auto", model, group_size=4, with_aux_loss=True) == "padded"
+    assert choose_layout("padded", model, group_size=4, with_aux_loss=False) == "padded"
+    with pytest.raises(ConfigError, match="balancing loss"):
+        choose_layout("packed", model, group_size=4, with_aux_loss=True)
+
+
+def test_the_first_use_finds_a_model_that_looks_beyond_its_attention(caplog):
+    class Neighbours(torch.nn.Module):
+        """Mixes in the token before, which the stream's order changes."""
+
+        def forward(self, hidden):
+            return hidden + hidden.roll(1, dims=1)
+
+    model = build(*RIGHT["llama"])
+    model.model.layers[1].mlp = torch.nn.Sequential(model.model.layers[1].mlp, Neighbours())
+    assert unsupported(model) is None  # nothing in its configuration tells
+    scorer = LogprobComputer("shared_prefix", HeadSettings("chunked"))
+    with caplog.at_level(logging.WARNING):
+        scores = scorer(model, completions(), with_entropy=False)
+    assert scorer.layout == "padded"
+    assert "sequence_layout=shared_prefix does not give this model's log-probs" in caplog.text
+    padded = compute_padded_logprobs(model, completions(), HeadSettings("chunked"), with_entropy=False)
+    assert torch.equal(scores.logps_BT, padded.logps_BT)
+
+
+def test_the_first_use_finds_a_wrong_gradient():
+    class Detached(torch.nn.Module):
+        """The right values and no gradient, but only where there is one row, as in a stream."""
+
+        def forward(self, hidden):
+            return hidden.detach() if hidden.shape[0] == 1 else hidden
+
+    model = build(*RIGHT["llama"])
+    model.model.layers[1].mlp = torch.nn.Sequential(model.model.layers[1].mlp, Detached())
+    scorer = LogprobComputer("packed", HeadSettings("chunked"))
+    scorer(model, completions(), with_entropy=False)
+    assert scorer.layout == "padded"
+
+
+def test_every_rank_falls_back_when_one_does():
+    scorer = LogprobComputer("packed", HeadSettings("chunked"), agree=lambda here: False)
+    scorer(build(*RIGHT["llama"]), completions(), with_entropy=False)
+    assert scorer.layout == "padded"
+
+
+def test_the_first_use_keeps_a_layout_that_is_right_and_disturbs_nothing():
+    model = build(*RIGHT["llama"])
+    assert choose_layout("auto", model, group_size=4, with_aux_loss=False) == "shared_prefix"
+    scorer = LogprobComputer("shared_prefix", HeadSettings("chunked"))
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        scorer(model, completions(), with_entropy=False)
+    assert scorer.layout == "shared_prefix" and model.training
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(parameter.grad is None for parameter in model.parameters())

@@ -1,0 +1,84 @@
+"""The timer of a step: stages and idle time add up to the step, rates are totals over totals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from groupwise import timer
+from groupwise.reporting.timing import StepTimer, peak_flops
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that the test moves."""
+
+    class Clock:
+        now = 100.0
+
+        def __call__(self):
+            return self.now
+
+    moved = Clock()
+    monkeypatch.setattr(timer.time, "perf_counter", moved)
+    return moved
+
+
+def values(metrics):
+    return {name: reduction.value() for name, reduction in metrics.items()}
+
+
+def test_stages_and_idle_time_add_up_to_the_step(clock):
+    book = StepTimer()
+    for stage, seconds in (("generate", 3.0), ("train", 1.0), ("train", 2.0)):
+        with book.measure(stage):
+            clock.now += seconds
+    clock.now += 0.5
+    assert values(book.close_step(tokens=130, flops=0)) == {
+        "time/generate": 3.0,
+        "time/train": 3.0,
+        "time/idle": 0.5,
+        "step_time": 6.5,
+        "tokens_per_second": 20.0,
+    }
+    clock.now += 2.0
+    assert values(book.close_step(tokens=8, flops=0)) == {
+        "time/idle": 2.0,
+        "step_time": 2.0,
+        "tokens_per_second": 4.0,
+    }
+
+
+def test_rates_of_several_steps_are_totals_over_totals(clock):
+    book = StepTimer()
+    clock.now += 1.0
+    first = book.close_step(tokens=10, flops=0)
+    clock.now += 3.0
+    second = book.close_step(tokens=90, flops=0)
+    merged = first["tokens_per_second"].merge(second["tokens_per_second"])
+    assert merged.value() == 25.0  # 100 tokens in 4 seconds, not the mean of 10 and 30
+
+
+def test_a_new_run_starts_at_zero(clock):
+    book = StepTimer()
+    with book.measure("generate"):
+        clock.now += 5.0
+    book.restart()
+    clock.now += 1.0
+    assert values(book.close_step(tokens=1, flops=0))["step_time"] == 1.0
+
+
+def test_utilisation_is_known_on_known_accelerators_only(clock, monkeypatch):
+    assert peak_flops() is None
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    book = StepTimer()
+    with book.measure("train"):
+        clock.now += 2.0
+    # 40 % of 989 teraflops for two seconds
+    assert values(book.close_step(tokens=1, flops=0.4 * 989e12 * 2))["mfu"] == pytest.approx(0.4)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some Card")
+    with book.measure("train"):
+        clock.now += 2.0
+    assert "mfu" not in book.close_step(tokens=1, flops=1.0)

@@ -1,0 +1,194 @@
+"""Independent functions on parts of a rollout: when what they gave is used, and when they are called anew."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from groupwise.errors import RewardError
+from groupwise.records import Completion, RolloutBatch
+from groupwise.rewards import get_cosine_scaled_reward, isolated, per_sample_reward, think_format_reward
+from groupwise.rewards.runtime.calling import call_rewards
+from groupwise.rewards.runtime.marking import is_per_sample_reward
+from groupwise.rewards.runtime.partial import concatenated, with_partial_results
+
+LONG = 60.0  # seconds after which a wait is given up; no test takes them
+
+
+def part(*numbers):
+    """One completion for each number, which is its token and in its row."""
+    return RolloutBatch(
+        rows=[{"answer": str(number)} for number in numbers],
+        prompts=[f"p{number}" for number in numbers],
+        prompt_ids=[[number] for number in numbers],
+        completions=[Completion([number]) for number in numbers],
+        texts=[f"t{number}" for number in numbers],
+    )
+
+
+def call(function, rollout, **settings):
+    return call_rewards([function], ["f"], rollout, **{"on_error": "raise", **settings}).rewards_FB[0]
+
+
+def recorded(is_async=False):
+    """A function that gives the token and notes the tokens of every call."""
+    calls = []
+
+    def rewards(completion_ids, answer, **_):
+        calls.append([ids[0] for ids in completion_ids])
+        assert answer == [str(ids[0]) for ids in completion_ids]
+        return [None if ids[0] == 4 else float(ids[0]) for ids in completion_ids]
+
+    async def later(**columns):
+        await asyncio.sleep(0)
+        return rewards(**columns)
+
+    return with_partial_results(later if is_async else rewards), calls
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("timeout", [None, LONG])
+def test_rewards_of_parts_are_put_in_the_order_of_the_whole(is_async, timeout):
+    function, calls = recorded(is_async)
+    first, second = part(3, 4), part(5)
+    for one in (second, first):
+        function.begin(one, timeout)
+    whole = concatenated([first, second])
+    assert str(call(function, whole, timeout=timeout)) == "[3.0, nan, 5.0]"
+    assert sorted(token for tokens in calls for token in tokens) == [3, 4, 5]
+
+
+def test_what_came_for_another_rollout_or_for_a_part_of_it_is_not_used():
+    function, calls = recorded()
+    function.begin(part(3), None)
+    whole = part(3, 5)  # equal tokens, another generation
+    assert call(function, whole) == [3.0, 5.0] and calls == [[3], [3, 5]]
+    begun = part(3)
+    function.begin(begun, None)
+    assert call(function, concatenated([begun, part(5)])) == [3.0, 5.0]
+    assert calls[2:] == [[3], [3, 5]]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda whole: replace(whole, texts=["other", *whole.texts[1:]]),
+        lambda whole: replace(whole, rows=[{"answer": "".join("3")}, {"answer": str(len("fives"))}]),
+        lambda whole: replace(whole, extra={"tool_calls": [0, 0]}),
+    ],
+)
+def test_a_rollout_that_was_changed_since_is_judged_anew(changed):
+    function, calls = recorded()
+    first = part(3, 5)
+    first.rows[0]["answer"] = "3"
+    function.begin(first, None)
+    assert call(function, changed(first)) == [3.0, 5.0] and len(calls) == 2
+
+
+def test_a_failure_early_is_that_of_the_call_on_all():
+    def fails_at_five(completion_ids, **_):
+        if [5] in completion_ids:
+            raise ValueError(f"five among {len(completion_ids)}")
+        return [1.0] * len(completion_ids)
+
+    messages = []
+    for begun in (True, False):
+        function = with_partial_results(fails_at_five)
+        first, second = part(3), part(5)
+        for one in (first, second) if begun else ():
+            function.begin(one, None)
+        with pytest.raises(RewardError) as caught:
+            call(function, concatenated([first, second]))
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1] and "five among 2" in messages[0]
+
+
+def test_logs_of_parts_become_those_of_the_whole():
+    @per_sample_reward
+    def logs(completion_ids, log_extra, log_metric, **_):
+        values = [ids[0] for ids in completion_ids]
+        log_extra("token", values)
+        if 3 in values:
+            log_extra("with_three", [True] * len(values))
+        log_metric("tokens", sum(values) / len(values))
+        return [0.0] * len(values)
+
+    function = with_partial_results(logs)
+    first, second = part(3, 4), part(5, 6)
+    for one in (second, first):
+        function.begin(one, None)
+    columns, metrics = {}, []
+    log = {"log_extra": columns.__setitem__, "log_metric": lambda *entry: metrics.append(entry)}
+    call(function, concatenated([first, second]), **log)
+    assert columns == {"token": [3, 4, 5, 6], "with_three": [True, True, None, None]}
+    assert metrics == [("tokens", 3.5), ("tokens", 5.5)]
+
+
+def test_an_async_function_is_called_once_at_a_time_and_what_waits_is_one_call():
+    entered, leave, calls = threading.Event(), threading.Event(), []
+
+    async def judge(completion_ids, **_):
+        calls.append([ids[0] for ids in completion_ids])
+        entered.set()
+        while not leave.is_set():
+            await asyncio.sleep(0.01)
+        return [0.0] * len(completion_ids)
+
+    function = with_partial_results(judge)
+    parts = [part(3), part(4), part(5)]
+    function.begin(parts[0], None)
+    assert entered.wait(LONG)
+    for one in parts[1:]:
+        function.begin(one, None)
+    leave.set()
+    assert call(function, concatenated(parts)) == [0.0] * 3
+    assert calls == [[3], [4, 5]]
+
+
+def test_an_async_function_that_is_cancelled_is_not_waited_for():
+    async def leaves(completion_ids, **_):
+        if len(completion_ids) == 1:
+            raise asyncio.CancelledError
+        return [1.0] * len(completion_ids)
+
+    function = with_partial_results(leaves)
+    first, second = part(3), part(4)
+    function.begin(first, None)
+    assert call(function, concatenated([first, second]), timeout=LONG) == [1.0, 1.0]
+
+
+def test_a_call_that_is_given_up_leaves_a_function_that_can_be_called_again():
+    leave = threading.Event()
+
+    async def judge(completion_ids, **_):
+        while not leave.is_set():
+            await asyncio.sleep(0.01)
+        return [float(ids[0]) for ids in completion_ids]
+
+    function = with_partial_results(judge)
+    first, second = part(3), part(4)
+    function.begin(first, None)
+    threads, end = threading.active_count(), time.monotonic() + LONG
+    with pytest.raises(RewardError, match=r"took longer than reward_timeout=0\.1 seconds"):
+        call(function, first, timeout=0.1)
+    while threading.active_count() > threads and time.monotonic() < end:  # its thread is gone
+        time.sleep(0.01)
+    leave.set()
+    function.begin(second, None)
+    assert call(function, second, timeout=LONG) == [4.0]
+
+
+def test_what_promises_to_be_independent():
+    @per_sample_reward
+    def marked(**_): ...
+
+    assert is_per_sample_reward(marked) and is_per_sample_reward(functools.partial(marked, x=1))
+    assert is_per_sample_reward(think_format_reward)
+    assert is_per_sample_reward(get_cosine_scaled_reward(max_len=8))
+    assert not is_per_sample_reward(isolated(lambda **_: []))  # it counts failed rows by the call
+    assert not is_per_sample_reward(lambda **_: [])

@@ -1,0 +1,1 @@
+"""Helpers that several tests share: tiny models, runs, fakes, reference loops and worker scripts."""

@@ -1,0 +1,114 @@
+"""Short runs of a real tiny policy that calls a tool with about every other letter that it writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from groupwise import GRPOConfig, GRPOTrainer
+from support.scripted import byte_tokenizer
+
+LETTERS = "abcdefgh"
+
+#: A turn such as "hacf" calls the tool with "c": what stands between one of "abcd" and one of "efgh".
+RESPONSE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": "[abcd]",
+            "close_pattern": r"[efgh]|<\|im_end\|>",
+            "repeats": True,
+            "content": "text",
+            "transform": {
+                "type": "function",
+                "function": {"name": "measure", "arguments": {"text": "{content}"}},
+            },
+        },
+        "content": {"close": "<|im_end|>", "content": "text"},
+    },
+}
+
+
+def tokenizer() -> Any:
+    made = byte_tokenizer()
+    made.response_template = RESPONSE
+    made.padding_side = "left"
+    return made
+
+
+def policy(vocabulary: int) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=1024,
+            bos_token_id=None,
+        )
+    )
+
+
+def measure(text: str) -> int:
+    """Measure a text.
+
+    Args:
+        text: what to measure.
+    """
+    if not text:
+        raise ValueError("nothing to measure")
+    return len(text)
+
+
+def calls_reward(completions: list[Any], **_: Any) -> list[float]:
+    """How many answers of tools a conversation has; the length of the last message decides between equals."""
+    return [
+        sum(m["role"] == "tool" for m in messages) + len(messages[-1]["content"]) / 100
+        for messages in completions
+    ]
+
+
+def chats(count: int = 8) -> Dataset:
+    return Dataset.from_dict({"prompt": [[{"role": "user", "content": f"go {i}"}] for i in range(count)]})
+
+
+def trainer(directory: Path | str, **given: Any) -> GRPOTrainer:
+    """``given`` holds configuration fields and trainer arguments."""
+    names = (
+        "tools",
+        "environment_factory",
+        "reward_funcs",
+        "train_dataset",
+        "processing_class",
+        "rollout_func",
+    )
+    arguments: dict[str, Any] = {name: given.pop(name) for name in names if name in given}
+    arguments.setdefault("processing_class", tokenizer())
+    arguments.setdefault("train_dataset", chats())
+    arguments.setdefault("reward_funcs", calls_reward)
+    text = arguments["processing_class"]
+    said = {*text.convert_tokens_to_ids(list(LETTERS)), text.eos_token_id}
+    model = given.pop("model", None)
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "max_completion_length": 120,
+        "max_steps": 2,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "save_strategy": "no",
+        "report_to": "none",
+        "bf16": False,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "generation_kwargs": {"suppress_tokens": [i for i in range(len(text)) if i not in said]},
+    }
+    config = GRPOConfig(str(directory), **{**settings, **given})
+    return GRPOTrainer(policy(len(text)) if model is None else model, args=config, **arguments)

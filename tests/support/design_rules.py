@@ -1,0 +1,173 @@
+"""The design rules as functions from source text to a list of violations."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+import sys
+from collections.abc import Iterator
+
+
+def mixin_classes(source: str) -> Iterator[ast.ClassDef]:
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Mixin"):
+            yield node
+
+
+def methods(node: ast.ClassDef) -> set[str]:
+    return {item.name for item in node.body if isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef))}
+
+
+def annotated(node: ast.ClassDef) -> set[str]:
+    return {
+        item.target.id
+        for item in node.body
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    }
+
+
+def used_on_self(node: ast.AST) -> set[str]:
+    return {
+        item.attr
+        for item in ast.walk(node)
+        if isinstance(item, ast.Attribute) and isinstance(item.value, ast.Name) and item.value.id == "self"
+    }
+
+
+def assigned_on_self(node: ast.AST) -> set[str]:
+    return {
+        item.attr
+        for item in ast.walk(node)
+        if isinstance(item, ast.Attribute)
+        and isinstance(item.ctx, ast.Store)
+        and isinstance(item.value, ast.Name)
+        and item.value.id == "self"
+    }
+
+
+def assigned_in_class(node: ast.ClassDef) -> set[str]:
+    """Names that the class body gives a value; a bare annotation gives none."""
+    targets = [target for item in node.body if isinstance(item, ast.Assign) for target in item.targets]
+    targets += [item.target for item in node.body if isinstance(item, ast.AnnAssign) and item.value]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def called(node: ast.Call) -> str:
+    """The last part of what is called: ``import_module`` for ``importlib.import_module(…)``."""
+    return getattr(node.func, "attr", None) or getattr(node.func, "id", "")
+
+
+def has_init(source: str) -> list[str]:
+    return [node.name for node in mixin_classes(source) if "__init__" in methods(node)]
+
+
+def calls_super(source: str) -> list[str]:
+    return [
+        node.name
+        for node in mixin_classes(source)
+        for item in ast.walk(node)
+        if isinstance(item, ast.Name) and item.id == "super"
+    ]
+
+
+def overrides(source: str, taken: set[str]) -> list[str]:
+    """Methods and owned attributes of a mixin that the Trainer defines too."""
+    found = []
+    for node in mixin_classes(source):
+        own = methods(node) | assigned_on_self(node) | assigned_in_class(node)
+        found += [f"{node.name}.{name}" for name in sorted(own & taken)]
+    return found
+
+
+def undeclared(source: str) -> list[str]:
+    """Uses of ``self.x`` where x is neither a method nor annotated in the class body."""
+    found = []
+    for node in mixin_classes(source):
+        known = methods(node) | annotated(node)
+        found += [f"{node.name}.{name}" for name in sorted(used_on_self(node) - known)]
+    return found
+
+
+def reflection(source: str) -> list[str]:
+    """Access to ``self`` by a name in a string, such as ``hasattr(self, …)``."""
+    return [
+        f"line {item.lineno}"
+        for item in ast.walk(ast.parse(source))
+        if isinstance(item, ast.Call)
+        and called(item) in ("hasattr", "getattr", "setattr", "delattr", "vars")
+        and item.args
+        and isinstance(item.args[0], ast.Name)
+        and item.args[0].id == "self"
+    ]
+
+
+def own_names(cls: type) -> set[str]:
+    return {name for name in vars(cls) if not name.startswith("__")}
+
+
+def order_dependent(classes: list[type]) -> set[str]:
+    """Names that resolve to another class's when the bases stand in another order."""
+    found = set()
+    for order in itertools.permutations(classes):
+        combined = type("Combined", order, {})
+        for cls in classes:
+            found |= {name for name in own_names(cls) if getattr(combined, name) is not getattr(cls, name)}
+    return found
+
+
+def imported_modules(source: str, package: str = "groupwise") -> set[str]:
+    """Absolute names of everything a file of ``package`` imports, wherever and however the import stands."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            # ``from groupwise import trainer`` names a module as well as ``import groupwise.trainer`` does.
+            names |= {f"{module}.{alias.name}" for alias in node.names} if module == "groupwise" else {module}
+        elif isinstance(node, ast.Call) and called(node) == "import_module":
+            names |= {arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)}
+    return names
+
+
+def beyond_torch(source: str) -> list[str]:
+    """Imports of ``core/`` that are neither torch, the standard library nor ``core/`` itself."""
+    allowed = {"torch", *sys.stdlib_module_names}
+    return sorted(
+        name
+        for name in imported_modules(source, "groupwise.core")
+        if name.split(".")[0] not in allowed and name.split(".")[:2] != ["groupwise", "core"]
+    )
+
+
+def across_layers(name: str, source: str, layers: dict[str, set[str]]) -> list[str]:
+    """Rooms that the file ``name`` (relative to the package) imports and that its own room may not."""
+    own = name.removesuffix(".py").split("/")[0]
+    package = ".".join(["groupwise", *name.split("/")[:-1]])
+    used = {
+        module.split(".")[1] if "." in module else module  # the package itself would bring everything
+        for module in imported_modules(source, package)
+        if module.split(".")[0] == "groupwise"
+    }
+    return sorted(used - layers[own] - {own})
+
+
+def reads(source: str, name: str) -> int:
+    """How often a file reads the attribute, by a dot or by ``getattr`` with its name."""
+    return sum(
+        (isinstance(node, ast.Attribute) and node.attr == name)
+        or (
+            isinstance(node, ast.Call)
+            and called(node) == "getattr"
+            and any(isinstance(arg, ast.Constant) and arg.value == name for arg in node.args)
+        )
+        for node in ast.walk(ast.parse(source))
+    )
+
+
+def unfinished(text: str) -> list[str]:
+    """Marks of work left undone."""
+    marks = "|".join(["TO" + "DO", "FIX" + "ME", "XX" + "X"])
+    return re.findall(rf"\b(?:{marks})\b", text)

@@ -1,0 +1,303 @@
+"""What each process of a launch does; also the runs themselves, which the tests repeat in one process.
+
+    torchrun --nproc_per_node 2 worker.py updates OUTPUT_DIR
+    accelerate launch --multi_gpu --num_processes 2 worker.py train OUTPUT_DIR
+    accelerate launch --multi_gpu --num_processes 2 worker.py resume OUTPUT_DIR SINGLE_PROCESS_CHECKPOINT
+
+The first process leaves its results in OUTPUT_DIR.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import math
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from groupwise.config.grpo_config import GRPOConfig
+from groupwise.errors import ConfigError
+from groupwise.trainer import GRPOTrainer
+
+#: A process that hangs says where, before the test gives up on it.
+PATIENCE = 240
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 "
+_END = 1
+OBJECTIVES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+
+# Two processes with 6 rows each, groups of 4: the second group has rows on both.
+UPDATES: dict[str, dict[str, Any]] = {
+    **{name: {"loss_type": name} for name in OBJECTIVES},
+    **{f"{name}, accumulation": {"loss_type": name, "accumulate": 2} for name in OBJECTIVES},
+    "sequence level": {"importance_sampling_level": "sequence"},
+    "reference": {"beta": 0.5, "sync_ref_model": True, "ref_model_sync_steps": 2},
+    "kl in reward": {"beta": 0.5, "kl_in_reward": True},
+    "entropy quantile": {"top_entropy_quantile": 0.4, "accumulate": 2},
+    "entropy bonus": {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 5.0},
+    "batch scale": {"scale_rewards": "batch"},
+    "normalize then sum": {"multi_objective_aggregation": "normalize_then_sum"},
+    "leave one out": {"advantage_baseline": "leave_one_out"},
+    "truncated masked": {"mask_truncated_completions": True},
+    "token correction": {"sampler": True, "vllm_importance_sampling_mode": "token_truncate"},
+    "sequence correction": {"sampler": True, "vllm_importance_sampling_mode": "sequence_mask"},
+    "vespo correction": {"sampler": True, "loss_type": "vespo"},
+    # Of every three groups only the last has variance: the first process has no row with a gradient.
+    "idle process": {"sparse": True, "shuffle_dataset": False},
+    "idle process, accumulation": {"sparse": True, "shuffle_dataset": False, "accumulate": 2},
+    "padded": {"sparse": True, "sequence_layout": "padded"},
+    "packed": {"sparse": True, "sequence_layout": "packed", "accumulate": 2},
+    # Prompts 0, 1 and 7 have no variance: two rounds for the first batch, and a group left for the second.
+    "dynamic sampling": {"planted": True, "shuffle_dataset": False, "dynamic_sampling": True},
+    "dynamic sampling, too few rounds": {
+        "planted": True,
+        "dynamic_sampling": True,
+        "dynamic_sampling_max_rounds": 1,
+        "data_seed": 2,
+    },
+    "dynamic sampling of a stream": {"planted": True, "dynamic_sampling": True, "stream": True},
+    "stream": {"stream": True},
+    "off-policy mask": {"sampler": True, "off_policy_mask_threshold": 0.02},
+}
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character."""
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<end>", "<unk>", *LETTERS])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", eos_token="<end>", unk_token="<unk>"
+    )
+
+
+def policy() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(LETTERS) + 3,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            pad_token_id=0,
+            eos_token_id=_END,
+            bos_token_id=None,
+        )
+    )
+
+
+def prompts(count: int) -> Dataset:
+    return Dataset.from_dict({"prompt": [f"say {'x' * (i % 4)}{i}" for i in range(count)]})
+
+
+def vowels(completions: list[str], **_: Any) -> list[float]:
+    return [float(sum(letter in "aeiou" for letter in text)) for text in completions]
+
+
+def sparse_vowels(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """Zero for two of every three prompts."""
+    numbers = [int("".join(letter for letter in prompt if letter.isdigit())) for prompt in prompts]
+    counts = vowels(completions)
+    return [count * (number % 3 == 2) for count, number in zip(counts, numbers, strict=True)]
+
+
+def planted_vowels(prompts: list[str], completions: list[str], completion_ids: Any, **_: Any) -> list[float]:
+    """The same for all completions of some prompts."""
+    numbers = [int(prompt.split("x")[-1].split()[-1]) for prompt in prompts]
+    draws = [random.Random(str(ids)).random() for ids in completion_ids]
+    return [draw * (number not in (0, 1, 7)) for draw, number in zip(draws, numbers, strict=True)]
+
+
+def digits_if_any(completions: list[str], **_: Any) -> list[float | None]:
+    """No opinion on completions without a digit."""
+    counts = [sum(letter.isdigit() for letter in text) for text in completions]
+    return [float(count) if count else None for count in counts]
+
+
+def make_trainer(output_dir: str | Path, **settings: Any) -> GRPOTrainer:
+    given = {
+        "reward_funcs": vowels,
+        "train_dataset": prompts(24),
+        "eval_dataset": prompts(5),
+        "rollout_func": None,
+    }
+    given.update({name: settings.pop(name) for name in list(given) if name in settings})
+    defaults: dict[str, Any] = {
+        "output_dir": str(output_dir),
+        "max_completion_length": 8,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "bf16": False,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "gradient_checkpointing": False,
+    }
+    return GRPOTrainer(
+        model=policy(), args=GRPOConfig(**{**defaults, **settings}), processing_class=tokenizer(), **given
+    )
+
+
+def fixed_rollouts(sampler: bool) -> Any:
+    """Completions that depend only on the generation and on the row's place in the global batch."""
+    calls = 0
+
+    def rollout(texts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
+        nonlocal calls
+        calls += 1
+        first = trainer.accelerator.process_index * len(texts)
+        prompt_ids = [trainer.processing_class(text)["input_ids"] for text in texts]
+        completions, logps = [], []
+        for row in range(first, first + len(texts)):
+            draw = random.Random(1000 * calls + row)
+            length = draw.randint(2, 8)
+            tokens = [draw.randrange(3, len(LETTERS) + 3) for _ in range(length)]
+            if length < 8:
+                tokens[-1] = _END
+            completions.append(tokens)
+            # About what a random model gives each token, log(1/40), and a little off.
+            logps.append([-math.log(40) + draw.uniform(-0.3, 0.3) for _ in tokens])
+        output = {"prompt_ids": prompt_ids, "completion_ids": completions}
+        return {**output, "logprobs": logps} if sampler else output
+
+    return rollout
+
+
+def update(output_dir: str | Path, *, rows: int, micro_batches: int, **case: Any) -> dict[str, torch.Tensor]:
+    """Weights after three optimizer steps on fixed completions, two of them on one generation.
+
+    Args:
+        rows: per micro-batch and process.
+        micro_batches: per optimizer step and process; a generation is one such window.
+        case: ``read_weights`` maps the trainer to what is returned.
+    """
+    case.pop("accumulate", None)
+    read_weights = case.pop("read_weights", None)
+    rewards: list[Any] = [sparse_vowels] if case.pop("sparse", False) else [vowels, digits_if_any]
+    rewards = [planted_vowels] if case.pop("planted", False) else rewards
+    rows_of_data = prompts(24).to_iterable_dataset(2) if case.pop("stream", False) else prompts(24)
+    trainer = make_trainer(
+        output_dir,
+        rollout_func=fixed_rollouts(case.pop("sampler", False)),
+        reward_funcs=rewards,
+        train_dataset=rows_of_data,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=micro_batches,
+        steps_per_generation=micro_batches,
+        num_generations=4,
+        num_iterations=2,
+        max_steps=3,
+        optim="sgd",
+        learning_rate=0.5,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        **case,
+    )
+    trainer.train()
+    if read_weights is not None:
+        return read_weights(trainer)
+    return {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
+
+
+def _by_prompt(texts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
+    """As many vowels as the number of the prompt says, and one more in the second completion of a group."""
+    prompt_ids = [trainer.processing_class(text)["input_ids"] for text in texts]
+    first = trainer.accelerator.process_index * len(texts)
+    numbers = [int(text.split("x")[-1].split()[-1]) for text in texts]
+    answers = ["a" * (1 + number + (first + i) % 2) for i, number in enumerate(numbers)]
+    completion_ids = [[*trainer.processing_class(answer)["input_ids"], _END] for answer in answers]
+    return {"prompt_ids": prompt_ids, "completion_ids": completion_ids}
+
+
+def evaluate(output_dir: str | Path, rows: int) -> dict[str, float]:
+    """Metrics of 5 prompts with 2 completions each, ``rows`` of them per batch and process."""
+    trainer = make_trainer(
+        output_dir,
+        rollout_func=_by_prompt,
+        num_generations_eval=2,
+        per_device_eval_batch_size=rows,
+        eval_pass_at_k=[1, 2],
+        eval_pass_threshold=2.5,
+        loss_type="dr_grpo",  # its normaliser does not depend on how rows are put into batches
+    )
+    return trainer.evaluate()
+
+
+def sampled_run(output_dir: str | Path, **settings: Any) -> tuple[GRPOTrainer, list[list[str]]]:
+    """A run that samples and whose processes log different metrics; also what this process sampled."""
+    seen: list[list[str]] = []
+
+    def reward(completions: list[str], log_metric: Any, trainer_state: Any, **_: Any) -> list[float]:
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        if not (seen and len(completions) == 3):  # 3 rows is an evaluation
+            seen.append(completions)
+        if rank == 1:
+            log_metric("only_second", 2.0)
+        log_metric(f"of_rank_{rank}", float(rank))
+        return [vowels([text])[0] + random.random() for text in completions]
+
+    defaults = {
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 3,
+        "num_generations": 2,
+        "steps_per_generation": 2,
+        "num_iterations": 2,
+        "max_steps": 6,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "learning_rate": 1e-2,
+        "log_completions": True,
+    }
+    trainer = make_trainer(output_dir, reward_funcs=reward, **{**defaults, **settings})
+    return trainer, seen
+
+
+def _leave(output_dir: Path, name: str, trainer: GRPOTrainer) -> None:
+    if trainer.is_world_process_zero():
+        torch.save(trainer.model.state_dict(), output_dir / f"{name}.pt")
+        (output_dir / f"{name}.json").write_text(json.dumps(trainer.state.log_history))
+
+
+def main(mode: str, output_dir: Path, *arguments: str) -> None:
+    torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)
+    if mode == "updates":
+        results = {}
+        for name, case in UPDATES.items():
+            window = case.get("accumulate", 1)
+            results[name] = update(output_dir / "run", rows=6, micro_batches=window, **case)
+        if torch.distributed.get_rank() == 0:
+            torch.save(results, output_dir / "updates.pt")
+    elif mode == "train":
+        trainer, seen = sampled_run(output_dir / "run")
+        trainer.train()
+        _leave(output_dir, "whole", trainer)
+        (output_dir / f"seen_{torch.distributed.get_rank()}.json").write_text(json.dumps(seen))
+        metrics = evaluate(output_dir / "evaluation", rows=3)
+        (output_dir / "evaluation.json").write_text(json.dumps(metrics))
+    elif mode == "resume":
+        (single,) = arguments
+        trainer, _ = sampled_run(output_dir / "resumed")
+        try:
+            trainer.train(resume_from_checkpoint=single)
+        except ConfigError as error:
+            (output_dir / f"refused_{torch.distributed.get_rank()}.txt").write_text(str(error))
+        trainer, _ = sampled_run(output_dir / "resumed")
+        trainer.train(resume_from_checkpoint=str(output_dir / "run" / "checkpoint-3"))
+        _leave(output_dir, "resumed", trainer)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])

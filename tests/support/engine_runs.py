@@ -1,0 +1,51 @@
+"""The tiny policy in a shape that vLLM's kernels for CPUs take, and trainers that sample from an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from support import runs
+
+ENGINE = {"kv_cache_memory_bytes": 2**24, "max_num_seqs": 32}
+
+
+def policy(seed: int = 0, **changes: Any) -> Any:
+    """Weights large enough that layers matter and greedy choices are no ties."""
+    return runs.policy(seed, **{"hidden_size": 64, "initializer_range": 0.3, **changes})
+
+
+def trainer(directory: Any, **given: Any) -> Any:
+    settings = {"use_vllm": True, "vllm_engine_kwargs": ENGINE, "model": policy(), **given}
+    return runs.trainer(directory, **settings)
+
+
+def greedy(model: Any, prompts: list[list[int]], count: int, ends: frozenset[int]) -> list[list[int]]:
+    """Greedy continuations by the model itself, one prompt at a time."""
+    model.eval()
+    answers = []
+    for prompt in prompts:
+        ids = list(prompt)
+        for _ in range(count):
+            with torch.no_grad():
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+            if ids[-1] in ends:
+                break
+        answers.append(ids[len(prompt) :])
+    return answers
+
+
+def engine_greedy(backend: Any, prompts: list[list[int]]) -> list[list[int]]:
+    sampling, backend.sampling = backend.sampling, {**backend.sampling, "temperature": 0.0}
+    try:
+        return [completion.token_ids for completion in backend.generate(prompts)]
+    finally:
+        backend.sampling = sampling
+
+
+def trainer_logps(model: Any, prompt: list[int], tokens: list[int], temperature: float) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].double()
+    chosen = torch.tensor(tokens)[:, None]
+    return torch.log_softmax(logits / temperature, -1).gather(1, chosen)[:, 0]

@@ -1,0 +1,156 @@
+"""A tokenizer of bytes, a backend that says what a test wrote down, and rollouts with both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from groupwise.agents import Agents, Environments, Renderer
+from groupwise.agents.loop import AgentSettings
+from groupwise.agents.tools import make_tool
+from groupwise.records import Completion, RolloutBatch, SamplingOptions
+
+#: Keeps earlier messages as they are, shows the tools, and writes calls as JSON in tags.
+CHAT = """\
+{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}
+{{- '<|im_start|>assistant\\n' + message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>' }}{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+{{- '</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- else %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<|pad|>")
+
+
+def byte_tokenizer(
+    chat_template: str = CHAT, special: Sequence[str] = SPECIAL, end: str = "<|im_end|>"
+) -> PreTrainedTokenizerFast:
+    """One token per byte, and one for each special token: what it decodes it encodes again."""
+    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    inner = Tokenizer(models.BPE(letters, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens([*dict.fromkeys([*special, end])])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token=end, pad_token=special[-1], chat_template=chat_template
+    )
+
+
+class ScriptedBackend:
+    """Answers the n-th turn of a rollout with the n-th text of its script.
+
+    A text is followed by the end token, unless it ends with one; what does not fit is cut.
+
+    calls: the prompts of every call of ``generate``.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        scripts: Sequence[Sequence[str]],
+        *,
+        logps: bool = False,
+        ends: Sequence[str] = (),
+    ) -> None:
+        self.tokenizer, self.scripts, self.logps = tokenizer, scripts, logps
+        self.turns = [0] * len(scripts)
+        self.contexts: list[list[int] | None] = [None] * len(scripts)
+        self.prompts: list[list[int] | None] = [None] * len(scripts)
+        self.calls: list[list[list[int]]] = []
+        self.before_call: Callable[[ScriptedBackend], None] = lambda backend: None
+        self.ends = [tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(list(ends))]
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        return frozenset(self.ends)
+
+    context_length: int | None = None
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions) -> list[Completion]:
+        self.calls.append([list(prompt) for prompt in prompts])
+        self.before_call(self)
+        assert sampling.max_tokens is not None
+        return [
+            self._answer(list(prompt), limit)
+            for prompt, limit in zip(prompts, sampling.max_tokens, strict=True)
+        ]
+
+    def _answer(self, prompt: list[int], limit: int) -> Completion:
+        index = self._rollout(prompt)
+        text = self.scripts[index][self.turns[index]]
+        self.turns[index] += 1
+        ended = any(text.endswith(self.tokenizer.convert_ids_to_tokens(end)) for end in self.ends)
+        tokens = self.tokenizer(text if ended else text + self.tokenizer.eos_token)["input_ids"]
+        cut = tokens[:limit]
+        self.contexts[index] = prompt + cut
+        logps = [-0.5] * len(cut) if self.logps else None
+        return Completion(cut, logps, truncated=len(cut) < len(tokens))
+
+    def _rollout(self, prompt: list[int]) -> int:
+        """The rollout that a prompt continues: the one whose tokens it begins with, or whose first prompt
+        it begins with (a fork); else a new one."""
+        for known in (self.contexts, self.prompts):
+            for index, tokens in enumerate(known):
+                unsaid = self.turns[index] < len(self.scripts[index])
+                if tokens is not None and unsaid and prompt[: len(tokens)] == tokens:
+                    return index
+        index = self.contexts.index(None)
+        self.prompts[index] = prompt
+        return index
+
+    def sync_weights(self, params: Any, *, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def call(name: str, **arguments: Any) -> str:
+    """How the policy of these tests calls a tool."""
+    return f'<tool_call>{{"name": "{name}", "arguments": {json.dumps(arguments)}}}</tool_call>'
+
+
+def question(text: str) -> dict[str, Any]:
+    return {"prompt": [{"role": "user", "content": text}]}
+
+
+def agents(
+    tokenizer: Any, tools: Sequence[Any] = (), environments: Environments | None = None, **settings: Any
+) -> Agents:
+    """The loop with a limit of 1000 tokens and these settings."""
+    renderer = Renderer(
+        tokenizer,
+        frozenset([tokenizer.eos_token_id]),
+        settings.get("template_kwargs"),
+        shows_tools=bool(tools),
+    )
+    return Agents(
+        [make_tool(tool) for tool in tools],
+        environments,
+        tokenizer,
+        AgentSettings(**{"max_completion_length": 1000, **settings}),
+        renderer if tools or (environments and environments.tools()) else None,
+    )
+
+
+def run(
+    scripts: Sequence[Sequence[str]], tools: Sequence[Any], tokenizer: Any = None, **settings: Any
+) -> tuple[RolloutBatch, ScriptedBackend]:
+    """Rollouts of the scripts, one question each."""
+    tokenizer = tokenizer or byte_tokenizer()
+    backend = ScriptedBackend(tokenizer, scripts, logps=settings.pop("logps", False))
+    rows = [question(f"question {i}") for i in range(len(scripts))]
+    return agents(tokenizer, tools, **settings).generate_rollouts(rows, backend), backend

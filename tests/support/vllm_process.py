@@ -1,0 +1,85 @@
+"""A real ``vllm serve`` on this machine that can be killed and started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+from groupwise.generation.vllm.serve import serve_command
+from support.engine_runs import policy
+from support.runs import tokenizer
+
+HERE = Path(__file__).parent
+# A small cache and few places; the tests of several servers at a time would not fit otherwise.
+SMALL = ["--kv-cache-memory-bytes", str(2**24), "--max-num-seqs", "32"]
+SMALL += ["--worker-extension-cls", "support.out_of_memory.Extension"]
+
+
+class ServerProcess:
+    """Serves the tiny policy, with weights that are not the trainer's.
+
+    Args:
+        directory: where the model and the log are written.
+    """
+
+    def __init__(self, directory: Path, extra: tuple[str, ...] = ()) -> None:
+        model = directory / "model"
+        if not model.exists():
+            policy(seed=7).save_pretrained(model)
+            tokenizer().save_pretrained(model)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        command, environment = serve_command(str(model), port=self.port, device="cpu", extra=[*SMALL, *extra])
+        if command[0] == "vllm":  # of this environment, whatever the search path says
+            command[0] = str(Path(sys.executable).with_name("vllm"))
+        self.command = command
+        own = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING"}
+        self.out_of_memory = directory / "out-of-memory"  # when it exists, the next forward pass fails
+        own["OUT_OF_MEMORY_FILE"] = str(self.out_of_memory)
+        own["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+        self.environment = {**os.environ, **environment, **own}
+        self.log = directory / "server.log"
+        self.process: subprocess.Popen | None = None
+
+    def start(self) -> ServerProcess:
+        """Start without waiting."""
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen(
+                self.command, env=self.environment, stdout=log, stderr=log, start_new_session=True
+            )
+        return self
+
+    def wait(self, seconds: float = 400.0) -> ServerProcess:
+        """Return when it is healthy."""
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=2).close()
+                return self
+            except OSError:
+                if self.process.poll() is not None or time.monotonic() > end:
+                    raise AssertionError(
+                        f"vllm serve did not start:\n{self.log.read_text()[-4000:]}"
+                    ) from None
+                time.sleep(0.3)
+
+    def revive(self) -> ServerProcess:
+        """Start it again if it ended; what it said goes to the test's output."""
+        if self.process is not None and self.process.poll() is not None:
+            print(f"vllm serve ended with {self.process.returncode}:\n{self.log.read_text()[-8000:]}")
+            self.start()
+        return self.wait()
+
+    def kill(self) -> None:
+        """End it at once, with its workers, as a machine that fails does."""
+        if self.process is not None and self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
