@@ -40,10 +40,10 @@ def smollm2_path() -> Path:
 @pytest.fixture(autouse=True)
 def registrations_end_with_their_test():
     """What a test registers is gone after it: other tests go through everything that is registered."""
-    from groupwise.core.advantages import ADVANTAGES
+    from groupwise.core.advantages import ADVANTAGES, AGGREGATIONS
     from groupwise.core.objectives import OBJECTIVES
 
-    before = [(registry, dict(registry)) for registry in (OBJECTIVES, ADVANTAGES)]
+    before = [(registry, dict(registry)) for registry in (OBJECTIVES, ADVANTAGES, AGGREGATIONS)]
     yield
     for registry, entries in before:
         registry.clear()

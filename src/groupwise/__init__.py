@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from groupwise.config.grpo_config import GRPOConfig
-    from groupwise.core.advantages import register_advantage
+    from groupwise.core.advantages import register_advantage, register_aggregation
     from groupwise.core.objectives import register_objective
     from groupwise.errors import (
         AgentError,
@@ -30,6 +30,7 @@ _MODULES = {
     "GRPOTrainer": "trainer",
     "register_objective": "core.objectives",
     "register_advantage": "core.advantages",
+    "register_aggregation": "core.advantages",
     "Completion": "records",
     "RolloutBatch": "records",
     "RewardBatch": "records",
@@ -58,6 +59,7 @@ __all__ = [
     "RolloutBatch",
     "TrainingError",
     "register_advantage",
+    "register_aggregation",
     "register_objective",
 ]
 

@@ -179,7 +179,7 @@ class GRPOTrainer(
     def _set_run_state(self) -> None:
         args = self.args
         passes = args.eval_pass_at_k or [], args.eval_pass_threshold
-        self.evaluation = EvaluationRecord(*passes, self.reward_func_names)
+        self.evaluation = EvaluationRecord(*passes, self.reward_func_names, args.multi_objective_aggregation)
         self._restore(None)
         self.window_entropy = Mean(0.0, 0.0)
         self.window_stats = WindowStats()

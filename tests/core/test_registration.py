@@ -7,7 +7,15 @@ import math
 import pytest
 import torch
 
-from groupwise.core.advantages import ADVANTAGES, AdvantageSettings, GroupRewards, register_advantage
+from groupwise.core.advantages import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    AdvantageSettings,
+    GroupRewards,
+    register_advantage,
+    register_aggregation,
+    total_rewards,
+)
 from groupwise.core.metrics import Sum
 from groupwise.core.objectives import (
     OBJECTIVES,
@@ -93,3 +101,39 @@ def test_duplicate_advantage_is_refused():
     ):
         register_advantage("group_mean", lambda rewards, settings: rewards.rewards_NF)
     assert ADVANTAGES["group_mean"] is before
+
+
+def worst(rewards_NF, weights_F, num_generations):
+    return (rewards_NF * weights_F).amin(-1)
+
+
+def test_a_registered_aggregation_combines_the_raw_rewards():
+    """min(1, 5) = 1 and min(3, 2) = 2: mean 1.5."""
+    register_aggregation("worst", worst)
+    rewards = GroupRewards(torch.tensor([[1.0, 5.0], [3.0, 2.0]]), torch.ones(2), 2)
+    assert total_rewards(rewards, "worst").tolist() == [1.0, 2.0]
+    advantages = ADVANTAGES["group_mean"](rewards, AdvantageSettings("none", "worst"))
+    assert advantages.tolist() == [-0.5, 0.5]
+
+
+def test_a_registered_aggregation_may_get_normalised_rewards():
+    """Normalised, the functions give (-1, 1) / √2 and (1, -1) / √2: the minima are equal."""
+    register_aggregation("worst", worst, normalize_first=True)
+    rewards = GroupRewards(torch.tensor([[1.0, 5.0], [3.0, 3.0]]), torch.ones(2), 2)
+    advantages = ADVANTAGES["group_mean"](rewards, AdvantageSettings("none", "worst"))
+    assert advantages.tolist() == pytest.approx([0.0, 0.0], abs=1e-3)
+    assert total_rewards(rewards, "worst").tolist() == [1.0, 3.0]
+
+
+def test_an_aggregation_must_return_one_reward_per_completion():
+    register_aggregation("wide", lambda rewards_NF, weights_F, num_generations: rewards_NF)
+    rewards = GroupRewards(torch.tensor([[1.0, 5.0], [3.0, 2.0]]), torch.ones(2), 2)
+    with pytest.raises(ValueError, match=r"'wide' returned a tensor of shape \(2, 2\); expected \(2,\)"):
+        total_rewards(rewards, "wide")
+
+
+def test_duplicate_aggregation_is_refused():
+    before = AGGREGATIONS["sum_then_normalize"]
+    with pytest.raises(ValueError, match=r"is already registered; registered: normalize_then_sum, sum_then"):
+        register_aggregation("sum_then_normalize", worst)
+    assert AGGREGATIONS["sum_then_normalize"] is before

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.runs import WORDS, policy, tokenizer, trainer
 
-from groupwise import Completion, ConfigError, GRPOTrainer
+from groupwise import Completion, ConfigError, GRPOTrainer, register_aggregation
 from groupwise.core.advantages import GroupRewards
 from groupwise.data.dynamic_sampling import (
     FillSettings,
@@ -55,7 +55,13 @@ def test_groups_whose_rewards_differ(rewards, varies):
 def test_functions_that_cancel_vary_only_one_by_one():
     rewards = group_rewards([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [1.0, 1.0]], 2, (1.0, 1.0))
     assert has_variance(rewards) == [False, False]
-    assert has_variance(rewards, by_function=True) == [True, False]
+    assert has_variance(rewards, "normalize_then_sum") == [True, False]
+
+
+def test_variance_is_that_of_the_registered_aggregation():
+    register_aggregation("worst", lambda rewards_NF, weights_F, num_generations: rewards_NF.amin(-1))
+    rewards = group_rewards([[1.0, 0.0], [0.0, 5.0], [1.0, 0.0], [1.0, 2.0]], 2, (1.0, 1.0))
+    assert has_variance(rewards, "worst") == [False, True]
 
 
 def test_weights_of_zero_do_not_make_a_difference():
@@ -81,7 +87,7 @@ def test_rewards_of_steps_count():
 )
 def test_round_sizes(num_unfilled, share, ranks, expected):
     # 4 completions per prompt.
-    assert round_size(num_unfilled, share, FillSettings(8, 4, 10, False, ranks)) == expected
+    assert round_size(num_unfilled, share, FillSettings(8, 4, 10, ranks=ranks)) == expected
 
 
 def scripted(varied, size):
@@ -120,7 +126,7 @@ def trained_on(filled):
 )
 def test_every_group_with_variance_is_trained_on_once_and_in_order(varied, wanted, size):
     varied = varied | set(range(61, 200))  # in the end all vary, so that every batch can be filled
-    fill = FillSettings(wanted, size, max_rounds=100, by_function=False)
+    fill = FillSettings(wanted, size, max_rounds=100)
     sample, carry, seen = scripted(varied, size), LeftoverGroups(), []
     for _ in range(6):
         filled = fill_batch(carry, fill, sample, alone)
@@ -137,7 +143,7 @@ def test_every_group_with_variance_is_trained_on_once_and_in_order(varied, wante
 
 
 def test_a_batch_that_cannot_be_filled_takes_groups_without_variance():
-    fill = FillSettings(4, 2, max_rounds=2, by_function=False)
+    fill = FillSettings(4, 2, max_rounds=2)
     filled = fill_batch(LeftoverGroups(), fill, scripted({3}, 2), alone)
     # Two rounds of 4 prompts: only prompt 3 varies, 0, 1 and 2 fill up, 4 to 7 are discarded.
     assert trained_on(filled) == [3, 3, 0, 0, 1, 1, 2, 2]
@@ -178,7 +184,7 @@ def test_ranks_share_the_batch_of_one_process():
         """What each of the two ranks fills, when the exchange gives ``gathered`` to both."""
         own, filled = [], []
         for rank in (0, 1):
-            fill = FillSettings(3, 4, 5, False, ranks=2, rank=rank)
+            fill = FillSettings(3, 4, 5, ranks=2, rank=rank)
 
             def gather(values):
                 own.append(values)
@@ -192,7 +198,7 @@ def test_ranks_share_the_batch_of_one_process():
 
     own, _ = run(None)
     _, (first, second) = run(own[0] + own[1])
-    one = fill_batch(LeftoverGroups(), FillSettings(3, 4, 5, False), scripted(set(range(2, 40)), 4), alone)
+    one = fill_batch(LeftoverGroups(), FillSettings(3, 4, 5), scripted(set(range(2, 40)), 4), alone)
     assert trained_on(first) + trained_on(second) == trained_on(one) == [2] * 4 + [3] * 4 + [4] * 4
     assert first.surplus == second.surplus == one.surplus and len(one.surplus) == 1
     assert (first.scored.local, second.scored.local) == (slice(0, 6), slice(6, 12))
@@ -200,9 +206,9 @@ def test_ranks_share_the_batch_of_one_process():
 
 
 def test_carried_groups_survive_a_checkpoint(tmp_path):
-    filled = fill_batch(LeftoverGroups(), FillSettings(2, 2, 5, False), scripted(set(range(1, 9)), 2), alone)
+    filled = fill_batch(LeftoverGroups(), FillSettings(2, 2, 5), scripted(set(range(1, 9)), 2), alone)
     groups = with_old_logps(
-        filled.surplus, FillSettings(2, 2, 5, False), lambda rollout: [[-0.5]] * len(rollout), alone
+        filled.surplus, FillSettings(2, 2, 5), lambda rollout: [[-0.5]] * len(rollout), alone
     )
     carry = LeftoverGroups(groups, 0.75)
     assert groups[0][0].completion.old_logps == [-0.5]
@@ -211,7 +217,7 @@ def test_carried_groups_survive_a_checkpoint(tmp_path):
 
 
 def test_groups_that_a_checkpoint_cannot_hold_are_left_out(caplog):
-    filled = fill_batch(LeftoverGroups(), FillSettings(2, 2, 5, False), scripted(set(range(1, 9)), 2), alone)
+    filled = fill_batch(LeftoverGroups(), FillSettings(2, 2, 5), scripted(set(range(1, 9)), 2), alone)
     filled.surplus[0][0].values["rows"]["image"] = object()
     with caplog.at_level(logging.WARNING):
         assert LeftoverGroups(filled.surplus).state_dict()["groups"] == []

@@ -186,7 +186,9 @@ MUTATIONS = [
         ('scale=settings.scale != "none"', "scale=True", ADVANTAGES),
         ("[row, : end + 1]", "[row, :end]", ADVANTAGES),
         ("(reward - values.mean().item())", "reward", ADVANTAGES),
-        ("(-penalty_N)", "penalty_N", ADVANTAGES),
+        ("total_N - rewards.penalty_N", "total_N + rewards.penalty_N", ADVANTAGES),
+        ("AGGREGATIONS[settings.aggregation].normalize_first", "False", ADVANTAGES),
+        ("if name in AGGREGATIONS:", "if name in ():", REGISTRATION),
     ),
     *_of(
         "metrics.py",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -157,10 +158,13 @@ def test_float32_stays_within_its_budget():
     assert (got - expected).abs().max() <= 8 * torch.finfo(torch.float32).eps * 100 / 0.1
 
 
-def test_a_penalty_counts_as_one_more_reward_where_there_is_one():
+def test_a_penalty_is_subtracted_from_the_aggregated_reward():
     """1 − 0.5, None, 3 − 1 = 0.5, None, 2.0; mean 1.25."""
-    rewards = core.with_penalty(to_core([[1.0], [None], [3.0]], [1.0], 3), torch.tensor([0.5, 9.0, 1.0]))
+    rewards = replace(
+        to_core([[1.0], [None], [3.0]], [1.0], 3),
+        penalty_N=torch.tensor([0.5, 9.0, 1.0], dtype=torch.float64),
+    )
     got = ADVANTAGES["group_mean"](rewards, AdvantageSettings("none"))
     assert got.tolist() == pytest.approx([-0.75, 0.0, 0.75])
-    weighted = core.with_penalty(to_core([[1.0], [3.0]], [2.0], 2), torch.tensor([0.5, 1.0]))
-    assert core.combined_rewards(weighted.rewards_NF, weighted.weights_F).tolist() == [1.5, 5.0]
+    weighted = replace(to_core([[1.0], [3.0]], [2.0], 2), penalty_N=torch.tensor([0.5, 1.0]))
+    assert core.total_rewards(weighted).tolist() == [1.5, 5.0]

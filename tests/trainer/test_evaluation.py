@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from support.runs import WORDS, policy, prompts, tokenizer, trainer
 
-from groupwise import ConfigError
+from groupwise import ConfigError, register_aggregation
 from groupwise.core.advantages import GroupRewards
 from groupwise.records import Completion, RewardBatch, RolloutBatch
 from groupwise.reporting.evaluation import EvaluationRecord
@@ -171,6 +171,18 @@ def test_the_first_evaluation_survives_a_checkpoint(tmp_path):
     resumed = run_of(tmp_path, **{**given, "eval_on_start": False, "save_strategy": "no"})
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert resumed.evaluate()["eval_pass@1_gain"] == 0.0
+
+
+def test_a_registered_aggregation_decides_what_passes(tmp_path):
+    def formatted(completion_ids, **_):
+        return [1.0] * len(completion_ids)
+
+    register_aggregation("worst", lambda rewards_NF, weights_F, num_generations: rewards_NF.amin(-1))
+    run = run_of(tmp_path, [solved, formatted], multi_objective_aggregation="worst")
+    metrics = run.evaluate()
+    # 1, 4 and 0 of 4 completions pass; their sum would be above the threshold for all.
+    assert metrics["eval_pass@1"] == metrics["eval_reward"] == pytest.approx((1 / 4 + 4 / 4 + 0 / 4) / 3)
+    assert metrics["eval_frac_reward_zero_std"] == pytest.approx(2 / 3)
 
 
 def test_completions_of_several_ranks_make_up_the_groups():

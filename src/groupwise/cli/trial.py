@@ -16,7 +16,7 @@ import torch
 
 from groupwise.cli.report import Finding, fail, ok, warn
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.core.advantages import combined_rewards
+from groupwise.core.advantages import GroupRewards, total_rewards
 from groupwise.cpu.malloc import malloc_trim
 from groupwise.errors import RewardError
 from groupwise.records import Completion, RolloutBatch
@@ -114,8 +114,10 @@ def reward_findings(
                 "async function and reward_timeout",
             )
     if len(columns) == len(trainer.reward_callables):
-        total_N = combined_rewards(torch.tensor(columns).T, trainer.reward_weights)
-        yield from _group_findings(total_N.view(-1, trainer.num_generations).tolist())
+        size = trainer.num_generations
+        rewards = GroupRewards(torch.tensor(columns).T, trainer.reward_weights, size)
+        total_N = total_rewards(rewards, trainer.args.multi_objective_aggregation)
+        yield from _group_findings(total_N.view(-1, size).tolist())
 
 
 def _value_findings(name: str, values: list[float], seconds: float) -> Iterator[Finding]:

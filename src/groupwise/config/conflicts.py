@@ -43,6 +43,11 @@ def _delta_inside_clip(config: Any) -> bool:
     return 0 < config.delta <= 1 + config.epsilon_high
 
 
+def _normalizes_first(aggregation: str) -> bool:
+    registered = importlib.import_module("groupwise.core.advantages").AGGREGATIONS
+    return aggregation in registered and registered[aggregation].normalize_first
+
+
 def _sampling_conflicts(config: Any) -> dict[str, str]:
     kwargs = config.generation_kwargs or {}
     found = {}
@@ -170,9 +175,9 @@ COMBINATION_RULES = (
     ),
     rule(
         "kl_in_reward_normalised_away",
-        lambda c: c.kl_in_reward and c.beta != 0 and c.multi_objective_aggregation == "normalize_then_sum",
-        'kl_in_reward=True with multi_objective_aggregation="normalize_then_sum" divides the KL by its own '
-        "standard deviation, so that beta has no effect",
+        lambda c: c.kl_in_reward and c.beta != 0 and _normalizes_first(c.multi_objective_aggregation),
+        "kl_in_reward=True needs one reward to subtract the KL from, but this multi_objective_aggregation "
+        "normalises each reward function first",
         'multi_objective_aggregation="sum_then_normalize", or kl_in_reward=False',
         "kl_in_reward=False",
         kl_in_reward=True,

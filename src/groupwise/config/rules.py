@@ -141,7 +141,7 @@ CHOICE_RULES = (
     _one_of("importance_sampling_level", _core("ratios", "RATIO_LEVELS"), "tokens"),
     _one_of("vllm_importance_sampling_mode", _core("corrections", "CORRECTION_MODES"), "sequence_maks"),
     _one_of("scale_rewards", lambda: ("group", "batch", "none"), "groups"),
-    _one_of("multi_objective_aggregation", lambda: ("sum_then_normalize", "normalize_then_sum"), "sum"),
+    _one_of("multi_objective_aggregation", _core("advantages", "AGGREGATIONS"), "sum"),
     _one_of("reward_on_error", lambda: ("raise", "none"), "ignore"),
     _one_of("logprob_head", lambda: ("auto", "dense", "chunked"), "chunk"),
     _one_of("sequence_layout", lambda: ("auto", "padded", "packed", "shared_prefix"), "padding"),

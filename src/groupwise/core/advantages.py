@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -23,6 +23,7 @@ class GroupRewards:
     num_generations: G; N is a multiple of it.
     step_rewards: process-supervised functions, by column; their column in ``rewards_NF`` is NaN.
     num_tokens: T, the width of a token-wise advantage.
+    penalty_N: subtracted from the aggregated reward of each completion (KL in the reward), or None.
     """
 
     rewards_NF: torch.Tensor
@@ -30,11 +31,12 @@ class GroupRewards:
     num_generations: int
     step_rewards: dict[int, StepRewards] = field(default_factory=dict)
     num_tokens: int = 0
+    penalty_N: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class AdvantageSettings:
-    """scale: "group", "batch" or "none"; aggregation: "sum_then_normalize" or "normalize_then_sum"."""
+    """scale: "group", "batch" or "none"; aggregation: a name in ``AGGREGATIONS``."""
 
     scale: str = "group"
     aggregation: str = "sum_then_normalize"
@@ -51,10 +53,86 @@ def nan_std(values: torch.Tensor, dim: int) -> torch.Tensor:
     return (centred.square().sum(dim, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
 
 
-def combined_rewards(rewards_NF: torch.Tensor, weights_F: torch.Tensor) -> torch.Tensor:
-    """Weighted sum over the functions that returned a value; NaN where none did. (N,)"""
+def weighted_sum(rewards_NF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> torch.Tensor:
+    """Weighted sum over the functions that returned a value; NaN where none did. Returns (N,)."""
     total_N = (rewards_NF * weights_F).nansum(-1)
     return total_N.masked_fill(rewards_NF.isnan().all(-1), float("nan"))
+
+
+Combine = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    """Combination of the reward functions into one reward per completion.
+
+    combine: maps ``(rewards_NF, weights_F, num_generations)`` to (N,). A NaN reward means that the function
+        returned None; a NaN result leaves the completion out of the statistics of its group.
+    normalize_first: normalise each function within its group, combine, and whiten the result over the batch
+        (GDPO, arXiv 2601.05242). Otherwise the raw rewards are combined and the result is normalised.
+    """
+
+    combine: Combine = weighted_sum
+    normalize_first: bool = False
+
+
+AGGREGATIONS: dict[str, Aggregation] = {
+    "sum_then_normalize": Aggregation(),
+    "normalize_then_sum": Aggregation(normalize_first=True),
+}
+
+
+def register_aggregation(name: str, combine: Combine, *, normalize_first: bool = False) -> None:
+    """Make ``multi_objective_aggregation=name`` combine the reward functions with ``combine``.
+
+    Advantages, the metrics ``reward``, ``reward_std`` and ``frac_reward_zero_std``, dynamic sampling and
+    evaluation (pass@k) all use it.
+
+    >>> def worst(rewards_NF, weights_F, num_generations):
+    ...     return (rewards_NF * weights_F).amin(-1)
+    >>> register_aggregation("worst", worst)
+
+    Args:
+        name: value of the setting.
+        combine: ``combine(rewards_NF, weights_F, num_generations) -> (N,)``; groups of ``num_generations``
+            completions are adjacent rows, NaN marks a missing reward.
+        normalize_first: pass rewards that are normalised within their group to ``combine`` when advantages
+            are computed; metrics and evaluation always combine the raw rewards.
+
+    Raises:
+        ValueError: the name is already registered.
+    """
+    if name in AGGREGATIONS:
+        raise ValueError(
+            f"aggregation {name!r} is already registered; registered: {', '.join(sorted(AGGREGATIONS))}"
+        )
+    AGGREGATIONS[name] = Aggregation(combine, normalize_first)
+
+
+def total_rewards(rewards: GroupRewards, aggregation: str = "sum_then_normalize") -> torch.Tensor:
+    """Aggregate the raw rewards of all functions and subtract the penalty.
+
+    Args:
+        aggregation: a name in ``AGGREGATIONS``.
+
+    Returns:
+        (N,), NaN for completions without a reward.
+
+    Raises:
+        ValueError: a registered aggregation returned another shape.
+    """
+    total_N = _combine(rewards.rewards_NF, rewards, aggregation)
+    return total_N if rewards.penalty_N is None else total_N - rewards.penalty_N
+
+
+def _combine(values_NF: torch.Tensor, rewards: GroupRewards, aggregation: str) -> torch.Tensor:
+    total_N = AGGREGATIONS[aggregation].combine(values_NF, rewards.weights_F, rewards.num_generations)
+    if total_N.shape != values_NF.shape[:1]:
+        raise ValueError(
+            f"aggregation {aggregation!r} returned a tensor of shape {tuple(total_N.shape)}; expected "
+            f"{tuple(values_NF.shape[:1])}, one reward per completion"
+        )
+    return total_N
 
 
 def group_mean(rewards_PG: torch.Tensor) -> torch.Tensor:
@@ -76,22 +154,23 @@ def normalised_advantages(
 
     ``sum_then_normalize``: combine the functions, subtract the baseline, divide by std + 1e-4 of the group or
     of the batch (Lite PPO) or not at all (Dr. GRPO). ``normalize_then_sum``: normalise each function within
-    the group, weight, sum, then whiten over the batch. A completion without any reward takes no part in the
+    the group, weight, sum, then whiten over the batch. A registered aggregation combines in its own way, in
+    the order that its ``normalize_first`` gives. A completion without any reward is left out of the
     statistics and gets 0. Step rewards are added as :func:`process_advantages`.
 
     Returns:
         (N,), or (N, T) when there are step rewards.
     """
     size = rewards.num_generations
-    if settings.aggregation == "normalize_then_sum":
+    if AGGREGATIONS[settings.aggregation].normalize_first:
         rewards_FPG = rewards.rewards_NF.T.reshape(-1, rewards.rewards_NF.shape[0] // size, size)
         scaled_FPG = torch.stack(
             [(r_PG - baseline(r_PG)) / (nan_std(r_PG, -1) + STD_EPSILON) for r_PG in rewards_FPG]
         )
-        total_N = combined_rewards(scaled_FPG.reshape(len(scaled_FPG), -1).T, rewards.weights_F)
+        total_N = _combine(scaled_FPG.reshape(len(scaled_FPG), -1).T, rewards, settings.aggregation)
         advantages_N = (total_N - total_N.nanmean()) / (nan_std(total_N, 0) + STD_EPSILON)
     else:
-        rewards_PG = combined_rewards(rewards.rewards_NF, rewards.weights_F).reshape(-1, size)
+        rewards_PG = total_rewards(rewards, settings.aggregation).reshape(-1, size)
         centred_PG = rewards_PG - baseline(rewards_PG)
         if settings.scale == "group":
             centred_PG = centred_PG / (nan_std(rewards_PG, -1) + STD_EPSILON)
@@ -105,17 +184,6 @@ def normalised_advantages(
         rewards.weights_F[column]
         * process_advantages(steps, size, rewards.num_tokens, scale=settings.scale != "none").to(advantages_N)
         for column, steps in rewards.step_rewards.items()
-    )
-
-
-def with_penalty(rewards: GroupRewards, penalty_N: torch.Tensor) -> GroupRewards:
-    """The rewards with one more function, of weight 1: −penalty for every completion with a reward."""
-    unrewarded_N = rewards.rewards_NF.isnan().all(-1)
-    column_N1 = (-penalty_N).masked_fill(unrewarded_N, float("nan")).unsqueeze(-1)
-    return replace(
-        rewards,
-        rewards_NF=torch.cat([rewards.rewards_NF, column_N1], dim=-1),
-        weights_F=torch.cat([rewards.weights_F, rewards.weights_F.new_ones(1)]),
     )
 
 

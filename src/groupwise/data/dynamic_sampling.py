@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from groupwise.core.advantages import GroupRewards, combined_rewards
+from groupwise.core.advantages import AGGREGATIONS, GroupRewards, total_rewards
 from groupwise.core.metrics import Mean, Metrics
 from groupwise.data.prompt_source import PromptSource
 from groupwise.errors import ConfigError
@@ -53,12 +53,14 @@ Group = list[Sample]
 
 @dataclass(frozen=True)
 class FillSettings:
-    """num_prompts: groups of a full batch; ranks: processes, which share its completions evenly."""
+    """num_prompts: groups of a full batch; aggregation: a name in ``AGGREGATIONS``; ranks: processes, which
+    share its completions evenly.
+    """
 
     num_prompts: int
     num_generations: int
     max_rounds: int
-    by_function: bool
+    aggregation: str = "sum_then_normalize"
     ranks: int = 1
     rank: int = 0
 
@@ -185,7 +187,7 @@ def fill_batch(
     num_unfilled = wanted - len(carried)
     while not rounds or (num_unfilled > 0 and len(rounds) < settings.max_rounds):
         rounds.append(sample(round_size(num_unfilled, share, settings)))
-        varies_P = has_variance(rounds[-1].rewards, by_function=settings.by_function)
+        varies_P = has_variance(rounds[-1].rewards, settings.aggregation)
         for number, varies in enumerate(varies_P):
             (varied if varies else flat).append((len(rounds) - 1, number))
         share = len(varied) / (len(varied) + len(flat))
@@ -218,17 +220,18 @@ def round_size(num_unfilled: int, share_with_variance: float, settings: FillSett
     return min(-(-expected // unit) * unit, settings.num_prompts)
 
 
-def has_variance(rewards: GroupRewards, *, by_function: bool = False) -> list[bool]:
-    """Whether the rewards of each group differ; those that are missing say nothing.
+def has_variance(rewards: GroupRewards, aggregation: str = "sum_then_normalize") -> list[bool]:
+    """Return for each group whether its rewards differ; missing rewards are ignored.
 
     Args:
-        by_function: a function whose own rewards differ is enough; otherwise their weighted sum has to.
+        aggregation: the aggregated reward must differ; with one that normalises each function first, a
+            difference in the rewards of any single function is enough.
     """
     size = rewards.num_generations
-    if by_function:
+    if AGGREGATIONS[aggregation].normalize_first:
         values_FN = rewards.rewards_NF.T
     else:
-        values_FN = combined_rewards(rewards.rewards_NF, rewards.weights_F).unsqueeze(0)
+        values_FN = total_rewards(rewards, aggregation).unsqueeze(0)
     values_FPG = values_FN.reshape(len(values_FN), -1, size)
     present_FPG = ~values_FPG.isnan()
     high_FP = values_FPG.masked_fill(~present_FPG, -torch.inf).amax(-1)

@@ -80,7 +80,7 @@ class BatchingMixin:
             num_prompts=args.generation_batch_size // args.num_generations,
             num_generations=args.num_generations,
             max_rounds=args.dynamic_sampling_max_rounds,
-            by_function=args.multi_objective_aggregation == "normalize_then_sum",
+            aggregation=args.multi_objective_aggregation,
             ranks=self.accelerator.num_processes,
             rank=self.accelerator.process_index,
         )

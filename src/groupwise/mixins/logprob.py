@@ -10,7 +10,6 @@ import torch
 from accelerate import Accelerator
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.core.advantages import with_penalty
 from groupwise.core.kl import KL_ESTIMATORS
 from groupwise.core.masks import entropy_threshold
 from groupwise.core.padding import length_mask, pad_sequences
@@ -135,7 +134,7 @@ class LogprobMixin:
         return [row[: len(c.token_ids)] for row, c in zip(rows, rollout.completions, strict=True)]
 
     def apply_kl_penalty(self, scored: RewardBatch, batches: list[MicroBatch]) -> RewardBatch:
-        """Take β · Σ_t KL_it off the rewards: one more column, absent where there is no reward at all."""
+        """Subtract β · Σ_t KL_it from the aggregated reward of each completion."""
         if scored.rewards.step_rewards:
             raise ConfigError(
                 "kl_in_reward=True applies to rewards of whole completions, but a reward function returned "
@@ -147,7 +146,7 @@ class LogprobMixin:
         )
         rewards = scored.rewards
         kl_N = self.accelerator.gather(local_B)[: len(rewards.rewards_NF)].to(rewards.rewards_NF)
-        return replace(scored, rewards=with_penalty(rewards, self.args.beta * kl_N))
+        return replace(scored, rewards=replace(rewards, penalty_N=self.args.beta * kl_N))
 
     @torch.no_grad()
     def compute_entropy_masks(self, model: Any, window: list[MicroBatch]) -> list[MicroBatch]:

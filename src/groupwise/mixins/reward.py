@@ -12,7 +12,7 @@ from accelerate.utils import gather_object
 from transformers import TrainerState
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.core.advantages import GroupRewards, combined_rewards, nan_std
+from groupwise.core.advantages import GroupRewards, nan_std, total_rewards
 from groupwise.core.metrics import Mean, Metrics, Sum, merge_metrics
 from groupwise.records import RewardBatch, RolloutBatch
 from groupwise.rewards.runtime.calling import Reward, call_rewards
@@ -66,7 +66,7 @@ class RewardMixin:
         rewards = self._join(rewards_FB, rollout, num_generations, num_rows)
         start = self.accelerator.process_index * len(rollout)
         local = slice(start, start + len(rollout))
-        metrics = reward_metrics(rewards, self.reward_func_names)
+        metrics = reward_metrics(rewards, self.reward_func_names, self.args.multi_objective_aggregation)
         for name, seconds in zip(self.reward_func_names, seconds_F, strict=True):
             if not math.isnan(seconds):
                 metrics[f"time/reward/{name}"] = Mean(seconds)
@@ -115,8 +115,15 @@ class RewardMixin:
         )
 
 
-def reward_metrics(rewards: GroupRewards, names: list[str]) -> Metrics:
-    """Statistics of the global batch (the same on every rank), weighted by what they count."""
+def reward_metrics(
+    rewards: GroupRewards, names: list[str], aggregation: str = "sum_then_normalize"
+) -> Metrics:
+    """Statistics of the global batch (the same on every rank), weighted by the number of rewards.
+
+    Args:
+        names: names of the reward functions, in the order of their columns.
+        aggregation: combines them into ``reward``, ``reward_std`` and ``frac_reward_zero_std``.
+    """
     metrics: Metrics = {}
     for column, name in enumerate(names):
         values_N = rewards.rewards_NF[:, column]
@@ -126,7 +133,7 @@ def reward_metrics(rewards: GroupRewards, names: list[str]) -> Metrics:
         if scored:
             metrics[f"rewards/{name}/mean"] = Mean(values_N.nansum().item(), scored)
             metrics[f"rewards/{name}/std"] = Mean(nan_std(values_N, 0).item() * scored, scored)
-    total_PG = combined_rewards(rewards.rewards_NF, rewards.weights_F).view(-1, rewards.num_generations)
+    total_PG = total_rewards(rewards, aggregation).view(-1, rewards.num_generations)
     scored = (~total_PG.isnan()).sum().item()
     if scored:
         std_P = nan_std(total_PG, -1)[~total_PG.isnan().all(-1)]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from groupwise.core.advantages import combined_rewards
+from groupwise.core.advantages import total_rewards
 from groupwise.core.pass_at_k import majority_at_k, mean_with_interval, pass_at_k
 from groupwise.records import RewardBatch
 
@@ -47,12 +47,14 @@ class EvaluationRecord:
     ks: values of k; empty: nothing is kept.
     threshold: a completion passes when its reward is above it.
     functions: names of the reward functions.
+    aggregation: combines their rewards into the one that is compared with the threshold.
     first: per evaluation name a digest of its prompts, and its values by prompt.
     """
 
     ks: Sequence[int]
     threshold: float
     functions: Sequence[str]
+    aggregation: str = "sum_then_normalize"
     judged: list[Judged] = field(default_factory=list)
     batches: int = 0
     first: dict[str, tuple[str, PromptValues]] = field(default_factory=dict)
@@ -62,7 +64,7 @@ class EvaluationRecord:
         if not self.ks:
             return
         rewards_NF, rollout = scored.rewards.rewards_NF, scored.rollout
-        total_N = combined_rewards(rewards_NF, scored.rewards.weights_F)
+        total_N = total_rewards(scored.rewards, self.aggregation)
         answers = scored.columns.get(ANSWER_COLUMN, [_text(text) for text in rollout.texts])
         for index, row in enumerate(range(scored.local.start, min(scored.local.stop, len(total_N)))):
             self.judged.append(
