@@ -89,7 +89,7 @@ def register_aggregation(name: str, combine: Combine, *, normalize_first: bool =
     evaluation (pass@k) all use it.
 
     >>> def worst(rewards_NF, weights_F, num_generations):
-    ...     return (rewards_NF * weights_F).amin(-1)
+    ...     return (weights_F * rewards_NF).amin(-1)
     >>> register_aggregation("worst", worst)
 
     Args:
