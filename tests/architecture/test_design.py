@@ -102,7 +102,8 @@ def test_the_core_needs_only_torch(name):
 def test_other_imports_in_the_core_are_seen():
     source = (
         "import math, transformers\nfrom groupwise.config.grpo_config import GRPOConfig\n"
-        "from groupwise.core import kl\nfrom . import ratios\nfrom .. import records\nimport groupwise.core_of_another\n"
+        "from groupwise.core import kl\nfrom . import ratios\nfrom .. import records\n"
+        "import groupwise.core_of_another\n"
     )
     assert rules.beyond_torch(source) == [
         *("groupwise.config.grpo_config", "groupwise.core_of_another", "groupwise.records", "transformers")
