@@ -59,13 +59,13 @@ def plain(model: Any, prompts: list[list[int]], config: Any, lengths: list[int])
 
 def groupwise(model: Any, prompts: list[list[int]], config: Any, lengths: list[int]) -> list[int]:
     """``generate`` with groupwise's loop and its linear layers."""
-    from groupwise.cpu.linear import packed_weights, speed_up_linears
+    from groupwise.cpu.linear import packed_weights, replace_linears
     from groupwise.generation.decoding import can_decode_groups, decode_groups
 
     if not can_decode_groups(model, config):
         raise SystemExit("the loop does not take this model")
     loop = partial(decode_groups, copies=[GROUP] * len(prompts))
-    speed_up_linears(model)  # in the trainer at its start; those that are fast already stay
+    replace_linears(model)  # in the trainer at its start; those that are fast already stay
     with packed_weights(model):
         return _count(model, prompts, config, lengths, custom_generate=loop)
 

@@ -151,7 +151,7 @@ def measure_floor(spec: Spec) -> dict[str, Any]:
     """The bare model; on a CPU with the linear layers that groupwise gives it."""
     import torch
 
-    from groupwise.cpu.linear import speed_up_linears
+    from groupwise.cpu.linear import replace_linears
     from groupwise.policy.layouts import HeadSettings, score_forward
 
     model = make_model(spec)
@@ -161,7 +161,7 @@ def measure_floor(spec: Spec) -> dict[str, Any]:
 
         model = get_peft_model(model, adapter_config())
     if spec.device == "cpu":
-        speed_up_linears(model)
+        replace_linears(model)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     meter = Meter(spec.device)

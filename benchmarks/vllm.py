@@ -59,10 +59,10 @@ def server_backend(model: Any, tokenizer: Any, limit: int, url: str) -> Any:
 
 
 def own_backend(model: Any, tokenizer: Any, limit: int) -> Any:
-    from groupwise.cpu.linear import speed_up_linears
+    from groupwise.cpu.linear import replace_linears
     from groupwise.generation import transformers_generate
 
-    speed_up_linears(model)  # as the trainer does; the engine has weights of its own
+    replace_linears(model)  # as the trainer does; the engine has weights of its own
     config = settings(limit, generation_kwargs={"min_new_tokens": limit})
     return transformers_generate.make_backend(lambda: model, config, tokenizer)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from groupwise import linear
-from groupwise.cpu.linear import OneDNNLinear, packed_weights, speed_up_linears
+from groupwise.cpu import linear
+from groupwise.cpu.linear import OneDNNLinear, packed_weights, replace_linears
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 
@@ -32,7 +32,7 @@ def test_values_and_gradients_are_as_close_as_those_of_pytorch(shape, bias):
     torch.manual_seed(0)
     plain = torch.nn.Linear(200, 130, bias=bias)
     fast, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
-    assert speed_up_linears(fast) == 1
+    assert replace_linears(fast) == 1
     inputs = torch.randn(shape)
     weights = torch.randn(*shape[:-1], 130)
     truth = results(exact, inputs.double(), weights.double())
@@ -48,14 +48,14 @@ def test_operands_need_not_be_contiguous():
     layer = torch.nn.Linear(200, 130)
     inputs = torch.randn(2, 400, 6).transpose(1, 2)[..., ::2]
     expected = layer(inputs)
-    speed_up_linears(layer)
+    replace_linears(layer)
     torch.testing.assert_close(layer(inputs), expected, atol=1e-5, rtol=0)
 
 
 def test_a_frozen_weight_gets_no_gradient():
     layer = torch.nn.Linear(200, 130)
     layer.weight.requires_grad_(False)
-    speed_up_linears(layer)
+    replace_linears(layer)
     inputs = torch.randn(3, 200, requires_grad=True)
     layer(inputs).sum().backward()
     assert layer.weight.grad is None and inputs.grad is not None and layer.bias.grad is not None
@@ -64,7 +64,7 @@ def test_a_frozen_weight_gets_no_gradient():
 def test_a_checkpoint_does_not_repeat_the_last_product(monkeypatch):
     torch.manual_seed(0)
     layers = torch.nn.Sequential(torch.nn.Linear(200, 130), torch.nn.SiLU(), torch.nn.Linear(130, 200))
-    speed_up_linears(layers)
+    replace_linears(layers)
     inputs = torch.randn(3, 200, requires_grad=True)
     layers(inputs).square().sum().backward()
     expected = [inputs.grad, *(parameter.grad for parameter in layers.parameters())]
@@ -90,7 +90,7 @@ def test_a_checkpoint_does_not_repeat_the_last_product(monkeypatch):
 def test_other_precisions_and_vectors_take_the_usual_way():
     layer = torch.nn.Linear(200, 130)
     plain = copy.deepcopy(layer)
-    speed_up_linears(layer)
+    replace_linears(layer)
     inputs = torch.randn(3, 200)
     assert torch.equal(layer(inputs[0]), plain(inputs[0]))
     with torch.autocast("cpu", torch.bfloat16):
@@ -104,7 +104,7 @@ def test_packed_weights_make_the_same_products(rows, bias):
     torch.manual_seed(0)
     plain = torch.nn.Linear(200, 130, bias=bias)
     fast, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
-    speed_up_linears(fast)
+    replace_linears(fast)
     packed = []
     with torch.no_grad(), packed_weights(fast):
         for _ in range(6):
@@ -120,7 +120,7 @@ def test_packed_weights_make_the_same_products(rows, bias):
 def test_a_packed_copy_does_not_outlive_its_weight():
     """Gradients and what comes after the context see the weight as it is."""
     layer = torch.nn.Linear(200, 130, bias=False)
-    speed_up_linears(layer)
+    replace_linears(layer)
     inputs = torch.randn(3, 200)
     with packed_weights(layer):
         with torch.no_grad():
@@ -134,7 +134,7 @@ def test_a_packed_copy_does_not_outlive_its_weight():
 
 def test_nothing_is_packed_that_other_precisions_do_not_use():
     layer = torch.nn.Linear(200, 130)
-    speed_up_linears(layer)
+    replace_linears(layer)
     with torch.no_grad(), packed_weights(layer), torch.autocast("cpu", torch.bfloat16):
         for _ in range(6):
             layer(torch.randn(3, 200))
@@ -144,7 +144,7 @@ def test_nothing_is_packed_that_other_precisions_do_not_use():
 def test_only_large_plain_layers_change_and_the_rest_of_the_model_sees_nothing():
     model = torch.nn.Sequential(torch.nn.Linear(200, 130), torch.nn.Linear(200, 8), Quantised(200, 200))
     state = model.state_dict()
-    assert speed_up_linears(model) == 1 and speed_up_linears(model) == 0
+    assert replace_linears(model) == 1 and replace_linears(model) == 0
     assert [type(layer) for layer in model] == [OneDNNLinear, torch.nn.Linear, Quantised]
     assert model.state_dict().keys() == state.keys()
     assert all(

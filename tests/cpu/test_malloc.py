@@ -36,7 +36,7 @@ print(pages * 4096 >> 20)
 AGAIN = """
 import resource
 import torch
-from groupwise.cpu.malloc import large_blocks_kept, return_large_blocks
+from groupwise.cpu.malloc import keep_large_blocks, return_large_blocks
 
 assert return_large_blocks()
 
@@ -50,7 +50,7 @@ def resident_pages():
     return int(open("/proc/self/statm").read().split()[1])
 
 returned, before = faults(), resident_pages()
-with large_blocks_kept():
+with keep_large_blocks():
     faults()
     kept = faults()
     inside = resident_pages() - before
@@ -88,10 +88,10 @@ def test_within_the_context_freed_tensors_stay():
 
 
 def test_the_environment_has_precedence(monkeypatch):
-    from groupwise.cpu.malloc import large_blocks_kept, return_large_blocks
+    from groupwise.cpu.malloc import keep_large_blocks, return_large_blocks
 
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1048576")
     monkeypatch.setattr("groupwise.cpu.malloc.malloc_trim", lambda: pytest.fail("nothing was changed"))
     assert return_large_blocks() is False
-    with large_blocks_kept():
+    with keep_large_blocks():
         pass

@@ -36,7 +36,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from groupwise.core.padding import length_mask, pad_sequences
-from groupwise.cpu.linear import has_onednn, speed_up_linears
+from groupwise.cpu.linear import has_onednn, replace_linears
 from groupwise.errors import BackendError
 from groupwise.generation.decoding import (
     OneQueryAttention,
@@ -229,7 +229,7 @@ def test_every_generation_packs_the_weights_anew():
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**changes, tie_word_embeddings=False)).eval()
     plain = copy.deepcopy(model)
-    assert speed_up_linears(model) > 0
+    assert replace_linears(model) > 0
     packed: list[bool] = []
     model.lm_head.register_forward_hook(lambda layer, *_: packed.append(layer.packing.weight_OI.is_mkldnn))
     config = settings(max_new_tokens=8, eos_token_id=None)

@@ -1,1 +1,49 @@
-"""Optimizations that only CPU runs use."""
+"""Speed-ups that only CPU runs use; both functions do nothing on other devices.
+
+:func:`install_cpu_training` once per run, :func:`cpu_generation` around sampling.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from groupwise.cpu.linear import packed_weights, replace_linears
+from groupwise.cpu.malloc import keep_large_blocks, return_large_blocks
+
+__all__ = ["cpu_generation", "install_cpu_training"]
+
+logger = logging.getLogger(__name__)
+
+
+def install_cpu_training(models: Iterable[torch.nn.Module], *, onednn_linears: bool = True) -> None:
+    """Return freed memory to the system, and compute the large linear layers of ``models`` with oneDNN.
+
+    Args:
+        models: models of this process; those on other devices are left alone.
+        onednn_linears: replace linear layers. Set False where something else rewrites them (FSDP, DeepSpeed,
+            ``torch.compile``).
+    """
+    on_cpu = [model for model in models if _is_on_cpu(model)]
+    if not on_cpu:
+        return
+    return_large_blocks()
+    if onednn_linears:
+        logger.info("%d linear layers compute with oneDNN", sum(map(replace_linears, on_cpu)))
+
+
+@contextmanager
+def cpu_generation(model: torch.nn.Module) -> Iterator[None]:
+    """Context manager for sampling: packs linear weights, keeps freed tensors in the heap.
+
+    The weights of ``model`` must not change inside.
+    """
+    with keep_large_blocks() if _is_on_cpu(model) else nullcontext(), packed_weights(model):
+        yield
+
+
+def _is_on_cpu(model: torch.nn.Module) -> bool:
+    return any(parameter.device.type == "cpu" for parameter in model.parameters())

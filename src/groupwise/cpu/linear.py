@@ -1,27 +1,25 @@
-"""Linear layers of a model that trains in float32 on a CPU, through oneDNN.
+"""Float32 linear layers on a CPU, computed with oneDNN.
 
-PyTorch multiplies float32 matrices with MKL, which leaves half of the vector units of processors of other
-makers idle; oneDNN does not, and its kernels are in every PyTorch build for x86. Both round as float32 does:
-nothing is traded for the speed.
+PyTorch multiplies float32 matrices with MKL, which uses half of the vector units of non-Intel processors.
+oneDNN uses all of them, and its kernels are in every PyTorch build for x86. The rounding error is the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-_SMALLEST = 128  # features on either side below which the call costs more than the product
-_ROWS = 8  # that oneDNN chooses a layout for; those for 8 and for 512 rows serve one another equally well
-_USES = 4  # of a weight until it is packed, which takes the time that 20 to 30 products save
+_MIN_FEATURES = 128  # below that, on either side, the call costs more than the product
+_ROWS = 8  # rows the packed layout is chosen for; layouts for 8 and for 512 rows are equally fast on both
+_USES = 4  # products before a weight is packed; packing costs what 20 to 30 products save
 
 
 class _Packing:
-    """A weight that will be copied into oneDNN's own layout, unless it is used only a few times."""
+    """A weight that is copied to oneDNN's packed layout at its fourth use."""
 
     def __init__(self, weight_OI: torch.Tensor) -> None:
         self.weight_OI, self.uses = weight_OI, 0
@@ -34,9 +32,9 @@ class _Packing:
 
 
 class OneDNNLinear(torch.nn.Linear):
-    """``nn.Linear`` with another way to the same product; parameters and state are the same."""
+    """``nn.Linear`` computed with oneDNN; parameters and state dict are those of ``nn.Linear``."""
 
-    packing: _Packing | None = None  # within packed_weights
+    packing: _Packing | None = None  # set inside packed_weights
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         plain = input.dtype == self.weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
@@ -45,18 +43,21 @@ class OneDNNLinear(torch.nn.Linear):
         if not torch.is_grad_enabled():
             weight = self.packing.weight_at_next_use() if self.packing else self.weight
             return onednn_product(input, weight, self.bias)
-        # Saved before it is computed: where a checkpoint only needs what a layer saves, its last product is
-        # never reached.
+        # The inputs are saved before the product is computed: a checkpoint's recomputation stops once all
+        # tensors are saved, so it skips the last product.
         output = _Linear.apply(input, self.weight, self.bias)
         with torch.no_grad():
             output.data = onednn_product(input, self.weight, self.bias)
         return output
 
 
-def speed_up_linears(model: torch.nn.Module) -> int:
-    """Turn the large plain ``nn.Linear`` modules of ``model`` into :class:`OneDNNLinear`; how many there are.
+def replace_linears(model: torch.nn.Module) -> int:
+    """Convert the large ``nn.Linear`` modules of ``model`` to :class:`OneDNNLinear` in place.
 
-    Subclasses, such as quantised layers, and modules that are not on a CPU stay as they are.
+    Subclasses of ``nn.Linear``, such as quantized layers, and modules on other devices are left alone.
+
+    Returns:
+        Number of converted layers; 0 if this PyTorch has no oneDNN.
     """
     layers = [module for module in model.modules() if _eligible(module)] if has_onednn() else []
     for layer in layers:
@@ -66,9 +67,9 @@ def speed_up_linears(model: torch.nn.Module) -> int:
 
 @contextmanager
 def packed_weights(model: torch.nn.Module) -> Iterator[None]:
-    """A context for many forwards without gradients between which the weights do not change.
+    """Context manager for many forward passes without gradients and with constant weights.
 
-    Each :class:`OneDNNLinear` that is used more than a few times copies its weight into oneDNN's own layout.
+    Each :class:`OneDNNLinear` that is used more than a few times copies its weight to oneDNN's packed layout.
     """
     layers = [module for module in model.modules() if isinstance(module, OneDNNLinear)]
     for layer in layers:
@@ -81,7 +82,7 @@ def packed_weights(model: torch.nn.Module) -> Iterator[None]:
 
 
 def has_onednn() -> bool:
-    """Whether this build of PyTorch has the operation that :func:`onednn_product` calls."""
+    """Return True if this PyTorch has the operator that :func:`onednn_product` calls."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
@@ -89,21 +90,21 @@ def _eligible(module: torch.nn.Module) -> bool:
     return (
         type(module) is torch.nn.Linear
         and module.weight.device.type == "cpu"
-        and min(module.weight.shape, default=0) >= _SMALLEST
+        and min(module.weight.shape, default=0) >= _MIN_FEATURES
     )
 
 
 class _Linear(torch.autograd.Function):
-    """The gradients of a product, and memory for it that the caller replaces with the product."""
+    """Backward pass of the product; the forward allocates the output and the caller fills it."""
 
     @staticmethod
-    def forward(ctx: Any, input_NI, weight_OI, bias_O):
+    def forward(ctx, input_NI, weight_OI, bias_O):
         ctx.save_for_backward(input_NI, weight_OI)
         return input_NI.new_empty(*input_NI.shape[:-1], len(weight_OI))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_NO):
+    def backward(ctx, grad_NO):
         input_NI, weight_OI = ctx.saved_tensors
         flat_NO = grad_NO.flatten(0, -2)
         grad_input = onednn_product(grad_NO, weight_OI.t()) if ctx.needs_input_grad[0] else None
@@ -113,6 +114,6 @@ class _Linear(torch.autograd.Function):
         return grad_input, grad_weight, flat_NO.sum(0) if ctx.needs_input_grad[2] else None
 
 
-def onednn_product(left: torch.Tensor, right: torch.Tensor, bias: Any = None) -> torch.Tensor:
-    """``left @ right.T + bias`` in float32 on a CPU; ``left`` (..., I) not empty, ``right`` (O, I)."""
+def onednn_product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return ``left @ right.T + bias`` in float32 on a CPU, ``left`` (..., I) non-empty, ``right`` (O, I)."""
     return torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")

@@ -1,4 +1,4 @@
-"""The heap of a process that trains on a CPU."""
+"""Settings of glibc's malloc for a process that trains on a CPU."""
 
 from __future__ import annotations
 
@@ -9,25 +9,28 @@ from contextlib import contextmanager
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _THRESHOLD = 4 << 20  # bytes; smaller than the activations of a layer
-_LARGEST = 32 << 20  # bytes; the largest threshold there is
-_KEPT = 64 << 20  # bytes at the heap's end that stay, or every tensor there would be faulted in anew
+_LARGEST = 32 << 20  # bytes; the largest threshold that glibc accepts
+_KEPT = 64 << 20  # bytes kept at the end of the heap; without them every new tensor there is paged in again
 
 
 def return_large_blocks() -> bool:
-    """Let freed tensors of 4 MB and more go back to the system at once; whether that was possible.
+    """Return freed blocks of 4 MB and more to the system at once.
 
-    glibc raises this size up to 32 MB with every larger block that is freed, and from then on keeps the
-    activations of a layer in a heap that fragments: in training, a fifth of the process's memory. It takes
-    glibc; the environment's MALLOC_MMAP_THRESHOLD_ has precedence.
+    By default glibc raises this threshold, up to 32 MB, each time a larger block is freed. The activations of
+    a layer then stay in a heap that fragments: a fifth of the process's memory in training. The environment
+    variable MALLOC_MMAP_THRESHOLD_ takes precedence.
+
+    Returns:
+        True if the setting was applied, which needs glibc.
     """
     return _set({_M_MMAP_THRESHOLD: _THRESHOLD, _M_TRIM_THRESHOLD: _KEPT, _M_TOP_PAD: _THRESHOLD})
 
 
 @contextmanager
-def large_blocks_kept() -> Iterator[None]:
-    """A context for work that frees and makes the same tensors again and again: they stay until its end.
+def keep_large_blocks() -> Iterator[None]:
+    """Context manager that keeps freed tensors in the heap until its end.
 
-    Fresh memory costs a fault for every page.
+    For code that frees and allocates the same sizes repeatedly: new memory costs a page fault per page.
     """
     changed = _set({_M_MMAP_THRESHOLD: _LARGEST, _M_TRIM_THRESHOLD: 8 * _LARGEST})
     try:
@@ -49,7 +52,7 @@ def _set(settings: dict[int, int]) -> bool:
 
 
 def malloc_trim() -> None:
-    """Let what was freed go back to the system, where glibc can be told to."""
+    """Return free heap memory to the system, if the C library is glibc."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (AttributeError, OSError, TypeError):

@@ -15,8 +15,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from groupwise.core.images import join_images
 from groupwise.core.padding import length_mask, pad_sequences
-from groupwise.cpu.linear import packed_weights
-from groupwise.cpu.malloc import large_blocks_kept
+from groupwise.cpu import cpu_generation
 from groupwise.errors import BackendError
 from groupwise.generation.decoding import (
     can_decode_groups,
@@ -93,8 +92,7 @@ class TransformersBackend:
         model.eval()  # dropout off, and gradient checkpointing does not switch the cache off
         try:
             with (
-                large_blocks_kept() if model.device.type == "cpu" else nullcontext(),
-                packed_weights(model),
+                cpu_generation(model),
                 nullcontext() if requires_lockstep_forwards(model) else casts_kept(model.device),
             ):
                 sequences = model.generate(

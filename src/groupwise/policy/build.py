@@ -12,8 +12,7 @@ from accelerate.utils import DistributedType
 from transformers import AutoConfig, PreTrainedModel
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.cpu.linear import speed_up_linears
-from groupwise.cpu.malloc import return_large_blocks
+from groupwise.cpu import install_cpu_training
 from groupwise.errors import ConfigError
 from groupwise.policy.loading import apply_peft, cast_head_to_fp32, disable_dropout, load_policy
 
@@ -51,14 +50,13 @@ def keep_weights_trainable_through(model: PreTrainedModel) -> None:
 
 
 def speed_up(models: list[Any], config: GRPOConfig, accelerator: Accelerator) -> None:
-    """On a CPU: a heap that gives memory back, and faster linear layers if nothing else rewrites them."""
-    if accelerator.device.type != "cpu":
-        return
-    return_large_blocks()
-    sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    if not sharded and not config.torch_compile:
-        layers = sum(speed_up_linears(model) for model in models if model is not None)
-        logger.info("%d linear layers compute through oneDNN", layers)
+    """Install the speed-ups of CPU training, if the run uses a CPU."""
+    if accelerator.device.type == "cpu":
+        sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        install_cpu_training(
+            [model for model in models if model is not None],
+            onednn_linears=not sharded and not config.torch_compile,
+        )
 
 
 def prepare_liger(model: str | PreTrainedModel, config: GRPOConfig) -> None:

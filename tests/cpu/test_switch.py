@@ -1,0 +1,50 @@
+"""The two functions that turn the CPU speed-ups on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from groupwise import cpu
+from groupwise.cpu.linear import OneDNNLinear, has_onednn
+
+needs_onednn = pytest.mark.skipif(not has_onednn(), reason="this PyTorch has no oneDNN")
+
+
+def layers(device: str = "cpu") -> torch.nn.Sequential:
+    return torch.nn.Sequential(torch.nn.Linear(200, 130, device=device))
+
+
+@needs_onednn
+def test_training_replaces_linears_of_models_on_the_cpu(monkeypatch):
+    called = []
+    monkeypatch.setattr(cpu, "return_large_blocks", lambda: called.append("malloc"))
+    on_cpu, elsewhere = layers(), layers("meta")
+    cpu.install_cpu_training([on_cpu, elsewhere])
+    assert isinstance(on_cpu[0], OneDNNLinear) and not isinstance(elsewhere[0], OneDNNLinear)
+    assert called == ["malloc"]
+
+
+def test_training_leaves_linears_alone_where_something_else_rewrites_them(monkeypatch):
+    monkeypatch.setattr(cpu, "return_large_blocks", lambda: True)
+    model = layers()
+    cpu.install_cpu_training([model], onednn_linears=False)
+    assert type(model[0]) is torch.nn.Linear
+
+
+def test_nothing_is_done_on_other_devices(monkeypatch):
+    for name in ("return_large_blocks", "keep_large_blocks"):
+        monkeypatch.setattr(cpu, name, lambda: pytest.fail("the model is not on a CPU"))
+    model = layers("meta")
+    cpu.install_cpu_training([model])
+    with cpu.cpu_generation(model):
+        assert type(model[0]) is torch.nn.Linear
+
+
+@needs_onednn
+def test_generation_packs_weights_and_ends():
+    model = layers()
+    cpu.install_cpu_training([model])
+    with cpu.cpu_generation(model):
+        assert model[0].packing is not None
+    assert model[0].packing is None
