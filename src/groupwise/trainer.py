@@ -20,7 +20,6 @@ from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean
 from groupwise.data.batches import (
     GenerationBuffer,
-    as_rows,
     local_rows,
     with_advantages,
     without_padding_rows,
@@ -34,11 +33,8 @@ from groupwise.data.rebalancing import WindowStats, cache_sized, rows_to_score
 from groupwise.generation.build import check_backend, make_backend
 from groupwise.generation.weight_iterator import gatherable
 from groupwise.hf import checkpointing
-from groupwise.hf.atomic import AtomicTrainer
-from groupwise.hf.finite import FiniteTrainer
-from groupwise.hf.loading import LoadingTrainer, loss_is_scaled
-from groupwise.hf.out_of_memory import SplittingTrainer
-from groupwise.hf.recording import RecordingTrainer
+from groupwise.hf.base import BaseTrainer
+from groupwise.hf.callbacks import SyncRefModelCallback
 from groupwise.mixins import (
     AdvantageMixin,
     BatchingMixin,
@@ -50,7 +46,7 @@ from groupwise.mixins import (
 from groupwise.mixins.loss import objective_settings
 from groupwise.policy.build import prepare_policy, router_aux_loss_coef, speed_up
 from groupwise.policy.loading import load_processing_class
-from groupwise.policy.reference import MixReference, make_reference
+from groupwise.policy.reference import make_reference
 from groupwise.policy.step_build import make_logprob_computer, make_logprob_mismatch_check
 from groupwise.records import MicroBatch, RewardBatch, RewardFunction, RolloutFunction
 from groupwise.reporting.evaluation import EvaluationRecord
@@ -59,17 +55,13 @@ from groupwise.rewards.build import RewardSetup, check_rewards, load_rewards
 
 
 class GRPOTrainer(
-    BatchingMixin,
     RolloutMixin,
     RewardMixin,
     AdvantageMixin,
     LogprobMixin,
     LossMixin,
-    LoadingTrainer,
-    RecordingTrainer,
-    SplittingTrainer,
-    AtomicTrainer,
-    FiniteTrainer,
+    BatchingMixin,
+    BaseTrainer,
 ):
     """Group relative policy optimisation on top of ``transformers.Trainer``.
 
@@ -128,14 +120,11 @@ class GRPOTrainer(
         super().__init__(
             model=policy,
             args=args,
-            data_collator=as_rows,
             train_dataset=data.train_dataset,
             eval_dataset=data.eval_dataset,
             processing_class=processing_class,
             callbacks=callbacks,
             optimizers=optimizers,
-            # Only its presence counts: it tells every supported Trainer that the loss is scaled already.
-            compute_loss_func=loss_is_scaled,
         )
         set_seed(args.seed, device_specific=True)  # ranks must not sample the same completions
         self.prepared_data = data
@@ -186,7 +175,7 @@ class GRPOTrainer(
         self.num_parameters = self.model.num_parameters(exclude_embeddings=True)
         reporting.show_rewards_in_progress(self)
         if self.args.sync_ref_model:
-            self.add_callback(MixReference(self.reference, self.args, self.accelerator))
+            self.add_callback(SyncRefModelCallback(self.reference, self.args, self.accelerator))
 
     # One step, in the order in which it happens.
 
@@ -199,10 +188,7 @@ class GRPOTrainer(
         with self.rollback_on_failure(ConnectionError, then=self.save_last_completed_step):
             # The range comes first: zip must not take rows that it then drops.
             for _, rows in zip(range(num_batches), epoch_iterator, strict=False):
-                if (
-                    self.pending_rng_checkpoint is not None
-                ):  # generation must not run on the state of a fresh process
-                    self._load_rng_state(self.pending_rng_checkpoint)
+                self.restore_pending_rng()  # Trainer would restore it after this hook, too late for sampling
                 window.append(self.next_micro_batch(rows, self.generate_micro_batches))
         if not window:
             return [], None
@@ -312,11 +298,13 @@ class GRPOTrainer(
             return [inputs]
         return [self.scorer.prepare(part) for part in cache_sized(inputs, self.scorer.layout)]
 
-    def window_state(self) -> Any:
-        return self.books["train"].metrics, self.window_entropy
+    def mark_window(self) -> Callable[[], None]:
+        state = self.books["train"].metrics, self.window_entropy
 
-    def restore_window_state(self, state: Any) -> None:
-        self.books["train"].metrics, self.window_entropy = state
+        def restore() -> None:
+            self.books["train"].metrics, self.window_entropy = state
+
+        return restore
 
     def _end_window(self) -> None:
         book = self.books["train"]
@@ -366,12 +354,12 @@ class GRPOTrainer(
         if directory is None:
             return
         state = checkpointing.load_state(directory, self.args.process_index, self.args.world_size)
-        checkpointing.warn_of_other_order(state["order"], self.args, self.train_dataset)
+        checkpointing.warn_if_prompt_order_changed(state["order"], self.args, self.train_dataset)
         self.generation_buffer = GenerationBuffer.from_state(state["buffer"], self.accelerator.device)
         for name, keeper in self._stateful_components().items():
             keeper.load_state_dict(state[name])
         self.entropy_control = EntropyControl(*state["entropy_control"])
-        checkpointing.load_reference(directory, self.reference.model, moves=self.args.sync_ref_model)
+        checkpointing.load_reference(directory, self.reference.model, sync_ref_model=self.args.sync_ref_model)
 
     def _stateful_components(self) -> dict[str, Any]:
         """What has a state of its own, by its name in checkpoints."""
@@ -390,7 +378,7 @@ class GRPOTrainer(
     def save_rollout_state(self, directory: str) -> None:
         state = {name: keeper.state_dict() for name, keeper in self._stateful_components().items()}
         state["buffer"] = self.generation_buffer.state_dict()
-        state["order"] = checkpointing.order_of_prompts(self.args, self.train_dataset)
+        state["order"] = checkpointing.prompt_order_settings(self.args, self.train_dataset)
         state["entropy_control"] = astuple(self.entropy_control)
         checkpointing.save_state(directory, self.args.process_index, self.args.world_size, state)
         if self.args.sync_ref_model and self.args.should_save:

@@ -72,13 +72,32 @@ def test_overrides_are_seen():
     assert rules.overrides(source, taken_by_trainer()) == ["AMixin.evaluate", "AMixin.state", "AMixin.train"]
 
 
-def test_any_order_of_the_mixins_resolves_the_same():
-    assert rules.order_dependent(CLASSES) == set()
+def test_the_trainer_has_seven_bases_and_no_attribute_in_two_of_them():
+    from groupwise import GRPOTrainer
+    from groupwise.hf.base import BaseTrainer
+
+    assert set(GRPOTrainer.__bases__) == {*CLASSES, BaseTrainer} and GRPOTrainer.__bases__[-1] is BaseTrainer
+    assert BaseTrainer.__bases__ == (transformers.Trainer,)
+    sources = [FILES["hf/base.py"], *MIXINS.values()]
+    assert rules.defined_twice(sources, {cls.__name__ for cls in GRPOTrainer.__bases__}) == set()
 
 
-def test_a_name_that_depends_on_the_order_is_seen():
-    one, other = type("One", (), {"f": 1, "g": 2}), type("Other", (), {"f": 3})
-    assert rules.order_dependent([one, other]) == {"f"}
+def test_an_attribute_in_two_bases_is_seen():
+    one = "class One:\n    f = 1\n    note: int\n    def g(self):\n        self.h = 1\n"
+    other = "class Other:\n    note: int\n    def f(self):\n        self.h = 2\n"
+    assert rules.defined_twice([one, other], {"One", "Other"}) == {"f", "h"}
+    assert rules.defined_twice([one, other], {"One"}) == set()
+
+
+def test_one_class_extends_the_trainer():
+    assert [name for source in FILES.values() for name in rules.subclasses(source, "Trainer")] == [
+        "BaseTrainer"
+    ]
+
+
+def test_subclasses_are_seen():
+    source = "class A(Trainer): ...\nclass B(A, transformers.Trainer): ...\nclass C(A): ...\n"
+    assert rules.subclasses(source, "Trainer") == ["A", "B"]
 
 
 @pytest.mark.parametrize("name", MIXINS)

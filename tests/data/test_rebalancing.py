@@ -11,7 +11,7 @@ from support.runs import policy, prompts, trainer
 from groupwise import GRPOTrainer
 from groupwise.core.surrogates import clipped
 from groupwise.data.rebalancing import MicroBatchBudget, cache_sized, rebalance, rows_to_score
-from groupwise.hf.out_of_memory import SplittingTrainer
+from groupwise.hf.base import BaseTrainer
 from groupwise.records import MicroBatch
 
 LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
@@ -194,7 +194,7 @@ def test_a_micro_batch_reads_nothing_back_from_the_device(tmp_path, layout, monk
     rows = [{"prompt": text} for text in prompts(4)["prompt"] for _ in range(4)]
     window = run.set_token_weights(run.generate_micro_batches(rows))
     batches, _ = run.rebalance_micro_batches(window, layout)
-    batches = [run.compute_rewardsr.prepare(batch) for batch in batches if batch is not None]
+    batches = [run.scorer.prepare(batch) for batch in batches if batch is not None]
 
     forbid_reading(monkeypatch, lambda: True)
     run.model.train()
@@ -224,10 +224,10 @@ class BetweenMicroBatches:
 
     def __init__(self, monkeypatch, losses=None):
         self.now, self.last, self.losses = False, [], iter(losses or ())
-        whole, part = GRPOTrainer.training_step, SplittingTrainer.training_step
+        whole, part = GRPOTrainer.training_step, BaseTrainer.training_step
         monkeypatch.setattr(GRPOTrainer, "training_step", lambda *given: self.around(whole, *given))
         if losses is not None:
-            monkeypatch.setattr(SplittingTrainer, "training_step", lambda *given: self.replace(part, *given))
+            monkeypatch.setattr(BaseTrainer, "training_step", lambda *given: self.replace(part, *given))
 
     def around(self, training_step, trainer, *given):
         self.now = False

@@ -37,4 +37,4 @@ def test_one_process_splits_until_gradients_are_exchanged(tmp_path: Path) -> Non
             # three updates of gradients that were added up in another order
             torch.testing.assert_close(scarce[name], ample[name], atol=1e-6, rtol=0, msg=f"{case}, {name}")
     assert done.returncode != 0
-    assert "BackendError: memory ran out on rank 1 at 90 tokens while it exchanged data" in done.stderr
+    assert "BackendError: rank 1 ran out of memory at 90 tokens while it exchanged data" in done.stderr

@@ -80,9 +80,9 @@ def test_find_checkpoint_without_resuming(tmp_path: Path, nothing: Any) -> None:
 
 
 def test_find_checkpoint_refuses_what_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no checkpoint"):
+    with pytest.raises(ConfigError, match="contains no checkpoint"):
         find_checkpoint(True, str(tmp_path))
-    with pytest.raises(ConfigError, match="holds no checkpoint"):
+    with pytest.raises(ConfigError, match="contains no checkpoint"):
         find_checkpoint(True, str(tmp_path / "never made"))
     with pytest.raises(ConfigError, match=r"checkpoint-7.*not a directory"):
         find_checkpoint(str(tmp_path / "checkpoint-7"), str(tmp_path))
@@ -107,7 +107,7 @@ def test_state_of_another_number_of_processes_is_refused(tmp_path: Path, rank: i
 
 
 def test_a_directory_without_state_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"holds no groupwise_state_0\.pt.*save_only_model"):
+    with pytest.raises(ConfigError, match=r"has no groupwise_state_0\.pt.*save_only_model"):
         load_state(str(tmp_path), 0, 1)
 
 
@@ -145,7 +145,7 @@ def test_a_moving_reference_that_is_not_resumed_is_told(tmp_path: Path, caplog: 
 
 
 def test_resuming_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no checkpoint"):
+    with pytest.raises(ConfigError, match="contains no checkpoint"):
         make_trainer(tmp_path).train(resume_from_checkpoint=True)
 
 

@@ -58,7 +58,7 @@ def test_the_update_and_the_log_are_those_of_a_run_with_more_memory(tmp_path, la
     with caplog.at_level(logging.WARNING):
         scarce, full = run(tmp_path, "scarce", 15, where, sequence_layout=layout)
     assert full.raised >= 2 and "did not fit in memory" in caplog.text
-    assert scarce.piece_limit <= 15 and ample.piece_limit is None
+    assert scarce.splitter.max_tokens <= 15 and ample.splitter.max_tokens is None
     for ours, theirs in zip(scarce.model.parameters(), ample.model.parameters(), strict=True):
         assert (ours - theirs).abs().max() < 1e-6
     for ours, theirs in zip(scarce.state.log_history[:-1], ample.state.log_history[:-1], strict=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import itertools
 import re
 import sys
 from collections.abc import Iterator
@@ -102,18 +101,28 @@ def reflection(source: str) -> list[str]:
     ]
 
 
-def own_names(cls: type) -> set[str]:
-    return {name for name in vars(cls) if not name.startswith("__")}
+def defined_twice(sources: list[str], names: set[str]) -> set[str]:
+    """Methods and attributes that two of the classes called ``names`` define; annotations define nothing."""
+    seen: set[str] = set()
+    twice: set[str] = set()
+    for source in sources:
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef) and node.name in names:
+                own = methods(node) | assigned_in_class(node) | assigned_on_self(node)
+                own = {name for name in own if not name.startswith("__")}
+                twice |= own & seen
+                seen |= own
+    return twice
 
 
-def order_dependent(classes: list[type]) -> set[str]:
-    """Names that resolve to another class's when the bases stand in another order."""
-    found = set()
-    for order in itertools.permutations(classes):
-        combined = type("Combined", order, {})
-        for cls in classes:
-            found |= {name for name in own_names(cls) if getattr(combined, name) is not getattr(cls, name)}
-    return found
+def subclasses(source: str, base: str) -> list[str]:
+    """Classes that name ``base`` among their bases."""
+    return [
+        node.name
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ClassDef)
+        and any(base in (getattr(item, "id", None), getattr(item, "attr", None)) for item in node.bases)
+    ]
 
 
 def imported_modules(source: str, package: str = "groupwise") -> set[str]:

@@ -99,7 +99,7 @@ def main(output_dir: Path) -> None:
         full = Full(place, number) if second else None
         scarce, trainer = run(output_dir / "run", full, settings)
         assert full is None or full.raised == 1, name
-        assert (trainer.piece_limit is not None) == second, name
+        assert (trainer.splitter.max_tokens is not None) == second, name
         kind = str(settings)
         ample[kind] = ample.get(kind) or run(output_dir / "run", None, settings)[0]
         results[name] = scarce, ample[kind]

@@ -151,7 +151,7 @@ def test_the_head_can_work_in_float32_below_a_bfloat16_model(tmp_path, tied):
     (batch,) = run.generate_micro_batches(ROWS)
     with torch.no_grad():
         chunked = run.compute_logprobs(run.model, batch).logps_BT
-        run.compute_rewardsr.head = replace(run.compute_rewardsr.head, name="dense")
+        run.scorer.head = replace(run.scorer.head, name="dense")
         torch.testing.assert_close(
             chunked, run.compute_logprobs(run.model, batch).logps_BT, atol=1e-5, rtol=0
         )

@@ -8,7 +8,7 @@ from support import runs
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from groupwise.errors import ConfigError
-from groupwise.hf.checkpointing import has_other_names
+from groupwise.hf.checkpointing import has_converted_names
 
 
 def experts() -> MixtralForCausalLM:
@@ -26,7 +26,7 @@ def test_a_mixture_of_experts_resumes_with_its_weights(tmp_path):
     assert whole.scorer.layout == "padded"  # the balancing loss counts padded sequences
     whole.train()
     checkpoint = str(tmp_path / "whole" / "checkpoint-1")
-    assert has_other_names(checkpoint, whole.model)
+    assert has_converted_names(checkpoint, whole.model)
     resumed = runs.trainer(tmp_path / "resumed", model=experts(), **settings)
     resumed.train(resume_from_checkpoint=checkpoint)
     for (name, one), two in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):

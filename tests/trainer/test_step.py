@@ -451,4 +451,4 @@ def test_an_evaluation_batch_that_cuts_groups_is_refused(tmp_path):
 def test_a_reference_that_scores_first_leaves_the_layout_alone(tmp_path):
     run = trainer(tmp_path, beta=0.1, max_steps=1)
     run.train()  # on-policy, so the reference is the first model that scores
-    assert run.compute_rewardsr.layout == "shared_prefix"
+    assert run.scorer.layout == "shared_prefix"

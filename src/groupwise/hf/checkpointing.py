@@ -1,4 +1,4 @@
-"""Checkpoints that are either whole or not there, and that hold what the Trainer itself does not save."""
+"""Atomic checkpoints, their selection on resume, and the trainer state that ``Trainer`` does not save."""
 
 from __future__ import annotations
 
@@ -7,39 +7,103 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Callable, Sized
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from accelerate import Accelerator
 from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedModel, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-#: Where a checkpoint is written before it gets its name.
+#: Subdirectory of ``output_dir`` in which a checkpoint is written before it is renamed.
 STAGING = ".incomplete"
 _STATE = "groupwise_state_{rank}.pt"
 _REFERENCE = "groupwise_reference.pt"
 
 
+class CheckpointWriter:
+    """Write checkpoints to a staging directory and rename them when every file is on disk.
+
+    A directory named ``checkpoint-N`` is therefore complete, also after a crash or a power failure.
+
+    Attributes:
+        is_staging: True while ``Trainer`` writes into the staging directory.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self.is_staging = False
+
+    def output_dir(self, run_dir: str) -> str:
+        """Return the directory in which ``Trainer`` creates ``checkpoint-N``."""
+        return str(staging_dir(run_dir)) if self.is_staging else run_dir
+
+    def save(
+        self,
+        run_dir: str,
+        args: GRPOConfig,
+        state: TrainerState,
+        *,
+        write: Callable[[], None],
+        write_rollout_state: Callable[[str], None],
+    ) -> str:
+        """Write, rename and rotate. Collective: every rank calls it.
+
+        Args:
+            run_dir: output directory of the run.
+            args: settings of the run.
+            state: the trainer's; its ``best_model_checkpoint`` is corrected to the final name.
+            write: ``Trainer._save_checkpoint`` with its arguments bound; writes under ``output_dir``.
+            write_rollout_state: adds files to the directory that it is given.
+
+        Returns:
+            The directory of the checkpoint.
+        """
+        name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        staged, final = staging_dir(run_dir) / name, Path(run_dir, name)
+        if args.should_save:
+            clear_staging(run_dir)
+        self.accelerator.wait_for_everyone()
+        self.is_staging = True
+        try:
+            write()
+        finally:
+            self.is_staging = False
+        if not args.save_only_model:
+            write_rollout_state(str(staged))
+        if state.best_model_checkpoint == str(staged):
+            state.best_model_checkpoint = str(final)
+        self.accelerator.wait_for_everyone()
+        if args.should_save:
+            state.save_to_json(str(staged / TRAINER_STATE_NAME))
+            publish(staged, final)
+            rotate(final, args.save_total_limit, state.best_model_checkpoint)
+        self.accelerator.wait_for_everyone()
+        return str(final)
+
+
 def staging_dir(run_dir: str) -> Path:
-    """The directory in which a checkpoint is written; what a crash left there is never resumed from."""
+    """Return the directory in which a checkpoint is written; a run never resumes from it."""
     return Path(run_dir) / STAGING
 
 
 def clear_staging(run_dir: str) -> None:
-    """Remove what a crash left behind: its files must not end up in the next checkpoint of the same name."""
+    """Delete the files of a checkpoint that a crash left incomplete."""
     shutil.rmtree(staging_dir(run_dir), ignore_errors=True)
 
 
 def publish(staged: Path, final: Path) -> None:
-    """Give a completely written checkpoint its name, in one step of the file system.
-
-    An older checkpoint of the same name makes way first.
-    """
+    """Flush a complete checkpoint to disk and rename it atomically, replacing one of the same name."""
     for path in staged.rglob("*"):
         _flush(path)
     _flush(staged)
@@ -51,15 +115,19 @@ def publish(staged: Path, final: Path) -> None:
 
 
 def rotate(newest: Path, limit: int | None, best: str | None) -> None:
-    """Remove the oldest checkpoints beside ``newest`` until ``limit`` are left; None keeps all.
+    """Delete the oldest checkpoints beside ``newest`` until ``limit`` are left.
 
-    ``newest`` and ``best`` stay in any case. A checkpoint loses its name before its files, so that no part of
-    one is ever left under it.
+    A checkpoint is renamed before its files are deleted, so that ``checkpoint-N`` is never incomplete.
+
+    Args:
+        newest: directory of the newest checkpoint; never deleted.
+        limit: None or 0 keeps all.
+        best: directory of the best checkpoint; never deleted.
     """
     if limit is None or limit <= 0:
         return
     protected = {newest.resolve()} | ({Path(best).resolve()} if best else set())
-    # By time and not by number: a directory may hold the checkpoints of an earlier, longer run.
+    # By time, not by step number: the directory may hold checkpoints of an earlier, longer run.
     paths = sorted(_checkpoints(newest.parent).values(), key=lambda path: path.stat().st_mtime)
     surplus = len(paths) - max(limit, len(protected))
     for path in [path for path in paths if path.resolve() not in protected][: max(surplus, 0)]:
@@ -70,7 +138,7 @@ def rotate(newest: Path, limit: int | None, best: str | None) -> None:
 
 
 def _checkpoints(run_dir: str | Path) -> dict[int, Path]:
-    """The checkpoints in a directory by their step."""
+    """Map step number to directory for every checkpoint in ``run_dir``."""
     pattern = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
     return {
         int(match[1]): path
@@ -80,7 +148,7 @@ def _checkpoints(run_dir: str | Path) -> dict[int, Path]:
 
 
 def _flush(path: Path) -> None:
-    """Force a file or directory to disk: a rename must not outlive its contents in a power cut."""
+    """Sync a file or directory to disk, so that after a power failure no rename precedes its contents."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -89,13 +157,14 @@ def _flush(path: Path) -> None:
 
 
 def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | None:
-    """The directory to resume from, or None.
+    """Return the directory to resume from, or None.
 
     Args:
         resume_from_checkpoint: a directory, or True for the newest checkpoint in ``output_dir``.
+        output_dir: directory of the run.
 
     Raises:
-        ConfigError: there is no such checkpoint.
+        ConfigError: the checkpoint does not exist.
     """
     if resume_from_checkpoint is None or resume_from_checkpoint is False:
         return None
@@ -106,17 +175,17 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) 
     found = _checkpoints(output_dir)
     if not found:
         raise ConfigError(
-            f"resume_from_checkpoint=True, but {output_dir!r} holds no checkpoint; pass the directory of "
-            "one, or start from the beginning with resume_from_checkpoint=None"
+            f"resume_from_checkpoint=True, but {output_dir!r} contains no checkpoint; pass the directory of "
+            "one, or start a new run with resume_from_checkpoint=None"
         )
     return str(found[max(found)])
 
 
-def has_other_names(directory: str, model: torch.nn.Module) -> bool:
-    """Whether the weights in ``directory`` have other names than in ``model``.
+def has_converted_names(directory: str, model: nn.Module) -> bool:
+    """Return True if the checkpoint in ``directory`` names weights differently than ``model`` does.
 
-    ``save_pretrained`` writes some architectures (many vision-language and mixture-of-experts models) as
-    their first release had them, and only ``from_pretrained`` changes the names back.
+    ``save_pretrained`` writes some architectures (many vision-language and mixture-of-experts models) with
+    the weight names of their first release, and only ``from_pretrained`` converts them back.
     """
     index, single = Path(directory, SAFE_WEIGHTS_INDEX_NAME), Path(directory, SAFE_WEIGHTS_NAME)
     if index.is_file():
@@ -129,30 +198,33 @@ def has_other_names(directory: str, model: torch.nn.Module) -> bool:
     return not saved <= model.state_dict().keys()
 
 
-def load_converted(directory: str, model: Any) -> None:
-    """Load weights that have other names in the checkpoint into ``model``.
+def load_converted(directory: str, model: PreTrainedModel) -> None:
+    """Load weights into ``model`` through ``from_pretrained``, which converts their names.
 
     Raises:
-        ConfigError: some are missing.
+        ConfigError: the checkpoint lacks some weights.
     """
-    loaded, report = type(model).from_pretrained(directory, dtype="auto", output_loading_info=True)
+    loaded, report = cast(
+        tuple[PreTrainedModel, dict[str, set[str]]],
+        type(model).from_pretrained(directory, dtype="auto", output_loading_info=True),
+    )
     missing = sorted(report["missing_keys"])
     if missing:
         raise ConfigError(
             f"checkpoint {directory!r} lacks {len(missing)} weights of a {type(model).__name__}, such as "
-            f"{missing[0]!r}; was it made with another model?"
+            f"{missing[0]!r}; was it written with another model?"
         )
     model.load_state_dict(loaded.state_dict())
 
 
 def save_state(directory: str, rank: int, world_size: int, state: dict[str, Any]) -> None:
-    """Write one rank's share of the trainer state."""
+    """Write the rollout state of one rank."""
     os.makedirs(directory, exist_ok=True)
     torch.save({**state, "world_size": world_size}, os.path.join(directory, _STATE.format(rank=rank)))
 
 
 def load_state(directory: str, rank: int, world_size: int) -> dict[str, Any]:
-    """Read one rank's share of the trainer state.
+    """Read the rollout state of one rank.
 
     Raises:
         ConfigError: the checkpoint was written by another number of processes, or by another trainer.
@@ -161,76 +233,78 @@ def load_state(directory: str, rank: int, world_size: int) -> dict[str, Any]:
     if not os.path.isfile(path):
         others = list(Path(directory).glob(_STATE.format(rank="*")))
         if others:
-            raise _wrong_number_of_processes(directory, len(others), world_size)
+            raise _wrong_world_size(directory, len(others), world_size)
         raise ConfigError(
-            f"checkpoint {directory!r} holds no {os.path.basename(path)}: it was saved with save_only_model="
+            f"checkpoint {directory!r} has no {os.path.basename(path)}: it was saved with save_only_model="
             "True or by another trainer; load the model from it and train without resume_from_checkpoint"
         )
     state = torch.load(path, map_location="cpu", weights_only=True)
     if state["world_size"] != world_size:
-        raise _wrong_number_of_processes(directory, state["world_size"], world_size)
+        raise _wrong_world_size(directory, state["world_size"], world_size)
     return state
 
 
-#: What the order of the prompts depends on.
-_ORDER = (
+def _wrong_world_size(directory: str, saved: int, now: int) -> ConfigError:
+    return ConfigError(
+        f"checkpoint {directory!r} was written by {saved} processes and cannot be resumed with {now}: every "
+        f"rank saves its part of the generated batch; start {saved} processes"
+    )
+
+
+_ORDER_SETTINGS = (
     *("num_generations", "generation_batch_size", "steps_per_generation", "num_iterations"),
     *("shuffle_dataset", "seed", "data_seed"),
 )
 
 
-def order_of_prompts(config: Any, train_dataset: Any) -> dict[str, Any]:
-    """What a resumed run needs alike to see every prompt as often as a run without a break."""
-    rows = len(train_dataset) if hasattr(train_dataset, "__len__") else None
-    return {**{name: getattr(config, name) for name in _ORDER}, "rows of train_dataset": rows}
+def prompt_order_settings(config: GRPOConfig, train_dataset: object) -> dict[str, Any]:
+    """Return the settings that determine the order of prompts, and the number of training rows.
+
+    A resumed run warns if any of them changed, because prompts would be skipped or repeated.
+    """
+    rows = len(train_dataset) if isinstance(train_dataset, Sized) else None
+    return {**{name: getattr(config, name) for name in _ORDER_SETTINGS}, "rows of train_dataset": rows}
 
 
-def warn_of_other_order(saved: dict[str, Any], config: Any, train_dataset: Any) -> None:
-    """Say which of them have changed under a run that is resumed."""
-    now = order_of_prompts(config, train_dataset)
+def warn_if_prompt_order_changed(saved: dict[str, Any], config: GRPOConfig, train_dataset: object) -> None:
+    """Compare ``prompt_order_settings`` of a checkpoint with those of the resumed run."""
+    now = prompt_order_settings(config, train_dataset)
     changed = [f"{name}={now[name]} (was {value})" for name, value in saved.items() if now[name] != value]
     if changed:
         logger.warning(
-            "resumed with %s: prompts come in another order, so some of this epoch may come twice or not at "
-            "all; what the checkpoint holds of its last generation is used up first",
+            "resumed with %s, which changes the order of prompts: some prompts of this epoch may be repeated "
+            "or skipped; the generation batch of the checkpoint is finished first",
             ", ".join(changed),
         )
 
 
-def _wrong_number_of_processes(directory: str, saved: int, now: int) -> ConfigError:
-    return ConfigError(
-        f"checkpoint {directory!r} was written by {saved} processes and cannot be resumed with {now}: each "
-        f"holds a part of the generated batch; start {saved} processes"
-    )
-
-
-def save_reference(directory: str, model: torch.nn.Module) -> None:
-    """Write the weights of a reference model that moves during training."""
+def save_reference(directory: str, model: nn.Module) -> None:
+    """Write the weights of a reference model that is synchronized with the policy."""
     os.makedirs(directory, exist_ok=True)
     torch.save(model.state_dict(), os.path.join(directory, _REFERENCE))
 
 
-def load_reference(directory: str, model: torch.nn.Module | None, *, moves: bool) -> None:
-    """Read them back into ``model``, if it moves; warn of those that are there for one that does not.
+def load_reference(directory: str, model: nn.Module | None, *, sync_ref_model: bool) -> None:
+    """Load the saved reference weights into ``model``, or warn if ``sync_ref_model`` is now off.
 
     Raises:
-        ConfigError: ``model`` moves, and the checkpoint is one of a run without ``sync_ref_model``.
+        ConfigError: ``sync_ref_model`` is on, and the checkpoint was written without it.
     """
     if model is None:
         return
     path = os.path.join(directory, _REFERENCE)
-    found = os.path.isfile(path)
-    if not moves:
-        if found:
+    is_saved = os.path.isfile(path)
+    if not sync_ref_model:
+        if is_saved:
             logger.warning(
-                "resumed with sync_ref_model=False: the reference is the initial model, and not the one that "
-                "had moved up to checkpoint %r",
+                "resumed with sync_ref_model=False: the reference is the initial model; the synchronized "
+                "reference in checkpoint %r is not loaded",
                 directory,
             )
         return
-    if not found:
+    if not is_saved:
         raise ConfigError(
-            f"sync_ref_model=True, but checkpoint {directory!r} was written without it and holds no "
-            "reference; resume with sync_ref_model=False, or start anew from its weights"
+            f"sync_ref_model=True, but checkpoint {directory!r} was written without it and contains no "
+            "reference; resume with sync_ref_model=False, or start a new run from its weights"
         )
     model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))

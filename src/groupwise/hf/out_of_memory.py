@@ -1,141 +1,176 @@
-"""A ``transformers.Trainer`` that splits micro-batches which do not fit in memory; nothing is about GRPO."""
+"""Repeat an accumulation window in smaller pieces after an out-of-memory error."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Generic, Protocol, TypeVar
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Trainer
 
 from groupwise.errors import BackendError
 
 logger = logging.getLogger(__name__)
 
+Batch = TypeVar("Batch")
+Input = TypeVar("Input", contravariant=True)
 
-class SplittingTrainer(Trainer):
-    """Trains a window again in smaller pieces when memory runs out, and stays with the smaller size.
 
-    The loss has to be a sum over rows, however they are split. A subclass says how inputs are measured and
-    split, and what to take back when a window starts again.
+class TrainingStep(Protocol[Input]):
+    """Signature of ``Trainer.training_step``: forward and backward of one micro-batch, returns its loss."""
+
+    def __call__(
+        self, model: nn.Module, inputs: Input, num_items_in_batch: torch.Tensor | int | None, /
+    ) -> torch.Tensor: ...
+
+
+class OutOfMemorySplitter(Generic[Batch]):
+    """Run training steps; after an out-of-memory error repeat the window with smaller micro-batches.
+
+    The failed backward pass has left some gradients in place, so the whole accumulation window is computed
+    again. The loss must be a sum over rows, so that the gradients of the pieces add up to those of the whole
+    micro-batch.
+
+    Args:
+        accelerator: the trainer's.
+        training_step: ``transformers.Trainer.training_step`` as a bound method.
+        num_tokens: number of tokens of a micro-batch, padding included.
+        split_in_half: returns two micro-batches, or one if it cannot be split.
+        split_for_cache: returns micro-batches that run faster one after the other, even if all fit at once.
+        mark_window: returns a function that restores everything but the gradients to its present state.
+
+    Attributes:
+        max_tokens: micro-batches with more tokens are split; None until an out-of-memory error.
     """
 
-    piece_limit: int | None = None
-    _exchanges = False  # the backward of the piece at hand may have to send gradients to other ranks
-    _window: tuple[Any, ...] = ()
-    _before: Any = None
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        *,
+        training_step: TrainingStep[Batch],
+        num_tokens: Callable[[Batch], int],
+        split_in_half: Callable[[Batch], list[Batch]],
+        split_for_cache: Callable[[Batch], list[Batch]],
+        mark_window: Callable[[], Callable[[], None]],
+    ) -> None:
+        self.accelerator = accelerator
+        self._training_step = training_step
+        self._num_tokens = num_tokens
+        self._split_in_half = split_in_half
+        self._split_for_cache = split_for_cache
+        self._mark_window = mark_window
+        self.reset()
 
-    def num_tokens(self, inputs: Any) -> int:
-        """What the memory of a micro-batch grows with."""
-        raise NotImplementedError
+    def reset(self) -> None:
+        """Drop the size limit and an unfinished window, for a new run."""
+        self.max_tokens: int | None = None
+        self._window: list[Batch] = []
+        self._restore_window: Callable[[], None] = lambda: None
+        # True from the end of the forward whose backward exchanges gradients with other ranks.
+        self._is_exchanging = False
 
-    def split_in_half(self, inputs: Any) -> list[Any]:
-        """The inputs in two parts, or in one if they cannot be split."""
-        raise NotImplementedError
-
-    def split_for_cache(self, inputs: Any) -> list[Any]:
-        """The inputs in parts that are better computed one after the other even if all of them fit."""
-        return [inputs]
-
-    def window_state(self) -> Any:
-        """What a window changes beside gradients."""
-        raise NotImplementedError
-
-    def restore_window_state(self, state: Any) -> None:
-        """Take back what a window has changed."""
-        raise NotImplementedError
-
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Loss and gradients of one micro-batch.
+    def training_step(
+        self, model: nn.Module, inputs: Batch, num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """Run forward and backward of one micro-batch and return its loss.
 
         Raises:
-            BackendError: a micro-batch does not fit in memory and cannot be split.
+            BackendError: a micro-batch does not fit in memory and cannot be split, or the error came while
+                ranks exchanged gradients.
         """
         if not self._window:
-            self._before = self.window_state()
-        window = (*self._window, inputs)
+            self._restore_window = self._mark_window()
+        self._window.append(inputs)
         loss, failure = self._attempt(model, [inputs], num_items_in_batch)
         while failure is not None:
-            self._lower_limit(window, failure)
-            # Some gradients of the failed attempt are already added up, so the whole window starts again.
+            self._lower_limit(failure)
             clear_device_cache(garbage_collection=True)
             model.zero_grad()
-            _skip_broadcast(model)
-            self.restore_window_state(self._before)
-            loss, failure = self._attempt(model, window, num_items_in_batch)
-        self._window = () if self.accelerator.sync_gradients else window
+            _skip_buffer_broadcast(model)
+            self._restore_window()
+            loss, failure = self._attempt(model, self._window, num_items_in_batch)
+        if self.accelerator.sync_gradients:
+            self._window = []
         return loss
 
     def _attempt(
-        self, model: nn.Module, batches: Sequence[Any], num_items_in_batch: Any
+        self, model: nn.Module, batches: Sequence[Batch], num_items_in_batch: torch.Tensor | int | None
     ) -> tuple[torch.Tensor, RuntimeError | None]:
-        """Add up the gradients of ``batches``: the loss of the last one, or what says that memory ran out."""
+        """Accumulate gradients of `batches`; return the loss of the last one, or the out-of-memory error."""
         losses: list[torch.Tensor] = []
         try:
             for batch in batches:
                 pieces, losses = self._pieces(batch), []
                 for piece in pieces:
-                    final = batch is batches[-1] and piece is pieces[-1]
-                    self._exchanges = False
-                    with self._noting_forward(model) if final else self.accelerator.no_sync(model):
-                        losses.append(super().training_step(model, piece, num_items_in_batch))
+                    is_last = batch is batches[-1] and piece is pieces[-1]
+                    self._is_exchanging = False
+                    with self._watch_forward(model) if is_last else self.accelerator.no_sync(model):
+                        losses.append(self._training_step(model, piece, num_items_in_batch))
         except RuntimeError as error:
             if not should_reduce_batch_size(error):
                 raise
-            return torch.zeros(()), error.with_traceback(None)  # the traceback holds all activations
+            return torch.zeros(()), error.with_traceback(None)  # the traceback references all activations
         return torch.stack(losses).sum(), None
 
-    def _noting_forward(self, model: nn.Module) -> Any:
-        """A context that notes when a forward is over: DDP sends the gradients of whatever comes next."""
+    def _watch_forward(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Set ``_is_exchanging`` when the forward returns: DDP all-reduces in the backward that follows."""
 
-        def note(*_: Any) -> None:
-            self._exchanges = self.accelerator.sync_gradients
+        def after_forward(*_: object) -> None:
+            self._is_exchanging = self.accelerator.sync_gradients
 
-        return model.register_forward_hook(note)
+        return model.register_forward_hook(after_forward)
 
-    def _pieces(self, inputs: Any) -> list[Any]:
-        return [piece for part in self.split_for_cache(inputs) for piece in self._within_limit(part)]
+    def _pieces(self, inputs: Batch) -> list[Batch]:
+        return [piece for part in self._split_for_cache(inputs) for piece in self._split_to_limit(part)]
 
-    def _within_limit(self, inputs: Any) -> list[Any]:
-        """The inputs, split until each part is within the limit or cannot be split."""
-        if self.piece_limit is None or self.num_tokens(inputs) <= self.piece_limit:
+    def _split_to_limit(self, inputs: Batch) -> list[Batch]:
+        """Halve until every piece has at most ``max_tokens`` tokens or cannot be split."""
+        if self.max_tokens is None or self._num_tokens(inputs) <= self.max_tokens:
             return [inputs]
-        halves = self.split_in_half(inputs)
-        return (
-            halves if len(halves) == 1 else [piece for half in halves for piece in self._within_limit(half)]
-        )
+        halves = self._split_in_half(inputs)
+        if len(halves) == 1:
+            return halves
+        return [piece for half in halves for piece in self._split_to_limit(half)]
 
-    def _lower_limit(self, window: Sequence[Any], failure: RuntimeError) -> None:
-        largest = max((piece for batch in window for piece in self._pieces(batch)), key=self.num_tokens)
-        size = self.num_tokens(largest)
-        if len(self.split_in_half(largest)) == 1:
+    def _lower_limit(self, failure: RuntimeError) -> None:
+        """Set ``max_tokens`` to half of the largest piece of the window."""
+        largest = max(
+            (piece for batch in self._window for piece in self._pieces(batch)), key=self._num_tokens
+        )
+        size = self._num_tokens(largest)
+        if len(self._split_in_half(largest)) == 1:
             raise BackendError(
-                f"one micro-batch of {size} tokens does not fit in memory, and it cannot be split; lower "
-                "max_completion_length or max_prompt_length, train an adapter (peft_config), or spread the "
+                f"one micro-batch of {size} tokens does not fit in memory and cannot be split; lower "
+                "max_completion_length or max_prompt_length, train an adapter (peft_config), or shard the "
                 f"model over devices. {failure}"
             ) from failure
-        sharded = self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-        if self.accelerator.num_processes > 1 and (sharded or self._exchanges):
-            rank = self.accelerator.process_index
+        is_sharded = self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        if self.accelerator.num_processes > 1 and (is_sharded or self._is_exchanging):
             raise BackendError(
-                f"memory ran out on rank {rank} at {size} tokens while it exchanged data with other ranks, "
-                f"which cannot be repeated; lower per_device_train_batch_size. {failure}"
+                f"rank {self.accelerator.process_index} ran out of memory at {size} tokens while it "
+                "exchanged data with other ranks, which cannot be repeated; lower "
+                f"per_device_train_batch_size. {failure}"
             ) from failure
-        self.piece_limit = size // 2
+        self.max_tokens = size // 2
         logger.warning(
-            "a micro-batch of %d tokens did not fit in memory; the window is computed again, and from now on "
-            "micro-batches are split to %d tokens where they have several rows: the update stays the same",
-            *(size, self.piece_limit),
+            "a micro-batch of %d tokens did not fit in memory; the accumulation window is repeated, and "
+            "micro-batches of several rows are split to at most %d tokens for the rest of the run; the "
+            "update stays the same",
+            *(size, self.max_tokens),
         )
 
 
-def _skip_broadcast(model: Any) -> None:
-    """The first forward of a window broadcasts buffers to all ranks; a second time, nobody would listen."""
+def _skip_buffer_broadcast(model: nn.Module) -> None:
+    """Skip DDP's broadcast of buffers in the first forward of a repeated window.
+
+    The other ranks do not repeat theirs, so that this rank would wait for them forever.
+    """
     wrapper = getattr(model, "_orig_mod", model)
     if isinstance(wrapper, DistributedDataParallel):
         wrapper.require_forward_param_sync = False

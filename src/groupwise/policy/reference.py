@@ -8,11 +8,9 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import nn
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel
 
-from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError
 
 
@@ -101,17 +99,3 @@ def make_reference(policy: PreTrainedModel, config: Any, *, fresh_adapter: bool)
             "the reference; set sync_ref_model=False or train without an adapter"
         )
     return DisabledAdapter() if fresh_adapter else FrozenAdapter(policy)
-
-
-class MixReference(TrainerCallback):
-    """Moves the reference towards the policy every ``ref_model_sync_steps`` optimizer steps."""
-
-    def __init__(self, reference: Reference, args: GRPOConfig, accelerator: Accelerator) -> None:
-        self.reference = reference
-        self.alpha = args.ref_model_mixup_alpha
-        self.every = args.ref_model_sync_steps
-        self.accelerator = accelerator
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if state.global_step % self.every == 0:
-            self.reference.mix(self.accelerator.unwrap_model(model), self.alpha)

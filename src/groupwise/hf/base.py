@@ -1,0 +1,355 @@
+"""``transformers.Trainer`` with atomic checkpoints, exact resume and recovery from out-of-memory errors."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from accelerate.utils import gather_object
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, Trainer, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, SaveStrategy, TrainOutput
+
+from groupwise import reporting
+from groupwise.config.grpo_config import GRPOConfig
+from groupwise.data.batches import GroupSampler, as_rows
+from groupwise.data.build import PreparedData, evaluation_rows, num_micro_batches
+from groupwise.data.dynamic_sampling import Feed
+from groupwise.data.prompt_source import StepCounterDataset
+from groupwise.errors import TrainingError
+from groupwise.hf import checkpointing
+from groupwise.hf.checkpointing import CheckpointWriter
+from groupwise.hf.out_of_memory import OutOfMemorySplitter, TrainingStep
+from groupwise.records import MicroBatch
+from groupwise.reporting.evaluation import EvaluationRecord
+from groupwise.reporting.metrics import MetricBuffer
+
+logger = logging.getLogger(__name__)
+
+
+class BaseTrainer(Trainer):
+    """Everything that is changed about ``transformers.Trainer`` and is not about GRPO.
+
+    Hooks of ``Trainer`` that this class overrides. `Since` is the oldest supported transformers version in
+    which the hook was seen with this signature.
+
+    ====================================  =====  ===============================================
+    Hook                                  Since  Reason
+    ====================================  =====  ===============================================
+    ``train``                             5.2    state of an earlier run is dropped
+    ``training_step``                     5.2    after an out-of-memory error, smaller pieces
+    ``log``                               5.2    training logs also contain the metrics of all ranks
+    ``evaluation_loop``                   5.2    its metrics also contain those of generation and rewards
+    ``create_model_card``                 5.2    the card describes GRPO and the settings of the run
+    ``get_train_dataloader``              5.2    one item is one generation batch of whole groups
+    ``get_eval_dataloader``               5.2    every row is repeated ``num_generations_eval`` times
+    ``_get_train_sampler``                5.2    rows of a group are adjacent
+    ``_set_signature_columns_if_needed``  5.2    columns of the dataset are not arguments of ``model.forward``
+    ``_prepare_inputs``                   5.2    micro-batches are already on the device
+    ``_get_grad_norm``                    5.3    stop before an update with non-finite gradients
+    ``_get_output_dir``                   5.2    checkpoints are written to a staging directory first
+    ``_save_checkpoint``                  5.2    a checkpoint is renamed when it is complete
+    ``_push_from_checkpoint``             5.2    upload after the checkpoint is renamed
+    ``_load_from_checkpoint``             5.2    weights that ``save_pretrained`` renamed are converted back
+    ``_load_best_model``                  5.2    the same
+    ``_load_rng_state``                   5.2    restored before, not after the first generation
+    ====================================  =====  ===============================================
+    """
+
+    args: GRPOConfig  # type: ignore[assignment]
+    books: dict[str, MetricBuffer]
+    evaluation: EvaluationRecord
+    feed: Feed
+    prepared_data: PreparedData
+    make_group_sampler: Callable[[Any], GroupSampler]
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        args: GRPOConfig,
+        *,
+        train_dataset: Any,
+        eval_dataset: Any,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin,
+        callbacks: list[TrainerCallback] | None,
+        optimizers: tuple[Any, Any],
+    ) -> None:
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=as_rows,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            # Only its presence matters: every supported Trainer then leaves the loss unscaled.
+            compute_loss_func=_never_called,
+        )
+        self.pending_rng_checkpoint: str | None = None
+        self.checkpoint_writer = CheckpointWriter(self.accelerator)
+        self.splitter: OutOfMemorySplitter[MicroBatch] = OutOfMemorySplitter(
+            self.accelerator,
+            training_step=cast(TrainingStep[MicroBatch], super().training_step),
+            num_tokens=self.num_tokens,
+            split_in_half=self.split_in_half,
+            split_for_cache=self.split_for_cache,
+            mark_window=self.mark_window,
+        )
+        self._window_loss: torch.Tensor | None = None
+
+    # Implemented by GRPOTrainer.
+
+    def num_tokens(self, inputs: MicroBatch) -> int:
+        """Return the number of input tokens of `inputs`, padding included."""
+        raise NotImplementedError
+
+    def split_in_half(self, inputs: MicroBatch) -> list[MicroBatch]:
+        """Return `inputs` as two micro-batches, or as one if it cannot be split."""
+        raise NotImplementedError
+
+    def split_for_cache(self, inputs: MicroBatch) -> list[MicroBatch]:
+        """Return `inputs` as micro-batches that run faster one after the other, even if all fit at once."""
+        raise NotImplementedError
+
+    def mark_window(self) -> Callable[[], None]:
+        """Return a function that restores what a window changes besides gradients to its present state."""
+        raise NotImplementedError
+
+    def save_rollout_state(self, directory: str) -> None:
+        """Add state that ``Trainer`` does not save to the checkpoint in `directory`."""
+        raise NotImplementedError
+
+    # Training.
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train as ``Trainer.train``, without state of an earlier call."""
+        self.splitter.reset()
+        self._window_loss = None
+        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: MicroBatch,  # type: ignore[override]
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        """Run forward and backward of one micro-batch and return its loss, detached.
+
+        Raises:
+            BackendError: the micro-batch does not fit in memory and cannot be split.
+        """
+        return self.splitter.training_step(model, inputs, num_items_in_batch)
+
+    def loss_to_log(self, loss: torch.Tensor, *, last: bool) -> torch.Tensor:
+        """Return the loss that ``Trainer`` adds up: that of the window with its last micro-batch, else zero.
+
+        ``logging_nan_inf_filter`` therefore applies to windows, not to micro-batches.
+        """
+        self._window_loss = loss if self._window_loss is None else self._window_loss + loss
+        if not last:
+            return torch.zeros_like(loss).as_subclass(_UncheckedZero)
+        window_loss, self._window_loss = self._window_loss, None
+        return window_loss
+
+    def _get_grad_norm(
+        self, model: nn.Module, grad_norm: torch.Tensor | float | None = None
+    ) -> torch.Tensor | float | None:
+        """Return the gradient norm, which is the same on every rank.
+
+        Raises:
+            TrainingError: it is not finite. The optimizer has not stepped, except under DeepSpeed, and the
+                step is not saved.
+        """
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        full_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # FSDP2 returns a DTensor
+        # In fp16 the gradient scaler skips the step and lowers its scale.
+        if (
+            full_norm is not None
+            and not math.isfinite(full_norm)
+            and self.accelerator.mixed_precision != "fp16"
+        ):
+            raise TrainingError(
+                f"the gradient norm of step {self.state.global_step + 1} is {float(full_norm)}; training "
+                "ends before this step is saved. Usual causes: a learning rate that is too high "
+                f"(learning_rate={self.args.learning_rate}), half-precision weights, a custom loss that "
+                "divides by zero. train(resume_from_checkpoint=True) continues from the last checkpoint"
+            )
+        return norm
+
+    # Logs, metrics, model card.
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log; a training log also contains the metrics of all ranks since the previous one."""
+        if "loss" in logs:
+            logs.update(self._drain_metrics("train", "train"))
+        super().log(logs, start_time)
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader[Any],
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Evaluate; the metrics also contain those of generation, rewards and loss."""
+        output = super().evaluation_loop(
+            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+        )
+        values = self._drain_metrics("eval", metric_key_prefix)
+        values.update(self.evaluation.close(metric_key_prefix, self.args.num_generations_eval, gather_object))
+        ours = {f"{metric_key_prefix}_{name}": value for name, value in values.items()}
+        return output._replace(metrics={**(output.metrics or {}), **ours})
+
+    def _drain_metrics(self, mode: str, label: str) -> dict[str, float]:
+        values, rows = self.books[mode].drain(lambda part: gather_object([part]))
+        if rows and self.is_world_process_zero():
+            reporting.report_completions(rows, self.state.global_step, self.args, self.args.output_dir, label)
+        return values
+
+    def create_model_card(  # type: ignore[override]
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+        **_: object,
+    ) -> None:
+        """Write the model card, ``README.md``, into the output directory."""
+        if self.is_world_process_zero():
+            reporting.write_model_card(self, model_name, dataset_name, tags)
+
+    # Data.
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """A loader position is one micro-batch; the first of a generation batch carries the rows it uses.
+
+        With a stream or dynamic sampling the positions carry nothing: the feed gives the rows.
+        """
+        if self.feed.source is not None:
+            positions = StepCounterDataset(
+                num_micro_batches(self.train_dataset, self.args) * self.args.world_size
+            )
+            return self.accelerator.prepare(DataLoader(positions, batch_size=1, collate_fn=as_rows))
+        return self._get_dataloader(
+            dataset=self.train_dataset,  # type: ignore[arg-type]
+            description="Training",
+            batch_size=self._train_batch_size * self.args.steps_per_generation,
+            sampler_fn=self._get_train_sampler,  # type: ignore[arg-type]
+            is_training=True,
+        )
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[Any]:
+        return self.make_group_sampler(self.train_dataset if train_dataset is None else train_dataset)
+
+    def get_eval_dataloader(self, eval_dataset: str | Dataset[Any] | None = None) -> DataLoader[Any]:
+        """Every evaluation row ``num_generations_eval`` times in a row."""
+        named = isinstance(eval_dataset, str)
+        dataset: Any = self.eval_dataset if named or eval_dataset is None else eval_dataset
+        if dataset is None or (not named and dataset is not self.eval_dataset):
+            dataset = self.prepared_data.checked_eval(dataset)
+        return self._get_dataloader(
+            dataset=evaluation_rows(dataset[eval_dataset] if named else dataset, self.args),
+            description="Evaluation",
+            batch_size=self.args.eval_batch_size,
+            sampler_fn=self._get_eval_sampler,  # type: ignore[arg-type]
+            dataloader_key=eval_dataset if isinstance(eval_dataset, str) else "eval",
+        )
+
+    def _set_signature_columns_if_needed(self) -> None:
+        self._signature_columns = ["prompt", "image", "images"]  # type: ignore[assignment]
+
+    def _prepare_inputs(self, inputs: MicroBatch) -> MicroBatch:  # type: ignore[override]
+        return inputs
+
+    # Checkpoints.
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self.checkpoint_writer.output_dir(super()._get_output_dir(trial))
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        directory = self.checkpoint_writer.save(
+            self._get_output_dir(trial),
+            self.args,
+            self.state,
+            write=partial(super()._save_checkpoint, model, trial),
+            write_rollout_state=self.save_rollout_state,
+        )
+        if self.args.push_to_hub:
+            super()._push_from_checkpoint(directory)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if not self.checkpoint_writer.is_staging:  # _save_checkpoint uploads under the final name
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def save_last_completed_step(self) -> None:
+        """Save a checkpoint of the last optimizer step, unless it exists or ``save_strategy`` is "no"."""
+        step = self.state.global_step
+        if step == 0 or self.args.save_strategy == SaveStrategy.NO:
+            return
+        directory = Path(self._get_output_dir(None), f"{PREFIX_CHECKPOINT_DIR}-{step}")
+        if not directory.exists():
+            self._save_checkpoint(self.model, None)
+        logger.warning(
+            "step %d is saved in %s; continue with train(resume_from_checkpoint=True)", step, directory
+        )
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if not self._load_converted(resume_from_checkpoint, self.model if model is None else model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if not self._load_converted(str(self.state.best_model_checkpoint), self.model):
+            super()._load_best_model()
+
+    def _load_converted(self, directory: str, model: nn.Module | None) -> bool:
+        """Load a checkpoint whose weight names differ from the model's; return False for any other.
+
+        ``Trainer`` would log missing keys and continue with the weights of the model.
+        """
+        if not isinstance(model, PreTrainedModel) or self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            return False
+        if not checkpointing.has_converted_names(directory, model):
+            return False
+        checkpointing.load_converted(directory, model)
+        return True
+
+    def restore_pending_rng(self) -> None:
+        """Restore the RNG state of the checkpoint that the run resumes from, once.
+
+        ``Trainer`` restores it after ``get_batch_samples``, which is too late for sampling.
+        """
+        self._load_rng_state(self.pending_rng_checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self.pending_rng_checkpoint is not None:
+            super()._load_rng_state(checkpoint)
+            self.pending_rng_checkpoint = None
+
+
+class _UncheckedZero(torch.Tensor):
+    """Zero that ``Trainer``'s NaN filter accepts without reading it from the device.
+
+    The filter tests the loss of every micro-batch, and each test would wait for the device.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.isnan, torch.isinf):
+            return False
+        return torch.Tensor.__torch_function__(func, (), args, kwargs)  # the result is a plain tensor
+
+
+def _never_called(*_: object, **__: object) -> None:
+    raise AssertionError("GRPOTrainer overrides compute_loss")
