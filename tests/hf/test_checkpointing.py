@@ -125,7 +125,9 @@ def test_a_resume_says_which_settings_have_reordered_the_prompts(tmp_path: Path,
     assert "resumed with" not in caplog.text  # another length of the run reorders nothing
     changes = {"max_steps": 3, "num_generations": 2, "train_dataset": prompts(6)}
     trainer(tmp_path, **{**settings, **changes}).train(resume_from_checkpoint=True)
-    assert "num_generations=2 (was 4), rows of train_dataset=6 (was 8), which changes the order" in caplog.text
+    assert (
+        "num_generations=2 (was 4), rows of train_dataset=6 (was 8), which changes the order" in caplog.text
+    )
 
 
 def test_a_moving_reference_that_was_never_saved_is_refused(tmp_path: Path) -> None:
