@@ -1,18 +1,16 @@
-"""Two ways to change what is optimised: register a surrogate, and override the advantages.
+"""Change the objective in two ways: register a surrogate, and override the advantages.
 
 Run with ``python examples/custom_objective.py``.
 """
 
-import argparse
-
 from datasets import Dataset
-from smollm2 import local_model
+from smollm2 import example_parser
 
 from groupwise import GRPOConfig, GRPOTrainer, register_objective
 
 
 def reinforce(terms, settings):
-    """−A log π, without a ratio: plain REINFORCE per token. The tensors are (B, T), advantages (B, 1)."""
+    """Return −A log π, REINFORCE per token: (B, T) from advantages (B, 1) and log-probs (B, T)."""
     return -terms.advantages_BX * terms.logps_BT
 
 
@@ -20,11 +18,13 @@ register_objective("reinforce", reinforce, "token_mean", zero_grad_at_zero_advan
 
 
 class RankTrainer(GRPOTrainer):
-    """Advantages from the rank of a reward in its group, so that the scale of rewards does not matter."""
+    """Compute advantages from the rank of a reward in its group; the scale of the rewards has no effect."""
 
     def compute_advantages(self, scored):
         rewards_PG = scored.rewards.rewards_NF.nansum(-1).view(-1, scored.rewards.num_generations)
-        rank_PG = (rewards_PG.unsqueeze(2) > rewards_PG.unsqueeze(1)).float().mean(-1)  # share it beats
+        rank_PG = (
+            (rewards_PG.unsqueeze(2) > rewards_PG.unsqueeze(1)).float().mean(-1)
+        )  # (P, G), share of the group below
         return (rank_PG - rank_PG.mean(-1, keepdim=True)).reshape(-1)
 
 
@@ -33,15 +33,13 @@ def vowels(completions, **_):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--max_steps", type=int, default=20)
-    parser.add_argument("--output_dir", default="custom-objective-output")
-    options = parser.parse_args()
+    options = example_parser(__doc__, "custom-objective-output").parse_args()
     trainer = RankTrainer(
-        model=str(local_model()),
+        model=options.model,
         reward_funcs=vowels,
         args=GRPOConfig(
-            **vars(options),
+            output_dir=options.output_dir,
+            max_steps=options.max_steps,
             loss_type="reinforce",
             learning_rate=1e-5,
             per_device_train_batch_size=16,

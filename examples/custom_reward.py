@@ -1,12 +1,10 @@
-"""A reward function of your own: short answers that keep to the subject.
+"""Write a reward function: short answers on the subject.
 
 Run with ``python examples/custom_reward.py``.
 """
 
-import argparse
-
 from datasets import Dataset
-from smollm2 import local_model
+from smollm2 import example_parser
 
 from groupwise import GRPOConfig, GRPOTrainer
 
@@ -14,9 +12,9 @@ THINGS = ["bread", "clouds", "iron", "jazz", "maps", "rivers", "salt", "trains"]
 
 
 def brief_and_on_topic(completions, subject, log_metric, **_):
-    """1 for naming the subject, minus a tenth of the words beyond eight.
+    """Return 1 for naming the subject, minus a tenth per word beyond eight.
 
-    Every column of the dataset comes as a list, here ``subject``; completions of chat prompts are messages.
+    Every dataset column is passed as a list, here ``subject``; completions of chat prompts are messages.
     """
     texts = [completion[0]["content"] for completion in completions]
     log_metric("words", sum(len(text.split()) for text in texts) / len(texts))
@@ -26,16 +24,14 @@ def brief_and_on_topic(completions, subject, log_metric, **_):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--max_steps", type=int, default=20)
-    parser.add_argument("--output_dir", default="custom-reward-output")
-    options = parser.parse_args()
+    options = example_parser(__doc__, "custom-reward-output").parse_args()
     questions = [[{"role": "user", "content": f"Tell me something about {thing}."}] for thing in THINGS]
     trainer = GRPOTrainer(
-        model=str(local_model()),
+        model=options.model,
         reward_funcs=brief_and_on_topic,
         args=GRPOConfig(
-            **vars(options),
+            output_dir=options.output_dir,
+            max_steps=options.max_steps,
             learning_rate=1e-5,
             per_device_train_batch_size=16,
             max_completion_length=16,

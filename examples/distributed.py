@@ -1,13 +1,11 @@
-"""The same script on several processes: a group of completions may lie on two of them.
+"""Train on several processes. A group of completions may span two of them.
 
 On GPUs: ``accelerate launch --config_file examples/accelerate/ddp.yaml examples/distributed.py``.
 On a CPU: ``accelerate launch --multi_gpu --num_processes 2 examples/distributed.py --use_cpu``.
 """
 
-import argparse
-
 from datasets import Dataset
-from smollm2 import local_model
+from smollm2 import example_parser
 
 from groupwise import GRPOConfig, GRPOTrainer
 
@@ -19,18 +17,18 @@ def names_a_colour(completions, **_):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--max_steps", type=int, default=20)
-    parser.add_argument("--output_dir", default="distributed-output")
+    parser = example_parser(__doc__, "distributed-output")
     parser.add_argument("--use_cpu", action="store_true")
     options = parser.parse_args()
     trainer = GRPOTrainer(
-        model=str(local_model()),
+        model=options.model,
         reward_funcs=names_a_colour,
         args=GRPOConfig(
-            **vars(options),
+            output_dir=options.output_dir,
+            max_steps=options.max_steps,
+            use_cpu=options.use_cpu,
             learning_rate=1e-5,
-            # Two processes: 2 x 4 completions at a time, one group of 8 over both.
+            # Two processes x 4 completions = one group of 8 over both.
             per_device_train_batch_size=4,
             num_generations=8,
             max_completion_length=8,

@@ -1,18 +1,17 @@
-"""An environment that brings its own tasks, its own tools and its own reward: no dataset, no reward function.
+"""Train in an environment with its own tasks, tools and reward: no dataset, no reward function.
 
-Every group of completions plays the same game, because the row's ``seed`` decides which one it is.
+The row's ``seed`` selects the game, so all completions of a group play the same one.
 """
 
-import argparse
 import random
 
-from smollm2 import local_model, tool_tokenizer
+from smollm2 import example_parser, tool_tokenizer
 
 from groupwise import GRPOConfig, GRPOTrainer
 
 
 class HigherOrLower:
-    """A secret number between 1 and 9, and hints."""
+    """Guess a secret number between 1 and 9 from hints."""
 
     def reset(self, seed: int, **row) -> str:
         self.secret, self.best = random.Random(seed).randint(1, 9), 0.0
@@ -32,13 +31,12 @@ class HigherOrLower:
         return self.best
 
 
-parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--max_steps", type=int, default=20)
-parser.add_argument("--output_dir", default="environment-output")
+options = example_parser(__doc__, "environment-output").parse_args()
 GRPOTrainer(
-    model=str(local_model()),
+    model=options.model,
     args=GRPOConfig(
-        **vars(parser.parse_args()),
+        output_dir=options.output_dir,
+        max_steps=options.max_steps,
         max_completion_length=48,
         max_tool_calling_iterations=2,
         learning_rate=1e-5,
@@ -47,6 +45,6 @@ GRPOTrainer(
         save_strategy="no",
         report_to="none",
     ),
-    processing_class=tool_tokenizer("number"),
+    processing_class=tool_tokenizer(options.model, "number"),
     environment_factory=HigherOrLower,
 ).train()

@@ -1,20 +1,17 @@
-"""Tasks of reasoning-gym, made as they are needed: ``pip install 'groupwise[rewards]'``."""
+"""Train on tasks of reasoning-gym, generated on demand: ``pip install 'groupwise[rewards]'``."""
 
-import argparse
-
-from smollm2 import local_model, tool_tokenizer
+from smollm2 import example_parser, tool_tokenizer
 
 from groupwise import GRPOConfig, GRPOTrainer
 from groupwise.agents.adapters import reasoning_gym_factory
 from groupwise.rewards import create_reasoning_gym
 
-parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--max_steps", type=int, default=20)
-parser.add_argument("--output_dir", default="environment-reasoning-gym-output")
+options = example_parser(__doc__, "environment-reasoning-gym-output").parse_args()
 GRPOTrainer(
-    model=str(local_model()),
+    model=options.model,
     args=GRPOConfig(
-        **vars(parser.parse_args()),
+        output_dir=options.output_dir,
+        max_steps=options.max_steps,
         max_completion_length=48,
         max_tool_calling_iterations=2,
         learning_rate=1e-5,
@@ -23,6 +20,6 @@ GRPOTrainer(
         save_strategy="no",
         report_to="none",
     ),
-    processing_class=tool_tokenizer("answer"),
+    processing_class=tool_tokenizer(options.model, "answer"),
     environment_factory=reasoning_gym_factory(create_reasoning_gym("chain_sum", size=500, seed=1)),
 ).train()

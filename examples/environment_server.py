@@ -1,14 +1,13 @@
-"""An environment behind a server that speaks OpenEnv's protocol; here a small one that this script starts.
+"""Train in an environment behind an OpenEnv server; this script starts a small one.
 
-With a real one only the URL changes: ``openenv_factory("ws://localhost:8000")``.
+For a real server, change only the URL: ``openenv_factory("ws://localhost:8000")``.
 """
 
-import argparse
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from smollm2 import local_model, tool_tokenizer
+from smollm2 import example_parser, tool_tokenizer
 
 from groupwise import GRPOConfig, GRPOTrainer
 from groupwise.agents.adapters import openenv_factory
@@ -18,7 +17,7 @@ ACTION = {"description": "Name an animal.", "type": "object", "properties": FIEL
 
 
 class Zoo(BaseHTTPRequestHandler):
-    """Rewards short names of animals."""
+    """Reward short names of animals."""
 
     def do_GET(self):
         self.answer({"action": ACTION})
@@ -39,15 +38,12 @@ class Zoo(BaseHTTPRequestHandler):
     def log_message(self, *_): ...
 
 
-parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--max_steps", type=int, default=20)
-parser.add_argument("--output_dir", default="environment-server-output")
-options = {"max_completion_length": 40, "max_tool_calling_iterations": 1, "learning_rate": 1e-5}
+options = example_parser(__doc__, "environment-server-output").parse_args()
+limits = {"max_completion_length": 40, "max_tool_calling_iterations": 1, "learning_rate": 1e-5}
 batches = {"per_device_train_batch_size": 8, "logging_steps": 1, "save_strategy": "no", "report_to": "none"}
-args = GRPOConfig(**vars(parser.parse_args()), **options, **batches)
+args = GRPOConfig(options.output_dir, max_steps=options.max_steps, **limits, **batches)
 server = ThreadingHTTPServer(("127.0.0.1", 0), Zoo)
 threading.Thread(target=server.serve_forever, daemon=True).start()
 environments = openenv_factory(f"http://127.0.0.1:{server.server_port}", name="name")
-GRPOTrainer(
-    str(local_model()), None, args, processing_class=tool_tokenizer("word"), environment_factory=environments
-).train()
+tokenizer = tool_tokenizer(options.model, "word")
+GRPOTrainer(options.model, None, args, processing_class=tokenizer, environment_factory=environments).train()

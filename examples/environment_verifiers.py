@@ -1,20 +1,18 @@
-"""An environment of the ``verifiers`` library: ``pip install 'groupwise[verifiers]'``.
+"""Train in an environment of the ``verifiers`` library: ``pip install 'groupwise[verifiers]'``.
 
-With a published one: ``verifiers.load_environment("its-name")``.
+For a published environment: ``verifiers.load_environment("its-name")``.
 """
-
-import argparse
 
 import verifiers as vf
 from datasets import Dataset
-from smollm2 import local_model
+from smollm2 import example_parser
 
 from groupwise import GRPOConfig, GRPOTrainer
 from groupwise.agents.adapters import VerifiersDriver, verifiers_dataset
 
 
 class Guess(vf.MultiTurnEnv):
-    """The environment answers until the capital is named."""
+    """Answer until the capital is named."""
 
     async def env_response(self, messages, state, **_):
         if state["answer"] in str(messages[-1].content):
@@ -31,13 +29,12 @@ CITIES = {"France": "Paris", "Italy": "Rome", "Japan": "Tokyo", "Egypt": "Cairo"
 rows = [{"question": f"What is the capital of {land}?", "answer": city} for land, city in CITIES.items()]
 environment = Guess(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[found]), max_turns=2)
 
-parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--max_steps", type=int, default=20)
-parser.add_argument("--output_dir", default="environment-verifiers-output")
+options = example_parser(__doc__, "environment-verifiers-output").parse_args()
 GRPOTrainer(
-    model=str(local_model()),
+    model=options.model,
     args=GRPOConfig(
-        **vars(parser.parse_args()),
+        output_dir=options.output_dir,
+        max_steps=options.max_steps,
         max_completion_length=48,
         learning_rate=1e-5,
         per_device_train_batch_size=8,

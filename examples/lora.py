@@ -1,13 +1,11 @@
-"""Training an adapter: the base model stays as it is, and is the reference of the KL.
+"""Train a LoRA adapter. The frozen base model is the reference of the KL term.
 
-Run with ``python examples/lora.py``; ``python -c "import peft"`` says whether PEFT is there.
+Run with ``python examples/lora.py``; it needs PEFT.
 """
-
-import argparse
 
 from datasets import Dataset
 from peft import LoraConfig
-from smollm2 import local_model
+from smollm2 import example_parser
 
 from groupwise import GRPOConfig, GRPOTrainer
 
@@ -15,23 +13,21 @@ CITIES = {"France": "Paris", "Italy": "Rome", "Japan": "Tokyo", "Egypt": "Cairo"
 
 
 def names_the_city(completions, city, **_):
-    """1 if the answer begins with the city."""
+    """Return 1 if the answer begins with the city."""
     return [float(text.strip().startswith(name)) for text, name in zip(completions, city, strict=True)]
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--max_steps", type=int, default=20)
-    parser.add_argument("--output_dir", default="lora-output")
-    options = parser.parse_args()
+    options = example_parser(__doc__, "lora-output").parse_args()
     data = {"prompt": [f"The capital of {land} is" for land in CITIES], "city": list(CITIES.values())}
     trainer = GRPOTrainer(
-        model=str(local_model()),
+        model=options.model,
         reward_funcs=names_the_city,
         args=GRPOConfig(
-            **vars(options),
-            beta=0.02,  # no second model is loaded: the adapter is switched off to score the reference
-            learning_rate=1e-4,  # adapters take larger ones than whole models
+            output_dir=options.output_dir,
+            max_steps=options.max_steps,
+            beta=0.02,  # reference log-probs come from the policy with its adapter disabled: no second model
+            learning_rate=1e-4,  # LoRA takes a larger learning rate than full fine-tuning
             per_device_train_batch_size=16,
             max_completion_length=8,
             logging_steps=1,
@@ -43,7 +39,7 @@ def main():
     )
     trainer.model.print_trainable_parameters()
     trainer.train()
-    trainer.save_model()  # the adapter alone
+    trainer.save_model()  # only the adapter
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
-"""A sequence-classification model as the reward.
+"""Use a sequence-classification model as the reward.
 
-The one made here is tiny and untrained, so its opinion means nothing; put your own in its place, as a model
-or as its id. Run with ``python examples/reward_model.py``.
+The model made here is tiny and untrained; replace it with a trained one, given as a model or a hub id.
+Run with ``python examples/reward_model.py``.
 """
-
-import argparse
 
 import torch
 from datasets import Dataset
-from smollm2 import local_model
+from smollm2 import example_parser
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 from groupwise import GRPOConfig, GRPOTrainer
@@ -17,7 +15,7 @@ PROMPTS = ["My favourite season is", "On the table lay", "The train was late bec
 
 
 def tiny_reward_model(tokenizer):
-    """One label: the model's output is the reward of prompt and completion together."""
+    """Create a model with one label: its logit is the reward of prompt + completion."""
     torch.manual_seed(0)
     return LlamaForSequenceClassification(
         LlamaConfig(
@@ -32,17 +30,15 @@ def tiny_reward_model(tokenizer):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--max_steps", type=int, default=20)
-    parser.add_argument("--output_dir", default="reward-model-output")
-    options = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(local_model())
+    options = example_parser(__doc__, "reward-model-output").parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
     trainer = GRPOTrainer(
-        model=str(local_model()),
+        model=options.model,
         reward_funcs=tiny_reward_model(tokenizer),
-        reward_processing_classes=tokenizer,  # a reward model given by name brings its own
+        reward_processing_classes=tokenizer,  # a reward model given by id loads its own
         args=GRPOConfig(
-            **vars(options),
+            output_dir=options.output_dir,
+            max_steps=options.max_steps,
             learning_rate=1e-5,
             per_device_train_batch_size=16,
             max_completion_length=16,

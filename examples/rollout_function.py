@@ -1,23 +1,20 @@
-"""A rollout of our own: the model writes a line, a referee answers, the model writes another.
+"""Replace generation by a ``rollout_func``: a draft, a request to shorten it, and a second line.
 
-The referee's tokens get 0 in ``env_mask``: the model reads them and is not trained on them. What else is
-returned, here ``shortened``, is a column for the reward function.
+The tokens of the request have ``env_mask`` 0 and carry no loss. Further keys of the result, here
+``shortened``, are passed to the reward functions.
 """
 
-import argparse
-
 from datasets import Dataset
-from smollm2 import local_model
+from smollm2 import example_parser
 
-from groupwise import GRPOConfig, GRPOTrainer
-from groupwise.records import SamplingOptions
+from groupwise import GRPOConfig, GRPOTrainer, SamplingOptions
 
 TURN = 12  # tokens
 REFEREE = "<|im_end|>\n<|im_start|>user\nShorter, please.<|im_end|>\n<|im_start|>assistant\n"
 
 
 def two_turns(prompts, trainer):
-    """A draft, the referee's request, and what becomes of the draft."""
+    """Sample a draft, append the referee's request, and sample the final line."""
     tokenizer, backend = trainer.processing_class, trainer.backend
     chats = [
         tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"] for prompt in prompts
@@ -25,7 +22,7 @@ def two_turns(prompts, trainer):
     request = tokenizer(REFEREE)["input_ids"]
     limits = SamplingOptions([TURN] * len(prompts))
     drafts = [draft.token_ids for draft in backend.generate(chats, limits)]
-    # What ended a turn is not repeated: the referee's text begins with it.
+    # The referee's text begins with the end-of-turn token: drop the sampled one.
     drafts = [ids[:-1] if ids[-1] in backend.end_tokens else ids for ids in drafts]
     contexts = [chat + draft + request for chat, draft in zip(chats, drafts, strict=True)]
     finals = [final.token_ids for final in backend.generate(contexts, limits)]
@@ -39,15 +36,13 @@ def two_turns(prompts, trainer):
 
 
 def obeyed(shortened, **_):
-    """1 if the second line is shorter than the first."""
+    """Return 1 if the second line is shorter than the first."""
     return [float(value) for value in shortened]
 
 
-parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--max_steps", type=int, default=20)
-parser.add_argument("--output_dir", default="rollout-function-output")
+options = example_parser(__doc__, "rollout-function-output").parse_args()
 batches = {"per_device_train_batch_size": 8, "logging_steps": 1, "save_strategy": "no", "report_to": "none"}
-args = GRPOConfig(**vars(parser.parse_args()), **batches, learning_rate=1e-5)
+args = GRPOConfig(options.output_dir, max_steps=options.max_steps, learning_rate=1e-5, **batches)
 topics = ["rain", "bread", "trains", "snow"]
 rows = [{"prompt": [{"role": "user", "content": f"One line about {topic}."}]} for topic in topics]
-GRPOTrainer(str(local_model()), obeyed, args, Dataset.from_list(rows), rollout_func=two_turns).train()
+GRPOTrainer(options.model, obeyed, args, Dataset.from_list(rows), rollout_func=two_turns).train()

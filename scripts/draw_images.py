@@ -1,0 +1,207 @@
+"""Draw the pictures of the documentation: ``python scripts/draw_images.py`` writes ``docs/images/*.svg``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
+
+#: Fill colours. Every picture has a white background, so that it reads the same on light and dark pages.
+PROMPT, COMPLETION, PADDING, SKIPPED = "#9db8e8", "#f4b183", "#ececec", "#ffffff"
+STAGE, RECORD, INK, FAINT = "#e3ebfa", "#fff2d6", "#1f2933", "#6b7785"
+
+
+class Picture:
+    """An SVG under construction. Coordinates are pixels, y grows downwards."""
+
+    def __init__(self, width: int, height: int, title: str) -> None:
+        self.parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+            f'height="{height}" role="img" font-family="system-ui, DejaVu Sans, sans-serif" font-size="14">',
+            f"<title>{title}</title>",
+            f'<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" '
+            f'orient="auto"><path d="M0 0 L8 4 L0 8 z" fill="{INK}"/></marker></defs>',
+            f'<rect width="{width}" height="{height}" rx="8" fill="#ffffff"/>',
+        ]
+
+    def box(
+        self, x: float, y: float, width: float, height: float, fill: str, *lines: str, **style: str
+    ) -> None:
+        """Draw a rectangle with centred lines of text; ``style`` are SVG attributes (``_`` for ``-``)."""
+        style = {"stroke": INK, **style}
+        extra = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in style.items())
+        self.parts.append(
+            f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="4" fill="{fill}"{extra}/>'
+        )
+        top = y + height / 2 - 9 * (len(lines) - 1)
+        for row, line in enumerate(lines):
+            bold = ' font-weight="600"' if row == 0 and len(lines) > 1 else ""
+            self.text(x + width / 2, top + 18 * row + 5, line, anchor="middle", more=bold)
+
+    def text(
+        self, x: float, y: float, line: str, anchor: str = "start", fill: str = INK, more: str = ""
+    ) -> None:
+        """Write one line; ``y`` is its baseline."""
+        self.parts.append(f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{fill}"{more}>{line}</text>')
+
+    def arrow(self, *points: tuple[float, float]) -> None:
+        """Draw a line through ``points`` with a tip at its end."""
+        path = " ".join(f"{x},{y}" for x, y in points)
+        self.parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{INK}" stroke-width="1.5" '
+            'marker-end="url(#tip)"/>'
+        )
+
+    def svg(self) -> str:
+        return "\n".join([*self.parts, "</svg>"]) + "\n"
+
+
+def pipeline() -> str:
+    """Draw the stages of a step, and the record that leaves each of them."""
+    picture = Picture(1000, 250, "The stages of an optimizer step and the records between them")
+    stages = [
+        ("generate_rollouts", "sample G completions", "per prompt", "RolloutBatch", "B rows"),
+        ("compute_rewards", "call the reward", "functions", "RewardBatch", "(N, F)"),
+        ("compute_advantages", "compare with the", "group", "advantages", "(N,) or (N, T)"),
+        ("collate, log-probs", "pad, old and", "reference log-probs", "Experience", "(B, T)"),
+        ("compute_policy_loss", "surrogate × token", "weights + β KL", "LossOutput", "scalar"),
+    ]
+    for number, (verb, first, second, record, shape) in enumerate(stages):
+        x = 12 + 198 * number
+        picture.box(x, 60, 180, 76, STAGE, verb, first, second)
+        picture.box(x + 32, 176, 116, 48, RECORD, record, shape)
+        picture.arrow((x + 90, 136), (x + 90, 172))
+        if number < len(stages) - 1:
+            picture.arrow((x + 148, 200), (x + 186, 200), (x + 186, 98), (x + 196, 98))
+    picture.arrow((894, 60), (894, 24), (102, 24), (102, 56))
+    picture.text(496, 18, "optimizer step: new weights go to the sampler", anchor="middle", fill=FAINT)
+    return picture.svg()
+
+
+def shared_prefix() -> str:
+    """Draw the model's input for one group of four completions in the three layouts."""
+    picture = Picture(
+        860, 350, "One group of four completions in the layouts padded, packed and shared_prefix"
+    )
+    lengths, prompt, scale = (90, 40, 150, 60), 110, 1.0
+    picture.text(20, 30, "padded: (B, L + T), every row as long as the longest", more=' font-weight="600"')
+    for row, length in enumerate(lengths):
+        y = 42 + 26 * row
+        picture.box(20, y, prompt, 20, PROMPT, "prompt")
+        picture.box(20 + prompt, y, length * scale, 20, COMPLETION, f"{row + 1}")
+        if length < max(lengths):
+            width = max(lengths) - length
+            picture.box(20 + prompt + length, y, width, 20, PADDING, "padding" if width > 55 else "")
+    picture.text(20, 180, "packed: (1, S), no padding", more=' font-weight="600"')
+    x = 20.0
+    for row, length in enumerate(lengths):
+        picture.box(x, 192, prompt, 20, PROMPT, "prompt")
+        picture.box(x + prompt, 192, length, 20, COMPLETION, f"{row + 1}")
+        x += prompt + length
+    picture.text(20, 248, "shared_prefix: (1, S), the prompt is computed once", more=' font-weight="600"')
+    picture.box(20, 260, prompt, 20, PROMPT, "prompt")
+    x = 20.0 + prompt
+    for row, length in enumerate(lengths):
+        picture.box(x, 260, length, 20, COMPLETION, f"{row + 1}")
+        picture.arrow(
+            (x + length / 2, 280),
+            (x + length / 2, 294 + 8 * row),
+            (60 + 14 * row, 294 + 8 * row),
+            (60 + 14 * row, 283),
+        )
+        x += length
+    picture.text(x + 16, 275, "each completion attends to the prompt and to itself", fill=FAINT)
+    picture.text(20, 340, "Tokens: padded 1040, packed 780, shared_prefix 450.", fill=FAINT)
+    return picture.svg()
+
+
+def rebalancing() -> str:
+    """Draw the micro-batches of two ranks before and after rebalancing."""
+    picture = Picture(860, 300, "An accumulation window of two ranks before and after rebalancing")
+    before = {0: [[(130, 1), (40, 0)], [(60, 0), (50, 0)]], 1: [[(120, 1), (110, 1)], [(90, 1), (30, 1)]]}
+    after = {0: [[(130, 1), (110, 0)]], 1: [[(120, 1), (90, 1), (30, 1)]]}
+    picture.text(
+        20, 30, "Before: two micro-batches per rank, in the order of generation", more=' font-weight="600"'
+    )
+    picture.text(20, 176, "After: one micro-batch per rank, about equal cost", more=' font-weight="600"')
+    for top, window in ((44, before), (188, after)):
+        for rank, batches in window.items():
+            y, x = top + 44 * rank, 90.0
+            picture.text(20, y + 20, f"rank {rank}")
+            for batch in batches:
+                width = sum(length for length, _ in batch)
+                picture.box(x - 4, y - 2, width + 8 + 4 * (len(batch) - 1), 34, "#ffffff", stroke=FAINT)
+                for length, kept in batch:
+                    moved = window is after and length == 110
+                    fill = COMPLETION if kept or moved else PADDING
+                    dash = {} if kept or moved else {"stroke_dasharray": "4 3"}
+                    picture.box(x, y + 4, length, 22, fill, str(length), **dash)
+                    x += length + 4
+                x += 24
+    picture.arrow((268, 126), (268, 148))
+    picture.text(280, 144, "110 moves to rank 0", fill=FAINT)
+    picture.box(520, 50, 40, 22, PADDING, stroke_dasharray="4 3")
+    picture.text(570, 66, "zero advantage: no gradient, dropped")
+    picture.box(520, 84, 40, 22, COMPLETION)
+    picture.text(570, 100, "row that is computed (number of tokens)")
+    picture.text(
+        20,
+        284,
+        "Token weights are fixed before rows move, so the gradient of the window is the same.",
+        fill=FAINT,
+    )
+    return picture.svg()
+
+
+def staleness() -> str:
+    """Draw server and trainer over time, without and with one batch generated ahead."""
+    picture = Picture(860, 330, "Generation and training over time with rollout_staleness 0 and 1")
+    generate, train = 130, 110
+    for top, ahead in ((30, 0), (180, 1)):
+        note = (
+            "exactly on-policy; one of the two waits"
+            if not ahead
+            else "batch k + 1 is generated while k is trained"
+        )
+        picture.text(20, top, f"rollout_staleness={ahead}: {note}", more=' font-weight="600"')
+        picture.text(20, top + 34, "server")
+        picture.text(20, top + 80, "trainer")
+        server = trainer = 90.0
+        ends: list[float] = []
+        for batch in range(3 if not ahead else 4):
+            if not ahead and batch:
+                server = trainer
+            if ahead and batch > 1:
+                server = max(server, ends[batch - 2])  # waits for the weights of the step before the last
+            picture.box(server, top + 16, generate, 28, PROMPT, f"generate {batch}")
+            server += generate
+            trainer = max(trainer, server)
+            picture.box(trainer, top + 62, train, 28, COMPLETION, f"train {batch}")
+            trainer += train
+            ends.append(trainer)
+            server += 4
+            trainer += 4
+    picture.text(
+        20,
+        310,
+        "With k batches ahead, a batch is trained by weights up to k steps newer than those that sampled it.",
+        fill=FAINT,
+    )
+    return picture.svg()
+
+
+def images() -> dict[Path, str]:
+    """Return every picture by its path."""
+    drawn = {
+        "pipeline": pipeline,
+        "shared_prefix": shared_prefix,
+        "rebalancing": rebalancing,
+        "staleness": staleness,
+    }
+    return {IMAGES / f"{name}.svg": draw() for name, draw in drawn.items()}
+
+
+if __name__ == "__main__":
+    IMAGES.mkdir(exist_ok=True)
+    for path, text in images().items():
+        path.write_text(text)
