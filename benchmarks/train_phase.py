@@ -142,7 +142,7 @@ def measure_trainer(method: str, spec: Spec) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         trainer = make_trainer(library, spec, directory, lambda base: metered(base, meter), **settings)
         trainer.train()
-    layout = trainer.scorer.layout if library == "groupwise" else "padded"
+    layout = trainer.logprob_computer.layout if library == "groupwise" else "padded"
     trainable = [p for p in trainer.model.parameters() if p.requires_grad]
     return {**meter.result(), "layout": layout, **_sizes(trainable)}
 

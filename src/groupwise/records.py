@@ -1,17 +1,18 @@
-"""The records that travel between the stages of a step.
+"""Records that travel through a step; the type says how far the data have come.
 
-    rows -generate_rollouts-> RolloutBatch -score-> RewardBatch -compute_advantages-> (N,) or (N, T)
-         -annotate-> MicroBatch -compute_policy_loss-> LossOutput
+    RolloutRequest -generate_rollouts-> RolloutBatch -collate-> TokenBatch -> Experience -> MicroBatch
+                                        RolloutBatch -compute_rewards-> RewardBatch -compute_advantages-> (N,)
+                                        MicroBatch -compute_policy_loss-> LossOutput
 
-Axis suffixes: B sequences at hand, P prompt tokens, C completion tokens, X is C or 1, N sequences of all
-ranks.
+Axis suffixes: B sequences of this rank, N of all ranks, L prompt tokens, T completion tokens, X is T or 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,19 +21,29 @@ from groupwise.core.advantages import GroupRewards
 from groupwise.core.images import ImageInputs
 from groupwise.core.metrics import Mean, Metrics
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+#: A dataset row: ``prompt`` and the columns that reward functions receive.
+Row = dict[str, Any]
+Mode = Literal["train", "eval"]
+
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled continuation.
+    """One sampled completion of C tokens.
 
-    token_ids: the tokens after the prompt, the end token included when there is one.
-    logps: log-probability of each token under the sampling distribution; None when the sampler is the policy
-        itself or did not report them; NaN for a token it could not score.
-    loss_mask: 1 for tokens the policy chose, 0 for tokens of tools and environments; None means all chosen.
-    truncated: the length limit ended it, not an end token.
-    old_logps: log-probability of each token under the policy that sampled it, where that is no longer the
-        current one.
-    versions: the optimizer step whose weights sampled each token; None when the sampler is the policy itself.
+    Example: two sampled tokens and one token of a tool result, from an engine that reports log-probs::
+
+        Completion([19, 7, 2], logps=[-0.1, nan, -0.3], loss_mask=[1, 0, 1], versions=[4, 4, 4])
+
+    token_ids: tokens after the prompt, with the end token if there is one.
+    logps: log-probs under the sampling distribution, NaN for a token without one; None: the sampler is the
+        policy itself, or reported none.
+    loss_mask: 1 for sampled tokens, 0 for tokens of tools and environments; None: all sampled.
+    truncated: the length limit ended the completion, not an end token.
+    old_logps: log-probs under the policy that sampled the tokens; None: that is the current policy.
+    versions: optimizer step of the weights that sampled each token; None: the sampler is the policy itself.
     """
 
     token_ids: list[int]
@@ -43,7 +54,7 @@ class Completion:
     versions: list[int] | None = None
 
     def sampled_at(self, step: int) -> bool:
-        """Whether the weights of optimizer step ``step`` sampled all of it."""
+        """Return True if the weights of optimizer step ``step`` sampled every token."""
         return self.old_logps is None and all(version == step for version in self.versions or ())
 
 
@@ -65,27 +76,76 @@ class SamplingOptions:
 
 
 @dataclass(frozen=True)
-class RolloutBatch:
-    """What was sampled on this rank, one entry per completion, the completions of a prompt next to each
-    other.
+class RolloutRequest:
+    """Prompts to roll out, with everything that a rollout needs to know about them.
 
-    rows: the dataset rows.
-    prompts: the prompts as the dataset gave them.
-    prompt_ids: their tokens, without padding.
-    completions: what the sampler returned.
-    texts: the completions as reward functions see them: strings, or message lists for chat prompts.
-    extra: further per-completion columns that reach the reward functions.
-    images: what a processor made of the images of each sequence; None without a processor.
+    Example: two completions of one prompt on this rank::
+
+        RolloutRequest(rows=[{"prompt": "2+2="}, {"prompt": "2+2="}], num_generations=2)
+
+    rows: dataset rows of this rank, B; the G rows of a prompt are adjacent.
+    num_generations: completions per prompt, G.
+    num_valid: rows of the global batch that count; later ones are padding of the last evaluation batch. None:
+        all.
+    mode: "train" or "eval"; selects the metrics that the rollout is recorded in.
+    generation_kwargs: sampler settings that replace the run's (``eval_generation_kwargs``).
+    on_partial_rollout: called with the finished prompts while the sampler still generates the others; None:
+        rewards are computed when the rollout is complete.
     """
 
-    rows: list[dict[str, Any]]
+    rows: list[Row]
+    num_generations: int
+    num_valid: int | None = None
+    mode: Mode = "train"
+    generation_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    on_partial_rollout: Callable[[RolloutBatch], None] | None = None
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """Completions of this rank; every list has B entries, the G completions of a prompt are adjacent.
+
+    Example: two completions of one prompt::
+
+        RolloutBatch(
+            rows=[{"prompt": "2+2=", "answer": "4"}] * 2,
+            prompts=["2+2="] * 2,
+            prompt_ids=[[17, 10, 17, 28]] * 2,
+            completions=[Completion([19, 2]), Completion([20, 20], truncated=True)],
+            texts=["4", "55"],
+            num_generations=2,
+        )
+
+    rows: dataset rows.
+    prompts: prompts as the dataset gave them.
+    prompt_ids: token ids of the prompts, without padding.
+    completions: the sampler's output.
+    texts: completions as reward functions receive them: strings, or message lists for chat prompts.
+    num_generations: G.
+    num_valid: rows of the global batch that count; None: all.
+    mode: "train" or "eval".
+    extra: further columns for the reward functions, B entries each.
+    metrics: statistics of the rollout.
+    images: output of the image processor per row; None without a processor.
+    row_ids: position of each row in the request, by which partial rewards are matched.
+    """
+
+    rows: list[Row]
     prompts: list[Any]
     prompt_ids: list[list[int]]
     completions: list[Completion]
     texts: list[Any]
+    num_generations: int = 1
+    num_valid: int | None = None
+    mode: Mode = "train"
     extra: dict[str, list[Any]] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=dict)
     images: Sequence[ImageInputs] | None = None
+    row_ids: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        if not self.row_ids:
+            object.__setattr__(self, "row_ids", range(len(self.completions)))
 
     def __len__(self) -> int:
         return len(self.completions)
@@ -93,14 +153,18 @@ class RolloutBatch:
 
 @dataclass(frozen=True)
 class RewardBatch:
-    """Rewards of the global batch, and where this rank's completions lie in it.
+    """Rewards of all ranks, and the position of this rank's completions in them.
 
-    rewards: all ranks, in rank order, so that groups are contiguous.
-    local: the rows of ``rewards`` that belong to ``rollout``.
-    columns: extra columns that reward functions logged for the completions table.
+    Example: rank 1 of 2, one completion each, one reward function::
+
+        RewardBatch(rewards=GroupRewards(tensor([[1.0], [0.0]]), tensor([1.0]), 2), local=slice(1, 2))
+
+    rewards: (N, F) for all N completions in rank order, so that groups are contiguous.
+    local: rows of ``rewards`` that belong to this rank, padding rows of an evaluation batch included.
+    columns: columns that reward functions logged for the completions table, B entries each.
+    metrics: statistics of the rewards.
     """
 
-    rollout: RolloutBatch
     rewards: GroupRewards
     local: slice
     columns: dict[str, list[Any]] = field(default_factory=dict)
@@ -108,54 +172,80 @@ class RewardBatch:
 
     @property
     def num_valid(self) -> int:
-        """Completions of this rank that count; later ones only fill up an evaluation batch."""
+        """Number of completions of this rank that count; later ones pad an evaluation batch."""
         return len(self.rewards.rewards_NF[self.local])
+
+    def local_rows(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Select this rank's rows of a tensor of all ranks; padding rows of an evaluation batch are zero."""
+        rows = values_N[self.local]
+        missing = self.local.stop - self.local.start - len(rows)
+        return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """Sequences ready for the loss.
+class _Axis:
+    """Padding of a tensor field along its second axis.
+
+    side: "prompt" fields are padded on the left, "completion" fields on the right; "row" fields have one
+        value per row and are never padded.
+    fill: value of padding, and of every element where one of several concatenated batches lacks the field.
+    """
+
+    side: str
+    fill: float = 0
+
+
+_PROMPT = {"axis": _Axis("prompt")}
+_COMPLETION = {"axis": _Axis("completion")}
+_COMPLETION_NAN = {"axis": _Axis("completion", fill=math.nan)}
+_ROW = {"axis": _Axis("row")}
+
+
+def axes(record: Any) -> dict[str, _Axis]:
+    """Return the axis metadata of the tensor fields of a record or record class, by field name."""
+    return {f.name: f.metadata["axis"] for f in fields(record) if "axis" in f.metadata}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBatch:
+    """Token ids and masks of B sequences on the training device.
+
+    Example: prompts ``[5, 6]`` and ``[7]``, completions ``[8, 2]`` and ``[9]``::
+
+        prompt_ids_BL     = [[5, 6], [0, 7]]    prompt_mask_BL     = [[1, 1], [0, 1]]
+        completion_ids_BT = [[8, 2], [9, 0]]    completion_mask_BT = [[1, 1], [1, 0]]
+        loss_mask_BT      = [[1, 1], [1, 0]]    group_ids_B        = [0, 1]
+        old_logps_BT      = [[nan, nan], [nan, nan]]    # sampled by the current policy
 
     prompt_ids_BL, prompt_mask_BL: left-padded prompts; the mask is 1 on real tokens.
     completion_ids_BT, completion_mask_BT: right-padded completions.
-    loss_mask_BT: tokens that carry loss: policy tokens of completions that are not masked as truncated.
-    advantages_BX: (B, 1) or (B, C).
-    old_logps_BT: log-probs of the policy that generated; None when that is the current policy.
-    ref_logps_BT, sampler_logps_BT: None when there is no reference, or no separate sampler.
-    token_weights_BT: token weights of the window (see ``groupwise.core.weights``).
-    entropy_mask_BT: tokens kept by the entropy quantile; None keeps all.
-    entropy_weights_BT: weights of the entropy bonus, coefficient included; None is no bonus.
-    sequence_weight_B1: the share of each row in the window, for terms that are one number per micro-batch.
-    stream: the same sequences without padding (``policy.layouts.packed``), if the layout prepared it.
-    images: what the model takes beside tokens, one entry per row; None without a processor.
+    loss_mask_BT: 1 on tokens with loss: sampled by the policy, in a completion that is not masked.
+    group_ids_B: number of the prompt that a row belongs to, the same for its G completions on all ranks.
+    old_logps_BT: float32 log-probs under the behaviour policy; NaN where that is the current policy.
+    sampler_logps_BT: float32 log-probs that the sampler reported, NaN where it reported none; None: there is
+        no separate sampler.
+    images: image inputs per row; None without a processor.
     """
 
-    prompt_ids_BL: torch.Tensor
-    prompt_mask_BL: torch.Tensor
-    completion_ids_BT: torch.Tensor
-    completion_mask_BT: torch.Tensor
-    loss_mask_BT: torch.Tensor
-    advantages_BX: torch.Tensor | None = None
-    old_logps_BT: torch.Tensor | None = None
-    ref_logps_BT: torch.Tensor | None = None
-    sampler_logps_BT: torch.Tensor | None = None
-    token_weights_BT: torch.Tensor | None = None
-    entropy_mask_BT: torch.Tensor | None = None
-    entropy_weights_BT: torch.Tensor | None = None
-    sequence_weight_B1: torch.Tensor | None = None
-    stream: Any = None
+    prompt_ids_BL: torch.Tensor = field(metadata=_PROMPT)
+    prompt_mask_BL: torch.Tensor = field(metadata=_PROMPT)
+    completion_ids_BT: torch.Tensor = field(metadata=_COMPLETION)
+    completion_mask_BT: torch.Tensor = field(metadata=_COMPLETION)
+    loss_mask_BT: torch.Tensor = field(metadata=_COMPLETION)
+    group_ids_B: torch.Tensor = field(metadata=_ROW)
+    old_logps_BT: torch.Tensor = field(metadata=_COMPLETION_NAN)
+    sampler_logps_BT: torch.Tensor | None = field(default=None, metadata=_COMPLETION_NAN)
     images: tuple[ImageInputs, ...] | None = None
 
     def __len__(self) -> int:
         return self.completion_ids_BT.shape[0]
 
-    def tensors(self) -> dict[str, Any]:
-        """The tensors that are set, by field name."""
-        named = ((f.name, getattr(self, f.name)) for f in fields(self))
-        return {name: value for name, value in named if isinstance(value, torch.Tensor)}
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensor fields that are not None, by name."""
+        return {name: value for name in axes(self) if (value := getattr(self, name)) is not None}
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors on the host, and plain containers of such; what rows share stays shared."""
+        """Return host tensors and plain containers; rows that share image inputs go on sharing them."""
         state: dict[str, Any] = {name: tensor.cpu() for name, tensor in self.tensors().items()}
         if self.images is not None:
             distinct = {id(row): row.state_dict() for row in self.images}
@@ -163,60 +253,158 @@ class MicroBatch:
         return state
 
     @classmethod
-    def from_state(cls, state: dict[str, Any]) -> MicroBatch:
+    def from_state(cls, state: dict[str, Any]) -> Self:
         if "images" not in state:
             return cls(**state)
         distinct = {id(row): ImageInputs(**row) for row in state["images"]}
         return cls(**{**state, "images": tuple(distinct[id(row)] for row in state["images"])})
 
-    def computed_tokens(self) -> int:
-        """Tokens of the model's input, padding included."""
-        padded = self.prompt_ids_BL.numel() + self.completion_ids_BT.numel()
-        return padded if self.stream is None else self.stream.token_ids_1T.numel()
+    def num_tokens(self) -> int:
+        """Return the number of input tokens of the padded layout, padding included."""
+        return self.prompt_ids_BL.numel() + self.completion_ids_BT.numel()
 
-    def to(self, device: torch.device | str) -> MicroBatch:
-        return replace(self, **{name: tensor.to(device) for name, tensor in self.tensors().items()})
+    def to(self, device: torch.device | str) -> Self:
+        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors().items()}
+        return replace(self, **moved)
 
-    def split(self, rows: int) -> Iterator[MicroBatch]:
-        """Micro-batches of ``rows`` sequences (the last may be smaller), without all-padding columns."""
-        for start in range(0, len(self), rows):
-            yield self.select(range(start, min(start + rows, len(self))))
+    def split(self, rows: int) -> list[Self]:
+        """Split into batches of ``rows`` sequences (the last may be smaller), without all-padding columns."""
+        return [
+            self.select(range(start, min(start + rows, len(self)))) for start in range(0, len(self), rows)
+        ]
 
-    def select(self, rows: Sequence[int]) -> MicroBatch:
-        """The given rows, without all-padding columns."""
+    def select(self, rows: Sequence[int]) -> Self:
+        """Select rows, without all-padding columns."""
         index = torch.tensor(list(rows), device=self.completion_ids_BT.device)
         part: dict[str, Any] = {name: tensor[index] for name, tensor in self.tensors().items()}
         if self.images is not None:
             part["images"] = tuple(self.images[row] for row in rows)
-        return replace(self, **part, stream=None).trimmed()
+        return self._replace(**part).trimmed()
 
-    @staticmethod
-    def concatenate(batches: Sequence[MicroBatch]) -> MicroBatch:
-        """All rows of batches that have the same fields."""
-        widths = {
-            name: max(batch.tensors()[name].shape[1] for batch in batches) for name in batches[0].tensors()
-        }
+    @classmethod
+    def concatenate(cls, batches: Sequence[Self]) -> Self:
+        """Concatenate the rows of batches, padded to common widths.
+
+        A field that some batches lack gets its fill value there; advantages per sequence are expanded to
+        tokens beside token-wise ones.
+        """
         joined: dict[str, Any] = {}
-        for name, width in widths.items():
-            parts = [batch.tensors()[name] for batch in batches]
-            gaps = [width - part.shape[1] for part in parts]
-            sides = [(gap, 0) if name.endswith("_BL") else (0, gap) for gap in gaps]
-            joined[name] = torch.cat([F.pad(p, side) for p, side in zip(parts, sides, strict=True)])
+        for name, axis in axes(cls).items():
+            parts = [getattr(batch, name) for batch in batches]
+            if all(part is None for part in parts):
+                continue
+            parts = [
+                _filled_like(batch, axis) if p is None else p for p, batch in zip(parts, batches, strict=True)
+            ]
+            joined[name] = torch.cat(_padded_to_common_width(parts, batches, axis))
         if batches[0].images is not None:
             joined["images"] = tuple(row for batch in batches for row in batch.images or ())
-        return replace(batches[0], **joined, stream=None)
+        return batches[0]._replace(**joined)
 
-    def trimmed(self) -> MicroBatch:
+    def trimmed(self) -> Self:
         """Drop leading prompt columns and trailing completion columns in which every row is padding."""
         prompt_width = max(int(self.prompt_mask_BL.sum(-1).max()), 1)
         width = max(int(self.completion_mask_BT.sum(-1).max()), 1)
-        cut = {}
+        return self.shortened(prompt_width, width)
+
+    def shortened(self, prompt_tokens: int, completion_tokens: int) -> Self:
+        """Keep the last columns of the prompts and the first columns of the completions."""
+        part = {}
         for name, tensor in self.tensors().items():
-            if name.endswith("_BL"):
-                cut[name] = tensor[:, tensor.shape[1] - prompt_width :]
-            elif tensor.shape[1] > 1:
-                cut[name] = tensor[:, :width]
-        return replace(self, **cut, stream=None)
+            side = axes(self)[name].side
+            if side == "prompt":
+                part[name] = tensor[:, -prompt_tokens:]
+            elif side == "completion":
+                part[name] = tensor[:, :completion_tokens]
+        return self._replace(**part)
+
+    def _replace(self, **changes: Any) -> Self:
+        return replace(self, **changes)
+
+
+def _filled_like(batch: TokenBatch, axis: _Axis) -> torch.Tensor:
+    like = batch.completion_ids_BT
+    return torch.full(like.shape, axis.fill, dtype=torch.float32, device=like.device)
+
+
+def _padded_to_common_width(
+    parts: list[torch.Tensor], batches: Sequence[TokenBatch], axis: _Axis
+) -> list[torch.Tensor]:
+    if axis.side == "row":
+        return parts
+    width = max(part.shape[1] for part in parts)
+    padded = []
+    for part, batch in zip(parts, batches, strict=True):
+        if part.shape[1] == 1 < width and axis.side == "completion":
+            part = part.expand(-1, batch.completion_ids_BT.shape[1])  # one value per sequence
+        gap = width - part.shape[1]
+        padded.append(F.pad(part, (gap, 0) if axis.side == "prompt" else (0, gap), value=axis.fill))
+    return padded
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experience(TokenBatch):
+    """A TokenBatch with advantages and log-probs; the buffer and checkpoints hold these.
+
+    Example: the two rows of :class:`TokenBatch`, the first better than its group, no reference model::
+
+        advantages_BX = [[0.7], [-0.7]]    ref_logps_BT = None
+        old_logps_BT  = [[nan, nan], [nan, nan]]    # on-policy: the loss reads logps.detach() there
+
+    advantages_BX: (B, 1), or (B, T) with process rewards.
+    ref_logps_BT: float32 log-probs under the reference model; None without one.
+    """
+
+    advantages_BX: torch.Tensor = field(metadata=_COMPLETION)
+    ref_logps_BT: torch.Tensor | None = field(default=None, metadata=_COMPLETION)
+
+
+class OldAndRefLogps(NamedTuple):
+    """Log-probs (B, T) of completion tokens that the loss compares with.
+
+    old_logps_BT: under the behaviour policy; NaN where that is the current policy.
+    ref_logps_BT: under the reference model; None without one.
+    """
+
+    old_logps_BT: torch.Tensor
+    ref_logps_BT: torch.Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch(Experience):
+    """An Experience with the weights of its tokens in the accumulation window: ready for the loss.
+
+    Example: the two rows of :class:`TokenBatch` alone in their window, token mean, no entropy quantile::
+
+        token_weights_BT = [[1/3, 1/3], [1/3, 0]]    entropy_mask_BT = loss_mask_BT
+        sequence_weight_B1 = [[0.5], [0.5]]          entropy_weights_BT = None
+
+    token_weights_BT: weight of each token's loss (``groupwise.core.weights``).
+    entropy_mask_BT: loss tokens in the top entropy quantile; all loss tokens without a quantile.
+    sequence_weight_B1: share of each row in the window, for terms that are one number per micro-batch.
+    entropy_weights_BT: weights of the entropy bonus, coefficient included; None without a bonus.
+    packed: the same sequences without padding, if the layout prepared it; derived, never saved or moved.
+    """
+
+    token_weights_BT: torch.Tensor = field(metadata=_COMPLETION)
+    entropy_mask_BT: torch.Tensor = field(metadata=_COMPLETION)
+    sequence_weight_B1: torch.Tensor = field(metadata=_ROW)
+    entropy_weights_BT: torch.Tensor | None = field(default=None, metadata=_COMPLETION)
+    packed: PackedSequences | None = None
+
+    def num_tokens(self) -> int:
+        """Return the number of input tokens in the layout of the run, padding included."""
+        return super().num_tokens() if self.packed is None else self.packed.token_ids_1S.numel()
+
+    def _replace(self, **changes: Any) -> Self:
+        return replace(self, **{"packed": None, **changes})
+
+
+class PackedSequences(Protocol):
+    """Sequences of a micro-batch as one row of S tokens (``groupwise.policy.layouts.packed``)."""
+
+    @property
+    def token_ids_1S(self) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)

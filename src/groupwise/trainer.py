@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import astuple
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +17,7 @@ from groupwise.config.arguments import check_arguments
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean
-from groupwise.data.batches import (
-    GenerationBuffer,
-    local_rows,
-    with_advantages,
-    without_padding_rows,
-)
+from groupwise.data.batches import ExperienceBuffer, as_columns
 from groupwise.data.budget import micro_batch_budget
 from groupwise.data.build import check_data, prepare_data
 from groupwise.data.dynamic_sampling import Feed
@@ -31,7 +25,7 @@ from groupwise.data.image_checks import check_vision
 from groupwise.data.lookahead import Pipeline, staleness
 from groupwise.data.rebalancing import WindowStats, cache_sized, rows_to_score
 from groupwise.generation.build import check_backend, make_backend
-from groupwise.generation.weight_iterator import gatherable
+from groupwise.generation.weight_iterator import gatherable, weight_iterator
 from groupwise.hf import checkpointing
 from groupwise.hf.base import BaseTrainer
 from groupwise.hf.callbacks import SyncRefModelCallback
@@ -48,7 +42,18 @@ from groupwise.policy.build import prepare_policy, router_aux_loss_coef, speed_u
 from groupwise.policy.loading import load_processing_class
 from groupwise.policy.reference import make_reference
 from groupwise.policy.step_build import make_logprob_computer, make_logprob_mismatch_check
-from groupwise.records import MicroBatch, RewardBatch, RewardFunction, RolloutFunction
+from groupwise.records import (
+    Experience,
+    MicroBatch,
+    Mode,
+    RewardBatch,
+    RewardFunction,
+    RolloutBatch,
+    RolloutFunction,
+    RolloutRequest,
+    Row,
+    TokenBatch,
+)
 from groupwise.reporting.evaluation import EvaluationRecord
 from groupwise.reporting.metrics import MetricBuffer, completion_rows, length_metrics
 from groupwise.rewards.build import RewardSetup, check_rewards, load_rewards
@@ -154,9 +159,9 @@ class GRPOTrainer(
             agents, args, self.processing_class, self.backend, self.model, self.accelerator
         )
         self.pipeline = Pipeline(args, self.train_dataset, one_turn=not (self.agents or rollout_func))
-        self.scorer = make_logprob_computer(self.model, args, self.accelerator)
+        self.logprob_computer = make_logprob_computer(self.model, args, self.accelerator)
         self.logprob_mismatch = make_logprob_mismatch_check(
-            self.scorer, args, self.accelerator, self.processing_class
+            self.logprob_computer, args, self.accelerator, self.processing_class
         )
         self.router_aux_loss_coef = router_aux_loss_coef(self.model, args)
         self.aux_loss_enabled = self.router_aux_loss_coef != 0.0
@@ -182,89 +187,106 @@ class GRPOTrainer(
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[MicroBatch | None], None]:
-        """One accumulation window: micro-batches from the buffer, which is refilled when it is used up."""
-        window: list[MicroBatch] = []
+        """Return the micro-batches of one optimizer step; the buffer is refilled when it is empty."""
+        window: list[Experience] = []
         # No server generates: nothing of this step has been trained, and the last one is saved.
         with self.rollback_on_failure(ConnectionError, then=self.save_last_completed_step):
             # The range comes first: zip must not take rows that it then drops.
             for _, rows in zip(range(num_batches), epoch_iterator, strict=False):
                 self.restore_pending_rng()  # Trainer would restore it after this hook, too late for sampling
-                window.append(self.next_micro_batch(rows, self.generate_micro_batches))
+                if self.buffer.is_empty:
+                    num_groups = self.args.generation_batch_size // self.args.num_generations
+                    self.buffer.fill(self.make_train_experience(rows), self.args.num_iterations, num_groups)
+                window += self.buffer.take(1)
         if not window:
             return [], None
-        window = self.set_token_weights(self.compute_entropy_masks(self.model, window))
-        batches, self.window_stats = self.rebalance_micro_batches(window, self.scorer.layout)
-        self.books["train"].record(self.window_stats.metrics())
-        return [None if batch is None else self.scorer.prepare(batch) for batch in batches], None
+        micro_batches = self.set_token_weights(window, self.compute_entropy_masks(window))
+        batches, self.window_stats = self.rebalance_micro_batches(micro_batches, self.logprob_computer.layout)
+        self.metrics["train"].record(self.window_stats.metrics())
+        return [None if batch is None else self.logprob_computer.prepare(batch) for batch in batches], None
 
-    def generate_micro_batches(self, rows: list[dict[str, Any]]) -> list[MicroBatch]:
-        """A generation batch: sampled, scored, given its advantages and cut into micro-batches."""
-        on_policy = self.is_exactly_on_policy() and not self.args.kl_in_reward
+    def make_train_experience(self, rows: list[Row]) -> list[Experience]:
+        """Generate, reward and weigh the completions of one generation batch."""
         if self.args.dynamic_sampling:
-            filled = self.fill(self._sample, lambda rollout: self.logps_of(self.model, rollout))
-            self.books["train"].record(filled.metrics)
-            scored, on_policy = filled.scored, on_policy and not filled.from_carry
+            filled = self.fill(lambda rows: self.sample(self.make_request(rows)), self.logps_of)
+            self.metrics["train"].record(filled.metrics)
+            rollouts, rewards = filled.rollouts, filled.rewards
         else:
-            scored = self._sample(self.rows_of_step(rows))
-        return self._prepare(scored, "train", self.args.per_device_train_batch_size, on_policy=on_policy)
+            rollouts, rewards = self.sample(self.make_request(self.rows_of_step(rows)))
+        return self.make_experience(rollouts, rewards, self.args.per_device_train_batch_size)
 
-    def _sample(
-        self, rows: list[dict[str, Any]], mode: str = "train", num_rows: int | None = None
-    ) -> RewardBatch:
-        """Completions and their rewards."""
-        book = self.books[mode]
-        with book.timer.measure("sync"):
-            self.sync_sampler(gatherable(self.accelerator, self.model_wrapped))
-        with book.timer.measure("generate"):
-            if mode == "train":
+    def make_request(self, rows: list[Row]) -> RolloutRequest:
+        return RolloutRequest(rows, self.num_generations, on_partial_rollout=self.start_partial_rewards())
+
+    def sample(self, request: RolloutRequest) -> tuple[RolloutBatch, RewardBatch]:
+        """Generate completions and compute their rewards."""
+        metrics = self.metrics[request.mode]
+        with metrics.timer.measure("sync"):
+            self.backend.sync_weights(
+                weight_iterator(gatherable(self.accelerator, self.model_wrapped)),  # type: ignore[arg-type]
+                step=self.state.global_step,
+            )
+        with metrics.timer.measure("generate"):
+            if request.mode == "train":
                 for step, later in self.pipeline.upcoming(self.state.global_step, self.state.max_steps):
-                    self.prefetch_rollouts(later, step=step)
-            rollout = self.generate_rollouts(rows)
+                    self.prefetch_rollouts(RolloutRequest(later, self.num_generations), step=step)
+            rollouts = self.generate_rollouts(request)
             self.backend.release()
-        with book.timer.measure("reward"):
-            size = self.num_generations if mode == "train" else self.args.num_generations_eval
-            scored = self.compute_rewards(rollout, size, num_rows)  # type: ignore[arg-type]
-        completions = rollout.completions[: scored.num_valid]
-        lengths = length_metrics(rollout.prompt_ids[: scored.num_valid], completions)
+        with metrics.timer.measure("reward"):
+            rewards = self.compute_rewards(rollouts)
+        completions = rollouts.completions[: rewards.num_valid]
+        lengths = length_metrics(rollouts.prompt_ids[: rewards.num_valid], completions)
         behind = staleness(completions, self.state.global_step)
-        book.record({**lengths, **behind, **rollout.metrics, **scored.metrics})
-        if mode == "eval":
-            self.evaluation.add(scored)
-        return scored
+        metrics.record({**lengths, **behind, **rollouts.metrics, **rewards.metrics})
+        if request.mode == "eval":
+            self.evaluation.add(rollouts, rewards)
+        return rollouts, rewards
 
-    on_partial_rollout = RewardMixin.start_partial_rewards  # prompts that are finished are scored meanwhile
-
-    def _prepare(
-        self, scored: RewardBatch, mode: str, micro_batch_rows: int, *, on_policy: bool
-    ) -> list[MicroBatch]:
-        """Micro-batches with advantages, and with old and reference log-probs where they are needed."""
-        book = self.books[mode]
-        with book.timer.measure("logprobs"):
-            whole = without_padding_rows(self.collate(scored.rollout), scored.num_valid)
-            if mode == "train":
-                fresh = [c.sampled_at(self.state.global_step) for c in scored.rollout.completions]
-                book.record(self.logprob_mismatch.check(self.model, whole, fresh))
-            batches = list(whole.split(micro_batch_rows))
-            annotate = partial(self.annotate, self.model, on_policy=on_policy)
-            if self.args.kl_in_reward:  # a part of every reward, so before any advantage
-                batches = [annotate(batch) for batch in batches]
-                scored = self.apply_kl_penalty(scored, batches)
-            advantages = local_rows(self.compute_advantages(scored), scored.local)
-            batches = with_advantages(batches, advantages)
-            if not self.args.kl_in_reward:
-                batches = [
-                    annotate(batch, rows=rows_to_score(batch, self.micro_batch_budget)) for batch in batches
-                ]
+    def make_experience(
+        self, rollouts: RolloutBatch, rewards: RewardBatch, micro_batch_size: int
+    ) -> list[Experience]:
+        """Experience of this rank: tokens with advantages, old and reference log-probs, by micro-batch."""
+        metrics = self.metrics[rollouts.mode]
+        with metrics.timer.measure("logprobs"):
+            tokens = self.collate(rollouts)
+            if rollouts.mode == "train":
+                fresh = [c.sampled_at(self.state.global_step) for c in rollouts.completions]
+                metrics.record(self.logprob_mismatch.check(self.model, tokens, fresh))
+            on_policy = not self.needs_old_logps(tokens, rollouts.mode)
+            # The KL is a part of every reward, so its log-probs come before any advantage.
+            logps = self.old_and_ref_logps(tokens, on_policy=False) if self.args.kl_in_reward else None
+            rewards = self.apply_kl_penalty(rewards, tokens, logps)
+            advantages_BX = as_columns(rewards.local_rows(self.compute_advantages(rewards)), tokens)
+            only = rows_to_score(tokens, advantages_BX, self.micro_batch_budget, micro_batch_size)
+            logps = logps or self.old_and_ref_logps(tokens, only, on_policy=on_policy)
         if self.args.log_completions:
             where = self.reward_func_names, self.state.global_step
-            book.rows += completion_rows(scored, advantages, *where, multimodal=self.args.log_multimodal)
-        return batches
+            metrics.rows += completion_rows(
+                rollouts, rewards, advantages_BX, *where, multimodal=self.args.log_multimodal
+            )
+        experience = Experience(**{**vars(tokens), **logps._asdict()}, advantages_BX=advantages_BX)
+        return experience.split(micro_batch_size)
+
+    def needs_old_logps(self, tokens: TokenBatch, mode: Mode) -> bool:
+        """Return True if the policy changes before the update, or if Liger's loss needs ℓ_old."""
+        # Liger's loss takes the sampler correction as a factor, which needs ℓ_old; so do leftover groups.
+        for_liger = tokens.sampler_logps_BT is not None or self.args.dynamic_sampling
+        if self.args.use_liger_kernel and for_liger:
+            return True
+        return mode == "train" and not self.is_exactly_on_policy()
+
+    def logps_of(self, rollouts: RolloutBatch) -> list[list[float]]:
+        """Log-probs of completions under the current policy."""
+        logps_BT = self.old_and_ref_logps(self.collate(rollouts), on_policy=False).old_logps_BT
+        return [
+            row[: len(c.token_ids)] for row, c in zip(logps_BT.tolist(), rollouts.completions, strict=True)
+        ]
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Loss and gradients of one micro-batch; None is one that the window does not need."""
         last, loss = self.accelerator.sync_gradients, torch.zeros((), device=self.accelerator.device)
         if inputs is not None:
-            with self.books["train"].timer.measure("train", wait=last):
+            with self.metrics["train"].timer.measure("train", wait=last):
                 loss = super().training_step(model, inputs, num_items_in_batch)
         if last:
             self._end_window()
@@ -276,7 +298,7 @@ class GRPOTrainer(
         """The loss of one micro-batch under the current policy."""
         scores = self.compute_logprobs(model, inputs, with_entropy=True)
         output = self.compute_policy_loss(inputs, scores)
-        book = self.books["train" if model.training else "eval"]
+        book = self.metrics["train" if model.training else "eval"]
         book.record(output.metrics)
         if model.training:
             # The losses of a window add up, so a window counts once however it is cut.
@@ -286,28 +308,30 @@ class GRPOTrainer(
         return (output.loss, scores) if return_outputs else output.loss
 
     def num_tokens(self, inputs: MicroBatch) -> int:
-        return inputs.computed_tokens()
+        return inputs.num_tokens()
 
     def split_in_half(self, inputs: MicroBatch) -> list[MicroBatch]:
         if self.micro_batch_budget.fixed:  # the loss is not a sum over rows
             return [inputs]
-        return [self.scorer.prepare(half) for half in inputs.split(-(-len(inputs) // 2))]
+        return [self.logprob_computer.prepare(half) for half in inputs.split(-(-len(inputs) // 2))]
 
     def split_for_cache(self, inputs: MicroBatch) -> list[MicroBatch]:
         if self.micro_batch_budget.fixed or self.accelerator.device.type != "cpu":
             return [inputs]
-        return [self.scorer.prepare(part) for part in cache_sized(inputs, self.scorer.layout)]
+        return [
+            self.logprob_computer.prepare(part) for part in cache_sized(inputs, self.logprob_computer.layout)
+        ]
 
     def mark_window(self) -> Callable[[], None]:
-        state = self.books["train"].metrics, self.window_entropy
+        state = self.metrics["train"].metrics, self.window_entropy
 
         def restore() -> None:
-            self.books["train"].metrics, self.window_entropy = state
+            self.metrics["train"].metrics, self.window_entropy = state
 
         return restore
 
     def _end_window(self) -> None:
-        book = self.books["train"]
+        book = self.metrics["train"]
         book.record(self.update_entropy_coef(self.window_entropy))
         self.window_entropy = Mean(0.0, 0.0)
         work = self.window_stats
@@ -316,25 +340,32 @@ class GRPOTrainer(
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[torch.Tensor, None, None]:
-        """Generate, score and evaluate the loss of one evaluation batch."""
+        """Generate, reward and evaluate the loss of one evaluation batch."""
         gradient_state = self.accelerator.gradient_state
-        # The last batch is filled up so that all ranks get the same number of rows; those do not count.
-        num_rows = gradient_state.remainder if gradient_state.end_of_dataloader else 0
+        # The last batch is padded so that all ranks get the same number of rows; those do not count.
+        num_valid = gradient_state.remainder if gradient_state.end_of_dataloader else 0
+        request = RolloutRequest(
+            inputs,
+            self.args.num_generations_eval,  # type: ignore[arg-type]
+            num_valid=num_valid if num_valid > 0 else None,
+            mode="eval",
+            generation_kwargs=self.args.eval_generation_kwargs or {},  # type: ignore[arg-type]
+            on_partial_rollout=self.start_partial_rewards(),
+        )
         with torch.no_grad():
-            with self.evaluation_sampling():
-                scored = self._sample(inputs, "eval", num_rows or None)
-            (batch,) = self._prepare(scored, "eval", len(inputs), on_policy=not self.args.kl_in_reward)
-            num_padding_rows = len(inputs) - scored.num_valid
-            (batch,) = self.set_token_weights(self.compute_entropy_masks(model, [batch]), num_padding_rows)
+            rollouts, rewards = self.sample(request)
+            window = self.make_experience(rollouts, rewards, len(inputs))
+            num_padding_rows = len(inputs) - rewards.num_valid
+            (batch,) = self.set_token_weights(window, self.compute_entropy_masks(window), num_padding_rows)
             loss = self.compute_loss(model, batch)
         # The losses of the ranks average to that of the batch, which counts by its rows.
-        share = len(scored.rewards.rewards_NF) / self.args.world_size
-        self.books["eval"].record({"loss": Mean(loss.detach() * share, share)})
+        share = len(rewards.rewards.rewards_NF) / self.args.world_size
+        self.metrics["eval"].record({"loss": Mean(loss.detach() * share, share)})
         return loss.detach(), None, None
 
     def floating_point_ops(self, inputs: Any) -> int:
         """6 operations per parameter and token: forward and backward."""
-        return 0 if inputs is None else 6 * self.num_parameters * inputs.computed_tokens()
+        return 0 if inputs is None else 6 * self.num_parameters * inputs.num_tokens()
 
     # Checkpoints.
 
@@ -342,20 +373,20 @@ class GRPOTrainer(
         """Train; ``resume_from_checkpoint`` (True or a directory) continues exactly where it was made."""
         directory = checkpointing.find_checkpoint(resume_from_checkpoint, self.args.output_dir)
         self._restore(directory)
-        self.books["train"].timer.restart()
+        self.metrics["train"].timer.restart()
         return super().train(directory, *args, **kwargs)
 
     def _restore(self, directory: str | None) -> None:
         """Take over the state that ``Trainer`` does not keep; None starts afresh."""
         self.feed = Feed(self.prepared_data.new_source())
-        self.generation_buffer = GenerationBuffer()
-        self.books = {"train": MetricBuffer(), "eval": MetricBuffer()}
+        self.buffer = ExperienceBuffer()
+        self.metrics = {"train": MetricBuffer(), "eval": MetricBuffer()}
         self.pending_rng_checkpoint = directory
         if directory is None:
             return
         state = checkpointing.load_state(directory, self.args.process_index, self.args.world_size)
         checkpointing.warn_if_prompt_order_changed(state["order"], self.args, self.train_dataset)
-        self.generation_buffer = GenerationBuffer.from_state(state["buffer"], self.accelerator.device)
+        self.buffer = ExperienceBuffer.from_state(state["buffer"], self.accelerator.device)
         for name, keeper in self._stateful_components().items():
             keeper.load_state_dict(state[name])
         self.entropy_control = EntropyControl(*state["entropy_control"])
@@ -364,7 +395,7 @@ class GRPOTrainer(
     def _stateful_components(self) -> dict[str, Any]:
         """What has a state of its own, by its name in checkpoints."""
         named = {"backend": self.backend, "feed": self.feed, "first_evaluation": self.evaluation}
-        return {**named, **{f"{mode}_book": book for mode, book in self.books.items()}}
+        return {**named, **{f"{mode}_book": book for mode, book in self.metrics.items()}}
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -377,7 +408,7 @@ class GRPOTrainer(
 
     def save_rollout_state(self, directory: str) -> None:
         state = {name: keeper.state_dict() for name, keeper in self._stateful_components().items()}
-        state["buffer"] = self.generation_buffer.state_dict()
+        state["buffer"] = self.buffer.state_dict()
         state["order"] = checkpointing.prompt_order_settings(self.args, self.train_dataset)
         state["entropy_control"] = astuple(self.entropy_control)
         checkpointing.save_state(directory, self.args.process_index, self.args.world_size, state)

@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from support.runs import policy, prompts, trainer
+from support.batches import micro_batch
+from support.runs import experience, policy, prompts, trainer, weighed
 
 from groupwise import GRPOTrainer
 from groupwise.core.surrogates import clipped
@@ -111,7 +112,7 @@ def test_a_reused_generation_is_scored_only_where_rows_will_be_computed(tmp_path
         return train(tmp_path, name, model=model, sequence_layout=layout, **settings), scored
 
     few, scored_few = run("few")
-    monkeypatch.setattr("groupwise.trainer.rows_to_score", lambda batch, cut: None)
+    monkeypatch.setattr("groupwise.trainer.rows_to_score", lambda *_: None)
     everything, scored_all = run("everything")
     assert_same_weights(few, everything, 1e-6)  # batches of another size round differently
     for ours, theirs in zip(few.state.log_history[:-1], everything.state.log_history[:-1], strict=True):
@@ -130,18 +131,21 @@ def test_every_row_is_scored_where_the_reference_needs_it(tmp_path, setting):
         tmp_path, "kl", model=model, max_steps=1, sequence_layout="padded", num_iterations=2, **setting
     )
     assert scored.forwards == run.args.steps_per_generation
-    assert not any((batch.old_logps_BT == 0).all(-1).any() for batch in run.generation_buffer.micro_batches)
-    assert not any((batch.ref_logps_BT == 0).all(-1).any() for batch in run.generation_buffer.micro_batches)
+    assert not any((batch.old_logps_BT == 0).all(-1).any() for batch in run.buffer.entries)
+    assert not any((batch.ref_logps_BT == 0).all(-1).any() for batch in run.buffer.entries)
 
 
 def test_every_rank_scores_something_in_every_micro_batch():
     (batch,) = window([2] * 4, [3] * 4, [0.0, 1.0, 0.0, -1.0], 4)
     (flat,) = window([2] * 4, [3] * 4, [0.0] * 4, 4)
     one, two = MicroBatchBudget(False, 4, 3, True), MicroBatchBudget(False, 4, 3, True, ranks=2)
-    assert rows_to_score(batch, one) == rows_to_score(batch, two) == [1, 3]
-    assert rows_to_score(flat, one) == [] and rows_to_score(flat, two) == [0]
-    for cut in (MicroBatchBudget(True, 4, 3, True), MicroBatchBudget(False, 4, 3, False)):
-        assert rows_to_score(flat, cut) == [0, 1, 2, 3]
+    advantages_B1, zeros_B1 = batch.advantages_BX, flat.advantages_BX
+    for budget in (one, two):
+        assert rows_to_score(batch, advantages_B1, budget, 4) == [1, 3]
+    assert rows_to_score(flat, zeros_B1, one, 4) == [] and rows_to_score(flat, zeros_B1, two, 4) == [0]
+    assert rows_to_score(flat, zeros_B1, two, 2) == [0, 2]  # one row of every micro-batch
+    for budget in (MicroBatchBudget(True, 4, 3, True), MicroBatchBudget(False, 4, 3, False)):
+        assert rows_to_score(flat, zeros_B1, budget, 4) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -192,9 +196,9 @@ def test_a_loss_of_a_subclass_sees_every_row(tmp_path):
 def test_a_micro_batch_reads_nothing_back_from_the_device(tmp_path, layout, monkeypatch):
     run = train(tmp_path, "run", sequence_layout=layout, max_steps=1)  # what is checked once is checked now
     rows = [{"prompt": text} for text in prompts(4)["prompt"] for _ in range(4)]
-    window = run.set_token_weights(run.generate_micro_batches(rows))
+    window = weighed(run, experience(run, rows))
     batches, _ = run.rebalance_micro_batches(window, layout)
-    batches = [run.scorer.prepare(batch) for batch in batches if batch is not None]
+    batches = [run.logprob_computer.prepare(batch) for batch in batches if batch is not None]
 
     forbid_reading(monkeypatch, lambda: True)
     run.model.train()
@@ -279,11 +283,10 @@ def window(prompt_lengths, completion_lengths, advantages, rows):
         prompts[row, prompt_width - prompt :] = 2 + prompt
         prompt_mask[row, prompt_width - prompt :] = 1
         mask[row, :size] = 1
-    batch = MicroBatch(
+    batch = micro_batch(
         prompts,
         prompt_mask,
         torch.arange(count)[:, None] * mask,
-        mask,
         mask,
         advantages_BX=torch.tensor(advantages)[:, None],
         token_weights_BT=mask / count,
@@ -344,7 +347,7 @@ def test_a_cpu_computes_few_tokens_at_a_time_but_no_prompt_twice(monkeypatch):
     assert rows_of(cache_sized(batch, "shared_prefix")) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     # rows of 12, 5 and 8 tokens, in their order
     assert rows_of(cache_sized(batch, "packed")) == [[0], [1], [2], [3, 4], [5, 6, 7], [8, 9]]
-    assert cache_sized(batch.select([0, 1]), "shared_prefix")[0].stream is None
+    assert cache_sized(batch.select([0, 1]), "shared_prefix")[0].packed is None
 
 
 def test_every_rank_has_about_the_same_to_do_and_every_row_is_somewhere():

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 from support import runs
+from support.batches import token_batch
 
 from groupwise import BackendError
 from groupwise.core.metrics import Mean
 from groupwise.policy.layouts import HeadSettings
 from groupwise.policy.logprob_mismatch import LogprobMismatchCheck, LogprobMismatchSettings
-from groupwise.records import MicroBatch
 
 ROWS, PROMPT, COMPLETION = 4, 5, 12
 FRESH = [True] * ROWS
@@ -25,7 +25,7 @@ def batch(seed=0):
     prompts[::2, 0], prompt_mask[::2, 0] = 0, 0
     completions = torch.randint(4, 32, (ROWS, COMPLETION), generator=generator)
     ones = torch.ones_like(completions)
-    return MicroBatch(prompts, prompt_mask, completions, ones, ones)
+    return token_batch(prompts, prompt_mask, completions, ones)
 
 
 def sharp_policy(seed=0):

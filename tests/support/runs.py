@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from groupwise import GRPOConfig, GRPOTrainer
+from groupwise.records import Experience, MicroBatch, RolloutBatch
 
 WORDS = [f"w{i}" for i in range(28)]
 CHAT = (
@@ -104,3 +105,19 @@ def trainer(
         processing_class,
         **arguments,
     )
+
+
+def generate(run: GRPOTrainer, rows: list[dict[str, Any]]) -> RolloutBatch:
+    """Rollouts of these rows, the completions of a prompt next to each other."""
+    return run.generate_rollouts(run.make_request(rows))
+
+
+def experience(run: GRPOTrainer, rows: list[dict[str, Any]]) -> list[Experience]:
+    """Experience of a generation batch of these rows, by micro-batch."""
+    rollouts, rewards = run.sample(run.make_request(rows))
+    return run.make_experience(rollouts, rewards, run.args.per_device_train_batch_size)
+
+
+def weighed(run: GRPOTrainer, window: list[Experience]) -> list[MicroBatch]:
+    """Micro-batches of an accumulation window, with token weights."""
+    return run.set_token_weights(window, run.compute_entropy_masks(window))

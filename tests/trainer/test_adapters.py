@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.runs import policy, tokenizer, trainer
+from support.runs import experience, policy, tokenizer, trainer
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from groupwise import ConfigError
@@ -53,7 +53,7 @@ def test_a_fresh_adapter_is_measured_against_the_base(tmp_path):
         for name, parameter in run.model.named_parameters():
             if "lora_B" in name:
                 parameter.fill_(0.3)
-    (batch,) = run.generate_micro_batches(ROWS)
+    (batch,) = experience(run, ROWS)
     with torch.no_grad():
         base = run.compute_logprobs(policy(), batch).logps_BT
         current = run.compute_logprobs(run.model, batch).logps_BT
@@ -70,7 +70,7 @@ def test_a_continued_adapter_is_measured_against_a_frozen_copy_of_itself(tmp_pat
     start = copy.deepcopy(model)
     run = trainer(tmp_path, model=model, beta=0.04, max_steps=3)
     run.train()
-    (batch,) = run.generate_micro_batches(ROWS)
+    (batch,) = experience(run, ROWS)
     with torch.no_grad():
         torch.testing.assert_close(batch.ref_logps_BT, run.compute_logprobs(start, batch).logps_BT)
     trainable = [name for name, p in run.model.named_parameters() if p.requires_grad]
@@ -95,7 +95,7 @@ def test_contradicting_adapter_settings_are_refused(tmp_path):
 def test_without_beta_there_is_no_reference(tmp_path):
     run = trainer(tmp_path)
     assert run.ref_model is None
-    assert run.generate_micro_batches(ROWS)[0].ref_logps_BT is None
+    assert experience(run, ROWS)[0].ref_logps_BT is None
 
 
 def test_the_reference_is_the_policy_as_given_and_stays(tmp_path):
@@ -133,7 +133,7 @@ def test_kl_in_the_reward_lowers_it_by_beta_times_kl(tmp_path):
     with torch.no_grad():
         for parameter in run.model.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
-    (batch,) = run.generate_micro_batches(ROWS)
+    (batch,) = experience(run, ROWS)
     kl_B = ((batch.old_logps_BT - batch.ref_logps_BT) * batch.loss_mask_BT).sum(-1)
     # rewards −β·KL, centred on their mean
     torch.testing.assert_close(batch.advantages_BX[:, 0], -0.5 * (kl_B - kl_B.mean()), atol=1e-6, rtol=1e-5)
@@ -148,10 +148,10 @@ def test_the_head_can_work_in_float32_below_a_bfloat16_model(tmp_path, tied):
     assert run.model.model.layers[0].self_attn.q_proj.weight.dtype == torch.bfloat16
     assert run.model(torch.tensor([[4, 5]])).logits.dtype == torch.float32
     run.train()
-    (batch,) = run.generate_micro_batches(ROWS)
+    (batch,) = experience(run, ROWS)
     with torch.no_grad():
         chunked = run.compute_logprobs(run.model, batch).logps_BT
-        run.scorer.head = replace(run.scorer.head, name="dense")
+        run.logprob_computer.head = replace(run.logprob_computer.head, name="dense")
         torch.testing.assert_close(
             chunked, run.compute_logprobs(run.model, batch).logps_BT, atol=1e-5, rtol=0
         )

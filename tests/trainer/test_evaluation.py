@@ -198,7 +198,7 @@ def test_completions_of_several_ranks_make_up_the_groups():
                 [{}] * 6, [str((start + row) // 4) for row in range(local.start, local.stop)], [[0]] * 6,
                 [Completion([0])] * 6, names,
             )  # fmt: skip
-            found.add(RewardBatch(rollout, rewards, local))
+            found.add(rollout, RewardBatch(rewards, local))
         return found
 
     first, second = record(0), record(1)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.runs import WORDS, policy, trainer
+from support.runs import WORDS, experience, policy, trainer, weighed
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from groupwise import ConfigError, GRPOConfig
@@ -111,13 +111,13 @@ def test_gradients_of_uneven_micro_batches_far_off_policy(tmp_path, settings):
         trainer(tmp_path, model=policy(), use_liger_kernel=use, **options, **settings)
         for use in (False, True)
     ]
-    (batch,) = runs[0].generate_micro_batches([{"prompt": WORDS[0], "row": 0}] * 8)
+    (batch,) = experience(runs[0], [{"prompt": WORDS[0], "row": 0}] * 8)
     generator = torch.Generator().manual_seed(1)
     noise = torch.randn(batch.completion_ids_BT.shape, generator=generator) / 2
     batch = replace(
         batch, old_logps_BT=runs[0].compute_logprobs(runs[0].model, batch).logps_BT.detach() + noise
     )
-    window = runs[0].set_token_weights(list(batch.split(3)))
+    window = weighed(runs[0], list(batch.split(3)))
     gradients = []
     for run in runs:
         losses = [run.compute_loss(run.model, part) for part in window]

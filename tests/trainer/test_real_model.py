@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from datasets import Dataset
+from support.runs import experience, generate, weighed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from groupwise import GRPOConfig, GRPOTrainer
@@ -39,16 +40,14 @@ def run(smollm2_path, tmp_path_factory):
 
 
 def test_prompts_are_the_models_own_chat_format(run):
-    rollout = run.generate_rollouts([{"prompt": run.train_dataset[0]["prompt"]}] * 2)
+    rollout = generate(run, [{"prompt": run.train_dataset[0]["prompt"]}] * 2)
     text = run.processing_class.decode(rollout.prompt_ids[0])
     assert text.endswith("<|im_start|>user\nWhat is 2+3?<|im_end|>\n<|im_start|>assistant\n")
     assert all("<|im_end|>" not in answer[0]["content"] for answer in rollout.texts)
 
 
 def test_chunked_scores_are_the_models_log_softmax(run):
-    rollout = run.generate_rollouts(
-        [{"prompt": row["prompt"]} for row in run.train_dataset for _ in range(2)]
-    )
+    rollout = generate(run, [{"prompt": row["prompt"]} for row in run.train_dataset for _ in range(2)])
     batch = run.collate(rollout)
     with torch.no_grad():
         scores = run.compute_logprobs(run.model, batch, with_entropy=True)
@@ -65,8 +64,8 @@ def test_chunked_scores_are_the_models_log_softmax(run):
 
 def test_a_step_makes_better_completions_likelier_and_the_model_loads_again(run, tmp_path):
     torch.manual_seed(0)
-    batches = run.generate_micro_batches([row for row in run.train_dataset for _ in range(4)])
-    (batch,) = run.set_token_weights(batches)
+    batches = experience(run, [row for row in run.train_dataset for _ in range(4)])
+    (batch,) = weighed(run, batches)
     scored = (batch.advantages_BX * batch.loss_mask_BT).abs().sum()
     assert scored > 0
     with torch.no_grad():

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from support.runs import chats, count_reward, policy, prompts, tokenizer, trainer
+from support.runs import chats, count_reward, generate, policy, prompts, tokenizer, trainer
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from groupwise import ConfigError, RewardError
@@ -19,8 +19,8 @@ from groupwise import ConfigError, RewardError
 def first_batch(run):
     """Rewards and advantages of the first four rows (one prompt, four completions)."""
     rows = [run.train_dataset[0]] * 4
-    scored = run.compute_rewards(run.generate_rollouts(rows), 4)
-    return scored, run.compute_advantages(scored)
+    rewards = run.compute_rewards(generate(run, rows))
+    return rewards, run.compute_advantages(rewards)
 
 
 def test_a_reward_gets_the_rollout_every_column_and_the_state(tmp_path):
@@ -182,8 +182,9 @@ def test_step_rewards_reach_the_tokens_before_them(tmp_path):
         return [[(0, 1.0), (len(ids) - 1, 0.0)] for ids in completion_ids]
 
     run = trainer(tmp_path, stepwise, scale_rewards="none")
-    scored, advantages_NT = first_batch(run)
-    lengths = [len(completion.token_ids) for completion in scored.rollout.completions]
+    rollouts = generate(run, [run.train_dataset[0]] * 4)
+    advantages_NT = run.compute_advantages(run.compute_rewards(rollouts))
+    lengths = [len(completion.token_ids) for completion in rollouts.completions]
     row = lengths.index(max(lengths))
     assert lengths[row] > 1
     # rewards 1 and 0 in every completion: mean 1/2, so the steps carry +1/2 and −1/2
@@ -244,9 +245,9 @@ def test_a_reward_model_scores_each_text_as_it_would_alone(tmp_path):
     judge = save_reward_model(tmp_path / "judge")
     functions = [judge]
     run = trainer(tmp_path, functions)
-    scored, _ = first_batch(run)
+    rollout, model = generate(run, [run.train_dataset[0]] * 4), reward_model().eval()
+    scored = run.compute_rewards(rollout)
     assert functions == [judge] and run.reward_func_names == ["judge"]
-    rollout, model = scored.rollout, reward_model().eval()
     for row in range(4):
         text = rollout.prompts[row] + rollout.texts[row]
         inputs = tokenizer()(text, return_tensors="pt")

@@ -10,7 +10,18 @@ import math
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from support.runs import WORDS, chats, count_reward, policy, prompts, tokenizer, trainer
+from support.runs import (
+    WORDS,
+    chats,
+    count_reward,
+    experience,
+    generate,
+    policy,
+    prompts,
+    tokenizer,
+    trainer,
+    weighed,
+)
 from transformers import TrainerCallback
 
 from groupwise import Completion, ConfigError, GRPOTrainer, LossOutput, register_advantage, register_objective
@@ -66,7 +77,7 @@ def test_sampling_settings_reach_the_sampler(tmp_path):
 def test_sampled_frequencies_are_those_of_the_scored_distribution(tmp_path):
     """The log-probs of the trainer are the distribution the completions were drawn from (chi-square test)."""
     run = trainer(tmp_path, max_completion_length=1, temperature=2.0, model=policy(initializer_range=0.6))
-    rollout = run.generate_rollouts([{"prompt": "w3 w4"}] * 4000)
+    rollout = generate(run, [{"prompt": "w3 w4"}] * 4000)
     counts = torch.zeros(32)
     for completion in rollout.completions:
         counts[completion.token_ids[0]] += 1
@@ -84,7 +95,7 @@ def test_sampled_frequencies_are_those_of_the_scored_distribution(tmp_path):
 
 def test_scores_equal_the_models_own_log_softmax_whatever_the_padding(tmp_path):
     run = trainer(tmp_path, temperature=0.7)
-    rollout = run.generate_rollouts([{"prompt": text} for text in ["w1", "w2 w3 w4 w5", "w6 w7"]] * 2)
+    rollout = generate(run, [{"prompt": text} for text in ["w1", "w2 w3 w4 w5", "w6 w7"]] * 2)
     batch = run.collate(rollout)
     with torch.no_grad():
         scores = run.compute_logprobs(run.model, batch, with_entropy=True)
@@ -110,9 +121,6 @@ def test_a_generation_is_used_as_often_as_configured(
     """Four optimizer steps take 4·accumulation micro-batches; a generation gives steps·iterations of them."""
     calls = []
 
-    class Counting(GRPOTrainer):
-        pass
-
     run = trainer(
         tmp_path,
         max_steps=4,
@@ -121,7 +129,7 @@ def test_a_generation_is_used_as_often_as_configured(
         num_iterations=iterations,
     )
     generate = run.generate_rollouts
-    run.generate_rollouts = lambda rows: calls.append(len(rows)) or generate(rows)
+    run.generate_rollouts = lambda request: calls.append(len(request.rows)) or generate(request)
     run.train()
     assert calls == [4 * steps_per_generation] * generations
     uses = steps_per_generation * iterations
@@ -130,8 +138,8 @@ def test_a_generation_is_used_as_often_as_configured(
 
 def test_old_log_probs_are_kept_only_off_policy(tmp_path):
     rows = [{"prompt": "w1", "row": 0}] * 4
-    assert trainer(tmp_path).generate_micro_batches(rows)[0].old_logps_BT is None
-    assert trainer(tmp_path, num_iterations=2).generate_micro_batches(rows)[0].old_logps_BT is not None
+    assert experience(trainer(tmp_path), rows)[0].old_logps_BT.isnan().all()
+    assert not experience(trainer(tmp_path, num_iterations=2), rows)[0].old_logps_BT.isnan().any()
 
 
 def test_every_prompt_of_an_epoch_is_seen_once_in_groups(tmp_path):
@@ -189,17 +197,17 @@ def test_the_split_into_micro_batches_does_not_change_the_update(tmp_path, loss_
 def test_tokens_of_the_environment_carry_no_loss(tmp_path):
     """Masking all but the first token leaves a gradient that only depends on first tokens."""
     run = trainer(tmp_path, rollout_func=fixed_rollout(masks=lambda j: int(j == 0)))
-    (batch,) = run.generate_micro_batches([{"prompt": "w1", "row": 0}] * 4)
+    (batch,) = experience(run, [{"prompt": "w1", "row": 0}] * 4)
     assert batch.loss_mask_BT.sum(-1).tolist() == [1, 1, 1, 1]
     assert batch.completion_mask_BT.sum(-1).tolist() == [2, 3, 4, 5]
-    (weighed,) = run.set_token_weights([batch])
-    assert weighed.token_weights_BT.sum().item() == pytest.approx(1.0)
-    assert weighed.token_weights_BT[:, 1:].abs().sum().item() == 0
+    (micro_batch,) = weighed(run, [batch])
+    assert micro_batch.token_weights_BT.sum().item() == pytest.approx(1.0)
+    assert micro_batch.token_weights_BT[:, 1:].abs().sum().item() == 0
 
 
 def test_truncated_completions_can_be_left_out(tmp_path):
     run = trainer(tmp_path, mask_truncated_completions=True)
-    rollout = run.generate_rollouts([{"prompt": "w1"}] * 4)
+    rollout = generate(run, [{"prompt": "w1"}] * 4)
     cut = dataclasses.replace(
         rollout, completions=[Completion([5, 6], truncated=True), *rollout.completions[1:]]
     )
@@ -232,7 +240,7 @@ def test_a_separate_sampler_is_corrected_for(tmp_path):
 def test_rollout_functions_are_checked(tmp_path, returned, said):
     run = trainer(tmp_path, rollout_func=lambda prompts, run: returned)
     with pytest.raises(RuntimeError, match=said):
-        run.generate_rollouts([{"prompt": "w1"}] * 4)
+        generate(run, [{"prompt": "w1"}] * 4)
 
 
 def test_extra_columns_of_a_rollout_function_reach_the_rewards(tmp_path):
@@ -344,10 +352,9 @@ def test_adaptive_entropy_moves_once_per_optimizer_step(tmp_path):
 
 def test_high_entropy_tokens_are_chosen_over_the_whole_window(tmp_path):
     run = trainer(tmp_path, top_entropy_quantile=0.3, rollout_func=fixed_rollout(), steps_per_generation=2)
-    batches = run.generate_micro_batches([{"prompt": f"w{i // 4}", "row": 0} for i in range(8)])
-    window = run.compute_entropy_masks(run.model, batches)
-    kept = sum(batch.entropy_mask_BT.sum().item() for batch in window)
-    tokens = sum(batch.loss_mask_BT.sum().item() for batch in window)
+    batches = experience(run, [{"prompt": f"w{i // 4}", "row": 0} for i in range(8)])
+    kept = sum(mask_BT.sum().item() for mask_BT in run.compute_entropy_masks(batches))
+    tokens = sum(batch.loss_mask_BT.sum().item() for batch in batches)
     assert kept == math.ceil(0.3 * tokens)
 
 
@@ -356,7 +363,7 @@ def test_an_own_objective_and_an_own_advantage_by_name(tmp_path):
     register_advantage("test_ones", lambda rewards, settings: torch.ones(len(rewards.rewards_NF)))
     run = trainer(tmp_path, loss_type="test_halved", advantage_baseline="test_ones", max_steps=1)
     run.train()
-    (batch,) = run.generate_micro_batches([{"prompt": "w1", "row": 0}] * 4)
+    (batch,) = experience(run, [{"prompt": "w1", "row": 0}] * 4)
     assert batch.advantages_BX.tolist() == [[1.0]] * 4
     assert run.state.log_history[0]["loss"] < 0
 
@@ -378,11 +385,11 @@ def test_verbs_can_be_overridden(tmp_path):
 
 def test_chat_prompts_use_the_template_and_continue_an_unfinished_answer(tmp_path):
     run = trainer(tmp_path, train_dataset=chats(), max_prompt_length=2)
-    rollout = run.generate_rollouts([{"prompt": [{"role": "user", "content": "w5 w6 w7"}]}] * 4)
+    rollout = generate(run, [{"prompt": [{"role": "user", "content": "w5 w6 w7"}]}] * 4)
     # <user> w5 w6 w7 <assistant>, of which the last two tokens are kept
     assert rollout.prompt_ids[0] == [4 + 7, 3]
     started = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}]
-    answer = run.generate_rollouts([{"prompt": started}] * 4).texts[0]
+    answer = generate(run, [{"prompt": started}] * 4).texts[0]
     assert answer[0]["role"] == "assistant" and answer[0]["content"].startswith("w6")
     assert len(started) == 2
 
@@ -451,4 +458,4 @@ def test_an_evaluation_batch_that_cuts_groups_is_refused(tmp_path):
 def test_a_reference_that_scores_first_leaves_the_layout_alone(tmp_path):
     run = trainer(tmp_path, beta=0.1, max_steps=1)
     run.train()  # on-policy, so the reference is the first model that scores
-    assert run.scorer.layout == "shared_prefix"
+    assert run.logprob_computer.layout == "shared_prefix"

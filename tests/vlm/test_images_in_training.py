@@ -12,6 +12,7 @@ import torch
 import transformers
 from datasets import Dataset
 from support import tiny_vlm as tiny
+from support.runs import experience
 
 from groupwise import GRPOConfig, GRPOTrainer
 from groupwise.policy.loading import auto_class
@@ -23,7 +24,7 @@ EVERY_FAMILY = pytest.mark.parametrize("family", tiny.FAMILIES)
 def buffered(trainer) -> MicroBatch:
     """A generation batch as the trainer would train on it."""
     rows = [row for row in trainer.train_dataset for _ in range(trainer.num_generations)]
-    return MicroBatch.concatenate(trainer.generate_micro_batches(rows))
+    return MicroBatch.concatenate(experience(trainer, rows))
 
 
 def messages(row: dict) -> list[dict]:
@@ -55,7 +56,7 @@ def plain_logps(model, processor, row: dict, completion: list[int]) -> torch.Ten
 
 def compare_rows(trainer, batch: MicroBatch) -> None:
     """Scores of a padded batch against one row at a time."""
-    scores = trainer.scorer(trainer.model, batch, with_entropy=False)
+    scores = trainer.logprob_computer(trainer.model, batch, with_entropy=False)
     rows = [row for row in trainer.train_dataset for _ in range(trainer.num_generations)]
     for index, row in enumerate(rows):
         length = int(batch.completion_mask_BT[index].sum())
@@ -132,7 +133,7 @@ def test_every_cut_of_the_batch_gives_the_same_gradient(family, tmp_path):
         trainer.model.zero_grad()
         for part in parts:
             few = batch.select(part)
-            scores = trainer.scorer(trainer.model, few, with_entropy=False)
+            scores = trainer.logprob_computer(trainer.model, few, with_entropy=False)
             (scores.logps_BT * few.completion_mask_BT).sum().backward()
         grads = [weight.grad for weight in trainer.model.parameters() if weight.grad is not None]
         gradients[name] = torch.cat([grad.flatten() for grad in grads])
@@ -146,7 +147,7 @@ def test_a_buffered_generation_is_trained_on_with_its_images(settings, tmp_path)
     trainer = tiny.trainer(tmp_path, "qwen2_5_vl", max_steps=4, train_dataset=dataset, **settings)
     trainer.train()
     assert trainer.state.global_step == 4
-    assert trainer.scorer.layout == "padded"
+    assert trainer.logprob_computer.layout == "padded"
 
 
 @pytest.mark.parametrize("family", ["gemma3", "llava_next"])

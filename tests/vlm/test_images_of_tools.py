@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from support import tiny_vlm as tiny
 from support.agent_runs import LETTERS, RESPONSE
+from support.runs import generate
 from support.scripted import SPECIAL, byte_tokenizer
 
 from groupwise import GRPOConfig, GRPOTrainer
@@ -95,7 +96,7 @@ def images_of(messages: list[dict[str, Any]]) -> list[Any]:
 def rolled_out(trainer: GRPOTrainer) -> Any:
     rows = [row for row in trainer.train_dataset for _ in range(trainer.num_generations)]
     torch.manual_seed(1)
-    return trainer.generate_rollouts(rows)
+    return generate(trainer, rows)
 
 
 def check_against_plain_forwards(trainer: GRPOTrainer, rollout: Any) -> list[int]:
@@ -104,7 +105,7 @@ def check_against_plain_forwards(trainer: GRPOTrainer, rollout: Any) -> list[int
     batch = trainer.collate(rollout)
     counts = []
     with torch.no_grad():
-        ours_BT = trainer.scorer(trainer.model, batch, with_entropy=False).logps_BT
+        ours_BT = trainer.logprob_computer(trainer.model, batch, with_entropy=False).logps_BT
         for index, completion in enumerate(rollout.completions):
             ids = torch.tensor([[*rollout.prompt_ids[index], *completion.token_ids]])
             pictures = images_of([*rollout.prompts[index], *rollout.texts[index]])

@@ -213,7 +213,8 @@ def _choices(trainer: Any, config: GRPOConfig) -> Iterable[Finding]:
     reference = "none (beta=0)" if config.beta == 0 else type(trainer.reference).__name__
     yield ok(
         "layout",
-        f"sequence_layout {trainer.scorer.layout}, logprob_head {trainer.scorer.head.name}, reference "
+        f"sequence_layout {trainer.logprob_computer.layout}, "
+        f"logprob_head {trainer.logprob_computer.head.name}, reference "
         f"{reference}",
     )
 

@@ -8,7 +8,6 @@ import math
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -19,7 +18,7 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.advantages import GroupRewards, total_rewards
 from groupwise.cpu.malloc import malloc_trim
 from groupwise.errors import RewardError
-from groupwise.records import Completion, RolloutBatch
+from groupwise.records import Completion, Experience, RolloutBatch, RolloutRequest
 from groupwise.rewards.runtime.calling import call_rewards
 from groupwise.trainer import GRPOTrainer
 
@@ -63,7 +62,8 @@ def sample(trainer: GRPOTrainer, rows: Sequence[dict[str, Any]]) -> tuple[Rollou
     """A group of completions for each row, and the seconds that took."""
     repeated = [row for row in rows for _ in range(trainer.num_generations)]
     start = time.perf_counter()
-    return trainer.generate_rollouts(repeated), time.perf_counter() - start
+    request = RolloutRequest(repeated, trainer.num_generations)
+    return trainer.generate_rollouts(request), time.perf_counter() - start
 
 
 def sample_findings(
@@ -188,14 +188,16 @@ def train_row(trainer: GRPOTrainer, prompt_tokens: int, completion_tokens: int) 
     vocabulary = trainer.model.config.get_text_config(decoder=True).vocab_size
     ids = torch.randint(vocabulary, (prompt_tokens + completion_tokens,), generator=draw).tolist()
     rollout = RolloutBatch([{}], [""], [ids[:prompt_tokens]], [Completion(ids[prompt_tokens:])], [""])
-    batch = trainer.collate(rollout)
-    batch = replace(batch, advantages_BX=torch.ones((1, 1), device=trainer.accelerator.device))
-    (batch,) = trainer.set_token_weights([trainer.annotate(model, batch, on_policy=True)])
+    tokens = trainer.collate(rollout)
+    logps = trainer.old_and_ref_logps(tokens, on_policy=True)
+    advantages_BX = torch.ones((1, 1), device=trainer.accelerator.device)
+    window = [Experience(**{**vars(tokens), **logps._asdict()}, advantages_BX=advantages_BX)]
+    (batch,) = trainer.set_token_weights(window, trainer.compute_entropy_masks(window))
     trainer.compute_logprobs(
         model.eval(), batch
     )  # the layout is checked on the first rows, not measured here
     model.train()
-    batch = trainer.scorer.prepare(batch)
+    batch = trainer.logprob_computer.prepare(batch)
     with _Peak(trainer.accelerator.device) as peak:
         loss = trainer.compute_loss(model, batch)
         trainer.accelerator.backward(loss)

@@ -22,7 +22,7 @@ ELSEWHERE = {
     "_tool_call_loop": "generate_rollouts",
     "_get_tool_suffix_ids": "generate_rollouts",
     "_calculate_rewards": "compute_rewards",
-    "_generate_and_score_completions": "generate_rollouts, score and compute_advantages",
+    "_generate_and_score_completions": "generate_rollouts, compute_rewards and compute_advantages",
     "_get_per_token_logps_and_entropies": "compute_logprobs",
     "_compute_loss": "compute_policy_loss",
     "get_high_entropy_mask": "compute_entropy_masks",

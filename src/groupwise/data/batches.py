@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.utils.data import Dataset, Sampler, Subset
 
-from groupwise.records import MicroBatch
+from groupwise.records import Experience, TokenBatch
 
 
 class GroupSampler(Sampler[int]):
@@ -74,63 +75,61 @@ def as_rows(rows: Sequence[dict[str, Any]]) -> Any:
     return list(rows)
 
 
-def local_rows(values: torch.Tensor, local: slice) -> torch.Tensor:
-    """This rank's rows of a global tensor; rows past its end (loader padding) are zero."""
-    rows = values[local]
-    missing = local.stop - local.start - len(rows)
-    return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
-
-
-def without_padding_rows(batch: MicroBatch, num_valid: int) -> MicroBatch:
-    """The batch with no loss, and so no token metrics, on the rows from ``num_valid`` on."""
-    counts_B1 = (torch.arange(len(batch), device=batch.loss_mask_BT.device) < num_valid).unsqueeze(1)
-    return replace(batch, loss_mask_BT=batch.loss_mask_BT * counts_B1)
-
-
-def with_advantages(batches: Sequence[MicroBatch], advantages: torch.Tensor) -> list[MicroBatch]:
-    """Micro-batches with their rows of ``advantages``, (B,) or (B, T)."""
-    parts = advantages.to(batches[0].loss_mask_BT.device).split([len(batch) for batch in batches])
-    return [
-        replace(
-            batch,
-            advantages_BX=part.unsqueeze(1)
-            if part.dim() == 1
-            else part[:, : batch.completion_ids_BT.shape[1]],
-        )
-        for batch, part in zip(batches, parts, strict=True)
-    ]
+def as_columns(advantages: torch.Tensor, tokens: TokenBatch) -> torch.Tensor:
+    """Shape advantages of this rank, (B,) or (B, T'), to (B, 1) or to the (B, T) of its tokens."""
+    advantages = advantages.to(tokens.loss_mask_BT.device)
+    if advantages.dim() == 1:
+        return advantages.unsqueeze(1)
+    width = tokens.completion_ids_BT.shape[1]
+    return F.pad(advantages[:, :width], (0, max(width - advantages.shape[1], 0)))
 
 
 @dataclass
-class GenerationBuffer:
-    """Micro-batches of one generation and how often they still have to be trained on.
+class ExperienceBuffer:
+    """Experience of one generation batch, and how often it still has to be trained on.
 
-    micro_batches: one per step of the generation batch.
-    passes: how often each is used (num_iterations).
-    cursor: micro-batches handed out so far.
+    entries: one per micro-batch of the generation batch.
+    num_iterations: how often each is used, μ.
+    cursor: entries handed out so far.
+    num_groups: prompts that were ever put in, so that group ids differ between generations.
     """
 
-    micro_batches: list[MicroBatch] = field(default_factory=list)
-    passes: int = 1
+    entries: list[Experience] = field(default_factory=list)
+    num_iterations: int = 1
     cursor: int = 0
+    num_groups: int = 0
 
     @property
-    def exhausted(self) -> bool:
-        return self.cursor >= len(self.micro_batches) * self.passes
+    def is_empty(self) -> bool:
+        return self.cursor >= len(self.entries) * self.num_iterations
 
-    def next(self) -> MicroBatch:
-        micro_batch = self.micro_batches[self.cursor % len(self.micro_batches)]
-        self.cursor += 1
-        return micro_batch
+    def fill(self, entries: Sequence[Experience], num_iterations: int, num_groups: int) -> None:
+        """Replace the entries by a new generation of ``num_groups`` prompts on all ranks."""
+        self.entries = [replace(e, group_ids_B=e.group_ids_B + self.num_groups) for e in entries]
+        self.num_iterations, self.cursor = num_iterations, 0
+        self.num_groups += num_groups
+
+    def take(self, count: int) -> list[Experience]:
+        """Return the next entries: ``count``, or as many as are left."""
+        total = len(self.entries) * self.num_iterations
+        taken = [
+            self.entries[index % len(self.entries)]
+            for index in range(self.cursor, min(self.cursor + count, total))
+        ]
+        self.cursor += len(taken)
+        return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain tensors and numbers; an exhausted buffer has nothing to keep."""
-        if self.exhausted:
-            return {"micro_batches": [], "passes": self.passes, "cursor": 0}
-        micro_batches = [batch.state_dict() for batch in self.micro_batches]
-        return {"micro_batches": micro_batches, "passes": self.passes, "cursor": self.cursor}
+        """Return plain tensors and numbers; entries that were all used are left out."""
+        entries = [] if self.is_empty else [entry.state_dict() for entry in self.entries]
+        return {
+            "entries": entries,
+            "num_iterations": self.num_iterations,
+            "cursor": self.cursor if entries else 0,
+            "num_groups": self.num_groups,
+        }
 
     @classmethod
-    def from_state(cls, state: dict[str, Any], device: torch.device | str) -> GenerationBuffer:
-        micro_batches = [MicroBatch.from_state(batch).to(device) for batch in state["micro_batches"]]
-        return cls(micro_batches, state["passes"], state["cursor"])
+    def from_state(cls, state: dict[str, Any], device: torch.device | str) -> ExperienceBuffer:
+        entries = [Experience.from_state(entry).to(device) for entry in state["entries"]]
+        return cls(entries, state["num_iterations"], state["cursor"], state["num_groups"])

@@ -105,14 +105,15 @@ class LeftoverGroups:
 class Filled:
     """A full batch.
 
-    scored: the completions of this rank, and the rewards of all.
+    rollouts, rewards: the completions of this rank, and the rewards of all.
     surplus: groups with variance that found no place, on every rank.
     from_carry: groups in the batch that an earlier policy sampled.
     share_with_variance: of the groups sampled.
     num_unfilled: places that groups without variance had to take.
     """
 
-    scored: RewardBatch
+    rollouts: RolloutBatch
+    rewards: RewardBatch
     surplus: list[Group]
     from_carry: int
     share_with_variance: float
@@ -168,7 +169,7 @@ class Feed:
 def fill_batch(
     carry: LeftoverGroups,
     settings: FillSettings,
-    sample: Callable[[int], RewardBatch],
+    sample: Callable[[int], tuple[RolloutBatch, RewardBatch]],
     gather: Callable[[list[Any]], list[Any]],
 ) -> Filled:
     """Sample groups until enough of them have variance, in at most ``max_rounds`` rounds.
@@ -183,18 +184,20 @@ def fill_batch(
     share = carry.share_with_variance
     varied: list[tuple[int, int]] = []  # (round, group of that round)
     flat: list[tuple[int, int]] = []
-    rounds: list[RewardBatch] = []
+    rounds: list[tuple[RolloutBatch, RewardBatch]] = []
     num_unfilled = wanted - len(carried)
     while not rounds or (num_unfilled > 0 and len(rounds) < settings.max_rounds):
         rounds.append(sample(round_size(num_unfilled, share, settings)))
-        varies_P = has_variance(rounds[-1].rewards, settings.aggregation)
+        varies_P = has_variance(rounds[-1][1].rewards, settings.aggregation)
         for number, varies in enumerate(varies_P):
             (varied if varies else flat).append((len(rounds) - 1, number))
         share = len(varied) / (len(varied) + len(flat))
         num_unfilled = max(wanted - len(carried) - len(varied), 0)
     groups = carried + _collect(rounds, varied + flat[:num_unfilled], gather)
+    rollouts, rewards = _as_scored([one for group in groups[:wanted] for one in group], settings, rounds[0])
     return Filled(
-        scored=_as_scored([one for group in groups[:wanted] for one in group], settings, rounds[0].rewards),
+        rollouts=rollouts,
+        rewards=rewards,
         surplus=carry.groups[wanted:] + groups[wanted:],
         from_carry=len(carried),
         share_with_variance=share,
@@ -246,28 +249,28 @@ def has_variance(rewards: GroupRewards, aggregation: str = "sum_then_normalize")
 
 
 def _collect(
-    rounds: Sequence[RewardBatch],
+    rounds: Sequence[tuple[RolloutBatch, RewardBatch]],
     chosen: Sequence[tuple[int, int]],
     gather: Callable[[list[Any]], list[Any]],
 ) -> list[Group]:
     """The chosen groups in this order, on every rank; a group may have completions of several ranks."""
     own = []
     for place, (number, group) in enumerate(chosen):
-        scored = rounds[number]
+        rollouts, scored = rounds[number]
         size = scored.rewards.num_generations
         for row in range(group * size, (group + 1) * size):
             if scored.local.start <= row < scored.local.stop:
-                own.append((place, _sample(scored, row)))
+                own.append((place, _sample(rollouts, scored, row)))
     groups: list[Group] = [[] for _ in chosen]
     for place, sample in gather(own):  # in rank order, which is the order within a group
         groups[place].append(sample)
     return groups
 
 
-def _sample(scored: RewardBatch, row: int) -> Sample:
+def _sample(rollouts: RolloutBatch, scored: RewardBatch, row: int) -> Sample:
     index = row - scored.local.start
     return Sample(
-        values=_entries(scored.rollout, index),
+        values=_entries(rollouts, index),
         columns={name: values[index] for name, values in scored.columns.items()},
         rewards=scored.rewards.rewards_NF[row].tolist(),
         steps={function: list(steps[row]) for function, steps in scored.rewards.step_rewards.items()},
@@ -288,20 +291,25 @@ def as_rollout(samples: Sequence[Sample]) -> RolloutBatch:
     return RolloutBatch(**{**values, "extra": columns})
 
 
-def _as_scored(samples: Sequence[Sample], settings: FillSettings, like: GroupRewards) -> RewardBatch:
+def _as_scored(
+    samples: Sequence[Sample], settings: FillSettings, round_: tuple[RolloutBatch, RewardBatch]
+) -> tuple[RolloutBatch, RewardBatch]:
     share = len(samples) // settings.ranks
     local = slice(settings.rank * share, (settings.rank + 1) * share)
     functions = sorted({function for sample in samples for function in sample.steps})
     rewards = replace(
-        like,
-        rewards_NF=torch.tensor([sample.rewards for sample in samples], dtype=like.rewards_NF.dtype),
+        round_[1].rewards,
+        rewards_NF=torch.tensor(
+            [sample.rewards for sample in samples], dtype=round_[1].rewards.rewards_NF.dtype
+        ),
         step_rewards={i: [sample.steps.get(i, []) for sample in samples] for i in functions},
         num_tokens=max(len(sample.completion.token_ids) for sample in samples),
     )
     own = samples[local]
     names = {name: None for sample in own for name in sample.columns}
     columns = {name: [sample.columns.get(name) for sample in own] for name in names}
-    return RewardBatch(as_rollout(own), rewards, local, columns)
+    rollouts = replace(as_rollout(own), num_generations=settings.num_generations)
+    return rollouts, RewardBatch(rewards, local, columns)
 
 
 def with_old_logps(

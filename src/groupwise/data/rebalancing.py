@@ -15,7 +15,7 @@ import torch
 from groupwise.core.metrics import Mean, Metrics
 from groupwise.core.partition import balanced_parts
 from groupwise.policy.layouts.packed import Shape, shape_of
-from groupwise.records import MicroBatch
+from groupwise.records import MicroBatch, TokenBatch
 
 _CACHE_TOKENS = 1024  # of a part on a CPU, unless one group has more
 
@@ -89,7 +89,7 @@ def rebalance(
     if cut.fixed:
         whole = [everything[start : start + len(window[0])] for start in everything[:: len(window[0])]]
         return list(window), _work(shape, everything, whole, "padded", 1)
-    rows = _rows_with_gradient(batch, cut.skip_zero_advantage)
+    rows = _rows_with_gradient(batch.loss_mask_BT, batch.advantages_BX, cut.skip_zero_advantage)
     plan = {"padded": _by_length, "packed": _by_tokens, "shared_prefix": _by_groups}[layout]
     # Neighbours in the plan cost about the same: they become the same micro-batch of different ranks.
     parts = plan(shape, rows, cut, len(window))[cut.rank :: cut.ranks]
@@ -138,23 +138,32 @@ def cache_sized(batch: MicroBatch, layout: str) -> list[MicroBatch]:
     return [batch] if len(parts) == 1 else [batch.select(part) for part in parts]
 
 
-def rows_to_score(batch: MicroBatch, cut: MicroBatchBudget) -> list[int]:
-    """The rows of a micro-batch that a window cut like this will compute, and so needs old log-probs of.
+def rows_to_score(
+    tokens: TokenBatch, advantages_BX: torch.Tensor, cut: MicroBatchBudget, micro_batch_size: int
+) -> list[int]:
+    """Return the rows that will have a gradient, and so need old and reference log-probs.
 
-    With several ranks at least one: all of them take part in every forward.
+    With several ranks, at least one row of every micro-batch: all ranks take part in every forward pass.
     """
     if cut.fixed:
-        return list(range(len(batch)))
-    rows = _rows_with_gradient(batch, cut.skip_zero_advantage)
-    return [0] if not rows and cut.ranks > 1 else rows
+        return list(range(len(tokens)))
+    rows = _rows_with_gradient(tokens.loss_mask_BT, advantages_BX, cut.skip_zero_advantage)
+    if cut.ranks > 1:
+        chosen = set(rows)
+        for start in range(0, len(tokens), micro_batch_size):
+            if chosen.isdisjoint(range(start, start + micro_batch_size)):
+                chosen.add(start)
+        rows = sorted(chosen)
+    return rows
 
 
-def _rows_with_gradient(batch: MicroBatch, skip_zero_advantage: bool) -> list[int]:
-    counts_BT = batch.loss_mask_BT
+def _rows_with_gradient(
+    loss_mask_BT: torch.Tensor, advantages_BX: torch.Tensor, skip_zero_advantage: bool
+) -> list[int]:
+    has_gradient_BT = loss_mask_BT.bool()
     if skip_zero_advantage:
-        assert batch.advantages_BX is not None
-        counts_BT = (batch.advantages_BX != 0) & counts_BT.bool()
-    return counts_BT.any(-1).nonzero().flatten().tolist()
+        has_gradient_BT = (advantages_BX != 0) & has_gradient_BT
+    return has_gradient_BT.any(-1).nonzero().flatten().tolist()
 
 
 def _by_length(shape: Shape, rows: list[int], cut: MicroBatchBudget, available: int) -> list[list[int]]:

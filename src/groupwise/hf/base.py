@@ -63,7 +63,7 @@ class BaseTrainer(Trainer):
     """
 
     args: GRPOConfig  # type: ignore[assignment]
-    books: dict[str, MetricBuffer]
+    metrics: dict[str, MetricBuffer]
     evaluation: EvaluationRecord
     feed: Feed
     prepared_data: PreparedData
@@ -214,7 +214,7 @@ class BaseTrainer(Trainer):
         return output._replace(metrics={**(output.metrics or {}), **ours})
 
     def _drain_metrics(self, mode: str, label: str) -> dict[str, float]:
-        values, rows = self.books[mode].drain(lambda part: gather_object([part]))
+        values, rows = self.metrics[mode].drain(lambda part: gather_object([part]))
         if rows and self.is_world_process_zero():
             reporting.report_completions(rows, self.state.global_step, self.args, self.args.output_dir, label)
         return values

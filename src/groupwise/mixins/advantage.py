@@ -10,19 +10,22 @@ from groupwise.records import RewardBatch
 
 
 class AdvantageMixin:
-    """Owns nothing; the estimators are a table in ``groupwise.core.advantages``."""
+    """Compute advantages; the estimators are the table ``groupwise.core.advantages.ADVANTAGES``."""
 
     args: GRPOConfig
 
-    def compute_advantages(self, scored: RewardBatch) -> torch.Tensor:
-        """Advantages of every completion of the global batch.
+    def compute_advantages(self, rewards: RewardBatch) -> torch.Tensor:
+        """Compute the advantage of every completion of the global batch.
 
-        Override it to use your own; groups are contiguous runs of ``scored.rewards.num_generations`` rows.
+        Override to use your own; groups are contiguous runs of ``rewards.rewards.num_generations`` rows.
+
+        Args:
+            rewards: rewards of all ranks.
 
         Returns:
-            (N,), or (N, T) with a value per completion token, for the N completions of all ranks.
+            (N,), or (N, T) with one value per completion token, float32, for the N completions of all ranks.
         """
         settings = AdvantageSettings(
             scale=self.args.scale_rewards, aggregation=self.args.multi_objective_aggregation
         )
-        return ADVANTAGES[self.args.advantage_baseline](scored.rewards, settings)
+        return ADVANTAGES[self.args.advantage_baseline](rewards.rewards, settings)

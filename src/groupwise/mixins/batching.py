@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch.utils.data import Dataset
 from transformers import TrainerState
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.data.batches import GenerationBuffer, GroupSampler
+from groupwise.data.batches import ExperienceBuffer, GroupSampler
 from groupwise.data.dynamic_sampling import (
     Feed,
     Filled,
@@ -24,7 +23,7 @@ from groupwise.data.dynamic_sampling import (
 )
 from groupwise.data.prompt_source import rows_of_rank
 from groupwise.data.rebalancing import MicroBatchBudget, WindowStats, rebalance
-from groupwise.records import MicroBatch, RewardBatch, RolloutBatch
+from groupwise.records import MicroBatch, RewardBatch, RolloutBatch, Row
 
 
 class BatchingMixin:
@@ -33,7 +32,7 @@ class BatchingMixin:
     args: GRPOConfig
     state: TrainerState
     accelerator: Accelerator
-    generation_buffer: GenerationBuffer
+    buffer: ExperienceBuffer
     micro_batch_budget: MicroBatchBudget
     feed: Feed
 
@@ -50,16 +49,16 @@ class BatchingMixin:
             epoch=lambda: int(self.state.epoch or 0),
         )
 
-    def rows_of_step(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def rows_of_step(self, rows: list[Row]) -> list[Row]:
         """This rank's rows of a generation batch: those of the loader, or the next ones of the stream."""
         return rows if self.feed.source is None else self._next_rows(self._fill_settings().num_prompts)
 
     def fill(
         self,
-        sample: Callable[[list[dict[str, Any]]], RewardBatch],
+        sample: Callable[[list[Row]], tuple[RolloutBatch, RewardBatch]],
         score: Callable[[RolloutBatch], list[list[float]]],
     ) -> Filled:
-        """A generation batch of groups with variance, as far as there are enough (dynamic sampling).
+        """Sample a generation batch of groups with reward variance, as far as there are enough.
 
         Args:
             sample: rows to completions with rewards.
@@ -85,33 +84,25 @@ class BatchingMixin:
             rank=self.accelerator.process_index,
         )
 
-    def _next_rows(self, num_prompts: int) -> list[dict[str, Any]]:
+    def _next_rows(self, num_prompts: int) -> list[Row]:
         assert self.feed.source is not None
         prompts = self.feed.source.take(num_prompts)
         ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
         return rows_of_rank(prompts, self.args.num_generations, rank, ranks)
 
-    def next_micro_batch(
-        self, rows: list[dict[str, Any]], generate: Callable[[list[dict[str, Any]]], list[MicroBatch]]
-    ) -> MicroBatch:
-        """The next micro-batch; ``generate(rows)`` refills the buffer when its last use is spent."""
-        if self.generation_buffer.exhausted:
-            self.generation_buffer = GenerationBuffer(generate(rows), self.args.num_iterations)
-        return self.generation_buffer.next()
-
     @contextmanager
     def rollback_on_failure(self, error: type[Exception], then: Callable[[], None]) -> Iterator[None]:
-        """Put the buffer back as it was when ``error`` ends the block, call ``then``, and go on raising."""
-        buffer, cursor = self.generation_buffer, self.generation_buffer.cursor
+        """Restore the buffer when ``error`` ends the block, call ``then``, and re-raise."""
+        buffer = replace(self.buffer)
         try:
             yield
         except error:
-            self.generation_buffer, buffer.cursor = buffer, cursor
+            self.buffer = buffer
             then()
             raise
 
     def is_exactly_on_policy(self) -> bool:
-        """Whether every generation is used within one optimizer step, so that ℓ_old = sg(ℓ)."""
+        """Return True if every generation is used within one optimizer step, so that ℓ_old = sg(ℓ)."""
         uses = self.args.steps_per_generation * self.args.num_iterations
         return self.args.gradient_accumulation_steps % uses == 0
 
@@ -122,13 +113,10 @@ class BatchingMixin:
         return rebalance(window, layout, self.micro_batch_budget, self._rows_of_all_ranks)
 
     def _rows_of_all_ranks(self, batch: MicroBatch) -> MicroBatch:
-        """The rows of all ranks; ranks may differ in whether their sampler reported log-probs."""
+        """Gather the rows of all ranks."""
         if self.accelerator.num_processes == 1:
             return batch
         gathered = gather_object([batch.state_dict()])
-        names = {name for state in gathered for name in state}
-        for state in gathered:
-            for name in names - state.keys():
-                state[name] = torch.full(state["completion_ids_BT"].shape, torch.nan)
-        joined = MicroBatch.concatenate([MicroBatch.from_state(state) for state in gathered])
-        return joined.to(self.accelerator.device)
+        return MicroBatch.concatenate([MicroBatch.from_state(state) for state in gathered]).to(
+            self.accelerator.device
+        )

@@ -1,13 +1,16 @@
-"""Completions to tensors and log-probs."""
+"""Completions to token ids, masks and log-probs."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import nn
+from transformers import PreTrainedModel
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.kl import KL_ESTIMATORS
@@ -18,149 +21,178 @@ from groupwise.mixins.loss import objective_settings
 from groupwise.policy.liger import liger_loss
 from groupwise.policy.logprobs import LogprobComputer
 from groupwise.policy.reference import Reference
-from groupwise.records import LogprobOutput, MicroBatch, RewardBatch, RolloutBatch
+from groupwise.records import (
+    Completion,
+    LogprobOutput,
+    MicroBatch,
+    OldAndRefLogps,
+    RewardBatch,
+    RolloutBatch,
+    TokenBatch,
+)
 
 
 class LogprobMixin:
-    """Owns the reference and the scorer of completions."""
+    """Compute log-probs of completions under the policy, the behaviour policy and the reference model."""
 
     args: GRPOConfig
     accelerator: Accelerator
+    model: PreTrainedModel
     processing_class: Any
     reference: Reference
-    scorer: LogprobComputer
+    logprob_computer: LogprobComputer
     aux_loss_enabled: bool
 
-    def collate(self, rollout: RolloutBatch) -> MicroBatch:
-        """Padded tensors of a rollout on the training device, without log-probs and advantages."""
-        completions = rollout.completions
-        tokens = [completion.token_ids for completion in completions]
-        pad = {"multiple_of": self.args.pad_to_multiple_of, "device": self.accelerator.device}
+    def collate(self, rollouts: RolloutBatch) -> TokenBatch:
+        """Pad the rollouts of this rank to tensors (B, L) and (B, T) on the training device.
+
+        Rows that pad an evaluation batch have no loss tokens, and so no token metrics.
+        """
+        completions, device = rollouts.completions, self.accelerator.device
+        token_ids = [completion.token_ids for completion in completions]
+        pad: dict[str, Any] = {"multiple_of": self.args.pad_to_multiple_of, "device": device}
         pad_token = getattr(self.processing_class, "tokenizer", self.processing_class).pad_token_id
-        prompt_ids_BL = pad_sequences(rollout.prompt_ids, pad_token, left=True, **pad)
-        completion_ids_BT = pad_sequences(tokens, pad_token, **pad)
-        lengths = [len(ids) for ids in rollout.prompt_ids]
-        loss_mask = [self._loss_mask(completion) for completion in completions]
+        prompt_ids_BL = pad_sequences(rollouts.prompt_ids, pad_token, left=True, **pad)
+        completion_ids_BT = pad_sequences(token_ids, pad_token, **pad)
+        prompt_lengths = [len(ids) for ids in rollouts.prompt_ids]
+        first_row = self.accelerator.process_index * len(rollouts)  # of this rank in the global batch
+        num_valid = len(rollouts) if rollouts.num_valid is None else rollouts.num_valid - first_row
+        loss_masks = [
+            self._loss_mask(completion) if row < num_valid else [0] * len(completion.token_ids)
+            for row, completion in enumerate(completions)
+        ]
 
-        def known(logps: list[list[float] | None]) -> torch.Tensor | None:
-            """NaN where a completion has none; None where all have none."""
-            if all(entry is None for entry in logps):
-                return None
-            filled = [
+        def padded_logps(logps: list[list[float] | None]) -> torch.Tensor:
+            """(B, T) float32, NaN for completions without log-probs and on padding."""
+            rows = [
                 [math.nan] * len(ids) if entry is None else entry
-                for entry, ids in zip(logps, tokens, strict=True)
+                for entry, ids in zip(logps, token_ids, strict=True)
             ]
-            return pad_sequences(filled, 0.0, dtype=torch.float32, **pad)
+            return pad_sequences(rows, math.nan, dtype=torch.float32, **pad)
 
-        return MicroBatch(
+        sampler_logps = [completion.logps for completion in completions]
+        return TokenBatch(
             prompt_ids_BL=prompt_ids_BL,
-            prompt_mask_BL=length_mask(
-                lengths, prompt_ids_BL.shape[1], left=True, device=self.accelerator.device
-            ),
+            prompt_mask_BL=length_mask(prompt_lengths, prompt_ids_BL.shape[1], left=True, device=device),
             completion_ids_BT=completion_ids_BT,
             completion_mask_BT=length_mask(
-                [len(ids) for ids in tokens], completion_ids_BT.shape[1], device=self.accelerator.device
+                [len(ids) for ids in token_ids], completion_ids_BT.shape[1], device=device
             ),
-            loss_mask_BT=pad_sequences(loss_mask, 0, **pad),
-            old_logps_BT=known([completion.old_logps for completion in completions]),
-            sampler_logps_BT=known([completion.logps for completion in completions]),
-            images=None if rollout.images is None else tuple(rollout.images),
+            loss_mask_BT=pad_sequences(loss_masks, 0, **pad),
+            group_ids_B=torch.arange(first_row, first_row + len(rollouts), device=device)
+            // rollouts.num_generations,
+            old_logps_BT=padded_logps([completion.old_logps for completion in completions]),
+            sampler_logps_BT=None
+            if all(logps is None for logps in sampler_logps)
+            else padded_logps(sampler_logps),
+            images=None if rollouts.images is None else tuple(rollouts.images),
         )
 
-    def _loss_mask(self, completion: Any) -> list[int]:
+    def _loss_mask(self, completion: Completion) -> list[int]:
         if completion.truncated and self.args.mask_truncated_completions:
             return [0] * len(completion.token_ids)
         return completion.loss_mask or [1] * len(completion.token_ids)
 
-    def compute_logprobs(self, model: Any, batch: MicroBatch, *, with_entropy: bool = False) -> LogprobOutput:
-        """Log-probs (and entropies) of the completion tokens under ``model`` at the sampling temperature."""
+    def compute_logprobs(
+        self, model: nn.Module, batch: TokenBatch, *, with_entropy: bool = False
+    ) -> LogprobOutput:
+        """Compute token log-probs under ``model`` at the sampling temperature. Returns (B, T) float32."""
         with_aux_loss = self.aux_loss_enabled and model.training
-        if (
-            self.args.use_liger_kernel and batch.token_weights_BT is not None
-        ):  # a loss is next, and Liger fuses it
+        if self.args.use_liger_kernel and isinstance(batch, MicroBatch):  # the loss is next: Liger fuses it
             return liger_loss(
                 model,
                 batch,
                 objective_settings(self.args),
-                self.scorer.head,
+                self.logprob_computer.head,
                 self.args.max_completion_length,
                 with_aux_loss=with_aux_loss,
             )
-        return self.scorer(model, batch, with_entropy=with_entropy, with_aux_loss=with_aux_loss)
+        return self.logprob_computer(model, batch, with_entropy=with_entropy, with_aux_loss=with_aux_loss)
 
     @torch.no_grad()
-    def annotate(
-        self, model: Any, batch: MicroBatch, *, on_policy: bool, rows: list[int] | None = None
-    ) -> MicroBatch:
-        """Add the log-probs of the old policy (unless that is the current one) and of the reference.
-
-        Dropout is off: both policies are the ones that generate.
+    def old_and_ref_logps(
+        self, tokens: TokenBatch, only: Sequence[int] | None = None, *, on_policy: bool
+    ) -> OldAndRefLogps:
+        """Compute log-probs under the behaviour policy and the reference model, without dropout.
 
         Args:
-            rows: those that need them; the log-probs of the others are zero. None is all.
+            only: rows that will have a gradient; the others get zeros. None: all rows.
+            on_policy: the behaviour policy is the current one in every update: old log-probs stay NaN.
+
+        Returns:
+            old (B, T) and reference (B, T) log-probs; known old log-probs are kept.
         """
-        rows = list(range(len(batch))) if rows is None else rows
+        model = self.model
         was_training = model.training
         model.eval()
         try:
-            # Liger takes the correction for the sampler as it finds it, and that needs the old policy.
-            if not on_policy or (self.args.use_liger_kernel and batch.sampler_logps_BT is not None):
-                batch = replace(batch, old_logps_BT=self._old_logps(model, batch, rows))
+            old_logps_BT = tokens.old_logps_BT
+            if not on_policy:
+                current_BT = self._logps_of_rows(model, tokens, only)
+                old_logps_BT = torch.where(old_logps_BT.isnan(), current_BT, old_logps_BT)
             with self.reference.scoring(model) as reference:
-                if reference is not None:
-                    batch = replace(batch, ref_logps_BT=self._logps(reference, batch, rows))
+                ref_logps_BT = None if reference is None else self._logps_of_rows(reference, tokens, only)
         finally:
             model.train(was_training)
-        return batch
+        return OldAndRefLogps(old_logps_BT, ref_logps_BT)
 
-    def _logps(self, model: Any, batch: MicroBatch, rows: list[int]) -> torch.Tensor:
-        """Log-probs of the completion tokens of some rows, zero in the others."""
-        logps_BT = torch.zeros(batch.completion_ids_BT.shape, device=batch.completion_ids_BT.device)
-        if rows:
-            chosen_BT = self.compute_logprobs(model, batch.select(rows)).logps_BT
-            logps_BT[rows, : chosen_BT.shape[1]] = chosen_BT  # type: ignore[union-attr]
+    def _logps_of_rows(
+        self, model: nn.Module, tokens: TokenBatch, only: Sequence[int] | None
+    ) -> torch.Tensor:
+        """(B, T) log-probs of the rows in ``only``, computed by micro-batch; zero in the others."""
+        chosen = set(range(len(tokens)) if only is None else only)
+        logps_BT = torch.zeros(tokens.completion_ids_BT.shape, device=tokens.completion_ids_BT.device)
+        size = self.args.per_device_train_batch_size
+        for start in range(0, len(tokens), size):
+            rows = [row for row in range(start, min(start + size, len(tokens))) if row in chosen]
+            if rows:
+                part_BT = self.compute_logprobs(model, tokens.select(rows)).logps_BT
+                logps_BT[rows, : part_BT.shape[1]] = part_BT
         return logps_BT
 
-    def _old_logps(self, model: Any, batch: MicroBatch, rows: list[int]) -> torch.Tensor:
-        """Those that are known already, the current policy's for the rest."""
-        logps_BT, known_BT = self._logps(model, batch, rows), batch.old_logps_BT
-        return logps_BT if known_BT is None else torch.where(known_BT.isnan(), logps_BT, known_BT)
+    def apply_kl_penalty(
+        self, rewards: RewardBatch, tokens: TokenBatch, logps: OldAndRefLogps | None
+    ) -> RewardBatch:
+        """Subtract β · Σ_t KL_it from every reward (``kl_in_reward``); without ``logps``, return ``rewards``.
 
-    def logps_of(self, model: Any, rollout: RolloutBatch) -> list[list[float]]:
-        """Log-probs of completions under the current policy."""
-        parts = self.collate(rollout).split(self.args.per_device_train_batch_size)
-        batches = [self.annotate(model, part, on_policy=False) for part in parts]
-        rows = [row for batch in batches for row in batch.old_logps_BT.tolist()]  # type: ignore[union-attr]
-        return [row[: len(c.token_ids)] for row, c in zip(rows, rollout.completions, strict=True)]
+        The penalty is subtracted from the aggregated reward of each completion.
 
-    def apply_kl_penalty(self, scored: RewardBatch, batches: list[MicroBatch]) -> RewardBatch:
-        """Subtract β · Σ_t KL_it from the aggregated reward of each completion."""
-        if scored.rewards.step_rewards:
+        Raises:
+            ConfigError: a reward function returned step rewards.
+        """
+        if logps is None or logps.ref_logps_BT is None:
+            return rewards
+        if rewards.rewards.step_rewards:
             raise ConfigError(
                 "kl_in_reward=True applies to rewards of whole completions, but a reward function returned "
                 "step rewards; put the KL into the loss (kl_in_reward=False)"
             )
-        estimator = KL_ESTIMATORS[self.args.kl_estimator]
-        local_B = torch.cat(
-            [(estimator(b.old_logps_BT, b.ref_logps_BT) * b.loss_mask_BT).sum(-1) for b in batches]  # type: ignore[arg-type]
-        )
-        rewards = scored.rewards
-        kl_N = self.accelerator.gather(local_B)[: len(rewards.rewards_NF)].to(rewards.rewards_NF)
-        return replace(scored, rewards=replace(rewards, penalty_N=self.args.beta * kl_N))
+        kl_BT = KL_ESTIMATORS[self.args.kl_estimator](logps.old_logps_BT, logps.ref_logps_BT)
+        local_kl_B = kl_BT.masked_fill(tokens.loss_mask_BT == 0, 0.0).sum(-1)
+        table = rewards.rewards
+        kl_N = self.accelerator.gather(local_kl_B)[: len(table.rewards_NF)].to(table.rewards_NF)
+        return replace(rewards, rewards=replace(table, penalty_N=self.args.beta * kl_N))
 
     @torch.no_grad()
-    def compute_entropy_masks(self, model: Any, window: list[MicroBatch]) -> list[MicroBatch]:
-        """Mark the tokens in the top entropy quantile of the window, over all micro-batches and ranks."""
+    def compute_entropy_masks(self, window: Sequence[TokenBatch]) -> list[torch.Tensor]:
+        """Select the loss tokens in the top entropy quantile of an accumulation window, over all ranks.
+
+        Beyond the 80/20 rule (arXiv 2506.01939). Without a quantile, all loss tokens are selected.
+
+        Returns:
+            one mask (B, T) of ones and zeros per batch.
+        """
         if self.args.top_entropy_quantile >= 1.0:
-            return window
+            return [batch.loss_mask_BT for batch in window]
+        model = self.model
         entropies = [self.compute_logprobs(model, batch, with_entropy=True).entropy_BT for batch in window]
         masks = [batch.loss_mask_BT.bool() for batch in window]
         local = torch.cat([entropy[mask] for entropy, mask in zip(entropies, masks, strict=True)])
         padded = self.accelerator.pad_across_processes(local, pad_index=-1.0)
         gathered = self.accelerator.gather(padded)
-        # An entropy is never negative, so the padding cannot be mistaken for one.
+        # An entropy is never negative, so padding cannot be mistaken for one.
         threshold = entropy_threshold(gathered[gathered >= 0], self.args.top_entropy_quantile)
         return [
-            replace(batch, entropy_mask_BT=(entropy >= threshold.to(entropy)).long() * batch.loss_mask_BT)
+            (entropy >= threshold.to(entropy)).long() * batch.loss_mask_BT
             for batch, entropy in zip(window, entropies, strict=True)
         ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
 from accelerate import Accelerator
@@ -13,7 +13,7 @@ from groupwise.core.metrics import Mean, Metrics, masked_mean
 from groupwise.core.objectives import OBJECTIVES, ObjectiveSettings, ObjectiveTerms, evaluate
 from groupwise.core.surrogates import SurrogateSettings
 from groupwise.core.weights import NORMALIZERS, WindowCounts
-from groupwise.records import LogprobOutput, LossOutput, MicroBatch
+from groupwise.records import Experience, LogprobOutput, LossOutput, MicroBatch
 
 
 class LossMixin:
@@ -25,36 +25,42 @@ class LossMixin:
     entropy_control: EntropyControl
     router_aux_loss_coef: float
 
-    def set_token_weights(self, window: list[MicroBatch], num_padding_rows: int = 0) -> list[MicroBatch]:
-        """Give every loss token of an accumulation window its weight, from exact counts over all ranks.
+    def set_token_weights(
+        self,
+        window: Sequence[Experience],
+        entropy_masks: Sequence[torch.Tensor],
+        num_padding_rows: int = 0,
+    ) -> list[MicroBatch]:
+        """Weigh every loss token of an accumulation window, from exact counts over all ranks.
 
         Args:
-            num_padding_rows: rows of this rank that only fill up a batch.
+            window: experience of this rank, one entry per micro-batch.
+            entropy_masks: one mask (B, T) per entry, from ``compute_entropy_masks``.
+            num_padding_rows: rows of this rank that only pad an evaluation batch.
         """
-        kept = [
-            batch.loss_mask_BT if batch.entropy_mask_BT is None else batch.entropy_mask_BT for batch in window
-        ]
         local = [
             sum(len(batch) for batch in window) - num_padding_rows,
             sum(int(batch.loss_mask_BT.sum()) for batch in window),
-            sum(int(mask.sum()) for mask in kept),
+            sum(int(mask_BT.sum()) for mask_BT in entropy_masks),
         ]
         totals = self.accelerator.reduce(torch.tensor(local, device=self.accelerator.device), "sum").tolist()
-        sequences, tokens, kept_tokens = totals
+        sequences, tokens, bonus_tokens = totals
         world_size = self.accelerator.num_processes
         counts = WindowCounts(sequences, tokens, len(window), world_size, self.args.max_completion_length)
         normalizer = NORMALIZERS[OBJECTIVES[self.args.loss_type].normalizer]
         target = self.args.entropy_target if self.args.use_adaptive_entropy else None
         coef = self.entropy_control.applied(target) if self._has_entropy_bonus() else None
-        share = None if coef is None else coef * world_size / max(kept_tokens, 1)
+        # The bonus is a mean over the selected tokens of all ranks; gradients are averaged over ranks.
+        bonus_weight = None if coef is None else coef * world_size / max(bonus_tokens, 1)
         return [
-            replace(
-                batch,
+            MicroBatch(
+                **vars(batch),
                 token_weights_BT=normalizer(batch.loss_mask_BT.float(), counts),
-                entropy_weights_BT=None if share is None else mask.float() * share,
-                sequence_weight_B1=torch.full((len(batch), 1), world_size / sequences, device=mask.device),
+                entropy_mask_BT=mask_BT,
+                entropy_weights_BT=None if bonus_weight is None else mask_BT.float() * bonus_weight,
+                sequence_weight_B1=torch.full((len(batch), 1), world_size / sequences, device=mask_BT.device),
             )
-            for batch, mask in zip(window, kept, strict=True)
+            for batch, mask_BT in zip(window, entropy_masks, strict=True)
         ]
 
     def compute_policy_loss(self, batch: MicroBatch, scores: LogprobOutput) -> LossOutput:
@@ -78,8 +84,7 @@ class LossMixin:
             metrics["aux_loss"] = Mean(scores.aux_loss.detach())
         bonus_entropy = None
         if batch.entropy_weights_BT is not None:
-            acted_on_BT = batch.loss_mask_BT if batch.entropy_mask_BT is None else batch.entropy_mask_BT
-            bonus_entropy = masked_mean(scores.entropy_BT, acted_on_BT)
+            bonus_entropy = masked_mean(scores.entropy_BT, batch.entropy_mask_BT)
         return LossOutput(loss, bonus_entropy, metrics)
 
     def update_entropy_coef(self, window_entropy: Mean) -> Metrics:
@@ -112,7 +117,7 @@ def _terms(batch: MicroBatch, scores: LogprobOutput) -> ObjectiveTerms:
         advantages_BX=batch.advantages_BX,
         mask_BT=batch.loss_mask_BT,
         weights_BT=batch.token_weights_BT,
-        old_logps_BT=batch.old_logps_BT,
+        old_logps_BT=torch.where(batch.old_logps_BT.isnan(), scores.logps_BT.detach(), batch.old_logps_BT),
         ref_logps_BT=batch.ref_logps_BT,
         sampler_logps_BT=batch.sampler_logps_BT,
         keep_BT=batch.entropy_mask_BT,

@@ -20,7 +20,7 @@ from groupwise.rewards.runtime.partial import PartialReward
 
 
 class RewardMixin:
-    """Owns the reward functions, their names and their weights."""
+    """Compute rewards: call the reward functions and gather their results from all ranks."""
 
     accelerator: Accelerator
     args: GRPOConfig
@@ -29,20 +29,20 @@ class RewardMixin:
     reward_func_names: list[str]
     reward_weights: torch.Tensor
 
-    def compute_rewards(
-        self, rollout: RolloutBatch, num_generations: int, num_rows: int | None = None
-    ) -> RewardBatch:
-        """Rewards of this rank's completions, joined with those of the other ranks.
+    def compute_rewards(self, rollouts: RolloutBatch) -> RewardBatch:
+        """Call every reward function on this rank's completions and gather the results of all ranks.
 
-        Override it to compute rewards in your own way.
+        Override to compute rewards differently; groups of one prompt are adjacent rows.
 
         Args:
-            num_generations: completions per prompt (G).
-            num_rows: completions of the global batch that count; later ones are loader padding. None counts
-                all.
+            rollouts: completions of this rank, B rows.
+
+        Returns:
+            ``rewards_NF`` (N, F) float32 for all N completions in rank order, NaN where a function returned
+            None; weights, step rewards and logged columns.
 
         Raises:
-            RewardError: a reward function failed or returned something unusable.
+            RewardError: a function failed, timed out, or returned a wrong number or type of values.
         """
         columns: dict[str, list[Any]] = {}
         logged: list[Metrics] = []
@@ -56,16 +56,15 @@ class RewardMixin:
         rewards_FB, failures, seconds_F = call_rewards(
             self.reward_callables,
             self.reward_func_names,
-            rollout,
+            rollouts,
             timeout=self.args.reward_timeout,
             on_error=self.args.reward_on_error,
             trainer_state=self.state,
             log_extra=log_extra,
             log_metric=log_metric,
         )
-        rewards = self._join(rewards_FB, rollout, num_generations, num_rows)
-        start = self.accelerator.process_index * len(rollout)
-        local = slice(start, start + len(rollout))
+        rewards = self._gather_rewards(rewards_FB, rollouts)
+        start = self.accelerator.process_index * len(rollouts)
         metrics = reward_metrics(rewards, self.reward_func_names, self.args.multi_objective_aggregation)
         for name, seconds in zip(self.reward_func_names, seconds_F, strict=True):
             if not math.isnan(seconds):
@@ -73,43 +72,45 @@ class RewardMixin:
         if self.args.reward_on_error == "none":
             for i, name in enumerate(self.reward_func_names):
                 metrics[f"rewards/{name}/errors"] = Sum(float(i in failures))
-        # Copies: a function that was given up may still log into these.
-        return RewardBatch(rollout, rewards, local, dict(columns), merge_metrics([metrics, *list(logged)]))
+        return RewardBatch(
+            rewards,
+            local=slice(start, start + len(rollouts)),
+            # Copies: a call that was given up at its time limit may still write to the originals.
+            columns=dict(columns),
+            metrics=merge_metrics([metrics, *list(logged)]),
+        )
 
     def start_partial_rewards(self) -> Callable[[RolloutBatch], None] | None:
-        """What calls the independent functions on a part of the rollout that ``score`` will get.
+        """Return a callback that calls the per-sample reward functions on finished prompts of a rollout.
 
-        None without such functions, and where ``score`` is overridden: it may never call them.
+        Returns None without such functions, or if ``compute_rewards`` is overridden: it may not call them.
         """
-        early = [function for function in self.reward_callables if isinstance(function, PartialReward)]
-        if not early or type(self).compute_rewards is not RewardMixin.compute_rewards:
+        partial = [function for function in self.reward_callables if isinstance(function, PartialReward)]
+        if not partial or type(self).compute_rewards is not RewardMixin.compute_rewards:
             return None
 
-        def begin(part: RolloutBatch) -> None:
-            for function in early:
+        def start(part: RolloutBatch) -> None:
+            for function in partial:
                 function.begin(part, self.args.reward_timeout, trainer_state=self.state)
 
-        return begin
+        return start
 
-    def _join(
-        self,
-        rewards_FB: list[list[Reward]],
-        rollout: RolloutBatch,
-        num_generations: int,
-        num_rows: int | None,
-    ) -> GroupRewards:
-        """All ranks' rewards in rank order: outcome rewards as a matrix, step rewards by column."""
-        by_step = [any(isinstance(reward, list) for reward in column) for column in rewards_FB]
-        width = max(len(completion.token_ids) for completion in rollout.completions)
-        # Ranks may differ in which functions returned step rewards, so objects travel rather than tensors.
-        gathered = gather_object([(rewards_FB, by_step, width)])
-        columns = [[r for part, _, _ in gathered for r in part[i]][:num_rows] for i in range(len(rewards_FB))]
+    def _gather_rewards(self, rewards_FB: list[list[Reward]], rollouts: RolloutBatch) -> GroupRewards:
+        """Gather all ranks' rewards in rank order: outcome rewards as a matrix, step rewards by column."""
+        has_steps_F = [any(isinstance(reward, list) for reward in column) for column in rewards_FB]
+        width = max(len(completion.token_ids) for completion in rollouts.completions)
+        # Objects, not tensors: ranks may differ in which functions returned step rewards.
+        gathered = gather_object([(rewards_FB, has_steps_F, width)])
+        columns = [
+            [reward for part, _, _ in gathered for reward in part[i]][: rollouts.num_valid]
+            for i in range(len(rewards_FB))
+        ]
         stepwise = [i for i in range(len(columns)) if any(flags[i] for _, flags, _ in gathered)]
-        matrix = [[math.nan] * len(c) if i in stepwise else c for i, c in enumerate(columns)]
+        matrix_FN = [[math.nan] * len(c) if i in stepwise else c for i, c in enumerate(columns)]
         return GroupRewards(
-            rewards_NF=torch.tensor(matrix, dtype=torch.float32).T,
+            rewards_NF=torch.tensor(matrix_FN, dtype=torch.float32).T,
             weights_F=self.reward_weights,
-            num_generations=num_generations,
+            num_generations=rollouts.num_generations,
             step_rewards={i: [r if isinstance(r, list) else [] for r in columns[i]] for i in stepwise},
             num_tokens=max(width for _, _, width in gathered),
         )

@@ -1,9 +1,9 @@
-"""Rows to completions."""
+"""Dataset rows to completions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from transformers import TrainerState
@@ -14,8 +14,7 @@ from groupwise.core.images import ImageInputs
 from groupwise.generation.base import GenerationBackend
 from groupwise.generation.overriding import Overriding
 from groupwise.generation.rollout_func import call_rollout_function
-from groupwise.generation.weight_iterator import weight_iterator
-from groupwise.records import Completion, RolloutBatch, RolloutFunction, SamplingOptions
+from groupwise.records import Completion, RolloutBatch, RolloutFunction, RolloutRequest, Row, SamplingOptions
 from groupwise.tokenization.images import (
     check_rollout,
     image_prompt,
@@ -26,9 +25,12 @@ from groupwise.tokenization.images import (
 )
 from groupwise.tokenization.prompts import as_completion, same_prompt, tokenize_prompt
 
+#: Receives the positions of finished rows in the request and their completions.
+OnFinished = Callable[[Sequence[int], list[Completion]], None]
+
 
 class RolloutMixin:
-    """Owns the generation backend, the loop over turns and the user's rollout function."""
+    """Generate completions with the backend, the agent loop or the user's ``rollout_func``."""
 
     args: GRPOConfig
     state: TrainerState
@@ -37,96 +39,125 @@ class RolloutMixin:
     rollout_func: RolloutFunction | None
     agents: Agents | EnvironmentDrivenRollouts | None
 
-    def sync_sampler(self, policy: Any) -> None:
-        """Give the backend the weights of ``policy``, if an optimizer step has changed them since."""
-        self.backend.sync_weights(weight_iterator(policy), step=self.state.global_step)  # type: ignore[arg-type]
+    def generate_rollouts(self, request: RolloutRequest) -> RolloutBatch:
+        """Sample one completion per row of ``request``; equal prompts get independent samples.
 
-    def generate_rollouts(self, rows: list[dict[str, Any]]) -> RolloutBatch:
-        """Sample one completion for each row; a prompt that stands in several rows gets several samples.
-
-        Override it to generate in your own way.
+        Override to generate differently; build the result with :meth:`make_rollouts`.
 
         Args:
-            rows: dataset rows with a ``prompt``; rows of one group are next to each other.
+            request: rows of this rank, B; the G rows of a prompt are adjacent.
+
+        Returns:
+            B completions with their prompts, in the order of the request.
         """
+        rows = request.rows
         if self.agents is not None:
-            return self.agents.generate_rollouts(rows, self.backend)
-        prompts = [image_prompt(row) for row in rows]
-        extra: dict[str, list[Any]] = {}
-        images = None
-        if self.rollout_func is None:
-            prompt_ids, images = self._tokenize(rows, prompts)
-            finished = self._teller(rows, prompts, prompt_ids)
-            completions = self.backend.generate(prompt_ids, SamplingOptions(images=images, finished=finished))
-        else:
-            prompt_ids, completions, extra = call_rollout_function(
-                self.rollout_func, prompts, self, self.backend.end_tokens
+            backend = Overriding(self.backend, request.generation_kwargs)  # type: ignore[arg-type]
+            rollouts = self.agents.generate_rollouts(rows, backend)  # type: ignore[arg-type]
+            return replace(
+                rollouts,
+                num_generations=request.num_generations,
+                num_valid=request.num_valid,
+                mode=request.mode,
             )
-            if is_processor(self.processing_class):
-                own_ids, images = self._tokenize(rows, prompts)
-                check_rollout(prompt_ids, own_ids, images)
-        texts = self._texts(prompts, completions)
-        return RolloutBatch(rows, prompts, prompt_ids, completions, texts, extra, images=images)
+        if self.rollout_func is not None:
+            return self._call_rollout_func(request)
+        prompt_ids, images = self.tokenize(rows)
+        sampling = SamplingOptions(
+            images=images,
+            overrides=request.generation_kwargs,
+            finished=self._partial_rollouts(request, prompt_ids),
+        )
+        completions = self.backend.generate(prompt_ids, sampling)
+        return self.make_rollouts(request, prompt_ids, completions, images=images)
 
-    def on_partial_rollout(self) -> Callable[[RolloutBatch], None] | None:
-        """What is given the completions that are there while others are generated; the trainer says."""
-        return None
+    def make_rollouts(
+        self,
+        request: RolloutRequest,
+        prompt_ids: list[list[int]],
+        completions: list[Completion],
+        *,
+        images: Sequence[ImageInputs] | None = None,
+        extra: dict[str, list[Any]] | None = None,
+    ) -> RolloutBatch:
+        """Build the record of a rollout; completions are decoded for the reward functions.
 
-    def _teller(
-        self, rows: list[dict[str, Any]], prompts: list[Any], prompt_ids: list[list[int]]
-    ) -> Callable[[Sequence[int], list[Completion]], None] | None:
-        hearer = self.on_partial_rollout()
-        if hearer is None:
-            return None
-
-        def tell(places: Sequence[int], completions: list[Completion]) -> None:
-            own_prompts = [prompts[i] for i in places]
-            texts = self._texts(own_prompts, completions)
-            own = [rows[i] for i in places], own_prompts, [prompt_ids[i] for i in places]
-            hearer(RolloutBatch(*own, completions, texts))
-
-        return tell
-
-    def _texts(self, prompts: list[Any], completions: list[Completion]) -> list[Any]:
-        """Completions as reward functions see them."""
+        Args:
+            prompt_ids, completions: B entries in the order of the request.
+            images: image inputs per row; None without a processor.
+            extra: further columns for the reward functions, B entries each.
+        """
+        prompts = [image_prompt(row) for row in request.rows]
         texts = self.processing_class.batch_decode(
             [completion.token_ids for completion in completions], skip_special_tokens=True
         )
-        return [as_completion(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+        return RolloutBatch(
+            rows=request.rows,
+            prompts=prompts,
+            prompt_ids=prompt_ids,
+            completions=completions,
+            texts=[as_completion(prompt, text) for prompt, text in zip(prompts, texts, strict=True)],
+            num_generations=request.num_generations,
+            num_valid=request.num_valid,
+            mode=request.mode,
+            extra=extra or {},
+            images=images,
+        )
 
-    @contextmanager
-    def evaluation_sampling(self) -> Iterator[None]:
-        """Completions are sampled with the settings of evaluation."""
-        backend = self.backend
-        if self.args.eval_generation_kwargs:
-            self.backend = Overriding(backend, self.args.eval_generation_kwargs)  # type: ignore[arg-type, assignment]
-        try:
-            yield
-        finally:
-            self.backend = backend
-
-    def prefetch_rollouts(self, rows: list[dict[str, Any]], step: int) -> None:
+    def prefetch_rollouts(self, request: RolloutRequest, step: int) -> None:
         """Start generating the rollouts of optimizer step ``step`` on a server."""
-        prompt_ids, images = self._tokenize(rows, [image_prompt(row) for row in rows])
-        self.backend.prefetch(prompt_ids, SamplingOptions(images=images), step=step)  # type: ignore[attr-defined]
+        prompt_ids, images = self.tokenize(request.rows)
+        self.backend.prefetch(prompt_ids, SamplingOptions(images=images), step=step)
 
-    def _tokenize(
-        self, rows: list[dict[str, Any]], prompts: list[Any]
-    ) -> tuple[list[list[int]], list[ImageInputs] | None]:
-        """Tokens of every prompt, and with a processor its images; what equals its neighbour is read once."""
+    def tokenize(self, rows: list[Row]) -> tuple[list[list[int]], list[ImageInputs] | None]:
+        """Tokenize the prompts of B rows and process their images; equal neighbours are processed once.
+
+        Returns:
+            token ids per row, and with a processor image inputs per row (else None).
+        """
         pairs: list[tuple[list[int], Any]] = []
-        for index, prompt in enumerate(prompts):
-            repeated = index > 0 and same_prompt(prompt, prompts[index - 1])
-            if repeated and same_prompt(row_images(rows[index]), row_images(rows[index - 1])):
+        for index, row in enumerate(rows):
+            if index > 0 and _same_input(row, rows[index - 1]):
                 pairs.append(pairs[-1])
             else:
-                pairs.append(self._read(rows[index], prompt))
+                pairs.append(self._tokenize_row(row))
         ids = [ids for ids, _ in pairs]
         return ids, [images for _, images in pairs] if is_processor(self.processing_class) else None
 
-    def _read(self, row: dict[str, Any], prompt: Any) -> tuple[list[int], Any]:
-        options: Any = self.args.chat_template_kwargs, self.args.max_prompt_length
+    def _tokenize_row(self, row: Row) -> tuple[list[int], ImageInputs | None]:
+        prompt = image_prompt(row)
+        template_kwargs, max_length = self.args.chat_template_kwargs, self.args.max_prompt_length
         if is_processor(self.processing_class):
-            return read_prompt(self.processing_class, prompt, row_images(row), *options)
+            return read_prompt(self.processing_class, prompt, row_images(row), template_kwargs, max_length)  # type: ignore[arg-type]
         refuse_images(row, prompt, self.processing_class)
-        return tokenize_prompt(self.processing_class, prompt, *options), None
+        return tokenize_prompt(self.processing_class, prompt, template_kwargs, max_length), None  # type: ignore[arg-type]
+
+    def _call_rollout_func(self, request: RolloutRequest) -> RolloutBatch:
+        prompts = [image_prompt(row) for row in request.rows]
+        prompt_ids, completions, extra = call_rollout_function(
+            self.rollout_func, prompts, self, self.backend.end_tokens
+        )
+        images = None
+        if is_processor(self.processing_class):
+            own_ids, images = self.tokenize(request.rows)
+            check_rollout(prompt_ids, own_ids, images)
+        return self.make_rollouts(request, prompt_ids, completions, images=images, extra=extra)
+
+    def _partial_rollouts(self, request: RolloutRequest, prompt_ids: list[list[int]]) -> OnFinished | None:
+        """Adapt ``on_partial_rollout`` to the backend's callback, which passes positions and completions."""
+        on_partial_rollout = request.on_partial_rollout
+        if on_partial_rollout is None:
+            return None
+
+        def on_finished(row_ids: Sequence[int], completions: list[Completion]) -> None:
+            part = replace(request, rows=[request.rows[i] for i in row_ids])
+            rollouts = self.make_rollouts(part, [prompt_ids[i] for i in row_ids], completions)
+            on_partial_rollout(replace(rollouts, row_ids=list(row_ids)))
+
+        return on_finished
+
+
+def _same_input(row: Row, other: Row) -> bool:
+    return same_prompt(image_prompt(row), image_prompt(other)) and same_prompt(
+        row_images(row), row_images(other)
+    )

@@ -102,9 +102,10 @@ class _LossHead:
         # tokens about the same probability, and so do the old policy and the reference there.
         even = -math.log(head.weight_VH.shape[0])
         hidden_BTH = hidden_BKH[:, -(width + 1) : -1].masked_fill(off_BT.unsqueeze(-1), 0.0)
+        is_on_policy = bool((batch.old_logps_BT.isnan() | off_BT).all())
         old_BT, ref_BT = (
             None if logps is None else logps.masked_fill(off_BT, even)
-            for logps in (batch.old_logps_BT, batch.ref_logps_BT)
+            for logps in (None if is_on_policy else batch.old_logps_BT, batch.ref_logps_BT)
         )
         correction_BX = self._correction(mask_BT, off_BT)
         loss, metrics = self._make_loss(temperature / head.scale, hidden_BTH.is_cuda)(
@@ -153,7 +154,6 @@ class _LossHead:
         batch = self.batch
         if batch.sampler_logps_BT is None:
             return None
-        assert batch.old_logps_BT is not None, "the correction needs log-probs from before the loss"
         terms = ObjectiveTerms(
             logps_BT=batch.old_logps_BT,
             advantages_BX=batch.advantages_BX,

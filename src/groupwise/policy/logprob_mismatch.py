@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from groupwise.core.metrics import Mean, Metrics
 from groupwise.errors import BackendError
 from groupwise.policy.layouts import HeadSettings, compute_padded_logprobs
-from groupwise.records import MicroBatch
+from groupwise.records import TokenBatch
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class LogprobMismatchCheck:
         self.mixed_precision = mixed_precision
         self.generations = 0
 
-    def check(self, model: Any, batch: MicroBatch, fresh: Sequence[bool]) -> Metrics:
+    def check(self, model: Any, batch: TokenBatch, fresh: Sequence[bool]) -> Metrics:
         """``sampling/logprob_mismatch``, the mean |difference| in nats, when this generation is compared.
 
         Every rank calls it for every generation: what it finds is decided together.
@@ -135,7 +135,7 @@ class LogprobMismatchCheck:
         logger.warning("%s", message)
 
 
-def _some_rows(batch: MicroBatch, fresh: Sequence[bool], rows: int) -> MicroBatch:
+def _some_rows(batch: TokenBatch, fresh: Sequence[bool], rows: int) -> TokenBatch:
     """Fresh rows from all over the batch, so that they belong to different prompts; one that does not count
     if there are none."""
     found = [row for row, is_fresh in enumerate(fresh) if is_fresh]
@@ -148,7 +148,7 @@ def _some_rows(batch: MicroBatch, fresh: Sequence[bool], rows: int) -> MicroBatc
 class _Comparison:
     """The chosen rows under the trainer as it is, and under assumptions about what the sampler did."""
 
-    def __init__(self, gate: LogprobMismatchCheck, model: Any, batch: MicroBatch) -> None:
+    def __init__(self, gate: LogprobMismatchCheck, model: Any, batch: TokenBatch) -> None:
         self.gate, self.model, self.batch = gate, model, batch
         weights = next(model.parameters())
         self.dtype, self.device = weights.dtype, weights.device
@@ -156,13 +156,13 @@ class _Comparison:
         if sampler_BT is None:  # this rank's sampler reported nothing; other ranks' may have
             sampler_BT = torch.full(batch.completion_ids_BT.shape, torch.nan, device=self.device)
         self.reported_BT = batch.loss_mask_BT * ~sampler_BT.isnan()
-        if batch.old_logps_BT is not None:  # carried over from an earlier policy, which the sampler was then
-            self.reported_BT = self.reported_BT * batch.old_logps_BT.isnan()
+        # Rows with old log-probs were sampled by an earlier policy.
+        self.reported_BT = self.reported_BT * batch.old_logps_BT.isnan()
         self.sampler_BT = sampler_BT.nan_to_num()
         self.tokens = self._total(self.reported_BT)
         self.trainer_BT = self.score() if self.tokens else self.sampler_BT
 
-    def score(self, batch: MicroBatch | None = None, temperature: float | None = None) -> torch.Tensor:
+    def score(self, batch: TokenBatch | None = None, temperature: float | None = None) -> torch.Tensor:
         """Log-probs (B, C) of the chosen rows, under an assumption if one is given."""
         head = self.gate.head if temperature is None else replace(self.gate.head, temperature=temperature)
         return compute_padded_logprobs(self.model, batch or self.batch, head, with_entropy=False).logps_BT
@@ -232,13 +232,13 @@ class _Comparison:
         return self.gate.reduce(values_BT.sum(dtype=torch.float32)).item()
 
 
-def _without_first_token(batch: MicroBatch) -> MicroBatch:
+def _without_first_token(batch: TokenBatch) -> TokenBatch:
     """Every prompt without its first token."""
     mask_BL = batch.prompt_mask_BL
     return replace(batch, prompt_mask_BL=mask_BL * (mask_BL.cumsum(-1) > 1))
 
 
-def _with_token_in_front(batch: MicroBatch, token: int) -> MicroBatch:
+def _with_token_in_front(batch: TokenBatch, token: int) -> TokenBatch:
     """Every prompt with one more token in front."""
     ids_BL, mask_BL = F.pad(batch.prompt_ids_BL, (1, 0)), F.pad(batch.prompt_mask_BL, (1, 0))
     front_BL = F.pad(mask_BL[:, 1:], (0, 1), value=1) * (1 - mask_BL)

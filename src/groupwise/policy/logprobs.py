@@ -11,14 +11,15 @@ import torch
 
 from groupwise.errors import ConfigError
 from groupwise.policy.layouts.forward import HeadSettings, base_model, unwrapped
+from groupwise.policy.layouts.packed import Stream
 from groupwise.policy.layouts.packed_forward import (
     compute_packed_logprobs,
-    prepare_stream,
+    pack_sequences,
     supports_packing,
     unsupported,
 )
 from groupwise.policy.layouts.padded import compute_padded_logprobs
-from groupwise.records import LogprobOutput, MicroBatch
+from groupwise.records import LogprobOutput, MicroBatch, TokenBatch
 
 logger = logging.getLogger(__name__)
 
@@ -95,16 +96,21 @@ class LogprobComputer:
         self.checked = layout == "padded"
 
     def prepare(self, batch: MicroBatch) -> MicroBatch:
-        """The batch with what the layout needs from the host; scoring it then waits for nothing."""
-        if self.layout == "padded" or batch.stream is not None:
+        """Pack the batch if the layout needs it; computing its log-probs then waits for nothing."""
+        if self.layout == "padded" or batch.packed is not None:
             return batch
-        return prepare_stream(batch, shared=self.layout == "shared_prefix")
+        return replace(batch, packed=self._pack(batch))
+
+    def _pack(self, batch: TokenBatch) -> Stream:
+        if isinstance(batch, MicroBatch) and isinstance(batch.packed, Stream):
+            return batch.packed
+        return pack_sequences(batch, shared=self.layout == "shared_prefix")
 
     def __call__(
-        self, model: Any, batch: MicroBatch, *, with_entropy: bool, with_aux_loss: bool = False
+        self, model: Any, batch: TokenBatch, *, with_entropy: bool, with_aux_loss: bool = False
     ) -> LogprobOutput:
-        """Log-probs (and entropies), (B, C), of the completion tokens under ``model``, wrapped or not."""
-        # A model that came later, such as a reference, has its attention opened here: before it is compared.
+        """Compute log-probs (and entropies), (B, T), of the completion tokens under ``model``."""
+        # Hook the attention of a model that came later, such as a reference, before it is compared.
         shared = self.layout == "shared_prefix"
         opened = self.layout != "padded" and supports_packing(base_model(model), shared=shared)
         if opened and not self.checked:
@@ -114,12 +120,12 @@ class LogprobComputer:
             return compute_padded_logprobs(
                 model, batch, self.head, with_entropy=with_entropy, with_aux_loss=with_aux_loss
             )
-        return compute_packed_logprobs(model, self.prepare(batch), self.head, with_entropy=with_entropy)
+        return compute_packed_logprobs(model, batch, self._pack(batch), self.head, with_entropy=with_entropy)
 
-    def _check(self, model: Any, batch: MicroBatch) -> None:
+    def _check(self, model: Any, batch: TokenBatch) -> None:
         """Compare the layout with the padded one on a few rows, and fall back to that where they differ."""
         last = len(batch) - 1
-        few = _shortened(batch.select(sorted({0, min(1, last), max(last - 1, 0), last})))
+        few = batch.select(sorted({0, min(1, last), max(last - 1, 0), last})).shortened(_CHECKED, _CHECKED)
         gap, gradient_gap = self._gaps(model, few)
         dtype = self.mixed_precision or next(model.parameters()).dtype
         allowed, gradient_allowed = _TOLERANCES[dtype]
@@ -134,7 +140,7 @@ class LogprobComputer:
         )
         self.layout = "padded"
 
-    def _gaps(self, model: Any, few: MicroBatch) -> tuple[float, float]:
+    def _gaps(self, model: Any, few: TokenBatch) -> tuple[float, float]:
         """Mean difference of the log-probs, and relative difference of the first parameters' gradients."""
         # Gradients are taken below DDP, which expects every one of its forwards to end in its backward.
         scored = model if self.sharded else unwrapped(model)
@@ -145,7 +151,7 @@ class LogprobComputer:
             with torch.set_grad_enabled(bool(probes)):
                 padded = compute_padded_logprobs(scored, few, self.head, with_entropy=False).logps_BT
                 streamed = compute_packed_logprobs(
-                    scored, self.prepare(few), self.head, with_entropy=False
+                    scored, few, self._pack(few), self.head, with_entropy=False
                 ).logps_BT
                 mask = few.completion_mask_BT
                 one, other = ((logps * mask).sum() for logps in (padded, streamed))
@@ -154,15 +160,6 @@ class LogprobComputer:
         finally:
             model.train(was_training)
         return gap.item(), gradient_gap
-
-
-def _shortened(batch: MicroBatch) -> MicroBatch:
-    """The last prompt tokens and the first completion tokens, so that the check stays cheap."""
-    cut = {
-        name: tensor[:, -_CHECKED:] if name.endswith("_BL") else tensor[:, :_CHECKED]
-        for name, tensor in batch.tensors().items()
-    }
-    return replace(batch, **cut)
 
 
 def _gradient_gap(one: torch.Tensor, other: torch.Tensor, probes: list[torch.Tensor]) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 from groupwise.core.advantages import total_rewards
 from groupwise.core.pass_at_k import majority_at_k, mean_with_interval, pass_at_k
-from groupwise.records import RewardBatch
+from groupwise.records import RewardBatch, RolloutBatch
 
 logger = logging.getLogger(__name__)
 
@@ -59,11 +59,11 @@ class EvaluationRecord:
     batches: int = 0
     first: dict[str, tuple[str, PromptValues]] = field(default_factory=dict)
 
-    def add(self, scored: RewardBatch) -> None:
+    def add(self, rollouts: RolloutBatch, scored: RewardBatch) -> None:
         """This rank's completions of one batch, without those that only fill it up."""
         if not self.ks:
             return
-        rewards_NF, rollout = scored.rewards.rewards_NF, scored.rollout
+        rewards_NF, rollout = scored.rewards.rewards_NF, rollouts
         total_N = total_rewards(scored.rewards, self.aggregation)
         answers = scored.columns.get(ANSWER_COLUMN, [_text(text) for text in rollout.texts])
         for index, row in enumerate(range(scored.local.start, min(scored.local.stop, len(total_N)))):

@@ -20,7 +20,7 @@ from groupwise.core.metrics import (
     detach_metrics,
     merge_metrics,
 )
-from groupwise.records import Completion, RewardBatch
+from groupwise.records import Completion, RewardBatch, RolloutBatch
 from groupwise.reporting.timing import StepTimer
 from groupwise.tokenization.images import prompt_images, row_images, thumbnail
 
@@ -66,6 +66,7 @@ class MetricBuffer:
 
 
 def completion_rows(
+    rollout: RolloutBatch,
     scored: RewardBatch,
     advantages: torch.Tensor,
     reward_names: list[str],
@@ -77,7 +78,7 @@ def completion_rows(
 
     With ``multimodal`` also small copies of the prompts' images, as the bytes of PNG files.
     """
-    rollout, rewards_NF = scored.rollout, scored.rewards.rewards_NF[scored.local]
+    rewards_NF = scored.rewards.rewards_NF[scored.local]
     rows: list[dict[str, Any]] = []
     for i, rewards_F in enumerate(rewards_NF.tolist()):
         named = zip(reward_names, rewards_F, strict=False)

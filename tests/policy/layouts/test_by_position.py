@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.batches import packed
 from test_stream import RIGHT, build, completions, values_and_gradients
 from torch.nn.attention.flex_attention import flex_attention
 from transformers import modeling_flash_attention_utils as flash
@@ -16,12 +17,9 @@ from transformers.integrations.flex_attention import WrappedFlexAttention
 from groupwise.errors import ConfigError
 from groupwise.policy.layouts import (
     HeadSettings,
-    LogprobComputer,
-    choose_layout,
-    compute_packed_logprobs,
     compute_padded_logprobs,
-    prepare_stream,
 )
+from groupwise.policy.logprobs import LogprobComputer, choose_layout
 
 
 def varlen_attention(
@@ -82,7 +80,7 @@ def test_flash_attention_gives_the_log_probs_and_gradients_of_padded_rows(name, 
     batch = completions()
     expected = values_and_gradients(build(*RIGHT[name]), batch, compute_padded_logprobs)
     model = with_attention(name, "flash_attention_2")
-    given = values_and_gradients(model, prepare_stream(batch, shared=False), compute_packed_logprobs)
+    given = values_and_gradients(model, batch, packed(shared=False))
     # float32 with sums of up to 67 terms: 100 roundings of 6e-8
     torch.testing.assert_close(given[:2], expected[:2], atol=1e-5, rtol=0)
     scale = max(float(gradient.abs().max()) for gradient in expected[2])
@@ -95,10 +93,8 @@ def test_flash_attention_passes_the_check_of_the_first_use(flash_on_cpu):
     scorer = LogprobComputer("packed", head)
     scores = scorer(model, completions(), with_entropy=False)
     assert scorer.layout == "packed" and scorer.checked
-    packed = compute_packed_logprobs(
-        model, prepare_stream(completions(), shared=False), head, with_entropy=False
-    )
-    assert torch.equal(scores.logps_BT, packed.logps_BT)
+    alone = packed(shared=False)(model, completions(), head, with_entropy=False)
+    assert torch.equal(scores.logps_BT, alone.logps_BT)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral_sliding"])
@@ -108,7 +104,7 @@ def test_flex_attention_gives_the_log_probs_of_padded_rows(name, monkeypatch):
     with torch.no_grad():  # it has no backward on a CPU
         expected = compute_padded_logprobs(build(*RIGHT[name]), batch, head, with_entropy=True)
         model = with_attention(name, "flex_attention")
-        given = compute_packed_logprobs(model, prepare_stream(batch, shared=False), head, with_entropy=True)
+        given = packed(shared=False)(model, batch, head, with_entropy=True)
     for ours, theirs in ((given.logps_BT, expected.logps_BT), (given.entropy_BT, expected.entropy_BT)):
         gap = (ours - theirs) * batch.completion_mask_BT
         assert gap.abs().max() < 1e-5

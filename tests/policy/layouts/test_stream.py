@@ -8,19 +8,17 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
+from support.batches import packed, token_batch
 
 from groupwise.errors import ConfigError
 from groupwise.policy.attention import install_attention_hook
 from groupwise.policy.layouts import (
     HeadSettings,
-    LogprobComputer,
-    choose_layout,
-    compute_packed_logprobs,
     compute_padded_logprobs,
-    prepare_stream,
+    pack_sequences,
     unsupported,
 )
-from groupwise.records import MicroBatch
+from groupwise.policy.logprobs import LogprobComputer, choose_layout
 
 SIZES = {
     "vocab_size": 67,
@@ -94,7 +92,7 @@ def completions(lengths=((3, (4, 1, 7)), (9, (2, 0)), (2, (3,))), pad=2, seed=1)
         prompt_mask[row, prompt_width - prompt :] = 1
         completion[row, :size] = torch.randint(3, 67, (size,), generator=generator)
         mask[row, :size] = 1
-    return MicroBatch(prompts, prompt_mask, completion, mask, mask)
+    return token_batch(prompts, prompt_mask, completion, mask)
 
 
 def values_and_gradients(model, batch, score):
@@ -112,7 +110,7 @@ def assert_streams_agree(model, batch, tolerance):
     assert unsupported(model) is None
     expected = values_and_gradients(model, batch, compute_padded_logprobs)
     for shared in (False, True):
-        given = values_and_gradients(model, prepare_stream(batch, shared=shared), compute_packed_logprobs)
+        given = values_and_gradients(model, batch, packed(shared=shared))
         torch.testing.assert_close(given[:2], expected[:2], atol=tolerance, rtol=0)
         scale = max(float(gradient.abs().max()) for gradient in expected[2])
         for ours, theirs in zip(given[2], expected[2], strict=True):
@@ -139,12 +137,12 @@ def test_an_architecture_that_would_be_wrong_is_refused(name):
 
 def test_gradient_checkpointing_recomputes_the_same():
     model = build(*RIGHT["llama"])
-    batch = prepare_stream(completions(), shared=True)
+    batch = completions()
     assert unsupported(model) is None
-    plain = values_and_gradients(model, batch, compute_packed_logprobs)
+    plain = values_and_gradients(model, batch, packed(shared=True))
     model.gradient_checkpointing_enable({"use_reentrant": False})
     head = HeadSettings("chunked", 0.7)
-    scores = compute_packed_logprobs(model, batch, head, with_entropy=True)
+    scores = packed(shared=True)(model, batch, head, with_entropy=True)
     mask = batch.completion_mask_BT
     values = scores.logps_BT * mask + 0.3 * scores.entropy_BT * mask
     (values * torch.linspace(0.5, 2.0, values.numel()).view_as(values)).sum().backward()
@@ -170,9 +168,7 @@ def test_bfloat16_stays_within_its_rounding():
         truth, padded = (
             compute_padded_logprobs(m, batch, head, with_entropy=False).logps_BT for m in (exact, model)
         )
-        streamed = compute_packed_logprobs(
-            model, prepare_stream(batch, shared=True), head, with_entropy=False
-        ).logps_BT
+        streamed = packed(shared=True)(model, batch, head, with_entropy=False).logps_BT
     error, allowed = ((logps - truth).abs() * mask for logps in (streamed, padded))
     assert error.mean() <= 1.5 * allowed.mean() + 1e-3
 
@@ -187,8 +183,8 @@ def test_any_mix_of_lengths(lengths):
 def test_a_shared_prompt_is_computed_once():
     # groups (3; 4+1+7), (9; 2+0), (2; 3): 14 prompt and 17 completion tokens; packed repeats the prompts
     batch = completions()
-    assert prepare_stream(batch, shared=True).stream.token_ids_1T.numel() == 14 + 17
-    assert prepare_stream(batch, shared=False).stream.token_ids_1T.numel() == 3 * 3 + 9 * 2 + 2 + 17
+    assert pack_sequences(batch, shared=True).token_ids_1S.numel() == 14 + 17
+    assert pack_sequences(batch, shared=False).token_ids_1S.numel() == 3 * 3 + 9 * 2 + 2 + 17
 
 
 def test_an_opened_model_computes_what_it_computed_before():

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from groupwise.core.padding import pad_sequences
 from groupwise.policy.attention import grouped_query_attention
-from groupwise.records import MicroBatch
+from groupwise.records import TokenBatch
 
 _NEVER = torch.iinfo(torch.long).max  # position of a padded key: after every query
 
@@ -99,7 +99,7 @@ def _gather(heads_1HTD: torch.Tensor, places_RQ: torch.Tensor) -> torch.Tensor:
 class Stream:
     """A micro-batch as the input of one forward.
 
-    token_ids_1T, position_ids_1T: the model's input.
+    token_ids_1S, position_ids_1S: the model's input.
     logit_index_N: the place whose output predicts a completion token; places repeat where prompts are shared.
     target_N: that completion token.
     output_index_N: its place in the flattened (B, C) of the batch.
@@ -107,8 +107,8 @@ class Stream:
     longest: tokens of the longest of those.
     """
 
-    token_ids_1T: torch.Tensor
-    position_ids_1T: torch.Tensor
+    token_ids_1S: torch.Tensor
+    position_ids_1S: torch.Tensor
     logit_index_N: torch.Tensor
     target_N: torch.Tensor
     output_index_N: torch.Tensor
@@ -156,7 +156,7 @@ class Shape:
         return runs
 
 
-def shape_of(batch: MicroBatch) -> Shape:
+def shape_of(batch: TokenBatch) -> Shape:
     """Lengths and repeated prompts of ``batch``; one transfer to the host."""
     ids, mask = batch.prompt_ids_BL, batch.prompt_mask_BL
     same = ((ids[1:] == ids[:-1]) & (mask[1:] == mask[:-1])).all(-1)
@@ -166,7 +166,7 @@ def shape_of(batch: MicroBatch) -> Shape:
     return Shape(prompts, completions, [bool(flag) for flag in flags])
 
 
-def build_stream(batch: MicroBatch, shape: Shape, *, shared: bool) -> Stream:
+def build_stream(batch: TokenBatch, shape: Shape, *, shared: bool) -> Stream:
     """The stream of ``batch``.
 
     Args:
@@ -206,8 +206,8 @@ def build_stream(batch: MicroBatch, shape: Shape, *, shared: bool) -> Stream:
     tokens = torch.cat([batch.prompt_ids_BL, batch.completion_ids_BT], dim=1).flatten()
     output_index_N = torch.tensor(slots, dtype=torch.long).to(device)
     return Stream(
-        token_ids_1T=tokens[torch.tensor(source).to(device)].unsqueeze(0),
-        position_ids_1T=position_T.to(device).unsqueeze(0),
+        token_ids_1S=tokens[torch.tensor(source).to(device)].unsqueeze(0),
+        position_ids_1S=position_T.to(device).unsqueeze(0),
         logit_index_N=torch.tensor(predictors, dtype=torch.long).to(device),
         target_N=batch.completion_ids_BT.flatten()[output_index_N],
         output_index_N=output_index_N,

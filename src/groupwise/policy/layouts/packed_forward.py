@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from groupwise.policy.layouts.forward import (
     takes_text_alone,
 )
 from groupwise.policy.layouts.packed import Stream, build_stream, shape_of
-from groupwise.records import LogprobOutput, MicroBatch
+from groupwise.records import LogprobOutput, TokenBatch
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -62,28 +61,27 @@ def _attention_dropout(module: torch.nn.Module) -> float:
     return getattr(kept, "p", kept) or 0.0
 
 
-def prepare_stream(batch: MicroBatch, *, shared: bool) -> MicroBatch:
-    """The batch with its stream, so that scoring it later needs nothing from the device."""
-    return replace(batch, stream=build_stream(batch, shape_of(batch), shared=shared))
+def pack_sequences(batch: TokenBatch, *, shared: bool) -> Stream:
+    """Pack the sequences of a batch; computing their log-probs then needs nothing from the device."""
+    return build_stream(batch, shape_of(batch), shared=shared)
 
 
 def compute_packed_logprobs(
-    model: torch.nn.Module, batch: MicroBatch, head: HeadSettings, *, with_entropy: bool
+    model: torch.nn.Module, batch: TokenBatch, stream: Stream, head: HeadSettings, *, with_entropy: bool
 ) -> LogprobOutput:
     """Log-probs (and entropies) of the completion tokens under ``model``: (B, C), float32, zero on padding.
 
     Args:
-        batch: from :func:`prepare_stream`.
+        stream: from :func:`pack_sequences`.
     """
-    stream: Stream = batch.stream
     inputs: dict[str, Any] = {
-        "input_ids": stream.token_ids_1T,
-        "position_ids": stream.position_ids_1T,
+        "input_ids": stream.token_ids_1S,
+        "position_ids": stream.position_ids_1S,
         "logits_to_keep": stream.logit_index_N,
     }
     if install_attention_hook(base_model(model)):
         # Nothing reads it: of four axes, so that the model takes it as it is and builds no T x T mask.
-        inputs["attention_mask"] = stream.token_ids_1T.new_zeros((1, 1, 1, 1), dtype=torch.bool)
+        inputs["attention_mask"] = stream.token_ids_1S.new_zeros((1, 1, 1, 1), dtype=torch.bool)
         inputs["attend"] = stream.attention
     else:
         inputs |= stream.bounds()

@@ -11,12 +11,12 @@ from groupwise.policy.layouts.forward import (
     has_own_positions,
     score_forward,
 )
-from groupwise.records import LogprobOutput, MicroBatch
+from groupwise.records import LogprobOutput, TokenBatch
 
 
 def compute_padded_logprobs(
     model: torch.nn.Module,
-    batch: MicroBatch,
+    batch: TokenBatch,
     head: HeadSettings,
     *,
     with_entropy: bool,
