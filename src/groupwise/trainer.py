@@ -7,7 +7,7 @@ from dataclasses import astuple
 from typing import Any
 
 import torch
-from accelerate.utils import set_seed
+from accelerate.utils import gather_object, set_seed
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 
@@ -20,10 +20,10 @@ from groupwise.core.metrics import Mean
 from groupwise.data.batches import ExperienceBuffer, as_columns
 from groupwise.data.budget import micro_batch_budget
 from groupwise.data.build import check_data, prepare_data
-from groupwise.data.dynamic_sampling import Feed
+from groupwise.data.dynamic_sampling import DynamicBatch, DynamicSamplingSettings, Feed, LeftoverGroups
 from groupwise.data.image_checks import check_vision
 from groupwise.data.lookahead import Pipeline, staleness
-from groupwise.data.rebalancing import WindowStats, cache_sized, rows_to_score
+from groupwise.data.rebalancing import WindowStats, cache_sized, rows_needing_logps
 from groupwise.generation.build import check_backend, make_backend
 from groupwise.generation.weight_iterator import gatherable, weight_iterator
 from groupwise.hf import checkpointing
@@ -207,12 +207,14 @@ class GRPOTrainer(
 
     def make_train_experience(self, rows: list[Row]) -> list[Experience]:
         """Generate, reward and weigh the completions of one generation batch."""
-        if self.args.dynamic_sampling:
-            filled = self.fill(lambda rows: self.sample(self.make_request(rows)), self.logps_of)
-            self.metrics["train"].record(filled.metrics)
-            rollouts, rewards = filled.rollouts, filled.rewards
-        else:
-            rollouts, rewards = self.sample(self.make_request(self.rows_of_step(rows)))
+        batch = DynamicBatch(self.feed.leftover_groups, DynamicSamplingSettings.from_config(self.args))
+        while not batch.is_full:  # the same decision on every rank; one round unless dynamic_sampling
+            if self.feed.source is not None:
+                rows = self.next_rows(batch.num_to_sample)
+            batch.add(*self.sample(self.make_request(rows)))
+        self.metrics["train"].record(batch.metrics)
+        rollouts, rewards, surplus = batch.finish()
+        self.feed.leftover_groups = self.add_behavior_logps(surplus)  # before the policy changes
         return self.make_experience(rollouts, rewards, self.args.per_device_train_batch_size)
 
     def make_request(self, rows: list[Row]) -> RolloutRequest:
@@ -257,7 +259,7 @@ class GRPOTrainer(
             logps = self.old_and_ref_logps(tokens, on_policy=False) if self.args.kl_in_reward else None
             rewards = self.apply_kl_penalty(rewards, tokens, logps)
             advantages_BX = as_columns(rewards.local_rows(self.compute_advantages(rewards)), tokens)
-            only = rows_to_score(tokens, advantages_BX, self.micro_batch_budget, micro_batch_size)
+            only = rows_needing_logps(tokens, advantages_BX, self.micro_batch_budget, micro_batch_size)
             logps = logps or self.old_and_ref_logps(tokens, only, on_policy=on_policy)
         if self.args.log_completions:
             where = self.reward_func_names, self.state.global_step
@@ -275,12 +277,15 @@ class GRPOTrainer(
             return True
         return mode == "train" and not self.is_exactly_on_policy()
 
-    def logps_of(self, rollouts: RolloutBatch) -> list[list[float]]:
-        """Log-probs of completions under the current policy."""
+    def add_behavior_logps(self, surplus: LeftoverGroups) -> LeftoverGroups:
+        """Compute the log-probs of leftover groups under the policy that sampled them, this rank's share."""
+        rollouts = surplus.local_rollouts(DynamicSamplingSettings.from_config(self.args))
+        if rollouts is None:
+            return surplus
         logps_BT = self.old_and_ref_logps(self.collate(rollouts), on_policy=False).old_logps_BT
-        return [
-            row[: len(c.token_ids)] for row, c in zip(logps_BT.tolist(), rollouts.completions, strict=True)
-        ]
+        lengths = [len(completion.token_ids) for completion in rollouts.completions]
+        own = [row[:length] for row, length in zip(logps_BT.tolist(), lengths, strict=True)]
+        return surplus.with_behavior_logps(gather_object(own))
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Loss and gradients of one micro-batch; None is one that the window does not need."""

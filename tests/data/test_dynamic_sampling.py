@@ -6,23 +6,25 @@ import itertools
 import logging
 import math
 from collections import Counter
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.ranks import on_ranks
 from support.runs import WORDS, policy, tokenizer, trainer
 
 from groupwise import Completion, ConfigError, GRPOTrainer, register_aggregation
 from groupwise.core.advantages import GroupRewards
+from groupwise.core.images import ImageInputs
 from groupwise.data.dynamic_sampling import (
-    FillSettings,
+    DynamicBatch,
+    DynamicSamplingSettings,
     LeftoverGroups,
-    fill_batch,
     has_variance,
     round_size,
-    with_old_logps,
 )
 from groupwise.records import RewardBatch, RolloutBatch
 
@@ -73,49 +75,69 @@ def test_rewards_of_steps_count():
     assert has_variance(group_rewards([[NAN]] * 4, 2, step_rewards=steps, num_tokens=4)) == [False, True]
 
 
+def settings_of(num_prompts, size, max_rounds=10, **changes):
+    return DynamicSamplingSettings(True, num_prompts, size, max_rounds, **changes)
+
+
 @pytest.mark.parametrize(
-    ("num_unfilled", "share", "ranks", "expected"),
+    ("num_unfilled", "share", "world_size", "expected"),
     [
         (8, 1.0, 1, 8),
         (3, 0.5, 1, 6),
         (3, 0.4, 1, 8),  # 7.5, rounded up
         (3, 0.1, 1, 8),  # at most a full batch
         (3, 0.0, 1, 8),
+        (0, 1.0, 1, 1),  # a full batch of leftover groups still samples one prompt
         (3, 1.0, 8, 4),  # 4 completions for each of 8 ranks: prompts in pairs
         (1, 1.0, 2, 1),  # 2 completions for each of 2 ranks
     ],
 )
-def test_round_sizes(num_unfilled, share, ranks, expected):
-    # 4 completions per prompt.
-    assert round_size(num_unfilled, share, FillSettings(8, 4, 10, ranks=ranks)) == expected
+def test_round_sizes(num_unfilled, share, world_size, expected):
+    # 4 completions per prompt
+    assert round_size(num_unfilled, share, settings_of(8, 4, world_size=world_size)) == expected
 
 
-def scripted(varied, size):
-    """Samples the next prompts 0, 1, 2, ...; the rewards of those in ``varied`` differ."""
-    numbers = itertools.count()
+class Prompts:
+    """Prompts 0, 1, 2, ... and rounds of them in which the rewards of the prompts in ``varied`` differ."""
 
-    def sample(count):
-        ids = [number for number in itertools.islice(numbers, count) for _ in range(size)]
-        rewards = [[float(i == 0 and number in varied)] for number in ids[::size] for i in range(size)]
-        rollout = RolloutBatch(
-            rows=[{"number": number} for number in ids],
-            prompts=[str(number) for number in ids],
-            prompt_ids=[[number] for number in ids],
-            completions=[Completion([i]) for i in range(len(ids))],
-            texts=["x"] * len(ids),
-            extra={"place": list(range(len(ids)))},
+    def __init__(self, varied, size, world_size=1, rank=0):
+        self.numbers, self.varied, self.size = itertools.count(), varied, size
+        self.world_size, self.rank = world_size, rank
+
+    def sample(self, count):
+        """Rollouts of this rank and rewards of all ranks; the first reward of a varied group is 1."""
+        prompts = list(itertools.islice(self.numbers, count))
+        ids = [number for number in prompts for _ in range(self.size)]
+        rewards = [[float(i == 0 and n in self.varied)] for n in prompts for i in range(self.size)]
+        share = len(ids) // self.world_size
+        local = slice(self.rank * share, (self.rank + 1) * share)
+        own = ids[local]
+        rollouts = RolloutBatch(
+            rows=[{"number": number} for number in own],
+            prompts=[str(number) for number in own],
+            prompt_ids=[[number] for number in own],
+            completions=[Completion([i]) for i in range(local.start, local.stop)],
+            texts=[f"text {number}" for number in own],
+            num_generations=self.size,
+            extra={"place": list(range(local.start, local.stop))},
         )
-        return RewardBatch(rollout, group_rewards(rewards, size), slice(0, len(ids)), {"seen": list(ids)})
-
-    return sample
+        return rollouts, RewardBatch(group_rewards(rewards, self.size), local, {"seen": list(own)})
 
 
-def alone(values):
-    return values
+def fill(prompts, leftover, settings, gather=list):
+    """Run the loop of a step; returns what ``finish`` returns, and the batch."""
+    batch = DynamicBatch(leftover, settings, gather)
+    while not batch.is_full:
+        batch.add(*prompts.sample(batch.num_to_sample))
+    return *batch.finish(), batch
 
 
-def trained_on(filled):
-    return [row["number"] for row in filled.scored.rollout.rows]
+def trained_on(rollouts):
+    return [row["number"] for row in rollouts.rows]
+
+
+def numbers_of(leftover):
+    return [group[0].row["number"] for group in leftover.groups]
 
 
 @settings(max_examples=60)
@@ -126,29 +148,70 @@ def trained_on(filled):
 )
 def test_every_group_with_variance_is_trained_on_once_and_in_order(varied, wanted, size):
     varied = varied | set(range(61, 200))  # in the end all vary, so that every batch can be filled
-    fill = FillSettings(wanted, size, max_rounds=100)
-    sample, carry, seen = scripted(varied, size), LeftoverGroups(), []
+    prompts, leftover, seen = Prompts(varied, size), LeftoverGroups(), []
     for _ in range(6):
-        filled = fill_batch(carry, fill, sample, alone)
-        assert filled.num_unfilled == 0 and len(filled.surplus) < wanted
-        groups = trained_on(filled)
+        rollouts, rewards, leftover, batch = fill(prompts, leftover, settings_of(wanted, size, 100))
+        assert batch.num_unfilled == 0 and len(leftover.groups) < wanted
+        groups = trained_on(rollouts)
         assert Counter(groups) == dict.fromkeys(groups, size)
         seen += groups[::size]
-        carry = LeftoverGroups(filled.surplus, filled.share_with_variance)
     assert seen == sorted(varied)[: len(seen)]
-    assert filled.scored.columns["seen"] == groups
-    assert filled.scored.rewards.rewards_NF.flatten().tolist() == [
-        float(i % size == 0) for i in range(len(groups))
-    ]
+    assert rewards.columns["seen"] == groups
+    assert rewards.rewards.rewards_NF.flatten().tolist() == [float(i % size == 0) for i in range(len(groups))]
+
+
+def test_every_column_of_a_rollout_is_kept():
+    rollouts, rewards, _, _ = fill(Prompts({1, 2, 3}, 2), LeftoverGroups(), settings_of(1, 2))
+    # prompt 0 has no variance; prompt 1 is completions 0 and 1 of the second round
+    assert rollouts == RolloutBatch(
+        rows=[{"number": 1}] * 2,
+        prompts=["1"] * 2,
+        prompt_ids=[[1]] * 2,
+        completions=[Completion([0]), Completion([1])],
+        texts=["text 1"] * 2,
+        num_generations=2,
+        extra={"place": [0, 1]},
+    )
+    assert (rewards.columns, rewards.local, rewards.rewards.num_tokens) == ({"seen": [1, 1]}, slice(0, 2), 1)
+    columns = {f.name for f in fields(RolloutBatch)} - {
+        "num_generations",
+        "num_valid",
+        "metrics",
+        "row_ids",
+        "mode",
+    }
+    assert columns == {"rows", "prompts", "prompt_ids", "completions", "texts", "extra", "images"}
+
+
+def test_images_and_step_rewards_stay_with_their_completions():
+    images = [ImageInputs({"pixel_values": torch.tensor([float(i)])}) for i in range(4)]
+    rollouts, rewards = Prompts({0}, 2).sample(2)
+    steps = {0: [[(0, 0.5)], [(0, 0.5)], [(0, 0.25)], [(0, 1.0)]]}
+    batch = DynamicBatch(LeftoverGroups(), settings_of(1, 2), list)
+    values = group_rewards([[NAN]] * 4, 2, step_rewards=steps, num_tokens=1)
+    batch.add(replace(rollouts, images=images), replace(rewards, rewards=values))
+    filled, filled_rewards, _ = batch.finish()
+    assert filled.images == images[2:]  # the second group has variance
+    assert filled_rewards.rewards.step_rewards == {0: [[(0, 0.25)], [(0, 1.0)]]}
+
+
+def test_columns_that_some_completions_lack_are_none():
+    first, second = Prompts({0, 1}, 2), Prompts({0, 1}, 2)
+    batch = DynamicBatch(LeftoverGroups(), settings_of(2, 2), list)
+    batch.add(*first.sample(1))
+    rollouts, rewards = second.sample(1)
+    batch.add(replace(rollouts, extra={"other": ["a", "b"]}), replace(rewards, columns={}))
+    filled, filled_rewards, _ = batch.finish()
+    assert filled.extra == {"place": [0, 1, None, None], "other": [None, None, "a", "b"]}
+    assert filled_rewards.columns == {"seen": [0, 0, None, None]}
 
 
 def test_a_batch_that_cannot_be_filled_takes_groups_without_variance():
-    fill = FillSettings(4, 2, max_rounds=2)
-    filled = fill_batch(LeftoverGroups(), fill, scripted({3}, 2), alone)
-    # Two rounds of 4 prompts: only prompt 3 varies, 0, 1 and 2 fill up, 4 to 7 are discarded.
-    assert trained_on(filled) == [3, 3, 0, 0, 1, 1, 2, 2]
-    assert filled.num_unfilled == 3 and filled.surplus == []
-    values = {name: reduction.value() for name, reduction in filled.metrics.items()}
+    rollouts, _, leftover, batch = fill(Prompts({3}, 2), LeftoverGroups(), settings_of(4, 2, max_rounds=2))
+    # Two rounds of 4 prompts: only prompt 3 varies, 0, 1 and 2 fill the batch, 4 to 7 are discarded.
+    assert trained_on(rollouts) == [3, 3, 0, 0, 1, 1, 2, 2]
+    assert leftover == LeftoverGroups([], share_with_variance=1 / 8, has_warned=True)
+    values = {name: reduction.value() for name, reduction in batch.metrics.items()}
     assert values == {
         "dynamic_sampling/rounds": 2.0,
         "dynamic_sampling/discarded_share": 4 / 8,
@@ -157,71 +220,118 @@ def test_a_batch_that_cannot_be_filled_takes_groups_without_variance():
     }
 
 
+def test_one_warning_per_run_names_the_groups_without_variance(caplog):
+    prompts, leftover = Prompts({0, 1, 2}, 2), LeftoverGroups()
+    with caplog.at_level(logging.WARNING):
+        _, _, leftover, _ = fill(prompts, leftover, settings_of(3, 2, max_rounds=1))
+        assert not leftover.has_warned and not caplog.text
+        for _ in range(2):
+            _, _, leftover, _ = fill(prompts, leftover, settings_of(3, 2, max_rounds=1))
+            assert leftover.has_warned
+    assert caplog.text.count("after dynamic_sampling_max_rounds=1 rounds, 3 of the 3 groups") == 1
+
+
+def test_rounds_after_the_first_sample_what_the_shares_so_far_suggest():
+    # batches of 4: of the first 4 prompts two vary, so two missing groups need 4 more, of which all vary
+    batch = DynamicBatch(LeftoverGroups(), settings_of(4, 2), list)
+    prompts = Prompts({0, 1, 4, 5, 6, 7}, 2)
+    assert (batch.is_full, batch.num_to_sample, batch.num_unfilled) == (False, 4, 4)
+    batch.add(*prompts.sample(4))
+    assert (batch.is_full, batch.num_to_sample, batch.num_unfilled) == (False, 4, 2)
+    batch.add(*prompts.sample(4))
+    assert (batch.is_full, batch.num_unfilled) == (True, 0)
+    rollouts, _, leftover = batch.finish()
+    assert trained_on(rollouts)[::2] == [0, 1, 4, 5] and numbers_of(leftover) == [6, 7]
+    assert leftover.share_with_variance == 6 / 8
+    # the next step expects that share: 4 - 2 groups need 2 / (6 / 8) = 2.7 prompts
+    following = DynamicBatch(leftover, settings_of(4, 2), list)
+    assert (following.is_full, following.num_to_sample) == (False, 3)
+
+
+def test_leftover_groups_come_first_and_do_not_replace_sampling():
+    leftover = fill(Prompts(set(range(9)), 2), LeftoverGroups(), settings_of(4, 2, 1))[2]
+    assert leftover.groups == []
+    batch = DynamicBatch(LeftoverGroups(), settings_of(1, 2), list)
+    batch.add(*Prompts(set(range(9)), 2).sample(4))  # one group and three left over
+    leftover = batch.finish()[2]
+    assert numbers_of(leftover) == [1, 2, 3]
+    rollouts, _, leftover, batch = fill(Prompts({0}, 2), leftover, settings_of(2, 2))
+    # 1 and 2 fill the batch, a round of one prompt is sampled all the same; 3 and the new 0 are left
+    assert trained_on(rollouts) == [1, 1, 2, 2] and numbers_of(leftover) == [3, 0]
+    assert batch.metrics["dynamic_sampling/carried"].value() == 2
+
+
+def test_without_dynamic_sampling_one_round_is_the_batch():
+    def refuse(values):
+        raise AssertionError("an exchange without dynamic sampling")
+
+    settings_off = DynamicSamplingSettings(False, 3, 2, max_rounds=10)
+    batch = DynamicBatch(LeftoverGroups(), settings_off, refuse)
+    assert (batch.is_full, batch.num_to_sample) == (False, 3)
+    rollouts, rewards = Prompts(set(), 2).sample(3)
+    batch.add(rollouts, rewards)
+    assert batch.is_full and batch.metrics == {}
+    filled, filled_rewards, leftover = batch.finish()
+    assert filled is rollouts and filled_rewards is rewards and leftover == LeftoverGroups()
+
+
 def test_ranks_share_the_batch_of_one_process():
     # 3 groups of 4 on 2 ranks: the second group has completions of both. Prompts 0 and 1 have no variance.
-    def of_rank(rank):
-        whole = scripted(set(range(2, 40)), 4)
+    varied = set(range(2, 40))
 
-        def sample(count):
-            scored = whole(count)
-            share = len(scored.rollout) // 2
-            local = slice(rank * share, (rank + 1) * share)
-            part = {
-                name: getattr(scored.rollout, name)[local]
-                for name in ("rows", "prompts", "prompt_ids", "completions", "texts")
-            }
-            extra = {"place": scored.rollout.extra["place"][local]}
-            return RewardBatch(
-                RolloutBatch(**part, extra=extra),
-                scored.rewards,
-                local,
-                {"seen": scored.columns["seen"][local]},
-            )
+    def on_rank(rank, gather, exchange):
+        own = settings_of(3, 4, 5, world_size=2, rank=rank)
+        return fill(Prompts(varied, 4, 2, rank), LeftoverGroups(), own, gather)
 
-        return sample
-
-    def run(gathered):
-        """What each of the two ranks fills, when the exchange gives ``gathered`` to both."""
-        own, filled = [], []
-        for rank in (0, 1):
-            fill = FillSettings(3, 4, 5, ranks=2, rank=rank)
-
-            def gather(values):
-                own.append(values)
-                return gathered if gathered is not None else values
-
-            try:
-                filled.append(fill_batch(LeftoverGroups(), fill, of_rank(rank), gather))
-            except (RuntimeError, IndexError, ValueError):
-                assert gathered is None  # without the other rank's half, groups are not whole
-        return own, filled
-
-    own, _ = run(None)
-    _, (first, second) = run(own[0] + own[1])
-    one = fill_batch(LeftoverGroups(), FillSettings(3, 4, 5), scripted(set(range(2, 40)), 4), alone)
-    assert trained_on(first) + trained_on(second) == trained_on(one) == [2] * 4 + [3] * 4 + [4] * 4
-    assert first.surplus == second.surplus == one.surplus and len(one.surplus) == 1
-    assert (first.scored.local, second.scored.local) == (slice(0, 6), slice(6, 12))
-    assert torch.equal(first.scored.rewards.rewards_NF, one.scored.rewards.rewards_NF)
+    first, second = on_ranks(2, on_rank)
+    one = fill(Prompts(varied, 4), LeftoverGroups(), settings_of(3, 4, 5))
+    assert trained_on(first[0]) + trained_on(second[0]) == trained_on(one[0]) == [2] * 4 + [3] * 4 + [4] * 4
+    assert first[0].extra["place"] + second[0].extra["place"] == one[0].extra["place"]
+    assert first[2] == second[2] == one[2] and len(one[2].groups) == 1
+    assert (first[1].local, second[1].local) == (slice(0, 6), slice(6, 12))
+    for filled in (first, second):
+        assert torch.equal(filled[1].rewards.rewards_NF, one[1].rewards.rewards_NF)
 
 
-def test_carried_groups_survive_a_checkpoint(tmp_path):
-    filled = fill_batch(LeftoverGroups(), FillSettings(2, 2, 5), scripted(set(range(1, 9)), 2), alone)
-    groups = with_old_logps(
-        filled.surplus, FillSettings(2, 2, 5), lambda rollout: [[-0.5]] * len(rollout), alone
+def leftover_of(count, size=2):
+    """Groups 1 to ``count``, left over by a batch of one group."""
+    batch = DynamicBatch(LeftoverGroups(), settings_of(1, size), list)
+    batch.add(*Prompts(set(range(99)), size).sample(1 + count))
+    return batch.finish()[2]
+
+
+def test_ranks_compute_the_log_probs_of_leftover_groups_in_equal_shares():
+    leftover = leftover_of(3)  # 6 completions, 2 for each of 4 ranks
+    parts = [leftover.local_rollouts(settings_of(1, 2, world_size=4, rank=rank)) for rank in range(4)]
+    assert [trained_on(part) for part in parts] == [[1, 1], [2, 2], [3, 3], [3, 3]]
+    assert all(part.num_generations == 2 for part in parts)
+    logps = [[-float(ids[0])] for part in parts for ids in (c.token_ids for c in part.completions)]
+    known = leftover.with_behavior_logps(logps)
+    # the completion of row i is [i]; rows 0 and 1 are the group of the batch
+    assert [s.completion.old_logps for group in known.groups for s in group] == [
+        [-2.0], [-3.0], [-4.0], [-5.0], [-6.0], [-7.0]
+    ]  # fmt: skip
+    assert LeftoverGroups().local_rollouts(settings_of(1, 2)) is None
+
+
+def test_leftover_groups_survive_a_checkpoint(tmp_path):
+    leftover = replace(
+        leftover_of(2).with_behavior_logps([[-0.5]] * 4), share_with_variance=0.75, has_warned=True
     )
-    carry = LeftoverGroups(groups, 0.75)
-    assert groups[0][0].completion.old_logps == [-0.5]
-    torch.save(carry.state_dict(), tmp_path / "carry.pt")
-    assert LeftoverGroups.from_state(torch.load(tmp_path / "carry.pt", weights_only=True)) == carry
+    torch.save(leftover.state_dict(), tmp_path / "leftover.pt")
+    restored = LeftoverGroups()
+    restored.load_state_dict(torch.load(tmp_path / "leftover.pt", weights_only=True))
+    assert restored == leftover
+    assert restored.groups[0][0].completion.old_logps == [-0.5]
 
 
 def test_groups_that_a_checkpoint_cannot_hold_are_left_out(caplog):
-    filled = fill_batch(LeftoverGroups(), FillSettings(2, 2, 5), scripted(set(range(1, 9)), 2), alone)
-    filled.surplus[0][0].values["rows"]["image"] = object()
+    leftover = leftover_of(3)
+    leftover.groups[1][1].row["image"] = object()
     with caplog.at_level(logging.WARNING):
-        assert LeftoverGroups(filled.surplus).state_dict()["groups"] == []
-    assert "1 carried groups are not part of the checkpoint" in caplog.text
+        state = leftover.state_dict()
+    assert [group[0]["row"]["number"] for group in state["groups"]] == [1, 3]
+    assert "1 leftover groups are not part of the checkpoint" in caplog.text
 
 
 # With the trainer.
@@ -289,13 +399,13 @@ def test_groups_left_over_are_trained_on_next_with_the_log_probs_of_their_policy
     )  # fmt: skip
     run.args.max_steps = 1
     run.train()
-    carried = run.feed.carry.groups
-    assert [group[0].values["rows"]["number"] for group in carried] == [6, 7]
+    carried = run.feed.leftover_groups.groups
+    assert [group[0].row["number"] for group in carried] == [6, 7]
     first = policy()  # the policy that sampled them
     for sample in itertools.chain(*carried):
-        tokens = torch.tensor([sample.values["prompt_ids"] + sample.completion.token_ids])
+        tokens = torch.tensor([sample.prompt_ids + sample.completion.token_ids])
         logps = first(tokens).logits[0].log_softmax(-1)
-        prompt = len(sample.values["prompt_ids"])
+        prompt = len(sample.prompt_ids)
         expected = [
             logps[prompt - 1 + i, token].item() for i, token in enumerate(sample.completion.token_ids)
         ]
@@ -307,13 +417,14 @@ def test_groups_left_over_are_trained_on_next_with_the_log_probs_of_their_policy
         gradient_checkpointing=False, log_completions=True, sequence_layout="padded",
     )  # fmt: skip
     run.train()
-    assert all(batch.old_logps_BT is None for step, batch in run.batches if step == 0)
+    assert all(batch.old_logps_BT.isnan().all() for step, batch in run.batches if step == 0)
     (second,) = [batch for step, batch in run.batches if step == 1]
     prompts = second.prompt_ids_BL[:, -1].tolist()
     old = dict(zip(prompts, second.old_logps_BT.tolist(), strict=True))
-    assert not second.old_logps_BT.isnan().any()  # the others have those of the present policy
-    stored = {s.values["prompt_ids"][-1]: s.completion.old_logps for group in carried for s in group[-1:]}
+    stored = {s.prompt_ids[-1]: s.completion.old_logps for group in carried for s in group[-1:]}
     assert len(stored) == 2
+    # the current policy sampled the others
+    assert all(prompt in stored or math.isnan(logp) for prompt, logps in old.items() for logp in logps)
     for prompt, logps in stored.items():
         assert old[prompt] == pytest.approx(logps, abs=1e-6)
     logged = [line for line in run.state.log_history if "loss" in line]

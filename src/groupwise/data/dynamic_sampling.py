@@ -1,10 +1,10 @@
-"""Dynamic sampling (DAPO, section 3.2): groups whose rewards do not vary give way to further prompts.
+"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): replace groups without reward variance.
 
-    carried groups + rounds of (prompts -> completions -> rewards) -> a batch with variance + the rest
+    leftover groups + rounds of (prompts -> completions -> rewards) -> a batch with variance + leftover groups
 
-Every decision follows from the rewards of all ranks, which every rank knows: so all of them decide the same
-and take part in the same exchanges. Axis suffixes: N completions of all ranks, F reward functions, P groups,
-G completions of a group.
+Every decision follows from the rewards of all ranks, which every rank has, so that all ranks sample the same
+number of rounds. Axis suffixes: N completions of all ranks, F reward functions, P groups, G completions of a
+group.
 """
 
 from __future__ import annotations
@@ -12,136 +12,303 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
+from accelerate.utils import gather_object
 
+from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.advantages import AGGREGATIONS, GroupRewards, total_rewards
+from groupwise.core.images import ImageInputs
 from groupwise.core.metrics import Mean, Metrics
 from groupwise.data.prompt_source import PromptSource
 from groupwise.errors import ConfigError
-from groupwise.records import Completion, RewardBatch, RolloutBatch
+from groupwise.records import Completion, RewardBatch, RolloutBatch, Row
 
 logger = logging.getLogger(__name__)
 
-#: A spread of rewards below this share of the largest one is rounding.
+#: A reward range below this share of the largest reward is rounding.
 _ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One completion with all that later stages need to know of it.
+class DynamicSamplingSettings:
+    """Size of a generation batch, and how it is filled.
 
-    values: its entries in the fields of a ``RolloutBatch``, by field.
-    columns: what reward functions logged for it.
-    rewards: one per function, NaN for None; steps: those of process-supervised functions, by function.
+    enabled: replace groups without reward variance; otherwise one round is the batch.
+    num_prompts: groups of a full batch, all ranks together.
+    num_generations: completions per prompt, G.
+    max_rounds: generation rounds, after which groups without variance fill the batch.
+    aggregation: name of the combination of reward functions that must differ within a group.
+    world_size, rank: number of ranks, which share the completions evenly, and this rank.
     """
 
-    values: dict[str, Any]
-    columns: dict[str, Any]
-    rewards: list[float]
-    steps: dict[int, list[tuple[int, float]]]
-
-    @property
-    def completion(self) -> Completion:
-        return self.values["completions"]
-
-
-Group = list[Sample]
-
-
-@dataclass(frozen=True)
-class FillSettings:
-    """num_prompts: groups of a full batch; aggregation: a name in ``AGGREGATIONS``; ranks: processes, which
-    share its completions evenly.
-    """
-
+    enabled: bool
     num_prompts: int
     num_generations: int
     max_rounds: int
     aggregation: str = "sum_then_normalize"
-    ranks: int = 1
+    world_size: int = 1
     rank: int = 0
+
+    @classmethod
+    def from_config(cls, config: GRPOConfig) -> DynamicSamplingSettings:
+        return cls(
+            enabled=config.dynamic_sampling,
+            num_prompts=config.generation_batch_size // config.num_generations,  # type: ignore[operator]
+            num_generations=config.num_generations,
+            max_rounds=config.dynamic_sampling_max_rounds,
+            aggregation=config.multi_objective_aggregation,
+            world_size=config.world_size,
+            rank=config.process_index,
+        )
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion with its entry in every column of a ``RolloutBatch`` and a ``RewardBatch``.
+
+    row, prompt, prompt_ids, completion, text, extra, images: its entries in the rollout batch.
+    columns: values that reward functions logged.
+    rewards: one per function, NaN for None.
+    step_rewards: (index of the step's last token, reward) of process-supervised functions, by function.
+    """
+
+    row: Row
+    prompt: object
+    prompt_ids: list[int]
+    completion: Completion
+    text: object
+    extra: dict[str, object]
+    images: ImageInputs | None
+    columns: dict[str, object]
+    rewards: list[float]
+    step_rewards: dict[int, list[tuple[int, float]]]
+
+
+#: The G samples of one prompt.
+Group = list[Sample]
 
 
 @dataclass
 class LeftoverGroups:
-    """What one step leaves to the next: the same on every rank.
+    """Groups that one step leaves to the next: the same on every rank.
 
-    groups: with variance, beyond what a step could use, with the log-probs of the policy that sampled them.
-    share_with_variance: of the groups of the last step.
+    groups: groups with variance beyond a full batch, with log-probs of the policy that sampled them.
+    share_with_variance: share of the groups of the last step that had variance.
+    has_warned: the run has warned that a batch could not be filled.
     """
 
     groups: list[Group] = field(default_factory=list)
     share_with_variance: float = 1.0
+    has_warned: bool = False
 
-    def state_dict(self) -> dict[str, Any]:
-        """Plain values; groups with others (images, for example) are left out."""
+    def state_dict(self) -> dict[str, object]:
+        """Return plain values; groups with other values (images, for example) are left out with a warning."""
         kept = [group for group in self.groups if all(_is_plain(vars(sample)) for sample in group)]
         if len(kept) < len(self.groups):
             logger.warning(
-                "%d carried groups are not part of the checkpoint, because their rows hold other things than "
-                "text and numbers; a resumed run samples new ones in their place",
+                "%d leftover groups are not part of the checkpoint: their rows hold values other than text "
+                "and numbers; a resumed run samples new groups in their place",
                 len(self.groups) - len(kept),
             )
         plain = [[asdict(sample) for sample in group] for group in kept]
-        return {"groups": plain, "share_with_variance": self.share_with_variance}
+        return {
+            "groups": plain,
+            "share_with_variance": self.share_with_variance,
+            "has_warned": self.has_warned,
+        }
 
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> LeftoverGroups:
-        groups = [
-            [
-                Sample(**{**plain, "values": {**plain["values"], "completions": Completion(**completion)}})
-                for plain in group
-                for completion in [plain["values"]["completions"]]
-            ]
+    def load_state_dict(self, state: dict) -> None:
+        self.groups = [
+            [Sample(**{**sample, "completion": Completion(**sample["completion"])}) for sample in group]
             for group in state["groups"]
         ]
-        return cls(groups, state["share_with_variance"])
+        self.share_with_variance = state["share_with_variance"]
+        self.has_warned = state["has_warned"]
+
+    def local_rollouts(self, settings: DynamicSamplingSettings) -> RolloutBatch | None:
+        """Return this rank's share of the completions, to compute their log-probs; None without groups.
+
+        Every rank gets the same number: the last completion is repeated.
+        """
+        samples = [sample for group in self.groups for sample in group]
+        if not samples:
+            return None
+        share = -(-len(samples) // settings.world_size)
+        first = settings.rank * share
+        own = [samples[min(row, len(samples) - 1)] for row in range(first, first + share)]
+        return _rollout_batch(own, settings.num_generations)
+
+    def with_behavior_logps(self, logps: Sequence[list[float]]) -> LeftoverGroups:
+        """Set the log-probs of each completion under the policy that sampled it.
+
+        Args:
+            logps: one list per completion of ``local_rollouts`` on all ranks, in rank order.
+        """
+        entries = iter(logps)
+        groups = [
+            [
+                replace(sample, completion=replace(sample.completion, old_logps=next(entries)))
+                for sample in group
+            ]
+            for group in self.groups
+        ]
+        return replace(self, groups=groups)
 
 
-@dataclass(frozen=True)
-class Filled:
-    """A full batch.
+class DynamicBatch:
+    """Accumulate rounds of rollouts until enough groups have reward variance.
 
-    rollouts, rewards: the completions of this rank, and the rewards of all.
-    surplus: groups with variance that found no place, on every rank.
-    from_carry: groups in the batch that an earlier policy sampled.
-    share_with_variance: of the groups sampled.
-    num_unfilled: places that groups without variance had to take.
+    Groups left over by the step before come first, then groups with variance in the order of sampling, then
+    groups without variance where the rounds did not suffice. Without dynamic sampling, the first round is the
+    batch, unchanged.
+
+    >>> batch = DynamicBatch(leftover_groups, settings)
+    >>> while not batch.is_full:
+    ...     batch.add(*sample(prompts.take(batch.num_to_sample)))
+    >>> rollouts, rewards, leftover_groups = batch.finish()
+
+    Args:
+        leftover: groups of the step before.
+        settings: the same on every rank, apart from ``rank``.
+        gather: joins the lists of all ranks in rank order.
     """
 
-    rollouts: RolloutBatch
-    rewards: RewardBatch
-    surplus: list[Group]
-    from_carry: int
-    share_with_variance: float
-    num_unfilled: int
-    metrics: Metrics
+    def __init__(
+        self,
+        leftover: LeftoverGroups,
+        settings: DynamicSamplingSettings,
+        gather: Callable[[list[tuple[int, Sample]]], list[tuple[int, Sample]]] = gather_object,
+    ) -> None:
+        self.settings = settings
+        self._leftover = leftover
+        self._gather = gather
+        self._reused = leftover.groups[: settings.num_prompts]  # sampled by an earlier policy
+        self._rounds: list[tuple[RolloutBatch, RewardBatch]] = []
+        # (round, group of that round)
+        self._with_variance: list[tuple[int, int]] = []
+        self._without_variance: list[tuple[int, int]] = []
+
+    @property
+    def is_full(self) -> bool:
+        """True if no further round is needed or allowed: the same on every rank."""
+        if not self._rounds:
+            return False
+        settings = self.settings
+        return not settings.enabled or not self.num_unfilled or len(self._rounds) == settings.max_rounds
+
+    @property
+    def num_unfilled(self) -> int:
+        """Number of groups with variance that the batch still lacks."""
+        return max(self.settings.num_prompts - len(self._reused) - len(self._with_variance), 0)
+
+    @property
+    def num_to_sample(self) -> int:
+        """Number of prompts of the next round."""
+        if not self.settings.enabled:
+            return self.settings.num_prompts
+        return round_size(self.num_unfilled, self._share_with_variance, self.settings)
+
+    @property
+    def metrics(self) -> Metrics:
+        """Metrics ``dynamic_sampling/…`` of the rounds so far; empty without dynamic sampling."""
+        if not self.settings.enabled:
+            return {}
+        num_unfilled, num_flat = self.num_unfilled, len(self._without_variance)
+        return {
+            "dynamic_sampling/rounds": Mean(float(len(self._rounds))),
+            "dynamic_sampling/unfilled_share": Mean(float(num_unfilled), self.settings.num_prompts),
+            "dynamic_sampling/carried": Mean(float(len(self._reused))),
+            "dynamic_sampling/discarded_share": Mean(
+                float(num_flat - num_unfilled), num_flat + len(self._with_variance)
+            ),
+        }
+
+    def add(self, rollouts: RolloutBatch, rewards: RewardBatch) -> None:
+        """Add one round.
+
+        Args:
+            rollouts: completions of this rank.
+            rewards: rewards of all ranks; whole groups.
+        """
+        self._rounds.append((rollouts, rewards))
+        if self.settings.enabled:
+            variance_P = has_variance(rewards.rewards, self.settings.aggregation)
+            for group, varies in enumerate(variance_P):
+                groups = self._with_variance if varies else self._without_variance
+                groups.append((len(self._rounds) - 1, group))
+
+    def finish(self) -> tuple[RolloutBatch, RewardBatch, LeftoverGroups]:
+        """Return the batch and the groups that it has no place for. Collective with dynamic sampling.
+
+        Returns:
+            this rank's rollouts; the rewards of all ranks; leftover groups, which still lack the log-probs of
+            this step's samples (``LeftoverGroups.with_behavior_logps``).
+        """
+        if not self.settings.enabled:
+            return *self._rounds[0], self._leftover
+        settings, num_unfilled = self.settings, self.num_unfilled
+        chosen = self._with_variance + self._without_variance[:num_unfilled]
+        groups = self._reused + self._collect(chosen)
+        samples = [sample for group in groups[: settings.num_prompts] for sample in group]
+        rollouts, rewards = _to_batches(samples, settings, self._rounds[0][1].rewards)
+        leftover = LeftoverGroups(
+            self._leftover.groups[settings.num_prompts :] + groups[settings.num_prompts :],
+            self._share_with_variance,
+            self._leftover.has_warned or num_unfilled > 0,
+        )
+        if num_unfilled and not self._leftover.has_warned:
+            logger.warning(
+                "dynamic sampling: after dynamic_sampling_max_rounds=%d rounds, %d of the %d groups of the "
+                "batch have no reward variance, and so no gradient. The prompts may be too easy or too hard, "
+                "or the reward constant; see the metric dynamic_sampling/unfilled_share",
+                settings.max_rounds,
+                num_unfilled,
+                settings.num_prompts,
+            )
+        return rollouts, rewards, leftover
+
+    @property
+    def _share_with_variance(self) -> float:
+        """Share of the sampled groups with variance; that of the step before until a round is added."""
+        total = len(self._with_variance) + len(self._without_variance)
+        return len(self._with_variance) / total if total else self._leftover.share_with_variance
+
+    def _collect(self, chosen: Sequence[tuple[int, int]]) -> list[Group]:
+        """Gather the chosen groups in this order on every rank; a group may have samples of several ranks."""
+        size = self.settings.num_generations
+        own = []
+        for place, (number, group) in enumerate(chosen):
+            rollouts, rewards = self._rounds[number]
+            for row in range(group * size, (group + 1) * size):
+                if rewards.local.start <= row < rewards.local.stop:
+                    own.append((place, _sample(rollouts, rewards, row)))
+        groups: list[Group] = [[] for _ in chosen]
+        for place, sample in self._gather(own):  # in rank order, which is the order within a group
+            groups[place].append(sample)
+        return groups
 
 
 @dataclass
 class Feed:
-    """Where the rows of a run come from when its loader only counts, and what a step has left over.
+    """Source of prompts when the loader only counts micro-batches, and the groups left over by the last step.
 
-    source: None where the loader gives the rows.
-    warned: that a batch could not be filled has been said.
+    source: None where the loader returns the rows.
     """
 
     source: PromptSource | None = None
-    carry: LeftoverGroups = field(default_factory=LeftoverGroups)
-    warned: bool = False
+    leftover_groups: LeftoverGroups = field(default_factory=LeftoverGroups)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         queue = None if self.source is None else self.source.queue.state_dict()
-        return {"queue": queue, "carry": self.carry.state_dict(), "warned": self.warned}
+        return {"queue": queue, "leftover_groups": self.leftover_groups.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state`` was made.
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from the position in ``state``.
 
         Raises:
-            ConfigError: it was made without a queue and there is one now, or the other way round.
+            ConfigError: only one of the checkpoint and this run has a source.
         """
         if (self.source is None) != (state["queue"] is None):
             raise ConfigError(
@@ -150,75 +317,15 @@ class Feed:
             )
         if self.source is not None:
             self.source.queue.load_state_dict(state["queue"])
-        self.carry, self.warned = LeftoverGroups.from_state(state["carry"]), state["warned"]
-
-    def warn_of_flat_groups(self, filled: Filled, settings: FillSettings) -> None:
-        """Once in a run."""
-        if filled.num_unfilled and not self.warned:
-            self.warned = True
-            logger.warning(
-                "dynamic sampling: after dynamic_sampling_max_rounds=%d rounds, %d of the %d groups of the "
-                "batch have rewards that do not vary, and nothing can be learned from those. The prompts may "
-                "be too easy or too hard, or the reward constant; dynamic_sampling/unfilled_share shows more",
-                settings.max_rounds,
-                filled.num_unfilled,
-                settings.num_prompts,
-            )
+        self.leftover_groups.load_state_dict(state["leftover_groups"])
 
 
-def fill_batch(
-    carry: LeftoverGroups,
-    settings: FillSettings,
-    sample: Callable[[int], tuple[RolloutBatch, RewardBatch]],
-    gather: Callable[[list[Any]], list[Any]],
-) -> Filled:
-    """Sample groups until enough of them have variance, in at most ``max_rounds`` rounds.
-
-    Args:
-        carry: groups left by the step before; they come first.
-        sample: completions with rewards for the next so many prompts; called by every rank alike.
-        gather: joins the lists of all ranks in rank order.
-    """
-    wanted = settings.num_prompts
-    carried = carry.groups[:wanted]
-    share = carry.share_with_variance
-    varied: list[tuple[int, int]] = []  # (round, group of that round)
-    flat: list[tuple[int, int]] = []
-    rounds: list[tuple[RolloutBatch, RewardBatch]] = []
-    num_unfilled = wanted - len(carried)
-    while not rounds or (num_unfilled > 0 and len(rounds) < settings.max_rounds):
-        rounds.append(sample(round_size(num_unfilled, share, settings)))
-        varies_P = has_variance(rounds[-1][1].rewards, settings.aggregation)
-        for number, varies in enumerate(varies_P):
-            (varied if varies else flat).append((len(rounds) - 1, number))
-        share = len(varied) / (len(varied) + len(flat))
-        num_unfilled = max(wanted - len(carried) - len(varied), 0)
-    groups = carried + _collect(rounds, varied + flat[:num_unfilled], gather)
-    rollouts, rewards = _as_scored([one for group in groups[:wanted] for one in group], settings, rounds[0])
-    return Filled(
-        rollouts=rollouts,
-        rewards=rewards,
-        surplus=carry.groups[wanted:] + groups[wanted:],
-        from_carry=len(carried),
-        share_with_variance=share,
-        num_unfilled=num_unfilled,
-        metrics={
-            "dynamic_sampling/rounds": Mean(float(len(rounds))),
-            "dynamic_sampling/unfilled_share": Mean(float(num_unfilled), wanted),
-            "dynamic_sampling/carried": Mean(float(len(carried))),
-            "dynamic_sampling/discarded_share": Mean(
-                float(len(flat) - num_unfilled), len(flat) + len(varied)
-            ),
-        },
-    )
-
-
-def round_size(num_unfilled: int, share_with_variance: float, settings: FillSettings) -> int:
-    """Prompts of a round: as many as should give the groups that are missing, at most a full batch.
+def round_size(num_unfilled: int, share_with_variance: float, settings: DynamicSamplingSettings) -> int:
+    """Return the prompts of a round: enough to expect the missing groups, at most a full batch.
 
     The completions of a round divide evenly over the ranks.
     """
-    unit = settings.ranks // math.gcd(settings.ranks, settings.num_generations)
+    unit = settings.world_size // math.gcd(settings.world_size, settings.num_generations)
     expected = math.ceil(max(num_unfilled, 1) / max(share_with_variance, 1 / settings.num_prompts))
     return min(-(-expected // unit) * unit, settings.num_prompts)
 
@@ -248,97 +355,61 @@ def has_variance(rewards: GroupRewards, aggregation: str = "sum_then_normalize")
     return varies_P
 
 
-def _collect(
-    rounds: Sequence[tuple[RolloutBatch, RewardBatch]],
-    chosen: Sequence[tuple[int, int]],
-    gather: Callable[[list[Any]], list[Any]],
-) -> list[Group]:
-    """The chosen groups in this order, on every rank; a group may have completions of several ranks."""
-    own = []
-    for place, (number, group) in enumerate(chosen):
-        rollouts, scored = rounds[number]
-        size = scored.rewards.num_generations
-        for row in range(group * size, (group + 1) * size):
-            if scored.local.start <= row < scored.local.stop:
-                own.append((place, _sample(rollouts, scored, row)))
-    groups: list[Group] = [[] for _ in chosen]
-    for place, sample in gather(own):  # in rank order, which is the order within a group
-        groups[place].append(sample)
-    return groups
-
-
-def _sample(rollouts: RolloutBatch, scored: RewardBatch, row: int) -> Sample:
-    index = row - scored.local.start
+def _sample(rollouts: RolloutBatch, rewards: RewardBatch, row: int) -> Sample:
+    """Read one completion of this rank; ``row`` counts the completions of all ranks."""
+    index = row - rewards.local.start
     return Sample(
-        values=_entries(rollouts, index),
-        columns={name: values[index] for name, values in scored.columns.items()},
-        rewards=scored.rewards.rewards_NF[row].tolist(),
-        steps={function: list(steps[row]) for function, steps in scored.rewards.step_rewards.items()},
+        row=rollouts.rows[index],
+        prompt=rollouts.prompts[index],
+        prompt_ids=rollouts.prompt_ids[index],
+        completion=rollouts.completions[index],
+        text=rollouts.texts[index],
+        extra={name: column[index] for name, column in rollouts.extra.items()},
+        images=None if rollouts.images is None else rollouts.images[index],
+        columns={name: values[index] for name, values in rewards.columns.items()},
+        rewards=rewards.rewards.rewards_NF[row].tolist(),
+        step_rewards={i: list(steps[row]) for i, steps in rewards.rewards.step_rewards.items()},
     )
 
 
-def _entries(rollout: RolloutBatch, index: int) -> dict[str, Any]:
-    values = {f.name: getattr(rollout, f.name) for f in fields(rollout)}
-    entries = {name: value[index] for name, value in values.items() if isinstance(value, (list, tuple))}
-    return {**entries, "extra": {name: column[index] for name, column in rollout.extra.items()}}
+def _rollout_batch(samples: Sequence[Sample], num_generations: int) -> RolloutBatch:
+    """Join samples to a rollout batch; an extra column that some lack is None there."""
+    names = {name: None for sample in samples for name in sample.extra}
+    images = [sample.images for sample in samples if sample.images is not None]
+    return RolloutBatch(
+        rows=[sample.row for sample in samples],
+        prompts=[sample.prompt for sample in samples],
+        prompt_ids=[sample.prompt_ids for sample in samples],
+        completions=[sample.completion for sample in samples],
+        texts=[sample.text for sample in samples],
+        num_generations=num_generations,
+        extra={name: [sample.extra.get(name) for sample in samples] for name in names},
+        images=images or None,
+    )
 
 
-def as_rollout(samples: Sequence[Sample]) -> RolloutBatch:
-    """The samples as one rollout; what only some of them have is None for the others."""
-    extra = {name: None for sample in samples for name in sample.values["extra"]}
-    values: dict[str, Any] = {name: [sample.values[name] for sample in samples] for name in samples[0].values}
-    columns = {name: [sample.values["extra"].get(name) for sample in samples] for name in extra}
-    return RolloutBatch(**{**values, "extra": columns})
-
-
-def _as_scored(
-    samples: Sequence[Sample], settings: FillSettings, round_: tuple[RolloutBatch, RewardBatch]
+def _to_batches(
+    samples: Sequence[Sample], settings: DynamicSamplingSettings, like: GroupRewards
 ) -> tuple[RolloutBatch, RewardBatch]:
-    share = len(samples) // settings.ranks
+    """Join the samples of all ranks to this rank's rollout batch and the rewards of all ranks."""
+    share = len(samples) // settings.world_size
     local = slice(settings.rank * share, (settings.rank + 1) * share)
-    functions = sorted({function for sample in samples for function in sample.steps})
+    functions = sorted({function for sample in samples for function in sample.step_rewards})
     rewards = replace(
-        round_[1].rewards,
-        rewards_NF=torch.tensor(
-            [sample.rewards for sample in samples], dtype=round_[1].rewards.rewards_NF.dtype
-        ),
-        step_rewards={i: [sample.steps.get(i, []) for sample in samples] for i in functions},
+        like,
+        rewards_NF=torch.tensor([sample.rewards for sample in samples], dtype=like.rewards_NF.dtype),
+        step_rewards={i: [sample.step_rewards.get(i, []) for sample in samples] for i in functions},
         num_tokens=max(len(sample.completion.token_ids) for sample in samples),
     )
     own = samples[local]
     names = {name: None for sample in own for name in sample.columns}
     columns = {name: [sample.columns.get(name) for sample in own] for name in names}
-    rollouts = replace(as_rollout(own), num_generations=settings.num_generations)
-    return rollouts, RewardBatch(rewards, local, columns)
+    return _rollout_batch(own, settings.num_generations), RewardBatch(rewards, local, columns)
 
 
-def with_old_logps(
-    groups: Sequence[Group],
-    settings: FillSettings,
-    score: Callable[[RolloutBatch], list[list[float]]],
-    gather: Callable[[list[Any]], list[Any]],
-) -> list[Group]:
-    """Groups that know how probable their tokens are under the current policy, before it changes.
-
-    Args:
-        score: log-probs of the completions of a rollout; every rank calls it with as many of them.
-    """
-    samples = [sample for group in groups for sample in group]
-    if not samples:
-        return []
-    share = -(-len(samples) // settings.ranks)
-    own = [samples[min(settings.rank * share + i, len(samples) - 1)] for i in range(share)]
-    scored = [
-        replace(sample, values={**sample.values, "completions": replace(sample.completion, old_logps=logps)})
-        for sample, logps in zip(own, score(as_rollout(own)), strict=True)
-    ]
-    gathered = gather(scored)[: len(samples)]
-    size = settings.num_generations
-    return [gathered[start : start + size] for start in range(0, len(gathered), size)]
-
-
-def _is_plain(value: Any) -> bool:
-    value = vars(value) if isinstance(value, Completion) else value
+def _is_plain(value: object) -> bool:
+    if isinstance(value, Completion):
+        value = vars(value)
     if isinstance(value, dict):
         return all(_is_plain(key) and _is_plain(entry) for key, entry in value.items())
     if isinstance(value, (list, tuple)):

@@ -1,6 +1,13 @@
-"""An accumulation window cut anew: without rows that have no gradient, in micro-batches of about equal cost.
+"""Rebalance the micro-batches of an accumulation window across ranks.
 
-The weights of all tokens are known by then, so neither changes the gradient.
+Rows without gradient are skipped; the others are assigned to micro-batches of about equal cost. Token weights
+are set before, from counts of the whole window, so neither step changes the gradient.
+
+    MicroBatch --WindowRows.of--> lengths of this rank --gather--> lengths of all ranks
+               --plan_micro_batches--> rows of every micro-batch, the same plan on every rank
+               --exchange--> rows whose rank changes, sent only to the rank that trains on them
+
+Row numbers count all rows of the window in rank order.
 """
 
 from __future__ import annotations
@@ -15,114 +22,269 @@ import torch
 from groupwise.core.metrics import Mean, Metrics
 from groupwise.core.partition import balanced_parts
 from groupwise.policy.layouts.packed import Shape, shape_of
-from groupwise.records import MicroBatch, TokenBatch
+from groupwise.records import MicroBatch, TokenBatch, axes
 
-_CACHE_TOKENS = 1024  # of a part on a CPU, unless one group has more
+_CACHE_TOKENS = 1024  # of one part on a CPU; a single group may have more
+
+_WEIGHTS = ("loss_mask_BT", "token_weights_BT", "entropy_mask_BT", "entropy_weights_BT", "sequence_weight_B1")
+
+#: ``MicroBatch.state_dict()``, or None where no row is sent.
+RowState = dict[str, Any] | None
 
 
 @dataclass(frozen=True)
 class MicroBatchBudget:
-    """How a window may be cut.
+    """Limits of a micro-batch, and the rows that need one.
 
-    fixed: not at all.
-    rows: sequences that a micro-batch may have by the configuration.
-    completion_length: tokens that a completion may have by the configuration.
-    skip_zero_advantage: rows whose advantages are zero have no gradient.
-    ranks, rank: processes that share the rows, and which of them this is.
+    fixed: keep the micro-batches as they are.
+    micro_batch_size: configured sequences per micro-batch.
+    max_completion_length: configured tokens per completion.
+    skip_zero_advantage: skip rows whose advantages are all zero; they have no gradient.
+    world_size, rank: number of ranks that share the rows, and this rank.
     """
 
     fixed: bool
-    rows: int
-    completion_length: int
+    micro_batch_size: int
+    max_completion_length: int
     skip_zero_advantage: bool
-    ranks: int = 1
+    world_size: int = 1
     rank: int = 0
 
 
 @dataclass(frozen=True)
 class WindowStats:
-    """How much of a window there was, and how much of it was computed: this rank's share.
+    """Size of an accumulation window and of its computed part: this rank's share.
 
-    rows, skipped_rows: sequences, and those left out.
+    rows, skipped_rows: sequences, and sequences without gradient that are not computed.
     tokens: prompt and completion tokens of all rows.
-    computed_tokens: tokens that go through the model, padding included, prompts as often as computed.
-    padding: padding among those.
+    computed_tokens: input tokens of the model, padding included; a shared prompt counts once per use.
+    padding_tokens: padding among the computed tokens.
     """
 
     rows: float = 0
     skipped_rows: float = 0
     tokens: float = 0
     computed_tokens: int = 0
-    padding: int = 0
+    padding_tokens: int = 0
 
     def metrics(self) -> Metrics:
         return {
             "skipped_share": Mean(self.skipped_rows, self.rows),
-            "padding_share": Mean(float(self.padding), float(self.computed_tokens)),
+            "padding_share": Mean(float(self.padding_tokens), float(self.computed_tokens)),
         }
+
+
+@dataclass(frozen=True)
+class WindowRows:
+    """Lengths of the rows of a window: all that a plan needs, and all that a rank receives of every row.
+
+    Example: two ranks with one completion each of the prompt ``[5, 6]``, the second without gradient::
+
+        WindowRows([2, 2], [3, 4], group_ids=[0, 0], has_gradient=[True, False], rows_per_rank=[1, 1], fields)
+
+    prompt_lengths, completion_lengths: tokens by row.
+    group_ids: number of each row's prompt; completions of one prompt are adjacent.
+    has_gradient: rows that must be computed.
+    rows_per_rank: number of rows on each rank.
+    fields: names of the tensor fields that are not None on some rank.
+    """
+
+    prompt_lengths: list[int]
+    completion_lengths: list[int]
+    group_ids: list[int]
+    has_gradient: list[bool]
+    rows_per_rank: list[int]
+    fields: frozenset[str]
+
+    @classmethod
+    def of(cls, batch: MicroBatch, *, skip_zero_advantage: bool) -> WindowRows:
+        """Read the lengths of this rank's rows: one transfer to the host."""
+        gradient_B = rows_with_gradient(
+            batch.loss_mask_BT, batch.advantages_BX, skip_zero_advantage=skip_zero_advantage
+        )
+        columns = [
+            batch.prompt_mask_BL.sum(-1),
+            batch.completion_mask_BT.sum(-1),
+            batch.group_ids_B,
+            gradient_B,
+        ]
+        prompts, completions, group_ids, flags = torch.stack([column.long() for column in columns]).tolist()
+        gradient = [bool(flag) for flag in flags]
+        return cls(prompts, completions, group_ids, gradient, [len(batch)], frozenset(batch.tensors()))
+
+    @classmethod
+    def concatenate(cls, ranks: Sequence[WindowRows]) -> WindowRows:
+        """Join the rows of all ranks in rank order."""
+        return cls(
+            [length for rank in ranks for length in rank.prompt_lengths],
+            [length for rank in ranks for length in rank.completion_lengths],
+            [group for rank in ranks for group in rank.group_ids],
+            [flag for rank in ranks for flag in rank.has_gradient],
+            [count for rank in ranks for count in rank.rows_per_rank],
+            frozenset(name for rank in ranks for name in rank.fields),
+        )
+
+    @property
+    def shape(self) -> Shape:
+        """Lengths, and runs of rows with the same prompt."""
+        repeats = [one == other for one, other in pairwise(self.group_ids)]
+        return Shape(self.prompt_lengths, self.completion_lengths, [False, *repeats])
+
+    def of_rank(self, rank: int) -> range:
+        """Return the numbers of the rows that ``rank`` holds."""
+        start = sum(self.rows_per_rank[:rank])
+        return range(start, start + self.rows_per_rank[rank])
+
+
+def rows_with_gradient(
+    loss_mask_BT: torch.Tensor, advantages_BX: torch.Tensor, *, skip_zero_advantage: bool
+) -> torch.Tensor:
+    """Return (B,) bool: rows with a loss token, and with ``skip_zero_advantage`` one with an advantage."""
+    counts_BT = loss_mask_BT.bool()
+    return ((advantages_BX != 0) & counts_BT if skip_zero_advantage else counts_BT).any(-1)
 
 
 def rebalance(
     window: Sequence[MicroBatch],
     layout: str,
-    cut: MicroBatchBudget,
-    join: Callable[[MicroBatch], MicroBatch] = lambda batch: batch,
+    budget: MicroBatchBudget,
+    gather: Callable[[list[WindowRows]], list[WindowRows]] = list,
+    exchange: Callable[[list[RowState]], list[RowState]] = list,
 ) -> tuple[list[MicroBatch | None], WindowStats]:
-    """As many micro-batches as before, of which the first are None where fewer suffice.
+    """Assign the rows of an accumulation window to as few micro-batches as hold them, alike on all ranks.
 
-    Rows move between ranks, so that all of them have about the same to do in every micro-batch. Without
-    padding, a micro-batch takes as many tokens as the configured number of rows has at their greatest length:
-    that is what it was given memory for. Completions of a prompt stay together as far as that allows.
+    In a layout without padding, a micro-batch holds up to the tokens of ``micro_batch_size`` rows of the
+    greatest length: the memory that was configured. Completions of a prompt stay together where they fit.
 
     Args:
-        window: this rank's micro-batches, with advantages and weights.
-        layout: what will compute them.
-        join: this rank's rows to those of all ranks in rank order.
+        window: this rank's micro-batches, with token weights.
+        layout: ``padded``, ``packed`` or ``shared_prefix``.
+        gather: joins the lists of all ranks in rank order.
+        exchange: sends entry r to rank r and returns the entries for this rank, in rank order.
 
     Returns:
-        this rank's micro-batches, and what was saved.
+        this rank's micro-batches, as many as before: None first, where fewer suffice; and the work saved.
     """
     batch = MicroBatch.concatenate(window)
-    batch = batch if cut.fixed else join(batch)
-    shape = shape_of(batch)
-    everything = list(range(len(batch)))
-    if cut.fixed:
+    own = WindowRows.of(batch, skip_zero_advantage=budget.skip_zero_advantage)
+    if budget.fixed:
+        everything = list(range(len(batch)))
         whole = [everything[start : start + len(window[0])] for start in everything[:: len(window[0])]]
-        return list(window), _work(shape, everything, whole, "padded", 1)
-    rows = _rows_with_gradient(batch.loss_mask_BT, batch.advantages_BX, cut.skip_zero_advantage)
-    plan = {"padded": _by_length, "packed": _by_tokens, "shared_prefix": _by_groups}[layout]
+        return list(window), _window_stats(own.shape, len(batch), whole, "padded", 1)
+    rows = WindowRows.concatenate(gather([own]))
+    batch = _with_fields(batch, rows.fields)
+    assigned = plan_micro_batches(rows, layout, budget, len(window))
     # Neighbours in the plan cost about the same: they become the same micro-batch of different ranks.
-    parts = plan(shape, rows, cut, len(window))[cut.rank :: cut.ranks]
-    # A rank without rows still takes part in every forward, with a row that counts for nothing.
-    batches = [
-        batch.select(part) if part else _weightless(batch.select([_shortest(shape)])) for part in parts
+    of_rank = [assigned[rank :: budget.world_size] for rank in range(budget.world_size)]
+    parts = of_rank[budget.rank]
+    mine = _exchange_rows(batch, rows, of_rank, budget.rank, exchange)
+    index = {row: place for place, row in enumerate(sorted(row for part in parts for row in part))}
+    batches = []
+    for part in parts:
+        if part and mine is not None:
+            batches.append(mine.select([index[row] for row in part]))
+        else:  # every rank runs the same number of forwards: a row of weight zero
+            batches.append(_without_weight(batch.select([_shortest(own.shape)])))
+    # Averages over the rows of a window count skipped rows too.
+    skipped = [row for row, has_gradient in enumerate(own.has_gradient) if not has_gradient]
+    batches[-1] = _add_sequence_weight(batches[-1], batch.sequence_weight_B1[skipped].sum())
+    stats = _window_stats(rows.shape, sum(rows.has_gradient), parts, layout, budget.world_size)
+    return [None] * (len(window) - len(batches)) + batches, stats
+
+
+def _exchange_rows(
+    batch: MicroBatch,
+    rows: WindowRows,
+    of_rank: list[list[list[int]]],
+    rank: int,
+    exchange: Callable[[list[RowState]], list[RowState]],
+) -> MicroBatch | None:
+    """Send each row to the rank that trains on it; return this rank's rows in order, None if it has none."""
+    assigned = [sorted(row for part in parts for row in part) for parts in of_rank]
+    held = [rows.of_rank(receiver) for receiver in range(len(assigned))]
+    local = [[row - held[rank].start for row in wanted if row in held[rank]] for wanted in assigned]
+    states: list[RowState] = [None] * len(assigned)
+    if any(row not in held[receiver] for receiver, wanted in enumerate(assigned) for row in wanted):
+        host = batch.to("cpu")
+        states = exchange(
+            [_row_state(host, sent if receiver != rank else []) for receiver, sent in enumerate(local)]
+        )
+    pieces = [
+        None if state is None else MicroBatch.from_state(state).to(batch.completion_ids_BT.device)
+        for state in states
     ]
-    if cut.rank == 0:
-        # What is averaged over windows counts a window as one, however much of it was skipped.
-        computed = set(rows)
-        skipped = [row for row in everything if row not in computed]
-        batches[-1] = _with_share(batches[-1], batch.sequence_weight_B1[skipped].sum())  # type: ignore[index]
-    return [None] * (len(window) - len(batches)) + batches, _work(shape, rows, parts, layout, cut.ranks)
+    pieces[rank] = batch.select(local[rank]) if local[rank] else None
+    present = [piece for piece in pieces if piece is not None]
+    return MicroBatch.concatenate(present) if present else None
 
 
-def _work(shape: Shape, rows: list[int], parts: list[list[int]], layout: str, ranks: int) -> WindowStats:
-    """Rows and tokens are those of all ranks, shared evenly; what is computed is this rank's."""
-    tokens = _tokens(shape, range(len(shape.prompts))) / ranks
+def _row_state(batch: MicroBatch, rows: list[int]) -> RowState:
+    if not rows:
+        return None
+    part = batch.select(rows)
+    # Serializing a view would include the whole storage behind it.
+    copies: dict[str, Any] = {name: tensor.clone() for name, tensor in part.tensors().items()}
+    return replace(part, **copies).state_dict()
+
+
+def _with_fields(batch: MicroBatch, names: frozenset[str]) -> MicroBatch:
+    """Add fields that only other ranks have, with their fill value: log-probs of a separate sampler."""
+    like = batch.completion_ids_BT
+    filled: dict[str, Any] = {
+        name: torch.full(like.shape, axes(batch)[name].fill, dtype=torch.float32, device=like.device)
+        for name in names - batch.tensors().keys()
+    }
+    return replace(batch, **filled)
+
+
+def _window_stats(
+    shape: Shape, num_computed: int, parts: list[list[int]], layout: str, world_size: int
+) -> WindowStats:
+    """Count rows and tokens of all ranks in equal shares, computed tokens of this rank."""
+    total = len(shape.prompts)
     own = [row for part in parts for row in part]
     computed = {
         "padded": sum(shape.padded_tokens(part) for part in parts),
         "packed": _tokens(shape, own),
         "shared_prefix": sum(shape.shared_tokens(part) for part in parts),
     }[layout]
-    padding = computed - _tokens(shape, own) if layout == "padded" else 0
-    total = len(shape.prompts)
-    return WindowStats(total / ranks, (total - len(rows)) / ranks, tokens, computed, padding)
+    return WindowStats(
+        rows=total / world_size,
+        skipped_rows=(total - num_computed) / world_size,
+        tokens=_tokens(shape, range(total)) / world_size,
+        computed_tokens=computed,
+        padding_tokens=computed - _tokens(shape, own) if layout == "padded" else 0,
+    )
+
+
+def rows_needing_logps(
+    tokens: TokenBatch, advantages_BX: torch.Tensor, budget: MicroBatchBudget, micro_batch_size: int
+) -> list[int]:
+    """Return the rows that will have a gradient, and so need old and reference log-probs.
+
+    With several ranks, at least one row of every micro-batch: all ranks must run the same number of forwards.
+
+    Args:
+        tokens: this rank's rows, B.
+        micro_batch_size: rows per forward.
+    """
+    if budget.fixed:
+        return list(range(len(tokens)))
+    gradient_B = rows_with_gradient(
+        tokens.loss_mask_BT, advantages_BX, skip_zero_advantage=budget.skip_zero_advantage
+    )
+    rows = set(gradient_B.nonzero().flatten().tolist())
+    if budget.world_size > 1:
+        for start in range(0, len(tokens), micro_batch_size):
+            if rows.isdisjoint(range(start, start + micro_batch_size)):
+                rows.add(start)
+    return sorted(rows)
 
 
 def cache_sized(batch: MicroBatch, layout: str) -> list[MicroBatch]:
-    """Parts of a micro-batch whose activations a processor's cache holds better, without computing more.
+    """Split a micro-batch into parts whose activations fit a CPU cache, without computing a prompt twice.
 
-    A CPU gains nothing from more rows in a product than these have, and writes less to memory.
+    Larger matrix products are no faster on a CPU, and they write more activations to memory.
     """
     shape = shape_of(batch)
     groups = shape.groups() if layout == "shared_prefix" else [[row] for row in range(len(batch))]
@@ -138,81 +300,78 @@ def cache_sized(batch: MicroBatch, layout: str) -> list[MicroBatch]:
     return [batch] if len(parts) == 1 else [batch.select(part) for part in parts]
 
 
-def rows_to_score(
-    tokens: TokenBatch, advantages_BX: torch.Tensor, cut: MicroBatchBudget, micro_batch_size: int
-) -> list[int]:
-    """Return the rows that will have a gradient, and so need old and reference log-probs.
+def plan_micro_batches(
+    rows: WindowRows, layout: str, budget: MicroBatchBudget, num_available: int
+) -> list[list[int]]:
+    """Assign the rows with gradient to micro-batches; the result depends on nothing but the arguments.
 
-    With several ranks, at least one row of every micro-batch: all ranks take part in every forward pass.
+    Args:
+        num_available: micro-batches per rank in the window.
+
+    Returns:
+        row numbers of at most ``num_available`` micro-batches per rank; entry i belongs to rank
+        ``i % world_size``. Neighbouring entries cost about the same; some may be empty.
     """
-    if cut.fixed:
-        return list(range(len(tokens)))
-    rows = _rows_with_gradient(tokens.loss_mask_BT, advantages_BX, cut.skip_zero_advantage)
-    if cut.ranks > 1:
-        chosen = set(rows)
-        for start in range(0, len(tokens), micro_batch_size):
-            if chosen.isdisjoint(range(start, start + micro_batch_size)):
-                chosen.add(start)
-        rows = sorted(chosen)
-    return rows
+    plan = {"padded": _plan_by_length, "packed": _plan_by_tokens, "shared_prefix": _plan_by_groups}[layout]
+    computed = [row for row, has_gradient in enumerate(rows.has_gradient) if has_gradient]
+    return plan(rows.shape, computed, budget, num_available)
 
 
-def _rows_with_gradient(
-    loss_mask_BT: torch.Tensor, advantages_BX: torch.Tensor, skip_zero_advantage: bool
-) -> list[int]:
-    has_gradient_BT = loss_mask_BT.bool()
-    if skip_zero_advantage:
-        has_gradient_BT = (advantages_BX != 0) & has_gradient_BT
-    return has_gradient_BT.any(-1).nonzero().flatten().tolist()
-
-
-def _by_length(shape: Shape, rows: list[int], cut: MicroBatchBudget, available: int) -> list[list[int]]:
-    """Rows of similar length together, at most the configured number: least padding."""
-    count = cut.ranks * max(-(-len(rows) // (cut.rows * cut.ranks)), 1)
+def _plan_by_length(
+    shape: Shape, rows: list[int], budget: MicroBatchBudget, num_available: int
+) -> list[list[int]]:
+    """Put rows of similar length together, at most ``micro_batch_size``: least padding."""
+    count = budget.world_size * max(-(-len(rows) // (budget.micro_batch_size * budget.world_size)), 1)
     longest_first = sorted(rows, key=lambda row: (-shape.prompts[row] - shape.completions[row], row))
     size, larger = divmod(len(rows), count)
     ends = [sum(size + (part < larger) for part in range(done)) for done in range(count + 1)]
     return [sorted(longest_first[start:end]) for start, end in pairwise(ends)]
 
 
-def _by_tokens(shape: Shape, rows: list[int], cut: MicroBatchBudget, available: int) -> list[list[int]]:
-    return _balanced(shape, [[row] for row in rows], cut, available)
+def _plan_by_tokens(
+    shape: Shape, rows: list[int], budget: MicroBatchBudget, num_available: int
+) -> list[list[int]]:
+    return _balanced(shape, [[row] for row in rows], budget, num_available)
 
 
-def _by_groups(shape: Shape, rows: list[int], cut: MicroBatchBudget, available: int) -> list[list[int]]:
-    """Whole groups where they fit, else as few parts of them as fit."""
-    kept = set(rows)
+def _plan_by_groups(
+    shape: Shape, rows: list[int], budget: MicroBatchBudget, num_available: int
+) -> list[list[int]]:
+    """Keep groups whole where they fit, else cut them into as few pieces as fit."""
+    computed = set(rows)
     pieces: list[list[int]] = []
     for group in shape.groups():
         piece: list[int] = []
-        for row in (row for row in group if row in kept):
-            if piece and _piece_cost(shape, [*piece, row]) > _capacity(shape, cut):
+        for row in (row for row in group if row in computed):
+            if piece and _piece_cost(shape, [*piece, row]) > _capacity(shape, budget):
                 pieces.append(piece)
                 piece = []
             piece.append(row)
         pieces += [piece] if piece else []
-    return _balanced(shape, pieces, cut, available)
+    return _balanced(shape, pieces, budget, num_available)
 
 
 def _balanced(
-    shape: Shape, pieces: list[list[int]], cut: MicroBatchBudget, available: int
+    shape: Shape, pieces: list[list[int]], budget: MicroBatchBudget, num_available: int
 ) -> list[list[int]]:
-    """The fewest parts that hold the pieces, the same number for every rank, made about equal."""
-    capacity = _capacity(shape, cut)
+    """Distribute pieces over the fewest micro-batches that hold them, equally many on every rank."""
+    capacity = _capacity(shape, budget)
     costs = [_piece_cost(shape, piece) for piece in pieces]
-    count = min(max(-(-sum(costs) // (capacity * cut.ranks)), 1), available)
-    while count < available and _largest(balanced_parts(costs, count * cut.ranks), costs) > capacity:
+    count = min(max(-(-sum(costs) // (capacity * budget.world_size)), 1), num_available)
+    while (
+        count < num_available and _largest(balanced_parts(costs, count * budget.world_size), costs) > capacity
+    ):
         count += 1
-    if cut.ranks > 1:  # nobody should wait for a rank that has what could have been shared
-        pieces = _at_least(shape, pieces, count * cut.ranks)
+    if budget.world_size > 1:  # a rank without a piece would wait for the others
+        pieces = _at_least(shape, pieces, count * budget.world_size)
         costs = [_piece_cost(shape, piece) for piece in pieces]
-    parts = balanced_parts(costs, count * cut.ranks)
+    parts = balanced_parts(costs, count * budget.world_size)
     parts.sort(key=lambda part: -sum(costs[index] for index in part))
     return [sorted(row for index in part for row in pieces[index]) for part in parts]
 
 
 def _at_least(shape: Shape, pieces: list[list[int]], number: int) -> list[list[int]]:
-    """The pieces, the largest halved until there are ``number`` or nothing is left to halve."""
+    """Halve the largest pieces until there are ``number``, or every piece is a single row."""
     while 0 < len(pieces) < number:
         largest = max(pieces, key=lambda piece: (len(piece) > 1, _piece_cost(shape, piece)))
         if len(largest) == 1:
@@ -223,12 +382,13 @@ def _at_least(shape: Shape, pieces: list[list[int]], number: int) -> list[list[i
 
 
 def _piece_cost(shape: Shape, piece: Sequence[int]) -> int:
-    """Tokens of rows that share a prompt."""
+    """Count the tokens of rows that share a prompt."""
     return shape.prompts[piece[0]] + sum(shape.completions[row] for row in piece)
 
 
-def _capacity(shape: Shape, cut: MicroBatchBudget) -> int:
-    return cut.rows * (max(shape.prompts) + cut.completion_length)
+def _capacity(shape: Shape, budget: MicroBatchBudget) -> int:
+    """Return the tokens of ``micro_batch_size`` rows of the greatest length."""
+    return budget.micro_batch_size * (max(shape.prompts) + budget.max_completion_length)
 
 
 def _largest(parts: Sequence[Sequence[int]], costs: Sequence[int]) -> int:
@@ -243,22 +403,15 @@ def _shortest(shape: Shape) -> int:
     return min(range(len(shape.prompts)), key=lambda row: shape.prompts[row] + shape.completions[row])
 
 
-def _weightless(batch: MicroBatch) -> MicroBatch:
-    """The batch with every weight, mask and share zero: no gradient, no metric."""
-    zeroed = (
-        "loss_mask_BT",
-        "token_weights_BT",
-        "entropy_mask_BT",
-        "entropy_weights_BT",
-        "sequence_weight_B1",
-    )
-    tensors = batch.tensors()
-    zeros: dict[str, Any] = {name: torch.zeros_like(tensors[name]) for name in zeroed if name in tensors}
+def _without_weight(batch: MicroBatch) -> MicroBatch:
+    """Set every weight and loss mask to zero: no gradient, no metric."""
+    zeros: dict[str, Any] = {
+        name: torch.zeros_like(tensor) for name, tensor in batch.tensors().items() if name in _WEIGHTS
+    }
     return replace(batch, **zeros)
 
 
-def _with_share(batch: MicroBatch, missing: torch.Tensor) -> MicroBatch:
-    assert batch.sequence_weight_B1 is not None
+def _add_sequence_weight(batch: MicroBatch, weight: torch.Tensor) -> MicroBatch:
     sequence_weight_B1 = batch.sequence_weight_B1.clone()
-    sequence_weight_B1[0] += missing
+    sequence_weight_B1[0] += weight
     return replace(batch, sequence_weight_B1=sequence_weight_B1)

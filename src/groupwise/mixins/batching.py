@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -13,17 +14,11 @@ from transformers import TrainerState
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.data.batches import ExperienceBuffer, GroupSampler
-from groupwise.data.dynamic_sampling import (
-    Feed,
-    Filled,
-    FillSettings,
-    LeftoverGroups,
-    fill_batch,
-    with_old_logps,
-)
+from groupwise.data.dynamic_sampling import Feed
+from groupwise.data.exchange import all_to_all_objects
 from groupwise.data.prompt_source import rows_of_rank
 from groupwise.data.rebalancing import MicroBatchBudget, WindowStats, rebalance
-from groupwise.records import MicroBatch, RewardBatch, RolloutBatch, Row
+from groupwise.records import MicroBatch, Row
 
 
 class BatchingMixin:
@@ -49,42 +44,8 @@ class BatchingMixin:
             epoch=lambda: int(self.state.epoch or 0),
         )
 
-    def rows_of_step(self, rows: list[Row]) -> list[Row]:
-        """This rank's rows of a generation batch: those of the loader, or the next ones of the stream."""
-        return rows if self.feed.source is None else self._next_rows(self._fill_settings().num_prompts)
-
-    def fill(
-        self,
-        sample: Callable[[list[Row]], tuple[RolloutBatch, RewardBatch]],
-        score: Callable[[RolloutBatch], list[list[float]]],
-    ) -> Filled:
-        """Sample a generation batch of groups with reward variance, as far as there are enough.
-
-        Args:
-            sample: rows to completions with rewards.
-            score: log-probs of completions under the current policy.
-        """
-        settings = self._fill_settings()
-        filled = fill_batch(
-            self.feed.carry, settings, lambda count: sample(self._next_rows(count)), gather_object
-        )
-        surplus = with_old_logps(filled.surplus, settings, score, gather_object)
-        self.feed.carry = LeftoverGroups(surplus, filled.share_with_variance)
-        self.feed.warn_of_flat_groups(filled, settings)
-        return filled
-
-    def _fill_settings(self) -> FillSettings:
-        args = self.args
-        return FillSettings(
-            num_prompts=args.generation_batch_size // args.num_generations,
-            num_generations=args.num_generations,
-            max_rounds=args.dynamic_sampling_max_rounds,
-            aggregation=args.multi_objective_aggregation,
-            ranks=self.accelerator.num_processes,
-            rank=self.accelerator.process_index,
-        )
-
-    def _next_rows(self, num_prompts: int) -> list[Row]:
+    def next_rows(self, num_prompts: int) -> list[Row]:
+        """Return this rank's rows of the next prompts of a source without a loader."""
         assert self.feed.source is not None
         prompts = self.feed.source.take(num_prompts)
         ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
@@ -109,14 +70,15 @@ class BatchingMixin:
     def rebalance_micro_batches(
         self, window: list[MicroBatch], layout: str
     ) -> tuple[list[MicroBatch | None], WindowStats]:
-        """The window without rows that have no gradient, in micro-batches of about equal cost."""
-        return rebalance(window, layout, self.micro_batch_budget, self._rows_of_all_ranks)
+        """Skip rows without gradient and balance the others over micro-batches and ranks; same update.
 
-    def _rows_of_all_ranks(self, batch: MicroBatch) -> MicroBatch:
-        """Gather the rows of all ranks."""
-        if self.accelerator.num_processes == 1:
-            return batch
-        gathered = gather_object([batch.state_dict()])
-        return MicroBatch.concatenate([MicroBatch.from_state(state) for state in gathered]).to(
-            self.accelerator.device
-        )
+        Args:
+            window: this rank's micro-batches of one optimizer step, with token weights.
+            layout: ``padded``, ``packed`` or ``shared_prefix``.
+
+        Returns:
+            as many entries as before, None first where fewer micro-batches suffice; and the work saved.
+        """
+        # Every rank receives the lengths of all rows, then only the rows that it trains on.
+        exchange = partial(all_to_all_objects, device=self.accelerator.device)
+        return rebalance(window, layout, self.micro_batch_budget, gather_object, exchange)

@@ -1,8 +1,8 @@
-"""Proof that the tests of the core can fail: ``python tests/reference/mutate.py [--jobs N] [--only TEXT]``.
+"""Show that the tests can fail: ``python tests/mutation/mutate.py [--jobs N] [--only TEXT]``.
 
-Every edit of ``mutations.py`` is made in a copy of ``src/``, one at a time, and the tests run against that
-copy: first the ones likely to notice, then all of ``tests/reference`` and ``tests/core``. Exit code 1 if an
-edit survives, breaks the tests instead of failing one, or no longer matches the source exactly once.
+Every edit of ``mutations.py`` is made in a copy of ``src/``, one at a time, and the tests that it names run
+against that copy. Exit code 1 if an edit survives, breaks the tests instead of failing one, or no longer
+matches the source exactly once.
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from mutations import MUTATIONS, Mutation
+from mutation import Mutation
+from mutations import MUTATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
-CORE = Path("groupwise") / "core"
-EVERYTHING = ("tests/reference", "tests/core")
-# It compares the list with the unedited source, so it says nothing about an edit.
-NOT_A_JUDGE = "tests/reference/test_mutations.py"
+PACKAGE = Path("groupwise")
 PASSED, FAILED = 0, 1
 
 
 def matches(mutation: Mutation) -> int:
-    return (ROOT / "src" / CORE / mutation.file).read_text().count(mutation.old)
+    return (ROOT / "src" / PACKAGE / mutation.file).read_text().count(mutation.old)
 
 
 def run_tests(source: Path, selection: tuple[str, ...]) -> subprocess.CompletedProcess:
@@ -49,7 +48,7 @@ def run_tests(source: Path, selection: tuple[str, ...]) -> subprocess.CompletedP
         "no:cacheprovider",
         "--tb=line",
     ]
-    command += ["-o", f"pythonpath={source} tests examples scripts", f"--ignore={NOT_A_JUDGE}", *selection]
+    command += ["-o", f"pythonpath={source} tests examples scripts", *selection]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -60,15 +59,15 @@ def copied_source(folder: str) -> Path:
 
 
 def judge(mutation: Mutation) -> tuple[str, str]:
-    """(verdict, what decided it)."""
+    """Return the verdict and its reason."""
     found = matches(mutation)
     if found != 1:
         return "STALE", f"the fragment occurs {found} times"
     with tempfile.TemporaryDirectory() as folder:
         source = copied_source(folder)
-        target = source / CORE / mutation.file
+        target = source / PACKAGE / mutation.file
         target.write_text(target.read_text().replace(mutation.old, mutation.new))
-        for selection in (mutation.first, EVERYTHING):
+        for selection in filter(None, (mutation.first, mutation.rest)):
             result = run_tests(source, selection)
             if result.returncode == FAILED:
                 failures = [line for line in result.stdout.splitlines() if line.startswith("FAILED")]
@@ -78,17 +77,20 @@ def judge(mutation: Mutation) -> tuple[str, str]:
     return "SURVIVED", ""
 
 
-def baseline() -> str | None:
-    """What the unedited copy says, if anything but success; also that it is the copy that gets imported."""
+def baseline(mutations: Sequence[Mutation]) -> str | None:
+    """Return the output of the named tests if they fail on an unedited copy or import another copy."""
     with tempfile.TemporaryDirectory() as folder:
         source = copied_source(folder)
-        result = run_tests(source, EVERYTHING)
-        if result.returncode != PASSED:
-            return result.stdout[-2000:]
-        (source / CORE / "ratios.py").write_text("raise ImportError('edited')\n")
-        return (
-            "the tests do not import the copy" if run_tests(source, EVERYTHING).returncode == PASSED else None
-        )
+        selections = dict.fromkeys(m.rest or m.first for m in mutations)
+        for selection in selections:
+            result = run_tests(source, selection)
+            if result.returncode != PASSED:
+                return result.stdout[-2000:]
+        for edited in {m.file for m in mutations}:
+            (source / PACKAGE / edited).write_text("raise ImportError('edited')\n")
+        if run_tests(source, next(iter(selections))).returncode == PASSED:
+            return "the tests do not import the copy"
+    return None
 
 
 def main() -> int:
@@ -96,20 +98,20 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="edits tried at the same time")
     parser.add_argument("--only", default="", help="only edits whose file or fragment contains this")
     options = parser.parse_args()
-    problem = baseline()
+    chosen = [m for m in MUTATIONS if options.only in m.file or options.only in m.old]
+    problem = baseline(chosen)
     if problem:
         print(f"without any edit:\n{problem}")
         return 1
-    chosen = [m for m in MUTATIONS if options.only in m.file or options.only in m.old]
     started = time.monotonic()
     verdicts: Counter[str] = Counter()
     with ThreadPoolExecutor(options.jobs) as pool:
         for mutation, (verdict, reason) in zip(chosen, pool.map(judge, chosen), strict=True):
             verdicts[verdict] += 1
             print(
-                f"{verdict:8} {mutation.file:14} {mutation.old} -> {mutation.new or '(nothing)'}", flush=True
+                f"{verdict:8} {mutation.file:26} {mutation.old} -> {mutation.new or '(nothing)'}", flush=True
             )
-            print(f"{'':23} {reason}", flush=True)
+            print(f"{'':35} {reason}", flush=True)
     seconds = time.monotonic() - started
     counts = ", ".join(f"{n} {verdict}" for verdict, n in sorted(verdicts.items()))
     print(f"{len(chosen)} edits in {seconds:.0f} s: {counts}")

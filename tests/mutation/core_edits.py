@@ -1,12 +1,8 @@
-"""Small edits of ``groupwise.core`` that a test must notice.
-
-Each is (file, fragment of the source that occurs once, what replaces it, the tests to try first). Edits that
-leave every result as it was have no place here.
-"""
+"""Edits of ``groupwise.core``: the equations."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from mutation import Mutation, edits_of
 
 OBJECTIVES = ("tests/reference/test_objectives.py", "-k", "on_policy or constants")
 KL = ("tests/reference/test_objectives.py", "-k", "differentiates or k1 or k2 or k3")
@@ -21,18 +17,14 @@ PADDING = ("tests/core/test_pad_sequences.py",)
 REGISTRATION = ("tests/core/test_registration.py",)
 
 
-class Mutation(NamedTuple):
-    file: str
-    old: str
-    new: str
-    first: tuple[str, ...]
+ALL = ("tests/reference", "tests/core")
 
 
 def _of(file: str, *edits: tuple[str, str, tuple[str, ...]]) -> list[Mutation]:
-    return [Mutation(file, old, new, first) for old, new, first in edits]
+    return edits_of(f"core/{file}", *edits, rest=ALL)
 
 
-MUTATIONS = [
+CORE = [
     *_of(
         "ratios.py",
         ("(log_ratio_BT * mask_BT).sum(", "log_ratio_BT.sum(", LIMITS),

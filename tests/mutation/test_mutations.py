@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 import pytest
-from mutate import CORE, ROOT, matches
+from mutate import PACKAGE, ROOT, matches
 from mutations import MUTATIONS
 
 
@@ -13,9 +13,9 @@ from mutations import MUTATIONS
 def test_every_edit_applies_to_one_place_and_parses(mutation):
     assert matches(mutation) == 1
     assert mutation.old != mutation.new
-    ast.parse((ROOT / "src" / CORE / mutation.file).read_text().replace(mutation.old, mutation.new))
+    ast.parse((ROOT / "src" / PACKAGE / mutation.file).read_text().replace(mutation.old, mutation.new))
 
 
 def test_no_edit_is_listed_twice():
     edits = [mutation[:3] for mutation in MUTATIONS]
-    assert len(set(edits)) == len(edits) >= 40
+    assert len(set(edits)) == len(edits)

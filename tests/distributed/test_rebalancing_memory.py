@@ -1,0 +1,41 @@
+"""Rebalancing sends a row only to the rank that trains on it: memory does not grow with more ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import rebalancing_worker
+from support.rebalancing_worker import PIXELS, ROWS
+
+pytestmark = pytest.mark.distributed
+
+TIMEOUT = 200  # seconds
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_rank_receives_at_most_the_rows_that_it_trains_on(tmp_path: Path, world_size: int) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size)]
+    done = subprocess.run(
+        [sys.executable, *launcher, rebalancing_worker.__file__, str(tmp_path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(world_size)]
+    trained = sorted(row for rank in ranks for row in rank["rows"])
+    assert trained == list(range(world_size * ROWS))
+    for number, rank in enumerate(ranks):
+        moved = [row for row in rank["rows"] if row // ROWS != number]
+        assert moved
+        # The image of a row is 1 MiB; tokens, serialization and the lengths of all rows take the rest.
+        images = 4 * PIXELS * len(moved)
+        assert images < rank["received"] + rank["lengths"] < 1.05 * images
+        assert rank["received"] < 1.05 * rank["window"]
