@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import typing
 from pathlib import Path
 
 from objective_tables import objective_tables
@@ -18,34 +19,37 @@ def pages() -> dict[Path, str]:
 
 
 def configuration_page() -> str:
-    """Every field of ``GRPOConfig`` by the comments that group them in its source."""
+    """Return the page of settings: one table per group of fields, generated from their `Setting`."""
+    from groupwise.config.grpo_config import INHERITED, GRPOConfig
+
     lines = [
         "# Configuration",
         "",
         "`GRPOConfig` has every field of `transformers.TrainingArguments` and those below. It parses with",
-        "`HfArgumentParser` from flags, YAML and dictionaries; dict and list fields take JSON strings too.",
-        "Constraints are checked when it is built, all violations in one message.",
+        "`HfArgumentParser` from flags, YAML and dictionaries; dict and list fields also accept JSON text.",
+        "Building a configuration validates all settings: one error lists every violation with the allowed",
+        "values and the nearest valid one. Settings without effect are logged as a warning.",
         "",
         START,
     ]
-    for title, names in field_groups().items():
-        lines += ["", f"## {title}", "", "| field | type | default | meaning |", "|---|---|---|---|"]
+    inherited = [name for name in INHERITED if GRPOConfig.SETTINGS[name].help]
+    for title, names in {**field_groups(), "Constraints on TrainingArguments": inherited}.items():
+        lines += ["", f"## {title}", ""]
+        lines += ["| field | type | default | allowed | meaning |", "|---|---|---|---|---|"]
         lines += [_field_row(name) for name in names]
     return "\n".join([*lines, "", END, ""])
 
 
 def field_groups() -> dict[str, list[str]]:
-    """Titles and field names, in the order of the source."""
+    """Return titles and field names, in the order of the source."""
     from groupwise.config.grpo_config import GRPOConfig
 
     groups: dict[str, list[str]] = {}
     names: list[str] = []
     for line in inspect.getsource(GRPOConfig).splitlines():
-        if line.startswith("    def "):
-            break
-        if title := re.fullmatch(r"    # (\w.*)", line):
+        if title := re.fullmatch(r"    # (\w[^:]*)", line):
             names = groups.setdefault(title[1], [])
-        elif field := re.match(r"    (\w+): ", line):
+        elif field := re.match(r"    (\w+): Annotated", line):
             names.append(field[1])
     return groups
 
@@ -53,9 +57,12 @@ def field_groups() -> dict[str, list[str]]:
 def _field_row(name: str) -> str:
     from groupwise.config.grpo_config import GRPOConfig
 
-    item = GRPOConfig.__dataclass_fields__[name]
-    kind = _cell(str(GRPOConfig.__annotations__[name]).replace("dict[str, Any] | str", "dict"))
-    return f"| `{name}` | {kind} | `{item.default!r}` | {_cell(item.metadata['help'])} |"
+    default, setting = GRPOConfig.__dataclass_fields__[name].default, GRPOConfig.SETTINGS[name]
+    hint = typing.get_type_hints(GRPOConfig)[name]
+    kind = getattr(hint, "__name__", str(hint)) if isinstance(hint, type) else str(hint)
+    kind = kind.replace("dict[str, typing.Any] | str", "dict")
+    meaning = f"{setting.description} Ignored: {setting.ignored}." if setting.ignored else setting.description
+    return f"| `{name}` | {_cell(kind)} | `{default!r}` | {_cell(setting.allowed)} | {_cell(meaning)} |"
 
 
 def objectives_page() -> str:
@@ -66,7 +73,7 @@ def objectives_page() -> str:
 
 
 def _cell(text: str) -> str:
-    """What may stand in a table: Markdown's own signs escaped."""
+    """Return the text with Markdown's special characters escaped, for a table cell."""
     return re.sub(r"([|*<])", r"\\\1", text)
 
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from groupwise import GRPOConfig, checkpoint
+from groupwise import GRPOConfig
 from groupwise.cli import main
 from groupwise.cli.run_file import RunArguments
 from groupwise.cli.sources import check_model
 from groupwise.config.redact import masked, redact
+from groupwise.hf import checkpointing
 
 PLANTED = {
     "HF_TOKEN": "hf_planted0000000000000000environment",
@@ -105,9 +106,9 @@ def test_checkpoints_are_read_without_running_what_they_hold(tmp_path, load):
     torch.save({"world_size": 1, "harm": _Harmful(ran)}, tmp_path / name)
     with pytest.raises(pickle.UnpicklingError):
         if load == "state":
-            checkpoint.load_state(str(tmp_path), 0, 1)
+            checkpointing.load_state(str(tmp_path), 0, 1)
         else:
-            checkpoint.load_reference(str(tmp_path), torch.nn.Linear(1, 1), moves=True)
+            checkpointing.load_reference(str(tmp_path), torch.nn.Linear(1, 1), moves=True)
     assert not ran.exists()
     torch.load(tmp_path / name, weights_only=False)  # the pickle does harm where it is trusted
     assert ran.exists()

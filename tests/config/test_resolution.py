@@ -1,4 +1,4 @@
-"""What building a configuration fills in, moves and keeps."""
+"""Values that are resolved when a configuration is built, and the values that are kept."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import warnings
 import pytest
 import torch
 
-from groupwise.config import grpo_config as config_module
-from groupwise.config.grpo_config import GRPOConfig, computes_bf16_natively
+from groupwise.config import resolution
+from groupwise.config.grpo_config import GRPOConfig
+from groupwise.config.resolution import computes_bf16_natively
 from groupwise.errors import ConfigError
 
 
@@ -78,7 +79,7 @@ def test_old_names_move_to_the_new(build, old, new, value):
     ("old", "new", "value", "reason"),
     [
         ("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max", -1.0, "is out of range"),
-        ("vllm_guided_decoding_regex", "vllm_structured_outputs_regex", "a+", "constrains nothing"),
+        ("vllm_guided_decoding_regex", "vllm_structured_outputs_regex", "a+", "requires use_vllm=True"),
     ],
 )
 def test_old_names_are_judged_as_the_new(build, old, new, value, reason):
@@ -98,9 +99,9 @@ def test_old_and_new_names_may_agree_but_not_differ(build):
 
 def _on(monkeypatch, device: str, native: bool) -> None:
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    monkeypatch.setattr(config_module, "_device_type", lambda use_cpu: device)
-    monkeypatch.setattr(config_module, "computes_bf16_natively", lambda device_type: native)
-    config_module._say_float32.cache_clear()
+    monkeypatch.setattr(resolution, "_device_type", lambda use_cpu: device)
+    monkeypatch.setattr(resolution, "computes_bf16_natively", lambda device_type: native)
+    resolution._warn_float32.cache_clear()
 
 
 def test_bf16_is_on_where_it_is_native(build, monkeypatch, caplog):
@@ -113,7 +114,7 @@ def test_bf16_is_on_where_it_is_native(build, monkeypatch, caplog):
 def test_bf16_is_off_elsewhere_and_that_is_said_once(build, monkeypatch, caplog):
     _on(monkeypatch, "cpu", native=False)
     assert [build(bf16=None).bf16, build(bf16=None).mixed_precision] == [False, "no"]
-    said = [record.getMessage() for record in caplog.records if record.name == "groupwise.config.grpo_config"]
+    said = [record.getMessage() for record in caplog.records if record.name == "groupwise.config.resolution"]
     assert said == ["bf16 is off, training in float32: the cpu device does not compute bfloat16 natively"]
 
 
@@ -160,9 +161,9 @@ def test_unknown_devices_are_not_native():
 def test_device_choice_follows_use_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
-    assert [config_module._device_type(True), config_module._device_type(False)] == ["cpu", "cuda"]
+    assert [resolution._device_type(True), resolution._device_type(False)] == ["cpu", "cuda"]
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    assert config_module._device_type(False) == "cpu"
+    assert resolution._device_type(False) == "cpu"
 
 
 def test_gradient_checkpointing_can_be_turned_off(build):

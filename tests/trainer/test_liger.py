@@ -240,6 +240,7 @@ EXAMPLES = (
     {"top_entropy_quantile": 0.5},
     {"use_adaptive_entropy": True},
     {"sequence_layout": "packed"},
+    {"logprob_head": "dense"},
 )
 
 
@@ -248,7 +249,7 @@ def test_what_liger_cannot_do_is_refused_before_anything_loads(tmp_path, place):
     from groupwise.core.objectives import OBJECTIVES, register_objective
 
     register_objective("mine", OBJECTIVES["dapo"].surrogate, "token_mean")
-    given, reason = LIGER_LIMITS[place][1], LIGER_LIMITS[place][3]
+    given, reason = LIGER_LIMITS[place].given, LIGER_LIMITS[place].reason
     with pytest.raises(ConfigError) as caught:
         GRPOConfig(str(tmp_path), bf16=False, use_liger_kernel=True, **EXAMPLES[place])
     lines = [line for line in str(caught.value).splitlines() if "use_liger_kernel=True with" in line]

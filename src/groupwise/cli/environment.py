@@ -53,7 +53,7 @@ def _machine() -> Iterator[tuple[str, str]]:
 def _devices() -> Iterator[tuple[str, str]]:
     import torch
 
-    from groupwise.config.grpo_config import computes_bf16_natively
+    from groupwise.config.resolution import computes_bf16_natively
 
     yield "CUDA of torch", str(torch.version.cuda)
     for index in range(torch.cuda.device_count()):

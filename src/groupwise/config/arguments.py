@@ -1,21 +1,17 @@
-"""The trainer's class and the arguments that everything else is checked with."""
+"""Checks of the trainer's class and arguments, before anything is loaded."""
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
-from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError
 
-logger = logging.getLogger(__name__)
-
-#: Methods of TRL's trainer that nothing calls here, and what to override or call in their place.
-ELSEWHERE = {
+#: Methods of TRL's trainer that are never called here, and the method to override or call instead.
+TRL_METHODS = {
     "_generate": "generate_rollouts",
     "_generate_single_turn": "generate_rollouts",
     "_tokenize_prompts": "generate_rollouts",
@@ -33,29 +29,30 @@ ELSEWHERE = {
 }
 
 
-#: How a path begins that cannot be a hub id.
+#: Prefixes of local paths; a hub id has none of them.
 _LOCAL = ("/", "./", "../", "~")
 
 
 def model_name(model: str | PreTrainedModel) -> str:
-    """The last component of a model's id or directory."""
+    """Return the last component of a model's hub id or directory."""
     path = model if isinstance(model, str) else model.config._name_or_path
     return os.path.basename(os.path.normpath(path)) if path else type(model).__name__
 
 
-def check_arguments(trainer: type, model: Any, args: Any) -> GRPOConfig:
-    """The configuration, the default one for None.
+def check_arguments(
+    trainer: type[Trainer], model: str | PreTrainedModel, args: GRPOConfig | None
+) -> GRPOConfig:
+    """Return the configuration of the trainer: ``args``, or the defaults if it is None.
 
     Raises:
-        ConfigError: a subclass overrides what is never called, ``args`` is something else, the model's
-            directory does not exist, or the output directory cannot be written.
+        ConfigError: a subclass overrides a method of TRL that is never called here, ``args`` has another
+            type, the directory of the model does not exist, or the output directory is not writable.
     """
-    unheard = [f"{name} (here: {ELSEWHERE[name]})" for name in ELSEWHERE if hasattr(trainer, name)]
-    if unheard:
+    unused = [f"{name} (here: {TRL_METHODS[name]})" for name in TRL_METHODS if hasattr(trainer, name)]
+    if unused:
         raise ConfigError(
-            f"{trainer.__name__} defines {', '.join(unheard)}, which nothing calls in this trainer: it would "
-            "train without it. Move the code to what is named, or rename a helper of your own; see "
-            "docs/migrating.md"
+            f"{trainer.__name__} defines {', '.join(unused)}, which this trainer never calls: override "
+            "the named methods instead, or rename your own helper; see docs/migrating.md"
         )
     if args is None:
         args = GRPOConfig(f"{model_name(model)}-GRPO")
@@ -64,11 +61,8 @@ def check_arguments(trainer: type, model: Any, args: Any) -> GRPOConfig:
             f"args is a {type(args).__module__}.{type(args).__name__}; it must be a groupwise.GRPOConfig"
         )
     if isinstance(model, str) and model.startswith(_LOCAL) and not Path(model).is_dir():
-        raise ConfigError(f"model={model!r} is not a directory; pass that of a checkpoint, or a hub id")
-    if args.include_num_input_tokens_seen != "no":  # Trainer looks for the tokens in a dictionary of tensors
-        logger.warning("include_num_input_tokens_seen is ignored: num_tokens in the logs counts them")
-        args.include_num_input_tokens_seen = "no"
-    if args.should_save:
+        raise ConfigError(f"model={model!r} is not a directory; give a checkpoint directory or a hub id")
+    if args.should_save and args.output_dir is not None:
         _check_writable(args.output_dir)
     return args
 
@@ -77,6 +71,8 @@ def _check_writable(directory: str) -> None:
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
     except OSError as cause:
-        raise ConfigError(f"output_dir={directory!r} cannot be made ({cause}); choose another one") from cause
+        raise ConfigError(
+            f"output_dir={directory!r} cannot be created ({cause}); choose another one"
+        ) from cause
     if not os.access(directory, os.W_OK | os.X_OK):
-        raise ConfigError(f"output_dir={directory!r} cannot be written; choose another one")
+        raise ConfigError(f"output_dir={directory!r} is not writable; choose another one")

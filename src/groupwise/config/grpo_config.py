@@ -1,397 +1,391 @@
-"""The configuration of a GRPO run: every setting with its default and its meaning."""
+"""The configuration of a GRPO run: every setting with its default, meaning and constraints."""
 
-# ruff: noqa: RUF009 - `_opt` returns a `dataclasses.field`
 from __future__ import annotations
 
 import copy
-import dataclasses
-import functools
-import json
-import logging
-import os
-import types
-import typing
-import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
-import torch
 from transformers import TrainingArguments
-from transformers.utils import is_torch_xla_available
 
-from groupwise.config.conflicts import OLD_NAMES, SAMPLING_FIELDS
+from groupwise.config.conditions import (
+    CLIPPED_RATIO,
+    COLOCATE,
+    CORRECTION,
+    KL,
+    NOT_VLLM,
+    PASS_AT_K,
+    SAPO,
+    SERVER,
+    VESPO,
+    VLLM,
+    on,
+)
 from groupwise.config.redact import masked
-from groupwise.config.rules import default_of
+from groupwise.config.resolution import (
+    move_old_names,
+    parse_strings,
+    reset_ignored,
+    resolve_batch_sizes,
+    resolve_defaults,
+    resolve_precision,
+    resolve_sampling,
+)
+from groupwise.config.settings import Setting, with_settings
 from groupwise.config.validation import check
+from groupwise.core.advantages import ADVANTAGES, AGGREGATIONS
+from groupwise.core.corrections import CORRECTION_MODES
+from groupwise.core.kl import KL_ESTIMATORS
+from groupwise.core.objectives import OBJECTIVES
+from groupwise.core.ratios import RATIO_LEVELS
 
-logger = logging.getLogger(__name__)
+Json = dict[str, Any] | str | None  # JSON text is parsed when the configuration is built
 
-
-def _opt(default: Any, doc: str, **argument: Any) -> Any:
-    """A dataclass field whose doc is also its command-line help; ``argument`` goes to ``add_argument``."""
-    return dataclasses.field(default=default, metadata={"help": doc, **argument})
-
-
-_SWITCH = {"nargs": "?", "const": True}  # `--flag` alone means True, also where the default is None
+#: Fields of ``TrainingArguments`` whose default is unchanged.
+INHERITED = {
+    "per_device_train_batch_size": Setting(
+        "Completions per device and micro-batch.", ge=1, example=0, card="always"
+    ),
+    "per_device_eval_batch_size": Setting("Completions per device in evaluation.", ge=1, example=0),
+    "gradient_accumulation_steps": Setting(
+        "Micro-batches per optimizer step.", ge=1, example=0, card="always"
+    ),
+    "include_num_input_tokens_seen": Setting(
+        "Count of input tokens.", ignored="the metric num_tokens counts the tokens"
+    ),
+    **{name: Setting(card="always") for name in ("lr_scheduler_type", "optim", "num_train_epochs", "seed")},
+    **{name: Setting(card="if_changed") for name in ("weight_decay", "max_grad_norm", "warmup_steps")},
+    **{name: Setting(card="if_changed") for name in ("adam_beta1", "adam_beta2", "adam_epsilon")},
+    **{name: Setting(card="if_changed") for name in ("max_steps", "fp16")},
+}
 
 
 @dataclass(repr=False)
+@with_settings(INHERITED)
 class GRPOConfig(TrainingArguments):
     """Settings of :class:`groupwise.GRPOTrainer`: those of ``TrainingArguments`` and the fields below.
 
-    Parses with ``HfArgumentParser`` from flags, YAML and dicts; dict and list fields also take JSON strings.
-    Building it fills in what is left open, then checks everything at once. What was filled in stays: a copy
-    by ``dataclasses.replace`` keeps, for example, the resolved ``epsilon_high`` unless that is replaced too.
+    Parse it with ``HfArgumentParser`` from flags, YAML or dicts; dict and list fields also accept JSON text.
+    Building a configuration resolves settings that are left open, then validates all of them at once.
+    Resolved values are kept: a copy by ``dataclasses.replace`` has the resolved ``epsilon_high`` unless that
+    is replaced too.
 
     Raises:
-        ConfigError: listing every violated rule of ``groupwise.config.validation``.
+        ConfigError: one line per violated constraint.
     """
 
+    SETTINGS: ClassVar[Mapping[str, Setting]]
+
+    # fmt: off
+
     # Changed defaults of TrainingArguments
-    learning_rate: float = _opt(1e-6, "Initial learning rate.")
-    logging_steps: float = _opt(10, "Optimizer steps between logs; below 1, a share of all steps.")
-    gradient_checkpointing: bool = _opt(True, "Recompute activations in the backward pass to save memory.")
-    remove_unused_columns: bool = _opt(False, "Drop dataset columns before the rewards could see them.")
-    bf16: bool | None = _opt(  # type: ignore[assignment]
-        None,
+    learning_rate: Annotated[float, Setting(
+        "Initial learning rate.", ge=0, example=-1e-6, card="always")] = 1e-6
+    logging_steps: Annotated[float, Setting(
+        "Optimizer steps between logs; a value below 1 is a fraction of all steps.")] = 10
+    gradient_checkpointing: Annotated[bool, Setting(
+        "Recompute activations in the backward pass to save memory.", card="if_changed")] = True
+    remove_unused_columns: Annotated[bool, Setting(
+        "Drop dataset columns that the model does not take; reward functions do not receive them.")] = False
+    bf16: Annotated[bool | None, Setting(
         "bfloat16 mixed precision. None: on if fp16 is off and the device computes bfloat16 natively.",
-        **_SWITCH,
-    )
+        optional_value=True, card="always")] = None  # type: ignore[assignment]
 
     # Model
-    model_init_kwargs: dict[str, Any] | str | None = _opt(
-        None, "Keyword arguments (dict or JSON) for from_pretrained when the policy is given by name."
-    )
-    trust_remote_code: bool = _opt(False, "Run code shipped with models, tokenizers and reward models.")
-    disable_dropout: bool = _opt(False, "Set every dropout probability of the policy to 0.")
-    cast_lm_head_to_fp32: bool = _opt(
-        False, "Logits of policy and reference in float32; tied embeddings keep their activation dtype."
-    )
-    router_aux_loss_coef: float | None = _opt(
-        None, "Weight of the load-balancing loss of a mixture of experts. None: the model config's value."
-    )
+    model_init_kwargs: Annotated[Json, Setting(
+        "Keyword arguments (dict or JSON) of from_pretrained, if the model is given by name.")] = None
+    trust_remote_code: Annotated[bool, Setting(
+        "Run code shipped with models, tokenizers and reward models.")] = False
+    disable_dropout: Annotated[bool, Setting(
+        "Set every dropout probability of the policy to 0.", card="if_changed")] = False
+    cast_lm_head_to_fp32: Annotated[bool, Setting(
+        "Logits of policy and reference in float32; tied embeddings keep their activation dtype.",
+        card="if_changed")] = False
+    router_aux_loss_coef: Annotated[float | None, Setting(
+        "Weight of the load-balancing loss of a mixture of experts. None: the value of the model config.",
+        ge=0, example=-0.1, card="if_changed")] = None
 
     # Batches
-    num_generations: int = _opt(8, "Completions per prompt (G), at least 2; divides generation_batch_size.")
-    num_generations_eval: int | None = _opt(
-        None, "Completions per prompt in evaluation, at least 1. None: num_generations."
-    )
-    max_completion_length: int = _opt(256, "Most tokens generated per completion.")
-    max_prompt_length: int | None = _opt(
-        None, "MicroBatchBudget longer prompts from the left. None: prompts stay whole."
-    )
-    pad_to_multiple_of: int | None = _opt(None, "Pad prompts and completions to a multiple of this length.")
-    shuffle_dataset: bool = _opt(True, "Shuffle the training prompts.")
-    generation_batch_size: int | None = _opt(
-        None, "Completions generated at a time, over all processes. Give this or steps_per_generation."
-    )
-    steps_per_generation: int | None = _opt(
-        None,
-        "Micro-batches per generation batch, which holds per_device_train_batch_size x processes x this many "
+    num_generations: Annotated[int, Setting(
+        "Completions per prompt (G); divides generation_batch_size.", ge=2, example=1, card="always")] = 8
+    num_generations_eval: Annotated[int | None, Setting(
+        "Completions per prompt in evaluation. None: num_generations.", ge=1, example=0)] = None
+    max_completion_length: Annotated[int, Setting(
+        "Maximum number of tokens generated per completion.", ge=1, example=0, card="always")] = 256
+    max_prompt_length: Annotated[int | None, Setting(
+        "Truncate longer prompts from the left. None: no truncation.",
+        ge=1, example=0, card="if_changed")] = None
+    pad_to_multiple_of: Annotated[int | None, Setting(
+        "Pad prompts and completions to a multiple of this length.", ge=1, example=0)] = None
+    shuffle_dataset: Annotated[bool, Setting("Shuffle the training prompts.", card="if_changed")] = True
+    generation_batch_size: Annotated[int | None, Setting(
+        "Completions generated at a time by all processes. Set this or steps_per_generation.",
+        ge=1, example=-8, card="always")] = None
+    steps_per_generation: Annotated[int | None, Setting(
+        "Micro-batches per generation batch: per_device_train_batch_size x processes x this many "
         "completions. None: gradient_accumulation_steps.",
-    )
+        ge=1, example=0)] = None
 
     # Generation
-    temperature: float = _opt(1.0, "Sampling temperature; the trainer's log-probabilities use it too.")
-    top_p: float = _opt(1.0, "Sample from the smallest set of tokens with this much probability. 1: all.")
-    top_k: int | None = _opt(None, "Sample from this many most probable tokens. None or 0: all.")
-    min_p: float | None = _opt(None, "Drop tokens less probable than this share of the most probable one.")
-    repetition_penalty: float = _opt(1.0, "Above 1: discourage tokens already present. 1: off.")
-    generation_kwargs: dict[str, Any] | str | None = _opt(
-        None, "Further sampler arguments (dict or JSON); they override the fields above."
-    )
-    chat_template_kwargs: dict[str, Any] | str | None = _opt(
-        None, "Further arguments (dict or JSON) for the chat template."
-    )
-    cache_implementation: str | None = _opt(None, "Key-value cache class of transformers' generate.")
-    use_transformers_continuous_batching: bool = _opt(
-        False, "Generate with the continuous batching of transformers."
-    )
-    transformers_continuous_batching_config: dict[str, Any] | str | None = _opt(
-        None, "Settings (dict or JSON) of the continuous batching."
-    )
-    ds3_gather_for_generation: bool = _opt(
-        True, "Accepted for scripts: under ZeRO-3 generation gathers the weights layer by layer."
-    )
+    temperature: Annotated[float, Setting(
+        "Sampling temperature, also of the trainer's log-probs.", gt=0, example=0.0, card="always")] = 1.0
+    top_p: Annotated[float, Setting(
+        "Nucleus sampling: keep the smallest set of tokens with this total probability. 1: off.",
+        gt=0, le=1, example=1.5, card="if_changed")] = 1.0
+    top_k: Annotated[int | None, Setting(
+        "Keep this many of the most probable tokens. None or 0: off.",
+        ge=0, example=-1, card="if_changed")] = None
+    min_p: Annotated[float | None, Setting(
+        "Drop tokens less probable than this fraction of the most probable one. None or 0: off.",
+        ge=0, le=1, example=-0.1, card="if_changed")] = None
+    repetition_penalty: Annotated[float, Setting(
+        "Penalty on tokens that are already present. 1: off.", gt=0, example=0.0, card="if_changed")] = 1.0
+    generation_kwargs: Annotated[Json, Setting(
+        "Further sampler arguments (dict or JSON); they override the fields above.")] = None
+    chat_template_kwargs: Annotated[Json, Setting(
+        "Further arguments (dict or JSON) of the chat template.")] = None
+    cache_implementation: Annotated[str | None, Setting(
+        "KV cache class of transformers' generate.", no_effect_unless=NOT_VLLM)] = None
+    use_transformers_continuous_batching: Annotated[bool, Setting(
+        "Generate with transformers' continuous batching.", card="if_changed")] = False
+    transformers_continuous_batching_config: Annotated[Json, Setting(
+        "Settings (dict or JSON) of continuous batching.",
+        requires=on("use_transformers_continuous_batching"), example={"max_batch_tokens": 256})] = None
+    ds3_gather_for_generation: Annotated[bool, Setting(
+        "Accepted for TRL scripts. Under ZeRO-3 the weights are always gathered layer by layer.")] = True
 
     # vLLM
-    use_vllm: bool = _opt(False, "Generate with vLLM.")
-    vllm_mode: str = _opt("colocate", "colocate: the engine runs in the trainer's processes; server: apart.")
-    vllm_model_impl: str = _opt("vllm", "Model implementation in the engine: vllm or transformers.")
-    vllm_enable_sleep_mode: bool = _opt(False, "Colocate: free the engine's memory while training.")
-    vllm_structured_outputs_regex: str | None = _opt(None, "Regular expression every completion matches.")
-    vllm_server_base_url: str | None = _opt(None, "Server: its address; overrides host and port.")
-    vllm_server_host: str = _opt("0.0.0.0", "Server: host name or IP address.")
-    vllm_server_port: int = _opt(8000, "Server: port.")
-    vllm_server_timeout: float = _opt(240.0, "Server: seconds to wait for it before a ConnectionError.")
-    vllm_group_port: int = _opt(51216, "Server: port where the weight transfer meets.")
-    vllm_gpu_memory_utilization: float = _opt(0.3, "Colocate: share of the GPU memory for the engine.")
-    vllm_max_model_length: int | None = _opt(None, "Colocate: most tokens of prompt and completion together.")
-    vllm_tensor_parallel_size: int = _opt(1, "Colocate: processes that share one engine.")
-    vllm_engine_kwargs: dict[str, Any] | str | None = _opt(
-        None, "Colocate: further arguments (dict or JSON) for the engine."
-    )
-    vllm_importance_sampling_correction: bool = _opt(
-        True, "Reweight for the gap between the log-probabilities of the sampler and those of the trainer."
-    )
-    vllm_importance_sampling_mode: str = _opt(
-        "sequence_mask", "token_truncate, token_mask, sequence_truncate or sequence_mask."
-    )
-    vllm_importance_sampling_clip_max: float | None = _opt(3.0, "Largest correction. None: no upper bound.")
-    vllm_importance_sampling_clip_min: float | None = _opt(None, "Smallest correction. None: no lower bound.")
-
-    logprob_mismatch_check: str = _opt(
-        "warn", "Compare the log-probs of a separate sampler with the trainer's: off, warn or error."
-    )
-    logprob_mismatch_steps: int = _opt(20, "Generations between two comparisons, beside the first two.")
+    use_vllm: Annotated[bool, Setting("Generate with vLLM.", card="if_changed")] = False
+    vllm_mode: Annotated[str, Setting(
+        "colocate: engine in the trainer's processes. server: separate processes.",
+        choices=("colocate", "server"), example="colocated", card="if_changed")] = "colocate"
+    vllm_model_impl: Annotated[str, Setting(
+        "Model implementation of the engine.",
+        choices=("vllm", "transformers"), example="hf", no_effect_unless=COLOCATE)] = "vllm"
+    vllm_enable_sleep_mode: Annotated[bool, Setting(
+        "Free the memory of the engine during training.", no_effect_unless=COLOCATE)] = False
+    vllm_structured_outputs_regex: Annotated[str | None, Setting(
+        "Regular expression that every completion matches.", requires=VLLM, example=r"\d+")] = None
+    vllm_server_base_url: Annotated[str | None, Setting(
+        "Address of the server; overrides host and port.", no_effect_unless=SERVER)] = None
+    vllm_server_host: Annotated[str, Setting(
+        "Host name or IP address of the server.", no_effect_unless=SERVER)] = "0.0.0.0"
+    vllm_server_port: Annotated[int, Setting(
+        "Port of the server.", ge=1, le=65535, example=0, no_effect_unless=SERVER)] = 8000
+    vllm_server_timeout: Annotated[float, Setting(
+        "Seconds to wait for the server before a ConnectionError.",
+        gt=0, example=0.0, no_effect_unless=SERVER)] = 240.0
+    vllm_group_port: Annotated[int, Setting(
+        "Port of the process group that transfers weights to the server.",
+        ge=1, le=65535, example=70000, no_effect_unless=SERVER)] = 51216
+    vllm_gpu_memory_utilization: Annotated[float, Setting(
+        "Fraction of the GPU memory for the engine.",
+        gt=0, le=1, example=1.2, no_effect_unless=COLOCATE)] = 0.3
+    vllm_max_model_length: Annotated[int | None, Setting(
+        "Maximum number of tokens of prompt and completion together.",
+        ge=1, example=0, no_effect_unless=COLOCATE)] = None
+    vllm_tensor_parallel_size: Annotated[int, Setting(
+        "Processes that share one engine.", ge=1, example=0, no_effect_unless=COLOCATE)] = 1
+    vllm_engine_kwargs: Annotated[Json, Setting(
+        "Further arguments (dict or JSON) of the engine.", no_effect_unless=COLOCATE)] = None
+    vllm_importance_sampling_correction: Annotated[bool, Setting(
+        "Importance-sampling correction for the difference between the log-probs of sampler and trainer.",
+        card="if_changed")] = True
+    vllm_importance_sampling_mode: Annotated[str, Setting(
+        "Correct per token or per sequence; truncate the ratio at the bounds, or mask it beyond them.",
+        choices=CORRECTION_MODES, example="sequence_maks", no_effect_unless=CORRECTION,
+        card="if_changed")] = "sequence_mask"
+    vllm_importance_sampling_clip_max: Annotated[float | None, Setting(
+        "Upper bound of the correction. None: no bound.",
+        gt=0, example=-3.0, no_effect_unless=CORRECTION, card="if_changed")] = 3.0
+    vllm_importance_sampling_clip_min: Annotated[float | None, Setting(
+        "Lower bound of the correction. None: no bound.",
+        ge=0, example=-0.5, no_effect_unless=CORRECTION, card="if_changed")] = None
+    logprob_mismatch_check: Annotated[str, Setting(
+        "Compare the log-probs of a separate sampler with those of the trainer.",
+        choices=("off", "warn", "error"), example="warm")] = "warn"
+    logprob_mismatch_steps: Annotated[int, Setting(
+        "Generations between two comparisons, after the first two generations.", ge=1, example=0)] = 20
 
     # Loss
-    beta: float = _opt(0.0, "Weight of the KL to the reference model. 0: no reference model in memory.")
-    kl_estimator: str = _opt("k3", "Estimator of the KL per token: k1, k2, k3 or k3_k2grad.")
-    kl_in_reward: bool = _opt(False, "Subtract the KL from the reward instead of adding it to the loss.")
-    use_bias_correction_kl: bool = _opt(False, "Multiply the KL by the importance ratio (DeepSeek-V3.2).")
-    num_iterations: int = _opt(1, "Optimization passes over each generation batch (mu).")
-    epsilon: float = _opt(0.2, "Clip range of the ratio below 1, and above it unless epsilon_high is set.")
-    epsilon_high: float | None = _opt(
-        None, "Clip range above 1; in cispo the largest ratio itself. None: epsilon."
-    )
-    delta: float | None = _opt(None, "Upper bound of the unclipped ratio (INTELLECT-2). None: no bound.")
-    loss_type: str = _opt(
-        "dapo", "grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo, vespo, or a registered objective."
-    )
-    importance_sampling_level: str = _opt("token", "Ratio per token, or per sequence (GSPO).")
-    sapo_temperature_pos: float = _opt(1.0, "sapo: gate temperature for positive advantages.")
-    sapo_temperature_neg: float = _opt(1.05, "sapo: gate temperature for the other advantages.")
-    vespo_k_pos: float = _opt(2.0, "vespo: power of the weight for positive advantages.")
-    vespo_lambda_pos: float = _opt(3.0, "vespo: decay of the weight for positive advantages.")
-    vespo_k_neg: float = _opt(3.0, "vespo: power of the weight for negative advantages.")
-    vespo_lambda_neg: float = _opt(2.0, "vespo: decay of the weight for negative advantages.")
-    off_policy_mask_threshold: float | None = _opt(
-        None, "Drop sequences of negative advantage whose mean log-ratio to the sampler exceeds this."
-    )
-    mask_truncated_completions: bool = _opt(False, "Leave completions without an end token out of the loss.")
-    top_entropy_quantile: float = _opt(1.0, "Share of the tokens, by highest entropy, that enter the loss.")
-    sync_ref_model: bool = _opt(False, "Move the reference model towards the policy during training.")
-    ref_model_mixup_alpha: float = _opt(0.6, "Share of the policy in a reference update. 1: replace it.")
-    ref_model_sync_steps: int = _opt(512, "Optimizer steps between reference updates.")
-    entropy_coef: float = _opt(0.0, "Weight of the entropy bonus; its first value under adaptive control.")
-    use_adaptive_entropy: bool = _opt(False, "Steer entropy_coef towards entropy_target (Skywork-OR1).")
-    entropy_coef_min: float = _opt(0.0, "Adaptive control: smallest weight.")
-    entropy_coef_max: float = _opt(1.0, "Adaptive control: largest weight.")
-    entropy_coef_delta: float = _opt(0.005, "Adaptive control: change per optimizer step.")
-    entropy_target: float = _opt(0.2, "Adaptive control: the bonus applies up to this entropy (nats).")
+    beta: Annotated[float, Setting(
+        "Weight of the KL to the reference model. 0: no reference model in memory.",
+        ge=0, example=-1.0, card="always")] = 0.0
+    kl_estimator: Annotated[str, Setting(
+        "Estimator of the KL per token.",
+        choices=KL_ESTIMATORS, example="k4", no_effect_unless=KL, card="if_changed")] = "k3"
+    kl_in_reward: Annotated[bool, Setting(
+        "Subtract the KL from the reward instead of adding it to the loss.",
+        requires=KL, example=True, card="if_changed")] = False
+    use_bias_correction_kl: Annotated[bool, Setting(
+        "Multiply the KL by the importance ratio (DeepSeek-V3.2).",
+        requires=KL, example=True, card="if_changed")] = False
+    num_iterations: Annotated[int, Setting(
+        "Optimization epochs over each generation batch (mu).", ge=1, example=0, card="always")] = 1
+    epsilon: Annotated[float, Setting(
+        "Clip range of the ratio below 1, and above 1 unless epsilon_high is set.",
+        ge=0, example=-0.2, card="always")] = 0.2
+    epsilon_high: Annotated[float | None, Setting(
+        "Clip range of the ratio above 1; for cispo the upper bound of the ratio. None: epsilon.",
+        ge=0, example=-0.2, card="always")] = None
+    delta: Annotated[float | None, Setting(
+        "Upper bound of the unclipped ratio (INTELLECT-2). None: no bound.",
+        gt=0, example=0.0, no_effect_unless=CLIPPED_RATIO, card="if_changed")] = None
+    loss_type: Annotated[str, Setting(
+        "Objective; register_objective adds further ones.",
+        choices=OBJECTIVES, example="grop", card="always")] = "dapo"
+    loss_kwargs: Annotated[Json, Setting(
+        "Hyperparameters (dict or JSON) of a registered objective, validated by its dataclass.")] = None
+    importance_sampling_level: Annotated[str, Setting(
+        "Ratio per token, or per sequence (GSPO).",
+        choices=RATIO_LEVELS, example="tokens", card="always")] = "token"
+    sapo_temperature_pos: Annotated[float, Setting(
+        "Gate temperature for positive advantages.",
+        gt=0, example=0.0, no_effect_unless=SAPO, card="if_changed")] = 1.0
+    sapo_temperature_neg: Annotated[float, Setting(
+        "Gate temperature for the other advantages.",
+        gt=0, example=-1.0, no_effect_unless=SAPO, card="if_changed")] = 1.05
+    vespo_k_pos: Annotated[float, Setting(
+        "Power of the weight for positive advantages.",
+        gt=0, example=0.0, no_effect_unless=VESPO, card="if_changed")] = 2.0
+    vespo_lambda_pos: Annotated[float, Setting(
+        "Decay of the weight for positive advantages.",
+        gt=0, example=0.0, no_effect_unless=VESPO, card="if_changed")] = 3.0
+    vespo_k_neg: Annotated[float, Setting(
+        "Power of the weight for negative advantages.",
+        gt=0, example=-1.0, no_effect_unless=VESPO, card="if_changed")] = 3.0
+    vespo_lambda_neg: Annotated[float, Setting(
+        "Decay of the weight for negative advantages.",
+        gt=0, example=-1.0, no_effect_unless=VESPO, card="if_changed")] = 2.0
+    off_policy_mask_threshold: Annotated[float | None, Setting(
+        "Mask sequences of negative advantage whose mean log-ratio to the sampler exceeds this.",
+        ge=0, example=-0.1, card="if_changed")] = None
+    mask_truncated_completions: Annotated[bool, Setting(
+        "Mask completions without an end token in the loss.", card="if_changed")] = False
+    top_entropy_quantile: Annotated[float, Setting(
+        "Fraction of the tokens, those of highest entropy, in the policy loss.",
+        gt=0, le=1, example=0.0, card="if_changed")] = 1.0
+    sync_ref_model: Annotated[bool, Setting(
+        "Move the reference model towards the policy during training.",
+        requires=KL, example=True, card="if_changed")] = False
+    ref_model_mixup_alpha: Annotated[float, Setting(
+        "Weight of the policy in an update of the reference model. 1: copy the policy.",
+        ge=0, le=1, example=1.1, no_effect_unless=on("sync_ref_model"), card="if_changed")] = 0.6
+    ref_model_sync_steps: Annotated[int, Setting(
+        "Optimizer steps between updates of the reference model.",
+        ge=1, example=0, no_effect_unless=on("sync_ref_model"), card="if_changed")] = 512
+    entropy_coef: Annotated[float, Setting(
+        "Weight of the entropy bonus; the initial weight under adaptive control.", card="if_changed")] = 0.0
+    use_adaptive_entropy: Annotated[bool, Setting(
+        "Control entropy_coef so that the entropy stays at entropy_target (Skywork-OR1).",
+        card="if_changed")] = False
+    entropy_coef_min: Annotated[float, Setting(
+        "Smallest weight of the entropy bonus.",
+        no_effect_unless=on("use_adaptive_entropy"), card="if_changed")] = 0.0
+    entropy_coef_max: Annotated[float, Setting(
+        "Largest weight of the entropy bonus.",
+        no_effect_unless=on("use_adaptive_entropy"), card="if_changed")] = 1.0
+    entropy_coef_delta: Annotated[float, Setting(
+        "Change of the weight per optimizer step.",
+        gt=0, example=0.0, no_effect_unless=on("use_adaptive_entropy"), card="if_changed")] = 0.005
+    entropy_target: Annotated[float, Setting(
+        "Entropy in nats up to which the bonus applies.",
+        ge=0, example=-0.2, no_effect_unless=on("use_adaptive_entropy"), card="if_changed")] = 0.2
 
     # Rewards and advantages
-    reward_weights: list[float] | None = _opt(None, "One weight per reward function. None: all 1.")
-    scale_rewards: str = _opt("group", "Divide by the std of the group, of the batch, or none. True: group.")
-    multi_objective_aggregation: str = _opt("sum_then_normalize", "Or normalize_then_sum: each reward alone.")
-    advantage_baseline: str = _opt("group_mean", "Or leave_one_out: the mean of the group's others.")
-    reward_timeout: float | None = _opt(None, "Seconds a reward call may take. None: no limit.")
-    reward_on_error: str = _opt("raise", "What a failing reward does: raise, or none (no reward).")
-    eval_pass_at_k: list[int] | None = _opt(
-        None, "Values of k: evaluation reports pass@k, maj@k and avg@n with intervals and gains."
-    )
-    eval_pass_threshold: float = _opt(0.0, "A completion passes when its reward is above this.")
-    eval_generation_kwargs: dict[str, Any] | str | None = _opt(
-        None,
-        "Sampler settings (dict or JSON) that are different in evaluation: temperature (0: greedy), top_p, "
-        "top_k, min_p, repetition_penalty.",
-    )
+    reward_weights: Annotated[list[float] | None, Setting(
+        "One weight per reward function. None: all 1.", card="if_changed")] = None
+    scale_rewards: Annotated[str, Setting(
+        "Standard deviation that advantages are divided by. True: group. False: none.",
+        choices=("group", "batch", "none"), example="groups", card="always")] = "group"
+    multi_objective_aggregation: Annotated[str, Setting(
+        "Combination of several reward functions: normalize the weighted sum, or sum normalized rewards.",
+        choices=AGGREGATIONS, example="sum", card="if_changed")] = "sum_then_normalize"
+    advantage_baseline: Annotated[str, Setting(
+        "Baseline of the advantage: mean of the group, or of the other completions in it.",
+        choices=ADVANTAGES, example="leave_out", card="always")] = "group_mean"
+    reward_timeout: Annotated[float | None, Setting(
+        "Time limit of a reward call in seconds. None: no limit.", gt=0, example=0.0)] = None
+    reward_on_error: Annotated[str, Setting(
+        "Failing reward function: raise an error, or treat the rewards as missing.",
+        choices=("raise", "none"), example="ignore", card="if_changed")] = "raise"
+    eval_pass_at_k: Annotated[list[int] | None, Setting(
+        "Values of k: evaluation reports pass@k, maj@k and avg@n with confidence intervals.")] = None
+    eval_pass_threshold: Annotated[float, Setting(
+        "A completion passes if its reward is above this.", no_effect_unless=PASS_AT_K)] = 0.0
+    eval_generation_kwargs: Annotated[Json, Setting(
+        "Sampler settings (dict or JSON) of evaluation: temperature (0: greedy), top_p, top_k, min_p, "
+        "repetition_penalty.")] = None
 
     # Agents
-    max_tool_calling_iterations: int | None = _opt(None, "Most tool-calling turns per completion.")
+    max_tool_calling_iterations: Annotated[int | None, Setting(
+        "Maximum number of tool-calling turns per completion.", ge=1, example=0, card="if_changed")] = None
 
     # Efficiency
-    use_liger_kernel: bool = _opt(False, "Liger's layers and Liger's fused loss.")
-    logprob_head: str = _opt("auto", "How log-probabilities are computed: auto, dense or chunked.")
-    sequence_layout: str = _opt("auto", "Shape of model inputs: auto, padded, packed or shared_prefix.")
-    skip_zero_advantage: bool = _opt(True, "Do not compute rows that cannot contribute to the gradient.")
-    dynamic_sampling: bool = _opt(False, "Resample groups whose rewards do not vary (DAPO).")
-    dynamic_sampling_max_rounds: int = _opt(10, "Most generation rounds to fill a batch.")
-    rollout_staleness: int = _opt(0, "vLLM server: batches generated ahead while training. 0: on-policy.")
+    use_liger_kernel: Annotated[bool, Setting(
+        "Use Liger's layers and Liger's fused loss.", card="if_changed")] = False
+    logprob_head: Annotated[str, Setting(
+        "Implementation of the log-prob head.",
+        choices=("auto", "dense", "chunked"), example="chunk", card="if_changed")] = "auto"
+    sequence_layout: Annotated[str, Setting(
+        "Layout of the model inputs.",
+        choices=("auto", "padded", "packed", "shared_prefix"), example="padding", card="if_changed")] = "auto"
+    skip_zero_advantage: Annotated[bool, Setting(
+        "Skip rows that cannot contribute to the gradient.", card="if_changed")] = True
+    dynamic_sampling: Annotated[bool, Setting(
+        "Resample groups whose rewards do not vary (DAPO).", card="if_changed")] = False
+    dynamic_sampling_max_rounds: Annotated[int, Setting(
+        "Maximum number of generation rounds per batch.",
+        ge=1, example=0, no_effect_unless=on("dynamic_sampling"), card="if_changed")] = 10
+    rollout_staleness: Annotated[int, Setting(
+        "Batches that a vLLM server generates ahead of training. 0: on-policy.",
+        ge=0, example=-1, card="if_changed")] = 0
 
     # Logging
-    log_completions: bool = _opt(False, "Log prompts and completions as a table and a parquet file.")
-    num_completions_to_print: int | None = _opt(None, "Rows of the printed table. None: all.")
-    log_unique_prompts: bool = _opt(False, "Log one completion per prompt.")
-    log_multimodal: bool = _opt(True, "Include images in logged completions.")
-    log_completions_hub_repo: str | None = _opt(None, "Hub dataset to upload the completions to.")
+    log_completions: Annotated[bool, Setting(
+        "Log prompts and completions as a table and a parquet file.")] = False
+    num_completions_to_print: Annotated[int | None, Setting(
+        "Rows of the printed table. None: all.",
+        ge=0, example=-1, no_effect_unless=on("log_completions"))] = None
+    log_unique_prompts: Annotated[bool, Setting(
+        "Log one completion per prompt.", no_effect_unless=on("log_completions"))] = False
+    log_multimodal: Annotated[bool, Setting(
+        "Include images in logged completions.", no_effect_unless=on("log_completions"))] = True
+    log_completions_hub_repo: Annotated[str | None, Setting(
+        "Hub dataset that the completions are uploaded to.",
+        requires=on("log_completions"), example="me/completions")] = None
 
     # Old names
-    use_transformers_paged: bool | None = _opt(
-        None, "Old name of use_transformers_continuous_batching.", **_SWITCH
-    )
-    vllm_guided_decoding_regex: str | None = _opt(None, "Old name of vllm_structured_outputs_regex.")
-    vllm_importance_sampling_cap: float | None = _opt(None, "Old name of vllm_importance_sampling_clip_max.")
-    use_liger_loss: bool | None = _opt(None, "Old name of use_liger_kernel.", **_SWITCH)
-    wandb_log_unique_prompts: bool | None = _opt(None, "Old name of log_unique_prompts.", **_SWITCH)
+    use_transformers_paged: Annotated[bool | None, Setting(
+        renamed_to="use_transformers_continuous_batching", optional_value=True)] = None
+    vllm_guided_decoding_regex: Annotated[str | None, Setting(
+        renamed_to="vllm_structured_outputs_regex")] = None
+    vllm_importance_sampling_cap: Annotated[float | None, Setting(
+        renamed_to="vllm_importance_sampling_clip_max")] = None
+    use_liger_loss: Annotated[bool | None, Setting(renamed_to="use_liger_kernel", optional_value=True)] = None
+    wandb_log_unique_prompts: Annotated[bool | None, Setting(
+        renamed_to="log_unique_prompts", optional_value=True)] = None
+    # fmt: on
 
     def __post_init__(self) -> None:
-        _read_strings(self)
-        _move_old_names(self)
-        _resolve_precision(self)
-        # newer transformers read the setting under this name and warn about the old one, even for our default
+        parse_strings(self)
+        move_old_names(self)
+        resolve_precision(self)
+        # Newer transformers renamed the field, and warn about the old name even for our default.
         if getattr(self, "activation_checkpointing", True) is None:
             self.activation_checkpointing = self.gradient_checkpointing
         super().__post_init__()
-        _resolve_sampling(self)
-        _resolve_defaults(self)
-        _resolve_batches(self)
+        resolve_sampling(self)
+        resolve_defaults(self)
+        resolve_batch_sizes(self)
         check(self)
+        reset_ignored(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """As in ``TrainingArguments``, which rewrites nested dicts in place: here those of a copy."""
+        """Return the fields as a dict; ``TrainingArguments`` rewrites nested dicts, so this reads a copy."""
         return super(GRPOConfig, copy.copy(self)).to_dict()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a pickle or a copy takes over: no tokens, as ``training_args.bin`` is pushed with a model."""
+        """Return the state to pickle or copy, without tokens: ``training_args.bin`` is pushed to the Hub."""
         return masked(vars(self))
-
-
-# inherited fields that the batch sizes depend on
-_CHECKED_TOO = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
-
-
-@functools.cache
-def field_types() -> dict[str, frozenset[Any]]:
-    """The types each checked field accepts: ``{"beta": {float}, "top_k": {int, NoneType}, ...}``."""
-    kinds = {}
-    for name, hint in typing.get_type_hints(GRPOConfig).items():
-        if name in GRPOConfig.__annotations__ or name in _CHECKED_TOO:
-            union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-            members = typing.get_args(hint) if union else (hint,)
-            kinds[name] = frozenset(typing.get_origin(member) or member for member in members)
-    return kinds
-
-
-def _read_strings(config: GRPOConfig) -> None:
-    """Strings (YAML, shell) become what their field declares; unreadable ones stay, to be reported."""
-    for name, kinds in field_types().items():
-        value = getattr(config, name)
-        if isinstance(value, str):
-            setattr(config, name, _read_string(value, kinds))
-    if isinstance(config.reward_weights, list):
-        config.reward_weights = [_read_string(weight, {float}) for weight in config.reward_weights]
-
-
-def _read_string(value: Any, kinds: frozenset[Any] | set[Any]) -> Any:
-    if not isinstance(value, str) or not kinds & {dict, list, bool, int, float}:
-        return value
-    if kinds & {dict, list}:
-        try:
-            return json.loads(value)
-        except json.JSONDecodeError:
-            return value
-    if bool in kinds:
-        return {"true": True, "false": False}.get(value.lower(), value)
-    try:
-        return int(value) if int in kinds else float(value)
-    except ValueError:
-        return value
-
-
-def _move_old_names(config: GRPOConfig) -> None:
-    """An old name hands its value to the new one, unless the new one was set to something else."""
-    for old, new in OLD_NAMES.items():
-        value = getattr(config, old)
-        if value is None:
-            continue
-        warnings.warn(
-            f"{old} is the old name of {new} and goes away in the next release", FutureWarning, stacklevel=4
-        )
-        if getattr(config, new) in (default_of(config, new), value):
-            setattr(config, new, value)
-            setattr(config, old, None)
-
-
-def _device_type(use_cpu: bool) -> str:
-    """Where ``Trainer`` will compute, found without claiming the device."""
-    if use_cpu or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes"):
-        return "cpu"
-    if is_torch_xla_available():
-        return "xla"
-    if torch.cuda.is_available():
-        return "cuda"
-    if torch.backends.mps.is_available():
-        return "mps"
-    others = [name for name in ("xpu", "npu", "mlu", "musa", "hpu") if hasattr(torch, name)]
-    return next((name for name in others if getattr(torch, name).is_available()), "cpu")
-
-
-def computes_bf16_natively(device_type: str) -> bool:
-    """Whether bfloat16 is computed by the hardware rather than emulated; unknown devices count as no.
-
-    CUDA: the current device. CPU: AVX512_BF16 or AMX.
-    """
-    if device_type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    if device_type == "cpu":
-        probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-        return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
-    return False
-
-
-@functools.cache
-def _say_float32(device_type: str) -> None:
-    logger.warning(
-        "bf16 is off, training in float32: the %s device does not compute bfloat16 natively", device_type
-    )
-
-
-def _resolve_precision(config: GRPOConfig) -> None:
-    """Decide ``bf16=None``. Comes before ``TrainingArguments`` derives ``mixed_precision`` from it."""
-    if config.bf16 is not None:
-        return
-    # `accelerate launch --mixed_precision` reaches this process through the environment only
-    launched_with = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if config.fp16 or launched_with not in ("no", "bf16"):
-        config.bf16 = False
-        return
-    device_type = _device_type(config.use_cpu)
-    config.bf16 = launched_with == "bf16" or computes_bf16_natively(device_type)
-    if not config.bf16:
-        _say_float32(device_type)
-    elif device_type == "cpu":
-        config.use_cpu = True  # TrainingArguments accepts bf16 on a CPU only when told that it is one
-
-
-def _resolve_sampling(config: GRPOConfig) -> None:
-    """A sampler argument becomes the value of its field, so that the trainer computes with the same."""
-    if not isinstance(config.generation_kwargs, dict):
-        return
-    for key, name in SAMPLING_FIELDS.items():
-        if key in config.generation_kwargs and getattr(config, name) == default_of(config, name):
-            setattr(config, name, config.generation_kwargs[key])
-
-
-def _resolve_defaults(config: GRPOConfig) -> None:
-    """Derive from sound values only: a bad one is then reported once, under the name the user gave it."""
-    if config.epsilon_high is None and isinstance(config.epsilon, int | float) and config.epsilon >= 0:
-        config.epsilon_high = config.epsilon
-    if config.num_generations_eval is None and _is_positive(config.num_generations):
-        config.num_generations_eval = config.num_generations
-    if config.top_k is None:
-        config.top_k = 0
-    scale = config.scale_rewards
-    if isinstance(scale, bool) or str(scale).lower() in ("true", "false"):
-        config.scale_rewards = "group" if str(scale).lower() == "true" else "none"
-
-
-def _resolve_batches(config: GRPOConfig) -> None:
-    """Derive ``generation_batch_size`` or ``steps_per_generation`` from the other one."""
-    if not (
-        _is_positive(config.per_device_train_batch_size) and _is_positive(config.gradient_accumulation_steps)
-    ):
-        return
-    if config.steps_per_generation is None and config.generation_batch_size is None:
-        config.steps_per_generation = config.gradient_accumulation_steps
-    per_step = config.per_device_train_batch_size * config.world_size
-    size, steps = config.generation_batch_size, config.steps_per_generation
-    if size is None and _is_positive(steps):
-        config.generation_batch_size = per_step * steps
-    elif steps is None and _is_positive(size) and size % per_step == 0:
-        config.steps_per_generation = size // per_step
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int) and value > 0

@@ -1,296 +1,386 @@
-"""The constraints on configuration fields and on their combinations, as tables of named rules."""
+"""Relations between settings: one function per rule, with an example that violates that rule alone."""
 
 from __future__ import annotations
 
-import difflib
-import importlib
+import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+import re
+import typing
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
+
+from transformers.integrations import integration_utils
+
+from groupwise.config.conditions import COLOCATE, SERVER, uses_surrogate
+from groupwise.config.liger import LIGER_LIMITS
+from groupwise.config.sampling import SAMPLING_FIELDS
+from groupwise.config.settings import has_type, nearest_name, type_names, types_of, violation
+from groupwise.core import surrogates
+from groupwise.core.advantages import AGGREGATIONS
+from groupwise.core.objectives import OBJECTIVES
+
+if TYPE_CHECKING:
+    from groupwise.config.grpo_config import GRPOConfig
+
+Check = Callable[["GRPOConfig"], Iterator[str]]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One constraint.
+    """Relation between several settings.
 
-    name: the field; for a constraint on several fields, what is wrong.
-    violated: True when the configuration breaks it.
-    message: what was given, what is allowed, the nearest valid value.
-    example: arguments that break this rule and no other.
+    name: name of the function.
+    check: yields a message per violation. It reads only settings that are valid by themselves.
+    example: arguments that violate this rule and no other.
     """
 
     name: str
-    violated: Callable[[Any], bool]
-    message: Callable[[Any], str]
-    example: Mapping[str, Any]
+    check: Check
+    example: Mapping[str, object]
 
 
-def rule(
-    name: str, violated: Callable[[Any], bool], given: str, allowed: str, nearest: str, **example: Any
-) -> Rule:
-    """A rule whose message is made of format strings over the configuration ``c``."""
-    message = f"{given}; allowed: {allowed}; nearest valid: {nearest}"
-    return Rule(name, violated, lambda config: message.format(c=config), example)
+RULES: list[Rule] = []
 
 
-def default_of(config: Any, name: str) -> Any:
-    """The default of a field in the class of this configuration, which may be a subclass with its own."""
-    return config.__dataclass_fields__[name].default
+def rule(**example: object) -> Callable[[Check], Check]:
+    """Decorator: add a function to ``RULES``."""
+
+    def add(check: Check) -> Check:
+        RULES.append(Rule(check.__name__, check, example))
+        return check
+
+    return add
 
 
-def join_lines(messages: Mapping[str, str]) -> str:
-    """The messages of a rule that found several offenders, as the lines of an error."""
-    return "\n  - ".join(messages.values())
+# Names and parsed values
 
 
-def _within(name: str, low: float, high: float = math.inf, *, example: float, open_low: bool = False) -> Rule:
-    """low <= field <= high, or low < field with ``open_low``. None is always fine."""
-
-    def violated(config: Any) -> bool:
-        value = getattr(config, name)
-        return value is not None and (value < low or value > high or (open_low and value == low))
-
-    def message(config: Any) -> str:
-        value = getattr(config, name)
-        allowed = f"{'>' if open_low else '>='} {low}" + (f" and <= {high}" if math.isfinite(high) else "")
-        nearest = high if value > high else f"any value above {low}" if open_low else low
-        return f"{name}={value} is out of range; allowed: {allowed}; nearest valid: {nearest}"
-
-    return Rule(name, violated, message, {name: example})
+@rule(vllm_importance_sampling_cap=2.0, vllm_importance_sampling_clip_max=4.0)
+def old_and_new_name_differ(c: GRPOConfig) -> Iterator[str]:
+    for old, setting in c.SETTINGS.items():
+        new = setting.renamed_to
+        if new is not None and getattr(c, old) is not None:
+            given = f"{old}={getattr(c, old)!r} is the old name of {new}={getattr(c, new)!r}"
+            yield violation(given, f"{new} alone", f"{new}={getattr(c, new)!r}")
 
 
-RANGE_RULES = (
-    _within("learning_rate", 0, example=-1e-6),
-    _within("per_device_train_batch_size", 1, example=0),
-    _within("per_device_eval_batch_size", 1, example=0),
-    _within("gradient_accumulation_steps", 1, example=0),
-    _within("logprob_mismatch_steps", 1, example=0),
-    _within("router_aux_loss_coef", 0, example=-0.1),
-    _within("num_generations", 2, example=1),
-    _within("num_generations_eval", 1, example=0),
-    _within("max_completion_length", 1, example=0),
-    _within("max_prompt_length", 1, example=0),
-    _within("pad_to_multiple_of", 1, example=0),
-    _within("generation_batch_size", 1, example=-8),
-    _within("steps_per_generation", 1, example=0),
-    _within("temperature", 0, example=0.0, open_low=True),
-    _within("top_p", 0, 1, example=1.5, open_low=True),
-    _within("top_k", 0, example=-1),
-    _within("min_p", 0, 1, example=-0.1),
-    _within("repetition_penalty", 0, example=0.0, open_low=True),
-    _within("vllm_server_port", 1, 65535, example=0),
-    _within("vllm_server_timeout", 0, example=0.0, open_low=True),
-    _within("vllm_group_port", 1, 65535, example=70000),
-    _within("vllm_gpu_memory_utilization", 0, 1, example=1.2, open_low=True),
-    _within("vllm_max_model_length", 1, example=0),
-    _within("vllm_tensor_parallel_size", 1, example=0),
-    _within("vllm_importance_sampling_clip_max", 0, example=-3.0, open_low=True),
-    _within("vllm_importance_sampling_clip_min", 0, example=-0.5),
-    _within("beta", 0, example=-1.0),
-    _within("num_iterations", 1, example=0),
-    _within("epsilon", 0, example=-0.2),
-    _within("epsilon_high", 0, example=-0.2),
-    _within("delta", 0, example=0.0, open_low=True),
-    _within("sapo_temperature_pos", 0, example=0.0, open_low=True),
-    _within("sapo_temperature_neg", 0, example=-1.0, open_low=True),
-    _within("vespo_k_pos", 0, example=0.0, open_low=True),
-    _within("vespo_lambda_pos", 0, example=0.0, open_low=True),
-    _within("vespo_k_neg", 0, example=-1.0, open_low=True),
-    _within("vespo_lambda_neg", 0, example=-1.0, open_low=True),
-    _within("off_policy_mask_threshold", 0, example=-0.1),
-    _within("top_entropy_quantile", 0, 1, example=0.0, open_low=True),
-    _within("ref_model_mixup_alpha", 0, 1, example=1.1),
-    _within("ref_model_sync_steps", 1, example=0),
-    _within("entropy_coef_delta", 0, example=0.0, open_low=True),
-    _within("entropy_target", 0, example=-0.2),
-    _within("reward_timeout", 0, example=0.0, open_low=True),
-    _within("max_tool_calling_iterations", 1, example=0),
-    _within("dynamic_sampling_max_rounds", 1, example=0),
-    _within("rollout_staleness", 0, example=-1),
-    _within("num_completions_to_print", 0, example=-1),
-)
+@rule(report_to="tensorbord")
+def report_to_is_installed(c: GRPOConfig) -> Iterator[str]:
+    known = list(integration_utils.INTEGRATION_TO_CALLBACK)
+    installed = integration_utils.get_available_reporting_integrations()
+    never_listed = ("azure_ml", "flyte")  # transformers lists azure_ml only without MLflow, flyte never
+    for name in c.report_to or ():
+        if name not in known:
+            nearest = repr(nearest_name(name, known))
+            yield violation(f"report_to={name!r} is unknown", ", ".join(known), nearest)
+        elif name not in (*installed, *never_listed):
+            given = f"report_to={name!r} needs a package that is not installed"
+            yield violation(given, ", ".join(installed) or "none", "'none', or install it")
 
 
-def _one_of(name: str, options: Callable[[], Iterable[str]], example: str) -> Rule:
-    return Rule(
-        name,
-        lambda config: getattr(config, name) not in options(),
-        lambda config: unknown(name, getattr(config, name), options()),
-        {name: example},
+@rule(loss_kwargs={"tau": 1.0})
+def loss_kwargs_of_objective(c: GRPOConfig) -> Iterator[str]:
+    settings = getattr(OBJECTIVES[c.loss_type], "settings", None)
+    if settings is None:
+        if c.loss_kwargs is not None:
+            given = (
+                f"loss_kwargs={c.loss_kwargs!r} with loss_type={c.loss_type!r}, which has no hyperparameters"
+            )
+            takes = [name for name, entry in OBJECTIVES.items() if getattr(entry, "settings", None)]
+            yield violation(given, f"loss_type {' or '.join(takes) or 'of a registered objective'}", "None")
+        return
+    hints, fields = (
+        typing.get_type_hints(settings),
+        {item.name: item for item in dataclasses.fields(settings)},
     )
+    kwargs = typing.cast("dict[str, object]", c.loss_kwargs or {})
+    for key, value in kwargs.items():
+        if key not in fields:
+            given = f"loss_kwargs[{key!r}]={value!r} is unknown to loss_type={c.loss_type!r}"
+            yield violation(given, ", ".join(fields), repr(nearest_name(key, fields)))
+        elif not has_type(value, types_of(hints[key])):
+            given = f"loss_kwargs[{key!r}]={value!r} is of type {type(value).__name__}"
+            default, names = fields[key].default, type_names(types_of(hints[key]))
+            nearest = f"a {names}" if default is dataclasses.MISSING else f"{default!r} (the default)"
+            yield violation(given, names, nearest)
+    for key, item in fields.items():
+        required = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+        if required and key not in kwargs:
+            yield violation(
+                f"loss_kwargs={c.loss_kwargs!r} lacks {key!r}", ", ".join(fields), f"a value of {key}"
+            )
 
 
-def unknown(name: str, value: str, options: Iterable[str]) -> str:
-    """The message about a value of the field ``name`` that is none of the options."""
-    by_lower = {option.lower(): option for option in options}
-    nearest = by_lower[difflib.get_close_matches(value.lower(), by_lower, n=1, cutoff=0)[0]]
-    allowed = ", ".join(by_lower.values())
-    return f"{name}={value!r} is unknown; allowed: {allowed}; nearest valid: {nearest!r}"
+@rule(reward_weights=[])
+def reward_weights_are_numbers(c: GRPOConfig) -> Iterator[str]:
+    weights = c.reward_weights
+    if weights is not None and not (weights and all(has_type(w, frozenset({float})) for w in weights)):
+        given = f"reward_weights={weights} is not a list of numbers"
+        yield violation(given, "one number per reward function", "None (all 1)")
 
 
-def _core(module: str, table: str) -> Callable[[], Iterable[str]]:
-    """The names in a table of ``core``, read when the rule runs so that registered ones count."""
-    return lambda: getattr(importlib.import_module(f"groupwise.core.{module}"), table)
+@rule(eval_pass_at_k=[1, 16])
+def pass_at_k_of_generations(c: GRPOConfig) -> Iterator[str]:
+    ks, most = c.eval_pass_at_k, c.num_generations_eval
+    if ks is not None and not (ks and all(type(k) is int and 1 <= k <= (most or k) for k in ks)):
+        given = f"eval_pass_at_k={ks} has a k that cannot be estimated"
+        yield violation(given, f"integers from 1 to num_generations_eval={most}", f"[1, {most}]")
 
 
-CHOICE_RULES = (
-    _one_of("loss_type", _core("objectives", "OBJECTIVES"), "grop"),
-    _one_of("advantage_baseline", _core("advantages", "ADVANTAGES"), "leave_out"),
-    _one_of("kl_estimator", _core("kl", "KL_ESTIMATORS"), "k4"),
-    _one_of("importance_sampling_level", _core("ratios", "RATIO_LEVELS"), "tokens"),
-    _one_of("vllm_importance_sampling_mode", _core("corrections", "CORRECTION_MODES"), "sequence_maks"),
-    _one_of("scale_rewards", lambda: ("group", "batch", "none"), "groups"),
-    _one_of("multi_objective_aggregation", _core("advantages", "AGGREGATIONS"), "sum"),
-    _one_of("reward_on_error", lambda: ("raise", "none"), "ignore"),
-    _one_of("logprob_head", lambda: ("auto", "dense", "chunked"), "chunk"),
-    _one_of("sequence_layout", lambda: ("auto", "padded", "packed", "shared_prefix"), "padding"),
-    _one_of("logprob_mismatch_check", lambda: ("off", "warn", "error"), "warm"),
-    _one_of("vllm_mode", lambda: ("colocate", "server"), "colocated"),
-    _one_of("vllm_model_impl", lambda: ("vllm", "transformers"), "hf"),
-)
+# Batches
 
 
-def _per_step(config: Any) -> int:
-    """Completions of one micro-batch over all processes; 0 when reported elsewhere."""
-    return max(config.per_device_train_batch_size, 0) * config.world_size
+def _micro_batch(c: GRPOConfig) -> int:
+    """Return the number of completions of one micro-batch of all processes."""
+    return c.per_device_train_batch_size * c.world_size
 
 
 def _multiples(value: int, unit: int) -> str:
-    """The multiples of ``unit`` on either side of ``value``."""
+    """Return the multiples of ``unit`` on either side of ``value``: "16 or 24"."""
     below = value // unit * unit
     return f"{below} or {below + unit}" if below else f"{unit}"
 
 
 def _divisors(value: int, near: int, low: int) -> str:
-    """The divisors of ``value``, at least ``low``, on either side of ``near``."""
+    """Return the divisors of ``value``, at least ``low``, on either side of ``near``: "6 or 12"."""
     divisors = [n for n in range(low, value + 1) if value % n == 0]
     around = {*[n for n in divisors if n < near][-1:], *[n for n in divisors if n > near][:1]}
     return " or ".join(str(n) for n in sorted(around))
 
 
-def _unequal_steps(config: Any) -> bool:
-    size, steps, per_step = config.generation_batch_size, config.steps_per_generation, _per_step(config)
-    return None not in (size, steps) and min(size, steps, per_step) > 0 and size != steps * per_step
+@rule(generation_batch_size=8, steps_per_generation=4)
+def generation_batch_size_and_steps_per_generation(c: GRPOConfig) -> Iterator[str]:
+    size, steps = c.generation_batch_size, c.steps_per_generation
+    if size is not None and steps is not None and size != steps * _micro_batch(c):
+        given = f"generation_batch_size={size} and steps_per_generation={steps} are both given and disagree"
+        yield violation(given, "one, the other None", f"generation_batch_size={steps * _micro_batch(c)}")
 
 
-def _unequal_steps_message(config: Any) -> str:
-    size, steps = config.generation_batch_size, config.steps_per_generation
-    return (
-        f"generation_batch_size={size} and steps_per_generation={steps} are both given and disagree; "
-        f"allowed: one, the other None; nearest valid: generation_batch_size={steps * _per_step(config)}"
-    )
+@rule(generation_batch_size=12, num_generations=4)
+def generation_batch_size_in_whole_micro_batches(c: GRPOConfig) -> Iterator[str]:
+    size, unit = c.generation_batch_size, _micro_batch(c)
+    if size is not None and c.steps_per_generation is None and size % unit != 0:
+        yield violation(
+            f"generation_batch_size={size} is not divisible by {unit}, which is per_device_train_batch_size="
+            f"{c.per_device_train_batch_size} x {c.world_size} process(es)",
+            f"multiples of it and of num_generations={c.num_generations}",
+            _multiples(size, math.lcm(unit, c.num_generations)),
+        )
 
 
-def _split_step(config: Any) -> bool:
-    size, per_step = config.generation_batch_size, _per_step(config)
-    return size is not None and per_step > 0 and config.steps_per_generation is None and size % per_step != 0
+@rule(per_device_train_batch_size=12, num_generations=8)
+def generation_batch_size_in_whole_groups(c: GRPOConfig) -> Iterator[str]:
+    size, group = c.generation_batch_size, c.num_generations
+    if size is not None and size % group != 0:
+        groups = _divisors(size, near=group, low=2)
+        yield violation(
+            f"generation_batch_size={size} (per_device_train_batch_size x processes x steps_per_generation) "
+            f"is not divisible by num_generations={group}",
+            "whole groups",
+            f"generation_batch_size {_multiples(size, math.lcm(group, _micro_batch(c)))}"
+            + (f", or num_generations {groups}" if groups else ""),
+        )
 
 
-def _split_step_message(config: Any) -> str:
-    size, per_step = config.generation_batch_size, _per_step(config)
-    sizes = _multiples(size, math.lcm(per_step, max(config.num_generations, 1)))
-    return (
-        f"generation_batch_size={size} is not divisible by {per_step}, which is per_device_train_batch_size="
-        f"{config.per_device_train_batch_size} x {config.world_size} process(es); allowed: multiples of it "
-        f"and of num_generations={config.num_generations}; nearest valid: {sizes}"
-    )
+@rule(eval_strategy="steps", per_device_eval_batch_size=6)
+def eval_batch_in_whole_groups(c: GRPOConfig) -> Iterator[str]:
+    each, processes, group = c.per_device_eval_batch_size, c.world_size, c.num_generations_eval
+    if c.eval_strategy != "no" and group is not None and each * processes % group != 0:
+        yield violation(
+            f"per_device_eval_batch_size={each} x {processes} process(es) is not divisible by "
+            f"num_generations_eval={group}",
+            "whole groups",
+            f"per_device_eval_batch_size {_multiples(each, group // math.gcd(group, processes))}, or "
+            f"num_generations_eval {_divisors(each * processes, group, low=1)}",
+        )
 
 
-def _split_groups(config: Any) -> bool:
-    size, group = config.generation_batch_size, config.num_generations
-    return size is not None and size > 0 and group > 1 and size % group != 0
+# Generation
 
 
-def _split_groups_message(config: Any) -> str:
-    size, group = config.generation_batch_size, config.num_generations
-    sizes = _multiples(size, math.lcm(group, max(_per_step(config), 1)))
-    groups = _divisors(size, near=group, low=2)
-    return (
-        f"generation_batch_size={size} (= per_device_train_batch_size x processes x steps_per_generation) is "
-        f"not divisible by num_generations={group}; allowed: whole groups; nearest valid: "
-        f"generation_batch_size {sizes}" + (f", or num_generations {groups}" if groups else "")
-    )
+@rule(temperature=0.7, generation_kwargs={"temperature": 0.9})
+def generation_kwargs_agree_with_fields(c: GRPOConfig) -> Iterator[str]:
+    kwargs = typing.cast("dict[str, object]", c.generation_kwargs or {})
+    for key, name in SAMPLING_FIELDS.items():
+        field = getattr(c, name)
+        if key in kwargs and (kwargs[key] or 0) != (field or 0):  # None and 0 both mean off
+            given = f"generation_kwargs[{key!r}]={kwargs[key]!r} contradicts {name}={field!r}"
+            yield violation(given, "one value", f"{name}={kwargs[key]!r}")
 
 
-def _split_eval_groups(config: Any) -> bool:
-    size, group = max(config.per_device_eval_batch_size, 0) * config.world_size, config.num_generations_eval
-    return config.eval_strategy != "no" and group is not None and group > 0 and size % group != 0
+@rule(eval_generation_kwargs={"temprature": 0.6})
+def eval_generation_kwargs_are_sampler_settings(c: GRPOConfig) -> Iterator[str]:
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    for key, value in typing.cast("dict[str, object]", c.eval_generation_kwargs or {}).items():
+        if key not in names:
+            given = f"eval_generation_kwargs={{{key!r}: {value!r}}} is not a sampler setting"
+            yield violation(given, ", ".join(names), repr(nearest_name(str(key), names)))
+        elif (key, value) != ("temperature", 0):  # greedy decoding, in evaluation only
+            setting = dataclasses.replace(c.SETTINGS[key], types=frozenset({float}))
+            message = setting.violation(f"eval_generation_kwargs[{key!r}]", value, getattr(c, key))
+            yield from [message] if message else []
 
 
-def _split_eval_groups_message(config: Any) -> str:
-    each, processes, group = config.per_device_eval_batch_size, config.world_size, config.num_generations_eval
-    valid_each = _multiples(each, group // math.gcd(group, processes))
-    return (
-        f"per_device_eval_batch_size={each} x {processes} process(es) is not divisible by "
-        f"num_generations_eval={group}; allowed: whole groups; nearest valid: per_device_eval_batch_size "
-        f"{valid_each}, or num_generations_eval {_divisors(each * processes, group, low=1)}"
-    )
+@rule(use_vllm=True, use_transformers_continuous_batching=True)
+def two_generation_engines(c: GRPOConfig) -> Iterator[str]:
+    if c.use_vllm and c.use_transformers_continuous_batching:
+        given = "use_vllm=True and use_transformers_continuous_batching=True are both set"
+        yield violation(given, "one of them", "use_transformers_continuous_batching=False")
 
 
-#: Sampler settings that an evaluation may have of its own, and their smallest and largest value.
-_EVAL_SAMPLING = {
-    "temperature": (0.0, math.inf),
-    "top_p": (0.0, 1.0),
-    "top_k": (0, math.inf),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.0, math.inf),
-}
+# vLLM
 
 
-def _bad_eval_sampling(config: Any) -> dict[str, str]:
-    found = {}
-    for key, value in (config.eval_generation_kwargs or {}).items():
-        if key not in _EVAL_SAMPLING:
-            nearest = difflib.get_close_matches(str(key), _EVAL_SAMPLING, n=1, cutoff=0)[0]
-            found[key] = (
-                f"eval_generation_kwargs={{{key!r}: {value!r}}} is no sampler setting; allowed: "
-                f"{', '.join(_EVAL_SAMPLING)}; nearest valid: {nearest!r}"
-            )
-            continue
-        low, high = _EVAL_SAMPLING[key]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            allowed = f">= {low}" + (f" and <= {high}" if math.isfinite(high) else "")
-            found[key] = (
-                f"eval_generation_kwargs[{key!r}]={value!r} is out of range; allowed: a number {allowed}; "
-                f"nearest valid: {low}"
-            )
-    return found
+@rule(use_vllm=True, vllm_structured_outputs_regex="(yes|no")
+def regex_syntax(c: GRPOConfig) -> Iterator[str]:
+    pattern = c.vllm_structured_outputs_regex or ""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        given = f"vllm_structured_outputs_regex={pattern!r} is not a regular expression: {error}"
+        yield violation(given, "regular expressions", f"{re.escape(pattern)!r} (matches the text itself)")
 
 
-SAMPLING_RULES = (
-    Rule(
-        "eval_generation_kwargs",
-        lambda c: bool(_bad_eval_sampling(c)),
-        lambda c: join_lines(_bad_eval_sampling(c)),
-        {"eval_generation_kwargs": {"temprature": 0.6}},
-    ),
-)
+@rule(use_vllm=True, vllm_max_model_length=256, max_completion_length=256)
+def vllm_max_model_length_holds_completions(c: GRPOConfig) -> Iterator[str]:
+    limit, needed = c.vllm_max_model_length, (c.max_prompt_length or 1) + c.max_completion_length
+    if COLOCATE.holds(c) and limit is not None and limit < needed:
+        given = (
+            f"vllm_max_model_length={limit} is too short for a prompt and max_completion_length="
+            f"{c.max_completion_length}"
+        )
+        yield violation(given, f"{needed} or more", f"{needed}")
 
 
-BATCH_RULES = (
-    Rule(
-        "generation_batch_size_and_steps_per_generation",
-        _unequal_steps,
-        _unequal_steps_message,
-        {"generation_batch_size": 8, "steps_per_generation": 4},
-    ),
-    Rule(
-        "generation_batch_size_in_whole_micro_batches",
-        _split_step,
-        _split_step_message,
-        {"generation_batch_size": 12, "num_generations": 4},
-    ),
-    Rule(
-        "generation_batch_size_in_whole_groups",
-        _split_groups,
-        _split_groups_message,
-        {"per_device_train_batch_size": 12, "num_generations": 8},
-    ),
-    Rule(
-        "eval_batch_in_whole_groups",
-        _split_eval_groups,
-        _split_eval_groups_message,
-        {"eval_strategy": "steps", "per_device_eval_batch_size": 6},
-    ),
-)
+@rule(use_vllm=True, ds3_gather_for_generation=False)
+def sharded_generation_with_vllm(c: GRPOConfig) -> Iterator[str]:
+    if c.use_vllm and not c.ds3_gather_for_generation:
+        given = (
+            "ds3_gather_for_generation=False samples with the training weights, use_vllm=True with its own"
+        )
+        yield violation(given, "one of them", "ds3_gather_for_generation=True")
+
+
+@rule(use_vllm=True, vllm_tensor_parallel_size=1000003)
+def tensor_parallel_over_processes(c: GRPOConfig) -> Iterator[str]:
+    if COLOCATE.holds(c) and c.world_size % c.vllm_tensor_parallel_size != 0:
+        size = c.vllm_tensor_parallel_size
+        given = f"vllm_tensor_parallel_size={size} does not divide the {c.world_size} process(es)"
+        yield violation(given, f"divisors of {c.world_size}", "1")
+
+
+_STALE: dict[str, object] = {"use_vllm": True, "vllm_mode": "server", "rollout_staleness": 1}
+
+
+@rule(rollout_staleness=1)
+def staleness_without_server(c: GRPOConfig) -> Iterator[str]:
+    if c.rollout_staleness > 0 and not SERVER.holds(c):
+        given = f"rollout_staleness={c.rollout_staleness} requires a server that generates during training"
+        yield violation(given, SERVER.text, "rollout_staleness=0")
+
+
+@rule(**_STALE, gradient_accumulation_steps=2, steps_per_generation=1)
+def staleness_within_a_step(c: GRPOConfig) -> Iterator[str]:
+    steps, accumulation = c.steps_per_generation, c.gradient_accumulation_steps
+    if c.rollout_staleness > 0 and (steps or 1) * c.num_iterations % accumulation != 0:
+        given = (
+            f"rollout_staleness={c.rollout_staleness} with steps_per_generation={steps} x num_iterations="
+            f"{c.num_iterations} generates within an optimizer step of gradient_accumulation_steps="
+            f"{accumulation} micro-batches"
+        )
+        yield violation(
+            given, "multiples of gradient_accumulation_steps", f"steps_per_generation={accumulation}"
+        )
+
+
+@rule(**_STALE, vllm_importance_sampling_correction=False)
+def staleness_without_correction(c: GRPOConfig) -> Iterator[str]:
+    if c.rollout_staleness > 0 and not c.vllm_importance_sampling_correction:
+        yield violation(
+            f"rollout_staleness={c.rollout_staleness} samples from older weights, which "
+            "vllm_importance_sampling_correction=False does not correct",
+            "vllm_importance_sampling_correction=True, or rollout_staleness=0",
+            "vllm_importance_sampling_correction=True",
+        )
+
+
+@rule(**_STALE, dynamic_sampling=True)
+def staleness_with_dynamic_sampling(c: GRPOConfig) -> Iterator[str]:
+    if c.rollout_staleness > 0 and c.dynamic_sampling:
+        given = (
+            f"rollout_staleness={c.rollout_staleness} needs the next prompts in advance, which "
+            "dynamic_sampling=True decides during the step"
+        )
+        yield violation(given, "one of them", "rollout_staleness=0")
+
+
+# Loss
+
+
+@rule(delta=1.1)
+def delta_inside_clip_range(c: GRPOConfig) -> Iterator[str]:
+    if c.delta is None or c.epsilon_high is None or not uses_surrogate(c, surrogates.clipped):
+        return
+    if c.delta <= 1 + c.epsilon_high:
+        given = f"delta={c.delta} is inside the clip range, which ends at 1 + epsilon_high={c.epsilon_high}"
+        yield violation(given, "None or > 1 + epsilon_high", "None")
+
+
+@rule(kl_in_reward=True, beta=0.04, multi_objective_aggregation="normalize_then_sum")
+def kl_in_reward_normalized_away(c: GRPOConfig) -> Iterator[str]:
+    if c.kl_in_reward and c.beta > 0 and AGGREGATIONS[c.multi_objective_aggregation].normalize_first:
+        yield violation(
+            "kl_in_reward=True needs one reward to subtract the KL from, but multi_objective_aggregation="
+            f"{c.multi_objective_aggregation!r} normalizes each reward function first",
+            "multi_objective_aggregation='sum_then_normalize', or kl_in_reward=False",
+            "kl_in_reward=False",
+        )
+
+
+@rule(use_bias_correction_kl=True, kl_in_reward=True, beta=0.04)
+def bias_correction_with_kl_in_reward(c: GRPOConfig) -> Iterator[str]:
+    if c.use_bias_correction_kl and c.kl_in_reward and c.beta > 0:
+        given = "use_bias_correction_kl=True corrects the KL in the loss, which kl_in_reward=True removes"
+        yield violation(given, "one of them", "use_bias_correction_kl=False")
+
+
+@rule(vllm_importance_sampling_clip_min=4.0)
+def correction_bounds(c: GRPOConfig) -> Iterator[str]:
+    low, high = c.vllm_importance_sampling_clip_min, c.vllm_importance_sampling_clip_max
+    if low is not None and high is not None and low > high:
+        given = f"vllm_importance_sampling_clip_min={low} is above vllm_importance_sampling_clip_max={high}"
+        yield violation(given, "min <= max", f"vllm_importance_sampling_clip_min={high}")
+
+
+@rule(vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=None)
+def truncation_without_bounds(c: GRPOConfig) -> Iterator[str]:
+    low, high = c.vllm_importance_sampling_clip_min, c.vllm_importance_sampling_clip_max
+    mode = c.vllm_importance_sampling_mode
+    if c.vllm_importance_sampling_correction and mode.endswith("_truncate") and low is None and high is None:
+        given = f"vllm_importance_sampling_mode={mode!r} has no bounds to truncate to"
+        yield violation(given, "a clip_max or a clip_min", "vllm_importance_sampling_clip_max=3.0")
+
+
+@rule(entropy_coef_min=2.0)
+def entropy_coef_bounds(c: GRPOConfig) -> Iterator[str]:
+    if c.entropy_coef_min > c.entropy_coef_max:
+        given = f"entropy_coef_min={c.entropy_coef_min} is above entropy_coef_max={c.entropy_coef_max}"
+        yield violation(given, "min <= max", f"entropy_coef_min={c.entropy_coef_max}")
+
+
+@rule(use_adaptive_entropy=True, entropy_coef=1.5)
+def entropy_coef_outside_bounds(c: GRPOConfig) -> Iterator[str]:
+    low, high = c.entropy_coef_min, c.entropy_coef_max
+    bounded = min(max(c.entropy_coef, low), high)
+    if c.use_adaptive_entropy and low <= high and bounded != c.entropy_coef:
+        given = f"entropy_coef={c.entropy_coef} is outside the bounds of use_adaptive_entropy"
+        yield violation(given, f"from {low} to {high}", f"{bounded}")
+
+
+@rule(use_liger_kernel=True, entropy_coef=0.1)
+def beyond_liger(c: GRPOConfig) -> Iterator[str]:
+    for limit in LIGER_LIMITS:
+        if c.use_liger_kernel and limit.exceeded(c):
+            given = f"use_liger_kernel=True with {limit.given.format(c=c)}: {limit.reason}"
+            yield violation(given, limit.allowed, limit.nearest)

@@ -1,17 +1,32 @@
-"""Sampler settings derived from a configuration: the backend and the truncation of its distribution."""
+"""Sampler settings derived from a configuration: backend, truncation, arguments of the sampler."""
 
 from __future__ import annotations
 
-from groupwise.config.grpo_config import GRPOConfig
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from groupwise.config.grpo_config import GRPOConfig
+
+#: Keys of ``generation_kwargs`` and the field of the same meaning, which the trainer's log-probs use.
+SAMPLING_FIELDS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "cache_implementation": "cache_implementation",
+    "max_new_tokens": "max_completion_length",
+    "max_tokens": "max_completion_length",
+}
 
 
 def chosen_backend(config: GRPOConfig) -> str:
-    """What generates: "transformers", its "continuous" batching, or the mode in which vLLM does."""
+    """Return the name of the generation backend: transformers, continuous, colocate or server."""
     own = "continuous" if config.use_transformers_continuous_batching else "transformers"
     return config.vllm_mode if config.use_vllm else own
 
 
 def truncating(config: GRPOConfig) -> str:
-    """The settings by which the sampler truncates its distribution, with their values."""
+    """Return the settings that truncate the sampling distribution: ``"top_p=0.9, top_k=50"``."""
     on = {"top_p": config.top_p < 1, "top_k": bool(config.top_k), "min_p": bool(config.min_p)}
     return ", ".join(f"{name}={getattr(config, name)}" for name, used in on.items() if used)

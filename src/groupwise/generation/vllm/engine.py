@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from groupwise.config.conflicts import SAMPLING_FIELDS
+from groupwise.config.sampling import SAMPLING_FIELDS
 from groupwise.errors import ConfigError
 from groupwise.generation.vllm.sampling import sampling_fields
 from groupwise.generation.vllm.transport import BACKEND

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise.config.conflicts import SAMPLING_FIELDS
+from groupwise.config.sampling import SAMPLING_FIELDS
 
 #: Fields of the configuration that vLLM calls the same.
 _SAME_NAME = ("temperature", "top_p", "top_k", "repetition_penalty")

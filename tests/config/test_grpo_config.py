@@ -1,4 +1,4 @@
-"""Names, defaults and types of the fields, and how they are read from a shell, YAML and JSON."""
+"""Names, defaults and types of the fields, and their parsing from flags, YAML and JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from transformers import HfArgumentParser, TrainingArguments
 
-from groupwise.config.grpo_config import GRPOConfig, field_types
+from groupwise.config.grpo_config import INHERITED, GRPOConfig
 from groupwise.errors import ConfigError
 
 # name: (type, default), as the public contract states them
@@ -68,6 +68,7 @@ CONTRACT = {
     "epsilon_high": (float, None),
     "delta": (float, None),
     "loss_type": (str, "dapo"),
+    "loss_kwargs": (dict, None),
     "importance_sampling_level": (str, "token"),
     "sapo_temperature_pos": (float, 1.0),
     "sapo_temperature_neg": (float, 1.05),
@@ -134,22 +135,31 @@ def test_default_and_type(name):
     kind, default = CONTRACT[name]
     assert declared.default == default
     assert type(declared.default) is type(default)
-    assert kind in field_types()[name]
-    assert default is not None or type(None) in field_types()[name]
+    assert kind in GRPOConfig.SETTINGS[name].types
+    assert default is not None or type(None) in GRPOConfig.SETTINGS[name].types
 
 
 def test_the_class_declares_the_contract_and_the_old_names_and_nothing_else():
-    assert set(GRPOConfig.__annotations__) == set(CONTRACT) | OLD_NAMES
+    assert set(GRPOConfig.__annotations__) - {"SETTINGS"} == set(CONTRACT) | OLD_NAMES
+    assert set(GRPOConfig.SETTINGS) == set(CONTRACT) | OLD_NAMES | set(INHERITED)
 
 
-def test_every_field_has_a_doc():
-    docs = {item.name: item.metadata.get("help", "") for item in dataclasses.fields(GRPOConfig)}
-    assert all(docs[name].endswith(".") for name in GRPOConfig.__annotations__)
+def test_every_field_is_described():
+    described = {name: setting.description for name, setting in GRPOConfig.SETTINGS.items()}
+    assert all(described[name].endswith(".") for name in [*CONTRACT, *OLD_NAMES])
+    assert described["use_liger_loss"] == "Old name of use_liger_kernel."
+
+
+def test_inherited_settings_are_fields_of_training_arguments():
+    assert set(INHERITED) <= {item.name for item in dataclasses.fields(TrainingArguments)}
+    assert not set(INHERITED) & set(CONTRACT)
 
 
 def test_help_can_be_printed():
     # argparse expands % in help texts, and a text it cannot expand breaks --help
-    assert "Weight of the KL to the reference model." in HfArgumentParser(GRPOConfig).format_help()
+    text = " ".join(HfArgumentParser(GRPOConfig).format_help().split())
+    assert "Weight of the KL to the reference model. 0: no reference model in memory. Allowed: >= 0." in text
+    assert "Estimator of the KL per token. No effect unless beta > 0. Allowed: k1, k2, k3, k3_k2grad." in text
 
 
 def test_inherited_defaults_stay(build):

@@ -1,0 +1,163 @@
+"""Resolution of settings that are left open: parsed text, old names, precision, derived batch sizes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import warnings
+from typing import TYPE_CHECKING, cast
+
+import torch
+from transformers.utils import is_torch_xla_available
+
+from groupwise.config.sampling import SAMPLING_FIELDS
+from groupwise.config.settings import default_of
+
+if TYPE_CHECKING:
+    from groupwise.config.grpo_config import GRPOConfig
+
+logger = logging.getLogger(__name__)
+
+
+def parse_strings(config: GRPOConfig) -> None:
+    """Parse strings (YAML, shell) to the type of their field; invalid ones are kept for the validation."""
+    for name, setting in config.SETTINGS.items():
+        value = getattr(config, name)
+        if isinstance(value, str):
+            setattr(config, name, _parse(value, setting.types))
+    if isinstance(config.reward_weights, list):
+        weights = [_parse(weight, frozenset({float})) for weight in config.reward_weights]
+        config.reward_weights = cast("list[float]", weights)
+
+
+def _parse(value: object, kinds: frozenset[type]) -> object:
+    if not isinstance(value, str) or not kinds & {dict, list, bool, int, float}:
+        return value
+    if kinds & {dict, list}:
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError:
+            return value
+    if bool in kinds:
+        return {"true": True, "false": False}.get(value.lower(), value)
+    try:
+        return int(value) if int in kinds else float(value)
+    except ValueError:
+        return value
+
+
+def move_old_names(config: GRPOConfig) -> None:
+    """Move the value of an old name to the new one, unless the new one is set to something else."""
+    for old, setting in config.SETTINGS.items():
+        new, value = setting.renamed_to, getattr(config, old)
+        if new is None or value is None:
+            continue
+        warnings.warn(
+            f"{old} is the old name of {new} and will be removed in the next release",
+            FutureWarning,
+            stacklevel=4,
+        )
+        if getattr(config, new) in (default_of(config, new), value):
+            setattr(config, new, value)
+            setattr(config, old, None)
+
+
+def _device_type(use_cpu: bool) -> str:
+    """Return the type of the device that ``Trainer`` will use, without initializing it."""
+    if use_cpu or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes"):
+        return "cpu"
+    if is_torch_xla_available():
+        return "xla"
+    if torch.cuda.is_available():
+        return "cuda"
+    if torch.backends.mps.is_available():
+        return "mps"
+    others = [name for name in ("xpu", "npu", "mlu", "musa", "hpu") if hasattr(torch, name)]
+    return next((name for name in others if getattr(torch, name).is_available()), "cpu")
+
+
+def computes_bf16_natively(device_type: str) -> bool:
+    """Return True if the hardware computes bfloat16 instead of emulating it; False for unknown devices.
+
+    CUDA: the current device. CPU: AVX512_BF16 or AMX.
+    """
+    if device_type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device_type == "cpu":
+        probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+        return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
+    return False
+
+
+@functools.cache
+def _warn_float32(device_type: str) -> None:
+    logger.warning(
+        "bf16 is off, training in float32: the %s device does not compute bfloat16 natively", device_type
+    )
+
+
+def resolve_precision(config: GRPOConfig) -> None:
+    """Resolve ``bf16=None``; call it before ``TrainingArguments`` derives ``mixed_precision`` from it."""
+    if config.bf16 is not None:
+        return
+    # `accelerate launch --mixed_precision` sets only the environment of this process
+    launched_with = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if config.fp16 or launched_with not in ("no", "bf16"):
+        config.bf16 = False
+        return
+    device_type = _device_type(config.use_cpu)
+    config.bf16 = launched_with == "bf16" or computes_bf16_natively(device_type)
+    if not config.bf16:
+        _warn_float32(device_type)
+    elif device_type == "cpu":
+        config.use_cpu = True  # TrainingArguments accepts bf16 on a CPU only with use_cpu
+
+
+def resolve_sampling(config: GRPOConfig) -> None:
+    """Copy sampler arguments to the fields of the same meaning, which the trainer's log-probs use."""
+    if not isinstance(config.generation_kwargs, dict):
+        return
+    for key, name in SAMPLING_FIELDS.items():
+        if key in config.generation_kwargs and getattr(config, name) == default_of(config, name):
+            setattr(config, name, config.generation_kwargs[key])
+
+
+def resolve_defaults(config: GRPOConfig) -> None:
+    """Resolve settings from valid values only: an invalid value is reported once, under its own name."""
+    if config.epsilon_high is None and _is_valid(config, "epsilon"):
+        config.epsilon_high = config.epsilon
+    if config.num_generations_eval is None and _is_valid(config, "num_generations"):
+        config.num_generations_eval = config.num_generations
+    if config.top_k is None:
+        config.top_k = 0
+    scale = str(config.scale_rewards).lower()
+    if scale in ("true", "false"):
+        config.scale_rewards = "group" if scale == "true" else "none"
+
+
+def resolve_batch_sizes(config: GRPOConfig) -> None:
+    """Derive ``generation_batch_size`` or ``steps_per_generation`` from the other."""
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    if not all(_is_valid(config, name) for name in (*names, "generation_batch_size", "steps_per_generation")):
+        return
+    if config.steps_per_generation is None and config.generation_batch_size is None:
+        config.steps_per_generation = config.gradient_accumulation_steps
+    micro_batch = config.per_device_train_batch_size * config.world_size
+    size, steps = config.generation_batch_size, config.steps_per_generation
+    if size is None and steps is not None:
+        config.generation_batch_size = micro_batch * steps
+    elif size is not None and steps is None and size % micro_batch == 0:
+        config.steps_per_generation = size // micro_batch
+
+
+def reset_ignored(config: GRPOConfig) -> None:
+    """Replace ignored settings by their default; the validation has logged a warning."""
+    for name, setting in config.SETTINGS.items():
+        if setting.ignored:
+            setattr(config, name, default_of(config, name))
+
+
+def _is_valid(config: GRPOConfig, name: str) -> bool:
+    return config.SETTINGS[name].violation(name, getattr(config, name), None) is None

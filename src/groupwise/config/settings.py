@@ -1,0 +1,172 @@
+"""Metadata of configuration fields, read by validation, ``--help``, docs, doctor and model card."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+if TYPE_CHECKING:
+    from groupwise.config.grpo_config import GRPOConfig
+
+Config = TypeVar("Config", bound=type)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Requirement on other settings.
+
+    text: completes "has no effect unless" and "requires", for example "beta > 0".
+    holds: returns True if a configuration meets the requirement.
+    """
+
+    text: str
+    holds: Callable[[GRPOConfig], bool]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Constraints and documentation of one field.
+
+    >>> temperature: Annotated[float, Setting("Sampling temperature.", gt=0, example=0.0)] = 1.0
+
+    help: meaning, in whole sentences.
+    ge, gt, le: bounds; None is valid if the type of the field includes it.
+    choices: valid strings. A registry is read at each validation: names that are registered later are valid.
+    example: a value that violates the bounds, the choices or ``requires``; the tests build a configuration
+        with it.
+    no_effect_unless: the value is ignored otherwise; building the configuration logs a warning.
+    requires: a value other than the default is an error otherwise.
+    ignored: reason why the value is never used; it is replaced by the default, with a warning.
+    renamed_to: present name of a field that is an old name.
+    card: listed in the model card always, or if it differs from the default. Fields that can hold addresses,
+        paths, credentials or free text are never listed.
+    optional_value: the flag alone means True; ``HfArgumentParser`` does this only if the default is a bool.
+    types: accepted types; filled in from the annotation, empty if the type is not checked.
+    """
+
+    help: str = ""
+    ge: float = -math.inf
+    gt: float = -math.inf
+    le: float = math.inf
+    choices: Collection[str] = ()
+    example: object = None
+    no_effect_unless: Condition | None = None
+    requires: Condition | None = None
+    ignored: str | None = None
+    renamed_to: str | None = None
+    card: Literal["always", "if_changed"] | None = None
+    optional_value: bool = False
+    types: frozenset[type] = frozenset()
+
+    @property
+    def allowed(self) -> str:
+        """Bounds or choices in words; empty if every value of the type is valid."""
+        lower = f"> {self.gt}" if self.gt > -math.inf else f">= {self.ge}" if self.ge > -math.inf else ""
+        upper = f"<= {self.le}" if self.le < math.inf else ""
+        return ", ".join(self.choices) or " and ".join(filter(None, (lower, upper)))
+
+    @property
+    def description(self) -> str:
+        """Meaning and conditions, as in the documentation."""
+        parts = [f"Old name of {self.renamed_to}." if self.renamed_to else self.help]
+        parts += [f"No effect unless {self.no_effect_unless.text}."] if self.no_effect_unless else []
+        parts += [f"Requires {self.requires.text}."] if self.requires else []
+        return " ".join(parts)
+
+    def violation(self, name: str, value: object, default: object) -> str | None:
+        """Return a message if ``value`` is invalid by itself: its type, not finite, out of range, unknown."""
+        hint = f"{default!r} (the default)"
+        if self.types and not has_type(value, self.types):
+            return violation(
+                f"{name}={value!r} is of type {type(value).__name__}", type_names(self.types), hint
+            )
+        numbers = value if isinstance(value, list) else [value]
+        if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+            return violation(f"{name}={value} is not finite", "finite numbers", hint)
+        if self.choices and isinstance(value, str) and value not in self.choices:
+            nearest = repr(nearest_name(value, self.choices))
+            return violation(f"{name}={value!r} is unknown", self.allowed, nearest)
+        if isinstance(value, int | float) and (value < self.ge or value <= self.gt or value > self.le):
+            return violation(f"{name}={value} is out of range", self.allowed, self._nearest_number(value))
+        return None
+
+    def _nearest_number(self, value: float) -> str:
+        if value > self.le:
+            return str(self.le)
+        return str(self.ge) if self.ge > -math.inf else f"any value above {self.gt}"
+
+
+def violation(given: str, allowed: str, nearest: str) -> str:
+    """Return the message of a violated constraint."""
+    return f"{given}; allowed: {allowed}; nearest valid: {nearest}"
+
+
+def nearest_name(name: str, options: Iterable[str]) -> str:
+    """Return the option closest in spelling to ``name``, ignoring case."""
+    by_lower = {option.lower(): option for option in options}
+    return by_lower[difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0)[0]]
+
+
+def type_names(kinds: frozenset[type]) -> str:
+    """Return the types in words: "None or int"."""
+    return " or ".join(sorted("None" if kind is type(None) else kind.__name__ for kind in kinds))
+
+
+def has_type(value: object, kinds: frozenset[type]) -> bool:
+    """Return True if ``value`` is of one of the types; an int is a valid float, a bool is no number."""
+    if isinstance(value, bool):
+        return bool in kinds
+    if isinstance(value, str) and dict in kinds:
+        return False  # JSON text is parsed before validation; what is still text is invalid JSON
+    return isinstance(value, tuple(kinds)) or (isinstance(value, int) and float in kinds)
+
+
+def types_of(hint: object) -> frozenset[type]:
+    """Return the types that an annotation accepts: ``list[int] | None`` accepts list and None."""
+    if typing.get_origin(hint) is typing.Annotated:
+        hint = typing.get_args(hint)[0]
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    members = typing.cast("tuple[type, ...]", typing.get_args(hint) if union else (hint,))
+    return frozenset(typing.get_origin(kind) or kind for kind in members)
+
+
+def default_of(config: GRPOConfig, name: str) -> object:
+    """Return the default of a field in the class of ``config``; subclasses may change it."""
+    return config.__dataclass_fields__[name].default
+
+
+def with_settings(inherited: Mapping[str, Setting]) -> Callable[[Config], Config]:
+    """Class decorator: collect the `Setting` of each field in ``SETTINGS``, and give flags their help.
+
+    ``HfArgumentParser`` passes the metadata of a dataclass field to argparse and ignores ``Annotated``, so
+    the help text of a flag is stored there.
+
+    Args:
+        inherited: settings of fields that a base class declares.
+    """
+
+    def decorate(config_class: Config) -> Config:
+        hints = typing.get_type_hints(config_class, include_extras=True)
+        settings = dict(inherited)
+        for name in config_class.__annotations__:
+            for setting in typing.get_args(hints[name])[1:]:
+                settings[name] = dataclasses.replace(setting, types=types_of(hints[name]))
+                allowed = f" Allowed: {setting.allowed}." if setting.allowed else ""
+                flag = {"nargs": "?", "const": True} if setting.optional_value else {}
+                text = f"{setting.description}{allowed}".replace("%", "%%")  # argparse expands %
+                default = getattr(config_class, name)
+                field: object = dataclasses.field(default=default, metadata={"help": text, **flag})
+                setattr(config_class, name, field)
+        for name, setting in inherited.items():
+            if setting.allowed:
+                settings[name] = dataclasses.replace(setting, types=types_of(hints[name]))
+        config_class.SETTINGS = settings  # type: ignore[attr-defined]
+        return config_class
+
+    return decorate

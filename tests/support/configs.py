@@ -1,0 +1,22 @@
+"""Helpers of tests about configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from groupwise.config.grpo_config import GRPOConfig
+from groupwise.config.validation import violations
+from groupwise.errors import ConfigError
+
+
+def invalid(build: Callable[..., GRPOConfig], **kwargs: object) -> tuple[dict[str, list[str]], str]:
+    """Return the violations by name, and the text of the error that the same arguments raise."""
+    seen: dict[str, list[str]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("groupwise.config.grpo_config.check", lambda config: seen.update(violations(config)))
+        build(**kwargs)
+    with pytest.raises(ConfigError) as caught:
+        build(**kwargs)
+    return seen, str(caught.value)
