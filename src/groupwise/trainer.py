@@ -54,8 +54,9 @@ from groupwise.records import (
     Row,
     TokenBatch,
 )
-from groupwise.reporting.evaluation import EvaluationRecord
-from groupwise.reporting.metrics import MetricBuffer, completion_rows, length_metrics
+from groupwise.reporting.evaluation import EvaluationMetrics
+from groupwise.reporting.metrics import MetricBuffer, length_metrics
+from groupwise.reporting.table import completion_rows
 from groupwise.rewards.build import RewardSetup, check_rewards, load_rewards
 
 
@@ -173,7 +174,7 @@ class GRPOTrainer(
     def _set_run_state(self) -> None:
         args = self.args
         passes = args.eval_pass_at_k or [], args.eval_pass_threshold
-        self.evaluation = EvaluationRecord(*passes, self.reward_func_names, args.multi_objective_aggregation)
+        self.evaluation = EvaluationMetrics(*passes, self.reward_func_names, args.multi_objective_aggregation)
         self._restore(None)
         self.window_entropy = Mean(0.0, 0.0)
         self.window_stats = WindowStats()

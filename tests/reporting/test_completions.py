@@ -10,7 +10,7 @@ import pytest
 from datasets import load_dataset
 
 from groupwise.reporting import completions, report_completions
-from groupwise.reporting.completions import spread, write_parquet
+from groupwise.reporting.completions import evenly_spaced, write_parquet
 
 
 def read(path):
@@ -81,7 +81,7 @@ def test_unique_prompts_keep_the_first_row_of_each(tmp_path, make_args, make_row
 def test_printed_rows_are_spread_over_the_interval(count, kept):
     # two of five: rows 0 * 5 // 2 = 0 and 1 * 5 // 2 = 2
     table = {"step": [0, 1, 2, 3, 4], "completion": list("abcde")}
-    assert spread(table, count)["completion"] == list(kept)
+    assert evenly_spaced(table, count)["completion"] == list(kept)
 
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ def without_rich(monkeypatch):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    console._say_rich_is_missing.cache_clear()
+    console._warn_rich_missing.cache_clear()
 
 
 def test_rich_table_shows_texts_as_they_are(capsys):
@@ -34,7 +34,7 @@ def test_rich_table_shows_texts_as_they_are(capsys):
         assert text in printed
 
 
-def test_without_rich_the_table_is_plain_and_this_is_said_once(without_rich, capsys, caplog):
+def test_without_rich_the_table_is_plain_and_one_warning_is_logged(without_rich, capsys, caplog):
     with caplog.at_level(logging.WARNING, "groupwise.reporting.console"):
         print_table(TABLE, "completions, step 3")
         print_table(TABLE, "completions, step 4")

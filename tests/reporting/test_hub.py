@@ -47,7 +47,7 @@ def test_an_unreachable_hub_is_a_warning(api, tmp_path, caplog, make_args, make_
         report_completions([make_row()], 3, args, str(tmp_path))
         api.run_as_future(lambda: None).result()
     (record,) = [record for record in caplog.records if record.name == "groupwise.reporting.hub"]
-    assert "could not be pushed to the dataset someone/texts" in record.getMessage()
+    assert "were not uploaded to the dataset someone/texts" in record.getMessage()
     assert "hf_abc" not in caplog.text
     assert (tmp_path / "completions" / "completions_00003.parquet").exists()
 

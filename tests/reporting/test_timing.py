@@ -1,11 +1,11 @@
-"""The timer of a step: stages and idle time add up to the step, rates are totals over totals."""
+"""StepTimer: phases and idle time add up to the step, rates are totals over totals."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from groupwise import timer
+from groupwise.reporting import timing
 from groupwise.reporting.timing import StepTimer, peak_flops
 
 
@@ -20,7 +20,7 @@ def clock(monkeypatch):
             return self.now
 
     moved = Clock()
-    monkeypatch.setattr(timer.time, "perf_counter", moved)
+    monkeypatch.setattr(timing.time, "perf_counter", moved)
     return moved
 
 
@@ -28,13 +28,13 @@ def values(metrics):
     return {name: reduction.value() for name, reduction in metrics.items()}
 
 
-def test_stages_and_idle_time_add_up_to_the_step(clock):
-    book = StepTimer()
-    for stage, seconds in (("generate", 3.0), ("train", 1.0), ("train", 2.0)):
-        with book.measure(stage):
+def test_phases_and_idle_time_add_up_to_the_step(clock):
+    timer = StepTimer()
+    for phase, seconds in (("generate", 3.0), ("train", 1.0), ("train", 2.0)):
+        with timer.measure(phase):
             clock.now += seconds
     clock.now += 0.5
-    assert values(book.close_step(tokens=130, flops=0)) == {
+    assert values(timer.close_step(tokens=130, flops=0)) == {
         "time/generate": 3.0,
         "time/train": 3.0,
         "time/idle": 0.5,
@@ -42,7 +42,7 @@ def test_stages_and_idle_time_add_up_to_the_step(clock):
         "tokens_per_second": 20.0,
     }
     clock.now += 2.0
-    assert values(book.close_step(tokens=8, flops=0)) == {
+    assert values(timer.close_step(tokens=8, flops=0)) == {
         "time/idle": 2.0,
         "step_time": 2.0,
         "tokens_per_second": 4.0,
@@ -50,22 +50,22 @@ def test_stages_and_idle_time_add_up_to_the_step(clock):
 
 
 def test_rates_of_several_steps_are_totals_over_totals(clock):
-    book = StepTimer()
+    timer = StepTimer()
     clock.now += 1.0
-    first = book.close_step(tokens=10, flops=0)
+    first = timer.close_step(tokens=10, flops=0)
     clock.now += 3.0
-    second = book.close_step(tokens=90, flops=0)
+    second = timer.close_step(tokens=90, flops=0)
     merged = first["tokens_per_second"].merge(second["tokens_per_second"])
     assert merged.value() == 25.0  # 100 tokens in 4 seconds, not the mean of 10 and 30
 
 
 def test_a_new_run_starts_at_zero(clock):
-    book = StepTimer()
-    with book.measure("generate"):
+    timer = StepTimer()
+    with timer.measure("generate"):
         clock.now += 5.0
-    book.restart()
+    timer.restart()
     clock.now += 1.0
-    assert values(book.close_step(tokens=1, flops=0))["step_time"] == 1.0
+    assert values(timer.close_step(tokens=1, flops=0))["step_time"] == 1.0
 
 
 def test_utilisation_is_known_on_known_accelerators_only(clock, monkeypatch):
@@ -73,12 +73,12 @@ def test_utilisation_is_known_on_known_accelerators_only(clock, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
-    book = StepTimer()
-    with book.measure("train"):
+    timer = StepTimer()
+    with timer.measure("train"):
         clock.now += 2.0
     # 40 % of 989 teraflops for two seconds
-    assert values(book.close_step(tokens=1, flops=0.4 * 989e12 * 2))["mfu"] == pytest.approx(0.4)
+    assert values(timer.close_step(tokens=1, flops=0.4 * 989e12 * 2))["mfu"] == pytest.approx(0.4)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some Card")
-    with book.measure("train"):
+    with timer.measure("train"):
         clock.now += 2.0
-    assert "mfu" not in book.close_step(tokens=1, flops=1.0)
+    assert "mfu" not in timer.close_step(tokens=1, flops=1.0)

@@ -14,7 +14,7 @@ from support.runs import WORDS, policy, prompts, tokenizer, trainer
 from groupwise import ConfigError, register_aggregation
 from groupwise.core.advantages import GroupRewards
 from groupwise.records import Completion, RewardBatch, RolloutBatch
-from groupwise.reporting.evaluation import EvaluationRecord
+from groupwise.reporting.evaluation import EvaluationMetrics
 
 QUANTILE = 1.959964
 
@@ -188,7 +188,7 @@ def test_a_registered_aggregation_decides_what_passes(tmp_path):
 def test_completions_of_several_ranks_make_up_the_groups():
     # Two ranks with 6 of 12 completions each, and a last batch with 4 that count: 16 in groups of 4.
     def record(rank):
-        found = EvaluationRecord([1, 4], 0.0, ["solved"])
+        found = EvaluationMetrics([1, 4], 0.0, ["solved"])
         for start, count in ((0, 12), (12, 4)):
             rows = torch.arange(start, start + count)
             rewards = GroupRewards((rows % 4 < rows // 4).float().unsqueeze(1), torch.ones(1), 4)
@@ -202,9 +202,9 @@ def test_completions_of_several_ranks_make_up_the_groups():
         return found
 
     first, second = record(0), record(1)
-    both = first.judged + second.judged
+    both = first.completions + second.completions
     assert len(both) == 16
-    metrics = first.close("eval", 4, lambda own: both)
+    metrics = first.compute("eval", 4, lambda own: both)
     assert metrics["pass@1"] == pytest.approx((0 + 1 / 4 + 2 / 4 + 3 / 4) / 4)
     assert metrics["pass@4"] == pytest.approx(3 / 4)
 

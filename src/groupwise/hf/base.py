@@ -27,7 +27,7 @@ from groupwise.hf import checkpointing
 from groupwise.hf.checkpointing import CheckpointWriter
 from groupwise.hf.out_of_memory import OutOfMemorySplitter, TrainingStep
 from groupwise.records import MicroBatch
-from groupwise.reporting.evaluation import EvaluationRecord
+from groupwise.reporting.evaluation import EvaluationMetrics
 from groupwise.reporting.metrics import MetricBuffer
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,8 @@ class BaseTrainer(Trainer):
 
     args: GRPOConfig  # type: ignore[assignment]
     metrics: dict[str, MetricBuffer]
-    evaluation: EvaluationRecord
+    evaluation: EvaluationMetrics
+    reward_func_names: list[str]
     feed: Feed
     prepared_data: PreparedData
     make_group_sampler: Callable[[Any], GroupSampler]
@@ -209,14 +210,18 @@ class BaseTrainer(Trainer):
             dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
         )
         values = self._drain_metrics("eval", metric_key_prefix)
-        values.update(self.evaluation.close(metric_key_prefix, self.args.num_generations_eval, gather_object))
+        values.update(
+            self.evaluation.compute(metric_key_prefix, self.args.num_generations_eval, gather_object)
+        )
         ours = {f"{metric_key_prefix}_{name}": value for name, value in values.items()}
         return output._replace(metrics={**(output.metrics or {}), **ours})
 
     def _drain_metrics(self, mode: str, label: str) -> dict[str, float]:
         values, rows = self.metrics[mode].drain(lambda part: gather_object([part]))
         if rows and self.is_world_process_zero():
-            reporting.report_completions(rows, self.state.global_step, self.args, self.args.output_dir, label)
+            reporting.report_completions(
+                rows, self.state.global_step, self.args, str(self.args.output_dir), label
+            )
         return values
 
     def create_model_card(  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""What a run shows of itself: completions tables, the progress bar and the model card."""
+"""Numbers and text that leave a run: metrics, timing, evaluation, tables, dashboards and the model card."""
 
 from groupwise.reporting.completions import report_completions
 from groupwise.reporting.model_card import model_card, write_model_card

@@ -1,4 +1,4 @@
-"""The completions table on the console: with rich when it is installed, else as plain text."""
+"""The completions table on the console: with rich if installed, else as plain text."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ import shutil
 import sys
 import textwrap
 import unicodedata
-from typing import Any
+from collections.abc import Sequence
 
 from tqdm.auto import tqdm
 
-from groupwise.reporting.table import Table
+from groupwise.reporting.table import Cell, Table
 
 logger = logging.getLogger(__name__)
 
-_NARROWEST = 20
+#: Minimum width of a column with long cells, in characters.
+_MIN_WIDTH = 20
 
 
 def print_table(table: Table, title: str) -> None:
-    """Print the table to stdout, above the progress bars; a table without rows prints nothing."""
-    cells = {name: [_cell(value) for value in values] for name, values in table.items()}
+    """Print the table to stdout, above the progress bars. An empty table prints nothing."""
+    cells = {name: [_cell_text(value) for value in values] for name, values in table.items()}
     if not any(cells.values()):
         return
-    # the bars are taken off the screen while something else writes
+    # clears the progress bars while the table is printed
     with tqdm.external_write_mode(file=sys.stdout):
         try:
             _print_rich(cells, title)
         except ImportError:
-            _say_rich_is_missing()
+            _warn_rich_missing()
             print(plain_table(cells, title, shutil.get_terminal_size().columns), flush=True)
 
 
@@ -47,16 +48,16 @@ def _print_rich(cells: dict[str, list[str]], title: str) -> None:
 
 
 @functools.cache
-def _say_rich_is_missing() -> None:
-    logger.warning("completions are printed as plain text; for a nicer table: pip install rich")
+def _warn_rich_missing() -> None:
+    logger.warning("completions are printed as plain text; for a formatted table: pip install rich")
 
 
 def plain_table(cells: dict[str, list[str]], title: str, width: int) -> str:
-    """The table in plain text, about ``width`` characters wide; long cells continue on further lines."""
+    """Format the table as plain text, about ``width`` characters wide; long cells are wrapped."""
     longest = {name: _longest([name, *values]) for name, values in cells.items()}
-    wide = [name for name in longest if longest[name] > _NARROWEST]
+    wide = [name for name in longest if longest[name] > _MIN_WIDTH]
     left = width - 3 * (len(cells) - 1) - sum(longest[name] for name in longest if name not in wide)
-    share = max(left // max(len(wide), 1), _NARROWEST)
+    share = max(left // max(len(wide), 1), _MIN_WIDTH)
     widths = [min(longest[name], share) if name in wide else longest[name] for name in cells]
     rule = "-+-".join("-" * size for size in widths)
     lines = [title]
@@ -69,7 +70,7 @@ def _longest(values: list[str]) -> int:
     return max(len(line) for value in values for line in value.split("\n"))
 
 
-def _plain_row(row: Any, widths: list[int]) -> list[str]:
+def _plain_row(row: Sequence[str], widths: list[int]) -> list[str]:
     folded = [
         [part for line in cell.split("\n") for part in textwrap.wrap(line, size) or [""]]
         for cell, size in zip(row, widths, strict=True)
@@ -82,16 +83,16 @@ def _plain_row(row: Any, widths: list[int]) -> list[str]:
     ]
 
 
-def _cell(value: Any) -> str:
+def _cell_text(value: Cell) -> str:
     if value is None:
         return ""
     if isinstance(value, float):
         return f"{value:.3g}"
-    return "".join(_visible(character) for character in str(value))
+    return "".join(_printable(character) for character in str(value))
 
 
-def _visible(character: str) -> str:
-    """What a model writes must not move the cursor."""
+def _printable(character: str) -> str:
+    """Escape control characters, which could move the cursor."""
     if character == "\t":
         return " "
     if character != "\n" and unicodedata.category(character) == "Cc":

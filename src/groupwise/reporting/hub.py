@@ -1,4 +1,4 @@
-"""Completions as a dataset on the Hub."""
+"""Upload of the completions to a dataset on the Hub."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def _api() -> HfApi:
-    """One client, because a client works off its background jobs in order."""
+    """Return the shared client: background jobs of one client run in order."""
     return HfApi()
 
 
 def push_folder(folder: Path, repo: str, mode: str, token: str | None, private: bool | None) -> None:
-    """Upload the parquet files of ``folder`` in the background, as the directory ``mode`` of a dataset.
+    """Upload the parquet files of ``folder`` in the background to the directory ``mode`` of a dataset.
 
-    The whole folder goes each time: files that are there already cost nothing, and what a failed upload
-    missed comes with the next one. The interpreter waits for the last upload before it ends. Errors are
-    logged.
+    Each call uploads the whole folder: the Hub skips files that it already has, and files missed by a failed
+    upload are included in the next one. The interpreter waits for pending uploads at exit. Errors are logged
+    as warnings.
     """
     api = _api()
     api.run_as_future(_push, api, folder, repo, mode, token, private)
@@ -41,4 +41,4 @@ def _push(api: HfApi, folder: Path, repo: str, mode: str, token: str | None, pri
             token=token,
         )
     except Exception as error:
-        logger.warning("The completions could not be pushed to the dataset %s: %s", repo, error)
+        logger.warning("completions were not uploaded to the dataset %s: %s", repo, error)

@@ -1,11 +1,11 @@
-"""Metrics between two log calls, kept as reductions and joined over ranks once."""
+"""Metrics between two logs: accumulated on each rank as reductions, merged over ranks once per log."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Literal, TypedDict
 
 import torch
 
@@ -20,35 +20,93 @@ from groupwise.core.metrics import (
     detach_metrics,
     merge_metrics,
 )
-from groupwise.records import Completion, RewardBatch, RolloutBatch
+from groupwise.records import Completion
+from groupwise.reporting.table import CompletionRow
 from groupwise.reporting.timing import StepTimer
-from groupwise.tokenization.images import prompt_images, row_images, thumbnail
 
-#: Counted from the start of the run instead of since the last log.
+#: Metrics that are summed over the whole run instead of since the last log.
 RUNNING_TOTALS = frozenset({"num_tokens"})
+
+#: Reductions of ``record_metric``.
+REDUCTIONS: dict[str, Callable[[float], Reduction]] = {"mean": Mean, "sum": Sum, "min": Min, "max": Max}
+
+PlainMetrics = Mapping[str, tuple[str, tuple[float, ...]]]
+#: Contribution of one rank to a log: its metrics as plain numbers, and its rows.
+RankPart = tuple[PlainMetrics, list[CompletionRow]]
+
+
+class BufferState(TypedDict):
+    """State of a :class:`MetricBuffer` in a checkpoint."""
+
+    metrics: PlainMetrics
+    rows: list[CompletionRow]
 
 
 class MetricBuffer:
-    """The metrics of one mode ("train" or "eval") and, on request, rows for the completions table."""
+    """Metrics of one mode ("train" or "eval") since the last log, and rows of the completions table.
+
+    >>> buffer = MetricBuffer()
+    >>> with buffer.phase("generate"):
+    ...     rollouts = generate()
+    >>> buffer.record({"kl": Mean(0.2)})
+    >>> buffer.record_metric("prompt_length", 37)
+    >>> values, rows = buffer.drain(gather)
+    """
 
     def __init__(self) -> None:
         self.metrics: Metrics = {}
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[CompletionRow] = []
         self.timer = StepTimer()
 
+    def phase(self, name: str, *, wait: bool = True) -> AbstractContextManager[None]:
+        """Measure a block as ``time/<name>``; see :meth:`StepTimer.measure`."""
+        return self.timer.measure(name, wait=wait)
+
     def record(self, metrics: Mapping[str, Reduction]) -> None:
+        """Merge ``metrics`` into those recorded since the last log."""
         self.metrics = merge_metrics([self.metrics, metrics])
 
-    def drain(self, gather: Callable[[Any], list[Any]]) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Numbers to log and table rows, over all ranks; starts the next interval.
+    def record_metric(
+        self,
+        name: str,
+        value: float | torch.Tensor,
+        reduction: Literal["mean", "sum", "min", "max"] = "mean",
+    ) -> None:
+        """Add a value to the metric ``name`` of the next log.
 
         Args:
-            gather: maps one picklable object per rank to the list of all of them: the only collective.
+            value: a finite number, or a tensor with one element.
+            reduction: combines the values of all steps and ranks since the last log.
+
+        Raises:
+            ValueError: the value is not a finite number, the reduction is unknown, or ``name`` was recorded
+                with another reduction since the last log.
+        """
+        if reduction not in REDUCTIONS:
+            raise ValueError(
+                f"record_metric({name!r}, ...): reduction={reduction!r} is unknown; allowed: "
+                f"{', '.join(REDUCTIONS)}"
+            )
+        number = _as_number(value)
+        if number is None:
+            raise ValueError(f"record_metric({name!r}, {value!r:.80}): the value must be one finite number")
+        try:
+            self.record({name: REDUCTIONS[reduction](number)})
+        except TypeError as error:
+            raise ValueError(f"record_metric({name!r}, ..., {reduction!r}): {error}") from error
+
+    def drain(
+        self, gather: Callable[[RankPart], list[RankPart]]
+    ) -> tuple[dict[str, float], list[CompletionRow]]:
+        """Return the metrics and rows of all ranks since the last call, and clear them.
+
+        Args:
+            gather: returns the objects of all ranks in rank order; the only collective.
 
         Returns:
             finite numbers by name, and the rows of all ranks in rank order.
         """
-        self.record(self.timer.stages())  # of an evaluation; those of training steps are recorded by step
+        self.record(self.timer.phases())  # evaluation only: close_step records those of training steps
         parts = gather((detach_metrics(self.metrics), self.rows))
         merged = merge_metrics(attach_metrics(plain) for plain, _ in parts)
         rows = [row for _, part in parts for row in part]
@@ -57,89 +115,39 @@ class MetricBuffer:
         values = {name: reduction.value() for name, reduction in merged.items()}
         return {name: value for name, value in values.items() if math.isfinite(value)}, rows
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> BufferState:
         return {"metrics": detach_metrics(self.metrics), "rows": self.rows}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: BufferState) -> None:
         self.metrics = attach_metrics(state["metrics"])
         self.rows = list(state["rows"])
 
 
-def completion_rows(
-    rollout: RolloutBatch,
-    scored: RewardBatch,
-    advantages: torch.Tensor,
-    reward_names: list[str],
-    step: int,
-    *,
-    multimodal: bool = False,
-) -> list[dict[str, Any]]:
-    """One row per completion of this rank for the completions table: plain strings and numbers.
+def _as_number(value: object) -> float | None:
+    """Return a number, or a one-element tensor or array, as a finite float; None for anything else."""
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several elements
+        return None
+    return number if math.isfinite(number) and not isinstance(value, str) else None
 
-    With ``multimodal`` also small copies of the prompts' images, as the bytes of PNG files.
+
+def length_metrics(prompt_ids: Sequence[Sequence[int]], completions: Sequence[Completion]) -> Metrics:
+    """Return token counts and completion lengths, over all completions and over the terminated ones.
+
+    Lengths count the tokens sampled by the policy, without those of tools and environments.
     """
-    rewards_NF = scored.rewards.rewards_NF[scored.local]
-    rows: list[dict[str, Any]] = []
-    for i, rewards_F in enumerate(rewards_NF.tolist()):
-        named = zip(reward_names, rewards_F, strict=False)
-        rows.append(
-            {
-                "step": step,
-                "prompt": _readable(rollout.prompts[i]),
-                "completion": _readable(rollout.texts[i]),
-                "rewards": {name: None if math.isnan(reward) else reward for name, reward in named},
-                "advantage": advantages[i].mean().item(),
-                "columns": {name: _plain(values[i]) for name, values in scored.columns.items()},
-            }
-        )
-        if multimodal and rollout.images is not None:
-            shared = i > 0 and rollout.images[i] is rollout.images[i - 1]
-            given = prompt_images(rollout.prompts[i]) or row_images(rollout.rows[i])
-            rows[-1]["images"] = rows[-2]["images"] if shared else [thumbnail(image) for image in given]
-    return rows
-
-
-def _readable(text: Any) -> str:
-    if isinstance(text, str):
-        return text
-    return "\n".join(f"{message['role']}: {_said(message)}" for message in text)
-
-
-def _said(message: dict[str, Any]) -> str:
-    """The content of a message, and the tools that it calls."""
-    calls = [call.get("function", call) for call in message.get("tool_calls") or []]
-    called = [
-        f"{call['name']}({json.dumps(call['arguments'], ensure_ascii=False, default=str)})" for call in calls
-    ]
-    return " ".join(part for part in (_content(message.get("content")), *called) if part)
-
-
-def _content(content: Any) -> str:
-    if not isinstance(content, list):
-        return str(content or "")
-    blocks = [block.get("text") if block["type"] == "text" else f"<{block['type']}>" for block in content]
-    return "".join(block or "" for block in blocks)
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
-
-
-def length_metrics(prompt_ids: list[list[int]], completions: list[Completion]) -> Metrics:
-    """Token counts and completion lengths, over all completions and over those that ended by themselves."""
-    lengths = [  # of what the policy wrote: neither tools nor environments
-        len(c.token_ids) if c.loss_mask is None else sum(c.loss_mask) for c in completions
-    ]
+    lengths = [len(c.token_ids) if c.loss_mask is None else sum(c.loss_mask) for c in completions]
     metrics: Metrics = {
         "num_tokens": Sum(float(sum(lengths) + sum(len(ids) for ids in prompt_ids))),
         "completions/clipped_ratio": Mean(
             float(sum(completion.truncated for completion in completions)), float(len(completions))
         ),
     }
-    ended = [
+    terminated = [
         length for length, completion in zip(lengths, completions, strict=True) if not completion.truncated
     ]
-    for kind, values in (("length", lengths), ("terminated_length", ended)):
+    for kind, values in (("length", lengths), ("terminated_length", terminated)):
         if values:
             metrics[f"completions/mean_{kind}"] = Mean(float(sum(values)), float(len(values)))
             metrics[f"completions/min_{kind}"] = Min(float(min(values)))

@@ -6,14 +6,19 @@ import dataclasses
 import enum
 import os
 import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
 import transformers
-from huggingface_hub import ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
+from transformers import TrainerState
 
 from groupwise.config.grpo_config import GRPOConfig
+
+#: ``TrainerState.log_history``.
+LogHistory = Sequence[Mapping[str, float]]
 
 _OBJECTIVE = (
     *("loss_type", "importance_sampling_level", "epsilon", "epsilon_high", "beta", "scale_rewards"),
@@ -24,8 +29,8 @@ _ESSENTIAL = (
     *("num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size"),
     *("generation_batch_size", "bf16", "seed"),
 )
-# Listed only where they differ from their default. A setting enters the card by being named here. What can
-# hold addresses, directories, credentials or free text is not: hub_token, *_kwargs, vllm_server_*, paths.
+# Listed only if changed from the default. Settings that may hold addresses, paths, credentials or free text
+# (hub_token, *_kwargs, vllm_server_*) must not be added here: the card is public.
 _OTHER = (
     *("delta", "kl_estimator", "kl_in_reward", "use_bias_correction_kl", "off_policy_mask_threshold"),
     *("sapo_temperature_pos", "sapo_temperature_neg"),
@@ -44,7 +49,59 @@ _OTHER = (
     *("max_steps", "fp16", "gradient_checkpointing"),
 )
 
-_CITATION = """\
+_TEMPLATE = """\
+---
+{{ card_data }}
+---
+
+# {{ name }}
+
+This model was trained with groupwise
+{%- if base_model_link %}, starting from {{ base_model_link }}{% endif %}
+{%- if dataset_link %}, on the prompts of {{ dataset_link }}{% endif %}.
+
+## Quick start
+
+```python
+from transformers import pipeline
+
+generate = pipeline("text-generation", model="{{ hub_model }}")
+messages = [{"role": "user", "content": "What is 17 * 23?"}]
+print(generate(messages, max_new_tokens=256, return_full_text=False)[0]["generated_text"])
+```
+
+## Training
+
+Group relative policy optimization: several completions are sampled for each prompt, and the advantage of a
+completion is its reward compared with the rewards of its group.
+
+| Setting | Value |
+|---|---|
+{% for setting, value in settings.items() -%}
+| {{ setting }} | {{ value }} |
+{% endfor %}
+{%- if logs %}
+## Rewards
+{% for title, step, lines in logs %}
+Last {{ title }} log, step {{ step }}:
+
+| Metric | Mean | Std |
+|---|---|---|
+{% for metric, mean, std in lines -%}
+| `{{ metric }}` | {{ mean }} | {{ std }} |
+{% endfor %}
+{%- endfor %}
+{%- endif %}
+## Framework versions
+{% for package, version in versions.items() %}
+- {{ package }}: {{ version }}
+{%- endfor %}
+
+## Citation
+
+GRPO was introduced in [DeepSeekMath](https://arxiv.org/abs/2402.03300):
+
+{% raw -%}
 ```bibtex
 @article{shao2024deepseekmath,
   title   = {{DeepSeekMath}: Pushing the Limits of Mathematical Reasoning in Open Language Models},
@@ -53,7 +110,9 @@ _CITATION = """\
   journal = {arXiv preprint arXiv:2402.03300},
   year    = {2024}
 }
-```"""
+```
+{% endraw -%}
+"""
 
 
 def model_card(
@@ -61,42 +120,27 @@ def model_card(
     model_name: str,
     base_model: str | None,
     dataset_name: str | None,
-    tags: list[str],
+    tags: Sequence[str],
     args: GRPOConfig,
-    versions: dict[str, str],
-    log_history: list[dict[str, Any]],
-    reward_names: list[str],
+    versions: Mapping[str, str],
+    log_history: LogHistory,
+    reward_names: Sequence[str],
 ) -> str:
-    """Markdown with a YAML head, ready to be a ``README.md`` on the Hub.
+    """Return the model card: Markdown with a YAML header, the ``README.md`` of a Hub repository.
 
-    Local directories are never spelled out: as a base model or dataset they are left out of the head and the
-    text gives their last component. Of ``args`` only numbers, flags and names of methods are shown.
+    Local directories are never shown in full: the header omits them as base model or dataset, and the text
+    shows their last component. Only numbers, flags and names of methods are read from ``args``.
 
     Args:
-        model_name: title; with ``args.hub_model_id`` unset also the model of the quick start.
+        model_name: title; also the model of the quick start unless ``args.hub_model_id`` is set.
         base_model, dataset_name: Hub ids, local directories or None.
-        tags: in addition to groupwise, grpo and generated_from_trainer.
-        args: the configuration of the run.
+        tags: added to groupwise, grpo and generated_from_trainer.
+        args: configuration of the run.
         versions: package versions by package name.
-        log_history: ``TrainerState.log_history``; the last rewards in it are reported.
-        reward_names: the names in the metrics ``rewards/<name>/mean``.
+        log_history: ``TrainerState.log_history``; the card shows its last rewards.
+        reward_names: names in the metrics ``rewards/<name>/mean``.
     """
     name = _public_name(model_name)
-    sections = [
-        f"# {name}",
-        _introduction(base_model, dataset_name),
-        _quick_start(args.hub_model_id or name),
-        "## Training\n\nGroup relative policy optimization: several completions are sampled for each prompt, "
-        "and each is reinforced by how its reward compares to those of the others.\n\n" + _settings(args),
-        _rewards(log_history, reward_names),
-        "## Framework versions\n\n" + "\n".join(f"- {key}: {value}" for key, value in versions.items()),
-        f"## Citation\n\nGRPO comes from [DeepSeekMath](https://arxiv.org/abs/2402.03300):\n\n{_CITATION}",
-    ]
-    body = "\n\n".join(section for section in sections if section)
-    return f"---\n{_head(name, base_model, dataset_name, tags)}\n---\n\n{body}\n"
-
-
-def _head(name: str, base_model: str | None, dataset_name: str | None, tags: list[str]) -> str:
     data = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -105,103 +149,105 @@ def _head(name: str, base_model: str | None, dataset_name: str | None, tags: lis
         tags=list(dict.fromkeys(["groupwise", "grpo", "generated_from_trainer", *tags])),
         model_name=name,
     )
-    return str(data.to_yaml()).rstrip()
+    card = ModelCard.from_template(
+        data,
+        template_str=_TEMPLATE,
+        name=name,
+        base_model_link=_link(base_model, "https://huggingface.co/"),
+        dataset_link=_link(dataset_name, "https://huggingface.co/datasets/"),
+        hub_model=args.hub_model_id or name,
+        settings=_settings(args),
+        logs=_last_rewards(log_history, reward_names),
+        versions=versions,
+    )
+    return str(card)
 
 
 def _is_local(name: str) -> bool:
-    """Whether a name of a model or dataset is a path rather than a Hub id."""
+    """Return True if the name of a model or dataset is a path rather than a Hub id."""
     return os.path.exists(name) or re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) is None
 
 
 def _public_name(name: str) -> str:
+    """Reduce a path to its last component; return a Hub id unchanged."""
     return re.split(r"[/\\]", name.rstrip("/\\"))[-1] if _is_local(name) else name
 
 
-def _introduction(base_model: str | None, dataset_name: str | None) -> str:
-    text = "This model was trained with groupwise"
-    if base_model:
-        text += f", starting from {_mention(base_model, 'https://huggingface.co/')}"
-    if dataset_name:
-        text += f", on the prompts of {_mention(dataset_name, 'https://huggingface.co/datasets/')}"
-    return text + "."
-
-
-def _mention(name: str, site: str) -> str:
+def _link(name: str | None, site: str) -> str | None:
+    if not name:
+        return None
     return f"`{_public_name(name)}`" if _is_local(name) else f"[{name}]({site}{name})"
 
 
-def _quick_start(model: str) -> str:
-    return f"""\
-## Quick start
-
-```python
-from transformers import pipeline
-
-generate = pipeline("text-generation", model="{model}")
-messages = [{{"role": "user", "content": "What is 17 * 23?"}}]
-print(generate(messages, max_new_tokens=256, return_full_text=False)[0]["generated_text"])
-```"""
-
-
-def _settings(args: GRPOConfig) -> str:
-    """The table of settings: those that make up the method, and the others that were changed."""
+def _settings(args: GRPOConfig) -> dict[str, str]:
+    """Return the settings of the method, and all others that were changed."""
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
-    defaults["top_k"] = 0  # what the configuration makes of None
-    lines = ["| Setting | Value |", "|---|---|"]
+    defaults["top_k"] = 0  # the configuration converts None to 0
+    shown = {}
     for name in (*_OBJECTIVE, *_ESSENTIAL, *_OTHER):
-        value = _plain(getattr(args, name, None))
-        chosen = name in _OBJECTIVE or name in _ESSENTIAL or name.startswith(f"{args.loss_type}_")
-        if value is not None and (chosen or value != _plain(defaults.get(name))):
-            lines.append(f"| {name} | {_escape(value)} |")
-    return "\n".join(lines)
+        value = _enum_value(getattr(args, name, None))
+        always = name in _OBJECTIVE or name in _ESSENTIAL or name.startswith(f"{args.loss_type}_")
+        if value is not None and (always or value != _enum_value(defaults.get(name))):
+            shown[name] = _escape(value)
+    return shown
 
 
-def _plain(value: Any) -> Any:
+def _enum_value(value: object) -> object:
     return value.value if isinstance(value, enum.Enum) else value
 
 
-def _escape(value: Any) -> str:
+def _escape(value: object) -> str:
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
-def _rewards(log_history: list[dict[str, Any]], reward_names: list[str]) -> str:
-    """The last rewards of training and of evaluation; nothing when none were logged."""
-    parts = []
+def _last_rewards(
+    log_history: LogHistory, reward_names: Sequence[str]
+) -> list[tuple[str, float | str, list[tuple[str, str, str]]]]:
+    """Return title, step and table lines of the last logged rewards of training and of evaluation."""
+    found = []
     for title, prefix in (("training", ""), ("evaluation", "eval_")):
         logs = next((logs for logs in reversed(log_history) if f"{prefix}reward" in logs), None)
         if logs is None:
             continue
-        keys = [
+        metrics = [("reward", f"{prefix}reward", f"{prefix}reward_std")] + [
             (_public_name(name), f"{prefix}rewards/{name}/mean", f"{prefix}rewards/{name}/std")
             for name in reward_names
         ]
         lines = [
-            f"Last {title} log, step {logs.get('step', '?')}:",
-            "",
-            "| Metric | Mean | Std |",
-            "|---|---|---|",
+            (_escape(name), _number(logs.get(mean)), _number(logs.get(std))) for name, mean, std in metrics
         ]
-        for name, mean, std in [("reward", f"{prefix}reward", f"{prefix}reward_std"), *keys]:
-            lines.append(f"| `{_escape(name)}` | {_number(logs.get(mean))} | {_number(logs.get(std))} |")
-        parts.append("\n".join(lines))
-    return "\n\n".join(["## Rewards", *parts]) if parts else ""
+        found.append((title, logs.get("step", "?"), lines))
+    return found
 
 
-def _number(value: Any) -> str:
+def _number(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) else ""
 
 
-def write_model_card(trainer: Any, model_name: str | None, dataset_name: str | None, tags: Any) -> None:
-    """Write the card of a trainer's model as ``README.md`` into its output directory.
+class TrainedModel(Protocol):
+    """Attributes of a trainer that the model card reads."""
+
+    args: GRPOConfig
+    state: TrainerState
+    reward_func_names: list[str]
+
+    @property
+    def model(self) -> torch.nn.Module | None: ...
+
+
+def write_model_card(
+    trainer: TrainedModel, model_name: str | None, dataset_name: str | None, tags: str | Iterable[str] | None
+) -> None:
+    """Write the model card as ``README.md`` to the output directory.
 
     Args:
-        model_name: title; by default the last component of the output directory.
-        tags: one or a list of further tags, or None.
+        model_name: title; default: the last component of the output directory.
+        tags: one or several further tags, or None.
     """
-    directory = Path(trainer.args.output_dir)
+    directory = Path(str(trainer.args.output_dir))
     card = model_card(
         model_name=model_name or directory.name,
-        base_model=getattr(trainer.model.config, "_name_or_path", None),
+        base_model=getattr(getattr(trainer.model, "config", None), "_name_or_path", None),
         dataset_name=dataset_name,
         tags=[tags] if isinstance(tags, str) else list(tags or []),
         args=trainer.args,

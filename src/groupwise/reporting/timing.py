@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Wall-clock time of each phase of an optimizer step: generate, reward, log-probs, train, idle."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from groupwise.core.metrics import Mean, Metrics
 
-#: Dense bf16 operations a second of accelerators, by a part of their name (vendors' data sheets).
+#: Dense bf16 FLOP/s by a part of the accelerator's name (vendors' data sheets).
 PEAK_FLOPS = {
     "B200": 2.25e15,
     "H200": 9.89e14,
@@ -25,60 +25,65 @@ PEAK_FLOPS = {
 
 
 class StepTimer:
-    """Seconds by stage since the last step, and what was computed in them."""
+    """Accumulate seconds per phase and turn them into the metrics of an optimizer step."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.start = time.perf_counter()
 
     @contextmanager
-    def measure(self, stage: str, *, wait: bool = True) -> Iterator[None]:
-        """Add the wall time of the block to ``stage``.
+    def measure(self, phase: str, *, wait: bool = True) -> Iterator[None]:
+        """Add the wall-clock time of the block to ``phase``.
 
         Args:
-            wait: let the accelerator finish first, so that its work counts here and not where it is missed.
+            wait: synchronize the accelerator at the end of the block, so that kernels launched in it are
+                counted in this phase and not in the next one that synchronizes.
         """
         start = time.perf_counter()
         yield
         if wait and torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def restart(self) -> None:
-        """Forget what was before: a run begins."""
+        """Discard all measurements and start a new step now."""
         self.seconds, self.start = {}, time.perf_counter()
 
-    def stages(self) -> Metrics:
-        """``time/<stage>`` in seconds since this was last asked."""
-        stages: Metrics = {f"time/{stage}": Mean(seconds) for stage, seconds in self.seconds.items()}
+    def phases(self) -> Metrics:
+        """Return ``time/<phase>`` in seconds since the previous call and clear them."""
+        phases: Metrics = {f"time/{phase}": Mean(seconds) for phase, seconds in self.seconds.items()}
         self.seconds = {}
-        return stages
+        return phases
 
     def close_step(self, tokens: float, flops: float) -> Metrics:
-        """``time/<stage>``, what is left of the step as ``time/idle``, and the rates.
+        """End the optimizer step and return its metrics.
 
         Args:
-            tokens: prompt and completion tokens that the step trained on, on this rank.
-            flops: operations of their forward and backward.
+            tokens: prompt and completion tokens of this rank in the step.
+            flops: floating-point operations of their forward and backward passes.
+
+        Returns:
+            ``time/<phase>``, ``time/idle`` (the rest of the step), ``step_time``, ``tokens_per_second`` and,
+            on known accelerators, ``mfu``.
         """
         now = time.perf_counter()
         step_time, self.start = now - self.start, now
-        in_training = self.seconds.get("train", 0.0)
+        train_time = self.seconds.get("train", 0.0)
         idle = max(step_time - sum(self.seconds.values()), 0.0)
         metrics: Metrics = {
-            **self.stages(),
+            **self.phases(),
             "time/idle": Mean(idle),
             "step_time": Mean(step_time),
             "tokens_per_second": Mean(tokens, step_time),
         }
         peak = peak_flops()
-        if peak is not None and in_training:
-            metrics["mfu"] = Mean(flops, in_training * peak)
+        if peak is not None and train_time:
+            metrics["mfu"] = Mean(flops, train_time * peak)
         return metrics
 
 
 def peak_flops() -> float | None:
-    """Dense bf16 operations a second of this process's accelerator; None where that is not known."""
+    """Return the dense bf16 FLOP/s of this process's accelerator, None for an unknown one."""
     if not torch.cuda.is_initialized():
         return None
     name = torch.cuda.get_device_name()

@@ -1,0 +1,77 @@
+"""MetricBuffer: metrics of a logging interval, merged over ranks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from groupwise.core.metrics import Mean, Sum
+from groupwise.reporting.metrics import MetricBuffer
+
+
+def alone(part):
+    return [part]
+
+
+def test_drain_merges_ranks_and_starts_the_next_interval():
+    ranks = [MetricBuffer(), MetricBuffer()]
+    for buffer, (total, count) in zip(ranks, [(6.0, 3.0), (2.0, 1.0)], strict=True):
+        buffer.record({"reward": Mean(total, count), "num_tokens": Sum(10.0)})
+    parts = []
+    ranks[1].drain(lambda part: parts.append(part) or [part])
+    values, _ = ranks[0].drain(lambda part: [part, *parts])
+    assert values == {"reward": 2.0, "num_tokens": 20.0}  # (6 + 2) / (3 + 1)
+    # num_tokens counts from the start of the run
+    assert ranks[0].drain(alone)[0] == {"num_tokens": 10.0}
+
+
+def test_a_phase_is_a_metric_of_the_next_log():
+    buffer = MetricBuffer()
+    with buffer.phase("generate"):
+        pass
+    assert buffer.drain(alone)[0].keys() == {"time/generate"}
+    assert buffer.drain(alone)[0] == {}
+
+
+@pytest.mark.parametrize(("reduction", "expected"), [("mean", 2.0), ("sum", 6.0), ("min", 1.0), ("max", 3.0)])
+def test_recorded_values_are_reduced(reduction, expected):
+    buffer = MetricBuffer()
+    for value in (1, 2.0, torch.tensor([3.0])):
+        buffer.record_metric("length", value, reduction)
+    assert buffer.drain(alone)[0] == {"length": expected}
+
+
+def test_the_default_reduction_is_the_mean():
+    buffer = MetricBuffer()
+    buffer.record_metric("length", 1.0)
+    buffer.record_metric("length", 4.0)
+    assert buffer.drain(alone)[0] == {"length": 2.5}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, None, "3", [1.0], torch.tensor([1.0, 2.0])])
+def test_a_value_that_is_not_one_finite_number_is_refused(value):
+    with pytest.raises(ValueError, match=r"record_metric\('x', .*one finite number"):
+        MetricBuffer().record_metric("x", value)
+
+
+def test_an_unknown_reduction_is_refused():
+    with pytest.raises(ValueError, match="reduction='median' is unknown; allowed: mean, sum, min, max"):
+        MetricBuffer().record_metric("x", 1.0, "median")
+
+
+def test_two_reductions_of_one_name_are_refused():
+    buffer = MetricBuffer()
+    buffer.record_metric("x", 1.0)
+    with pytest.raises(ValueError, match=r"record_metric\('x'.*metric 'x' is both Mean and Sum"):
+        buffer.record_metric("x", 1.0, "sum")
+    assert buffer.drain(alone)[0] == {"x": 1.0}
+
+
+def test_the_state_survives_a_checkpoint():
+    buffer, resumed = MetricBuffer(), MetricBuffer()
+    buffer.record_metric("x", 2.0)
+    resumed.load_state_dict(buffer.state_dict())
+    resumed.record_metric("x", 4.0)
+    assert resumed.drain(alone)[0] == {"x": 3.0}
