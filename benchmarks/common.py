@@ -1,4 +1,4 @@
-"""What the benchmarks share: where they ran, how ratios are summarised, how results are kept."""
+"""Shared code of the benchmarks: machine description, summaries of ratios, result files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-# Behind the installed packages: in front of them, `import vllm` finds the script of that name.
+# After the installed packages: otherwise `import vllm` finds the script vllm.py of this folder.
 sys.path = [entry for entry in sys.path if Path(entry).resolve() != HERE]
 sys.path += [str(HERE), str(HERE.parent / "examples")]
 
@@ -34,7 +34,7 @@ PACKAGES = (
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, memory, load, accelerators and versions: what a measured number means nothing without."""
+    """Describe processor, memory, load, accelerators and package versions."""
     import torch
 
     versions = {}
@@ -58,9 +58,9 @@ def describe_machine() -> dict[str, Any]:
 
 
 def ratio_summary(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, Any]:
-    """Ratio of two series measured in turn: the median of the pairwise ratios, and their spread.
+    """Summarize the pairwise ratios of two series that were measured in turn.
 
-    Pairs are neighbours in time, so that the load of the machine falls on both of them.
+    The two measurements of a pair are adjacent in time, so the load of the machine affects both.
 
     Args:
         numerators: measurements of one candidate.
@@ -86,12 +86,12 @@ def ratio_summary(numerators: Sequence[float], denominators: Sequence[float]) ->
 
 
 def format_ratio(summary: dict[str, Any]) -> str:
-    """A summary of `ratio_summary` as text: median and range."""
+    """Format a result of `ratio_summary` as text: median and range."""
     return f"{summary['median']:.3f} ({summary['low']:.3f} to {summary['high']:.3f}, n={summary['pairs']})"
 
 
 def write_results(name: str, results: dict[str, Any]) -> Path:
-    """Keep `results` with the description of the machine as `benchmarks/results/<name>.json`."""
+    """Write `results` with the machine description to `benchmarks/results/<name>.json`."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"machine": describe_machine(), **results}, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""Sampling without an engine: groupwise's loop, plain ``generate`` and continuous batching, in turn.
+"""Compare sampling without an engine: groupwise's loop, plain ``generate`` and continuous batching.
 
 SmolLM2-135M-Instruct in float32, groups of 8 completions. Most completions are short and a few run to the
 limit: all three produce the same numbers of tokens, by forcing the end token or a length of each request.
@@ -26,7 +26,7 @@ CASES = {"short": {"prompts": 4, "sentences": 0}, "long": {"prompts": 1, "senten
 
 
 def skewed_lengths(count: int, limit: int, scale: float = 0.25) -> list[int]:
-    """Quantiles of an exponential distribution whose mean is `scale` limits, cut off at the limit.
+    """Return quantiles of an exponential distribution with mean `scale` × limit, cut off at the limit.
 
     Descending: the rows that a processor ends are the last ones still running.
     """
@@ -35,13 +35,13 @@ def skewed_lengths(count: int, limit: int, scale: float = 0.25) -> list[int]:
 
 
 class EndOnSchedule:
-    """A logits processor that ends as many running rows at every step as the lengths say, and no others."""
+    """Logits processor that ends as many running rows at each step as the lengths prescribe."""
 
     def __init__(self, lengths: list[int], width: int, end: int) -> None:
         self.lengths, self.width, self.end = lengths, width, end
 
     def __call__(self, tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        position = tokens.shape[1] - self.width + 1  # of the token that is about to be chosen
+        position = tokens.shape[1] - self.width + 1  # of the next token
         running = (tokens[:, self.width :] != self.end).all(1).nonzero().squeeze(1)
         remaining = sum(length > position for length in self.lengths)
         scores = scores.clone()
@@ -53,19 +53,19 @@ class EndOnSchedule:
 
 
 def plain(model: Any, prompts: list[list[int]], config: Any, lengths: list[int]) -> list[int]:
-    """``generate`` on a copy of the prompt for every completion."""
+    """Run ``generate`` on a copy of the prompt for every completion."""
     return _count(model, [prompt for prompt in prompts for _ in range(GROUP)], config, lengths)
 
 
 def groupwise(model: Any, prompts: list[list[int]], config: Any, lengths: list[int]) -> list[int]:
-    """``generate`` with groupwise's loop and its linear layers."""
+    """Run ``generate`` with groupwise's loop and linear layers."""
     from groupwise.cpu.linear import packed_weights, replace_linears
     from groupwise.generation.decoding import can_decode_groups, decode_groups
 
     if not can_decode_groups(model, config):
         raise SystemExit("the loop does not take this model")
     loop = partial(decode_groups, copies=[GROUP] * len(prompts))
-    replace_linears(model)  # in the trainer at its start; those that are fast already stay
+    replace_linears(model)  # as the trainer does at its start; layers that are fast already stay
     with packed_weights(model):
         return _count(model, prompts, config, lengths, custom_generate=loop)
 
@@ -87,7 +87,7 @@ def _count(model: Any, rows: list[list[int]], config: Any, lengths: list[int], *
 
 
 def continuous(model: Any, prompts: list[list[int]], config: Any, lengths: list[int]) -> list[int]:
-    """Continuous batching, entered anew for every batch as in a trainer.
+    """Run continuous batching, started for every batch as in a trainer.
 
     Its cache has room for all rows at once: the default is a share of the free memory, whose set-up alone
     takes longer than the sampling here.
@@ -139,7 +139,7 @@ def main() -> None:
         bos_token_id=1,
     )
     seconds: dict[str, list[float]] = {name: [] for name in options.methods}
-    # One model for each: they set the attention of theirs.
+    # One model per method: each sets its own attention implementation.
     models = {name: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for name in seconds}
     lengths = skewed_lengths(GROUP * len(prompts), options.limit)
     for name, model in models.items():  # warm-up

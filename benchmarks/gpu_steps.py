@@ -1,11 +1,11 @@
-"""Training phase, whole step and output head on one GPU, with random weights of real shapes in bfloat16.
+"""Measure training phase, whole step and output head on one GPU: random bfloat16 weights of real shapes.
 
 Needs no network: models and tokenizer are made on the spot (Llama layers in the sizes of Qwen2.5). Every
 measurement is a process of its own and alternatives take turns; results are written after each. What no
 longer fits in `--minutes` is left out, and that is said.
 
     benchmarks/gpu.sh
-    python benchmarks/gpu_steps.py --device cpu --tiny --output none   # does it run at all
+    python benchmarks/gpu_steps.py --device cpu --tiny --output none   # smoke test
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HEADS = ("dense", "chunked", "trl")
 
 
 class Budget:
-    """Time that is left, and what has failed or was left out."""
+    """Remaining time, and the measurements that failed or were skipped."""
 
     def __init__(self, minutes: float) -> None:
         self.end = time.monotonic() + 60 * minutes
@@ -50,7 +50,7 @@ class Budget:
         self.missing: list[str] = []
 
     def attempt(self, kind: str, name: str, measure: Callable[[float], Any]) -> Any:
-        """`measure(seconds left)`, or None where it fails or one of its kind has shown to take longer."""
+        """Return `measure(seconds left)`, or None if it fails or an earlier one of its kind took longer."""
         left = self.end - time.monotonic()
         if left < max(self.longest.get(kind, 0.0), 1.0):
             self.missing.append(f"{name}: out of time")
@@ -59,7 +59,7 @@ class Budget:
         start = time.monotonic()
         try:
             result = measure(left)
-        except RuntimeError as error:  # the others still count
+        except RuntimeError as error:  # the other measurements are kept
             self.missing.append(f"{name}: {error}")
             print(self.missing[-1], flush=True)
             return None
@@ -69,7 +69,7 @@ class Budget:
 
 
 def worker(kind: str, name: str, settings: dict[str, Any]) -> Callable[[float], Any]:
-    """A measurement of this file in a process of its own."""
+    """Run one measurement of this file in its own process."""
 
     def run(left: float) -> Any:
         command = [sys.executable, __file__, "--worker", kind, name, json.dumps(settings)]
@@ -86,7 +86,7 @@ def worker(kind: str, name: str, settings: dict[str, Any]) -> Callable[[float], 
 
 
 def measure_step(library: str, spec: Spec) -> dict[str, Any]:
-    """Seconds from the end of one step to the end of the next, sampling included; every completion full."""
+    """Return seconds between ends of steps, sampling included; every completion has the full length."""
     import torch
     from transformers import TrainerCallback
 
@@ -109,7 +109,7 @@ def measure_step(library: str, spec: Spec) -> dict[str, Any]:
 
 
 def measure_head(name: str, sizes: dict[str, Any]) -> dict[str, float]:
-    """Forward and backward of one head; the first of four is a warm-up."""
+    """Time the forward and backward pass of one head; the first of four is a warm-up."""
     import torch
 
     cuda = sizes["device"] != "cpu"
@@ -140,7 +140,7 @@ def measure_head(name: str, sizes: dict[str, Any]) -> dict[str, float]:
 
 
 def compare(results: dict[str, list[dict[str, Any]]], own: str) -> dict[str, Any]:
-    """Ratios of `own` to the others, over rounds that both have."""
+    """Return ratios of `own` to the others, over common rounds."""
     ratios = {}
     for name, runs in results.items():
         pairs = [(a, b) for a, b in zip(results[own], runs, strict=True) if a is not None and b is not None]
@@ -192,7 +192,7 @@ def run_all(options: argparse.Namespace) -> None:
             results["training_phase"][name] = summarise(spec, runs)
             keep()
         print_summary(results["training_phase"][name])
-        if not steps["groupwise"]:  # after the first model: what is most wanted comes early
+        if not steps["groupwise"]:  # after the first model: the most important results come early
             for library in libraries:
                 run = worker("step", library, asdict(step_spec))
                 steps[library].append(budget.attempt("step", f"step {library}", run))
@@ -205,7 +205,7 @@ def run_all(options: argparse.Namespace) -> None:
 
 
 def require_gpu(device: str) -> None:
-    """Stop at once where there is nothing to measure on."""
+    """Exit if the device is missing."""
     import torch
 
     if device != "cpu" and not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Peak memory and time of the log-prob heads: dense, chunked, and TRL's, forward and backward.
+"""Compare peak memory and time of the log-prob heads: dense, chunked, and TRL's, forward and backward.
 
 Each measurement is a process of its own. Its peak is the high-water mark of resident memory (Linux) during
 forward and backward, less what was resident before: inputs, weight and libraries do not count, gradients do,
@@ -43,7 +43,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def scoring_function(name: str):
-    """`(hidden, weight, targets) -> (logps, entropy)` of one head, both differentiable."""
+    """Return `(hidden, weight, targets) -> (logps, entropy)` of one head, both differentiable."""
     if name == "trl":
         from trl.kernels import ChunkedLogProbFunction
         from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
@@ -59,13 +59,13 @@ def scoring_function(name: str):
 
 
 def resident_bytes(field: str) -> int:
-    """`VmRSS` (now) or `VmHWM` (high-water mark) of this process."""
+    """Return `VmRSS` (now) or `VmHWM` (high-water mark) of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, float]:
-    """One forward and backward of one head, in this process."""
+    """Measure one forward and backward pass of one head in this process."""
     import torch
 
     if arguments.threads:
@@ -79,7 +79,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
         weight = torch.randn(vocabulary, arguments.hidden).mul_(arguments.hidden**-0.5).to(hidden.dtype)
         weight.requires_grad_(not arguments.frozen)
         targets = torch.randint(vocabulary, (tokens,))
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
         before = resident_bytes("VmRSS")
         start, start_cpu = time.perf_counter(), time.process_time()
         logps, entropy = score(hidden, weight, targets)
@@ -104,10 +104,10 @@ def run_measurement(name: str, vocabulary: int) -> dict[str, float]:
 
 
 def compare(arguments: argparse.Namespace, vocabulary: int) -> dict[str, object]:
-    """All heads at one vocabulary, taking turns; medians, and ratios to the dense head and to TRL's."""
+    """Measure all heads at one vocabulary in turn; medians, and ratios to the dense and TRL's head."""
     seen: dict[str, list[dict[str, float]]] = {name: [] for name in arguments.heads}
     for repeat in range(arguments.repeats):
-        # Another order each time, so that no head always follows the same one.
+        # A new order each time, so that no head always follows the same one.
         for place in range(len(arguments.heads)):
             name = arguments.heads[(place + repeat) % len(arguments.heads)]
             seen[name].append(run_measurement(name, vocabulary))
@@ -142,7 +142,7 @@ def main() -> None:
     results = {}
     for vocabulary in arguments.vocabularies:
         results[str(vocabulary)] = compare(arguments, vocabulary)
-        if arguments.output != "none":  # after each, so that a later one that fails loses nothing
+        if arguments.output != "none":  # after each, so that a later failure loses nothing
             path = write_results(arguments.output, {"settings": settings, "vocabularies": results})
             print(f"written to {path}", flush=True)
 

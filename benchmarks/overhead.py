@@ -1,4 +1,4 @@
-"""What an optimizer step spends outside of the model: the work of `step_time.py`, every step taken apart.
+"""Measure the time of an optimizer step outside of the model: the work of `step_time.py` by part.
 
 Model is every forward (the output layer included) and every backward, update is the optimizer with gradient
 clipping, drawing turns logits into tokens. Overhead is everything else between the ends of two steps: data,
@@ -22,7 +22,7 @@ from common import write_results
 
 
 class Clock:
-    """Seconds by part. A part inside of another one counts for the outer one alone."""
+    """Seconds by part. Time inside a nested part counts for the outer part only."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -51,7 +51,7 @@ class Clock:
 
 
 def take_apart(trainer: Any, clock: Clock) -> None:
-    """Let the trainer report to the clock what it spends in the model, in the optimizer and in drawing."""
+    """Wrap model, optimizer and token sampling of the trainer with the clock."""
     from transformers import LogitsProcessorList
 
     from groupwise.generation import decoding
@@ -74,7 +74,7 @@ def take_apart(trainer: Any, clock: Clock) -> None:
 
 
 def shares(steps: list[dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Median and range of each part's share of a step."""
+    """Return median and range of each part's share of a step."""
     by_part = {part: [step.get(part, 0.0) / step["step"] for step in steps] for part in steps[0]}
     by_part["overhead"] = [1 - sum(values) for values in zip(*_parts(by_part), strict=True)]
     return {

@@ -1,4 +1,4 @@
-"""How time and peak memory of the training phase grow with rows, lengths and vocabulary.
+"""Measure the growth of time and peak memory of the training phase with rows, lengths and vocabulary.
 
 A small random Llama, one accumulation window of one micro-batch; from a base point one axis at a time is
 doubled. groupwise as it is, and as the alternative padded rows with the dense head. Each point is a process
@@ -32,7 +32,7 @@ AXES = ("rows", "prompt", "completion", "vocabulary")
 
 
 def point(options: argparse.Namespace, axis: str, factor: int) -> tuple[int, Spec]:
-    """The value on the axis, and what is measured there."""
+    """Return the value on the axis and the work to measure there."""
     *shape, vocabulary = options.model.removeprefix("random:").split(",")
     base = Spec(
         model=options.model,
@@ -59,17 +59,17 @@ def point(options: argparse.Namespace, axis: str, factor: int) -> tuple[int, Spe
 
 
 def exponent(xs: Sequence[float], ys: Sequence[float]) -> float | None:
-    """Slope of log y over log x by least squares; None where x does not vary or y is not positive."""
+    """Return the slope of log y over log x (least squares); None if x is constant or y is not positive."""
     if min(ys) <= 0 or len(set(xs)) < 2:
         return None
     slope, _ = statistics.linear_regression([math.log(x) for x in xs], [math.log(y) for y in ys])
     return round(slope, 3)
 
 
-@cache  # the base point lies on every axis
+@cache  # the base point is on every axis
 def measure(spec: Spec, repeats: int) -> dict[str, Any]:
-    """Best time and lowest peak of every method, over the repeats."""
-    work = make_work(spec, 3)  # only the number of tokens counts here
+    """Return the best time and lowest peak of every method over the repeats."""
+    work = make_work(spec, 3)  # only the number of tokens is used
     measured: dict[str, Any] = {"tokens": work.tokens, "distinct_tokens": work.distinct_tokens}
     runs: dict[str, list[dict[str, Any]]] = {method: [] for method in METHODS}
     for repeat in range(repeats):
@@ -88,7 +88,7 @@ def measure(spec: Spec, repeats: int) -> dict[str, Any]:
 
 
 def fits(points: list[dict[str, Any]]) -> dict[str, Any]:
-    """Exponents of every method: time over distinct tokens, time and memory over the axis."""
+    """Return the exponents of every method: time over distinct tokens, time and memory over the axis."""
     xs, tokens = ([p[name] for p in points] for name in ("value", "distinct_tokens"))
     result = {}
     for method in METHODS:
@@ -142,7 +142,7 @@ def main() -> None:
             value, spec = point(options, axis, 2**doubling)
             points.append({"axis": axis, "value": value, **measure(spec, options.repeats)})
             axes[axis] = {"points": points, "exponents": fits(points)}
-            if options.output != "none":  # after each, so that a later one that fails loses nothing
+            if options.output != "none":  # after each, so that a later failure loses nothing
                 write_results(options.output, {"settings": vars(options), "axes": axes})
         print_axis(axis, points, axes[axis]["exponents"])
 

@@ -1,4 +1,4 @@
-"""End-to-end optimizer steps of TRL and of groupwise on the same work, in turn.
+"""Compare end-to-end optimizer steps of TRL and groupwise on the same work, in turn.
 
 Both train SmolLM2-135M-Instruct in float32 with the same data, the same rewards and completions forced to the
 full length, so that a step is the same number of tokens for both. Each round starts a fresh process for each
@@ -31,7 +31,7 @@ WORDS = (
 
 
 def case_settings(name: str) -> dict:
-    """Prompts per step, words repeated before the question, and completion length of a case."""
+    """Return prompts per step, sentences before the question, and completion length of a case."""
     return {
         "short": {"prompts": 4, "padding_sentences": 0, "new_tokens": 64},
         "long": {"prompts": 1, "padding_sentences": 19, "new_tokens": 64},
@@ -39,13 +39,13 @@ def case_settings(name: str) -> dict:
 
 
 def binary_reward(completions: list, constant: list[bool], **_: object) -> list[float]:
-    """0 or 1 from the text alone, so that practically every group has variance, unless it is to have none."""
+    """Return 0 or 1 by a hash of the text, so that groups have variance; 1 for rows marked constant."""
     digests = (hashlib.sha256(completion[0]["content"].encode()).digest() for completion in completions)
     return [1.0 if same else float(digest[0] % 2) for digest, same in zip(digests, constant, strict=True)]
 
 
 def make_dataset(case: str, zero_variance: int) -> Dataset:
-    """64 questions, of which ``zero_variance`` percent, spread over the steps, get the same reward always."""
+    """Return 64 questions; ``zero_variance`` percent, spread over the steps, get a constant reward."""
     from datasets import Dataset
 
     num_padding_rows = WORDS * case_settings(case)["padding_sentences"]
@@ -59,7 +59,7 @@ def make_dataset(case: str, zero_variance: int) -> Dataset:
 
 
 def trainer_settings(case: str, timed_steps: int) -> dict:
-    """What both libraries are configured with."""
+    """Return the settings of both libraries."""
     settings = case_settings(case)
     return {
         "per_device_train_batch_size": settings["prompts"] * 8,
@@ -78,7 +78,7 @@ def trainer_settings(case: str, timed_steps: int) -> dict:
 
 
 def run_worker(library: str, case: str, timed_steps: int, zero_variance: int) -> None:
-    """Train in this process and print one line of JSON: seconds of every timed step and peak memory."""
+    """Train in this process and print one line of JSON: seconds of every timed step, and peak memory."""
     from smollm2 import local_model
     from transformers import AutoTokenizer, TrainerCallback
 
@@ -88,7 +88,7 @@ def run_worker(library: str, case: str, timed_steps: int, zero_variance: int) ->
         from groupwise import GRPOConfig, GRPOTrainer
 
     class StepClock(TrainerCallback):
-        """End of one step to end of the next: everything in between counts, whoever does it when."""
+        """Times of the ends of steps: everything in between counts."""
 
         def __init__(self) -> None:
             self.marks: list[float] = []

@@ -1,4 +1,4 @@
-"""The training phase alone: forward and backward of an accumulation window whose completions are given.
+"""Compare the training phase: forward and backward passes of a window with given completions.
 
 Alternatives: groupwise in the layout it chooses (`auto`) and padded, TRL's `training_step` on the same
 completions, padded, and a floor. The floor is what no trainer can avoid with this model: forward and backward
@@ -57,13 +57,13 @@ class Meter:
 
     @contextmanager
     def clock(self, sign: int = 1) -> Iterator[None]:
-        """Add the time of the block to the window's, or take it off."""
+        """Add the time of the block to the window's, or subtract it."""
         start = self._now()
         yield
         self.running += sign * (self._now() - start)
 
     def start_window(self) -> None:
-        warm = len(self.seconds) == 1  # what is there now stays: weights, libraries, thread pools
+        warm = len(self.seconds) == 1  # baseline: weights, libraries, thread pools
         self.running = 0.0
         if self.cuda:
             import torch
@@ -73,7 +73,7 @@ class Meter:
             return
         if warm:
             give_back_free_memory()
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
         self.before = resident_bytes("VmRSS") if warm else self.before
 
     def end_window(self) -> None:
@@ -86,7 +86,7 @@ class Meter:
             self.peaks.append(resident_bytes("VmHWM"))
 
     def result(self) -> dict[str, Any]:
-        """Without the warm-up; the peak is above what was there after it."""
+        """Return the windows without the warm-up; peaks are relative to the memory after it."""
         above = [peak - self.before for peak in self.peaks[1:]]
         return {"seconds": self.seconds[1:], "peak_bytes": max(above)}
 
@@ -99,7 +99,7 @@ class Meter:
 
 
 def give_back_free_memory() -> None:
-    """Of the C library's heap: it would count as resident before a window and hide what the window takes."""
+    """Return free pages of the C heap to the system: resident ones would hide the memory of the window."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -107,7 +107,7 @@ def give_back_free_memory() -> None:
 
 
 def metered(trainer_class: Any, meter: Meter) -> Any:
-    """The trainer class, with the training phase of every window measured."""
+    """Return the trainer class with the training phase of every window measured."""
 
     class Metered(trainer_class):
         def get_batch_samples(self, *arguments: Any, **named: Any) -> Any:
@@ -123,7 +123,7 @@ def metered(trainer_class: Any, meter: Meter) -> Any:
                 meter.end_window()
             return loss
 
-        # Where groupwise and TRL generate, respectively: within what is measured, so it is taken off again.
+        # Generation of groupwise and of TRL is inside the measured time: subtract it.
 
         def generate_micro_batches(self, rows: Any) -> Any:
             with meter.measure(-1):
@@ -148,7 +148,7 @@ def measure_trainer(method: str, spec: Spec) -> dict[str, Any]:
 
 
 def measure_floor(spec: Spec) -> dict[str, Any]:
-    """The bare model; on a CPU with the linear layers that groupwise gives it."""
+    """Load the bare model; on a CPU with groupwise's linear layers."""
     import torch
 
     from groupwise.cpu.linear import replace_linears
@@ -178,7 +178,7 @@ def measure_floor(spec: Spec) -> dict[str, Any]:
         with meter.measure():
             for token_ids, keep in batches:
                 inputs = {"input_ids": token_ids, "logits_to_keep": keep}
-                targets = token_ids[:, -keep:]  # any will do
+                targets = token_ids[:, -keep:]  # any ids
                 logps, *_ = score_forward(model, inputs, targets, HeadSettings(), with_entropy=False)
                 (-logps.mean() / len(batches)).backward()
         meter.end_window()
@@ -187,7 +187,7 @@ def measure_floor(spec: Spec) -> dict[str, Any]:
 
 
 def floor_shape(prompts: list[int], completions: list[list[int]]) -> tuple[int, int, int]:
-    """Rows, width, and scored places of a row, for token counts by group and by completion.
+    """Return rows, width and scored positions of a row, from token counts of groups and completions.
 
     A prompt of P tokens has about P² / 2 attention scores, a completion of C after it C P + C² / 2; rows of
     width W with as many tokens in all have W / 2 a token.
@@ -205,7 +205,7 @@ def _sizes(trainable: list[Any]) -> dict[str, int]:
 
 
 def run_worker(method: str, spec: Spec, timeout: float | None = None) -> dict[str, Any]:
-    """Measure in a process of its own.
+    """Measure in a separate process.
 
     Raises:
         RuntimeError: the process failed or took longer than `timeout` seconds.
@@ -224,8 +224,8 @@ def run_worker(method: str, spec: Spec, timeout: float | None = None) -> dict[st
 
 
 def summarise(spec: Spec, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Rates, and ratios of groupwise's choice to every alternative that has as many rounds."""
-    work = make_work(spec, 3)  # of the tokens only the number counts here
+    """Return rates, and ratios of groupwise's layout to every alternative with as many rounds."""
+    work = make_work(spec, 3)  # only the number of tokens is used
     seconds = {method: [s for run in runs[method] for s in run["seconds"]] for method in runs}
     peaks = {method: [run["peak_bytes"] for run in runs[method]] for method in runs}
     rates = {method: [round(work.tokens / s, 1) for s in seconds[method]] for method in runs}
@@ -249,7 +249,7 @@ def summarise(spec: Spec, runs: dict[str, list[dict[str, Any]]]) -> dict[str, An
 
 
 def available_methods(wanted: list[str]) -> list[str]:
-    """Without TRL where it is not installed, which is said."""
+    """Return the methods; TRL is left out with a message if it is not installed."""
     if "trl" in wanted and find_spec("trl") is None:
         print("trl is not installed: measured without it", flush=True)
         return [method for method in wanted if method != "trl"]
@@ -291,7 +291,7 @@ def main() -> None:
     methods = available_methods(options.methods)
     runs: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
     for round_index in range(options.rounds):
-        for place in range(len(methods)):  # another order each time
+        for place in range(len(methods)):  # a new order each time
             method = methods[(place + round_index) % len(methods)]
             runs[method].append(run_worker(method, spec))
             print(f"round {round_index + 1} {method}: {runs[method][-1]}", flush=True)

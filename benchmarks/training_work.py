@@ -1,4 +1,4 @@
-"""One accumulation window with given completions, for every benchmark of the training phase.
+"""One accumulation window with given completions, shared by the benchmarks of the training phase.
 
 A measurement is a process of its own: this module describes what it is given and makes it there.
 """
@@ -13,13 +13,13 @@ from typing import Any
 from generate import skewed_lengths
 
 PAD, EOS, FIRST_WORD = 0, 1, 2
-#: Of an exponential distribution, in limits: cut off at the limit its mean is half of that.
+#: Mean of an exponential distribution in units of the limit; cut off at the limit, its mean is 0.5.
 HALF_OF_THE_LIMIT = 0.63
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What is trained and on how much.
+    """Model and sizes of the work.
 
     model: "smollm2", or "random:<layers>,<hidden>,<heads>,<kv_heads>,<intermediate>,<vocab>".
     tied: the random model's output layer is its embedding.
@@ -61,21 +61,21 @@ class Work:
 
     @cached_property
     def tokens(self) -> int:
-        """Prompt and completion tokens of all rows: what every alternative is said to have trained on."""
+        """Count prompt and completion tokens of all rows."""
         groups = zip(self.prompts, self.completions, strict=True)
         return sum(len(prompt) * len(rows) + sum(map(len, rows)) for prompt, rows in groups)
 
     @cached_property
     def distinct_tokens(self) -> int:
-        """The same with each prompt once: the least that a model has to read."""
+        """Count tokens with each prompt once: the minimum a model must compute."""
         return sum(map(len, self.prompts)) + sum(len(row) for rows in self.completions for row in rows)
 
     def texts(self) -> list[str]:
-        """Prompts as text, for the data set: words that `random_tokenizer` turns into their ids."""
+        """Return prompts as text that `random_tokenizer` maps back to their ids."""
         return [" ".join(f"w{token}" for token in prompt) for prompt in self.prompts]
 
     def rollout(self, texts: list[str], trainer: Any) -> dict[str, Any]:
-        """A ``rollout_func`` for both libraries."""
+        """Create a ``rollout_func`` for both libraries."""
         known = {text: group for group, text in enumerate(self.texts())}
         seen = [0] * len(known)
         result: dict[str, Any] = {"prompt_ids": [], "completion_ids": [], "logprobs": None}
@@ -89,7 +89,7 @@ class Work:
 
 
 def make_work(spec: Spec, vocabulary: int) -> Work:
-    """Prompts between half of the longest and the longest, completions of skewed lengths in any order."""
+    """Make prompts of half to all of the longest length, and shuffled completions of skewed lengths."""
     shuffled = random.Random(0)
     count = spec.groups * spec.accumulation
     lengths = skewed_lengths(count * spec.group_size, spec.completion_tokens, HALF_OF_THE_LIMIT)
@@ -106,7 +106,7 @@ def make_work(spec: Spec, vocabulary: int) -> Work:
 
 
 def make_model(spec: Spec) -> Any:
-    """The policy on its device, without adapters."""
+    """Load the policy on its device, without adapters."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -138,7 +138,7 @@ def make_model(spec: Spec) -> Any:
 
 
 def make_tokenizer(spec: Spec, vocabulary: int) -> Any:
-    """The model's own, or one with a word for every token of a random model."""
+    """Return the model's tokenizer, or one with a word per token for a random model."""
     if spec.model == "smollm2":
         from smollm2 import local_model
         from transformers import AutoTokenizer
@@ -162,12 +162,12 @@ def adapter_config() -> Any:
 
 
 def alternating_reward(completions: list[Any], **_: Any) -> list[float]:
-    """Every group has variance, so no row can be skipped."""
+    """Return rewards with variance in every group, so that no row is skipped."""
     return [float(index % 2) for index in range(len(completions))]
 
 
 def make_trainer(library: str, spec: Spec, directory: str, wrap: Any = None, **settings: Any) -> Any:
-    """A trainer of either library on `make_work`.
+    """Create a trainer of either library on `make_work`.
 
     Args:
         library: "groupwise" or "trl".
@@ -194,7 +194,7 @@ def make_trainer(library: str, spec: Spec, directory: str, wrap: Any = None, **s
             "max_steps": spec.windows + 1,
             "gradient_checkpointing": True,
             "gradient_checkpointing_kwargs": {"use_reentrant": False},
-            "optim": "sgd",  # its states would hide what a window takes
+            "optim": "sgd",  # states of Adam would hide the memory of a window
             "learning_rate": 1e-6,
             "max_grad_norm": 0.0,
             "bf16": False,

@@ -1,4 +1,4 @@
-"""vLLM: sampling in both modes against the policy's ``generate``, weight sync, and generating ahead.
+"""Measure vLLM: sampling in both modes against the policy's ``generate``, weight sync, generating ahead.
 
 SmolLM2-135M-Instruct in float32, groups of 8 completions that run to their full length. The alternatives are
 measured in turn. ``--part sync`` compares buckets with loading one tensor at a time. ``--part pipeline``
@@ -62,7 +62,7 @@ def own_backend(model: Any, tokenizer: Any, limit: int) -> Any:
     from groupwise.cpu.linear import replace_linears
     from groupwise.generation import transformers_generate
 
-    replace_linears(model)  # as the trainer does; the engine has weights of its own
+    replace_linears(model)  # as the trainer does; the engine has its own weights
     config = settings(limit, generation_kwargs={"min_new_tokens": limit})
     return transformers_generate.make_backend(lambda: model, config, tokenizer)
 
@@ -76,7 +76,7 @@ def seconds(run: Any) -> tuple[float, Any]:
 def measure_generation(
     model: Any, tokenizer: Any, case: str, limit: int, pairs: int, url: str
 ) -> dict[str, Any]:
-    """Tokens a second of all three, and their ratios over pairs of neighbouring runs."""
+    """Return tokens per second of all three, and ratios over pairs of adjacent runs."""
     from groupwise.generation.weight_iterator import weight_iterator
 
     backends = {
@@ -88,9 +88,9 @@ def measure_generation(
     texts = [f"{index}. " + SENTENCE * shape["sentences"] for index in range(shape["prompts"])]
     prompts = [ids for text in texts for ids in [tokenizer(text)["input_ids"]] * GROUP]
     rates: dict[str, list[float]] = {name: [] for name in backends}
-    for round_ in range(pairs + 1):  # the first is not counted
+    for round_ in range(pairs + 1):  # the first is a warm-up
         for name, backend in backends.items():
-            # New weights before every round, so that no prompt is in the cache of the one before.
+            # New weights before every round empty the prefix cache.
             backend.version = None
             backend.sync_weights(weight_iterator(model), step=round_)
             taken, completions = seconds(lambda backend=backend: backend.generate(prompts))
@@ -108,7 +108,7 @@ def measure_generation(
 
 
 def measure_sync(model: Any, tokenizer: Any, pairs: int) -> dict[str, Any]:
-    """Seconds per GB of weights, in this process and through shared memory, by the size of buckets."""
+    """Return seconds per GB of weights by bucket size, in this process and through shared memory."""
     from groupwise.generation.vllm.transport import LocalSender, SharedMemorySender
     from groupwise.generation.vllm.weight_sync import LocalReceiver
     from groupwise.generation.weight_iterator import buckets, weight_iterator
@@ -133,13 +133,13 @@ def measure_sync(model: Any, tokenizer: Any, pairs: int) -> dict[str, Any]:
 
 
 def partly_flat_reward(completion_ids: list[list[int]], row: list[int], varied: int, **_: Any) -> list[float]:
-    """Varies within every ``varied``-th group: the others need no backward pass, as happens in practice."""
+    """Return rewards with variance in every ``varied``-th group only; the others need no backward pass."""
     pairs = zip(completion_ids, row, strict=True)
     return [float(sum(ids) % 2) if number % varied == 0 else 0.0 for ids, number in pairs]
 
 
 def run_worker(work: dict[str, Any]) -> None:
-    """Train in this process on its own core; prints where the time of every step went."""
+    """Train in this process on its own core and print the time of every step by phase."""
     os.sched_setaffinity(0, {work["core"]})
     import torch
     from datasets import Dataset
@@ -164,7 +164,7 @@ def run_worker(work: dict[str, Any]) -> None:
             num_generations=GROUP,
             model_init_kwargs={"dtype": "float32"},
             gradient_checkpointing=False,
-            logprob_mismatch_check="off",  # it looks at the first steps only, and at none of stale tokens
+            logprob_mismatch_check="off",  # covers the first steps only, and no stale tokens
             shuffle_dataset=False,
             max_steps=work["steps"] + 2,
             logging_steps=1,
@@ -181,7 +181,7 @@ def run_worker(work: dict[str, Any]) -> None:
         {name: line[name] for name in line if name.startswith(("time/", "step_time", "staleness"))}
         for line in lines
     ]
-    # The first step waits for a whole generation, and nothing is generated beside the last.
+    # The first step waits for a whole generation; nothing is generated during the last.
     print("RESULT " + json.dumps(kept[1:-1]), flush=True)
 
 
@@ -198,7 +198,7 @@ def train_apart(work: dict[str, Any], limit: float) -> list[dict[str, float]]:
 
 
 def measure_pipeline(path: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """Step times with and without generating ahead, trainer and server on a core each."""
+    """Measure step times with and without generating ahead, trainer and server on one core each."""
     from vllm_server import serving
 
     trainer_core, server_core = sorted(os.sched_getaffinity(0))[:2]
@@ -213,10 +213,10 @@ def measure_pipeline(path: Path, given: argparse.Namespace) -> dict[str, Any]:
                 print(f"round {round_ + 1} {name}: steps of {taken} s", flush=True)
     steps = {name: [line["step_time"] for line in runs] for name, runs in lines.items()}
     generation = [line["time/generate"] for line in lines["sequential"]]
-    # All that the trainer does beside waiting, the sync of the weights and the optimizer included.
+    # Everything but waiting, weight sync and optimizer included.
     training = [step - waited for step, waited in zip(steps["sequential"], generation, strict=True)]
     longer = [max(pair) for pair in zip(generation, training, strict=True)]
-    # The run that generates ahead by itself: how much longer a step is for waiting.
+    # The run that generates ahead, by itself: the share of waiting in a step.
     busy = [line["step_time"] - line["time/generate"] for line in lines["ahead"]]
     summaries = {
         "ahead_over_sequential": ratio_summary(steps["ahead"], steps["sequential"]),
@@ -250,7 +250,7 @@ def main() -> None:
         run_worker(given.worker)
         return
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # or the server would stay
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # otherwise the server would keep running
     from smollm2 import local_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from vllm_server import serving

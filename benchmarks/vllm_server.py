@@ -1,4 +1,4 @@
-"""A vLLM server of this machine for as long as a benchmark needs it."""
+"""Run a vLLM server on this machine for the duration of a benchmark."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import IO
 def serving(
     model: Path, cores: set[int], *, cache_mib: int = 512, start_seconds: float = 300
 ) -> Iterator[str]:
-    """Start the server on the given cores, one thread for each; gives its address.
+    """Start the server on the given cores, one thread each, and yield its address.
 
     Args:
         cache_mib: memory for keys and values.
@@ -35,7 +35,7 @@ def serving(
         port = free.getsockname()[1]
     extra = ["--kv-cache-memory-bytes", str(cache_mib * 2**20), "--max-model-len", "2048"]
     command, environment = serve_command(str(model), port=port, device="cpu", extra=extra)
-    if command[0] == "vllm":  # of this environment, whatever the search path says
+    if command[0] == "vllm":  # of this environment, not of the search path
         command[0] = str(Path(sys.executable).with_name("vllm"))
     own = {"OMP_NUM_THREADS": str(len(cores)), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     own["VLLM_LOGGING_LEVEL"] = "WARNING"

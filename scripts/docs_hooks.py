@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages are written to be read in the repository too, and the site needs nothing else."""
+"""Hooks of mkdocs for pages that are also read in the repository."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from latex2mathml.converter import convert
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Links to files beside ``docs/`` become their text; the site does not have those files."""
+    """Replace links to files outside ``docs/`` by their text; the site does not have those files."""
     return re.sub(r"\[([^\]]+)\]\(\.\./[^)]*\)", r"\1", markdown)
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Formulas become MathML, which browsers show without a script."""
+    """Convert formulas to MathML, which browsers render without a script."""
     formula = r'<(span|div) class="arithmatex">\\[\(\[](.*?)\\[\)\]]</\1>'
     return re.sub(formula, _as_mathml, content, flags=re.DOTALL)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
+ROOT = Path(__file__).resolve().parents[1]
+IMAGES = ROOT / "docs" / "images"
+#: Recorded by ``benchmarks/learning_curve.py``; without it there is no picture of the curves.
+CURVES = ROOT / "benchmarks" / "results" / "learning_curve.json"
 
 #: Fill colours. Every picture has a white background, so that it reads the same on light and dark pages.
 PROMPT, COMPLETION, PADDING, SKIPPED = "#9db8e8", "#f4b183", "#ececec", "#ffffff"
@@ -51,6 +55,11 @@ class Picture:
             f'<polyline points="{path}" fill="none" stroke="{INK}" stroke-width="1.5" '
             'marker-end="url(#tip)"/>'
         )
+
+    def line(self, colour: str, *points: tuple[float, float], width: float = 1) -> None:
+        """Draw a line through ``points``."""
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self.parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}"/>')
 
     def svg(self) -> str:
         return "\n".join([*self.parts, "</svg>"]) + "\n"
@@ -190,6 +199,32 @@ def staleness() -> str:
     return picture.svg()
 
 
+def learning_curve(recorded: dict[str, list[dict[str, list[float]]]]) -> str:
+    """Draw mean reward over minutes of training, one line per run."""
+    picture = Picture(760, 400, "Mean reward of a training batch over minutes, groupwise and TRL")
+    left, bottom, width, height = 70, 340, 650, 300
+    minutes = max(run["seconds"][-1] for runs in recorded.values() for run in runs) / 60
+    for share in (0, 0.25, 0.5, 0.75, 1):
+        y = bottom - height * share
+        picture.line("#d9dee5", (left, y), (left + width, y))
+        picture.text(left - 10, y + 5, f"{share:g}", anchor="end", fill=FAINT)
+    for part in range(6):
+        x = left + width * part / 5
+        picture.text(x, bottom + 22, f"{minutes * part / 5:.1f}", anchor="middle", fill=FAINT)
+    picture.text(left + width / 2, bottom + 46, "minutes of training", anchor="middle")
+    picture.text(left, 26, "share of right answers in the training batch")
+    for row, (library, runs) in enumerate(recorded.items()):
+        colour = ("#2f6fd0", "#d0672f")[row]
+        name = {"trl": "TRL 1.16.0"}.get(library, library)
+        picture.line(colour, (left + 400 + 130 * row, 21), (left + 424 + 130 * row, 21), width=3)
+        picture.text(left + 430 + 130 * row, 26, name)
+        for run in runs:
+            times = [second / 60 / minutes for second in run["seconds"]]
+            points = zip(times, run["reward"], strict=True)
+            picture.line(colour, *((left + width * x, bottom - height * y) for x, y in points), width=2)
+    return picture.svg()
+
+
 def images() -> dict[Path, str]:
     """Return every picture by its path."""
     drawn = {
@@ -198,7 +233,11 @@ def images() -> dict[Path, str]:
         "rebalancing": rebalancing,
         "staleness": staleness,
     }
-    return {IMAGES / f"{name}.svg": draw() for name, draw in drawn.items()}
+    pictures = {IMAGES / f"{name}.svg": draw() for name, draw in drawn.items()}
+    if CURVES.exists():
+        curves = json.loads(CURVES.read_text())["curves"]
+        pictures[IMAGES / "learning_curve.svg"] = learning_curve(curves)
+    return pictures
 
 
 if __name__ == "__main__":
