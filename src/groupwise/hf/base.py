@@ -14,9 +14,10 @@ from accelerate.utils import gather_object
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, Trainer, TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, SaveStrategy, TrainOutput
+from transformers.trainer_utils import EvalLoopOutput, SaveStrategy, TrainOutput
 
 from groupwise import reporting
+from groupwise.compat import transformers as compat_transformers
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.data.batches import GroupSampler, as_rows
 from groupwise.data.build import PreparedData, evaluation_rows, num_micro_batches
@@ -90,9 +91,8 @@ class BaseTrainer(Trainer):
             processing_class=processing_class,
             callbacks=callbacks,
             optimizers=optimizers,
-            # Only its presence matters: every supported Trainer then leaves the loss unscaled.
-            compute_loss_func=_never_called,
         )
+        compat_transformers.mark_loss_as_scaled(self)  # token weights add up over the accumulation window
         self.pending_rng_checkpoint: str | None = None
         self.checkpoint_writer = CheckpointWriter(self.accelerator)
         self.splitter: OutOfMemorySplitter[MicroBatch] = OutOfMemorySplitter(
@@ -303,7 +303,7 @@ class BaseTrainer(Trainer):
         step = self.state.global_step
         if step == 0 or self.args.save_strategy == SaveStrategy.NO:
             return
-        directory = Path(self._get_output_dir(None), f"{PREFIX_CHECKPOINT_DIR}-{step}")
+        directory = Path(self._get_output_dir(None), f"{compat_transformers.checkpoint_prefix()}-{step}")
         if not directory.exists():
             self._save_checkpoint(self.model, None)
         logger.warning(
@@ -354,7 +354,3 @@ class _UncheckedZero(torch.Tensor):
         if func in (torch.isnan, torch.isinf):
             return False
         return torch.Tensor.__torch_function__(func, (), args, kwargs)  # the result is a plain tensor
-
-
-def _never_called(*_: object, **__: object) -> None:
-    raise AssertionError("GRPOTrainer overrides compute_loss")

@@ -16,10 +16,9 @@ from accelerate import Accelerator
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from groupwise.compat.transformers import checkpoint_prefix, trainer_state_name
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError
 
@@ -69,7 +68,7 @@ class CheckpointWriter:
         Returns:
             The directory of the checkpoint.
         """
-        name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        name = f"{checkpoint_prefix()}-{state.global_step}"
         staged, final = staging_dir(run_dir) / name, Path(run_dir, name)
         if args.should_save:
             clear_staging(run_dir)
@@ -85,7 +84,7 @@ class CheckpointWriter:
             state.best_model_checkpoint = str(final)
         self.accelerator.wait_for_everyone()
         if args.should_save:
-            state.save_to_json(str(staged / TRAINER_STATE_NAME))
+            state.save_to_json(str(staged / trainer_state_name()))
             publish(staged, final)
             rotate(final, args.save_total_limit, state.best_model_checkpoint)
         self.accelerator.wait_for_everyone()
@@ -139,10 +138,10 @@ def rotate(newest: Path, limit: int | None, best: str | None) -> None:
 
 def _checkpoints(run_dir: str | Path) -> dict[int, Path]:
     """Map step number to directory for every checkpoint in ``run_dir``."""
-    pattern = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
+    pattern = re.compile(rf"{checkpoint_prefix()}-(\d+)")
     return {
         int(match[1]): path
-        for path in Path(run_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+        for path in Path(run_dir).glob(f"{checkpoint_prefix()}-*")
         if path.is_dir() and (match := pattern.fullmatch(path.name))
     }
 

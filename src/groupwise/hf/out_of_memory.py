@@ -10,10 +10,10 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
+from groupwise.compat.accelerate import clear_device_cache, is_out_of_memory
+from groupwise.compat.torch import skip_buffer_broadcast
 from groupwise.errors import BackendError
 
 logger = logging.getLogger(__name__)
@@ -90,9 +90,10 @@ class OutOfMemorySplitter(Generic[Batch]):
         loss, failure = self._attempt(model, [inputs], num_items_in_batch)
         while failure is not None:
             self._lower_limit(failure)
-            clear_device_cache(garbage_collection=True)
+            clear_device_cache()
             model.zero_grad()
-            _skip_buffer_broadcast(model)
+            # The other ranks do not repeat their broadcast; this rank would wait for it forever.
+            skip_buffer_broadcast(model)
             self._restore_window()
             loss, failure = self._attempt(model, self._window, num_items_in_batch)
         if self.accelerator.sync_gradients:
@@ -113,7 +114,7 @@ class OutOfMemorySplitter(Generic[Batch]):
                     with self._watch_forward(model) if is_last else self.accelerator.no_sync(model):
                         losses.append(self._training_step(model, piece, num_items_in_batch))
         except RuntimeError as error:
-            if not should_reduce_batch_size(error):
+            if not is_out_of_memory(error):
                 raise
             return torch.zeros(()), error.with_traceback(None)  # the traceback references all activations
         return torch.stack(losses).sum(), None
@@ -164,13 +165,3 @@ class OutOfMemorySplitter(Generic[Batch]):
             "update stays the same",
             *(size, self.max_tokens),
         )
-
-
-def _skip_buffer_broadcast(model: nn.Module) -> None:
-    """Skip DDP's broadcast of buffers in the first forward of a repeated window.
-
-    The other ranks do not repeat theirs, so that this rank would wait for them forever.
-    """
-    wrapper = getattr(model, "_orig_mod", model)
-    if isinstance(wrapper, DistributedDataParallel):
-        wrapper.require_forward_param_sync = False

@@ -1,0 +1,17 @@
+"""Undocumented symbols of accelerate, seen in 1.4 to 1.15."""
+
+from __future__ import annotations
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Return True if ``error`` is an out-of-memory error of any device."""
+    from accelerate.utils.memory import should_reduce_batch_size
+
+    return should_reduce_batch_size(error)
+
+
+def clear_device_cache() -> None:
+    """Collect garbage and release cached device memory."""
+    from accelerate.utils.memory import clear_device_cache
+
+    clear_device_cache(garbage_collection=True)

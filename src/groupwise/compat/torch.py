@@ -1,0 +1,80 @@
+"""Private symbols of PyTorch, seen in 2.6 to 2.15 except where a function says otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+#: Parts of module names that torch.compile, activation checkpointing and FSDP add.
+WRAPPER_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
+
+def has_native_bf16_cpu() -> bool:
+    """Return True if the CPU computes bfloat16 by AVX512_BF16 or AMX.
+
+    Newer versions report it in the public ``torch.cpu.get_capabilities`` (seen in 2.13 to 2.15).
+    """
+    import torch
+
+    if hasattr(torch.cpu, "get_capabilities"):
+        capabilities = torch.cpu.get_capabilities()
+        return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_tile"))
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def hide_dataloader_worker() -> None:
+    """Make ``get_worker_info`` return None in this process.
+
+    Streaming datasets of ``datasets`` change their order in a worker, even if it is the only one.
+    """
+    from torch.utils.data._utils import worker
+
+    worker._worker_info = None
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers of ``module`` itself that its state dict contains."""
+    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+        if name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def skip_buffer_broadcast(model: nn.Module) -> None:
+    """Skip the broadcast of buffers in the next forward of a DDP model."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    wrapper = getattr(model, "_orig_mod", model)  # of torch.compile
+    if isinstance(wrapper, DistributedDataParallel):
+        wrapper.require_forward_param_sync = False
+
+
+def cuda_ipc_handle(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return the arguments from which another process rebuilds ``tensor`` on the same GPU."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    return reduce_tensor(tensor)[1]
+
+
+def has_onednn_linear() -> bool:
+    """Return True if this build has the operators of ``onednn_linear`` and ``onednn_pack``."""
+    import torch
+
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def onednn_linear(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return ``left @ right.T + bias`` in float32 on a CPU."""
+    import torch
+
+    return torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
+
+
+def onednn_pack(weight: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return ``weight`` in oneDNN's packed layout for inputs of ``rows`` rows."""
+    import torch
+
+    return torch.ops.mkldnn._reorder_linear_weight(weight, rows)

@@ -1,0 +1,159 @@
+"""Private symbols of transformers, seen in 5.3 to 5.23 except where a function says otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import (
+        GenerationConfig,
+        LogitsProcessorList,
+        PretrainedConfig,
+        PreTrainedModel,
+        Trainer,
+    )
+    from transformers._typing import GenerativePreTrainedModel
+    from transformers.utils import ModelOutput
+
+Weights = dict[str, "torch.Tensor"]
+
+
+def trainer_state_name() -> str:
+    """Return the file name of the trainer state in a checkpoint."""
+    from transformers.trainer import TRAINER_STATE_NAME
+
+    return TRAINER_STATE_NAME
+
+
+def checkpoint_prefix() -> str:
+    """Return the prefix of checkpoint directories, ``checkpoint``."""
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+    return PREFIX_CHECKPOINT_DIR
+
+
+def mark_loss_as_scaled(trainer: Trainer) -> None:
+    """Keep ``Trainer`` and accelerate from dividing the loss by the number of micro-batches.
+
+    Newer versions have the public attribute ``loss_is_scaled_for_ga`` (seen in 5.19 and 5.23). Older ones
+    divide unless ``compute_loss_func`` is set (seen in 5.3); an overridden ``compute_loss`` does not call it.
+    """
+    if hasattr(trainer, "loss_is_scaled_for_ga"):
+        trainer.loss_is_scaled_for_ga = True
+    else:
+        trainer.compute_loss_func = _never_called
+    # Trainer 5.3 leaves args.gradient_accumulation_steps here, and Accelerator.backward divides by it again.
+    trainer.accelerator.gradient_accumulation_steps = 1
+
+
+def _never_called(*_: object, **__: object) -> None:
+    raise AssertionError("the trainer overrides compute_loss")
+
+
+def is_zero3_enabled() -> bool:
+    """Return True if DeepSpeed ZeRO-3 partitions the parameters."""
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+    return is_deepspeed_zero3_enabled()
+
+
+def is_fsdp_managed(model: nn.Module) -> bool:
+    """Return True if FSDP shards the parameters of ``model``."""
+    from transformers.integrations.fsdp import is_fsdp_managed_module
+
+    return is_fsdp_managed_module(model)
+
+
+def name_or_path(config: PretrainedConfig) -> str:
+    """Return the hub id or directory that a model was loaded from, or ""."""
+    return getattr(config, "_name_or_path", "") or ""
+
+
+def image_text_model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """Return the class that ``AutoModelForImageTextToText`` creates for ``config``, or None."""
+    from transformers import AutoModelForImageTextToText
+
+    found = AutoModelForImageTextToText._model_mapping.get(type(config), None)
+    return found if isinstance(found, type) else None
+
+
+def attention_implementation(model: PreTrainedModel) -> str:
+    """Return the name of the attention implementation of ``model``."""
+    return model.config._attn_implementation
+
+
+def supports_attention_interface(model: PreTrainedModel) -> bool:
+    """Return True if ``model`` calls attention functions of ``AttentionInterface``."""
+    return bool(getattr(model, "_supports_attention_backend", False))
+
+
+def sdpa_attention_forward() -> Callable[..., tuple[torch.Tensor, None]]:
+    """Return the attention function registered as "sdpa"."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward
+
+
+def is_stateful(model: nn.Module) -> bool:
+    """Return True if ``model`` keeps a recurrent state beside the key-value cache."""
+    return bool(getattr(model, "_is_stateful", False))
+
+
+def supports_dynamic_cache(model: GenerativePreTrainedModel) -> bool:
+    """Return True if ``model.generate`` creates a ``DynamicCache`` by default."""
+    return model._supports_default_dynamic_cache()
+
+
+def has_stock_sampling_loop(model: nn.Module) -> bool:
+    """Return True if neither class nor instance overrides ``generate`` or ``_sample``."""
+    from transformers import GenerationMixin
+
+    return all(
+        getattr(getattr(model, name, None), "__func__", None) is getattr(GenerationMixin, name)
+        for name in ("generate", "_sample")
+    )
+
+
+def prefill(
+    model: GenerativePreTrainedModel,
+    input_ids: torch.LongTensor,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> ModelOutput:
+    """Run the prompt through ``model`` as ``generate`` does."""
+    return model._prefill(input_ids, config, model_kwargs)
+
+
+def optimize_for_decode(model: GenerativePreTrainedModel) -> AbstractContextManager[None]:
+    """Return the context manager in which ``generate`` decodes."""
+    return model._optimize_model_for_decode()
+
+
+def update_model_kwargs(
+    model: GenerativePreTrainedModel, outputs: ModelOutput, model_kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the model inputs of the next decoding step."""
+    return model._update_model_kwargs_for_generation(outputs, model_kwargs)
+
+
+def logits_processors(model: GenerativePreTrainedModel, config: GenerationConfig) -> LogitsProcessorList:
+    """Return the logits processors that ``generate`` creates from ``config``."""
+    return model._get_logits_processor(config)
+
+
+def to_checkpoint_names(model: PreTrainedModel) -> Callable[[Weights], Weights]:
+    """Return a function from names and shapes of weights in memory to those in checkpoints."""
+    conversions = getattr(model, "_weight_conversions", None)  # set by from_pretrained
+    if conversions is None and hasattr(model, "config"):
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+    if not conversions:
+        return lambda weights: weights
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return lambda weights: revert_weight_conversion(model, weights)

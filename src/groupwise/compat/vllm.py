@@ -1,0 +1,71 @@
+"""Undocumented symbols of vLLM, seen in 0.32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+def device_type() -> str:
+    """Return the device type that the installed vLLM was built for."""
+    from vllm.platforms import current_platform
+
+    return current_platform.device_type
+
+
+def engine_argument_names() -> set[str]:
+    """Return the names of the arguments of ``vllm.LLM``."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    return set(EngineArgs.__dataclass_fields__)
+
+
+def register_weight_transfer_engine(name: str, module: str, cls: str) -> None:
+    """Register a weight-transfer engine, unless ``name`` is registered."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    if name not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(name, module, cls)
+
+
+def join_nccl_group(init_info: dict[str, Any]) -> Any:
+    """Join the NCCL group of the engine's workers as rank 0 and return it."""
+    from vllm.distributed.weight_transfer.nccl_common import trainer_init
+
+    return trainer_init(init_info)
+
+
+def broadcast_packed(weights: Iterable[tuple[str, torch.Tensor]], group: Any) -> None:
+    """Broadcast weights from rank 0 of ``group`` in packed buffers."""
+    from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+    packed_nccl_broadcast_producer(iter(weights), group, src=0, post_iter_func=lambda item: item[1])
+
+
+def layerwise_reload() -> tuple[Callable[[nn.Module], None], Callable[[nn.Module, Any], None]]:
+    """Return the functions that start and finish a reload of loaded layers."""
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+
+    return initialize_layerwise_reload, finalize_layerwise_reload
+
+
+def add_lora(engine: Any, request: Any) -> None:
+    """Load a LoRA adapter into a ``vllm.LLM``."""
+    engine.llm_engine.add_lora(request)
+
+
+def remove_lora(engine: Any, adapter_id: int) -> None:
+    """Unload a LoRA adapter from a ``vllm.LLM``."""
+    engine.llm_engine.remove_lora(adapter_id)
+
+
+def shut_down(engine: Any) -> None:
+    """Stop a ``vllm.LLM`` and free its memory."""
+    engine.llm_engine.engine_core.shutdown()

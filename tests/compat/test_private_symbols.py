@@ -1,0 +1,370 @@
+"""Private symbols of other libraries that ``groupwise.compat`` uses exist with the expected signatures."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from groupwise import GRPOTrainer, compat
+from groupwise.compat import accelerate as compat_accelerate
+from groupwise.compat import bitsandbytes as compat_bitsandbytes
+from groupwise.compat import deepspeed as compat_deepspeed
+from groupwise.compat import torch as compat_torch
+from groupwise.compat import transformers as compat_transformers
+from groupwise.hf.base import BaseTrainer
+
+#: Module, attribute path, and the parameters that are passed; further ones must have defaults.
+SIGNATURES = [
+    ("transformers.integrations.deepspeed", "is_deepspeed_zero3_enabled", []),
+    ("transformers.integrations.fsdp", "is_fsdp_managed_module", ["module"]),
+    (
+        "transformers.integrations.sdpa_attention",
+        "sdpa_attention_forward",
+        ["module", "query", "key", "value", "attention_mask", "dropout", "scaling"],
+    ),
+    ("transformers.conversion_mapping", "get_model_conversion_mapping", ["model", "*", "add_legacy"]),
+    ("transformers.core_model_loading", "revert_weight_conversion", ["model", "state_dict"]),
+    ("transformers", "GenerationMixin._supports_default_dynamic_cache", []),
+    ("transformers", "GenerationMixin.generate", ["self", "inputs", "generation_config"]),
+    (
+        "transformers",
+        "GenerationMixin._sample",
+        ["self", "input_ids", "logits_processor", "stopping_criteria", "generation_config"],
+    ),
+    ("transformers", "GenerationMixin._prefill", ["self", "input_ids", "generation_config", "model_kwargs"]),
+    ("transformers", "GenerationMixin._optimize_model_for_decode", ["self"]),
+    (
+        "transformers",
+        "GenerationMixin._update_model_kwargs_for_generation",
+        ["self", "outputs", "model_kwargs"],
+    ),
+    ("transformers", "GenerationMixin._get_logits_processor", ["self", "generation_config"]),
+    ("torch.multiprocessing.reductions", "reduce_tensor", ["tensor"]),
+    ("accelerate.utils.memory", "should_reduce_batch_size", ["exception"]),
+    ("accelerate.utils.memory", "clear_device_cache", ["garbage_collection"]),
+    ("peft.tuners.tuners_utils", "BaseTunerLayer.get_base_layer", ["self"]),
+    ("peft.tuners.tuners_utils", "BaseTunerLayer.merge", ["self"]),
+    ("vllm.distributed.weight_transfer.nccl_common", "trainer_init", ["init_info"]),
+    (
+        "vllm.distributed.weight_transfer.packed_tensor",
+        "packed_nccl_broadcast_producer",
+        ["iterator", "group", "src", "post_iter_func"],
+    ),
+    (
+        "vllm.distributed.weight_transfer",
+        "WeightTransferEngineFactory.register_engine",
+        ["name", "module_path_or_cls", "class_name"],
+    ),
+    ("vllm.model_executor.model_loader.reload", "initialize_layerwise_reload", ["model"]),
+    ("vllm.v1.engine.llm_engine", "LLMEngine.add_lora", ["self", "lora_request"]),
+    ("vllm.v1.engine.llm_engine", "LLMEngine.remove_lora", ["self", "lora_id"]),
+]
+
+#: Public and private hooks of ``Trainer`` that ``BaseTrainer`` and ``GRPOTrainer`` override or call.
+TRAINER_HOOKS = {
+    "train": ["self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
+    "training_step": ["self", "model", "inputs", "num_items_in_batch"],
+    "compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"],
+    "prediction_step": ["self", "model", "inputs", "prediction_loss_only", "ignore_keys"],
+    "get_batch_samples": ["self", "epoch_iterator", "num_batches", "device"],
+    "floating_point_ops": ["self", "inputs"],
+    "log": ["self", "logs", "start_time"],
+    "evaluation_loop": [
+        *("self", "dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix")
+    ],
+    "get_train_dataloader": ["self"],
+    "get_eval_dataloader": ["self", "eval_dataset"],
+    "_get_dataloader": [
+        *("self", "dataset", "description", "batch_size", "sampler_fn", "is_training", "dataloader_key")
+    ],
+    "_get_train_sampler": ["self", "train_dataset"],
+    "_get_eval_sampler": ["self", "eval_dataset"],
+    "_set_signature_columns_if_needed": ["self"],
+    "_prepare_inputs": ["self", "inputs"],
+    "_get_grad_norm": ["self", "model", "grad_norm"],
+    "_get_output_dir": ["self", "trial"],
+    "_save_checkpoint": ["self", "model", "trial"],
+    "_push_from_checkpoint": ["self", "checkpoint_folder"],
+    "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
+    "_load_best_model": ["self"],
+    "_load_rng_state": ["self", "checkpoint"],
+}
+
+#: Overrides with parameters of their own: ``Trainer`` calls them with keywords that they accept or ignore.
+OWN_PARAMETERS = {"create_model_card", "train"}
+
+
+def find(module: str, path: str) -> Callable[..., Any]:
+    found = importlib.import_module(module)
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def accepts(function: Callable[..., Any], passed: list[str]) -> bool:
+    """Positional parameters come first, in this order; names after "*" exist; all others have defaults."""
+    parameters = inspect.signature(function).parameters
+    positional, keywords = passed, []
+    if "*" in passed:
+        positional, keywords = passed[: passed.index("*")], passed[passed.index("*") + 1 :]
+    others = [parameters[name] for name in parameters if name not in {*positional, *keywords}]
+    optional = all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in others)
+    return list(parameters)[: len(positional)] == positional and {*keywords} <= {*parameters} and optional
+
+
+@pytest.mark.parametrize(("module", "path", "passed"), SIGNATURES, ids=[path for _, path, _ in SIGNATURES])
+def test_a_function_takes_the_arguments_that_are_passed(module, path, passed):
+    pytest.importorskip(module.split(".")[0])
+    assert accepts(find(module, path), passed)
+
+
+def test_other_signatures_are_refused():
+    def function(one, two, three, four=4, **rest): ...
+
+    assert accepts(function, ["one", "two", "three"])
+    assert accepts(function, ["one", "two", "three", "*", "four"])
+    assert not accepts(function, ["one", "two"])  # a new argument is required
+    assert not accepts(function, ["one", "three", "two"])
+    assert not accepts(function, ["one", "two", "three", "five"])
+    assert not accepts(function, ["one", "two", "three", "*", "five"])
+
+
+@pytest.mark.parametrize("hook", TRAINER_HOOKS)
+def test_trainer_has_the_hook_with_these_parameters(hook):
+    assert list(inspect.signature(getattr(transformers.Trainer, hook)).parameters) == TRAINER_HOOKS[hook]
+
+
+@pytest.mark.parametrize("cls", [BaseTrainer, GRPOTrainer])
+def test_overrides_take_the_parameters_of_the_hook(cls):
+    overridden = {
+        name
+        for name, value in vars(cls).items()
+        if inspect.isfunction(value) and hasattr(transformers.Trainer, name) and not name.startswith("__")
+    }
+    assert overridden - OWN_PARAMETERS <= TRAINER_HOOKS.keys()
+    for name in overridden - OWN_PARAMETERS:
+        assert list(inspect.signature(getattr(cls, name)).parameters) == TRAINER_HOOKS[name], name
+
+
+def test_trainer_leaves_the_loss_unscaled_on_request():
+    """``smoke.py`` compares the gradients of one and of two micro-batches."""
+    source = inspect.getsource(transformers.Trainer.training_step)
+    public = hasattr(transformers.Trainer, "loss_is_scaled_for_ga")
+    assert ("self.loss_is_scaled_for_ga" if public else "self.compute_loss_func is None") in source
+
+
+def llama() -> transformers.LlamaForCausalLM:
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+        )
+    )
+
+
+def test_names_and_flags_of_a_transformers_model(tmp_path):
+    model = llama()
+    assert compat_transformers.name_or_path(model.config) == ""
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert compat_transformers.name_or_path(loaded.config) == str(tmp_path)
+    assert compat_transformers.attention_implementation(model) == "sdpa"
+    assert compat_transformers.supports_attention_interface(model)
+    assert not compat_transformers.is_stateful(model)
+    assert hasattr(type(model), "_is_stateful") and hasattr(type(model), "_supports_attention_backend")
+    assert compat_transformers.supports_dynamic_cache(model)
+    assert compat_transformers.has_stock_sampling_loop(model)
+    model.generate = lambda: None
+    assert not compat_transformers.has_stock_sampling_loop(model)
+    assert not compat_transformers.is_zero3_enabled()
+    assert not compat_transformers.is_fsdp_managed(model)
+
+
+def test_constants_of_checkpoints():
+    assert compat_transformers.trainer_state_name() == "trainer_state.json"
+    assert compat_transformers.checkpoint_prefix() == "checkpoint"
+
+
+def test_image_text_models_are_known_by_their_configuration():
+    assert compat_transformers.image_text_model_class(transformers.LlamaConfig()) is None
+    found = compat_transformers.image_text_model_class(transformers.LlavaConfig())
+    assert found is transformers.LlavaForConditionalGeneration
+
+
+def test_weight_names_of_a_plain_model_are_those_of_its_checkpoint():
+    model = llama()
+    weights = dict(model.state_dict())
+    assert compat_transformers.to_checkpoint_names(model)(weights).keys() == weights.keys()
+
+
+def test_one_decoding_step():
+    model = llama()
+    config = transformers.GenerationConfig(max_new_tokens=2, temperature=0.5, do_sample=True)
+    assert [type(p).__name__ for p in compat_transformers.logits_processors(model, config)] == [
+        "TemperatureLogitsWarper"
+    ]
+    seen = {}
+
+    def loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+        outputs = compat_transformers.prefill(model, input_ids, generation_config, model_kwargs)
+        seen["kwargs"] = compat_transformers.update_model_kwargs(model, outputs, model_kwargs)
+        with compat_transformers.optimize_for_decode(model):
+            return input_ids
+
+    mask = torch.tensor([[1, 1, 1], [0, 1, 1]])
+    ids = torch.tensor([[1, 2, 3], [0, 4, 5]])
+    model.generate(ids, attention_mask=mask, generation_config=config, custom_generate=loop)
+    assert seen["kwargs"]["past_key_values"].get_seq_length() == 3
+    assert seen["kwargs"]["attention_mask"].tolist() == [[1, 1, 1, 1], [0, 1, 1, 1]]
+
+
+def test_sdpa_attention_computes_softmax_attention():
+    query, key, value = torch.randn(3, 1, 2, 4, 8)  # (1, heads, positions, head size) each
+    module = nn.Module()
+    module.is_causal = True
+    output, _ = compat_transformers.sdpa_attention_forward()(module, query, key, value, None, scaling=1.0)
+    mask = torch.ones(4, 4).tril().log()
+    expected = ((query @ key.transpose(-1, -2) + mask).softmax(-1) @ value).transpose(1, 2)
+    torch.testing.assert_close(output, expected)
+
+
+def test_native_bf16_of_the_cpu():
+    probes = torch.cpu._is_avx512_bf16_supported(), torch.cpu._is_amx_tile_supported()
+    assert compat_torch.has_native_bf16_cpu() is any(probes)
+
+
+def test_a_dataloader_worker_is_hidden(monkeypatch):
+    from torch.utils.data import get_worker_info
+    from torch.utils.data._utils import worker
+
+    monkeypatch.setattr(worker, "_worker_info", object())
+    assert get_worker_info() is not None
+    compat_torch.hide_dataloader_worker()
+    assert get_worker_info() is None
+
+
+def test_persistent_buffers_are_those_of_the_state_dict():
+    module = nn.BatchNorm1d(2)
+    module.register_buffer("scratch", torch.zeros(1), persistent=False)
+    names = [name for name, _ in compat_torch.persistent_buffers(module)]
+    assert names == ["running_mean", "running_var", "num_batches_tracked"]
+
+
+def test_the_next_forward_of_ddp_broadcasts_no_buffers(tmp_path):
+    from torch.nn.parallel import DistributedDataParallel
+
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(nn.Linear(1, 1))
+        for wrapped in (model, torch.compile(model)):
+            model.require_forward_param_sync = True
+            compat_torch.skip_buffer_broadcast(wrapped)
+            assert model.require_forward_param_sync is False
+        model(torch.ones(1, 1))
+        assert "require_forward_param_sync" in inspect.getsource(DistributedDataParallel)
+    finally:
+        torch.distributed.destroy_process_group()
+    compat_torch.skip_buffer_broadcast(nn.Linear(1, 1))
+
+
+def test_wrappers_add_these_names():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = torch.compile(nn.Sequential(checkpoint_wrapper(nn.Linear(1, 1))))
+    parts = {part for name in nn.Module.state_dict(model) for part in name.split(".")}
+    assert "_orig_mod" in parts | {name for name, _ in model.named_children()}
+    assert {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"} == compat_torch.WRAPPER_NAMES
+    inner = {name for name, _ in checkpoint_wrapper(nn.Linear(1, 1)).named_children()}
+    assert inner <= compat_torch.WRAPPER_NAMES
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    assert "_fsdp_wrapped_module" in inspect.getsource(FullyShardedDataParallel)
+
+
+@pytest.mark.skipif(not compat_torch.has_onednn_linear(), reason="this PyTorch has no oneDNN")
+def test_onednn_computes_a_linear_layer():
+    left, right, bias = torch.randn(8, 128), torch.randn(128, 128), torch.randn(128)
+    expected = nn.functional.linear(left.double(), right.double(), bias.double()).float()
+    for weight in (right, compat_torch.onednn_pack(right, 8)):
+        torch.testing.assert_close(
+            compat_torch.onednn_linear(left, weight, bias), expected, atol=1e-4, rtol=0
+        )
+
+
+def test_out_of_memory_errors_are_recognised():
+    compat_accelerate.clear_device_cache()
+    assert compat_accelerate.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"))
+    assert not compat_accelerate.is_out_of_memory(RuntimeError("shape mismatch"))
+
+
+def test_peft_types():
+    pytest.importorskip("peft")
+    from groupwise.compat import peft as compat_peft
+
+    layer, saved = compat_peft.wrapper_types()
+    assert isinstance(layer, type) and isinstance(saved, type)
+    assert {"merged_adapters", "disable_adapters"} <= {*dir(layer), *vars(layer)}
+
+
+def test_zero3_marks_its_parameters():
+    assert not compat_deepspeed.is_partitioned(nn.Parameter(torch.ones(1)))
+    deepspeed = pytest.importorskip("deepspeed")
+    from deepspeed.runtime.zero import partition_parameters
+
+    assert "ds_id" in inspect.getsource(partition_parameters)
+    assert hasattr(deepspeed.zero, "GatheredParameters")
+
+
+def test_bitsandbytes_marks_its_parameters():
+    assert not compat_bitsandbytes.is_quantized(nn.Parameter(torch.ones(1)))
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    assert "quant_state" in inspect.getsource(bitsandbytes.nn.Params4bit)
+    assert "SCB" in inspect.getsource(bitsandbytes.nn.Int8Params)
+    assert hasattr(bitsandbytes.nn.Linear4bit(8, 8), "support_avx512bf16_for_cpu")
+
+
+def test_liger_switches_are_boolean_arguments():
+    pytest.importorskip("liger_kernel")
+    from groupwise.compat import liger as compat_liger
+
+    assert {
+        "rope",
+        "rms_norm",
+        "cross_entropy",
+        "fused_linear_cross_entropy",
+    } <= compat_liger.layer_switches()
+
+
+def test_vllm_symbols():
+    pytest.importorskip("vllm")
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+    from vllm.v1.engine import core_client
+
+    from groupwise.compat import vllm as compat_vllm
+
+    assert compat_vllm.device_type() in ("cpu", "cuda", "rocm", "xpu", "tpu")
+    assert {"model", "dtype", "enforce_eager"} <= compat_vllm.engine_argument_names()
+    assert all(callable(function) for function in compat_vllm.layerwise_reload())
+    assert isinstance(WeightTransferEngineFactory._registry, dict)
+    assert accepts(core_client.EngineCoreClient.shutdown, ["self"])
+
+
+def test_every_module_of_compat_is_imported_without_its_library():
+    """A missing optional library is an error only when a function is called."""
+    import pkgutil
+    import subprocess
+    import sys
+
+    names = [f"groupwise.compat.{module.name}" for module in pkgutil.iter_modules(compat.__path__)]
+    code = f"import sys, importlib; [importlib.import_module(n) for n in {names}]; " + (
+        "print([m for m in ('torch', 'transformers', 'accelerate', 'peft', 'vllm') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
