@@ -60,11 +60,11 @@ def server_backend(model: Any, tokenizer: Any, limit: int, url: str) -> Any:
 
 def own_backend(model: Any, tokenizer: Any, limit: int) -> Any:
     from groupwise.cpu.linear import replace_linears
-    from groupwise.generation import transformers_generate
+    from groupwise.generation import transformers_backend
 
     replace_linears(model)  # as the trainer does; the engine has its own weights
     config = settings(limit, generation_kwargs={"min_new_tokens": limit})
-    return transformers_generate.make_backend(lambda: model, config, tokenizer)
+    return transformers_backend.make_backend(lambda: model, config, tokenizer)
 
 
 def seconds(run: Any) -> tuple[float, Any]:
@@ -77,7 +77,7 @@ def measure_generation(
     model: Any, tokenizer: Any, case: str, limit: int, pairs: int, url: str
 ) -> dict[str, Any]:
     """Return tokens per second of all three, and ratios over pairs of adjacent runs."""
-    from groupwise.generation.weight_iterator import weight_iterator
+    from groupwise.generation.weight_iterator import PolicyWeights
 
     backends = {
         "generate": own_backend(model, tokenizer, limit),
@@ -91,8 +91,8 @@ def measure_generation(
     for round_ in range(pairs + 1):  # the first is a warm-up
         for name, backend in backends.items():
             # New weights before every round empty the prefix cache.
-            backend.version = None
-            backend.sync_weights(weight_iterator(model), step=round_)
+            backend.invalidate_weights()
+            backend.sync_weights(PolicyWeights(model), step=round_)
             taken, completions = seconds(lambda backend=backend: backend.generate(prompts))
             tokens = sum(len(completion.token_ids) for completion in completions)
             assert tokens == len(prompts) * limit, (name, tokens)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         RewardError,
         TrainingError,
     )
-    from groupwise.generation.base import GenerationBackend
+    from groupwise.generation.base import GenerationBackend, register_backend
     from groupwise.records import (
         Completion,
         Experience,
@@ -43,7 +43,10 @@ _MODULES = {
     "register_objective": "core.objectives",
     "register_advantage": "core.advantages",
     "register_aggregation": "core.advantages",
+    "register_backend": "generation.base",
+    "GenerationBackend": "generation.base",
     "Completion": "records",
+    "SamplingOptions": "records",
     "RolloutBatch": "records",
     "RewardBatch": "records",
     "MicroBatch": "records",
@@ -52,8 +55,6 @@ _MODULES = {
     "Experience": "records",
     "TokenBatch": "records",
     "RolloutRequest": "records",
-    "SamplingOptions": "records",
-    "GenerationBackend": "generation.base",
     "GroupwiseError": "errors",
     "ConfigError": "errors",
     "RewardError": "errors",
@@ -84,6 +85,7 @@ __all__ = [
     "TrainingError",
     "register_advantage",
     "register_aggregation",
+    "register_backend",
     "register_objective",
 ]
 

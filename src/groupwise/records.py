@@ -60,19 +60,21 @@ class Completion:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """What a single call of a backend asks for beside the settings of the run.
+    """Settings of one ``generate`` call; the defaults are the settings of the run.
 
-    max_tokens: the most tokens of each completion, by row; None is the configured limit for all.
-    images: what stands in the prompts beside tokens, by row; None for prompts of text.
-    overrides: sampler settings in place of the run's: temperature, top_p, top_k, min_p, repetition_penalty.
-    finished: called with rows and their completions when these are there and others are not, by a sampler
-        that does not need the caller's thread meanwhile.
+    Attributes:
+        max_tokens: maximum completion length per row, B; None: the run's for all rows.
+        images: image inputs per row, B; None for prompts of text.
+        generation_kwargs: sampler settings that replace the run's: temperature, top_p, top_k, min_p,
+            repetition_penalty. Evaluation passes ``eval_generation_kwargs``.
+        on_finished: called with row indices and their completions as soon as these are finished while others
+            are still generated. Only backends that generate in the background call it.
     """
 
     max_tokens: Sequence[int] | None = None
     images: Sequence[ImageInputs] | None = None
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-    finished: Callable[[Sequence[int], list[Completion]], None] | None = None
+    generation_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    on_finished: Callable[[Sequence[int], list[Completion]], None] | None = None
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from groupwise.data.image_checks import check_vision
 from groupwise.data.lookahead import Pipeline, staleness
 from groupwise.data.rebalancing import WindowStats, cache_sized, rows_needing_logps
 from groupwise.generation.build import check_backend, make_backend
-from groupwise.generation.weight_iterator import gatherable, weight_iterator
+from groupwise.generation.weight_iterator import PolicyWeights, gatherable
 from groupwise.hf import checkpointing
 from groupwise.hf.base import BaseTrainer
 from groupwise.hf.callbacks import SyncRefModelCallback
@@ -226,7 +226,7 @@ class GRPOTrainer(
         metrics = self.metrics[request.mode]
         with metrics.timer.measure("sync"):
             self.backend.sync_weights(
-                weight_iterator(gatherable(self.accelerator, self.model_wrapped)),  # type: ignore[arg-type]
+                PolicyWeights(gatherable(self.accelerator, self.model_wrapped)),
                 step=self.state.global_step,
             )
         with metrics.timer.measure("generate"):
@@ -405,12 +405,12 @@ class GRPOTrainer(
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self.backend.version = None  # other weights at, maybe, the same step
+        self.backend.invalidate_weights()  # other weights at, maybe, the same step
         self.reference.complete_load(self.model if model is None else model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
-        self.backend.version = None
+        self.backend.invalidate_weights()
 
     def save_rollout_state(self, directory: str) -> None:
         state = {name: keeper.state_dict() for name, keeper in self._stateful_components().items()}

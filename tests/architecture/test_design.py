@@ -24,7 +24,8 @@ CLASSES = [getattr(mixins, name) for name in mixins.__all__]
 
 #: Rooms from the lowest level to the highest: a room imports itself and the levels below its own.
 LEVELS = (
-    ("errors", "compat", "registry", "core"),
+    ("errors",),
+    ("compat", "registry", "core"),
     ("records",),
     ("config", "cpu", "tokenization"),
     ("policy",),

@@ -6,7 +6,7 @@ import pytest
 from support import runs
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.generation.transformers_generate import make_backend
+from groupwise.generation.transformers_backend import make_backend
 
 PROMPTS = [[4, 5, 6], [9], [7, 8, 9, 10, 11]]
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from support.engine_runs import ENGINE, engine_greedy, greedy, policy, trainer, trainer_logps
+from support.engine_runs import ENGINE, engine_greedy, greedy, policy, sync, trainer, trainer_logps
 from support.runs import prompts
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from groupwise.errors import BackendError
-from groupwise.generation.weight_iterator import weight_iterator
+from groupwise.generation.weight_iterator import PolicyWeights
 from groupwise.records import SamplingOptions
 
 pytest.importorskip("vllm")
@@ -82,7 +82,7 @@ def test_after_a_sync_greedy_output_is_the_trainers(run):
     ends = run.backend.end_tokens
     assert run.backend.version == 1
     before = engine_greedy(run.backend, PROMPTS)
-    run.sync_sampler(run.model)
+    sync(run, run.model)
     assert run.backend.version == 2
     after = engine_greedy(run.backend, PROMPTS)
     assert after == greedy(run.model, PROMPTS, 6, ends)
@@ -112,35 +112,35 @@ def test_an_evaluation_samples_with_its_own_settings(run, monkeypatch):
 def test_prompts_beyond_what_the_engine_reads_at_once(run):
     """Seeded requests on a CPU must be read whole."""
     prompts = [[4 + i, *range(4, 16)] * 8 for i in range(6)]  # 104 tokens each; 200 are read in one pass
-    run.sync_sampler(run.model)
+    sync(run, run.model)
     for prompt, completion in zip(prompts, run.backend.generate(prompts), strict=True):
         expected = trainer_logps(run.model.eval(), prompt, completion.token_ids, 0.7)
         torch.testing.assert_close(torch.tensor(completion.logps).double(), expected, atol=1e-4, rtol=0)
 
 
 def test_weights_are_sent_once_for_each_step_and_again_when_they_were_loaded(run):
-    run.sync_sampler(run.model)
+    sync(run, run.model)
 
-    def untouched():
-        raise AssertionError("the stream was read")
-        yield
+    class Unread(PolicyWeights):
+        def full(self):
+            raise AssertionError("the weights were read")
 
-    run.backend.sync_weights(untouched(), step=run.state.global_step)
-    run.backend.version = None
-    with pytest.raises(AssertionError, match="was read"):
-        run.backend.sync_weights(untouched(), step=run.state.global_step)
+    run.backend.sync_weights(Unread(run.model), step=run.state.global_step)
+    run.backend.invalidate_weights()
+    with pytest.raises(AssertionError, match="were read"):
+        run.backend.sync_weights(Unread(run.model), step=run.state.global_step)
     with pytest.raises(BackendError, match="no weights"):
         run.backend.generate([[4]])
-    run.sync_sampler(run.model)
+    sync(run, run.model)
     assert engine_greedy(run.backend, PROMPTS) == greedy(run.model, PROMPTS, 6, run.backend.end_tokens)
 
 
 def test_equal_neighbours_are_samples_of_one_request_and_differ(run, monkeypatch):
-    run.sync_sampler(run.model)
+    sync(run, run.model)
     requests = []
-    answer = run.backend._answer
+    generate = run.backend._generate
     monkeypatch.setattr(
-        run.backend, "_answer", lambda given, settings: requests.extend(given) or answer(given, settings)
+        run.backend, "_generate", lambda given, settings: requests.extend(given) or generate(given, settings)
     )
     prompts = [[4, 5]] * 8 + [[6]] * 2
     state = run.backend.state_dict()
@@ -154,7 +154,7 @@ def test_equal_neighbours_are_samples_of_one_request_and_differ(run, monkeypatch
 
 
 def test_limits_by_row_and_ends_are_kept(run, monkeypatch):
-    run.sync_sampler(run.model)
+    sync(run, run.model)
     limits = [1, 1] + [6] * 62
     monkeypatch.setitem(run.backend.sampling, "temperature", 2.0)
     monkeypatch.setitem(run.backend.sampling, "logit_bias", {1: 3.0})  # some end early
@@ -167,13 +167,13 @@ def test_limits_by_row_and_ends_are_kept(run, monkeypatch):
 
 
 def test_a_prompt_without_room_is_refused(run):
-    run.sync_sampler(run.model)
-    with pytest.raises(BackendError, match=r"128 tokens.*takes 128"):
+    sync(run, run.model)
+    with pytest.raises(BackendError, match=r"128 tokens.*context of 128"):
         run.backend.generate([[4] * 128])
 
 
 def test_the_engine_leaves_random_numbers_alone(run):
-    run.sync_sampler(run.model)
+    sync(run, run.model)
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -182,11 +182,15 @@ def test_the_engine_leaves_random_numbers_alone(run):
 
 
 def test_an_incomplete_model_is_refused(run):
-    stream = [(name, tensor) for name, tensor in weight_iterator(run.model) if "layers.1.mlp" not in name]
-    run.backend.version = None
+    class Incomplete(PolicyWeights):
+        def full(self):
+            weights = super().full()
+            return ((name, tensor) for name, tensor in weights if "layers.1.mlp" not in name)
+
+    run.backend.invalidate_weights()
     with pytest.raises(ValueError, match=r"no weights for 2 parameters.*layers\.1\.mlp"):
-        run.backend.sync_weights(iter(stream), step=9)
-    run.sync_sampler(run.model)
+        run.backend.sync_weights(Incomplete(run.model), step=9)
+    sync(run, run.model)
     assert engine_greedy(run.backend, PROMPTS) == greedy(run.model, PROMPTS, 6, run.backend.end_tokens)
 
 
@@ -238,7 +242,7 @@ def test_an_adapter_arrives(tmp_path, alone):
     run = trainer(tmp_path, peft_config=adapter, learning_rate=0.05, vllm_engine_kwargs=engine)
     run.train()
     assert run.state.log_history[1]["sampling/sampling_logp_difference/mean"] < 1e-4
-    run.sync_sampler(run.model)
+    sync(run, run.model)
     got = engine_greedy(run.backend, PROMPTS)
     assert got == greedy(run.model, PROMPTS, 6, run.backend.end_tokens)
     with run.model.disable_adapter():
@@ -263,7 +267,7 @@ def test_an_engine_made_of_transformers_own_classes_follows_and_leaves_them(tmp_
     for line in run.state.log_history[:2]:
         assert line["sampling/sampling_logp_difference/max"] < 1e-4
     old = engine_greedy(run.backend, PROMPTS)
-    run.sync_sampler(run.model)
+    sync(run, run.model)
     new = engine_greedy(run.backend, PROMPTS)
     engine = run.backend.engine.llm_engine.engine_core.engine_core.model_executor.driver_worker
     assert type(engine.worker.model_runner.model).__name__ == "TransformersForCausalLM"
@@ -273,7 +277,7 @@ def test_an_engine_made_of_transformers_own_classes_follows_and_leaves_them(tmp_
 
 def test_a_regex_holds_for_every_completion(tmp_path):
     run = trainer(tmp_path, model=policy(1), vllm_structured_outputs_regex=r"( w1| w2)+")
-    run.sync_sampler(run.model)
+    sync(run, run.model)
     texts = run.processing_class.batch_decode(
         [completion.token_ids for completion in run.backend.generate([[4, 5]] * 8)], skip_special_tokens=True
     )

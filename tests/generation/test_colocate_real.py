@@ -8,7 +8,7 @@ import logging
 import pytest
 import torch
 from datasets import Dataset
-from support.engine_runs import engine_greedy, greedy
+from support.engine_runs import engine_greedy, greedy, sync
 
 from groupwise import GRPOConfig, GRPOTrainer
 
@@ -53,7 +53,7 @@ def test_two_steps_after_which_the_engine_answers_as_the_trainer(smollm2_path, t
         for row in rows
     ]
     old = engine_greedy(run.backend, prompts)
-    run.sync_sampler(run.model)
+    sync(run, run.model)
     new = engine_greedy(run.backend, prompts)
     run.backend.close()
     assert new == greedy(run.model, prompts, 12, run.backend.end_tokens)

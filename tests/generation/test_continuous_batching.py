@@ -82,7 +82,7 @@ def test_the_trainer_generates_with_it(tmp_path):
 def test_an_unknown_setting_names_the_nearest(tmp_path):
     with pytest.raises(ConfigError, match=r"'max_batch_token'.*'max_batch_tokens'"):
         batching_config({"max_batch_token": 5})
-    assert batching_config(None).max_memory_percent == 0.5
+    assert batching_config({}).max_memory_percent == 0.5
     assert batching_config({"max_memory_percent": 0.2}).max_memory_percent == 0.2
 
 

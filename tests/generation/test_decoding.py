@@ -41,12 +41,12 @@ from groupwise.errors import BackendError
 from groupwise.generation.decoding import (
     OneQueryAttention,
     can_decode_groups,
-    choose,
     decode_groups,
     group_prompts,
+    sample_tokens,
 )
 from groupwise.generation.growing_cache import GrowingLayer
-from groupwise.generation.transformers_generate import TransformersBackend
+from groupwise.generation.transformers_backend import TransformersBackend
 
 SIZE = {
     "vocab_size": 40,
@@ -104,7 +104,7 @@ def settings(**changes) -> GenerationConfig:
 def by_generate(model, prompts, config, monkeypatch):
     """Completions from transformers' own loop on every row."""
     with monkeypatch.context() as patch:
-        patch.setattr("groupwise.generation.transformers_generate.can_decode_groups", lambda *_: False)
+        patch.setattr("groupwise.generation.transformers_backend.can_decode_groups", lambda *_: False)
         return TransformersBackend(lambda: model, config).generate(prompts)
 
 
@@ -206,7 +206,7 @@ def test_tokens_are_drawn_from_every_block_with_their_probabilities(size):
     likely = torch.tensor([0, 3, 255, 256, 300, 511, 512, 700, 767])
     logits[likely] = torch.randn(len(likely))
     draws = 20000
-    counts = choose(logits.expand(draws, size), do_sample=True).bincount(minlength=size)
+    counts = sample_tokens(logits.expand(draws, size), do_sample=True).bincount(minlength=size)
     assert counts[likely].sum() == draws
     means = draws * logits.double().softmax(-1)[likely]
     chi_square = ((counts[likely] - means) ** 2 / means).sum()
@@ -221,7 +221,7 @@ def test_logits_that_are_no_numbers_end_with_the_reason(value):
     scores = torch.zeros(2, 600)
     scores[1, 3] = value
     with pytest.raises(BackendError, match="logits are NaN or infinite"):
-        choose(scores, True)
+        sample_tokens(scores, True)
 
 
 def test_every_generation_packs_the_weights_anew():

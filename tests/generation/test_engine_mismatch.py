@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from support.engine_runs import policy, trainer, trainer_logps
+
+from groupwise.generation.base import WeightSource
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
@@ -18,12 +21,17 @@ LOW, HIGH = 0.9, 1.1
 MISSING = 3  # so many log-probs of the first completion are not reported
 
 
-def perturbed(params: Any) -> Any:
-    """The weights of another model, nearby."""
-    generator = torch.Generator().manual_seed(0)
-    for name, tensor in params:
-        noise = torch.randn(tensor.shape, generator=generator)
-        yield name, tensor + 0.02 * noise if name == "lm_head.weight" else tensor
+class PerturbedWeights:
+    """Weights of another model, close to the policy."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self.source = source
+
+    def full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(0)
+        for name, tensor in self.source.full():
+            noise = torch.randn(tensor.shape, generator=generator)
+            yield name, tensor + 0.02 * noise if name == "lm_head.weight" else tensor
 
 
 def correction(gaps: list[list[float]], mode: str) -> list[list[float]]:
@@ -63,7 +71,7 @@ def steps(tmp_path_factory):
     )
     start = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
     generate, sync = run.backend.generate, run.backend.sync_weights
-    run.backend.sync_weights = lambda params, *, step: sync(perturbed(params), step=step)
+    run.backend.sync_weights = lambda source, *, step: sync(PerturbedWeights(source), step=step)
 
     def watched(prompts: Any, sampling: Any) -> Any:
         completions = generate(prompts, sampling)
@@ -80,7 +88,7 @@ def steps(tmp_path_factory):
     for mode in MODES:
         seen: list[Any] = []
         run.model.load_state_dict(start)
-        run.backend.version = None
+        run.backend.invalidate_weights()
         run.objective_settings = replace(run.objective_settings, correction_mode=mode)
         run.train()
         found[mode] = seen, run.state.log_history[0]

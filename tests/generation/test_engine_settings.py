@@ -117,6 +117,10 @@ class FakeEngine:
         return [name for name, *_ in called]
 
 
+def weights(*pairs):
+    return SimpleNamespace(full=lambda: iter(pairs))
+
+
 @pytest.fixture
 def sleeping(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
@@ -124,7 +128,7 @@ def sleeping(monkeypatch):
     backend = ColocatedBackend(
         engine, {}, frozenset([1]), 8, TensorParallelGroup(), FullWeightSync(engine), sleeps=True
     )
-    backend._answer = lambda requests, settings: backend.engine.generate(requests)
+    backend._generate = lambda requests, settings: backend.engine.generate(requests)
     return backend
 
 
@@ -133,7 +137,7 @@ def test_the_engine_sleeps_while_the_trainer_trains(sleeping):
     assert engine.names() == ["init_weight_transfer_engine", "sleep"]
     for step in (0, 1):
         # Weights first, so that the cache finds its memory only when they are in place.
-        sleeping.sync_weights(iter([("w", torch.ones(2))]), step=step)
+        sleeping.sync_weights(weights(("w", torch.ones(2))), step=step)
         update = [
             "start_weight_update",
             "update_weights",
@@ -158,7 +162,7 @@ def test_a_failed_push_leaves_no_version_and_ends_the_update(sleeping):
         raise RuntimeError("gathering failed")
 
     with pytest.raises(RuntimeError, match="gathering failed"):
-        sleeping.sync_weights(broken(), step=3)
+        sleeping.sync_weights(SimpleNamespace(full=broken), step=3)
     assert sleeping.engine.names() == ["wake_up", "start_weight_update", "finish_weight_update"]
     assert sleeping.version is None
     with pytest.raises(BackendError, match="no weights"):
@@ -228,7 +232,7 @@ def test_processes_of_one_engine_answer_for_all_and_keep_their_own(monkeypatch):
         everyone[:] = [[1, 2, 3], mine]
 
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
-    assert TensorParallelGroup(2, 1, "group").share([4, 5], answer) == [40, 50]
+    assert TensorParallelGroup(2, 1, "group").generate([4, 5], answer) == [40, 50]
     assert asked == [[1, 2, 3, 4, 5]]
 
 

@@ -19,12 +19,16 @@ from support.runs import policy, tokenizer
 from groupwise import GRPOConfig
 from groupwise.errors import BackendError
 from groupwise.generation.vllm.server import VLLMServerBackend
+from groupwise.generation.weight_iterator import PolicyWeights
 from groupwise.records import SamplingOptions
 
 UPDATE = [
     *("/pause", "/start_weight_update", "/update_weights", "/finish_weight_update"),
     *("/reset_prefix_cache", "/resume"),
 ]
+
+
+WEIGHTS = PolicyWeights(policy())
 
 
 def backend_for(fake, tmp_path, **given):
@@ -34,8 +38,7 @@ def backend_for(fake, tmp_path, **given):
         ",".join(server.url for server in fake) if isinstance(fake, list) else fake.url
     )
     config.vllm_server_timeout = 2.0
-    model = policy()
-    return VLLMServerBackend(config, lambda: model, frozenset([1]))
+    return VLLMServerBackend(config, WEIGHTS.model.config, frozenset([1]))
 
 
 @pytest.fixture
@@ -62,14 +65,14 @@ def control_calls(fake):
 def test_weights_come_first_and_once_per_step(backend, fake):
     with pytest.raises(BackendError, match="call sync_weights"):
         backend.generate([[3]])
-    backend.sync_weights(step=4)
-    backend.sync_weights(step=4)
+    backend.sync_weights(WEIGHTS, step=4)
+    backend.sync_weights(WEIGHTS, step=4)
     completions = backend.generate([[3], [3], [5]])
     assert control_calls(fake) == ["/init_weight_transfer_engine", *UPDATE, GENERATE, GENERATE]
     assert [c.token_ids[0] for c in completions] == [3, 3, 5]
     assert [c.token_ids[2] for c in completions] == [0, 1, 0]  # two samples of one request, one of another
     assert completions[0].versions == [4] * 4
-    backend.sync_weights(step=5)
+    backend.sync_weights(WEIGHTS, step=5)
     assert backend.generate([[3]])[0].versions == [5] * 4
 
 
@@ -83,14 +86,14 @@ def test_all_weights_travel_under_checkpoint_names(backend, fake):
         return answer(path, query, body)
 
     fake.answer = load
-    backend.sync_weights(step=0)
-    expected = backend.policy().state_dict()
+    backend.sync_weights(WEIGHTS, step=0)
+    expected = WEIGHTS.model.state_dict()
     assert received.keys() >= expected.keys() - {"lm_head.weight"}
     assert all((received[name] == expected[name]).all() for name in received)
 
 
 def test_the_limit_of_each_row_is_kept_and_the_servers_length_too(backend, fake):
-    backend.sync_weights(step=0)
+    backend.sync_weights(WEIGHTS, step=0)
     assert [len(c.token_ids) for c in backend.generate([[3], [3], [4]], SamplingOptions([1, 4, 2]))] == [
         1,
         4,
@@ -102,7 +105,7 @@ def test_the_limit_of_each_row_is_kept_and_the_servers_length_too(backend, fake)
 
 
 def test_a_server_restarted_empty_gets_the_weights_again_and_the_run_goes_on(backend, fake):
-    backend.sync_weights(step=4)
+    backend.sync_weights(WEIGHTS, step=4)
     before = backend.state_dict()
     undisturbed = backend.generate([[3], [3], [5]])
     fake.version = "default"
@@ -115,7 +118,7 @@ def test_a_server_restarted_empty_gets_the_weights_again_and_the_run_goes_on(bac
 @pytest.mark.parametrize("failure", [500, "drop"])
 def test_an_update_that_fails_is_made_again_from_its_start(backend, fake, path, failure):
     fake.failures[path] = [failure]
-    backend.sync_weights(step=4)
+    backend.sync_weights(WEIGHTS, step=4)
     assert control_calls(fake)[-len(UPDATE) :] == UPDATE and not fake.paused
     assert backend.generate([[3]])[0].versions == [4] * 4
 
@@ -123,12 +126,12 @@ def test_an_update_that_fails_is_made_again_from_its_start(backend, fake, path, 
 def test_updates_that_keep_failing_end_in_a_connection_error(backend, fake):
     fake.failures["/update_weights"] = [500] * 20
     with pytest.raises(ConnectionError, match=r"sending weights .* failed 4 times.*as planned"):
-        backend.sync_weights(step=4)
+        backend.sync_weights(WEIGHTS, step=4)
     assert backend.version is None
 
 
 def test_a_server_that_never_keeps_its_weights_is_given_up(backend, fake):
-    backend.sync_weights(step=4)
+    backend.sync_weights(WEIGHTS, step=4)
     answer = fake.answer
 
     def forget(path, query, body):
@@ -141,11 +144,11 @@ def test_a_server_that_never_keeps_its_weights_is_given_up(backend, fake):
 
 
 def test_after_an_error_the_backend_can_be_used_again(backend, fake):
-    backend.sync_weights(step=4)
+    backend.sync_weights(WEIGHTS, step=4)
     fake.failures[GENERATE] = [400]
     with pytest.raises(BackendError, match="400"):
         backend.generate([[3]])
-    backend.sync_weights(step=4)
+    backend.sync_weights(WEIGHTS, step=4)
     assert backend.generate([[3]])[0].versions == [4] * 4
 
 
@@ -174,7 +177,7 @@ def test_two_servers_give_what_one_gives(fake, tmp_path):
     answers = []
     for servers in ([fake], [fake, second]):
         backend = backend_for(servers, tmp_path)
-        backend.sync_weights(step=4)
+        backend.sync_weights(WEIGHTS, step=4)
         answers.append(backend.generate(prompts))
         backend.close()
     assert answers[0] == answers[1] and second.seen[GENERATE] == 1
@@ -194,10 +197,10 @@ def test_one_of_two_servers_gone_for_good_is_named_and_the_other_can_be_used_alo
 
     second.failures[path] = [die]
     with pytest.raises(ConnectionError, match=rf"no vLLM server was ready at {second.url} within .*1 s"):
-        backend.sync_weights(step=4)
+        backend.sync_weights(WEIGHTS, step=4)
         backend.generate([[3], [3], [5]])
     alone = backend_for(fake, tmp_path)
-    alone.sync_weights(step=4)
+    alone.sync_weights(WEIGHTS, step=4)
     assert [c.versions for c in alone.generate([[3], [3], [5]])] == [[4] * 4] * 3 and not fake.paused
     # No update was left open: each that began was finished.
     assert fake.seen["/finish_weight_update"] >= fake.seen["/start_weight_update"]
@@ -224,7 +227,7 @@ def test_a_server_that_does_not_fit_is_refused_before_training(fake, tmp_path, n
     changes, settings, message = MISFITS[name]
     fake.info["model_config"].update(changes)
     with pytest.raises(BackendError, match=message):
-        backend_for(fake, tmp_path, **settings).sync_weights(step=0)
+        backend_for(fake, tmp_path, **settings).sync_weights(WEIGHTS, step=0)
     assert fake.seen["/pause"] == 0
 
 
@@ -239,13 +242,13 @@ def test_a_server_that_does_not_fit_is_refused_before_training(fake, tmp_path, n
 def test_a_server_whose_weights_cannot_be_replaced_is_refused(backend, fake, transfer, message):
     fake.info["weight_transfer_config"] = transfer
     with pytest.raises(BackendError, match=message):
-        backend.sync_weights(step=0)
+        backend.sync_weights(WEIGHTS, step=0)
 
 
 def test_a_server_with_fewer_places_than_samples_is_refused(backend, fake):
     fake.info["scheduler_config"]["max_num_seqs"] = 1
     with pytest.raises(BackendError, match="raise --max-num-seqs"):
-        backend.sync_weights(step=0)
+        backend.sync_weights(WEIGHTS, step=0)
 
 
 def test_another_model_is_refused(backend, fake, tmp_path):
@@ -254,7 +257,7 @@ def test_another_model_is_refused(backend, fake, tmp_path):
     with pytest.raises(
         BackendError, match=r"other with vocab_size=99, but the policy has 32; serve that model"
     ):
-        backend.sync_weights(step=0)
+        backend.sync_weights(WEIGHTS, step=0)
 
 
 def test_another_tokenizer_is_refused(backend, fake):
@@ -262,20 +265,20 @@ def test_another_tokenizer_is_refused(backend, fake):
     answer = fake.answer
     fake.answer = lambda path, q, body: {"tokens": [7, 8]} if path == "/tokenize" else answer(path, q, body)
     with pytest.raises(BackendError, match="tokenizer of tiny is not the policy's"):
-        backend.sync_weights(step=0)
+        backend.sync_weights(WEIGHTS, step=0)
 
 
 def test_raw_log_probs_fit_where_nothing_changes_the_distribution(fake, tmp_path):
     fake.info["model_config"]["logprobs_mode"] = "raw_logprobs"
     backend = backend_for(fake, tmp_path, temperature=1.0)
-    backend.sync_weights(step=0)
+    backend.sync_weights(WEIGHTS, step=0)
     backend.close()
 
 
 def test_another_dtype_is_warned_of(backend, fake, caplog):
     fake.info["model_config"]["dtype"] = "torch.bfloat16"
     with caplog.at_level(logging.WARNING):
-        backend.sync_weights(step=0)
+        backend.sync_weights(WEIGHTS, step=0)
     assert (
         "computes in bfloat16 and the trainer in float32" in caplog.text and "--dtype float32" in caplog.text
     )
@@ -286,33 +289,33 @@ def test_without_a_server_the_error_names_the_command(fake, tmp_path):
     backend = backend_for(fake, tmp_path)
     backend.config.vllm_server_timeout = 0.3
     with pytest.raises(ConnectionError, match=r"VLLM_SERVER_DEV_MODE=1.*vllm.* --weight-transfer-config"):
-        backend.sync_weights(step=0)
+        backend.sync_weights(WEIGHTS, step=0)
 
 
 def test_what_was_asked_ahead_is_not_asked_again(backend, fake):
-    backend.sync_weights(step=4)
+    backend.sync_weights(WEIGHTS, step=4)
     backend.prefetch([[3], [3], [5]], step=5)
     wait_for(lambda: len(backend.state_dict()["finished"]) == 2)
-    backend.sync_weights(step=5)
+    backend.sync_weights(WEIGHTS, step=5)
     completions = backend.generate([[3], [3], [5]])
     assert fake.seen[GENERATE] == 2
     assert [c.versions[0] for c in completions] == [4] * 3  # the weights that sampled it, not the newest
 
 
 def test_an_answer_ahead_that_was_lost_with_the_servers_weights_is_asked_for_again(backend, fake):
-    backend.sync_weights(step=4)
+    backend.sync_weights(WEIGHTS, step=4)
     fake.version = "default"
     backend.prefetch([[3], [3]], step=5)
-    backend.sync_weights(step=5)
+    backend.sync_weights(WEIGHTS, step=5)
     assert [c.versions[0] for c in backend.generate([[3], [3]])] == [5, 5]
 
 
 def test_a_prompt_asked_for_again_within_a_step_gets_other_samples(backend, fake):
-    backend.sync_weights(step=4)
+    backend.sync_weights(WEIGHTS, step=4)
     first, second = backend.generate([[3], [3]]), backend.generate([[3], [3]])
     seeds = [body["sampling_params"]["seed"] for path, body in fake.bodies if path == GENERATE]
     assert seeds[1] == seeds[0] + 2 and first != second
-    backend.sync_weights(step=5)
+    backend.sync_weights(WEIGHTS, step=5)
     backend.generate([[3], [3]])
     assert fake.bodies[-1][1]["sampling_params"]["seed"] not in (*seeds, seeds[1] + 2)
 
@@ -320,7 +323,7 @@ def test_a_prompt_asked_for_again_within_a_step_gets_other_samples(backend, fake
 def test_finished_answers_survive_a_restart_of_the_trainer_and_others_are_asked_again(
     backend, fake, tmp_path
 ):
-    backend.sync_weights(step=4)
+    backend.sync_weights(WEIGHTS, step=4)
     backend.prefetch([[3], [3], [5]], step=5)
     wait_for(lambda: len(backend.state_dict()["finished"]) == 2)
     state = backend.state_dict()
@@ -328,7 +331,7 @@ def test_finished_answers_survive_a_restart_of_the_trainer_and_others_are_asked_
     torch.save(state, tmp_path / "state.pt")
     resumed = backend_for(fake, tmp_path)
     resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    resumed.sync_weights(step=5)
+    resumed.sync_weights(WEIGHTS, step=5)
     asked = fake.seen[GENERATE]
     again = resumed.generate([[3], [3], [5]])
     assert fake.seen[GENERATE] == asked + 1

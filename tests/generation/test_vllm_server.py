@@ -8,12 +8,13 @@ import time
 
 import pytest
 import torch
-from support.engine_runs import engine_greedy, greedy, policy, trainer, trainer_logps
+from support.engine_runs import engine_greedy, greedy, policy, sync, trainer, trainer_logps
 from support.vllm_process import ServerProcess
 from transformers import TrainerCallback
 
 from groupwise.generation.vllm import transport
 from groupwise.generation.vllm.client import _tokens_so_far
+from groupwise.generation.weight_iterator import PolicyWeights
 
 pytestmark = [
     pytest.mark.vllm,
@@ -68,7 +69,7 @@ def test_the_server_samples_from_the_weights_of_every_step(trained):
 
 def test_after_a_sync_greedy_output_is_the_trainers(trained):
     before = engine_greedy(trained.backend, PROMPTS)
-    trained.sync_sampler(trained.model)
+    sync(trained, trained.model)
     after = engine_greedy(trained.backend, PROMPTS)
     assert after == greedy(trained.model, PROMPTS, 6, trained.backend.end_tokens)
     assert after != before or trained.backend.version == 2
@@ -76,7 +77,7 @@ def test_after_a_sync_greedy_output_is_the_trainers(trained):
 
 def test_log_probs_are_those_of_the_sampling_distribution(server, tmp_path):
     run = run_for(server, tmp_path, temperature=0.7)
-    run.sync_sampler(run.model)
+    sync(run, run.model)
     for prompt in PROMPTS[:2]:
         for completion in run.backend.generate([prompt] * 2):
             expected = trainer_logps(run.model, prompt, completion.token_ids, 0.7)
@@ -88,7 +89,7 @@ def test_log_probs_are_those_of_the_sampling_distribution(server, tmp_path):
 
 def test_weights_arrive_in_the_middle_of_completions_and_every_token_says_which_sampled_it(server, tmp_path):
     run = run_for(server, tmp_path, max_completion_length=100, temperature=1.5)
-    run.sync_sampler(run.model)
+    sync(run, run.model)
     run.backend.end_tokens, run.backend.sampling["stop_token_ids"] = frozenset(), []
     run.backend.sampling["ignore_eos"] = True
     # Eight times what the server runs at once: some are under way whenever the weights arrive.
@@ -104,7 +105,7 @@ def test_weights_arrive_in_the_middle_of_completions_and_every_token_says_which_
     end = time.monotonic() + 120
     while _tokens_so_far(http) < before + 50 and time.monotonic() < end:
         pass
-    run.backend.sync_weights(step=1)
+    run.backend.sync_weights(PolicyWeights(run.model), step=1)
     completions = run.backend.generate(prompts)
     mixed = [(p, c) for p, c in zip(prompts, completions, strict=True) if len(set(c.versions)) == 2]
     assert mixed
@@ -143,7 +144,7 @@ def assert_same_run(run, other):
 @pytest.mark.timeout(1200)  # the server starts three times
 def test_a_server_that_is_killed_leaves_no_trace_in_the_history(server, undisturbed, tmp_path):
     disturbed = run_for(server, tmp_path, **FOUR_STEPS)
-    ask, push = disturbed.backend._ask, transport.SharedMemorySender.send
+    ask, push = disturbed.backend._submit, transport.SharedMemorySender.send
     killed = []
 
     def kill_once(when):
@@ -168,7 +169,7 @@ def test_a_server_that_is_killed_leaves_no_trace_in_the_history(server, undistur
                 kill_once("doing nothing")
 
     disturbed.add_callback(KillBetween())
-    disturbed.backend._ask = ask_and_kill
+    disturbed.backend._submit = ask_and_kill
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transport.SharedMemorySender, "send", kill_and_send)
         disturbed.train()
@@ -185,7 +186,7 @@ def test_one_of_two_servers_out_of_memory_for_good_and_the_run_goes_on_with_the_
     both = f"{server.url},{second.url}"
     settings = {**FOUR_STEPS, "save_strategy": "steps", "save_steps": 100}
     cut = run_for(server, tmp_path / "run", vllm_server_base_url=both, **settings)
-    ask = cut.backend._ask
+    ask = cut.backend._submit
 
     def ask_and_fail(requests, sampling):
         if cut.state.global_step == 2:
@@ -193,7 +194,7 @@ def test_one_of_two_servers_out_of_memory_for_good_and_the_run_goes_on_with_the_
             cut.backend.servers.servers[1].timeout = 5.0  # nobody starts it again
         ask(requests, sampling)
 
-    cut.backend._ask = ask_and_fail
+    cut.backend._submit = ask_and_fail
     try:
         with pytest.raises(ConnectionError, match=rf"{second.url} .*5 s while generating .*start it with"):
             cut.train()

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from groupwise.generation.weight_iterator import PolicyWeights
 from support import runs
 
 ENGINE = {"kv_cache_memory_bytes": 2**24, "max_num_seqs": 32}
@@ -19,6 +20,11 @@ def policy(seed: int = 0, **changes: Any) -> Any:
 def trainer(directory: Any, **given: Any) -> Any:
     settings = {"use_vllm": True, "vllm_engine_kwargs": ENGINE, "model": policy(), **given}
     return runs.trainer(directory, **settings)
+
+
+def sync(run: Any, model: Any) -> None:
+    """Push the weights of ``model`` as the trainer does before a rollout."""
+    run.backend.sync_weights(PolicyWeights(model), step=run.state.global_step)
 
 
 def greedy(model: Any, prompts: list[list[int]], count: int, ends: frozenset[int]) -> list[list[int]]:

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from groupwise.agents import Agents, Environments, Renderer
 from groupwise.agents.loop import AgentSettings
 from groupwise.agents.tools import make_tool
+from groupwise.generation.base import GenerationBackend
 from groupwise.records import Completion, RolloutBatch, SamplingOptions
 
 #: Keeps earlier messages as they are, shows the tools, and writes calls as JSON in tags.
@@ -51,7 +52,7 @@ def byte_tokenizer(
     )
 
 
-class ScriptedBackend:
+class ScriptedBackend(GenerationBackend):
     """Answers the n-th turn of a rollout with the n-th text of its script.
 
     A text is followed by the end token, unless it ends with one; what does not fit is cut.
@@ -78,8 +79,6 @@ class ScriptedBackend:
     @property
     def end_tokens(self) -> frozenset[int]:
         return frozenset(self.ends)
-
-    context_length: int | None = None
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions) -> list[Completion]:
         self.calls.append([list(prompt) for prompt in prompts])
@@ -112,10 +111,6 @@ class ScriptedBackend:
         index = self.contexts.index(None)
         self.prompts[index] = prompt
         return index
-
-    def sync_weights(self, params: Any, *, step: int) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def call(name: str, **arguments: Any) -> str:

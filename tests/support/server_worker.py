@@ -8,6 +8,7 @@ from groupwise import GRPOConfig
 from groupwise.errors import BackendError
 from groupwise.generation.vllm.http import HttpClient
 from groupwise.generation.vllm.server import VLLMServerBackend
+from groupwise.generation.weight_iterator import PolicyWeights
 from support.fake_vllm import GENERATE, FakeVLLM
 from support.runs import policy
 
@@ -23,10 +24,10 @@ def main(port: int, directory: str) -> None:
     fake = FakeVLLM(port) if rank == 0 else None
     config.distributed_state.wait_for_everyone()
     model = policy()
-    backend = VLLMServerBackend(config, lambda: model, frozenset([1]))
+    backend = VLLMServerBackend(config, model.config, frozenset([1]))
     prompts = [[3], [3], [5 + rank]]
 
-    backend.sync_weights(step=4)
+    backend.sync_weights(PolicyWeights(model), step=4)
     first = backend.generate(prompts)
     assert [c.versions for c in first] == [[4] * 4] * 3
     if fake is not None:  # one update, and a request of every process with a seed of its own
@@ -51,7 +52,7 @@ def main(port: int, directory: str) -> None:
     try:
         backend.generate(bad)
     except BackendError as error:
-        assert "process 1: " in str(error) and "400: too long" in str(error)
+        assert "rank 1: " in str(error) and "400: too long" in str(error)
         print(f"process {rank} ended", flush=True)
     config.distributed_state.wait_for_everyone()
 

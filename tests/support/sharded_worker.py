@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from groupwise.errors import BackendError
-from groupwise.generation.vllm.weight_sync import save_adapter
-from groupwise.generation.weight_iterator import gatherable, weight_iterator
+from groupwise.generation.weight_iterator import PolicyWeights, gatherable, weight_iterator
 from support.runs import policy
 
 
@@ -65,7 +63,7 @@ def check_units(build: Callable[[], Any], original: bool) -> str:
     assert gatherable(None, sharded) is sharded
     if build is lora:
         with pytest.raises(BackendError, match="fsdp_version"):
-            save_adapter(sharded, Path())
+            PolicyWeights(sharded).adapter()
     with torch.no_grad():
         held = 0
         for parameter in sharded.parameters():

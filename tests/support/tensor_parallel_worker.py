@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 
-from support.engine_runs import engine_greedy, greedy, policy, trainer
+from support.engine_runs import engine_greedy, greedy, policy, sync, trainer
 
 
 def main(size: int) -> None:
@@ -22,7 +22,7 @@ def main(size: int) -> None:
             ddp_backend="gloo",
         )
         run.train()
-        run.sync_sampler(run.accelerator.unwrap_model(run.model_wrapped))
+        sync(run, run.accelerator.unwrap_model(run.model_wrapped))
         prompts = [[4, 5, 6], [7], [8, 9]][run.args.process_index :]
         model = run.accelerator.unwrap_model(run.model_wrapped)
         assert engine_greedy(run.backend, prompts) == greedy(model, prompts, 6, run.backend.end_tokens)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from groupwise.generation import weight_iterator as streams
 from groupwise.generation.weight_iterator import buckets, weight_iterator
-from support.engine_runs import engine_greedy, greedy, policy, trainer
+from support.engine_runs import engine_greedy, greedy, policy, sync, trainer
 from support.sharded_worker import lora
 
 PATIENCE = 220
@@ -113,7 +113,7 @@ def sample(output_dir: Path) -> None:
     assert not torch.equal(whole.state_dict()["lm_head.weight"], saved["lm_head.weight"])
     whole.load_state_dict(saved)
     prompts = [[4, 5, 6], [7], [8, 9]]
-    run.sync_sampler(wrapped)
+    sync(run, wrapped)
     assert engine_greedy(run.backend, prompts) == greedy(whole, prompts, 6, run.backend.end_tokens)
     run.backend.close()
 

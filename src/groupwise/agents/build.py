@@ -20,8 +20,6 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.data.prompt_checks import context_length
 from groupwise.errors import ConfigError
 from groupwise.generation.base import GenerationBackend
-from groupwise.generation.decoding import requires_lockstep_forwards
-from groupwise.generation.transformers_generate import TransformersBackend
 from groupwise.tokenization.images import is_processor
 
 logger = logging.getLogger(__name__)
@@ -138,9 +136,7 @@ def make_agents(
             config.rollout_staleness,
         )
     # Alone, or with a copy of the weights of its own, a process need not keep up with the others.
-    alone = accelerator.num_processes == 1 or (
-        isinstance(backend, TransformersBackend) and not requires_lockstep_forwards(model)
-    )
+    alone = accelerator.num_processes == 1 or not backend.requires_all_ranks
     context = context_length(model, config)
     common: Any = (
         getattr(processing_class, "tokenizer", processing_class),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -111,7 +111,12 @@ class EnvironmentDrivenRollouts:
         self.title = f"environment {type(driver).__name__!r}"
         self.runner = Runner()
 
-    def generate_rollouts(self, rows: list[dict[str, Any]], backend: GenerationBackend) -> RolloutBatch:
+    def generate_rollouts(
+        self,
+        rows: list[dict[str, Any]],
+        backend: GenerationBackend,
+        generation_kwargs: Mapping[str, Any] | None = None,
+    ) -> RolloutBatch:
         """One rollout for each row.
 
         Raises:
@@ -138,13 +143,19 @@ class EnvironmentDrivenRollouts:
 
         futures = [self.runner.submit(play(index)) for index in range(len(rows))]
         try:
-            self._serve(events, len(rows), backend)
+            self._serve(events, len(rows), backend, generation_kwargs or {})
         finally:
             for future in futures:
                 future.cancel()
         return self._batch(rows, talks, columns)
 
-    def _serve(self, events: queue.Queue[_Request | _End], live: int, backend: GenerationBackend) -> None:
+    def _serve(
+        self,
+        events: queue.Queue[_Request | _End],
+        live: int,
+        backend: GenerationBackend,
+        generation_kwargs: Mapping[str, Any],
+    ) -> None:
         """Answer until every rollout has ended; those that ask in time share a call of the backend."""
         patience = PATIENCE
         while self.any_rank(live > 0):
@@ -171,7 +182,7 @@ class EnvironmentDrivenRollouts:
             ready = [request for request in requests if self._extend(request, backend)]
             if self.any_rank(bool(ready)):
                 started = time.monotonic()
-                self._generate(ready, backend)
+                self._generate(ready, backend, generation_kwargs)
                 patience = max(PATIENCE, time.monotonic() - started)
 
     def _extend(self, request: _Request, backend: GenerationBackend) -> bool:
@@ -199,15 +210,16 @@ class EnvironmentDrivenRollouts:
                 pass
         return transcript.follow(self.renderer.whole(request.messages, request.schemas))
 
-    def _generate(self, ready: list[_Request], backend: GenerationBackend) -> None:
+    def _generate(
+        self, ready: list[_Request], backend: GenerationBackend, generation_kwargs: Mapping[str, Any]
+    ) -> None:
         if not ready:
             join_collective_generate(backend)
             return
         transcripts = [request.talk.transcript for request in ready if request.talk.transcript is not None]
         contexts = [transcript.context for transcript in transcripts]
-        completions = backend.generate(
-            contexts, SamplingOptions([transcript.room for transcript in transcripts])
-        )
+        rooms = [transcript.room for transcript in transcripts]
+        completions = backend.generate(contexts, SamplingOptions(rooms, None, generation_kwargs))
         for request, transcript, completion in zip(ready, transcripts, completions, strict=True):
             turn = self.parser(transcript.context, completion.token_ids, request.schemas)
             transcript.sampled(completion)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,7 +103,12 @@ class Agents:
         self.runner = Runner()
         self.current: list[Any] | None = None
 
-    def generate_rollouts(self, rows: list[dict[str, Any]], backend: GenerationBackend) -> RolloutBatch:
+    def generate_rollouts(
+        self,
+        rows: list[dict[str, Any]],
+        backend: GenerationBackend,
+        generation_kwargs: Mapping[str, Any] | None = None,
+    ) -> RolloutBatch:
         """One rollout for each row.
 
         Raises:
@@ -125,7 +130,7 @@ class Agents:
             ids, images = self._read_prompt(index, prompt, tools)
             transcript = open_transcript(ids, self.settings, backend, f"row {index}")
             rollouts.append(_Rollout(prompt, tools, transcript, images))
-        self._run(rollouts, backend)
+        self._run(rollouts, backend, generation_kwargs or {})
         return RolloutBatch(
             rows=rows,
             prompts=prompts,
@@ -137,24 +142,28 @@ class Agents:
             images=_images(rollouts),
         )
 
-    def _run(self, rollouts: list[_Rollout], backend: GenerationBackend) -> None:
+    def _run(
+        self, rollouts: list[_Rollout], backend: GenerationBackend, generation_kwargs: Mapping[str, Any]
+    ) -> None:
         """Until every rollout has ended. One call of the backend continues all that have been answered."""
         ready, waiting = rollouts, list[_Rollout]()
         while self.any_rank(bool(ready)):
             started = time.monotonic()
-            self._generate(ready, backend)
+            self._generate(ready, backend, generation_kwargs)
             # Who misses a batch costs one more call of the backend: waiting as long as that is worth it.
             patience = max(PATIENCE, time.monotonic() - started)
             waiting += [rollout for rollout in ready if self._acts(rollout)]
             ready, waiting = self._answered(waiting, patience)
 
-    def _generate(self, ready: list[_Rollout], backend: GenerationBackend) -> None:
+    def _generate(
+        self, ready: list[_Rollout], backend: GenerationBackend, generation_kwargs: Mapping[str, Any]
+    ) -> None:
         if not ready:
             join_collective_generate(backend)
             return
         contexts = [rollout.transcript.context for rollout in ready]
         room = [rollout.transcript.room for rollout in ready]
-        sampling = SamplingOptions(room, images=_images(ready))
+        sampling = SamplingOptions(room, _images(ready), generation_kwargs)
         for rollout, completion in zip(ready, backend.generate(contexts, sampling), strict=True):
             before = rollout.transcript.context
             rollout.transcript.sampled(completion)

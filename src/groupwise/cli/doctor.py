@@ -229,9 +229,9 @@ def _sampler(config: GRPOConfig, model_config: Any) -> Iterable[Finding]:
         return
     from groupwise.generation.vllm.client import VLLMServers
     from groupwise.generation.vllm.preflight import check_servers
-    from groupwise.generation.vllm.server import addresses
+    from groupwise.generation.vllm.server import server_urls
 
-    servers = VLLMServers(addresses(config), min(config.vllm_server_timeout, _PATIENCE))
+    servers = VLLMServers(server_urls(config), min(config.vllm_server_timeout, _PATIENCE))
     try:
         servers.wait_until_up("looking for it")
         for fact in check_servers(servers, model_config, config, None):

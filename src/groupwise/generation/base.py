@@ -1,67 +1,190 @@
-"""The contract of generation backends."""
+"""The contract of generation backends, and their registry."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+from groupwise.config.grpo_config import GRPOConfig
 from groupwise.records import Completion, SamplingOptions
+from groupwise.registry import Registry
 
-#: Returns a fresh iterator over (checkpoint name, whole tensor) of the policy; may be called more than once.
-WeightSource = Callable[[], Iterator[tuple[str, torch.Tensor]]]
+ProcessingClass = PreTrainedTokenizerBase | ProcessorMixin
+
+#: Settings of the run: no field of ``SamplingOptions`` is set.
+RUN_SETTINGS = SamplingOptions()
+
+
+@dataclass(frozen=True)
+class LoRAWeights:
+    """A LoRA adapter as PEFT saves it.
+
+    Attributes:
+        tensors: whole tensors by their name in ``adapter_model.safetensors``.
+        config: contents of ``adapter_config.json``.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    config: Mapping[str, Any]
+
+
+class WeightSource(Protocol):
+    """Weights of the policy. Both methods may be called any number of times while the weights do not change.
+
+    They gather sharded parameters, which is a collective: if one rank reads a source, all ranks must, and to
+    the end.
+    """
+
+    def full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Iterate over (checkpoint name, whole tensor); adapters are merged."""
+
+    def adapter(self) -> LoRAWeights:
+        """Return the active LoRA adapter alone."""
 
 
 class GenerationBackend(ABC):
-    """Sampler of completions. Everything but ``generate`` and ``end_tokens`` has a no-op default.
+    """Sampler of completions. All methods but ``generate`` have defaults, for a backend without own weights.
 
     Attributes:
+        end_tokens: token ids that end a completion.
         version: optimizer step of the weights it samples from; None forces the next ``sync_weights``.
         context_length: maximum number of prompt and completion tokens; None: the model's own limit.
+        supports_images: ``SamplingOptions.images`` is respected.
     """
 
+    end_tokens: frozenset[int]
     version: int | None = None
     context_length: int | None = None
-
-    @property
-    @abstractmethod
-    def end_tokens(self) -> frozenset[int]:
-        """Token ids that end a completion."""
+    supports_images: bool = False
 
     @abstractmethod
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingOptions = SamplingOptions(),  # noqa: B008
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions = RUN_SETTINGS
     ) -> list[Completion]:
-        """Sample one completion per prompt, in order; equal prompts give independent samples."""
+        """Sample one completion per prompt.
+
+        Args:
+            prompts: B token lists without padding; the rows of a group are adjacent.
+            sampling: settings of this call.
+
+        Returns:
+            B completions in the order of ``prompts``. Equal prompts give independent samples. A completion
+            ends with its first end token, or has ``truncated=True``.
+
+        Raises:
+            BackendError: generation failed; a ``ConnectionError`` too if a server is unavailable.
+        """
+
+    @property
+    def requires_all_ranks(self) -> bool:
+        """True if ``generate`` contains collectives, so that all ranks must call it equally often."""
+        return True
 
     def prefetch(self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions, *, step: int) -> None:
         """Start generating the completions that ``generate`` will return at optimizer step ``step``."""
 
     def sync_weights(self, source: WeightSource, *, step: int) -> None:
-        """Load the policy's weights of optimizer step ``step``, unless ``version`` is ``step`` already.
+        """Load the policy's weights of optimizer step ``step``; a no-op if ``version == step``.
 
         Args:
-            source: weights of the policy. Iterating gathers sharded parameters, which is a collective: every
-                rank that iterates must iterate to the end.
+            source: weights of the policy. A backend may keep it until the next call and read it again, for
+                example for a restarted server.
+            step: number of optimizer steps that led to these weights.
         """
+        self.version = step
 
     def invalidate_weights(self) -> None:
-        """Make the next ``sync_weights`` transfer the weights, whatever its step: they changed otherwise."""
+        """Make the next ``sync_weights`` load the weights at any step, as after loading a checkpoint."""
         self.version = None
 
     def release(self) -> None:
         """Free memory that is not needed before the next ``sync_weights``."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs, as plain values."""
+        """Return the state of a checkpoint, as plain containers of numbers and strings."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`."""
+        """Restore the state that :meth:`state_dict` returned."""
 
     def close(self) -> None:
-        """Release processes, connections and memory."""
+        """Release processes, connections and memory. May be called more than once."""
+
+
+class BackendFactory(Protocol):
+    """Constructor of a backend.
+
+    Args:
+        policy: returns the unwrapped policy; call it at every generation, since training may wrap it again.
+        config: settings of the run.
+        processing_class: tokenizer or processor.
+        suppress_tokens: token ids that must not be sampled (image placeholders).
+    """
+
+    def __call__(
+        self,
+        policy: Callable[[], PreTrainedModel],
+        config: GRPOConfig,
+        processing_class: ProcessingClass,
+        suppress_tokens: Sequence[int] = (),
+    ) -> GenerationBackend: ...
+
+
+@dataclass(frozen=True)
+class BackendEntry:
+    """Entry of the registry.
+
+    Attributes:
+        factory: constructs the backend after the policy was loaded.
+        check_settings: raises ConfigError for settings that the backend does not support, before anything is
+            loaded; None: nothing to check.
+    """
+
+    factory: BackendFactory
+    check_settings: Callable[[GRPOConfig], None] | None = None
+
+
+def text_tokenizer(processing_class: ProcessingClass) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a processor, or the tokenizer itself."""
+    return processing_class.tokenizer if hasattr(processing_class, "tokenizer") else processing_class  # type: ignore[return-value]
+
+
+def json_dict(setting: dict[str, Any] | str | None) -> dict[str, Any]:
+    """Return a setting that may be given as JSON; the config has parsed it by now. None is an empty dict."""
+    return cast("dict[str, Any]", setting or {})
+
+
+#: Backends by name; the built-in ones are chosen by ``use_vllm``, ``vllm_mode`` and
+#: ``use_transformers_continuous_batching``.
+BACKENDS: Registry[BackendEntry] = Registry(
+    "backend",
+    {
+        "transformers": "groupwise.generation.transformers_backend:ENTRY",
+        "continuous": "groupwise.generation.continuous_batching:ENTRY",
+        "colocate": "groupwise.generation.vllm.colocate:ENTRY",
+        "server": "groupwise.generation.vllm.server:ENTRY",
+    },
+)
+
+
+def register_backend(
+    name: str, factory: BackendFactory, check_settings: Callable[[GRPOConfig], None] | None = None
+) -> None:
+    """Register a generation backend, which ``GRPOTrainer(..., backend=name)`` then uses.
+
+    Args:
+        name: a registered backend of the same name is replaced.
+        factory: called as ``factory(policy, config, processing_class, suppress_tokens)`` once the policy is
+            loaded; see :class:`BackendFactory`.
+        check_settings: called with the config before anything is loaded; raises ConfigError for settings that
+            the backend does not support.
+
+    >>> register_backend("mine", MyBackend)
+    >>> GRPOTrainer(model, reward, args, dataset, backend="mine")
+    """
+    BACKENDS.register(name, BackendEntry(factory, check_settings))

@@ -1,63 +1,74 @@
-"""What samples completions."""
+"""Construct the generation backend of a run."""
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Callable
-from typing import Any
 
 from transformers import PreTrainedModel
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import chosen_backend, truncating
 from groupwise.errors import ConfigError
-from groupwise.generation.base import GenerationBackend
+from groupwise.generation.base import BACKENDS, GenerationBackend, ProcessingClass
 from groupwise.tokenization.images import is_processor, sampled_never
 
 logger = logging.getLogger(__name__)
 
-# the module that holds its check_settings and make_backend; loaded when it is chosen
-_BACKENDS = {
-    "transformers": "transformers_generate",
-    "continuous": "continuous_batching",
-    "colocate": "vllm.colocate",
-    "server": "vllm.server",
-}
 
+def check_backend(config: GRPOConfig, backend: str | GenerationBackend | None = None) -> None:
+    """Check the settings of the chosen backend before anything is loaded.
 
-def check_backend(config: GRPOConfig) -> None:
-    """Refuse settings that the chosen backend cannot follow, before anything is loaded."""
-    _backend_module(config).check_settings(config)
+    Args:
+        backend: the trainer's argument; None: the backend that ``config`` chooses.
 
-
-def _backend_module(config: GRPOConfig) -> Any:
-    return importlib.import_module(f"groupwise.generation.{_BACKENDS[chosen_backend(config)]}")
+    Raises:
+        ConfigError: the name is not registered, or the backend does not support a setting.
+    """
+    if isinstance(backend, GenerationBackend):
+        return
+    check_settings = BACKENDS.get(backend or chosen_backend(config)).check_settings
+    if check_settings is not None:
+        check_settings(config)
 
 
 def make_backend(
-    policy: Callable[[], PreTrainedModel], config: GRPOConfig, processing_class: Any
+    policy: Callable[[], PreTrainedModel],
+    config: GRPOConfig,
+    processing_class: ProcessingClass,
+    backend: str | GenerationBackend | None = None,
 ) -> GenerationBackend:
-    """What samples completions under this configuration.
+    """Construct the generation backend.
 
     Args:
-        policy: returns the unwrapped policy; training may wrap it anew.
+        policy: returns the unwrapped policy; training may wrap it again.
+        config: settings of the run.
+        processing_class: tokenizer or processor.
+        backend: the trainer's argument: an instance, a registered name, or None for the backend that
+            ``config`` chooses.
+
+    Raises:
+        ConfigError: the backend does not support the policy or images.
     """
     _warn_about_truncated_sampling(config)
-    if is_processor(processing_class) and chosen_backend(config) != "transformers":
+    if isinstance(backend, GenerationBackend):
+        made = backend
+    else:
+        entry = BACKENDS.get(backend or chosen_backend(config))
+        made = entry.factory(policy, config, processing_class, sampled_never(policy(), processing_class))
+    if is_processor(processing_class) and not made.supports_images:
         raise ConfigError(
-            f"processing_class is a {type(processing_class).__name__}, and prompts with images are generated "
-            "by the policy's own generate only: set use_vllm=False and "
-            "use_transformers_continuous_batching=False, or pass the tokenizer alone to train on text"
+            f"processing_class is a {type(processing_class).__name__}, but {type(made).__name__} does not "
+            "support prompts with images; set use_vllm=False and use_transformers_continuous_batching=False "
+            "to generate with the policy, or pass the tokenizer alone to train on text"
         )
-    never = sampled_never(policy(), processing_class)
-    return _backend_module(config).make_backend(policy, config, processing_class, never)
+    return made
 
 
 def _warn_about_truncated_sampling(config: GRPOConfig) -> None:
     if used := truncating(config):
         logger.warning(
-            "%s: completions are sampled from a truncated distribution while log-probs are those of the full "
-            "one, which biases the importance ratio; top_p=1.0 with top_k=0 and min_p=None has no such bias",
+            "%s: completions are sampled from a truncated distribution, but log-probs are those of the full "
+            "one, which biases the importance ratio; top_p=1.0 with top_k=0 and min_p=None is unbiased",
             used,
         )

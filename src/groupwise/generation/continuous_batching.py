@@ -1,24 +1,28 @@
-"""Generation with the continuous batching of transformers: a paged cache, and a scheduler that fills it."""
+"""Generation with the continuous batching of transformers: a paged key-value cache and a scheduler."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import BackendError, ConfigError
-from groupwise.generation.decoding import requires_lockstep_forwards
-from groupwise.generation.transformers_generate import TransformersBackend, generation_config
+from groupwise.generation.base import RUN_SETTINGS, BackendEntry, ProcessingClass, json_dict, text_tokenizer
+from groupwise.generation.decoding import CausalLM, requires_lockstep_forwards
+from groupwise.generation.transformers_backend import TransformersBackend, generation_config
 from groupwise.policy.attention import own_attention_closed
 from groupwise.records import Completion, SamplingOptions
 
-#: Of the memory that is free when a generation begins; the rest is for what else happens then.
+if TYPE_CHECKING:
+    from transformers import ContinuousBatchingConfig
+
+#: Share of the memory that is free when generation starts; training needs the rest.
 _MEMORY = 0.5
-_AS_CONFIGURED = SamplingOptions()
 
 
 class ContinuousBatchingBackend(TransformersBackend):
@@ -27,35 +31,36 @@ class ContinuousBatchingBackend(TransformersBackend):
     Args:
         model: returns the unwrapped policy.
         generation_config: sampling settings.
-        batching: of the type ``ContinuousBatchingConfig``.
+        batching: settings of cache and scheduler.
     """
 
+    supports_images = False
+
     def __init__(
-        self, model: Callable[[], PreTrainedModel], generation_config: GenerationConfig, batching: Any
+        self,
+        model: Callable[[], PreTrainedModel],
+        generation_config: GenerationConfig,
+        batching: ContinuousBatchingConfig,
     ) -> None:
         super().__init__(model, generation_config)
         self.batching = batching
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions = _AS_CONFIGURED
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions = RUN_SETTINGS
     ) -> list[Completion]:
-        """Sample one completion per prompt.
-
-        Raises:
-            BackendError: transformers gave some up.
-        """
-        model: Any = self.model()
+        model: CausalLM = self.model()
         if requires_lockstep_forwards(model):
             raise BackendError(
-                "continuous batching runs another number of forwards on every rank, and the parameters are "
-                "spread over ranks; set use_transformers_continuous_batching=False"
+                "continuous batching runs a different number of forwards on each rank, which dead-locks with "
+                "sharded parameters (ZeRO-3, FSDP); set use_transformers_continuous_batching=False"
             )
+        config = self._config_for(sampling)
         was_training = model.training
         try:
             with own_attention_closed(model):
                 outputs = model.generate_batch(
                     [list(prompt) for prompt in prompts],
-                    generation_config=self._config_for(sampling),
+                    generation_config=config,
                     continuous_batching_config=dataclasses.replace(self.batching),
                     progress_bar=False,
                 )
@@ -68,24 +73,24 @@ class ContinuousBatchingBackend(TransformersBackend):
                 f"continuous batching returned {len(results) - len(failed)} of {len(prompts)} completions"
                 + (f"; the first failed with: {failed[0]}" if failed else "; see the errors logged above")
             )
-        limits = sampling.max_tokens or [self.generation_config.max_new_tokens] * len(prompts)
+        limits = sampling.max_tokens or [config.max_new_tokens] * len(prompts)
         return [
             self._completion(result.generated_tokens[:limit])
             for result, limit in zip(results, limits, strict=True)
         ]
 
 
-def check_settings(config: Any) -> None:
-    """Refuse settings that ``ContinuousBatchingConfig`` does not have.
+def check_settings(config: GRPOConfig) -> None:
+    """Raise ConfigError for settings that ``ContinuousBatchingConfig`` does not have."""
+    batching_config(json_dict(config.transformers_continuous_batching_config))
+
+
+def batching_config(given: dict[str, Any]) -> ContinuousBatchingConfig:
+    """Return the settings of cache and scheduler; by default the cache takes half of the free memory.
 
     Raises:
-        ConfigError: with the nearest name.
+        ConfigError: transformers is too old, or a setting is unknown; the message names the nearest one.
     """
-    batching_config(config.transformers_continuous_batching_config)
-
-
-def batching_config(given: dict[str, Any] | None) -> Any:
-    """The settings of transformers, with half of the memory for the cache unless they say otherwise."""
     try:
         from transformers import ContinuousBatchingConfig
     except ImportError as missing:
@@ -94,40 +99,45 @@ def batching_config(given: dict[str, Any] | None) -> Any:
             "use_transformers_continuous_batching=False"
         ) from missing
     names = [field.name for field in dataclasses.fields(ContinuousBatchingConfig)]
-    for name in given or {}:
+    for name in given:
         if name not in names:
             nearest = difflib.get_close_matches(name, names, n=1, cutoff=0)[0]
             raise ConfigError(
                 f"transformers_continuous_batching_config has no setting {name!r}; nearest valid: {nearest!r}"
             )
-    return ContinuousBatchingConfig(**{"max_memory_percent": _MEMORY, **(given or {})})
+    return ContinuousBatchingConfig(**{"max_memory_percent": _MEMORY, **given})
 
 
 def make_backend(
-    policy: Callable[[], PreTrainedModel], config: Any, processing_class: Any, never: Sequence[int] = ()
+    policy: Callable[[], PreTrainedModel],
+    config: GRPOConfig,
+    processing_class: ProcessingClass,
+    suppress_tokens: Sequence[int] = (),
 ) -> ContinuousBatchingBackend:
-    """What samples with the policy itself.
+    """Construct the backend; see :class:`groupwise.generation.base.BackendFactory`.
 
     Raises:
-        ConfigError: the sampling settings need what continuous batching leaves out.
+        ConfigError: continuous batching does not support a sampling setting.
     """
-    tokenizer = getattr(processing_class, "tokenizer", processing_class)
-    sampler = generation_config(config, policy(), tokenizer, never)
+    sampler = generation_config(config, policy(), text_tokenizer(processing_class), suppress_tokens)
     _check_sampling(policy(), sampler)
-    batching = batching_config(config.transformers_continuous_batching_config)
+    batching = batching_config(json_dict(config.transformers_continuous_batching_config))
     return ContinuousBatchingBackend(policy, sampler, batching)
 
 
 @torch.no_grad()
-def _check_sampling(model: Any, sampler: GenerationConfig) -> None:
-    """transformers drops what it does not support, and says so once; the distribution would be another."""
+def _check_sampling(model: CausalLM, sampler: GenerationConfig) -> None:
+    """Raise ConfigError for logits processors that transformers would drop with a warning."""
     processors = model._get_logits_processor(sampler)
     dropped = [
         type(p).__name__ for p in processors if getattr(p, "supports_continuous_batching", None) is False
     ]
     if dropped:
         raise ConfigError(
-            f"use_transformers_continuous_batching=True cannot apply {', '.join(dropped)}; drop the settings "
-            "behind it (such as repetition_penalty or those in generation_kwargs), or set "
+            f"use_transformers_continuous_batching=True does not support {', '.join(dropped)}; remove the "
+            "settings behind it (such as repetition_penalty or those in generation_kwargs), or set "
             "use_transformers_continuous_batching=False"
         )
+
+
+ENTRY = BackendEntry(make_backend, check_settings)

@@ -1,34 +1,42 @@
-"""Sampling of groups: every prompt is read once, and rows that have ended leave the batch.
+"""Decoding by groups: each prompt is processed once per group, and finished rows leave the batch.
 
-``decode_groups`` stands in for the loop of ``model.generate`` (its ``custom_generate``), which prepares the
-cache, the logits processors and the stopping criteria as always. The distribution of completions is the same.
+``decode_groups`` replaces the loop of ``model.generate`` (``custom_generate``), which still prepares the
+cache, the logits processors and the stopping criteria. Completions have the same distribution.
 
-Axes: R rows (completions being decoded), S positions, V vocabulary, N blocks of it, W tokens of a block,
-H query and K key-value heads, D head size.
+Axes: R rows (completions being decoded), S positions, V vocabulary, H query heads, K key-value heads,
+D head size.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import DynamicCache, GenerationConfig, GenerationMixin
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+)
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from groupwise.errors import BackendError
+from groupwise.cpu.multinomial import multinomial
 from groupwise.generation.growing_cache import continue_rows
 from groupwise.policy.attention import install_attention_hook
 
-#: Settings that generate's preparation turns into processors and criteria which look at each row alone.
-HONOURED = frozenset(
+#: Causal language model, plain or PEFT; transformers has no type for it.
+CausalLM: TypeAlias = Any
+
+#: Generation settings that act on each row independently, through a logits processor or a stopping criterion.
+ROW_SETTINGS = frozenset(
     {
         *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "do_sample"),
         *("temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"),
@@ -39,69 +47,71 @@ HONOURED = frozenset(
     }
 )
 
-#: Values of other settings that change nothing; None and False never do, apart from ``use_cache``.
+#: Values of other settings that have no effect; nor have None and False, apart from ``use_cache``.
 NEUTRAL = {"use_cache": True, "cache_implementation": "dynamic", "num_beams": 1, "num_return_sequences": 1}
 
-#: Layers of a cache that hold nothing but keys and values, one row of them for each row of the batch.
-SELECTABLE = (DynamicLayer, DynamicSlidingWindowLayer)
+#: Cache layers of keys and values only, with one row per row of the batch.
+SELECTABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 
-#: Rows that have ended stay until they are this part of the batch, because removing them copies the others.
-ENDED_PART = 0.25
+#: Finished rows are removed once they are this share of the batch: removal copies the cache of the others.
+FINISHED_SHARE = 0.25
 
 
 def group_prompts(prompts: Sequence[Sequence[int]]) -> tuple[list[Sequence[int]], list[int]]:
-    """Neighbouring equal prompts as one, and how many there were of each."""
+    """Merge adjacent equal prompts; returns the distinct prompts and the number of copies of each."""
     groups = [(prompt, len(list(same))) for prompt, same in groupby(prompts)]
     return [prompt for prompt, _ in groups], [copies for _, copies in groups]
 
 
-def requires_lockstep_forwards(model: Any) -> bool:
-    """Whether ranks share the parameters, so that all of them must make the same number of forwards."""
+def requires_lockstep_forwards(model: torch.nn.Module) -> bool:
+    """Return True under ZeRO-3 and FSDP: ranks dead-lock unless all run the same number of forwards."""
     return is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
 
 
-def can_decode_groups(model: Any, config: GenerationConfig) -> bool:
-    """Whether ``decode_groups`` does what ``model.generate`` would do; False where that is not certain.
+def can_decode_groups(model: CausalLM, config: GenerationConfig) -> bool:
+    """Return True if ``decode_groups`` is known to sample like ``model.generate``.
 
-    It takes transformers' own loop and cache, a text model of nothing but attention layers, settings that act
-    on each row alone, no prompt tuning, and ranks that need not run the same number of forwards.
+    Requires the generation loop and the cache of transformers, a text model with attention layers only,
+    settings that act on each row independently, no prompt tuning, and parameters that are not sharded.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     adapters = getattr(model, "peft_config", {}).values()
     return (
-        _has_the_usual_loop(base)
+        _has_default_loop(base)
         and not any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters)
         and not base.config.is_encoder_decoder
-        and base.config.get_text_config(decoder=True) is base.config  # others keep positions of their own
+        and base.config.get_text_config(decoder=True)
+        is base.config  # others compute position ids differently
         and not base._is_stateful
         and base._supports_default_dynamic_cache()
         and "past_key_values" in inspect.signature(base.forward).parameters
-        and all(type(layer) in SELECTABLE for layer in DynamicCache(config=base.config).layers)
-        and _acts_on_rows_alone(config, base.generation_config)
+        and all(type(layer) in SELECTABLE_LAYERS for layer in DynamicCache(config=base.config).layers)
+        and _acts_on_rows(config, base.generation_config)
         and not requires_lockstep_forwards(base)
     )
 
 
-def _has_the_usual_loop(model: Any) -> bool:
-    """Neither the class nor the instance has a ``generate`` or a sampling loop of its own."""
+def _has_default_loop(model: CausalLM) -> bool:
+    """Return True if neither class nor instance overrides ``generate`` or its sampling loop."""
     return all(
         getattr(getattr(model, name, None), "__func__", None) is getattr(GenerationMixin, name)
         for name in ("generate", "_sample")
     )
 
 
-def _acts_on_rows_alone(config: GenerationConfig, defaults: GenerationConfig) -> bool:
-    """Whether no row matters to another, where ``defaults`` are the model's own for what is left open."""
+def _acts_on_rows(config: GenerationConfig, defaults: GenerationConfig) -> bool:
+    """Return True if every setting acts on each row independently; ``defaults`` are those of the model."""
     return all(
-        name in HONOURED or value == NEUTRAL.get(name) or (value is False and name != "use_cache")
+        name in ROW_SETTINGS or value == NEUTRAL.get(name) or (value is False and name != "use_cache")
         for name, value in {**defaults.to_diff_dict(), **config.to_diff_dict()}.items()
     )
 
 
-def casts_kept(device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which autocast casts each trained weight once, instead of once in every forward.
+def keep_autocast_weights(device: torch.device) -> AbstractContextManager[object]:
+    """Context manager under which autocast casts each weight once instead of once per forward.
 
-    A forward that enters autocast itself forgets its casts at the end only if it was the outermost context.
+    Autocast clears its cache of casted weights when the outermost autocast context exits; this one is outside
+    the autocast context of each forward.
     """
     if torch.is_autocast_enabled(device.type):
         return nullcontext()
@@ -109,23 +119,25 @@ def casts_kept(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def decode_groups(
-    model: Any,
+    model: CausalLM,
     input_ids: torch.Tensor,
-    logits_processor: Any,
-    stopping_criteria: Any,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     *,
     copies: Sequence[int],
     **model_kwargs: Any,
 ) -> torch.Tensor:
-    """Continue every prompt as often as asked; all arguments but ``copies`` are those of generate's own loop.
+    """Sample ``copies[i]`` completions of prompt i.
+
+    The other arguments are those of the decoding loop of transformers.
 
     Args:
-        input_ids: the distinct prompts, padded on the left.
-        copies: the number of completions of each prompt.
+        input_ids: P distinct prompts, padded on the left: (P, L).
+        copies: number of completions per prompt, P.
 
     Returns:
-        Prompts and completions, padded on the right: (sum of copies, longest).
+        prompts and completions, padded on the right: (sum of copies, longest).
     """
     rows = torch.arange(len(copies), device=input_ids.device)
     rows_R = rows.repeat_interleave(torch.tensor(copies, device=input_ids.device))
@@ -135,99 +147,72 @@ def decode_groups(
     batch = _Rows(model, input_ids, outputs, model_kwargs, logits_processor)
     continue_rows(batch.cache, rows_R, limit)
     batch.select(rows_R)
-    place_R = torch.arange(len(rows_R), device=input_ids.device)
-    running_R = torch.ones_like(place_R, dtype=torch.bool)
+    output_index_R = torch.arange(len(rows_R), device=input_ids.device)
+    running_R = torch.ones_like(output_index_R, dtype=torch.bool)
     with model._optimize_model_for_decode():
         while True:
-            next_R = choose(logits_processor(batch.tokens_RS, batch.logits_RV), generation_config.do_sample)
+            scores_RV = logits_processor(batch.tokens_RS, batch.logits_RV)  # type: ignore[arg-type]
+            next_R = sample_tokens(scores_RV, generation_config.do_sample)
             batch.append(next_R.where(running_R, pad))
             running_R &= ~stopping_criteria(batch.tokens_RS, None)
-            running = int(running_R.sum())
-            if running <= (1 - ENDED_PART) * len(running_R):
-                sequences[place_R, : batch.tokens_RS.shape[1]] = batch.tokens_RS
-                if not running:
+            num_running = int(running_R.sum())
+            if num_running <= (1 - FINISHED_SHARE) * len(running_R):
+                sequences[output_index_R, : batch.tokens_RS.shape[1]] = batch.tokens_RS
+                if not num_running:
                     return sequences[:, : batch.tokens_RS.shape[1]]
                 kept_R = running_R.nonzero().squeeze(1)
                 batch.cache.batch_select_indices(kept_R)
                 batch.select(kept_R)
-                place_R, running_R = place_R[kept_R], running_R[kept_R]
+                output_index_R, running_R = output_index_R[kept_R], running_R[kept_R]
             batch.forward()
 
 
-def choose(scores_RV: torch.Tensor, do_sample: bool) -> torch.Tensor:
-    """The next token of every row, as generate draws it: (R,)."""
+def sample_tokens(scores_RV: torch.Tensor, do_sample: bool) -> torch.Tensor:
+    """Sample the next token of each row from softmax(scores), or take the most probable one: (R,)."""
     if not do_sample:
         return scores_RV.argmax(-1)
     probabilities_RV = scores_RV.softmax(-1)
     if scores_RV.device.type == "cpu":
-        return _invert_by_blocks(probabilities_RV)
+        return multinomial(probabilities_RV)
     return torch.multinomial(probabilities_RV, num_samples=1).squeeze(1)
 
 
-def _invert_by_blocks(probabilities_RV: torch.Tensor) -> torch.Tensor:
-    """A draw from each row: first a block of the vocabulary, then a token of the block: (R,).
-
-    ``multinomial`` makes a random number for every token of the vocabulary, on a CPU one after the other: a
-    quarter of the time of a step. Cumulative sums of whole rows in float64 are several times the logits.
-
-    Raises:
-        BackendError: a row has no distribution.
-    """
-    size = math.gcd(probabilities_RV.shape[1], 256)
-    blocks_RNW = probabilities_RV.unflatten(1, (-1, size))
-    sums_RN = blocks_RNW.sum(-1)
-    if sums_RN.isnan().any():
-        raise BackendError(
-            "the policy's logits are NaN or infinite: no token can be drawn; look at its weights"
-        )
-    block_R = _invert(sums_RN)
-    rows_R = torch.arange(len(block_R), device=block_R.device)
-    return block_R * size + _invert(blocks_RNW[rows_R, block_R])
-
-
-def _invert(weights_RN: torch.Tensor) -> torch.Tensor:
-    """A draw from each row by inverting its distribution function, with one random number for the row: (R,).
-
-    Sums are float64; what has no weight is never the first to exceed a number.
-    """
-    sums_RN = weights_RN.cumsum(-1, dtype=torch.float64)
-    total_R1 = sums_RN[:, -1:]
-    numbers_R1 = torch.rand_like(total_R1) * total_R1
-    below_R1 = torch.nextafter(total_R1, torch.zeros_like(total_R1))
-    return torch.searchsorted(sums_RN, torch.minimum(numbers_R1, below_R1), right=True).squeeze(1)
-
-
 class _Rows:
-    """The rows that are being decoded: their tokens, next logits, cache and further inputs of the model."""
+    """Rows being decoded: tokens (R, S), next logits (R, V), key-value cache and other model inputs."""
 
     def __init__(
-        self, model: Any, tokens: torch.Tensor, outputs: Any, model_kwargs: dict[str, Any], processors: Any
+        self,
+        model: CausalLM,
+        tokens: torch.Tensor,
+        outputs: Any,
+        model_kwargs: dict[str, Any],
+        processors: LogitsProcessorList,
     ) -> None:
         self.model, self.tokens_RS, self.processors = model, tokens, processors
-        # A sliding layer holds fewer positions than the mask that all layers would share.
+        # A sliding layer holds fewer positions than the attention mask shared by all layers.
         sliding = any(layer.is_sliding for layer in outputs.past_key_values.layers)
         self.supports_packing = (
-            not sliding and _takes_any_keyword(model.forward) and install_attention_hook(model)
+            not sliding and _accepts_kwargs(model.forward) and install_attention_hook(model)
         )
         prepare = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-        # Where there is no such argument, the cache position tells how many tokens are new.
+        # Versions without this argument derive the number of new tokens from the cache position.
         self.step_kwargs = {"next_sequence_length": 1} if "next_sequence_length" in prepare else {}
         self.kwargs = model_kwargs
         self.logits_RV: torch.Tensor
-        self._take(outputs)
+        self._update(outputs)
 
     @property
     def cache(self) -> DynamicCache:
-        """Keys and values of every position but the newest."""
+        """Keys and values of all positions but the last."""
         return self.kwargs["past_key_values"]
 
     def select(self, rows_R: torch.Tensor) -> None:
-        """Let the given rows, named as often as wanted, be the batch; the cache is left alone."""
+        """Keep the given rows, repeated as given; does not change the cache."""
         self.tokens_RS, self.logits_RV = self.tokens_RS[rows_R], self.logits_RV[rows_R]
         for name, value in self.kwargs.items():
-            if isinstance(value, torch.Tensor) and value.ndim > 1:  # one dimension is common to all rows
+            if isinstance(value, torch.Tensor) and value.ndim > 1:  # 1-D tensors are shared by all rows
                 self.kwargs[name] = value[rows_R]
-        for processor in self.processors:  # the padding that the repetition penalty leaves out
+        for processor in self.processors:  # prompt padding that the repetition penalty ignores
             lengths = getattr(processor, "prompt_ignore_length", None)
             if isinstance(lengths, torch.Tensor):
                 processor.prompt_ignore_length = lengths[rows_R.to(lengths.device)]
@@ -236,30 +221,30 @@ class _Rows:
         self.tokens_RS = torch.cat([self.tokens_RS, tokens_R[:, None]], dim=1)
 
     def forward(self) -> None:
-        """The logits after the newest token."""
+        """Compute the logits after the last token."""
         inputs = self.model.prepare_inputs_for_generation(self.tokens_RS, **self.step_kwargs, **self.kwargs)
         if self.supports_packing:
-            mask_RS = inputs.get("attention_mask")  # generate leaves it out where nothing is padded
+            mask_RS = inputs.get("attention_mask")  # generate omits it if nothing is padded
             attend = OneQueryAttention(None if mask_RS is None else mask_RS[:, None, None, :].bool())
             inputs.update(attention_mask=attend.mask, attend=attend)
-        self._take(self.model(**inputs, return_dict=True))
+        self._update(self.model(**inputs, return_dict=True))
 
-    def _take(self, outputs: Any) -> None:
+    def _update(self, outputs: Any) -> None:
         self.kwargs = self.model._update_model_kwargs_for_generation(outputs, self.kwargs)
-        # A view would hold on to the logits of the whole prompt where the model computes them all.
-        whole = outputs.logits.shape[1] > 1
-        self.logits_RV = outputs.logits[:, -1].to(self.tokens_RS.device, torch.float32, copy=whole)
+        # A view would keep the logits of the whole prompt alive in models that compute all of them.
+        copy = outputs.logits.shape[1] > 1
+        self.logits_RV = outputs.logits[:, -1].to(self.tokens_RS.device, torch.float32, copy=copy)
 
 
-def _takes_any_keyword(function: Any) -> bool:
+def _accepts_kwargs(function: Callable[..., object]) -> bool:
     return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
 
 
 class OneQueryAttention:
-    """Attention of one query for each row to the positions where ``mask`` (R, 1, 1, S) is true; None is all.
+    """Attention of one query per row to the positions where ``mask`` (R, 1, 1, S) is True; None: to all.
 
-    The H / K query heads of a key-value head become queries of it, so that its keys are not copied for each.
-    A window counts back from the last position, which is the query's own.
+    The H / K query heads of a key-value head are treated as H / K queries, so that its keys are not copied. A
+    sliding window is counted back from the last position, which is that of the query.
     """
 
     def __init__(self, mask: torch.Tensor | None) -> None:
@@ -274,12 +259,12 @@ class OneQueryAttention:
         window: int | None,
     ) -> torch.Tensor:
         rows, heads, _, size = query_RH1D.shape
-        seen = slice(-window if window else None, None)
+        visible = slice(-window if window else None, None)
         out = scaled_dot_product_attention(
             query_RH1D.reshape(rows, key_RKSD.shape[1], -1, size),
-            key_RKSD[:, :, seen],
-            value_RKSD[:, :, seen],
-            attn_mask=None if self.mask is None else self.mask[..., seen],
+            key_RKSD[:, :, visible],
+            value_RKSD[:, :, visible],
+            attn_mask=None if self.mask is None else self.mask[..., visible],
             scale=scale,
         )
         return out.reshape(rows, 1, heads, -1)

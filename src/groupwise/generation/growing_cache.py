@@ -1,6 +1,6 @@
-"""A key-value cache that is written in place while rows are decoded.
+"""A key-value cache with spare capacity, written in place.
 
-transformers' own layer concatenates, which copies the keys and values of every row at every token.
+The ``DynamicLayer`` of transformers concatenates, which copies all keys and values at every token.
 
 Axes: R rows, K key-value heads, S positions, D head size.
 """
@@ -14,33 +14,36 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 
 class GrowingLayer(DynamicLayer):
-    """A ``DynamicLayer`` whose keys and values are views of buffers with room for more positions.
+    """``DynamicLayer`` whose keys and values are views of larger buffers.
 
-    Full buffers grow by a quarter: a long limit that few completions reach takes no memory ahead of time, and
-    a position is copied only a few times in all.
+    Full buffers grow by a quarter, so that memory follows the completions rather than their limit, and each
+    position is copied only a few times.
 
     Args:
         filled: the layer after the prefill.
-        rows_R: which row of it each row of this layer continues.
-        limit: number of positions that will not be exceeded.
+        rows_R: row of ``filled`` that each row of this layer continues.
+        limit: maximum number of positions.
     """
+
+    keys: torch.Tensor
+    values: torch.Tensor
 
     def __init__(self, filled: DynamicLayer, rows_R: torch.Tensor, limit: int) -> None:
         super().__init__()
         self.dtype, self.device, self.is_initialized = filled.dtype, filled.device, True
         self.limit = limit
         rows = rows_R.to(self.device)
-        self.buffers = [self._with_room(old, rows) for old in (filled.keys, filled.values)]
+        self.buffers = [self._with_capacity(old, rows) for old in (filled.keys, filled.values)]
         self._set_length(filled.get_seq_length())
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write new positions behind the present ones; returns all of them, (R, K, S, D) each."""
+        """Append positions; returns all keys and values, (R, K, S, D) each."""
         start, end = self.get_seq_length(), self.get_seq_length() + key_states.shape[-2]
         if end > self.buffers[0].shape[-2]:
             rows = torch.arange(len(key_states), device=self.device)
-            self.buffers = [self._with_room(old, rows) for old in (self.keys, self.values)]
+            self.buffers = [self._with_capacity(old, rows) for old in (self.keys, self.values)]
         for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
             buffer.narrow(2, start, end - start).copy_(states)
         self._set_length(end)
@@ -55,19 +58,19 @@ class GrowingLayer(DynamicLayer):
     def _set_length(self, length: int) -> None:
         self.keys, self.values = (buffer.narrow(2, 0, length) for buffer in self.buffers)
 
-    def _with_room(self, old: Any, rows: torch.Tensor) -> torch.Tensor:
+    def _with_capacity(self, old: Any, rows: torch.Tensor) -> torch.Tensor:
         length = old.shape[-2]
-        room = max(length + 1, min(length + length // 4 + 32, self.limit))
-        buffer = old.new_empty(len(rows), old.shape[1], room, old.shape[-1])
+        capacity = max(length + 1, min(length + length // 4 + 32, self.limit))
+        buffer = old.new_empty(len(rows), old.shape[1], capacity, old.shape[-1])
         buffer[:, :, :length] = old[rows]
         return buffer
 
 
 def continue_rows(cache: DynamicCache, rows_R: torch.Tensor, limit: int) -> None:
-    """Let the cache hold the given rows of itself, in order and as often as they are named, ready to grow.
+    """Replace the rows of ``cache`` by ``rows_R``, which may repeat rows, and give its layers spare capacity.
 
     Args:
-        limit: number of positions that will not be exceeded.
+        limit: maximum number of positions.
     """
     for index, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer and layer.is_initialized:

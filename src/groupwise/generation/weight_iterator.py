@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from groupwise.errors import BackendError
+from groupwise.generation.base import LoRAWeights
 
 BUCKET_BYTES = 512 * 2**20
 
@@ -67,6 +68,44 @@ def weight_iterator(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
                     whole = _merged(module, own, tuners) if tuners else _gathered(own, lent=unit is not None)
                 prefix = _checkpoint_path(path)
                 yield from to_checkpoint({f"{prefix}{name}": t for name, t in whole.items()}).items()
+
+
+class PolicyWeights:
+    """Weights of a policy as a :class:`~groupwise.generation.base.WeightSource`.
+
+    Args:
+        model: see :func:`weight_iterator`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See :func:`weight_iterator`."""
+        return weight_iterator(self.model)
+
+    def adapter(self) -> LoRAWeights:
+        """Gather the active LoRA adapter on the CPU, as PEFT would save it.
+
+        Raises:
+            BackendError: the model is wrapped by FSDP version 1.
+        """
+        model: Any = self.model
+        if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+            raise BackendError(
+                "vllm_engine_kwargs['enable_lora'] sends only the adapter, which FSDP version 1 does not "
+                "support; set fsdp_version to 2, or leave enable_lora out to send merged weights"
+            )
+        from peft import get_peft_model_state_dict
+
+        name = model.active_adapter
+        parameters = {key: parameter for key, parameter in model.named_parameters() if "lora_" in key}
+        with gathering(parameters.values()):
+            whole = {key: whole_tensor(parameter.data) for key, parameter in parameters.items()}
+            tensors = get_peft_model_state_dict(model, state_dict=whole, adapter_name=name)
+            tensors = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
+        config = model.peft_config[name].to_dict()
+        return LoRAWeights(tensors, {**config, "target_modules": sorted(config["target_modules"])})
 
 
 def gatherable(accelerator: Any, model: Any) -> Any:

@@ -12,7 +12,6 @@ from groupwise.agents import Agents, EnvironmentDrivenRollouts
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.images import ImageInputs
 from groupwise.generation.base import GenerationBackend
-from groupwise.generation.overriding import Overriding
 from groupwise.generation.rollout_func import call_rollout_function
 from groupwise.records import Completion, RolloutBatch, RolloutFunction, RolloutRequest, Row, SamplingOptions
 from groupwise.tokenization.images import (
@@ -52,8 +51,7 @@ class RolloutMixin:
         """
         rows = request.rows
         if self.agents is not None:
-            backend = Overriding(self.backend, request.generation_kwargs)  # type: ignore[arg-type]
-            rollouts = self.agents.generate_rollouts(rows, backend)  # type: ignore[arg-type]
+            rollouts = self.agents.generate_rollouts(rows, self.backend, request.generation_kwargs)
             return replace(
                 rollouts,
                 num_generations=request.num_generations,
@@ -65,8 +63,8 @@ class RolloutMixin:
         prompt_ids, images = self.tokenize(rows)
         sampling = SamplingOptions(
             images=images,
-            overrides=request.generation_kwargs,
-            finished=self._partial_rollouts(request, prompt_ids),
+            generation_kwargs=request.generation_kwargs,
+            on_finished=self._partial_rollouts(request, prompt_ids),
         )
         completions = self.backend.generate(prompt_ids, sampling)
         return self.make_rollouts(request, prompt_ids, completions, images=images)

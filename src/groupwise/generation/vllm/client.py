@@ -68,7 +68,7 @@ class VLLMServers:
         ]
 
     def _generate(self, server: HttpClient, request: Request, sampling: dict[str, Any]) -> list[Completion]:
-        count = request.samples(sampling.get("temperature", 1.0))
+        count = request.num_samples(sampling.get("temperature", 1.0))
         fields = {
             "n": count,
             "seed": request.seed,
@@ -154,8 +154,8 @@ class VLLMServers:
         """Return when all servers are healthy; a ConnectionError after the timeout."""
         self._on_all(lambda server: server.wait_until_up(doing))
 
-    def measure(self) -> list[int]:
-        """How many workers each server has."""
+    def fetch_world_sizes(self) -> list[int]:
+        """Return the number of workers of each server."""
         answers = self._on_all(lambda s: s.call("GET", "/get_world_size", doing="asking for its workers"))
         self.world_sizes = [answer["world_size"] for answer in answers]
         return self.world_sizes

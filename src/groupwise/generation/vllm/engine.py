@@ -12,6 +12,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from groupwise.config.sampling import SAMPLING_FIELDS
 from groupwise.errors import ConfigError
+from groupwise.generation.base import json_dict
 from groupwise.generation.vllm.sampling import sampling_fields
 from groupwise.generation.vllm.transport import BACKEND
 
@@ -57,7 +58,7 @@ def check_engine(config: Any) -> None:
             "vllm_enable_sleep_mode=True frees GPU memory, but the trainer computes on a CPU; set it to False"
         )
     known = set(EngineArgs.__dataclass_fields__)
-    for name in config.vllm_engine_kwargs or {}:
+    for name in json_dict(config.vllm_engine_kwargs):
         if name in _DECIDED:
             raise ConfigError(
                 f"vllm_engine_kwargs[{name!r}] is not free: it follows {_DECIDED[name]}; leave it out"
@@ -76,7 +77,7 @@ def _check_implementation(config: Any) -> None:
     """Refuse what goes wrong where engine and policy are made from the same class of transformers."""
     if config.vllm_model_impl != "transformers":
         return
-    if not (config.vllm_engine_kwargs or {}).get("enforce_eager", True):
+    if not json_dict(config.vllm_engine_kwargs).get("enforce_eager", True):
         raise ConfigError(
             "vllm_engine_kwargs['enforce_eager']=False compiles the class that the policy is made from, too; "
             "leave it out with vllm_model_impl='transformers', or set vllm_model_impl='vllm'"
@@ -164,10 +165,12 @@ def engine_arguments(config: Any, model: str, dtype: str) -> dict[str, Any]:
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": 2 * _GIB}
         # On a CPU, vLLM ends when it reads a part of the tokens of a request that has a seed.
         arguments["enable_chunked_prefill"] = False
-    return arguments | (config.vllm_engine_kwargs or {})
+    return arguments | json_dict(config.vllm_engine_kwargs)
 
 
-def sampling_arguments(config: Any, end_tokens: Iterable[int], never: Iterable[int] = ()) -> dict[str, Any]:
+def sampling_arguments(
+    config: Any, end_tokens: Iterable[int], suppress_tokens: Iterable[int] = ()
+) -> dict[str, Any]:
     """Arguments for ``vllm.SamplingParams`` beside the number, length and seed of the samples.
 
     Raises:
@@ -176,14 +179,16 @@ def sampling_arguments(config: Any, end_tokens: Iterable[int], never: Iterable[i
     from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
     known = set(SamplingParams.__struct_fields__)
-    for name in config.generation_kwargs or {}:
+    for name in json_dict(config.generation_kwargs):
         if name in ("n", "seed", "logprobs", "output_kind"):
             raise ConfigError(
                 f"generation_kwargs[{name!r}] is decided by the trainer with use_vllm=True; leave it out"
             )
         if name not in known | set(SAMPLING_FIELDS):
             raise ConfigError(unknown("generation_kwargs", name, known))
-    fields = sampling_fields(config, end_tokens, never) | {"logprobs": 0}  # of the sampled token alone
+    fields = sampling_fields(config, end_tokens, suppress_tokens) | {
+        "logprobs": 0
+    }  # of the sampled token alone
     if "structured_outputs" in fields:
         fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
     return fields

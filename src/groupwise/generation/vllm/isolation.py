@@ -1,4 +1,4 @@
-"""The engine shares the process with the trainer, but not its random numbers and not its classes."""
+"""Isolate the trainer from an engine in the same process: random number generators and model classes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 @contextmanager
 def preserve_rng_state() -> Iterator[None]:
-    """What runs inside draws and seeds without effect outside: vLLM sets the seeds of the whole process."""
+    """Restore all global random number generators at exit; vLLM seeds them for the whole process."""
     states = random.getstate(), numpy.random.get_state()
     set_num_threads = torch.set_num_threads
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
@@ -24,15 +24,15 @@ def preserve_rng_state() -> Iterator[None]:
         finally:
             random.setstate(states[0])
             numpy.random.set_state(states[1])
-            torch.set_num_threads = set_num_threads  # vLLM's worker for CPUs takes it away
+            torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it
 
 
 @contextmanager
-def own_classes(model: nn.Module) -> Iterator[None]:
-    """What runs inside leaves the classes of the model as they were.
+def preserve_model_classes(model: nn.Module) -> Iterator[None]:
+    """Restore the classes of the model's modules at exit.
 
-    With ``model_impl="transformers"`` vLLM builds its model from the same class of transformers and rewrites
-    that class for its own compiler, after which the policy could neither be called nor made again.
+    With ``model_impl="transformers"`` vLLM builds its model from the same transformers class and patches that
+    class for its compiler, after which the policy could neither run nor be constructed again.
     """
     classes = {type(module) for module in model.modules() if isinstance(module, PreTrainedModel)}
     before = {cls: (cls.__bases__, dict(vars(cls))) for cls in classes}

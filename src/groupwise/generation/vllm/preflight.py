@@ -21,7 +21,7 @@ _PROBE = "The answer: 3.14 + 2.7 = 5.84\n\tünïcode 你好"
 
 
 @dataclass(frozen=True)
-class ServerFacts:
+class ServerInfo:
     """What a server says of itself.
 
     shape: the sizes of its model, as far as they are known.
@@ -37,7 +37,7 @@ class ServerFacts:
     shape: dict[str, int]
 
 
-def check_servers(servers: VLLMServers, policy: Any, config: Any, tokenizer: Any) -> list[ServerFacts]:
+def check_servers(servers: VLLMServers, policy: Any, config: Any, tokenizer: Any) -> list[ServerInfo]:
     """Compare every server with the policy and the configuration.
 
     Args:
@@ -62,12 +62,12 @@ def check_servers(servers: VLLMServers, policy: Any, config: Any, tokenizer: Any
     return facts
 
 
-def _ask(server: HttpClient) -> ServerFacts:
+def _ask(server: HttpClient) -> ServerInfo:
     doing = "asking for its configuration"
     info = server.call("GET", "/server_info?config_format=json", doing=doing)["vllm_config"]
     model = info["model_config"]
     transfer = info.get("weight_transfer_config") or {}
-    return ServerFacts(
+    return ServerInfo(
         url=server.url,
         model=model["model"],
         dtype=str(model["dtype"]).removeprefix("torch."),
@@ -89,7 +89,7 @@ def _shape(model: str) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if isinstance(size, int)}
 
 
-def _problems(fact: ServerFacts, policy: Any, config: Any) -> list[str]:
+def _problems(fact: ServerInfo, policy: Any, config: Any) -> list[str]:
     found = []
     for name, size in fact.shape.items():
         own = getattr(policy, name, size)
@@ -141,7 +141,7 @@ def _samples_plainly(config: Any, mode: str) -> bool:
     )
 
 
-def _tokenizer_problem(server: HttpClient, tokenizer: Any, fact: ServerFacts) -> list[str]:
+def _tokenizer_problem(server: HttpClient, tokenizer: Any, fact: ServerInfo) -> list[str]:
     body = {"model": None, "prompt": _PROBE, "add_special_tokens": False}
     try:
         theirs = server.call("POST", "/tokenize", body, doing="comparing tokenizers")["tokens"]
@@ -155,7 +155,7 @@ def _tokenizer_problem(server: HttpClient, tokenizer: Any, fact: ServerFacts) ->
     ]
 
 
-def _warn(fact: ServerFacts, config: Any) -> None:
+def _warn(fact: ServerInfo, config: Any) -> None:
     expected = "bfloat16" if config.bf16 else "float16" if config.fp16 else "float32"
     if fact.dtype != expected:
         logger.warning(

@@ -1,24 +1,32 @@
-"""What vLLM is asked for: sampling fields from the configuration, and seeds that make a run repeatable."""
+"""Sampling fields of vLLM from the config, and request seeds that make a run reproducible."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import SAMPLING_FIELDS
+from groupwise.generation.base import json_dict
 
-#: Fields of the configuration that vLLM calls the same.
+#: Fields of the config that have the same name in vLLM.
 _SAME_NAME = ("temperature", "top_p", "top_k", "repetition_penalty")
+
+#: (seed, number of samples, max_tokens); requests with equal keys have equal results under the same weights.
+RequestKey: TypeAlias = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Request:
     """Samples of one prompt.
 
-    rows: which rows of the call they are for.
-    seed: of the first sample; vLLM counts up from it for the others.
+    Attributes:
+        prompt: token ids.
+        rows: indices of the samples in the ``generate`` call.
+        seed: seed of the first sample; vLLM adds 1 per further sample.
+        max_tokens: maximum completion length.
     """
 
     prompt: Sequence[int]
@@ -26,34 +34,35 @@ class Request:
     seed: int
     max_tokens: int
 
-    def samples(self, temperature: float) -> int:
-        """How many of them vLLM is asked for: it refuses to give the most probable tokens more than once."""
+    def num_samples(self, temperature: float) -> int:
+        """Return ``n`` of vLLM's sampling parameters; it must be 1 for greedy decoding."""
         return 1 if temperature == 0 else len(self.rows)
 
     @property
-    def key(self) -> tuple[int, int, int]:
-        """Equal for requests with equal answers under the same weights."""
+    def key(self) -> RequestKey:
         return self.seed, len(self.rows), self.max_tokens
 
 
-def sampling_fields(config: Any, end_tokens: Iterable[int], never: Iterable[int] = ()) -> dict[str, Any]:
-    """Fields of vLLM's ``SamplingParams`` that all requests of a run share.
+def sampling_fields(
+    config: GRPOConfig, end_tokens: Iterable[int], suppress_tokens: Iterable[int] = ()
+) -> dict[str, Any]:
+    """Return the fields of vLLM's ``SamplingParams`` that all requests of a run share.
 
     Args:
-        config: a ``GRPOConfig``; its ``generation_kwargs`` are passed on and override.
-        end_tokens: what ends a completion.
-        never: tokens that are not sampled.
+        config: its ``generation_kwargs`` are added and win.
+        end_tokens: token ids that end a completion.
+        suppress_tokens: token ids that are not sampled.
     """
     fields: dict[str, Any] = {name: getattr(config, name) for name in _SAME_NAME}
     fields["min_p"] = config.min_p or 0.0
     fields["stop_token_ids"] = sorted(end_tokens)
     if config.vllm_structured_outputs_regex is not None:
         fields["structured_outputs"] = {"regex": config.vllm_structured_outputs_regex}
-    own = config.generation_kwargs or {}
-    fields.update({name: value for name, value in own.items() if name not in SAMPLING_FIELDS})
-    if never := list(never):
-        fields["logit_bias"] = {**fields.get("logit_bias", {}), **dict.fromkeys(never, -100.0)}
-    fields["detokenize"] = bool(fields.get("stop"))  # strings are looked for in the text
+    given = json_dict(config.generation_kwargs)
+    fields.update({name: value for name, value in given.items() if name not in SAMPLING_FIELDS})
+    if suppress_tokens := list(suppress_tokens):
+        fields["logit_bias"] = {**fields.get("logit_bias", {}), **dict.fromkeys(suppress_tokens, -100.0)}
+    fields["detokenize"] = bool(fields.get("stop"))  # stop strings are searched in the text
     return fields
 
 
@@ -63,18 +72,20 @@ def group_requests(
     seed: int,
     step: int,
     rank: int,
-    before: dict[int, int] | None = None,
+    num_samples: dict[int, int] | None = None,
 ) -> list[Request]:
-    """Rows next to each other with the same prompt and limit as one request.
+    """Merge adjacent rows with equal prompt and limit into one request each.
 
-    A sample's seed depends on the run's seed, the step, the rank, the prompt and how many samples of that
-    prompt stand before it: not on what else is sampled, on the order of requests or on the server.
+    The seed of a sample is derived from the run's seed, the step, the rank, the prompt and the number of
+    earlier samples of that prompt. It does not depend on other prompts, the order of requests or the servers.
 
     Args:
-        before: how many samples of each prompt, by the seed of its first, the step has had; kept up to date.
+        prompts: B token lists.
+        limits: maximum completion length per prompt, B.
+        num_samples: samples per prompt so far in this step, by base seed; updated in place.
     """
     requests: list[Request] = []
-    before = {} if before is None else before
+    num_samples = {} if num_samples is None else num_samples
     row = 0
     while row < len(prompts):
         end = row + 1
@@ -82,9 +93,11 @@ def group_requests(
             end += 1
         key = f"{seed} {step} {rank} {list(prompts[row])}".encode()
         digest = hashlib.blake2b(key, digest_size=8).digest()
-        base = int.from_bytes(digest, "big") >> 2  # leaves room to count up within 63 bits
-        first = before.get(base, 0)
-        requests.append(Request(prompts[row], range(row, end), base + first, limits[row]))
-        before[base] = first + end - row
+        base_seed = (
+            int.from_bytes(digest, "big") >> 2
+        )  # 62 bits: base_seed + samples fits a signed 64-bit integer
+        first = num_samples.get(base_seed, 0)
+        requests.append(Request(prompts[row], range(row, end), base_seed + first, limits[row]))
+        num_samples[base_seed] = first + end - row
         row = end
     return requests

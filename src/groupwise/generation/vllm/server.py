@@ -1,8 +1,7 @@
-"""Generation on vLLM servers that run beside the trainer.
+"""Generation on vLLM servers outside the trainer's processes.
 
-Every process sends the requests for its own rows; process 0 sends the weights to all servers. Servers may
-disappear and come back: what they were asked for is asked again with the same seeds, and a server that comes
-back without this run's weights gets them first.
+Each rank sends the requests of its own rows; rank 0 pushes the weights to all servers. Servers may restart at
+any time: lost requests are repeated with the same seeds, and a restarted server gets the weights first.
 """
 
 from __future__ import annotations
@@ -12,235 +11,244 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-import torch
 from accelerate.utils import gather_object
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import BackendError, ConfigError
-from groupwise.generation.transformers_generate import end_tokens
+from groupwise.generation.base import (
+    RUN_SETTINGS,
+    BackendEntry,
+    GenerationBackend,
+    ProcessingClass,
+    WeightSource,
+    text_tokenizer,
+)
+from groupwise.generation.transformers_backend import end_tokens as find_end_tokens
 from groupwise.generation.vllm import transport
 from groupwise.generation.vllm.client import LostWeightsError, VLLMServers
 from groupwise.generation.vllm.colocate import check_policy
 from groupwise.generation.vllm.http import HttpClient, LostAnswerError, ServerUnavailableError
-from groupwise.generation.vllm.preflight import ServerFacts, check_servers
-from groupwise.generation.vllm.sampling import Request, group_requests, sampling_fields
+from groupwise.generation.vllm.preflight import ServerInfo, check_servers
+from groupwise.generation.vllm.sampling import Request, RequestKey, group_requests, sampling_fields
 from groupwise.generation.vllm.serve import as_shell_line, serve_command
-from groupwise.generation.weight_iterator import buckets, weight_iterator
+from groupwise.generation.weight_iterator import buckets
 from groupwise.records import Completion, SamplingOptions
 
 logger = logging.getLogger(__name__)
 
-_AS_CONFIGURED = SamplingOptions()
+T = TypeVar("T")
+
 _ATTEMPTS = 4
 
 
-class VLLMServerBackend:
-    """Samples on the servers of ``vllm_server_base_url``.
+class VLLMServerBackend(GenerationBackend):
+    """Samples on the servers of ``vllm_server_base_url``; connects in the first ``sync_weights``.
 
     Args:
-        config: a ``GRPOConfig``.
-        policy: returns the unwrapped policy; training may wrap it anew.
-        end_tokens: every token that ends a completion.
-        tokenizer: the trainer's, compared with the servers'.
-        never: tokens that are not sampled.
+        config: settings of the run.
+        model_config: config of the policy, compared with the servers' model.
+        end_tokens: token ids that end a completion.
+        tokenizer: compared with the servers' tokenizer; None skips that.
+        suppress_tokens: token ids that are not sampled.
     """
 
     def __init__(
         self,
-        config: Any,
-        policy: Callable[[], Any],
+        config: GRPOConfig,
+        model_config: PreTrainedConfig,
         end_tokens: frozenset[int],
-        tokenizer: Any = None,
-        never: Sequence[int] = (),
+        tokenizer: ProcessingClass | None = None,
+        suppress_tokens: Sequence[int] = (),
     ) -> None:
-        self.config, self.policy, self.end_tokens, self.tokenizer = config, policy, end_tokens, tokenizer
-        self.sampling = sampling_fields(config, end_tokens, never)
-        self.version: int | None = None
-        self.facts: list[ServerFacts] = []
+        self.config, self.model_config = config, model_config
+        self.end_tokens, self.tokenizer = end_tokens, tokenizer
+        self.sampling = sampling_fields(config, end_tokens, suppress_tokens)
+        self.server_info: list[ServerInfo] = []
         self._servers: VLLMServers | None = None
-        self._asked: dict[Any, Future[list[Completion]]] = {}
-        self._sampled: dict[int, int] = {}  # samples of each prompt at step _sampled_at
-        self._sampled_at: int | None = None
+        self._pending: dict[RequestKey, Future[list[Completion]]] = {}
+        self._num_samples: dict[int, int] = {}  # by prompt, at step _num_samples_step
+        self._num_samples_step: int | None = None
+        self._source: WeightSource | None = None  # for servers that restart before the next sync
         self._sender: transport.WeightSender | None = None
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions = _AS_CONFIGURED
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions = RUN_SETTINGS
     ) -> list[Completion]:
-        """Sample one completion per prompt; repeated prompts next to each other are one request.
+        """Sample one completion per prompt; adjacent equal prompts are the samples of one request.
 
         Raises:
-            BackendError: a server refuses a request; also a ConnectionError where one does not answer within
-                ``vllm_server_timeout``. Every process raises when one does.
+            BackendError: a server refuses a request; also a ConnectionError if a server does not respond
+                within ``vllm_server_timeout``. All ranks raise if one does.
         """
         if self.version is None:
             raise BackendError("the servers have no weights; call sync_weights before generate")
-        sampled = dict(self._sampled)
-        requests = self._requests(prompts, sampling, self.version, sampled)
-        completions: list[Any] = [None] * len(prompts)
-        for request, samples in zip(requests, self._answers(requests, sampling), strict=True):
-            for row, completion in zip(request.rows, samples, strict=True):
-                completions[row] = completion
-        self._sampled = sampled  # not before: what failed is asked for with the same seeds
-        return completions
+        num_samples = dict(self._num_samples)
+        requests = self._make_requests(prompts, sampling, self.version, num_samples)
+        completions: dict[int, Completion] = {}
+        for request, samples in zip(requests, self._complete(requests, sampling), strict=True):
+            completions.update(zip(request.rows, samples, strict=True))
+        self._num_samples = num_samples  # only now: a failed call is repeated with the same seeds
+        return [completions[row] for row in range(len(prompts))]
 
     def prefetch(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions = _AS_CONFIGURED, *, step: int
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions = RUN_SETTINGS, *, step: int
     ) -> None:
-        """Begin with what ``generate`` will be asked for at optimizer step ``step``.
+        """Send the requests of optimizer step ``step``; unfinished ones continue with the next weights."""
+        self._submit(self._make_requests(prompts, sampling, step, {}), sampling)
 
-        What is not finished when new weights arrive goes on with those.
-        """
-        self._ask(self._requests(prompts, sampling, step, {}), sampling)
-
-    def sync_weights(self, params: Iterator[tuple[str, torch.Tensor]] | None = None, *, step: int) -> None:
-        """Send the policy's weights as of optimizer step ``step``, unless the servers have them.
-
-        Args:
-            params: not used: a server that restarts needs the weights a second time, so they are always taken
-                from the policy.
-        """
+    def sync_weights(self, source: WeightSource, *, step: int) -> None:
+        """Push the weights of optimizer step ``step`` to all servers; a no-op if they have them."""
         if self.version == step:
             return
-        self.version = None
-        self._sampled = self._sampled if self._sampled_at == step else {}
-        self._sampled_at = step
-        self._send_weights(step)
+        self.version, self._source = None, source
+        self._num_samples = self._num_samples if self._num_samples_step == step else {}
+        self._num_samples_step = step
+        self._push_weights(step)
         self.version = step
 
-    def release(self) -> None:
-        """Nothing to give back: the memory is the servers'."""
-
     def close(self) -> None:
-        """End what is under way on the servers; the next use connects again."""
+        """Cancel all requests and disconnect; the next ``sync_weights`` connects again."""
         if self._servers is not None:
             self._servers.close()
-        self._drop_sender()
-        self._servers = self.version = None
-        self._asked = {}
+        self._close_sender()
+        self._servers = self.version = self._source = None
+        self._pending = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What was generated ahead and is finished, and what makes seeds differ within a step."""
-        finished = {key: future.result() for key, future in self._asked.items() if _succeeded(future)}
+        """Return finished prefetched completions, and the number of samples per prompt in this step."""
+        finished = {key: future.result() for key, future in self._pending.items() if _succeeded(future)}
         return {
             "finished": [(key, [vars(c) for c in samples]) for key, samples in finished.items()],
-            "sampled": (self._sampled_at, dict(self._sampled)),
+            "num_samples": (self._num_samples_step, dict(self._num_samples)),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take it over; what was not finished is asked for again when its turn comes."""
-        self._asked = {}
-        self._sampled_at, self._sampled = state["sampled"]
+        """Restore :meth:`state_dict`. ``generate`` repeats the requests that were not finished."""
+        self._pending = {}
+        self._num_samples_step, self._num_samples = state["num_samples"]
         for key, samples in state["finished"]:
             future: Future[list[Completion]] = Future()
             future.set_result([Completion(**fields) for fields in samples])
-            self._asked[tuple(key)] = future
+            self._pending[tuple(key)] = future
 
     # Requests.
 
-    @property
-    def context_length(self) -> int | None:
-        """What every server takes; None before they have been asked."""
-        return min((fact.max_model_length for fact in self.facts), default=None)
-
-    def _requests(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions, step: int, before: dict[int, int]
+    def _make_requests(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingOptions,
+        step: int,
+        num_samples: dict[int, int],
     ) -> list[Request]:
-        longest = self.context_length
+        max_length = self.context_length
         limits = list(sampling.max_tokens or [self.config.max_completion_length] * len(prompts))
-        if longest is not None:
-            limits = [min(m, longest - len(prompt)) for m, prompt in zip(limits, prompts, strict=True)]
+        if max_length is not None:
+            limits = [min(m, max_length - len(prompt)) for m, prompt in zip(limits, prompts, strict=True)]
             if min(limits, default=1) < 1:
                 raise BackendError(
-                    f"a prompt of {max(map(len, prompts))} tokens leaves no room within the server's "
-                    f"--max-model-len {longest}; raise that, or set max_prompt_length"
+                    f"a prompt of {max(map(len, prompts))} tokens leaves no room for a completion within the "
+                    f"server's --max-model-len {max_length}; raise that, or set max_prompt_length"
                 )
         seed = self.config.seed
-        if sampling.overrides:  # other settings are other requests
-            seed ^= zlib.crc32(repr(sorted(sampling.overrides.items())).encode())
-        return group_requests(prompts, limits, seed, step, self.config.process_index, before)
+        if sampling.generation_kwargs:  # requests with different settings must not share a key
+            seed ^= zlib.crc32(repr(sorted(sampling.generation_kwargs.items())).encode())
+        return group_requests(prompts, limits, seed, step, self.config.process_index, num_samples)
 
-    def _ask(self, requests: list[Request], sampling: SamplingOptions) -> None:
-        """Send the requests that have not been sent yet."""
-        new = [request for request in requests if request.key not in self._asked]
-        # Processes begin with different servers, so that a few requests of each do not all meet on the first.
-        settings = {**self.sampling, **sampling.overrides}
+    def _submit(self, requests: list[Request], sampling: SamplingOptions) -> None:
+        """Send the requests that are not pending."""
+        new = [request for request in requests if request.key not in self._pending]
+        settings = {**self.sampling, **sampling.generation_kwargs}
+        # Ranks start at different servers, so that a few requests of each rank do not all go to the first.
         futures = self.servers.submit(new, settings, first=self.config.process_index)
-        self._asked.update((request.key, future) for request, future in zip(new, futures, strict=True))
+        self._pending.update((request.key, future) for request, future in zip(new, futures, strict=True))
 
-    def _answers(self, requests: list[Request], sampling: SamplingOptions) -> list[list[Completion]]:
-        answers: dict[Any, list[Completion]] = {}
+    def _complete(self, requests: list[Request], sampling: SamplingOptions) -> list[list[Completion]]:
+        """Return the samples of each request; pushes the weights again to servers that lost them."""
+        samples: dict[RequestKey, list[Completion]] = {}
         missing = requests
         for _ in range(_ATTEMPTS):
-            self._ask(missing, sampling)
-            missing, error = self._collect(missing, answers, sampling)
-            self._raise_together(error)
-            if not any(self._of_all(bool(missing))):
-                return [answers[request.key] for request in requests]
-            logger.warning("a vLLM server came back without this run's weights; sending them again")
-            self._send_weights(self.version or 0)
+            self._submit(missing, sampling)
+            missing, error = self._collect(missing, samples, sampling)
+            self._raise_on_all_ranks(error)
+            if not any(self._gather(bool(missing))):
+                return [samples[request.key] for request in requests]
+            logger.warning("a vLLM server restarted without this run's weights; sending them again")
+            self._push_weights(self.version or 0)
         raise BackendError(
             f"vLLM servers lost their weights {_ATTEMPTS} times within one generation; does another run send "
             "its weights to the same servers?"
         )
 
     def _collect(
-        self, requests: list[Request], answers: dict[Any, list[Completion]], sampling: SamplingOptions
+        self,
+        requests: list[Request],
+        samples: dict[RequestKey, list[Completion]],
+        sampling: SamplingOptions,
     ) -> tuple[list[Request], BackendError | None]:
-        """Wait for the answers; what was lost with a server's weights, and the first failure."""
+        """Wait for the requests and add their results to ``samples``.
+
+        Returns:
+            requests to servers that lost their weights, and the first failure.
+        """
         lost: list[Request] = []
         error: BackendError | None = None
-        waiting = {self._asked.pop(request.key): request for request in requests}
+        waiting = {self._pending.pop(request.key): request for request in requests}
         try:
             while waiting and error is None:
                 done, _ = wait(waiting, return_when=FIRST_COMPLETED)
-                usable = []
+                finished = []
                 for future in [future for future in waiting if future in done]:
                     request = waiting.pop(future)
                     try:
-                        answers[request.key] = future.result()
-                        usable.append(request)
+                        samples[request.key] = future.result()
+                        finished.append(request)
                     except LostWeightsError:
                         lost.append(request)
                     except BackendError as failure:
                         error = error or failure
-                if sampling.finished is not None and usable and error is None:
-                    rows = [row for request in usable for row in request.rows]
-                    sampling.finished(rows, [one for request in usable for one in answers[request.key]])
-        except BaseException:  # an interrupt: nobody will read the other answers
+                if sampling.on_finished is not None and finished and error is None:
+                    rows = [row for request in finished for row in request.rows]
+                    sampling.on_finished(rows, [one for request in finished for one in samples[request.key]])
+        except BaseException:  # an interrupt; nothing will read the other results
             self.close()
             raise
         return lost, error
 
     @property
     def servers(self) -> VLLMServers:
-        """The servers, once they are connected to."""
-        assert self._servers is not None
+        """Client of the servers; ``sync_weights`` connects it."""
+        if self._servers is None:
+            raise BackendError("not connected to the servers; call sync_weights first")
         return self._servers
 
     def _connect(self) -> None:
-        """Find the servers and check them, before the first weights; every process calls it."""
+        """Wait for the servers and check them. A collective: all ranks call it."""
         if self._servers is not None:
             return
         config, error = self.config, None
-        urls = addresses(config)
-        run = self._of_all(uuid.uuid4().hex[:12])[0]  # marks the weights as those of this run
-        servers = VLLMServers(urls, config.vllm_server_timeout, self._how_to_start(urls[0]), run)
+        urls = server_urls(config)
+        run_id = self._gather(uuid.uuid4().hex[:12])[0]
+        servers = VLLMServers(urls, config.vllm_server_timeout, self._start_command(urls[0]), run_id)
         try:
             servers.wait_until_up("connecting")
-            self.facts = check_servers(servers, self.policy().config, config, self.tokenizer)
+            self.server_info = check_servers(servers, self.model_config, config, self.tokenizer)
+            self.context_length = min(info.max_model_length for info in self.server_info)
         except BackendError as failure:
             error = failure
         except BaseException:
             servers.close()
             raise
         self._servers = servers
-        self._raise_together(error)
+        self._raise_on_all_ranks(error)
 
-    def _how_to_start(self, url: str) -> str:
+    def _start_command(self, url: str) -> str:
+        """Return the shell command that starts a server at ``url``, for error messages."""
         command, environment = serve_command(
-            getattr(self.policy().config, "_name_or_path", "") or "MODEL",
+            getattr(self.model_config, "_name_or_path", "") or "MODEL",
             port=urlsplit(url if "//" in url else f"http://{url}").port or 8000,
             device="cuda" if self.config.device.type == "cuda" else "cpu",
         )
@@ -248,124 +256,129 @@ class VLLMServerBackend:
 
     # Weights.
 
-    def _send_weights(self, step: int) -> None:
-        """All processes together, because sharded weights are gathered by all of them."""
+    def _push_weights(self, step: int) -> None:
+        """Push the weights, again if a server restarts meanwhile. A collective: all ranks gather shards."""
+        if self._source is None:
+            raise BackendError("the backend has no weights; call sync_weights before generate")
         self._connect()
         for attempt in range(1, _ATTEMPTS + 1):
             lost: LostAnswerError | None = None
             error: BackendError | None = None
-            stream = buckets(weight_iterator(self.policy()))
+            weights = buckets(self._source.full())
             try:
                 if self.config.process_index == 0:
-                    self._push(stream, step, again=attempt > 1)
+                    self._push(weights, step, retry=attempt > 1)
             except LostAnswerError as failure:
                 lost = failure
-                self._drop_sender()  # a server that restarted knows nothing of the transfer
+                self._close_sender()  # a restarted server must be connected again
             except BackendError as failure:
                 error = failure
             if self.config.world_size > 1:
-                for _ in stream:  # what process 0 left out or the others have to gather
+                for _ in weights:  # gathering is a collective; rank 0 too must finish after a failure
                     pass
             if lost is not None and attempt == _ATTEMPTS:
                 error = ServerUnavailableError(
-                    f"sending weights to the vLLM servers failed {attempt} times; the last time: {lost}"
+                    f"sending weights to the vLLM servers failed {attempt} times; the last error: {lost}"
                 )
-            self._raise_together(error)
-            if not any(self._of_all(lost is not None)):
+            self._raise_on_all_ranks(error)
+            if not any(self._gather(lost is not None)):
                 return
             if lost is not None:
                 logger.warning("sending weights failed (%s); trying again", lost)
 
-    def _push(self, stream: Iterator[transport.Bucket], step: int, *, again: bool) -> None:
+    def _push(self, weights: Iterator[transport.Bucket], step: int, *, retry: bool) -> None:
         servers = self.servers
         servers.wait_until_up("sending weights")
-        if again:
+        if retry:
             servers.abandon_update()
         if self._sender is None:
-            sender = self._new_sender(servers)
+            sender = self._make_sender(servers)
             sender.connect(servers)
             self._sender = sender
         servers.pause()
-        self._sender.push(stream, servers, step)
+        self._sender.push(weights, servers, step)
         servers.resume()
 
-    def _new_sender(self, servers: VLLMServers) -> transport.WeightSender:
-        """The counterpart of the weight-transfer engine that the servers were started with."""
-        engine = self.facts[0].weight_transfer
+    def _make_sender(self, servers: VLLMServers) -> transport.WeightSender:
+        """Return the sender that matches the servers' ``--weight-transfer-config``."""
+        engine = self.server_info[0].weight_transfer
         if engine == transport.NcclSender.backend:
-            workers = sum(servers.measure())
-            return transport.NcclSender(_own_address(servers), self.config.vllm_group_port, workers)
+            num_workers = sum(servers.fetch_world_sizes())
+            return transport.NcclSender(_own_address(servers), self.config.vllm_group_port, num_workers)
         if engine == transport.CudaIpcSender.backend:
             return transport.CudaIpcSender()
         return transport.SharedMemorySender()
 
-    def _drop_sender(self) -> None:
+    def _close_sender(self) -> None:
         if self._sender is not None:
             self._sender.close()
         self._sender = None
 
-    # Processes.
+    # Ranks.
 
-    def _of_all(self, value: Any) -> list[Any]:
+    def _gather(self, value: T) -> list[T]:
         return gather_object([value]) if self.config.world_size > 1 else [value]
 
-    def _raise_together(self, error: BackendError | None) -> None:
-        """Raise in every process when one has failed, so that no other waits for it."""
-        kinds = (ServerUnavailableError, BackendError)
-        own = None if error is None else (not isinstance(error, ServerUnavailableError), str(error))
-        failures = [(rank, *failure) for rank, failure in enumerate(self._of_all(own)) if failure is not None]
+    def _raise_on_all_ranks(self, error: BackendError | None) -> None:
+        """Raise on all ranks if one has an error, so that no rank waits for another."""
+        failure = None if error is None else (isinstance(error, ServerUnavailableError), str(error))
+        failures = [(rank, *other) for rank, other in enumerate(self._gather(failure)) if other is not None]
         if not failures:
             return
         self.close()
-        if self.config.world_size == 1:
-            raise error  # type: ignore[misc]
-        rank, kind, message = failures[0]
-        raise kinds[kind](f"process {rank}: {message}") from error
+        if error is not None and self.config.world_size == 1:
+            raise error
+        rank, unavailable, message = failures[0]
+        raise (ServerUnavailableError if unavailable else BackendError)(f"rank {rank}: {message}") from error
 
 
-def _succeeded(future: Future[Any]) -> bool:
+def _succeeded(future: Future[list[Completion]]) -> bool:
     return future.done() and not future.cancelled() and future.exception() is None
 
 
-def check_settings(config: Any) -> None:
-    """Refuse addresses that are none. The servers themselves are asked before the first generation.
+def check_settings(config: GRPOConfig) -> None:
+    """Check the format of the server addresses. The servers themselves are checked in the first sync.
 
     Raises:
-        ConfigError: with what an address looks like.
+        ConfigError: with the format of an address.
     """
     try:
-        for url in addresses(config):
+        for url in server_urls(config):
             HttpClient(url, config.vllm_server_timeout)
     except BackendError as error:
         raise ConfigError(f"vllm_server_base_url={config.vllm_server_base_url!r}: {error}") from None
 
 
 def make_backend(
-    policy: Callable[[], Any], config: Any, processing_class: Any, never: Sequence[int] = ()
+    policy: Callable[[], PreTrainedModel],
+    config: GRPOConfig,
+    processing_class: ProcessingClass,
+    suppress_tokens: Sequence[int] = (),
 ) -> VLLMServerBackend:
-    """What samples on the servers; they are connected to at the first use.
-
-    Args:
-        never: tokens that are not sampled.
+    """Construct the backend; see :class:`groupwise.generation.base.BackendFactory`.
 
     Raises:
-        ConfigError: the policy is given images, quantised, or adapted in a way that weights cannot express.
+        ConfigError: vLLM cannot load the policy's weights, or prompts may have images.
     """
-    check_policy(policy(), processing_class)
-    tokens = frozenset(end_tokens(policy(), processing_class))
-    return VLLMServerBackend(config, policy, tokens, processing_class, never)
+    model = policy()
+    check_policy(model, processing_class)
+    end_tokens = frozenset(find_end_tokens(model, text_tokenizer(processing_class)))
+    return VLLMServerBackend(config, model.config, end_tokens, processing_class, suppress_tokens)
 
 
-def addresses(config: Any) -> list[str]:
-    """The addresses of all servers."""
+def server_urls(config: GRPOConfig) -> list[str]:
+    """Return the addresses of all servers."""
     given = config.vllm_server_base_url or f"http://{config.vllm_server_host}:{config.vllm_server_port}"
     return [url.strip() for url in given.split(",") if url.strip()]
 
 
 def _own_address(servers: VLLMServers) -> str:
-    """An address of this machine that the first server reaches."""
+    """Return the address of this machine that the first server can reach."""
     import socket
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((servers.servers[0].host, servers.servers[0].port))  # sends nothing
+        probe.connect((servers.servers[0].host, servers.servers[0].port))  # UDP: sends nothing
         return probe.getsockname()[0]
+
+
+ENTRY = BackendEntry(make_backend, check_settings)

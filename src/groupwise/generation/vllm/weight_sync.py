@@ -1,29 +1,31 @@
-"""What is brought into a colocated engine after an update: all weights, or an adapter alone."""
+"""Weight sync for the colocated vLLM engine: full weights, or only the LoRA adapter."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.distributed.fsdp import FullyShardedDataParallel
-
-from groupwise.errors import BackendError, ConfigError
+from groupwise.errors import ConfigError
+from groupwise.generation.base import LoRAWeights, WeightSource
+from groupwise.generation.decoding import CausalLM
 from groupwise.generation.vllm.transport import LocalSender
-from groupwise.generation.weight_iterator import buckets, gathering, weight_iterator, whole_tensor
+from groupwise.generation.weight_iterator import buckets, weight_iterator
 
-# the ranks that vLLM has kernels for
+if TYPE_CHECKING:
+    from vllm import LLM
+
+#: Values of ``max_lora_rank`` that vLLM accepts.
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class LocalReceiver:
-    """``vllm.LLM`` behind the interface of the senders."""
+    """``WeightReceiver`` of a ``vllm.LLM`` in this process."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: LLM) -> None:
         self.engine = engine
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -39,105 +41,101 @@ class LocalReceiver:
         self.engine.finish_weight_update(weight_version)
 
 
-class FullWeightSync:
-    """Every weight, adapters merged into those that they change."""
+class WeightSync(ABC):
+    """How weights get into a colocated engine.
 
-    sleep_level = 2  # weights are discarded: the trainer has them
+    Attributes:
+        sleep_level: of ``LLM.sleep``; 1 moves the engine's weights to the host, 2 discards them.
+    """
 
-    def __init__(self, engine: Any) -> None:
+    sleep_level: int
+
+    @abstractmethod
+    def push(self, source: WeightSource, step: int) -> None:
+        """Load the weights of optimizer step ``step`` into the engine."""
+
+    def generate_kwargs(self) -> dict[str, Any]:
+        """Return further arguments of ``LLM.generate``."""
+        return {}
+
+    def close(self) -> None:
+        """Release files and connections."""
+
+
+class FullWeightSync(WeightSync):
+    """Pushes all weights, with adapters merged into them."""
+
+    sleep_level = 2  # the next push restores them
+
+    def __init__(self, engine: LLM) -> None:
         self.sender, self.receiver = LocalSender(), LocalReceiver(engine)
         self.sender.connect(self.receiver)
 
-    def bring(self, params: Iterator[tuple[str, torch.Tensor]], step: int) -> None:
-        self.sender.push(buckets(params), self.receiver, step)
-
-    def request_arguments(self) -> dict[str, Any]:
-        return {}
+    def push(self, source: WeightSource, step: int) -> None:
+        self.sender.push(buckets(source.full()), self.receiver, step)
 
     def close(self) -> None:
         self.sender.close()
 
 
-class LoRAWeightSync:
-    """The LoRA adapter, a small part of the weights; the engine holds the base model from its start.
+class LoRAWeightSync(WeightSync):
+    """Pushes only the LoRA adapter; the engine loads the base weights once, at start."""
 
-    Args:
-        policy: returns the unwrapped ``PeftModel``.
-    """
+    sleep_level = 1  # the base weights are not pushed again
 
-    sleep_level = 1  # the base weights wait in the memory of the host: nobody brings them again
-
-    def __init__(self, engine: Any, policy: Callable[[], Any]) -> None:
-        self.engine, self.policy = engine, policy
+    def __init__(self, engine: LLM) -> None:
+        self.engine = engine
         self.directory = Path(tempfile.mkdtemp(prefix="groupwise-"))
-        self.pushes = 0
-        self.request: Any = None
+        self.num_pushes = 0
+        self.request: Any = None  # vllm.lora.request.LoRARequest
 
-    def bring(self, params: Iterator[tuple[str, torch.Tensor]], step: int) -> None:
-        """Save the adapter and let the engine load it under a new id; the stream stays unread."""
+    def push(self, source: WeightSource, step: int) -> None:
+        """Save the adapter and load it into the engine under a new id, because vLLM caches adapters by id."""
         from vllm.lora.request import LoRARequest
 
         if self.request is not None:
             self.engine.llm_engine.remove_lora(self.request.lora_int_id)
-        self.pushes += 1
-        save_adapter(self.policy(), self.directory)
-        self.request = LoRARequest("policy", self.pushes, str(self.directory))
+        self.num_pushes += 1
+        save_adapter(source.adapter(), self.directory)
+        self.request = LoRARequest("policy", self.num_pushes, str(self.directory))
         self.engine.llm_engine.add_lora(self.request)
 
-    def request_arguments(self) -> dict[str, Any]:
+    def generate_kwargs(self) -> dict[str, Any]:
         return {"lora_request": self.request}
 
     def close(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
-def save_adapter(model: Any, directory: Path) -> None:
-    """Write the active adapter as vLLM reads it; sharded tensors are gathered, by all processes together.
-
-    Raises:
-        BackendError: the first version of FSDP holds it.
-    """
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        raise BackendError(
-            "vllm_engine_kwargs['enable_lora'] sends an adapter alone, which is not read out of the first "
-            "version of FSDP; set fsdp_version to 2, or leave enable_lora out: the adapter is merged then"
-        )
-    from peft import get_peft_model_state_dict
+def save_adapter(adapter: LoRAWeights, directory: Path) -> None:
+    """Write an adapter in the format of PEFT, which vLLM reads."""
     from safetensors.torch import save_file
 
-    name = model.active_adapter
-    own = {key: parameter for key, parameter in model.named_parameters() if "lora_" in key}
-    with gathering(own.values()):
-        whole = {key: whole_tensor(parameter.data) for key, parameter in own.items()}
-        tensors = get_peft_model_state_dict(model, state_dict=whole, adapter_name=name)
-        tensors = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
-    save_file(tensors, directory / "adapter_model.safetensors")
-    settings = model.peft_config[name].to_dict()
-    settings["target_modules"] = sorted(settings["target_modules"])
-    (directory / "adapter_config.json").write_text(json.dumps(settings, default=str))
+    save_file(dict(adapter.tensors), directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text(json.dumps(adapter.config, default=str))
 
 
-def adapter_arguments(model: Any, directory: str) -> dict[str, Any]:
-    """Engine arguments of a run that sends its adapter alone; the base weights are written to ``directory``.
+def adapter_arguments(model: CausalLM, directory: str) -> dict[str, Any]:
+    """Return the engine arguments of LoRA weight sync, after writing the base weights to ``directory``.
 
     Raises:
-        ConfigError: the policy trains something that is no plain LoRA adapter.
+        ConfigError: the policy does not train a plain LoRA adapter.
     """
     settings = model.peft_config[model.active_adapter] if hasattr(model, "active_adapter") else None
     if settings is None or settings.peft_type != "LORA":
         raise ConfigError(
-            "vllm_engine_kwargs['enable_lora'] sends a LoRA adapter alone, and the policy has none; leave it "
-            "out"
+            "vllm_engine_kwargs['enable_lora'] sends only the LoRA adapter, but the policy has none; leave "
+            "it out"
         )
-    beyond = [
+    unsupported = [
         name
         for name in ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters")
         if getattr(settings, name, None)
     ] + (["bias"] if settings.bias != "none" else [])
-    if beyond:
+    if unsupported:
         raise ConfigError(
-            f"the adapter has {', '.join(beyond)}, which vLLM does not take from an adapter; leave "
-            "enable_lora out of vllm_engine_kwargs: the adapter is merged then"
+            f"the adapter has {', '.join(unsupported)}, which vLLM does not support in an adapter; leave "
+            "enable_lora out of vllm_engine_kwargs to send merged weights"
         )
     from safetensors.torch import save_file
 

@@ -1,0 +1,48 @@
+"""Multinomial sampling on a CPU from a large vocabulary.
+
+Axes: R rows, V vocabulary, N blocks of it, W tokens of a block.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from groupwise.errors import BackendError
+
+
+def multinomial(probabilities_RV: torch.Tensor) -> torch.Tensor:
+    """Sample one token per row: a block of the vocabulary first, then a token of the block.
+
+    ``torch.multinomial`` draws a random number per token of the vocabulary, sequentially on a CPU: a quarter
+    of a decoding step. Here a row takes two random numbers, and float64 cumulative sums of its block sums and
+    of one block only (of whole rows they cost several times the softmax).
+
+    Returns:
+        (R,) token ids.
+
+    Raises:
+        BackendError: a row contains NaN.
+    """
+    size = math.gcd(probabilities_RV.shape[1], 256)
+    blocks_RNW = probabilities_RV.unflatten(1, (-1, size))
+    sums_RN = blocks_RNW.sum(-1)
+    if sums_RN.isnan().any():
+        raise BackendError(
+            "the policy's logits are NaN or infinite, so no token can be sampled; check its weights"
+        )
+    block_R = _inverse_cdf(sums_RN)
+    rows_R = torch.arange(len(block_R), device=block_R.device)
+    return block_R * size + _inverse_cdf(blocks_RNW[rows_R, block_R])
+
+
+def _inverse_cdf(weights_RN: torch.Tensor) -> torch.Tensor:
+    """Sample an index per row, in proportion to its weights, from one uniform random number per row: (R,)."""
+    sums_RN = weights_RN.cumsum(-1, dtype=torch.float64)
+    total_R1 = sums_RN[:, -1:]
+    uniform_R1 = torch.rand_like(total_R1) * total_R1
+    # Rounding may give the total itself, which would be past the last index. With right=True an index of
+    # weight zero is never the first whose cumulative sum exceeds the number.
+    below_R1 = torch.nextafter(total_R1, torch.zeros_like(total_R1))
+    return torch.searchsorted(sums_RN, torch.minimum(uniform_R1, below_R1), right=True).squeeze(1)

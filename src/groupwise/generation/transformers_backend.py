@@ -1,0 +1,198 @@
+"""Generation with the policy's own ``generate``."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+from groupwise.config.grpo_config import GRPOConfig
+from groupwise.core.images import ImageInputs, join_images
+from groupwise.core.padding import length_mask, pad_sequences
+from groupwise.cpu import cpu_generation
+from groupwise.errors import BackendError
+from groupwise.generation.base import (
+    RUN_SETTINGS,
+    BackendEntry,
+    GenerationBackend,
+    ProcessingClass,
+    json_dict,
+    text_tokenizer,
+)
+from groupwise.generation.decoding import (
+    CausalLM,
+    can_decode_groups,
+    decode_groups,
+    group_prompts,
+    keep_autocast_weights,
+    requires_lockstep_forwards,
+)
+from groupwise.records import Completion, SamplingOptions
+
+logger = logging.getLogger(__name__)
+
+
+class TransformersBackend(GenerationBackend):
+    """Samples with ``model.generate``, always from the current weights.
+
+    ``decode_groups`` replaces the decoding loop inside ``generate`` where it applies: it processes each
+    prompt once for its whole group, and removes finished rows from the batch.
+
+    Args:
+        model: returns the unwrapped policy; called at every generation because training may wrap it again.
+        generation_config: sampling settings; see :func:`generation_config`.
+        pad_to_multiple_of: pad prompts to a multiple of this length; None: to the longest.
+    """
+
+    supports_images = True
+
+    def __init__(
+        self,
+        model: Callable[[], PreTrainedModel],
+        generation_config: GenerationConfig,
+        pad_to_multiple_of: int | None = None,
+    ) -> None:
+        self.model = model
+        self.generation_config = generation_config
+        self.pad_to_multiple_of = pad_to_multiple_of
+        end = generation_config.eos_token_id
+        self.end_tokens = frozenset([end] if isinstance(end, int) else end or [])
+
+    @property
+    def requires_all_ranks(self) -> bool:
+        return requires_lockstep_forwards(self.model())
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions = RUN_SETTINGS
+    ) -> list[Completion]:
+        model: CausalLM = self.model()
+        config = self._config_for(sampling)
+        by_group = sampling.images is None and can_decode_groups(model, config)
+        distinct, copies = group_prompts(prompts) if by_group else (prompts, [])
+        input_ids = pad_sequences(
+            distinct, config.pad_token_id, left=True, multiple_of=self.pad_to_multiple_of, device=model.device
+        )
+        attention_mask = length_mask(
+            [len(prompt) for prompt in distinct], input_ids.shape[1], left=True, device=model.device
+        )
+        lockstep = requires_lockstep_forwards(model)
+        if lockstep and sampling.images is not None:
+            _check_every_row_has_images(sampling.images)
+        starts = [input_ids.shape[1] - len(prompt) for prompt in distinct]
+        images = join_images(sampling.images or (), starts, input_ids.shape[1], model.device)
+        loop = {"custom_generate": partial(decode_groups, copies=copies)} if by_group else {}
+        was_training = model.training
+        model.eval()  # no dropout; gradient checkpointing would disable the key-value cache
+        try:
+            with cpu_generation(model), nullcontext() if lockstep else keep_autocast_weights(model.device):
+                sequences = model.generate(
+                    input_ids=input_ids,
+                    attention_mask=attention_mask,
+                    generation_config=config,
+                    **images,
+                    **loop,
+                )
+        finally:
+            model.train(was_training)
+        new_tokens = sequences[:, input_ids.shape[1] :].tolist()
+        limits = sampling.max_tokens or [config.max_new_tokens] * len(prompts)
+        return [self._completion(tokens[:limit]) for tokens, limit in zip(new_tokens, limits, strict=True)]
+
+    def _config_for(self, sampling: SamplingOptions) -> GenerationConfig:
+        """Return the settings of a call. The batch runs until the row with the highest limit has ended."""
+        if sampling.max_tokens is None and not sampling.generation_kwargs:
+            return self.generation_config
+        config = copy.deepcopy(self.generation_config)
+        if sampling.max_tokens is not None:
+            config.max_new_tokens = max(sampling.max_tokens)
+        config.update(**sampling.generation_kwargs)
+        if config.temperature == 0:
+            config.update(do_sample=False, temperature=1.0)
+        return config
+
+    def _completion(self, tokens: list[int]) -> Completion:
+        for position, token in enumerate(tokens):
+            if token in self.end_tokens:
+                return Completion(tokens[: position + 1])
+        return Completion(tokens, truncated=True)
+
+
+def _check_every_row_has_images(images: Sequence[ImageInputs]) -> None:
+    """Ranks that share parameters must all run the vision tower."""
+    if not all(row.arrays for row in images):
+        raise BackendError(
+            "a prompt has no image, and the model's parameters are sharded: ranks with images would wait "
+            "forever for this one to run the vision tower; keep only rows with images, or do not shard "
+            "(ZeRO-2, DDP)"
+        )
+
+
+def make_backend(
+    policy: Callable[[], PreTrainedModel],
+    config: GRPOConfig,
+    processing_class: ProcessingClass,
+    suppress_tokens: Sequence[int] = (),
+) -> TransformersBackend:
+    """Construct the backend; see :class:`groupwise.generation.base.BackendFactory`."""
+    if is_deepspeed_zero3_enabled() and config.ds3_gather_for_generation:
+        logger.warning(
+            "ds3_gather_for_generation=True has no effect: under ZeRO-3 every forward of generation gathers "
+            "the weights layer by layer; set it to False to silence this warning, or use_vllm=True for speed"
+        )
+    sampler = generation_config(config, policy(), text_tokenizer(processing_class), suppress_tokens)
+    return TransformersBackend(policy, sampler, config.pad_to_multiple_of)
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the end tokens of the model's generation config and of the tokenizer."""
+    defaults: GenerationConfig | None = model.generation_config
+    of_model = None if defaults is None else defaults.eos_token_id
+    tokens = {of_model} if isinstance(of_model, int) else set(of_model or [])
+    if tokenizer.eos_token_id is not None:
+        tokens.add(tokenizer.eos_token_id)
+    return sorted(tokens)
+
+
+def generation_config(
+    config: GRPOConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    suppress_tokens: Sequence[int] = (),
+) -> GenerationConfig:
+    """Return the sampling settings of a run; ``config.generation_kwargs`` override single fields.
+
+    Args:
+        suppress_tokens: token ids that are not sampled, in addition to those of ``generation_kwargs``.
+    """
+    settings: dict[str, Any] = {
+        "max_new_tokens": config.max_completion_length,
+        "do_sample": True,
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "top_k": config.top_k or 0,
+        "min_p": config.min_p,
+        "repetition_penalty": config.repetition_penalty,
+        "cache_implementation": config.cache_implementation,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": end_tokens(model, tokenizer),
+        "use_cache": True,
+    }
+    if config.cache_implementation is not None:
+        # With a static cache generate would compile itself, again for every batch size and prompt length.
+        settings["disable_compile"] = True
+    settings.update(json_dict(config.generation_kwargs))
+    if suppress_tokens:
+        settings["suppress_tokens"] = sorted({*suppress_tokens, *(settings.get("suppress_tokens") or ())})
+    return GenerationConfig(**settings)
+
+
+ENTRY = BackendEntry(make_backend)
