@@ -1,4 +1,4 @@
-"""The command line: what it accepts, what it refuses and how it says so."""
+"""The command line: valid and invalid input, and its error messages."""
 
 from __future__ import annotations
 
@@ -52,27 +52,27 @@ def test_a_run_trains_an_adapter(run_file):
 
 
 @pytest.mark.parametrize(
-    ("changes", "flags", "told"),
+    ("changes", "flags", "message"),
     [
         ({"num_generation": 4}, [], "unknown key 'num_generation'; nearest: 'num_generations'"),
         ({"reward_funcs": "x"}, [], "unknown key 'reward_funcs'; nearest: 'rewards'"),
         ({}, ["--betta", "0.1"], "unknown flag '--betta'; nearest: '--beta'"),
         ({}, ["--dataset-name", "x"], "unknown flag '--dataset-name'; nearest: '--dataset'"),
         ({}, ["--num_gen", "4"], "unknown flag '--num_gen'"),
-        ({}, ["0.1"], "'0.1' belongs to no flag"),
+        ({}, ["0.1"], "'0.1' is not the value of a flag"),
         ({}, ["--beta", "much"], "invalid float value: 'much'"),
         ({"loss_type": "grop"}, [], "nearest valid: 'grpo'"),
         ({"num_generations": 3}, [], "nearest valid: generation_batch_size 12, or num_generations 2 or 4"),
         ({"model": ...}, [], "model is missing"),
         ({"dataset": ...}, [], "dataset is missing"),
         ({"model": "no/such-model-here"}, [], "model 'no/such-model-here'"),
-        ({"dataset": "none.jsonl"}, [], "there is no such file"),
+        ({"dataset": "none.jsonl"}, [], "no such file"),
         ({"dataset": "my_rewards.py"}, [], "allowed: .json, .jsonl, .csv, .parquet"),
         ({"rewards": ...}, [], "reward_funcs is missing"),
         ({"rewards": "acuracy_reward"}, [], "nearest: 'accuracy_reward'"),
         ({"rewards": "get_cosine_scaled_reward"}, [], "{get_cosine_scaled_reward: {argument: value}}"),
         ({"rewards": "my_rewards:evn"}, [], "module 'my_rewards' has no 'evn'; nearest: 'even'"),
-        ({"rewards": "my_reward:even"}, [], "there is no module 'my_reward'"),
+        ({"rewards": "my_reward:even"}, [], "no module 'my_reward' in"),
         (
             {"rewards": [{"my_rewards:with_threshold": {"limit": 3}}]},
             [],
@@ -81,14 +81,14 @@ def test_a_run_trains_an_adapter(run_file):
         ({"rewards": "my_rewards:not_a_number"}, [], "reward function 'not_a_number' returned nan"),
         ({"eval_strategy": "steps"}, [], "needs an eval_dataset"),
         ({"eval_strategy": "sometimes"}, [], "sometimes is not a valid IntervalStrategy"),
-        ({"lora": "r=4"}, [], "lora='r=4' is no mapping"),
+        ({"lora": "r=4"}, [], "lora='r=4' is not a mapping"),
         ({"lora": {"rank": 4}}, [], "unexpected keyword argument 'rank'"),
     ],
 )
-def test_mistakes_are_told_without_a_traceback(run_file, capfd, changes, flags, told):
+def test_invalid_input_is_reported_without_a_traceback(run_file, capfd, changes, flags, message):
     assert main(["train", "--config", run_file(**changes), *flags]) == 2
     shown = capfd.readouterr().err
-    assert "groupwise: error: " in shown and told in shown
+    assert "groupwise: error: " in shown and message in shown
     assert "Traceback" not in shown
 
 
@@ -99,14 +99,19 @@ def test_the_traceback_is_shown_on_request(run_file, capfd):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
-    [("", "holds NoneType"), ("- a\n- b\n", "holds list"), ("a: [1", "reading"), (None, "no such file")],
+    ("text", "message"),
+    [
+        ("", "contains NoneType"),
+        ("- a\n- b\n", "contains list"),
+        ("a: [1", "reading"),
+        (None, "no such file"),
+    ],
 )
-def test_unreadable_files_are_refused(tmp_path, text, told):
+def test_unreadable_files_are_refused(tmp_path, text, message):
     path = tmp_path / "run.yaml"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         read_run(["--config", str(path)], "train")
 
 

@@ -1,4 +1,4 @@
-"""The doctor finds what would fail, and lets sound runs pass."""
+"""The doctor reports what would fail, and valid runs pass."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ def test_a_sound_run_passes(run_file, capfd):
     assert "4 completions at a time = 4 per device x 1 process(es) x 1 micro-batch(es)" in shown
     assert "8 prompts, 8 optimizer steps per epoch, 1 in all" in shown
     assert "longest prompt and completion: 8 of 128 positions" in shown
+    assert "every constraint holds: learning_rate=1e-06" in shown and "loss_type=dapo" in shown
     assert re.search(r"ok +reward +even: mean [\d.]+, from", shown)
     assert re.search(r"warn +reward +undecided: None for all 8 completions", shown)
     assert "sequence_layout shared_prefix, logprob_head chunked, reference none (beta=0)" in shown
@@ -38,7 +39,7 @@ def test_a_sound_run_passes(run_file, capfd):
 
 
 @pytest.mark.parametrize(
-    ("changes", "flags", "told"),
+    ("changes", "flags", "message"),
     [
         ({"use_vllm": True, "vllm_mode": "server", "vllm_server_port": 9}, [], "no vLLM server was ready"),
         ({"num_generations": 3}, [], "nearest valid: generation_batch_size 12, or num_generations 2 or 4"),
@@ -47,20 +48,32 @@ def test_a_sound_run_passes(run_file, capfd):
             ["--num_processes", "3"],
             "generation_batch_size 24, or num_generations 6 or 12",
         ),
-        ({"dataset": "none.jsonl"}, [], "there is no such file"),
+        ({"dataset": "none.jsonl"}, [], "no such file"),
         ({"rewards": "my_rewards:evn"}, [], "nearest: 'even'"),
         ({"model": "no/such-model-here"}, [], "no/such-model-here"),
         ({"max_completion_length": 127}, [], "nearest valid: max_completion_length=126"),
-        ({"gradient_accumulation_steps": 9}, [], "8 prompt(s), but a generation batch takes 9"),
+        ({"gradient_accumulation_steps": 9}, [], "8 prompt(s), but a generation batch needs 9"),
         ({"rewards": "my_rewards:not_a_number"}, [], "returned nan"),
         ({"router_aux_loss_coef": 0.1}, [], "has no expert router"),
     ],
 )
-def test_what_would_fail_is_found(run_file, capfd, monkeypatch, changes, flags, told):
-    monkeypatch.setattr("groupwise.cli.doctor._PATIENCE", 0.5)
+def test_problems_are_reported(run_file, capfd, monkeypatch, changes, flags, message):
+    monkeypatch.setattr("groupwise.cli.doctor._SERVER_TIMEOUT", 0.5)
     assert main(["doctor", "--config", run_file(**changes), *flags]) == 1
     shown = " ".join(capfd.readouterr().out.split())
-    assert told in shown and "fail" in shown
+    assert message in shown and "fail" in shown
+
+
+def test_settings_without_effect_are_a_warning(run_file, capfd):
+    assert main(["doctor", "--no_model", "--config", run_file(entropy_target=0.3)]) == 0
+    shown = " ".join(capfd.readouterr().out.split())
+    assert "warn settings entropy_target=0.3 has no effect unless use_adaptive_entropy=True" in shown
+
+
+def test_continuous_batching_is_a_sampler(run_file, capfd):
+    path = run_file(use_transformers_continuous_batching=True)
+    assert main(["doctor", "--no_model", "--config", path]) == 0
+    assert "transformers continuous batching" in capfd.readouterr().out
 
 
 def test_constant_rewards_are_a_warning(run_file, capfd):
@@ -73,7 +86,7 @@ def test_constant_rewards_are_a_warning(run_file, capfd):
 def test_without_the_model_nothing_is_sampled(run_file, capfd, monkeypatch):
     monkeypatch.setattr("groupwise.cli.trial.sample", None)
     assert main(["doctor", "--no_model", "--config", run_file()]) == 0
-    assert "sampling" not in capfd.readouterr().out
+    assert not re.search(r"(ok|warn|fail) +sampling", capfd.readouterr().out)
 
 
 def test_the_arithmetic_of_several_processes(run_file, capfd):
@@ -84,7 +97,7 @@ def test_the_arithmetic_of_several_processes(run_file, capfd):
     assert "16 completions at a time = 4 per device x 2 process(es) x 2 micro-batch(es) = 4 prompt(s)" in (
         " ".join(shown.split())
     )
-    assert "a generation serves 4 optimizer steps" in shown
+    assert "a generation batch is used in 4 optimizer steps" in shown
     assert "8 prompts, 8 optimizer steps per epoch" in shown
 
 
@@ -132,7 +145,7 @@ def test_lengths_against_limits():
     assert found.text == "tokens of 20 prompts: min 1, median 5, 95% 90, max 90"
     cut = list(length_findings(lengths, config(max_prompt_length=4), 300, "them"))
     assert texts(cut, "warn") == [
-        "max_prompt_length=4 cuts 10 of 20 from the left; nearest that cuts none: 90"
+        "max_prompt_length=4 truncates 10 of 20 from the left; no truncation from 90 on"
     ]
     assert texts(cut, "ok")[1] == "longest prompt and completion: 260 of 300 positions"
     long = texts(length_findings(lengths, config(), 300, "them"), "fail")
@@ -160,9 +173,9 @@ def test_templates():
     tokenizer.chat_template = CLOSED.replace("%s", "<eos>")
     assert not texts(tokenizer_findings(tokenizer, 32, [1], CHAT, None), "warn")
     tokenizer.chat_template = CLOSED.replace("%s", "w3")
-    assert "run on" in texts(tokenizer_findings(tokenizer, 32, [1], CHAT, None), "warn")[0]
+    assert "run to the length limit" in texts(tokenizer_findings(tokenizer, 32, [1], CHAT, None), "warn")[0]
     tokenizer.chat_template = "{{ messages[-1]['content'] }}"
-    assert "not told to answer" in texts(tokenizer_findings(tokenizer, 32, [1], CHAT, None), "warn")[0]
+    assert "no effect" in texts(tokenizer_findings(tokenizer, 32, [1], CHAT, None), "warn")[0]
     tokenizer.chat_template = "{{ raise_exception('no') }}"
     assert "cannot render" in texts(tokenizer_findings(tokenizer, 32, [1], CHAT, None), "fail")[0]
     tokenizer.chat_template = None

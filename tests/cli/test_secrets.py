@@ -90,7 +90,7 @@ def test_short_values_of_secret_variables_do_not_eat_words(monkeypatch):
 
 
 class _Harmful:
-    """What a pickle from elsewhere may hold: anything, run while it is loaded."""
+    """Object whose pickle opens a file when it is loaded."""
 
     def __init__(self, path):
         self.path = path
@@ -108,7 +108,7 @@ def test_checkpoints_are_read_without_running_what_they_hold(tmp_path, load):
         if load == "state":
             checkpointing.load_state(str(tmp_path), 0, 1)
         else:
-            checkpointing.load_reference(str(tmp_path), torch.nn.Linear(1, 1), moves=True)
+            checkpointing.load_reference(str(tmp_path), torch.nn.Linear(1, 1), sync_ref_model=True)
     assert not ran.exists()
     torch.load(tmp_path / name, weights_only=False)  # the pickle does harm where it is trusted
     assert ran.exists()
@@ -128,5 +128,6 @@ def test_code_of_a_model_is_not_run_unless_asked_for(run_file, tmp_path, capfd, 
     )
     assert main(["train", "--config", run_file(model=str(remote))]) == 2
     assert "trust_remote_code" in capfd.readouterr().err and not ran.exists()
-    check_model(RunArguments(model=str(remote)), trust_remote_code=True, options=None)
+    config = GRPOConfig("out", use_cpu=True, bf16=False, trust_remote_code=True)
+    check_model(RunArguments(model=str(remote)), config)
     assert ran.exists()

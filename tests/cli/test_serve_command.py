@@ -71,7 +71,7 @@ def test_a_build_without_its_command_is_started_by_the_running_python(monkeypatc
     assert path == sys.executable and command[:5] == [*python, "some/model"]
 
 
-def test_what_is_missing_is_told(monkeypatch, capsys):
+def test_missing_arguments_are_reported(monkeypatch, capsys):
     assert main(["vllm-serve"]) == 2 and "model is missing" in capsys.readouterr().err
     monkeypatch.setattr(serve.sys, "executable", "/nowhere/python")
     monkeypatch.setenv("PATH", "/nowhere")

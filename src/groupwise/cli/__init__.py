@@ -1,12 +1,11 @@
 """The command line: ``groupwise train``, ``doctor``, ``vllm-serve`` and ``env``.
 
-Each command is a module with ``run(arguments) -> exit code``; it is imported when it is called, so that help
-and mistyped commands answer at once.
+Each command is a module with ``run(arguments) -> exit code``. Modules are imported when their command runs:
+help and mistyped commands do not load torch.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import sys
@@ -14,13 +13,14 @@ import traceback
 from collections.abc import Sequence
 
 from groupwise.config.redact import redact
+from groupwise.config.settings import nearest_name
 from groupwise.errors import GroupwiseError
 
-#: Command -> its module, and what it does.
+#: Command -> (module, summary).
 COMMANDS = {
-    "train": ("train", "train as a YAML file and flags say"),
+    "train": ("train", "train with the settings of a YAML file and flags"),
     "doctor": ("doctor", "check a run before it starts: batches, prompts, rewards, memory"),
-    "vllm-serve": ("serve", "start the vLLM server that a run with vllm_mode=server generates with"),
+    "vllm-serve": ("serve", "start the vLLM server of a run with vllm_mode=server"),
     "env": ("environment", "versions, devices and threads, for bug reports"),
 }
 
@@ -29,8 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        0; 1 where ``doctor`` found something that would fail; 2 for a mistake of the user, which is told on
-        the standard error without a traceback (``--traceback`` shows it); 130 when interrupted.
+        Exit code: 0; 1 if ``doctor`` found a problem; 2 for invalid input, with the message on standard error
+        and no traceback unless ``--traceback`` is given; 130 if interrupted.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help"):
@@ -43,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     command, *rest = given
     if command not in COMMANDS:
-        nearest = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0)[0]
-        return _fail(f"{command!r} is no command; allowed: {', '.join(COMMANDS)}; nearest: {nearest}")
+        nearest = nearest_name(command, COMMANDS)
+        return _fail(f"{command!r} is not a command; allowed: {', '.join(COMMANDS)}; nearest: {nearest}")
     show_traceback = "--traceback" in rest
     if show_traceback:
         rest.remove("--traceback")
@@ -67,7 +67,7 @@ def _usage() -> str:
             "commands:",
             *lines,
             "",
-            "groupwise <command> --help lists its arguments. --traceback shows where an error came from.",
+            "groupwise <command> --help lists its arguments. --traceback shows the origin of an error.",
         ]
     )
 

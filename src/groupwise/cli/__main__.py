@@ -1,4 +1,4 @@
-"""``python -m groupwise.cli``, which is also what ``accelerate launch -m groupwise.cli train`` starts."""
+"""Entry point of ``python -m groupwise.cli`` and ``accelerate launch -m groupwise.cli train``."""
 
 import sys
 

@@ -1,22 +1,24 @@
-"""What ``groupwise doctor`` can say without the model's weights: batches, prompts, tokenizer."""
+"""Checks of ``groupwise doctor`` that need no model weights: batches, prompts, tokenizer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from groupwise.cli.report import Finding, fail, ok, warn
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.tokenization.prompts import is_chat
+from groupwise.tokenization.prompts import Prompt, is_chat
 
 
 def batch_findings(config: GRPOConfig, prompts: int | None) -> Iterator[Finding]:
-    """The arithmetic of batches and steps, for a configuration whose rules hold.
+    """Report sizes of batches and numbers of steps, for a valid configuration.
 
     Args:
-        prompts: rows of the training set; None where they cannot be counted.
+        prompts: number of rows of the training set; None if unknown.
     """
-    size, group = config.generation_batch_size, config.num_generations
+    size, group = config.generation_batch_size or 0, config.num_generations  # both resolved when built
     per_batch = size // group
     yield ok(
         "batches",
@@ -24,14 +26,14 @@ def batch_findings(config: GRPOConfig, prompts: int | None) -> Iterator[Finding]
         f"{config.world_size} process(es) x {config.steps_per_generation} micro-batch(es) = {per_batch} "
         f"prompt(s) x {group} completions",
     )
-    uses = config.steps_per_generation * config.num_iterations
+    uses = (config.steps_per_generation or 1) * config.num_iterations
     if config.gradient_accumulation_steps % uses == 0:
         yield ok("batches", "every completion is used in one optimizer step: exactly on-policy")
     else:
         steps = -(-uses // config.gradient_accumulation_steps)
         yield ok(
             "batches",
-            f"a generation serves {steps} optimizer steps: old log-probs are computed, ratios are clipped",
+            f"a generation batch is used in {steps} optimizer steps: ratios to old log-probs are clipped",
         )
     if prompts is not None:
         yield from _step_findings(config, prompts, per_batch, uses)
@@ -41,7 +43,7 @@ def _step_findings(config: GRPOConfig, prompts: int, per_batch: int, uses: int) 
     if prompts < per_batch:
         yield fail(
             "steps",
-            f"{prompts} prompt(s), but a generation batch takes {per_batch}; nearest valid: "
+            f"{prompts} prompt(s), but a generation batch needs {per_batch}; nearest valid: "
             f"generation_batch_size={prompts * config.num_generations}, or {per_batch} prompts",
         )
         return
@@ -53,27 +55,29 @@ def _step_findings(config: GRPOConfig, prompts: int, per_batch: int, uses: int) 
         f"({total / per_epoch:.3g} epochs)",
     )
     if prompts % per_batch:
-        yield ok("steps", f"{prompts % per_batch} prompt(s) of every epoch fill no batch and are left out")
+        yield ok(
+            "steps", f"{prompts % per_batch} prompt(s) of every epoch do not fill a batch and are dropped"
+        )
 
 
 def row_findings(rows: Sequence[dict[str, Any]]) -> Iterator[Finding]:
-    """Prompts that are missing or empty, by row."""
+    """Report empty or missing prompts, and a mix of text and chat prompts."""
     kinds = {"chat" if is_chat(row["prompt"]) else "text" for row in rows if row["prompt"]}
     empty = [index for index, row in enumerate(rows) if not row["prompt"]]
     if empty:
         yield fail("prompts", f"{len(empty)} empty prompt(s), the first in row {empty[0]}")
     if len(kinds) > 1:
-        yield warn("prompts", "some are strings, others are chat messages")
+        yield warn("prompts", "some prompts are strings, others are chat messages")
 
 
 def length_findings(
-    lengths: Sequence[int], config: GRPOConfig, context: int | None, num_valid: str
+    lengths: Sequence[int], config: GRPOConfig, context: int | None, population: str
 ) -> Iterator[Finding]:
-    """The distribution of prompt lengths in tokens, before any cut, against the limits.
+    """Report the prompt lengths in tokens, before truncation, and compare them with the limits.
 
     Args:
-        context: positions that the model has; None where it does not say.
-        num_valid: which prompts these are, for the report.
+        context: maximum number of positions of the model; None if unknown.
+        population: description of the prompts, for the report.
     """
     ordered = sorted(lengths)
 
@@ -82,7 +86,7 @@ def length_findings(
 
     yield ok(
         "prompts",
-        f"tokens of {num_valid}: min {ordered[0]}, median {at(0.5)}, 95% {at(0.95)}, max {ordered[-1]}",
+        f"tokens of {population}: min {ordered[0]}, median {at(0.5)}, 95% {at(0.95)}, max {ordered[-1]}",
     )
     limit = config.max_prompt_length
     if limit is not None:
@@ -90,8 +94,8 @@ def length_findings(
         if cut:
             yield warn(
                 "prompts",
-                f"max_prompt_length={limit} cuts {cut} of {len(lengths)} from the left; nearest that cuts "
-                f"none: {ordered[-1]}",
+                f"max_prompt_length={limit} truncates {cut} of {len(lengths)} from the left; no truncation "
+                f"from {ordered[-1]} on",
             )
     if not ordered[0]:
         yield fail("prompts", f"{sum(not length for length in lengths)} prompt(s) have no tokens")
@@ -112,23 +116,27 @@ def length_findings(
 
 
 def tokenizer_findings(
-    tokenizer: Any, vocabulary: int, end_tokens: Sequence[int], prompt: Any, template_kwargs: Any
+    tokenizer: PreTrainedTokenizerBase,
+    vocabulary: int,
+    end_tokens: Sequence[int],
+    prompt: Prompt,
+    template_kwargs: dict[str, Any] | None,
 ) -> Iterator[Finding]:
-    """End, padding and template of a tokenizer, given one prompt of the data.
+    """Check end tokens, padding and chat template of a tokenizer on one prompt of the data.
 
     Args:
-        vocabulary: tokens that the model's output has.
+        vocabulary: vocabulary size of the model.
         end_tokens: ids that end a completion.
     """
     if end_tokens:
         names = ", ".join(repr(tokenizer.convert_ids_to_tokens(token)) for token in end_tokens)
         yield ok("tokenizer", f"completions end with {names}")
     else:
-        yield fail("tokenizer", "neither model nor tokenizer has an end token: no completion can end")
+        yield fail("tokenizer", "model and tokenizer have no end token: no completion can end")
     if tokenizer.pad_token is None:
         yield ok("tokenizer", f"no padding token; {tokenizer.eos_token!r} is used")
     elif tokenizer.pad_token_id in end_tokens:
-        yield ok("tokenizer", f"padding is an end token ({tokenizer.pad_token!r}); masks tell them apart")
+        yield ok("tokenizer", f"padding is an end token ({tokenizer.pad_token!r}); masks distinguish them")
     if len(tokenizer) > vocabulary:
         yield fail(
             "tokenizer",
@@ -143,33 +151,37 @@ def tokenizer_findings(
 
 
 def _template_findings(
-    tokenizer: Any, end_tokens: Sequence[int], prompt: Any, template_kwargs: Any
+    tokenizer: PreTrainedTokenizerBase,
+    end_tokens: Sequence[int],
+    prompt: Prompt,
+    template_kwargs: dict[str, Any] | None,
 ) -> Iterator[Finding]:
     if not tokenizer.chat_template:
         yield fail("template", "prompts are chat messages, but the tokenizer has no chat template")
         return
 
-    def render(messages: Any, **options: Any) -> str:
+    def render(messages: Prompt, **options: bool) -> str:
         kwargs = {**(template_kwargs or {}), **options}
-        return tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **kwargs))
 
     try:
-        asked, bare = render(prompt, add_generation_prompt=True), render(prompt)
+        with_generation_prompt, bare = render(prompt, add_generation_prompt=True), render(prompt)
         answered = render([*prompt, {"role": "assistant", "content": "Paris"}])
     except Exception as error:
         yield fail("template", f"it cannot render the first prompt: {type(error).__name__}: {error}")
         return
-    if prompt[-1]["role"] != "assistant" and asked == bare:
-        yield warn("template", "add_generation_prompt changes nothing: the model is not told to answer")
-    if not answered.startswith(asked):
-        yield warn("template", "an answered chat does not begin with the prompt that was answered")
+    if prompt[-1]["role"] != "assistant" and with_generation_prompt == bare:
+        yield warn(
+            "template", "add_generation_prompt has no effect: the prompt does not start an assistant turn"
+        )
+    if not answered.startswith(with_generation_prompt):
+        yield warn("template", "a chat with an answer does not start with the rendered prompt")
     after = answered.rpartition("Paris")[2]
     closing = tokenizer(after, add_special_tokens=False)["input_ids"] if after else []
     if closing and not set(closing) & set(end_tokens):
         yield warn(
             "template",
-            f"it closes an answer with {after!r}, which holds none of the end tokens: completions may run on "
-            "to the length limit",
+            f"answers end with {after!r}, without an end token: completions may run to the length limit",
         )
     else:
-        yield ok("template", f"a prompt ends with {asked[-40:]!r}, an answer with {after!r}")
+        yield ok("template", f"a prompt ends with {with_generation_prompt[-40:]!r}, an answer with {after!r}")

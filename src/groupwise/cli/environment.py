@@ -1,4 +1,4 @@
-"""``groupwise env``: what a bug report needs to know about a machine. No value of a secret is shown."""
+"""``groupwise env``: versions, devices and threads for bug reports, without the values of secrets."""
 
 from __future__ import annotations
 

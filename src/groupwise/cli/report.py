@@ -1,4 +1,4 @@
-"""What ``groupwise doctor`` found, as a table of plain text."""
+"""Findings of ``groupwise doctor`` as a plain-text table."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import textwrap
 from collections.abc import Iterable
 from typing import NamedTuple
 
-#: In the order of their weight.
+#: In increasing severity.
 STATUSES = ("ok", "warn", "fail")
 
 
 class Finding(NamedTuple):
-    """status: one of ``STATUSES``; subject: what was looked at; text: what was found."""
+    """Result of one check. status: one of ``STATUSES``; subject: topic of the check; text: the result."""
 
     status: str
     subject: str
@@ -31,14 +31,14 @@ def fail(subject: str, text: str) -> Finding:
     return Finding("fail", subject, text)
 
 
-_STATUS, _SUBJECT = 6, 15  # columns that the first two fields take
+_STATUS, _SUBJECT = 6, 15  # widths of the first two columns
 
 
 def table(findings: Iterable[Finding], width: int | None = None) -> str:
-    """One row per finding; long texts are wrapped.
+    """Format one row per finding; long texts are wrapped.
 
     Args:
-        width: columns; by default those of the terminal.
+        width: number of columns; default: width of the terminal.
     """
     width = width or min(shutil.get_terminal_size((110, 24)).columns, 140)
     room = max(width - _STATUS - _SUBJECT, 30)
@@ -51,7 +51,7 @@ def table(findings: Iterable[Finding], width: int | None = None) -> str:
 
 
 def summary(findings: Iterable[Finding]) -> str:
-    """How many problems and warnings there are."""
+    """Return the numbers of problems and warnings."""
     counts = dict.fromkeys(STATUSES, 0)
     for finding in findings:
         counts[finding.status] += 1

@@ -1,10 +1,9 @@
-"""What a run is: a YAML file and flags, parsed as ``HfArgumentParser`` does; flags win."""
+"""Run files: settings from a YAML file and flags, parsed by ``HfArgumentParser``. Flags override the file."""
 
 # ruff: noqa: RUF009 - `_opt` returns a `dataclasses.field`
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,8 @@ from typing import Any, NoReturn
 import yaml
 from transformers import HfArgumentParser
 
-from groupwise.config.grpo_config import GRPOConfig
+from groupwise.config.grpo_config import GRPOConfig, Json
+from groupwise.config.settings import nearest_name
 from groupwise.errors import ConfigError, GroupwiseError, boundary
 
 
@@ -25,9 +25,9 @@ def _opt(doc: str, default: Any = None) -> Any:
 
 @dataclass
 class RunArguments:
-    """What a run needs beside ``GRPOConfig``."""
+    """Model, data, rewards and tools of a run; everything else is in ``GRPOConfig``."""
 
-    model: str | None = _opt("Model to train: hub id or directory.")
+    model: str = _opt("Model to train: hub id or directory.", "")
     dataset: str | None = _opt("Prompts: hub id, directory, or a .json, .jsonl, .csv or .parquet file.")
     dataset_config: str | None = _opt("Configuration of a hub dataset.")
     dataset_split: str = _opt("Split to train on.", "train")
@@ -36,17 +36,17 @@ class RunArguments:
         "Split for evaluation, of eval_dataset or else of dataset. None: test, if there is an eval_dataset."
     )
     rewards: list[str] | None = _opt(
-        "Reward functions: module:function, a name in groupwise.rewards, {name: {argument: value}} for one "
-        "that is made with arguments, or the id of a reward model."
+        "Reward functions: module:function, a name in groupwise.rewards, {name: {argument: value}} to create "
+        "one with arguments, or the id of a reward model."
     )
-    tools: list[str] | None = _opt("Tools of an agent, each module:function.")
-    rollout_func: str | None = _opt("module:function that replaces generation.")
-    environment: str | None = _opt("module:factory of the environments of an agent.")
-    lora: dict[str, Any] | str | None = _opt("Train an adapter: arguments (dict or JSON) of peft.LoraConfig.")
+    tools: list[str] | None = _opt("Tools of an agent: module:function.")
+    rollout_func: str | None = _opt("Custom generation: module:function.")
+    environment: str | None = _opt("Environment factory of an agent: module:function.")
+    lora: Json = _opt("Train an adapter: arguments (dict or JSON) of peft.LoraConfig.")
 
 
-#: What scripts of TRL call the same.
-_ALSO_KNOWN_AS = {
+#: Names in TRL scripts.
+_TRL_NAMES = {
     "model_name_or_path": "model",
     "dataset_name": "dataset",
     "train_dataset": "dataset",
@@ -60,7 +60,7 @@ _ALSO_KNOWN_AS = {
 
 
 class _Parser(HfArgumentParser):
-    """Mistakes become errors of this package instead of a page of usage."""
+    """Parser that raises ConfigError instead of printing the usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
@@ -68,7 +68,7 @@ class _Parser(HfArgumentParser):
 
 @contextmanager
 def as_config_error(where: str) -> Iterator[None]:
-    """What libraries raise about settings and files is told as a mistake of the user."""
+    """Convert errors of libraries about settings and files to ConfigError."""
     try:
         yield
     except GroupwiseError:
@@ -80,7 +80,7 @@ def as_config_error(where: str) -> Iterator[None]:
 def read_run(
     arguments: Sequence[str], command: str, config_class: type[GRPOConfig] = GRPOConfig
 ) -> tuple[RunArguments, GRPOConfig]:
-    """The run that flags and the YAML file behind ``--config`` describe.
+    """Parse flags and the YAML file of ``--config``.
 
     Raises:
         ConfigError: unreadable file, unknown key or flag (with the nearest name), or invalid settings.
@@ -88,9 +88,9 @@ def read_run(
     parser = _Parser(
         [RunArguments, config_class],  # type: ignore[list-item]
         prog=f"groupwise {command}",
-        usage=f"groupwise {command} --config run.yaml [--field value ...]",  # not all of 250 flags
+        usage=f"groupwise {command} --config run.yaml [--field value ...]",  # not 250 flags
         allow_abbrev=False,
-        description="All settings may stand in the YAML file or be given as flags; flags win.",
+        description="Every setting can be a key of the YAML file or a flag; flags override the file.",
     )
     known = sorted({action.dest for action in parser._actions} - {"help"})
     parser.add_argument("--config", help="YAML file with settings.")
@@ -110,8 +110,8 @@ def read_run(
             name = flag[2:].split("=")[0].replace("-", "_")
             raise ConfigError(f"unknown flag {flag!r}; nearest: '--{_nearest(name, known)}'")
     if unknown:
-        raise ConfigError(f"{unknown[0]!r} belongs to no flag; settings are given as --field value")
-    _settle(run)
+        raise ConfigError(f"{unknown[0]!r} is not the value of a flag; write --field value")
+    _normalize(run)
     return run, config
 
 
@@ -122,26 +122,26 @@ def _config_path(arguments: Sequence[str]) -> str | None:
 
 
 def read_yaml(path: str) -> dict[str, Any]:
-    """The mapping in a YAML file.
+    """Return the mapping in a YAML file.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no such file, invalid YAML, or not a mapping.
     """
     if not Path(path).is_file():
-        raise ConfigError(f"--config {path}: there is no such file")
+        raise ConfigError(f"--config {path}: no such file")
     with boundary(ConfigError, f"reading {path}"):
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds {type(content).__name__}; it must hold 'setting: value' lines")
+        raise ConfigError(f"{path} contains {type(content).__name__}; it must contain 'setting: value' lines")
     return content
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
-    return _ALSO_KNOWN_AS.get(name) or difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
+    return _TRL_NAMES.get(name) or nearest_name(name, known)
 
 
-def _settle(run: RunArguments) -> None:
-    """Scalars for lists and JSON for dicts, as they come from YAML and the shell."""
+def _normalize(run: RunArguments) -> None:
+    """Convert single values to lists and JSON text to dicts; check the required arguments."""
     for name in ("rewards", "tools"):
         value = getattr(run, name)
         if value is not None:
@@ -149,13 +149,13 @@ def _settle(run: RunArguments) -> None:
             setattr(run, name, [_from_json(item) for item in values])
     run.lora = _from_json(run.lora)
     if run.lora is not None and not isinstance(run.lora, dict):
-        raise ConfigError(f"lora={run.lora!r} is no mapping; write for example {{r: 16, lora_alpha: 32}}")
-    if run.model is None or (run.dataset is None and run.environment is None):
-        missing = "model" if run.model is None else "dataset"
+        raise ConfigError(f"lora={run.lora!r} is not a mapping; write for example {{r: 16, lora_alpha: 32}}")
+    if not run.model or (run.dataset is None and run.environment is None):
+        missing = "dataset" if run.model else "model"
         raise ConfigError(f"{missing} is missing; set it in the YAML file or with --{missing}")
 
 
-def _from_json(value: Any) -> Any:
+def _from_json(value: object) -> Any:
     if not (isinstance(value, str) and value.lstrip().startswith("{")):
         return value
     try:

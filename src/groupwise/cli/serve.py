@@ -1,4 +1,4 @@
-"""``groupwise vllm-serve``: vLLM's own server with what training needs, on this machine only by default."""
+"""``groupwise vllm-serve``: start vLLM's server with the options for training, on 127.0.0.1 by default."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print the command and become it; ``--dry_run`` only prints."""
+    """Print the command and replace this process by it; ``--dry_run`` only prints."""
     from groupwise.generation.vllm.serve import as_shell_line, serve_command
 
     options, extra = _parser().parse_known_args(list(arguments))
@@ -27,7 +27,7 @@ def run(arguments: Sequence[str]) -> int:
         model = model or settings.get("model")
         port = port or settings.get("vllm_server_port")
     if model is None:
-        raise ConfigError("model is missing; give --model, or --config with a run that names one")
+        raise ConfigError("model is missing; give --model, or --config with a run file that has one")
     command, environment = serve_command(
         model,
         host=options.host,
@@ -43,8 +43,8 @@ def run(arguments: Sequence[str]) -> int:
     print(redact(as_shell_line(_without_keys(command), environment)), flush=True)
     if options.host not in _LOCAL:
         print(
-            f"groupwise: warning: other machines can reach {options.host}:{port or 8000}, and whoever does "
-            "can replace the weights; keep it inside a network of your own",
+            f"groupwise: warning: other machines can reach {options.host}:{port or 8000} and replace the "
+            "weights, without a password; use a private network",
             file=sys.stderr,
         )
     if options.dry_run:
@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="groupwise vllm-serve",
         description=__doc__,
-        epilog="Further arguments go to vllm serve as they are.",
+        epilog="Further arguments are passed to vllm serve.",
         allow_abbrev=False,
     )
 
@@ -64,16 +64,16 @@ def _parser() -> argparse.ArgumentParser:
         flags = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
         parser.add_argument(*flags, help=help, **options)  # type: ignore[arg-type]
 
-    add("config", "YAML file of the run; model and vllm_server_port are taken from it")
-    add("model", "hub id or directory, the same as the run's")
+    add("config", "YAML file of the run, for model and vllm_server_port")
+    add("model", "hub id or directory of the run's model")
     add("host", "address to listen on (default: %(default)s)", default="127.0.0.1")
     add("port", "port to listen on (default: 8000)", type=int)
-    add("device", "default: what this machine has", choices=("cuda", "cpu"))
-    add("dtype", "of the server's weights (default: %(default)s)", default="auto")
-    add("tensor_parallel_size", "GPUs that share a copy of the model", type=int, default=1)
+    add("device", "default: cuda if available", choices=("cuda", "cpu"))
+    add("dtype", "dtype of the weights (default: %(default)s)", default="auto")
+    add("tensor_parallel_size", "GPUs per copy of the model", type=int, default=1)
     add("data_parallel_size", "copies of the model", type=int, default=1)
-    add("max_model_length", "most tokens of prompt and completion together", type=int)
-    add("weight_transfer", "vLLM's engine for new weights (default: the one for the device)")
+    add("max_model_length", "maximum tokens of prompt and completion together", type=int)
+    add("weight_transfer", "weight transfer engine of vLLM (default: by device)")
     add("dry_run", "only print the command", action="store_true")
     return parser
 
@@ -85,7 +85,7 @@ def _device() -> str:
 
 
 def _without_keys(command: Sequence[str]) -> list[str]:
-    """The command as it may be shown: without the values behind --api-key."""
+    """Return the command with the value of --api-key replaced, for display."""
     shown = []
     for position, part in enumerate(command):
         name, separator, _ = part.partition("=")
@@ -97,7 +97,7 @@ def _without_keys(command: Sequence[str]) -> list[str]:
 
 
 def _executable(name: str) -> str:
-    """The program of this name, found beside the running Python first; a path is one already."""
+    """Return the path of a program: an absolute path, beside the running Python, or on PATH."""
     if os.path.isabs(name):
         return name
     beside = Path(sys.executable).with_name(name)

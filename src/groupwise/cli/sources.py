@@ -1,27 +1,34 @@
-"""What names in a run stand for: datasets, reward functions, tools."""
+"""Load the objects that a run file names: datasets, reward functions, tools, model configuration."""
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from groupwise import rewards
 from groupwise.cli.run_file import RunArguments
+from groupwise.config.grpo_config import GRPOConfig
+from groupwise.config.settings import nearest_name
 from groupwise.errors import ConfigError, boundary
+from groupwise.records import RewardFunction
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import PreTrainedConfig
 
 _READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
-def load_datasets(run: RunArguments) -> tuple[Any, Any]:
-    """The datasets for training and evaluation; None where a run has none.
+def load_datasets(run: RunArguments) -> tuple[Dataset | None, Dataset | None]:
+    """Load the datasets for training and evaluation; None if the run file has none.
 
     Raises:
-        ConfigError: one cannot be loaded.
+        ConfigError: a dataset cannot be loaded.
     """
     if run.dataset is None:
         return None, None
@@ -32,8 +39,8 @@ def load_datasets(run: RunArguments) -> tuple[Any, Any]:
     return train, load_rows(source, run.eval_split or "test", run.dataset_config)
 
 
-def load_rows(source: str, split: str, config_name: str | None = None) -> Any:
-    """A split of a hub dataset or directory, or all rows of a file.
+def load_rows(source: str, split: str, config_name: str | None = None) -> Dataset:
+    """Load a split of a hub dataset or directory, or all rows of a file.
 
     Raises:
         ConfigError: naming the source and the cause.
@@ -44,10 +51,10 @@ def load_rows(source: str, split: str, config_name: str | None = None) -> Any:
     with boundary(ConfigError, f"dataset {source!r} (split {split!r})"):
         if path.suffix in _READERS:
             if not path.is_file():
-                raise FileNotFoundError("there is no such file")
+                raise FileNotFoundError("no such file")
             return load_dataset(_READERS[path.suffix], data_files=str(path), split="train")
         if path.is_file():
-            raise ValueError(f"files of this kind are not read; allowed: {', '.join(_READERS)}")
+            raise ValueError(f"file type is not supported; allowed: {', '.join(_READERS)}")
         if (path / "dataset_dict.json").is_file():
             return load_from_disk(str(path))[split]
         if (path / "state.json").is_file():
@@ -55,20 +62,20 @@ def load_rows(source: str, split: str, config_name: str | None = None) -> Any:
         return load_dataset(str(path) if path.is_dir() else source, config_name, split=split)
 
 
-def resolve_rewards(run: RunArguments) -> list[Any] | None:
-    """The reward functions of a run; ids of reward models stay names.
+def resolve_rewards(run: RunArguments) -> list[RewardFunction | str] | None:
+    """Return the reward functions of a run; ids of reward models are returned as they are.
 
     Raises:
-        ConfigError: a name that stands for nothing.
+        ConfigError: unknown name, failing import or factory.
     """
     return None if run.rewards is None else [resolve_reward(spec) for spec in run.rewards]
 
 
-def resolve_reward(spec: Any) -> Any:
-    """One reward: ``module:function``, a name in ``groupwise.rewards``, or ``{name: arguments}``."""
+def resolve_reward(spec: object) -> RewardFunction | str:
+    """Return the reward of ``module:function``, a name in ``groupwise.rewards``, or ``{name: arguments}``."""
     if isinstance(spec, dict):
         if len(spec) != 1:
-            raise ConfigError(f"reward {spec!r} has {len(spec)} keys; write one name with its arguments")
+            raise ConfigError(f"reward {spec!r} has {len(spec)} keys; write one name and its arguments")
         ((name, arguments),) = spec.items()
         factory = import_object(name) if ":" in name else _from_library(name)
         with boundary(ConfigError, f"reward {name!r}", arguments=arguments):
@@ -80,14 +87,14 @@ def resolve_reward(spec: Any) -> Any:
     if "/" in spec or os.path.isdir(spec):
         return spec  # a reward model
     if spec.startswith("get_") and spec in rewards.__all__:
-        raise ConfigError(f"reward {spec!r} is made with arguments; write {{{spec}: {{argument: value}}}}")
+        raise ConfigError(f"reward {spec!r} takes arguments; write {{{spec}: {{argument: value}}}}")
     return _from_library(spec)
 
 
 def _from_library(name: str) -> Callable[..., Any]:
     known = [item for item in rewards.__all__ if "reward" in item or "punishment" in item]
     if name not in known:
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
+        nearest = nearest_name(name, known)
         raise ConfigError(
             f"reward {name!r} is not in groupwise.rewards; allowed: {', '.join(known)}, module:function, or "
             f"the id of a reward model; nearest: {nearest!r}"
@@ -96,14 +103,14 @@ def _from_library(name: str) -> Callable[..., Any]:
 
 
 def import_object(path: str) -> Any:
-    """What ``module:name`` stands for, with modules found from the working directory too.
+    """Import ``module:name``; modules in the working directory are found too.
 
     Raises:
-        ConfigError: no such module or name, or the module fails.
+        ConfigError: no such module or name, or importing the module fails.
     """
     module_name, _, name = path.partition(":")
     if not module_name or not name:
-        raise ConfigError(f"{path!r} is no import path; write module:function")
+        raise ConfigError(f"{path!r} is not an import path; write module:function")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -113,38 +120,37 @@ def import_object(path: str) -> Any:
         cause = error.__cause__
         if isinstance(cause, ModuleNotFoundError) and module_name.startswith(cause.name or "?"):
             raise ConfigError(
-                f"{path!r}: there is no module {cause.name!r}; modules are found in {os.getcwd()} and among "
-                "the installed packages"
+                f"{path!r}: no module {cause.name!r} in {os.getcwd()} or among the installed packages"
             ) from cause
         raise
     if not hasattr(module, name):
         public = [item for item in vars(module) if not item.startswith("_")] or [""]
-        nearest = difflib.get_close_matches(name, public, n=1, cutoff=0)[0]
+        nearest = nearest_name(name, public)
         raise ConfigError(f"{path!r}: module {module_name!r} has no {name!r}; nearest: {nearest!r}")
     return getattr(module, name)
 
 
-def lora_config(run: RunArguments) -> Any:
-    """The adapter's configuration, or None."""
-    if run.lora is None:
+def lora_config(run: RunArguments) -> LoraConfig | None:
+    """Return the configuration of the adapter, or None without one."""
+    if not isinstance(run.lora, dict):
         return None
     try:
         from peft import LoraConfig
     except ImportError as missing:
         raise ConfigError("lora needs PEFT: pip install 'groupwise[peft]'") from missing
-    options: Any = {"task_type": "CAUSAL_LM", **run.lora}  # type: ignore[dict-item]
     with boundary(ConfigError, "lora", arguments=run.lora):
-        return LoraConfig(**options)
+        return LoraConfig(**{"task_type": "CAUSAL_LM", **run.lora})
 
 
-def check_model(run: RunArguments, trust_remote_code: bool, options: dict[str, Any] | None) -> Any:
-    """The model's configuration, which is read before anything heavy is loaded.
+def check_model(run: RunArguments, config: GRPOConfig) -> PreTrainedConfig:
+    """Return the configuration of the model; call it before anything heavy is loaded.
 
     Raises:
-        ConfigError: there is no such model, or it may not be read.
+        ConfigError: no such model, or no access.
     """
     from transformers import AutoConfig
 
-    named = {name: value for name, value in (options or {}).items() if name in ("revision", "token")}
+    options = cast("dict[str, str]", config.model_init_kwargs or {})
+    access = {name: value for name, value in options.items() if name in ("revision", "token")}
     with boundary(ConfigError, f"model {run.model!r}"):
-        return AutoConfig.from_pretrained(run.model, trust_remote_code=trust_remote_code, **named)
+        return AutoConfig.from_pretrained(run.model, trust_remote_code=config.trust_remote_code, **access)

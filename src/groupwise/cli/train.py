@@ -1,9 +1,8 @@
-"""``groupwise train``: a run from a YAML file and flags."""
+"""``groupwise train``: train with the settings of a YAML file and flags."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from groupwise.cli.run_file import RunArguments, as_config_error, read_run
 from groupwise.cli.sources import check_model, import_object, load_datasets, lora_config, resolve_rewards
@@ -12,13 +11,13 @@ from groupwise.trainer import GRPOTrainer
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Train, then save the model and its card."""
+    """Train, then save the model and its model card."""
     settings, config = read_run(arguments, "train")
     trainer = make_trainer(settings, config)
-    resume: Any = config.resume_from_checkpoint
+    resume = config.resume_from_checkpoint
     trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
     if config.push_to_hub:
-        trainer.push_to_hub(dataset_name=settings.dataset)  # saves the model, too
+        trainer.push_to_hub(dataset_name=settings.dataset)  # also saves the model
     else:
         trainer.save_model()
         trainer.create_model_card(dataset_name=settings.dataset)
@@ -26,17 +25,17 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def make_trainer(settings: RunArguments, config: GRPOConfig) -> GRPOTrainer:
-    """The trainer of a run; what is cheap to find wrong is looked at before the model is loaded."""
+    """Build the trainer of a run; everything that is cheap to check is checked before the model is loaded."""
     rewards = resolve_rewards(settings)
     tools = [import_object(path) for path in settings.tools] if settings.tools else None
     rollout_func = import_object(settings.rollout_func) if settings.rollout_func else None
     environment = import_object(settings.environment) if settings.environment else None
     adapter = lora_config(settings)
-    check_model(settings, config.trust_remote_code, config.model_init_kwargs)  # type: ignore[arg-type]
+    check_model(settings, config)
     train_dataset, eval_dataset = load_datasets(settings)
     with as_config_error("setting up"):
         return GRPOTrainer(
-            settings.model,  # type: ignore[arg-type]
+            settings.model,
             rewards,
             config,
             train_dataset,

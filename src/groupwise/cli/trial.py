@@ -1,4 +1,4 @@
-"""What ``groupwise doctor`` tries with the model: sampling, rewards, the longest row's memory."""
+"""Checks of ``groupwise doctor`` that need the model: sampling, rewards, memory of the longest row."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from groupwise.records import Completion, Experience, RolloutBatch, RolloutReque
 from groupwise.rewards.runtime.calling import call_rewards
 from groupwise.trainer import GRPOTrainer
 
-#: States that an optimizer keeps per trained parameter, by the start of its name, in sizes of the parameter.
+#: Optimizer state per trained parameter, in sizes of the parameter, by prefix of the optimizer name.
 _STATES = {"adamw_bnb_8bit": 0.5, "adamw_8bit": 0.5, "paged_adamw_8bit": 0.5, "adam": 2.0, "paged_adam": 2.0}
 _STATES |= {"sgd": 0.0, "adafactor": 0.0, "lion": 1.0, "rmsprop": 1.0}
 
 
 def trial_config(config: GRPOConfig, tokens: int, directory: str) -> GRPOConfig:
-    """The same run for one process without side effects: nothing is saved, reported or sharded.
+    """Return the configuration for a trial on one process: nothing is saved, reported or sharded.
 
     Args:
-        tokens: most tokens of a completion.
+        tokens: maximum number of tokens per completion.
     """
     given = {item.name: getattr(config, item.name) for item in dataclasses.fields(config) if item.init}
     defaults = {item.name: item.default for item in dataclasses.fields(GRPOConfig)}
@@ -59,7 +59,7 @@ def trial_config(config: GRPOConfig, tokens: int, directory: str) -> GRPOConfig:
 
 
 def sample(trainer: GRPOTrainer, rows: Sequence[dict[str, Any]]) -> tuple[RolloutBatch, float]:
-    """A group of completions for each row, and the seconds that took."""
+    """Sample a group of completions for each row; return them and the seconds."""
     repeated = [row for row in rows for _ in range(trainer.num_generations)]
     start = time.perf_counter()
     request = RolloutRequest(repeated, trainer.num_generations)
@@ -69,7 +69,7 @@ def sample(trainer: GRPOTrainer, rows: Sequence[dict[str, Any]]) -> tuple[Rollou
 def sample_findings(
     rollout: RolloutBatch, seconds: float, config: GRPOConfig, tokens: int
 ) -> Iterator[Finding]:
-    """Lengths of what was sampled; ``tokens`` was the limit."""
+    """Report the lengths of completions that were sampled with the limit ``tokens``."""
     lengths = [len(completion.token_ids) for completion in rollout.completions]
     cut = sum(completion.truncated for completion in rollout.completions)
     text = (
@@ -77,7 +77,7 @@ def sample_findings(
         f"average, {cut} cut at {tokens}"
     )
     everything = cut == len(lengths) and tokens == config.max_completion_length
-    yield warn("sampling", f"{text}: none ended by itself") if everything else ok("sampling", text)
+    yield warn("sampling", f"{text}: none has an end token") if everything else ok("sampling", text)
     if tokens < config.max_completion_length:
         yield ok("sampling", f"the limit of the run is {config.max_completion_length} (--max_new_tokens)")
     yield ok("sampling", f"the first one: {str(rollout.texts[0])[:200]!r}")
@@ -86,7 +86,7 @@ def sample_findings(
 def reward_findings(
     trainer: GRPOTrainer, rollout: RolloutBatch, sampling_seconds: float
 ) -> Iterator[Finding]:
-    """Each reward function by itself on the same completions: failures, None, constants, slowness."""
+    """Run each reward function on the completions; report failures, None, constant and slow ones."""
     columns: list[list[float]] = []
     for function, name in zip(trainer.reward_callables, trainer.reward_func_names, strict=True):
         start = time.perf_counter()
@@ -129,21 +129,21 @@ def _value_findings(name: str, values: list[float], seconds: float) -> Iterator[
     if len(scored) < len(values):
         text += f", None for {len(values) - len(scored)} of {len(values)}"
     if min(scored) == max(scored):
-        yield warn("reward", f"{name}: constant, {text} ({seconds:.2f} s); nothing is learnt from it")
+        yield warn("reward", f"{name}: constant, {text} ({seconds:.2f} s); it gives no gradient")
     else:
         yield ok("reward", f"{name}: {text} ({seconds:.2f} s)")
 
 
 def _group_findings(groups: list[list[float]]) -> Iterator[Finding]:
-    """How many groups have completions of different total reward; NaN is a completion without any."""
+    """Report the number of groups whose total rewards differ; NaN marks a completion without a reward."""
     scored = [[value for value in group if not math.isnan(value)] for group in groups]
     varied = sum(min(group) < max(group) for group in scored if group)
     text = f"{varied} of {len(groups)} sampled groups have rewards that differ"
-    yield ok("reward", text) if varied else warn("reward", f"{text}: no gradient would come from them")
+    yield ok("reward", text) if varied else warn("reward", f"{text}: there is no gradient")
 
 
 class _Peak:
-    """The highest memory in use while the context is open, above what was in use before, in bytes."""
+    """Context manager that measures the peak memory above the memory at entry, in bytes."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -160,7 +160,7 @@ class _Peak:
     def __enter__(self) -> _Peak:
         gc.collect()
         if not self.cuda:
-            malloc_trim()  # what is free but still held would hide what is taken
+            malloc_trim()  # free pages that malloc still holds would hide new allocations
         self.before = self._used()
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -169,7 +169,7 @@ class _Peak:
             self._thread.start()
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.cuda:
             self.above = torch.cuda.max_memory_allocated() - self.before
         else:
@@ -178,9 +178,9 @@ class _Peak:
 
 
 def train_row(trainer: GRPOTrainer, prompt_tokens: int, completion_tokens: int) -> int:
-    """Forward and backward of one row of this size; the peak of memory above what was in use, in bytes."""
-    args: Any = trainer.args
-    model: Any = trainer.accelerator.prepare_model(trainer.model)
+    """Run forward and backward of one row of this size; return the peak of additional memory in bytes."""
+    args: GRPOConfig = trainer.args
+    model: torch.nn.Module = trainer.accelerator.prepare_model(trainer.model)
     if args.gradient_checkpointing:
         trainer.model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
     model.train()
@@ -193,9 +193,8 @@ def train_row(trainer: GRPOTrainer, prompt_tokens: int, completion_tokens: int) 
     advantages_BX = torch.ones((1, 1), device=trainer.accelerator.device)
     window = [Experience(**{**vars(tokens), **logps._asdict()}, advantages_BX=advantages_BX)]
     (batch,) = trainer.set_token_weights(window, trainer.compute_entropy_masks(window))
-    trainer.compute_logprobs(
-        model.eval(), batch
-    )  # the layout is checked on the first rows, not measured here
+    # The first call also checks the layout; that must not count as memory of the row.
+    trainer.compute_logprobs(model.eval(), batch)
     model.train()
     batch = trainer.logprob_computer.prepare(batch)
     with _Peak(trainer.accelerator.device) as peak:
@@ -207,7 +206,7 @@ def train_row(trainer: GRPOTrainer, prompt_tokens: int, completion_tokens: int) 
 def memory_findings(
     trainer: GRPOTrainer, config: GRPOConfig, prompt_tokens: int, peak: int
 ) -> Iterator[Finding]:
-    """What training will hold, from the peak of one longest row; without sharding over devices."""
+    """Estimate the memory of training from the peak of the longest row, without sharding over devices."""
     weights = _size(trainer.model.parameters())
     trained = _size(p for p in trainer.model.parameters() if p.requires_grad)
     reference = 0 if trainer.ref_model is None else _size(trainer.ref_model.parameters())
@@ -230,13 +229,13 @@ def memory_findings(
     if one > room:
         yield fail("memory", f"{text}: shorten rows, train an adapter (lora) or shard the model")
     elif all_rows > room:
-        yield warn("memory", f"{text}: micro-batches of long rows would be split, with the same update")
+        yield warn("memory", f"{text}: micro-batches of long rows are split, with the same update")
     else:
         yield ok("memory", text)
 
 
 def _room(device: torch.device, resident: int) -> tuple[int, str]:
-    """Memory that training may use, and what has it."""
+    """Return the memory available to training in bytes, and the name of its owner."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1], "the GPU"
     return psutil.virtual_memory().available + resident, "the machine"

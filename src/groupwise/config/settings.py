@@ -141,6 +141,21 @@ def default_of(config: GRPOConfig, name: str) -> object:
     return config.__dataclass_fields__[name].default
 
 
+def card_settings(config: GRPOConfig) -> dict[str, object]:
+    """Return the settings of the model card: those of the method, and others that differ from the default."""
+    shown = {}
+    for name, setting in config.SETTINGS.items():
+        value, default = (
+            getattr(item, "value", item)  # enums of TrainingArguments
+            for item in (getattr(config, name), default_of(config, name))
+        )
+        changed = (value or None) != (default or None)  # None and 0 both mean off, for example of top_k
+        of_objective = name.startswith(f"{config.loss_type}_")
+        if value is not None and setting.card and (setting.card == "always" or of_objective or changed):
+            shown[name] = value
+    return shown
+
+
 def with_settings(inherited: Mapping[str, Setting]) -> Callable[[Config], Config]:
     """Class decorator: collect the `Setting` of each field in ``SETTINGS``, and give flags their help.
 
@@ -153,7 +168,7 @@ def with_settings(inherited: Mapping[str, Setting]) -> Callable[[Config], Config
 
     def decorate(config_class: Config) -> Config:
         hints = typing.get_type_hints(config_class, include_extras=True)
-        settings = dict(inherited)
+        settings: dict[str, Setting] = {}
         for name in config_class.__annotations__:
             for setting in typing.get_args(hints[name])[1:]:
                 settings[name] = dataclasses.replace(setting, types=types_of(hints[name]))
@@ -164,8 +179,8 @@ def with_settings(inherited: Mapping[str, Setting]) -> Callable[[Config], Config
                 field: object = dataclasses.field(default=default, metadata={"help": text, **flag})
                 setattr(config_class, name, field)
         for name, setting in inherited.items():
-            if setting.allowed:
-                settings[name] = dataclasses.replace(setting, types=types_of(hints[name]))
+            kinds = types_of(hints[name]) if setting.allowed else frozenset()
+            settings[name] = dataclasses.replace(setting, types=kinds)
         config_class.SETTINGS = settings  # type: ignore[attr-defined]
         return config_class
 

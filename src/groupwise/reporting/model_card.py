@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,38 +14,10 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers import TrainerState
 
 from groupwise.config.grpo_config import GRPOConfig
+from groupwise.config.settings import card_settings
 
 #: ``TrainerState.log_history``.
 LogHistory = Sequence[Mapping[str, float]]
-
-_OBJECTIVE = (
-    *("loss_type", "importance_sampling_level", "epsilon", "epsilon_high", "beta", "scale_rewards"),
-    *("advantage_baseline", "num_iterations", "num_generations"),
-)
-_ESSENTIAL = (
-    *("temperature", "max_completion_length", "learning_rate", "lr_scheduler_type", "optim"),
-    *("num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size"),
-    *("generation_batch_size", "bf16", "seed"),
-)
-# Listed only if changed from the default. Settings that may hold addresses, paths, credentials or free text
-# (hub_token, *_kwargs, vllm_server_*) must not be added here: the card is public.
-_OTHER = (
-    *("delta", "kl_estimator", "kl_in_reward", "use_bias_correction_kl", "off_policy_mask_threshold"),
-    *("sapo_temperature_pos", "sapo_temperature_neg"),
-    *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
-    *("mask_truncated_completions", "top_entropy_quantile", "reward_weights", "multi_objective_aggregation"),
-    *("entropy_coef", "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta"),
-    *("entropy_target", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"),
-    *("disable_dropout", "cast_lm_head_to_fp32", "router_aux_loss_coef", "max_prompt_length"),
-    *("top_p", "top_k", "min_p", "repetition_penalty", "use_vllm", "vllm_mode"),
-    *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
-    *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
-    *("use_transformers_continuous_batching", "max_tool_calling_iterations", "use_liger_kernel"),
-    *("sequence_layout", "logprob_head", "skip_zero_advantage", "dynamic_sampling"),
-    *("dynamic_sampling_max_rounds", "rollout_staleness", "reward_on_error", "shuffle_dataset"),
-    *("weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon", "warmup_steps"),
-    *("max_steps", "fp16", "gradient_checkpointing"),
-)
 
 _TEMPLATE = """\
 ---
@@ -141,6 +111,7 @@ def model_card(
         reward_names: names in the metrics ``rewards/<name>/mean``.
     """
     name = _public_name(model_name)
+    shown = {**card_settings(args), "world_size": args.world_size}
     data = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -156,7 +127,7 @@ def model_card(
         base_model_link=_link(base_model, "https://huggingface.co/"),
         dataset_link=_link(dataset_name, "https://huggingface.co/datasets/"),
         hub_model=args.hub_model_id or name,
-        settings=_settings(args),
+        settings={name: _escape(value) for name, value in shown.items()},
         logs=_last_rewards(log_history, reward_names),
         versions=versions,
     )
@@ -177,23 +148,6 @@ def _link(name: str | None, site: str) -> str | None:
     if not name:
         return None
     return f"`{_public_name(name)}`" if _is_local(name) else f"[{name}]({site}{name})"
-
-
-def _settings(args: GRPOConfig) -> dict[str, str]:
-    """Return the settings of the method, and all others that were changed."""
-    defaults = {field.name: field.default for field in dataclasses.fields(args)}
-    defaults["top_k"] = 0  # the configuration converts None to 0
-    shown = {}
-    for name in (*_OBJECTIVE, *_ESSENTIAL, *_OTHER):
-        value = _enum_value(getattr(args, name, None))
-        always = name in _OBJECTIVE or name in _ESSENTIAL or name.startswith(f"{args.loss_type}_")
-        if value is not None and (always or value != _enum_value(defaults.get(name))):
-            shown[name] = _escape(value)
-    return shown
-
-
-def _enum_value(value: object) -> object:
-    return value.value if isinstance(value, enum.Enum) else value
 
 
 def _escape(value: object) -> str:
