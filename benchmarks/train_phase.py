@@ -152,7 +152,7 @@ def measure_floor(spec: Spec) -> dict[str, Any]:
     import torch
 
     from groupwise.cpu.linear import replace_linears
-    from groupwise.policy.layouts import HeadSettings, score_forward
+    from groupwise.policy.layouts import HeadSettings, forward_logprobs
 
     model = make_model(spec)
     work = make_work(spec, model.config.vocab_size)
@@ -179,7 +179,7 @@ def measure_floor(spec: Spec) -> dict[str, Any]:
             for token_ids, keep in batches:
                 inputs = {"input_ids": token_ids, "logits_to_keep": keep}
                 targets = token_ids[:, -keep:]  # any ids
-                logps, *_ = score_forward(model, inputs, targets, HeadSettings(), with_entropy=False)
+                logps, *_ = forward_logprobs(model, inputs, targets, HeadSettings(), with_entropy=False)
                 (-logps.mean() / len(batches)).backward()
         meter.end_window()
         model.zero_grad()

@@ -18,9 +18,9 @@ from smollm2 import example_parser
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from groupwise import GRPOConfig
-from groupwise.core.advantages import AdvantageSettings, GroupRewards, normalised_advantages
-from groupwise.core.surrogates import SurrogateSettings, SurrogateTerms, clipped
-from groupwise.core.weights import WindowCounts, token_mean
+from groupwise.core.advantages import AdvantageSettings, GroupRewards, normalized_advantages
+from groupwise.core.surrogates import SurrogateInputs, SurrogateSettings, clipped
+from groupwise.core.weights import WeightInputs, WindowCounts, token_mean
 
 
 @torch.no_grad()
@@ -64,17 +64,18 @@ def compute_logprobs(model, ids, attention_mask, width, args):
 def policy_loss(logps, old_logps, advantages, mask, args):
     """Return the clipped loss of a mini-batch, a scalar: sum over tokens of weight * surrogate."""
     log_ratio = (logps - old_logps) * mask  # (M, T), 0 on padding, so that exp() stays finite
-    terms = SurrogateTerms(
+    inputs = SurrogateInputs(
+        logps_BT=logps,
+        old_logps_BT=old_logps,
+        log_ratio_BT=log_ratio,
         ratio_BX=log_ratio.exp(),  # 1 in the first mini-batch: the policy has not changed since sampling
         advantages_BX=advantages[:, None],  # (M, 1): every token of a completion has its advantage
-        logps_BT=logps,
-        log_ratio_BT=log_ratio,
-        mask_BT=mask,
+        loss_mask_BT=mask,
+        group_ids_B=torch.arange(len(mask)) // args.num_generations,  # (M,): G rows of a prompt are adjacent
     )
-    surrogate = clipped(terms, SurrogateSettings(args.epsilon, args.epsilon_high))  # (M, T)
-    # With gradient accumulation, the counts are totals over all micro-batches of a step and all ranks.
-    counts = WindowCounts(len(mask), int(mask.sum()), 1, 1, args.max_completion_length)
-    return (surrogate * token_mean(mask, counts)).sum()  # token_mean: 1 / tokens on every token
+    surrogate = clipped(inputs, SurrogateSettings(args.epsilon, args.epsilon_high))  # (M, T)
+    counts = WindowCounts(len(mask), int(mask.sum()), 1, 1, args.max_completion_length)  # of one step
+    return (surrogate * token_mean(WeightInputs(mask, inputs.group_ids_B), counts)).sum()  # 1 / tokens each
 
 
 def evaluate(model, tokenizer, dataset, args):
@@ -120,10 +121,9 @@ def main():
         # 2. Reward: F = 1 function.
         rewards = compute_rewards(tokenizer, ids, mask, answers)  # (B,)
 
-        # 3. Advantages: A = (r - mean of the group) / (std of the group + 1e-4); 0, hence no gradient, if all
-        #    completions of a group have the same reward.
+        # 3. Advantages: A = (r - group mean) / (group std + 1e-4); 0 if all rewards of a group are equal.
         groups = GroupRewards(rewards[:, None], torch.ones(1), args.num_generations)
-        advantages = normalised_advantages(groups, AdvantageSettings(scale="group")).to(args.device)  # (B,)
+        advantages = normalized_advantages(groups, AdvantageSettings(scale="group")).to(args.device)  # (B,)
 
         # 4. Old log-probs: of the policy that sampled, before it is updated.
         with torch.no_grad():

@@ -42,8 +42,10 @@ def registrations_end_with_their_test():
     """What a test registers is gone after it: other tests go through everything that is registered."""
     from groupwise.core.advantages import ADVANTAGES, AGGREGATIONS
     from groupwise.core.objectives import OBJECTIVES
+    from groupwise.core.weights import NORMALIZERS
 
-    before = [(registry, dict(registry)) for registry in (OBJECTIVES, ADVANTAGES, AGGREGATIONS)]
+    registries = (OBJECTIVES, NORMALIZERS, ADVANTAGES, AGGREGATIONS)
+    before = [(registry, dict(registry)) for registry in registries]
     yield
     for registry, entries in before:
         registry.clear()

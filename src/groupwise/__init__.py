@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from groupwise.config.grpo_config import GRPOConfig
     from groupwise.core.advantages import register_advantage, register_aggregation
     from groupwise.core.objectives import register_objective
+    from groupwise.core.weights import register_normalizer
     from groupwise.errors import (
         AgentError,
         BackendError,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "GRPOConfig": "config.grpo_config",
     "GRPOTrainer": "trainer",
+    "register_normalizer": "core.weights",
     "register_objective": "core.objectives",
     "register_advantage": "core.advantages",
     "register_aggregation": "core.advantages",
@@ -86,6 +88,7 @@ __all__ = [
     "register_advantage",
     "register_aggregation",
     "register_backend",
+    "register_normalizer",
     "register_objective",
 ]
 

@@ -411,17 +411,16 @@ class PackedSequences(Protocol):
 
 @dataclass(frozen=True)
 class LogprobOutput:
-    """A policy's view of the completion tokens of a :class:`MicroBatch`, at the sampling temperature.
+    """Log-probs of the completion tokens of a :class:`TokenBatch` at the sampling temperature.
 
-    logps_BT, entropy_BT: float32; the entropy is None when nobody asked for it.
-    aux_loss: balancing loss of a mixture-of-experts model, a scalar.
-    fused: the loss without that one, where it was computed in place of log-probs, which are None then.
+    logps_BT: float32.
+    entropy_BT: float32 entropy of each token's distribution, in nats; None unless requested.
+    aux_loss: balancing loss of a mixture-of-experts model, a scalar; None unless requested.
     """
 
-    logps_BT: torch.Tensor | None
+    logps_BT: torch.Tensor
     entropy_BT: torch.Tensor | None = None
     aux_loss: torch.Tensor | None = None
-    fused: LossOutput | None = None
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,11 @@ from groupwise.mixins import (
     RewardMixin,
     RolloutMixin,
 )
-from groupwise.mixins.loss import objective_settings
+from groupwise.mixins.loss import check_loss_override, objective_settings
 from groupwise.policy.build import prepare_policy, router_aux_loss_coef, speed_up
+from groupwise.policy.liger import LigerLoss
 from groupwise.policy.loading import load_processing_class
+from groupwise.policy.loss import ObjectiveLoss, PolicyLoss
 from groupwise.policy.reference import make_reference
 from groupwise.policy.step_build import make_logprob_computer, make_logprob_mismatch_check
 from groupwise.records import (
@@ -93,6 +95,7 @@ class GRPOTrainer(
 
     args: GRPOConfig  # type: ignore[assignment]
     model: PreTrainedModel  # type: ignore[assignment]
+    zero_grad_at_zero_advantage = True  # of compute_loss, see LossMixin
 
     def __init__(
         self,
@@ -167,7 +170,18 @@ class GRPOTrainer(
         self.router_aux_loss_coef = router_aux_loss_coef(self.model, args)
         self.aux_loss_enabled = self.router_aux_loss_coef != 0.0
         self.micro_batch_budget = micro_batch_budget(type(self), args, aux_loss=self.aux_loss_enabled)
+        check_loss_override(type(self), args)
         self.objective_settings = objective_settings(args)
+        self.policy_loss: PolicyLoss = (
+            LigerLoss(
+                self.router_aux_loss_coef,
+                self.logprob_computer.head,
+                args.max_completion_length,
+                lambda: self.objective_settings,
+            )
+            if args.use_liger_kernel
+            else ObjectiveLoss(self.router_aux_loss_coef, self.compute_logprobs, self.compute_policy_loss)
+        )
         self.entropy_control = EntropyControl(args.entropy_coef)
         self.num_generations, self.temperature, self.beta = args.num_generations, args.temperature, args.beta
 
@@ -302,8 +316,7 @@ class GRPOTrainer(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The loss of one micro-batch under the current policy."""
-        scores = self.compute_logprobs(model, inputs, with_entropy=True)
-        output = self.compute_policy_loss(inputs, scores)
+        output = self.policy_loss(model, inputs)
         book = self.metrics["train" if model.training else "eval"]
         book.record(output.metrics)
         if model.training:
@@ -311,7 +324,7 @@ class GRPOTrainer(
             book.record({"loss": Mean(output.loss.detach(), inputs.sequence_weight_B1.sum())})
             if output.bonus_entropy is not None:
                 self.window_entropy = self.window_entropy.merge(output.bonus_entropy)
-        return (output.loss, scores) if return_outputs else output.loss
+        return (output.loss, output) if return_outputs else output.loss
 
     def num_tokens(self, inputs: MicroBatch) -> int:
         return inputs.num_tokens()

@@ -1,11 +1,13 @@
-"""Adding objectives and advantages of one's own."""
+"""Registration of objectives, normalizers and advantages."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
+from support.cases import Terms, evaluate, weights
 
 from groupwise.core.advantages import (
     ADVANTAGES,
@@ -17,32 +19,28 @@ from groupwise.core.advantages import (
     total_rewards,
 )
 from groupwise.core.metrics import Sum
-from groupwise.core.objectives import (
-    OBJECTIVES,
-    ObjectiveSettings,
-    ObjectiveTerms,
-    evaluate,
-    register_objective,
-)
+from groupwise.core.objectives import OBJECTIVES, ObjectiveSettings, register_objective
+from groupwise.core.surrogates import SurrogateSettings
+from groupwise.core.weights import NORMALIZERS, WindowCounts, register_normalizer
 
 
-def terms(**extra) -> ObjectiveTerms:
-    return ObjectiveTerms(
+def terms(**extra) -> Terms:
+    return Terms(
         logps_BT=torch.tensor([[-1.0, -2.0]], requires_grad=True),
         advantages_BX=torch.tensor([[3.0]]),
-        mask_BT=torch.ones(1, 2),
-        weights_BT=torch.tensor([[0.5, 0.5]]),
+        loss_mask_BT=torch.ones(1, 2),
+        token_weights_BT=torch.tensor([[0.5, 0.5]]),
         **extra,
     )
 
 
-def reinforce(t, settings):
-    return -t.advantages_BX * t.logps_BT
+def reinforce(inputs, settings):
+    return -inputs.advantages_BX * inputs.logps_BT
 
 
 def test_a_registered_objective_is_used():
     register_objective(
-        "mine", reinforce, "token_mean", diagnostics=lambda t, s: {"seen": Sum(t.mask_BT.sum())}
+        "mine", reinforce, "token_mean", diagnostics=lambda t, s: {"seen": Sum(t.loss_mask_BT.sum())}
     )
     t = terms()
     loss, metrics = evaluate(t, ObjectiveSettings(objective="mine"))
@@ -52,20 +50,20 @@ def test_a_registered_objective_is_used():
     assert torch.autograd.grad(loss, t.logps_BT)[0].tolist() == [[-1.5, -1.5]]
 
 
-@pytest.mark.parametrize("folds", [False, True])
-def test_a_registered_objective_may_fold_the_correction_in(folds):
+@pytest.mark.parametrize("applies", [False, True])
+def test_a_registered_objective_may_apply_the_sampler_correction(applies):
     seen = []
 
-    def surrogate(t, settings):
-        seen.append(t.log_correction_BX)
-        return reinforce(t, settings)
+    def surrogate(inputs, settings):
+        seen.append(inputs.log_correction_BX)
+        return reinforce(inputs, settings)
 
-    register_objective("mine", surrogate, "token_mean", applies_sampler_correction=folds)
+    register_objective("mine", surrogate, "token_mean", applies_sampler_correction=applies)
     sampler = torch.tensor([[-1.0 - math.log(2.0), -2.0]])
     loss, _ = evaluate(
         terms(sampler_logps_BT=sampler), ObjectiveSettings(objective="mine", correction_mode="token_truncate")
     )
-    if folds:
+    if applies:
         assert seen[0].tolist() == [pytest.approx([math.log(2.0), 0.0])]
         assert loss.item() == 4.5
     else:
@@ -74,18 +72,88 @@ def test_a_registered_objective_may_fold_the_correction_in(folds):
         assert loss.item() == pytest.approx(6.0)
 
 
+def test_a_surrogate_gets_every_log_prob_with_zeros_off_the_mask():
+    """Row 0 has one loss token; NaN is on-policy in ``old`` and not reported in ``sampler``."""
+    seen = []
+    register_objective("mine", lambda inputs, s: seen.append(inputs) or inputs.logps_BT, "token_mean")
+    nan = math.nan
+    given = Terms(
+        logps_BT=torch.tensor([[-1.0, 9.0], [-3.0, -4.0]], requires_grad=True),
+        advantages_BX=torch.tensor([[1.0], [2.0]]),
+        loss_mask_BT=torch.tensor([[1, 0], [1, 1]]),
+        token_weights_BT=torch.ones(2, 2),
+        old_logps_BT=torch.tensor([[nan, nan], [-2.5, nan]]),
+        ref_logps_BT=torch.tensor([[-0.5, 7.0], [-0.25, -0.125]]),
+        sampler_logps_BT=torch.tensor([[-1.5, nan], [nan, -4.5]]),
+        group_ids_B=torch.tensor([4, 5]),
+    )
+    evaluate(given, ObjectiveSettings(objective="mine", correction_mode=None, ratio_level="sequence"))
+    (inputs,) = seen
+    assert inputs.logps_BT.tolist() == [[-1.0, 0.0], [-3.0, -4.0]]
+    assert inputs.old_logps_BT.tolist() == [[-1.0, 0.0], [-2.5, -4.0]]
+    assert inputs.ref_logps_BT.tolist() == [[-0.5, 0.0], [-0.25, -0.125]]
+    assert inputs.sampler_logps_BT.tolist() == [[-1.5, 0.0], [-2.5, -4.5]]
+    assert inputs.log_ratio_BT.tolist() == [[0.0, 0.0], [-0.5, 0.0]]
+    assert inputs.ratio_BX.tolist() == [[1.0], [pytest.approx(math.exp(-0.25))]]
+    assert inputs.lengths_B1.tolist() == [[1.0], [2.0]]
+    assert inputs.group_ids_B.tolist() == [4, 5]
+
+
+@dataclass(frozen=True)
+class Power:
+    exponent: float = 1.0
+
+
+def test_an_objective_with_settings_of_its_own_gets_an_instance():
+    def powered(inputs, settings: Power):
+        return -(inputs.advantages_BX**settings.exponent) * inputs.logps_BT
+
+    register_objective("mine", powered, "token_mean", settings=Power)
+    own = OBJECTIVES["mine"].surrogate_settings(SurrogateSettings(), {"exponent": 2.0})
+    assert own == Power(2.0)
+    # −3² · (−1 − 2) · 0.5 = 13.5
+    assert evaluate(terms(), ObjectiveSettings(objective="mine", surrogate=own))[0].item() == 13.5
+    with pytest.raises(TypeError, match="exponential"):
+        OBJECTIVES["mine"].surrogate_settings(SurrogateSettings(), {"exponential": 2.0})
+
+
+def test_an_objective_without_settings_gets_the_built_in_ones():
+    built_in = SurrogateSettings(epsilon_low=0.1)
+    assert OBJECTIVES["dapo"].surrogate_settings(built_in, {}) is built_in
+
+
 def test_duplicate_objective_is_refused():
     with pytest.raises(ValueError, match=r"'dapo' is already registered; registered: bnpo, cispo, dapo"):
         register_objective("dapo", reinforce, "token_mean")
     assert OBJECTIVES["dapo"].surrogate is not reinforce
 
 
-def test_unknown_normaliser_is_refused():
+def test_unknown_normalizer_is_refused():
     with pytest.raises(
         ValueError, match=r"normalizer='per_token' is unknown; allowed: constant_length, local"
     ):
         register_objective("other", reinforce, "per_token")
     assert "other" not in OBJECTIVES
+
+
+def test_a_registered_normalizer_is_used():
+    """Square root of the length: 3 of 4 tokens, so 1 / √3 per token over 2 sequences."""
+    register_normalizer(
+        "root", lambda rows, counts: rows.mask_BT / (counts.sequences * rows.lengths_B1.clamp(min=1).sqrt())
+    )
+    register_objective("mine", reinforce, "root")
+    assert OBJECTIVES["mine"].normalizer == "root" and not NORMALIZERS["root"].needs_group_tokens
+    mask = torch.tensor([[1.0, 1.0, 0.0, 1.0]])
+    share = 1 / (2 * math.sqrt(3))
+    got = weights("root", mask, WindowCounts(2, 3, 1, 1, 4))
+    assert got.tolist() == [pytest.approx([share, share, 0.0, share])]
+
+
+def test_duplicate_normalizer_is_refused():
+    before = NORMALIZERS["token_mean"]
+    with pytest.raises(ValueError, match=r"'token_mean' is already registered; registered: constant_length"):
+        register_normalizer("token_mean", lambda rows, counts: rows.mask_BT)
+    assert NORMALIZERS["token_mean"] is before
 
 
 def test_a_registered_advantage_is_used():

@@ -362,9 +362,9 @@ VARIED = {1, 2, 5, 6, 7, 8, 11, 13, 14, 17, 18, 19, 22, 23, *range(26, 28)}
 class Spy(GRPOTrainer):
     """Keeps the batches that losses are computed of."""
 
-    def compute_policy_loss(self, batch, scores):
+    def compute_policy_loss(self, batch, logprobs):
         self.__dict__.setdefault("batches", []).append((self.state.global_step, batch))
-        return super().compute_policy_loss(batch, scores)
+        return super().compute_policy_loss(batch, logprobs)
 
 
 def spied(directory, **given):

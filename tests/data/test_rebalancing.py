@@ -175,14 +175,20 @@ def test_a_loss_of_a_subclass_sees_every_row(tmp_path):
             return super().compute_loss(*args, **kwargs)
 
     class OwnObjective(GRPOTrainer):
-        def compute_policy_loss(self, batch, scores):
-            return super().compute_policy_loss(batch, scores)
+        def compute_policy_loss(self, batch, logprobs):
+            return super().compute_policy_loss(batch, logprobs)
+
+    class DeclaredLoss(OwnObjective):
+        zero_grad_at_zero_advantage = True
+
+        def compute_policy_loss(self, batch, logprobs):
+            return super().compute_policy_loss(batch, logprobs)
 
     class OwnReward(GRPOTrainer):
         def compute_rewards(self, *args):
             return super().compute_rewards(*args)
 
-    for kind, skips in ((OwnLoss, False), (OwnObjective, False), (OwnReward, True)):
+    for kind, skips in ((OwnLoss, False), (OwnObjective, False), (DeclaredLoss, True), (OwnReward, True)):
         size = {"per_device_train_batch_size": 8, "max_completion_length": 8}
         config = GRPOConfig(str(tmp_path), **size, bf16=False, use_cpu=True)
         run = kind(policy(), no_variance, config, prompts(), processing_class=tokenizer())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import surrogate_inputs
 from support.parity_runs import (
     PROMPTS,
     Policy,
@@ -24,7 +25,7 @@ from support.parity_runs import (
 
 from groupwise.core.corrections import sampler_correction, sampler_log_gap
 from groupwise.core.masks import entropy_threshold, off_policy_keep
-from groupwise.core.surrogates import SurrogateSettings, SurrogateTerms, vespo_gate
+from groupwise.core.surrogates import SurrogateSettings, vespo_gate
 
 trl = pytest.importorskip("trl", minversion="1.16.0")
 pytestmark = pytest.mark.parity
@@ -180,16 +181,15 @@ def test_vespo_weights(scale: float, correction: tuple[Any, Any, str] | None) ->
         factor_BT = sampler_correction(sampler_log_gap(logps_BT, other_BT, mask_BT), mode, clip_min, clip_max)
     constants = {"k_pos": 1.5, "lambda_pos": 2.5, "k_neg": 2.0, "lambda_neg": 1.2}
     theirs = trl.GRPOTrainer.get_gamma_weights(advantages_B1, log_ratio_BT, mask_BT, factor_BT, **constants)
-    terms = SurrogateTerms(
-        ratio_BX=log_ratio_BT.exp(),
+    inputs = surrogate_inputs(
+        log_ratio_BT,
         advantages_BX=advantages_B1,
         logps_BT=logps_BT,
-        log_ratio_BT=log_ratio_BT,
-        mask_BT=mask_BT.float(),
+        loss_mask_BT=mask_BT.float(),
         log_correction_BX=None if factor_BT is None else factor_BT.log().masked_fill(mask_BT == 0, 0.0),
     )
     ours = vespo_gate(
-        terms, SurrogateSettings(**{f"vespo_{name}": value for name, value in constants.items()})
+        inputs, SurrogateSettings(**{f"vespo_{name}": value for name, value in constants.items()})
     )
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
     assert ours.std() > 0.05

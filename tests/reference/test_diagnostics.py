@@ -17,13 +17,11 @@ from support.oracle import (
     ratios,
 )
 
-from groupwise.core.objectives import evaluate
-
 LEVELS = ["token", "sequence"]
 
 
 def metrics_of(name: str, b, c: Choices, **extra) -> dict:
-    _, metrics = evaluate(replace(cases.core_terms(name, b), **extra), cases.core_settings(name, c))
+    _, metrics = cases.evaluate(replace(cases.core_terms(name, b), **extra), cases.core_settings(name, c))
     return {key: reduction.value() for key, reduction in metrics.items()}
 
 
@@ -107,7 +105,7 @@ def test_clip_ratio_extremes_with_no_empty_row():
         b, logps=logps, old=old, ref=None, sampler=None, mask=[[1, 1], [1, 1]], advantages=[[-1.0] * 2] * 2
     )
     terms = replace(cases.core_terms("dapo", b))
-    _, metrics = evaluate(terms, cases.core_settings("dapo", Choices()))
+    _, metrics = cases.evaluate(terms, cases.core_settings("dapo", Choices()))
     assert metrics["clip_ratio/low_min"].value() == 0.5
     assert metrics["clip_ratio/low_mean"].value() == 0.75
     assert metrics["clip_ratio/high_max"].value() == 0.0

@@ -23,7 +23,6 @@ from support.oracle import (
 from groupwise.core.corrections import CORRECTION_MODES, sampler_correction, sampler_log_gap
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.masks import entropy_threshold, off_policy_keep
-from groupwise.core.objectives import evaluate
 
 TOPS = [1.0, 0.8, 0.5, 0.2, 0.03]
 
@@ -143,8 +142,8 @@ def test_entropy_bonus():
     terms = cases.core_terms("dapo", b)
     entropy = cases.tensor(values).requires_grad_()
     coef = 0.03
-    bonus = coef * terms.weights_BT
-    loss, metrics = evaluate(
+    bonus = coef * terms.token_weights_BT
+    loss, metrics = cases.evaluate(
         replace(terms, entropy_BT=entropy, entropy_weights_BT=bonus), cases.core_settings("dapo", c)
     )
     weights = cases.oracle_weights("dapo")

@@ -138,7 +138,7 @@ def test_single_token_sequences(name):
     for level, mode in itertools.product(LEVELS, MODES):
         c = choices(name, level=level, beta=0.04, mode=mode, c_max=1.5, threshold=0.1)
         weights = [row[:1] for row in cases.oracle_weights(name)]
-        terms = replace(cases.core_terms(name, short), weights_BT=cases.tensor(weights))
+        terms = replace(cases.core_terms(name, short), token_weights_BT=cases.tensor(weights))
         loss, gradient = loss_and_gradient(name, short, weights, c)
         core_loss, core_gradient = cases.core_loss_and_gradient(name, terms, c)
         assert core_loss == pytest.approx(loss, rel=1e-11)

@@ -6,23 +6,22 @@ import math
 
 import pytest
 import torch
+from support.cases import surrogate_inputs
 
 from groupwise.core.ratios import RATIO_LEVELS
-from groupwise.core.surrogates import SurrogateSettings, SurrogateTerms, cispo, clipped, sapo, vespo_gate
+from groupwise.core.surrogates import SurrogateInputs, SurrogateSettings, cispo, clipped, sapo, vespo_gate
 
 
-def terms(log_ratio, advantage=1.0, mask=None, log_correction=None, logps=None) -> SurrogateTerms:
-    log_ratio = torch.tensor(log_ratio, dtype=torch.float64)
-    mask = torch.ones_like(log_ratio) if mask is None else torch.tensor(mask, dtype=torch.float64)
-    return SurrogateTerms(
-        ratio_BX=log_ratio.exp(),
+def inputs(log_ratio, advantage=1.0, mask=None, log_correction=None, logps=None) -> SurrogateInputs:
+    given = {"loss_mask_BT": mask, "log_correction_BX": log_correction, "logps_BT": logps}
+    return surrogate_inputs(
+        torch.tensor(log_ratio, dtype=torch.float64),
         advantages_BX=torch.tensor([[advantage]], dtype=torch.float64),
-        logps_BT=torch.full_like(log_ratio, -0.5) if logps is None else logps,
-        log_ratio_BT=log_ratio,
-        mask_BT=mask,
-        log_correction_BX=None
-        if log_correction is None
-        else torch.tensor(log_correction, dtype=torch.float64),
+        **{
+            name: torch.as_tensor(value, dtype=torch.float64)
+            for name, value in given.items()
+            if value is not None
+        },
     )
 
 
@@ -53,16 +52,16 @@ READABLE = SurrogateSettings(
     ],
 )
 def test_vespo_weight_is_clamped_per_token_and_in_total(log_ratio, mask, log_correction, log_w):
-    gate = vespo_gate(terms(log_ratio, 1.0, mask, log_correction), READABLE)
+    gate = vespo_gate(inputs(log_ratio, 1.0, mask, log_correction), READABLE)
     assert gate.item() == pytest.approx(math.exp(0.5 * log_w), rel=1e-3)
-    gate = vespo_gate(terms(log_ratio, -1.0, mask, log_correction), READABLE)
+    gate = vespo_gate(inputs(log_ratio, -1.0, mask, log_correction), READABLE)
     assert gate.item() == pytest.approx(math.exp(0.25 * log_w), rel=1e-3)
 
 
 def test_vespo_gate_on_policy_is_one():
     """φ(1) = e^λ · 1 · e^{−λ} = 1 for any (k, λ)."""
     assert (
-        vespo_gate(terms([[0.0, 0.0]]), SurrogateSettings(vespo_k_pos=7.0, vespo_lambda_pos=0.3)).item()
+        vespo_gate(inputs([[0.0, 0.0]]), SurrogateSettings(vespo_k_pos=7.0, vespo_lambda_pos=0.3)).item()
         == 1.0
     )
 
@@ -70,14 +69,14 @@ def test_vespo_gate_on_policy_is_one():
 def test_vespo_gate_of_a_zero_advantage_follows_the_positive_constants():
     """Only the reported mean of φ can tell; e^λ w^k e^{−λw} at w = 2, k = 1, λ = 0.5: 2 e^{−0.5} = 1.2131."""
     settings = SurrogateSettings(vespo_k_pos=1.0, vespo_lambda_pos=0.5, vespo_k_neg=3.0, vespo_lambda_neg=2.0)
-    assert vespo_gate(terms([[math.log(2.0)]], 0.0), settings).item() == pytest.approx(1.2131, abs=1e-4)
+    assert vespo_gate(inputs([[math.log(2.0)]], 0.0), settings).item() == pytest.approx(1.2131, abs=1e-4)
 
 
 def gradient_at(surrogate, rho: float, advantage: float, settings: SurrogateSettings) -> float:
     """d loss / dρ of one token."""
     ratio = torch.tensor([[rho]], dtype=torch.float64, requires_grad=True)
-    t = SurrogateTerms(
-        ratio, torch.tensor([[advantage]], dtype=torch.float64), ratio.log(), ratio.log(), ratio * 0 + 1
+    t = surrogate_inputs(
+        ratio.log(), ratio_BX=ratio, advantages_BX=torch.tensor([[advantage]], dtype=torch.float64)
     )
     return torch.autograd.grad(surrogate(t, settings).sum(), ratio)[0].item()
 
@@ -115,7 +114,7 @@ def test_cispo_keeps_the_gradient_of_a_clipped_token():
     """−min(ρ, ε_high) A per unit of ℓ: ρ = 5 counts as 2, ρ = 0.1 as itself (no lower bound)."""
     for rho, weight in [(5.0, 2.0), (0.1, 0.1)]:
         logps = torch.tensor([[-0.5]], dtype=torch.float64, requires_grad=True)
-        loss = cispo(terms([[math.log(rho)]], 3.0, logps=logps), SurrogateSettings(epsilon_high=2.0))
+        loss = cispo(inputs([[math.log(rho)]], 3.0, logps=logps), SurrogateSettings(epsilon_high=2.0))
         assert torch.autograd.grad(loss.sum(), logps)[0].item() == pytest.approx(-3 * weight)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support import cases
 from support.oracle import NORMALISER_OF, update_weights
 
 from groupwise.core.objectives import OBJECTIVES
-from groupwise.core.weights import NORMALIZERS, WindowCounts
+from groupwise.core.weights import WindowCounts
 
+BUILT_IN = sorted(set(NORMALISER_OF.values()))  # test_variants.py has the others
 A = [[1.0, 1, 1, 0], [1, 0, 1, 0]]
 B = [[0.0, 0, 0, 0], [1, 1, 1, 1]]
 C = [[1.0, 0, 0, 0], [0, 0, 0, 0]]
@@ -23,14 +25,14 @@ WINDOWS = {
 
 
 @pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
-@pytest.mark.parametrize("normaliser", sorted(NORMALIZERS))
+@pytest.mark.parametrize("normaliser", BUILT_IN)
 def test_normalisers(normaliser, window):
     masks = [row for rank in window for micro in rank for row in micro]
     expected = update_weights(normaliser, window, 7)
     for r, rank in enumerate(window):
         for m, micro in enumerate(rank):
             counts = WindowCounts(len(masks), int(sum(map(sum, masks))), len(rank), len(window), 7)
-            weights = NORMALIZERS[normaliser](torch.tensor(micro, dtype=torch.float64), counts)
+            weights = cases.weights(normaliser, torch.tensor(micro, dtype=torch.float64), counts)
             # Gradients are averaged over ranks after this.
             averaged = weights / len(window)
             torch.testing.assert_close(
@@ -43,11 +45,11 @@ def test_a_mean_adds_up_to_one(window):
     """Token means sum to 1; sequence means to the share of sequences that have a token."""
     masks = [row for rank in window for micro in rank for row in micro]
     counts = WindowCounts(len(masks), int(sum(map(sum, masks))), len(window[0]), len(window), 7)
-    total = dict.fromkeys(NORMALIZERS, 0.0)
+    total = dict.fromkeys(BUILT_IN, 0.0)
     for rank in window:
         for micro in rank:
-            for name, normaliser in NORMALIZERS.items():
-                total[name] += normaliser(torch.tensor(micro), counts).sum().item() / len(window)
+            for name in BUILT_IN:
+                total[name] += cases.weights(name, torch.tensor(micro), counts).sum().item() / len(window)
     filled = sum(any(row) for row in masks) / len(masks)
     assert total["token_mean"] == pytest.approx(1.0)
     assert total["local_token_mean"] == pytest.approx(1.0)
@@ -61,12 +63,12 @@ def test_each_loss_has_its_normaliser(name):
     assert OBJECTIVES[name].normalizer == NORMALISER_OF[name]
 
 
-@pytest.mark.parametrize("normaliser", sorted(NORMALIZERS))
+@pytest.mark.parametrize("normaliser", BUILT_IN)
 def test_truncated_rows_weigh_nothing_and_still_count(normaliser):
     """A truncated completion loses its tokens, not its place among the sequences."""
     whole = torch.tensor(A, dtype=torch.float64)
     truncated = whole * torch.tensor([[0.0], [1.0]], dtype=torch.float64)
-    weights = NORMALIZERS[normaliser](truncated, WindowCounts(2, 2, 1, 1, 4))
+    weights = cases.weights(normaliser, truncated, WindowCounts(2, 2, 1, 1, 4))
     assert weights[0].tolist() == [0.0] * 4
     # Second row, per token: 1/(2·2), 1/2, 1/(2·4), 1/2, 1/2.
     expected = {

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
-from groupwise.core.objectives import OBJECTIVES, ObjectiveSettings, ObjectiveTerms, evaluate
-from groupwise.core.surrogates import SurrogateSettings
+from groupwise.core.metrics import Metrics
+from groupwise.core.objectives import OBJECTIVES, ObjectiveSettings, policy_loss
+from groupwise.core.surrogates import SurrogateInputs, SurrogateSettings
 from groupwise.core.weights import NORMALIZERS, WindowCounts
 from support.oracle import NORMALISER_OF, Batch, Choices, Rows, update_weights
 
@@ -29,8 +30,60 @@ ADVANTAGES = [1.3, -0.7, 0.9, 1.1, 0.0, -1.6, -0.4, 0.8]
 OFFSETS = [0.55, 0.62, -0.4, 0.3, 0.2, -0.5, 0.05, -0.02]
 # Mean of ℓ_old − ℓ_samp by row: sequence factors above, below and within every bound used.
 SAMPLER_OFFSETS = [0.25, -0.3, 0.1, 0.0, -0.05, -0.2, -0.02, 0.02]
+# Two completions per prompt; the rows of the other micro-batches are those of prompts 4 and 5.
+GROUPS = [0, 0, 1, 1, 2, 2, 3, 3]
 WIDTH = 6
 L_MAX = 9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """A ``LossBatch`` with the outputs of the policy; the defaults are those of an on-policy micro-batch."""
+
+    logps_BT: torch.Tensor
+    advantages_BX: torch.Tensor
+    loss_mask_BT: torch.Tensor
+    token_weights_BT: torch.Tensor
+    old_logps_BT: torch.Tensor | None = None
+    ref_logps_BT: torch.Tensor | None = None
+    sampler_logps_BT: torch.Tensor | None = None
+    entropy_BT: torch.Tensor | None = None
+    entropy_mask_BT: torch.Tensor | None = None
+    entropy_weights_BT: torch.Tensor | None = None
+    group_ids_B: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        defaults = {
+            "old_logps_BT": torch.full_like(self.logps_BT, math.nan, requires_grad=False),
+            "entropy_mask_BT": self.loss_mask_BT,
+            "group_ids_B": torch.zeros(len(self.loss_mask_BT), dtype=torch.long),
+        }
+        for name, value in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+
+
+def evaluate(terms: Terms, settings: ObjectiveSettings) -> tuple[torch.Tensor, Metrics]:
+    return policy_loss(terms, terms.logps_BT, terms.entropy_BT, settings)
+
+
+def surrogate_inputs(log_ratio_BT: torch.Tensor, **fields: torch.Tensor | None) -> SurrogateInputs:
+    """Inputs of one surrogate at token level; fields that are not given have neutral values."""
+    defaults = {
+        "logps_BT": torch.full_like(log_ratio_BT, -0.5, requires_grad=False),
+        "old_logps_BT": torch.full_like(log_ratio_BT, -0.5, requires_grad=False),
+        "ratio_BX": log_ratio_BT.exp(),
+        "loss_mask_BT": torch.ones_like(log_ratio_BT, requires_grad=False),
+        "group_ids_B": torch.zeros(len(log_ratio_BT), dtype=torch.long),
+    }
+    return SurrogateInputs(log_ratio_BT=log_ratio_BT, **{**defaults, **fields})
+
+
+def weights(
+    normalizer: str, mask_BT: torch.Tensor, counts: WindowCounts, group_ids_B: torch.Tensor | None = None
+) -> torch.Tensor:
+    groups = torch.zeros(len(mask_BT), dtype=torch.long) if group_ids_B is None else group_ids_B
+    return NORMALIZERS[normalizer](mask_BT, groups, counts)
 
 
 def batch(*, per_token_advantages: bool = False, on_policy: bool = False, sampler: bool = True) -> Batch:
@@ -66,7 +119,12 @@ WINDOW = [[OTHERS, MASK], [OTHERS, OTHERS]]
 
 def counts() -> WindowCounts:
     flat = [row for rank in WINDOW for micro in rank for row in micro]
-    return WindowCounts(len(flat), int(sum(map(sum, flat))), len(WINDOW[0]), len(WINDOW), L_MAX)
+    tokens = dict.fromkeys(GROUPS, 0)
+    for group, row in zip(GROUPS, MASK, strict=True):
+        tokens[group] += sum(row)
+    # The rows of the three other micro-batches belong to prompts 4 and 5.
+    tokens |= {4: 12 * sum(OTHERS[0]), 5: 12 * sum(OTHERS[0])}
+    return WindowCounts(len(flat), int(sum(map(sum, flat))), len(WINDOW[0]), len(WINDOW), L_MAX, tokens)
 
 
 def oracle_weights(name: str) -> Rows:
@@ -105,25 +163,27 @@ def tensor(rows: Rows | None, dtype: torch.dtype = torch.float64) -> torch.Tenso
     return None if rows is None else torch.tensor(rows, dtype=dtype)
 
 
-def core_terms(name: str, b: Batch, dtype: torch.dtype = torch.float64) -> ObjectiveTerms:
+def core_terms(name: str, b: Batch, dtype: torch.dtype = torch.float64) -> Terms:
     """Advantages go in as (B, 1) where they are the same along a row."""
     mask = tensor(b.mask, dtype)
     advantages = tensor(b.advantages, dtype)
     if all(len(set(row)) == 1 for row in b.advantages):
         advantages = advantages[:, :1]
-    return ObjectiveTerms(
+    groups = torch.tensor(GROUPS[: len(mask)])
+    return Terms(
         logps_BT=tensor(b.logps, dtype).requires_grad_(),
         advantages_BX=advantages,
-        mask_BT=mask,
-        weights_BT=NORMALIZERS[OBJECTIVES[name].normalizer](mask, counts()),
+        loss_mask_BT=mask,
+        token_weights_BT=weights(OBJECTIVES[name].normalizer, mask, counts(), groups),
+        group_ids_B=groups,
         old_logps_BT=tensor(b.old, dtype),
         ref_logps_BT=tensor(b.ref, dtype),
         sampler_logps_BT=tensor(b.sampler, dtype),
-        keep_BT=tensor(b.keep, dtype),
+        entropy_mask_BT=tensor(b.keep, dtype),
     )
 
 
-def core_loss_and_gradient(name: str, terms: ObjectiveTerms, c: Choices) -> tuple[float, torch.Tensor]:
+def core_loss_and_gradient(name: str, terms: Terms, c: Choices) -> tuple[float, torch.Tensor]:
     loss, _ = evaluate(terms, core_settings(name, c))
     (gradient,) = torch.autograd.grad(loss, terms.logps_BT)
     return loss.item(), gradient

@@ -116,8 +116,8 @@ def test_an_unknown_dtype_is_refused_with_the_nearest(tmp_path):
 
 def test_gradients_that_are_not_finite_end_training_before_they_reach_the_weights(tmp_path):
     class Spoilt(GRPOTrainer):
-        def compute_policy_loss(self, batch, scores):
-            output = super().compute_policy_loss(batch, scores)
+        def compute_policy_loss(self, batch, logprobs):
+            output = super().compute_policy_loss(batch, logprobs)
             factor = float("nan") if self.state.global_step == 1 else 1.0
             return output.__class__(output.loss * factor, output.bonus_entropy, output.metrics)
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.runs import WORDS, experience, policy, trainer, weighed
+from support.runs import WORDS, count_reward, experience, policy, prompts, tokenizer, trainer, weighed
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from groupwise import ConfigError, GRPOConfig
+from groupwise import ConfigError, GRPOConfig, GRPOTrainer
 from groupwise.config.liger import LIGER_LIMITS
 from groupwise.policy.build import prepare_liger
 
@@ -272,3 +272,14 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     args = GRPOConfig(str(tmp_path), bf16=False, use_cpu=True, use_liger_kernel=True)
     with pytest.raises(ConfigError, match="groupwise\\[liger\\]"):
         prepare_liger("nowhere", args)
+
+
+@needs_liger
+def test_an_overridden_loss_is_refused(tmp_path):
+    class OwnLoss(GRPOTrainer):
+        def compute_policy_loss(self, batch, logprobs):
+            return super().compute_policy_loss(batch, logprobs)
+
+    args = GRPOConfig(str(tmp_path), use_liger_kernel=True, bf16=False, use_cpu=True)
+    with pytest.raises(ConfigError, match=r"OwnLoss overrides compute_policy_loss.*use_liger_kernel=False"):
+        OwnLoss(policy(), count_reward, args, prompts(), processing_class=tokenizer())

@@ -373,9 +373,9 @@ def test_verbs_can_be_overridden(tmp_path):
         def compute_advantages(self, scored):
             return torch.full((len(scored.rewards.rewards_NF),), 2.0)
 
-        def compute_policy_loss(self, batch, scores):
+        def compute_policy_loss(self, batch, logprobs):
             assert (batch.advantages_BX == 2.0).all()
-            return LossOutput((scores.logps_BT * batch.token_weights_BT).sum())
+            return LossOutput((logprobs.logps_BT * batch.token_weights_BT).sum())
 
     plain = trainer(tmp_path, max_steps=1)
     run = Constant(policy(), count_reward, plain.args, prompts(), processing_class=tokenizer())

@@ -1,6 +1,7 @@
-"""Pure maths on tensors: torch and the standard library, no models, no configuration objects.
+"""Equations of the algorithm: tensors in, tensors out. Depends on torch and the standard library only.
 
-Axis suffixes used throughout: N sequences of the global batch, B sequences at hand, P groups, G sequences of
-a group, F reward functions, T completion tokens, X an axis of size T or 1 (a value per token or one per
-sequence).
+Axis suffixes: N sequences of all ranks, B sequences of this rank, P prompts, G completions per prompt,
+F reward functions, L prompt tokens, T completion tokens, X is T or 1 (one value per token or per sequence).
 """
+
+from groupwise.core import variants as variants  # registers objectives beyond TRL's

@@ -1,4 +1,4 @@
-"""Advantages from rewards: groups of G completions of one prompt, rewards that may be missing (NaN)."""
+"""Advantage estimators; groups are G adjacent completions of one prompt, a missing reward is NaN."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass, field
 
 import torch
 
-#: Added to every standard deviation before dividing by it.
+#: Added to a standard deviation before division.
 STD_EPSILON = 1e-4
 
-#: Per completion, the rewards of its steps: (index of the step's last token, reward).
+#: Step rewards of N completions: lists of (index of the step's last token, reward).
 StepRewards = Sequence[Sequence[tuple[int, float]]]
 
 
 @dataclass(frozen=True)
 class GroupRewards:
-    """Rewards of the global batch, groups contiguous.
+    """Rewards of all ranks; the G completions of a prompt are adjacent.
 
     rewards_NF: one column per reward function; NaN where a function returned None.
-    weights_F: one weight per function.
+    weights_F: weight of each function.
     num_generations: G; N is a multiple of it.
-    step_rewards: process-supervised functions, by column; their column in ``rewards_NF`` is NaN.
-    num_tokens: T, the width of a token-wise advantage.
-    penalty_N: subtracted from the aggregated reward of each completion (KL in the reward), or None.
+    step_rewards: step rewards of process-supervised functions by column, which is NaN in ``rewards_NF``.
+    num_tokens: T, width of a token-wise advantage.
+    penalty_N: subtracted from the aggregated reward of each completion (KL in the reward); None: no penalty.
     """
 
     rewards_NF: torch.Tensor
@@ -36,7 +36,11 @@ class GroupRewards:
 
 @dataclass(frozen=True)
 class AdvantageSettings:
-    """scale: "group", "batch" or "none"; aggregation: a name in ``AGGREGATIONS``."""
+    """Settings of the estimators, in ``GRPOConfig`` ``scale_rewards`` and ``multi_objective_aggregation``.
+
+    scale: "group", "batch" or "none".
+    aggregation: name in ``AGGREGATIONS``.
+    """
 
     scale: str = "group"
     aggregation: str = "sum_then_normalize"
@@ -46,7 +50,7 @@ Baseline = Callable[[torch.Tensor], torch.Tensor]
 
 
 def nan_std(values: torch.Tensor, dim: int) -> torch.Tensor:
-    """Unbiased standard deviation over the values that are there, dimension kept; 0 for fewer than two."""
+    """Unbiased standard deviation that ignores NaN and keeps ``dim``; 0 for fewer than two values."""
     present = ~values.isnan()
     count = present.sum(dim, keepdim=True)
     centred = torch.where(present, values - values.nanmean(dim, keepdim=True), 0.0)
@@ -54,7 +58,7 @@ def nan_std(values: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def weighted_sum(rewards_NF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> torch.Tensor:
-    """Weighted sum over the functions that returned a value; NaN where none did. Returns (N,)."""
+    """Sum the weighted rewards of each completion, ignoring NaN. Returns (N,), NaN where all are NaN."""
     total_N = (rewards_NF * weights_F).nansum(-1)
     return total_N.masked_fill(rewards_NF.isnan().all(-1), float("nan"))
 
@@ -68,8 +72,8 @@ class Aggregation:
 
     combine: maps ``(rewards_NF, weights_F, num_generations)`` to (N,). A NaN reward means that the function
         returned None; a NaN result leaves the completion out of the statistics of its group.
-    normalize_first: normalise each function within its group, combine, and whiten the result over the batch
-        (GDPO, arXiv 2601.05242). Otherwise the raw rewards are combined and the result is normalised.
+    normalize_first: normalize each function within its group, combine, and whiten the result over the batch
+        (GDPO, arXiv 2601.05242). Otherwise the raw rewards are combined and the result is normalized.
     """
 
     combine: Combine = weighted_sum
@@ -96,11 +100,11 @@ def register_aggregation(name: str, combine: Combine, *, normalize_first: bool =
         name: value of the setting.
         combine: ``combine(rewards_NF, weights_F, num_generations) -> (N,)``; groups of ``num_generations``
             completions are adjacent rows, NaN marks a missing reward.
-        normalize_first: pass rewards that are normalised within their group to ``combine`` when advantages
+        normalize_first: pass rewards that are normalized within their group to ``combine`` when advantages
             are computed; metrics and evaluation always combine the raw rewards.
 
     Raises:
-        ValueError: the name is already registered.
+        ValueError: the name is taken.
     """
     if name in AGGREGATIONS:
         raise ValueError(
@@ -136,25 +140,25 @@ def _combine(values_NF: torch.Tensor, rewards: GroupRewards, aggregation: str) -
 
 
 def group_mean(rewards_PG: torch.Tensor) -> torch.Tensor:
-    """The mean of the group, missing rewards left out (DeepSeekMath, section 4.1.2). (P, 1)"""
+    """Group mean, ignoring NaN (DeepSeekMath, section 4.1.2). Returns (P, 1)."""
     return rewards_PG.nanmean(-1, keepdim=True)
 
 
 def leave_one_out(rewards_PG: torch.Tensor) -> torch.Tensor:
-    """For each completion the mean of the others of its group (RLOO); itself where it is alone. (P, G)"""
+    """Mean of the other completions of the group (RLOO), or its own reward if it is alone. Returns (P, G)."""
     others_PG = (~rewards_PG.isnan()).sum(-1, keepdim=True) - 1
     total_P1 = rewards_PG.nansum(-1, keepdim=True)
     return torch.where(others_PG > 0, (total_P1 - rewards_PG) / others_PG.clamp(min=1), rewards_PG)
 
 
-def normalised_advantages(
+def normalized_advantages(
     rewards: GroupRewards, settings: AdvantageSettings, baseline: Baseline = group_mean
 ) -> torch.Tensor:
-    """Advantages with a baseline from the group and the chosen scale.
+    """Compute advantages with a group baseline.
 
-    ``sum_then_normalize``: combine the functions, subtract the baseline, divide by std + 1e-4 of the group or
-    of the batch (Lite PPO) or not at all (Dr. GRPO). ``normalize_then_sum``: normalise each function within
-    the group, weight, sum, then whiten over the batch. A registered aggregation combines in its own way, in
+    ``sum_then_normalize``: sum the functions, subtract the baseline, then divide by std + 1e-4 of the group
+    or of the batch (Lite PPO), or by nothing (Dr. GRPO). ``normalize_then_sum``: normalize each function
+    within the group, weight, sum, then whiten over the batch. A registered aggregation replaces the sum, in
     the order that its ``normalize_first`` gives. A completion without any reward is left out of the
     statistics and gets 0. Step rewards are added as :func:`process_advantages`.
 
@@ -190,15 +194,16 @@ def normalised_advantages(
 def process_advantages(
     step_rewards: StepRewards, num_generations: int, num_tokens: int, *, scale: bool = True
 ) -> torch.Tensor:
-    """Process supervision (DeepSeekMath, section 4.1.3).
+    """Compute advantages of process supervision (DeepSeekMath, section 4.1.3).
 
-    All step rewards R of a group are normalised together, r̃ = (r − mean(R)) / std(R), and a token's
-    advantage is the sum of the normalised rewards of the steps that end at or after it:
-    A_it = Σ_{index(j) ≥ t} r̃_i^{index(j)}.
+    All step rewards R of a group are normalized together, r̃ = (r − mean(R)) / (std(R) + 1e-4). A token gets
+    the sum over the steps that end at or after it: A_it = Σ_{index(j) ≥ t} r̃_i^{index(j)}.
 
     Args:
         step_rewards: N sequences of (index of the step's last token, reward).
-        scale: divide by the standard deviation (plus 1e-4).
+        num_generations: G.
+        num_tokens: T.
+        scale: divide by the standard deviation.
 
     Returns:
         (N, num_tokens) float32
@@ -220,18 +225,22 @@ Estimator = Callable[[GroupRewards, AdvantageSettings], torch.Tensor]
 
 
 def _with_group_mean(rewards: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
-    return normalised_advantages(rewards, settings, group_mean)
+    return normalized_advantages(rewards, settings, group_mean)
 
 
 def _with_leave_one_out(rewards: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
-    return normalised_advantages(rewards, settings, leave_one_out)
+    return normalized_advantages(rewards, settings, leave_one_out)
 
 
 ADVANTAGES: dict[str, Estimator] = {"group_mean": _with_group_mean, "leave_one_out": _with_leave_one_out}
 
 
 def register_advantage(name: str, estimator: Estimator) -> None:
-    """Make ``advantage_baseline=name`` use ``estimator(rewards, settings) -> (N,) or (N, T)``.
+    """Make ``advantage_baseline=name`` available.
+
+    Args:
+        name: new name.
+        estimator: ``(GroupRewards, AdvantageSettings) -> (N,) or (N, T)`` advantages.
 
     Raises:
         ValueError: the name is taken.

@@ -1,4 +1,4 @@
-"""Corrections for data sampled by another engine than the one that trains (truncated and masked IS)."""
+"""Sampler correction: truncated and masked importance sampling for data from a separate inference engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import torch
 
 @dataclass(frozen=True)
 class CorrectionMode:
-    """How a sampler ratio is formed and bounded."""
+    """Form of the sampler correction.
+
+    per_sequence: one factor per sequence instead of one per token.
+    mask: factors outside the bounds become 0 instead of being clamped.
+    """
 
     per_sequence: bool
     mask: bool
@@ -26,7 +30,7 @@ CORRECTION_MODES: dict[str, CorrectionMode] = {
 def sampler_log_gap(
     old_logps_BT: torch.Tensor, sampler_logps_BT: torch.Tensor, mask_BT: torch.Tensor
 ) -> torch.Tensor:
-    """d_it = ℓ_old − ℓ_samp on loss tokens, 0 elsewhere and where the sampler reported NaN. (B, T)"""
+    """Compute d_it = ℓ_old − ℓ_samp (B, T) on loss tokens, 0 elsewhere and where it is not finite."""
     gap_BT = torch.nan_to_num(old_logps_BT - sampler_logps_BT, nan=0.0, posinf=0.0, neginf=0.0)
     return gap_BT * mask_BT
 
@@ -34,13 +38,16 @@ def sampler_log_gap(
 def sampler_correction(
     log_gap_BT: torch.Tensor, mode: str, clip_min: float | None, clip_max: float | None
 ) -> torch.Tensor:
-    """The factor c that multiplies the surrogate (not the KL).
+    """Compute the factor c of the surrogate (the KL is not corrected).
 
-    Token level: c_it = e^{d_it}; sequence level: c_i = e^{Σ_t d_it}. ``*_truncate`` clamps c to
-    [clip_min, clip_max]; ``*_mask`` replaces c by 0 outside that interval. A bound of None is absent.
+    Token level: c_it = e^{d_it}; sequence level: c_i = e^{Σ_t d_it}. ``*_truncate`` clamps c to [clip_min,
+        clip_max];
+    ``*_mask`` replaces c by 0 outside that interval.
 
     Args:
-        log_gap_BT: the output of :func:`sampler_log_gap`.
+        log_gap_BT: d from :func:`sampler_log_gap`.
+        mode: name in ``CORRECTION_MODES``.
+        clip_min, clip_max: bounds; None: unbounded.
 
     Returns:
         (B, T) for token modes, (B, 1) for sequence modes; no gradient.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class EntropyControl:
-    """State of the entropy coefficient between two optimizer steps.
+    """Coefficient of the entropy bonus under adaptive control, between two optimizer steps.
 
     coef: current coefficient.
     entropy: mean token entropy of the last window in nats; None before the first one.
@@ -17,12 +17,12 @@ class EntropyControl:
     entropy: float | None = None
 
     def applied(self, target: float | None) -> float:
-        """The coefficient to use now: without a target all of it, else only at a known entropy ≤ target."""
+        """Return the coefficient: 0 while the entropy is unknown or above ``target`` (None: no target)."""
         if target is None or (self.entropy is not None and self.entropy <= target):
             return self.coef
         return 0.0
 
     def step(self, entropy: float, target: float, delta: float, low: float, high: float) -> EntropyControl:
-        """coef += Δ when the window's entropy is at most the target, else −= Δ, kept within [low, high]."""
+        """Update after a window: coef += Δ if its entropy is ≤ target, else −= Δ, clamped to [low, high]."""
         moved = self.coef + delta if entropy <= target else self.coef - delta
         return replace(self, coef=min(max(moved, low), high), entropy=entropy)

@@ -1,4 +1,4 @@
-"""What a processor makes of images, kept by sequence and joined just before a forward."""
+"""Image inputs of a vision-language model, stored per sequence and collated just before a forward pass."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """A vision-language model's inputs for one sequence, beside its tokens; on the host.
+    """Model inputs of one sequence beside its token ids, in host memory.
 
-    arrays: pixel values, grids, sizes and the like by name; empty for a sequence of nothing but text. The
-        first axis runs over whatever the processor puts there (images, tiles or patches).
-    token_types: by name, one number for each token from the start of the sequence; later ones are 0 (text).
+    arrays: pixel values, grids and sizes by name of the model input; empty for a text-only sequence. The
+        first axis is the processor's (images, tiles or patches).
+    token_types: by name, one number per token from the start of the sequence; tokens beyond its end are 0
+        (text).
     """
 
     arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)
     token_types: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def followed_by(self, other: ImageInputs, start: int) -> ImageInputs:
-        """These, and those of tokens that begin at ``start`` of the sequence."""
+        """Append the image inputs of tokens that begin at position ``start`` of the sequence."""
         arrays = {
             name: _concatenate([part.arrays[name] for part in (self, other) if name in part.arrays])
             for name in dict.fromkeys([*self.arrays, *other.arrays])
@@ -35,7 +36,7 @@ class ImageInputs:
         return ImageInputs(arrays, types)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain dictionaries of tensors and numbers."""
+        """Return plain dictionaries of tensors and numbers."""
         types = {name: list(numbers) for name, numbers in self.token_types.items()}
         return {"arrays": dict(self.arrays), "token_types": types}
 
@@ -43,17 +44,19 @@ class ImageInputs:
 def join_images(
     rows: Sequence[ImageInputs], starts: Sequence[int], width: int, device: torch.device | str
 ) -> dict[str, torch.Tensor]:
-    """The model's inputs for a batch, beside its tokens.
+    """Collate the image inputs of a batch.
 
-    Arrays follow each other in the order of the rows, their other axes padded with zeros to a common size:
-    models find out from grids, sizes or masks what is padding.
+    Arrays are concatenated in row order, their other axes zero-padded to a common size; models read the real
+    sizes from grids, sizes or masks among the arrays.
 
     Args:
-        starts: the column of each row's first token.
+        rows: image inputs, B.
+        starts: column of each row's first token, B.
         width: columns of the batch.
+        device: device of the returned tensors.
 
     Returns:
-        arrays by name, and token types, (B, width); no arrays if no row has an image.
+        arrays by name, and token types (B, width) by name; no arrays if no row has an image.
     """
     joined = {
         name: _concatenate([row.arrays[name] for row in rows if name in row.arrays]).to(device)

@@ -8,7 +8,7 @@ import torch
 
 
 def k1(logps_BT: torch.Tensor, ref_logps_BT: torch.Tensor) -> torch.Tensor:
-    """ℓ − ℓ_ref: unbiased, high variance, may be negative."""
+    """ℓ − ℓ_ref: unbiased, high variance, can be negative."""
     return logps_BT - ref_logps_BT
 
 
@@ -24,7 +24,7 @@ def k3(logps_BT: torch.Tensor, ref_logps_BT: torch.Tensor) -> torch.Tensor:
 
 
 def k3_k2grad(logps_BT: torch.Tensor, ref_logps_BT: torch.Tensor) -> torch.Tensor:
-    """The value of k3 with the gradient of k2."""
+    """Value of k3, gradient of k2."""
     quadratic_BT = k2(logps_BT, ref_logps_BT)
     return quadratic_BT + (k3(logps_BT, ref_logps_BT) - quadratic_BT).detach()
 

@@ -1,4 +1,4 @@
-"""Masks that select which tokens carry the surrogate."""
+"""Masks of the surrogate: top-entropy tokens and off-policy sequences."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ import torch
 
 
 def entropy_threshold(entropies: torch.Tensor, top_quantile: float) -> torch.Tensor:
-    """The entropy at or above which the top ``top_quantile`` share of loss tokens lies (Beyond the 80/20
-    Rule).
+    """Compute the entropy at the (1 − ``top_quantile``) quantile of all loss tokens (Beyond the 80/20 Rule).
 
     Args:
         entropies: (n,) entropies of all loss tokens of the global batch, in nats.
         top_quantile: share of tokens to keep, in (0, 1].
 
     Returns:
-        A scalar; +inf when there is no token.
+        Scalar, linearly interpolated between order statistics; +inf without tokens.
     """
     if entropies.numel() == 0:
         return torch.tensor(float("inf"))
     position = (1.0 - top_quantile) * (entropies.numel() - 1)
-    # torch.quantile refuses more than 2^24 values; sorting has no such limit and interpolates the same way.
+    # torch.quantile is limited to 2^24 values; sorting is not.
     ordered = entropies.double().sort().values
     below = int(position)
     above = min(below + 1, ordered.numel() - 1)
@@ -33,13 +32,13 @@ def off_policy_keep(
     mask_BT: torch.Tensor,
     threshold: float,
 ) -> torch.Tensor:
-    """Keep-mask of DeepSeek-V3.2: drop negative-advantage sequences that drifted too far.
+    """Compute the off-policy mask of DeepSeek-V3.2: drop drifted sequences with A < 0.
 
-    The drift is the mean over loss tokens of ℓ_behaviour − ℓ, where the behaviour policy is the sampler if it
-    reported log-probs, else the old policy. A NaN log-prob is no evidence and counts as 0.
+    The drift, bounded by ``threshold``, is the mean over loss tokens of ℓ_behaviour − ℓ. The behaviour policy
+    is the sampler if it reports log-probs, else the old policy; a difference that is not finite counts as 0.
 
     Returns:
-        (B, X) of ones (keep) and zeros (drop), no gradient.
+        (B, X), 1 keeps and 0 drops, no gradient.
     """
     drift_BT = torch.nan_to_num(behaviour_logps_BT - logps_BT.detach(), nan=0.0, posinf=0.0, neginf=0.0)
     lengths_B1 = mask_BT.sum(-1, keepdim=True).clamp(min=1)

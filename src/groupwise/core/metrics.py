@@ -1,4 +1,4 @@
-"""Metric values that know how to be merged: across micro-batches, steps and ranks."""
+"""Metric values with their reduction, merged exactly across micro-batches, steps and ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _number(value: Scalar) -> float:
 
 @dataclass(frozen=True)
 class Mean:
-    """A weighted mean kept as its numerator and its denominator, so that merging stays exact."""
+    """Weighted mean, stored as numerator and denominator so that merging is exact."""
 
     total: Scalar
     count: Scalar = 1.0
@@ -32,7 +32,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class Sum:
-    """A quantity that adds up."""
+    """Sum over all parts."""
 
     total: Scalar
 
@@ -45,7 +45,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Max:
-    """A largest value."""
+    """Maximum over all parts."""
 
     largest: Scalar
 
@@ -58,7 +58,7 @@ class Max:
 
 @dataclass(frozen=True)
 class Min:
-    """A smallest value."""
+    """Minimum over all parts."""
 
     smallest: Scalar
 
@@ -81,10 +81,10 @@ def _extreme(tensor_op, number_op, a: Scalar, b: Scalar) -> Scalar:
 
 
 def merge_metrics(parts: Iterable[Mapping[str, Reduction]]) -> Metrics:
-    """Merge dictionaries of reductions key by key; a key that is missing from a part contributes nothing.
+    """Merge dictionaries of reductions by name; parts that lack a name do not affect it.
 
     Raises:
-        TypeError: one name was recorded as two kinds of reduction.
+        TypeError: one name has two kinds of reduction.
     """
     merged: Metrics = {}
     for part in parts:
@@ -102,7 +102,7 @@ def merge_metrics(parts: Iterable[Mapping[str, Reduction]]) -> Metrics:
 
 
 def detach_metrics(metrics: Mapping[str, Reduction]) -> dict[str, tuple[str, tuple[float, ...]]]:
-    """Plain Python numbers, for a checkpoint or for another rank: ``{name: (kind, numbers)}``."""
+    """Convert to plain Python numbers ``{name: (kind, numbers)}``, for checkpoints and other ranks."""
     return {
         name: (type(reduction).__name__, tuple(_number(v) for v in vars(reduction).values()))
         for name, reduction in metrics.items()
@@ -110,13 +110,13 @@ def detach_metrics(metrics: Mapping[str, Reduction]) -> dict[str, tuple[str, tup
 
 
 def attach_metrics(plain: Mapping[str, tuple[str, tuple[float, ...]]]) -> Metrics:
-    """The inverse of :func:`detach_metrics`."""
+    """Invert :func:`detach_metrics`."""
     kinds = {kind.__name__: kind for kind in (Mean, Sum, Max, Min)}
     return {name: kinds[kind](*numbers) for name, (kind, numbers) in plain.items()}
 
 
 def masked_mean(values_BX: torch.Tensor, mask_BT: torch.Tensor) -> Mean:
-    """Mean over the unmasked tokens, or over sequences when there is one value per sequence."""
+    """Mean over loss tokens, or over sequences if ``values_BX`` has one value per sequence; detached."""
     if values_BX.shape[1] == 1 and mask_BT.shape[1] != 1:
         return Mean(values_BX.detach().sum(), float(values_BX.shape[0]))
     return Mean((values_BX.detach() * mask_BT).sum(), mask_BT.sum())

@@ -1,4 +1,4 @@
-"""Ragged lists to rectangular tensors and back."""
+"""Padding of ragged lists."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ def pad_sequences(
     dtype: torch.dtype = torch.long,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """Stack sequences of different lengths into a tensor of shape (B, T).
+    """Pad sequences of different lengths to a tensor.
 
     Args:
         sequences: B sequences of numbers.
-        value: what fills the padding.
-        left: put the padding before the sequence instead of after it.
+        value: value of the padding.
+        left: pad on the left.
         multiple_of: round T up to a multiple of this number.
+        dtype, device: of the returned tensor.
 
     Returns:
-        A tensor of shape (B, T), where T is the longest length (at least 1), rounded up.
+        (B, T), T is the longest length (at least 1), rounded up.
     """
     width = max([len(sequence) for sequence in sequences] + [1])
     if multiple_of:
@@ -39,7 +40,7 @@ def pad_sequences(
 
 
 def length_mask(lengths: Sequence[int], width: int, *, left: bool = False, device=None) -> torch.Tensor:
-    """Ones over the real tokens of padded rows: (B, width), dtype long."""
+    """Build the mask of padded rows: 1 on real tokens. Returns (B, width) long."""
     position = torch.arange(width, device=device)
     lengths_B1 = torch.as_tensor(list(lengths), device=device).unsqueeze(1)
     real = position >= width - lengths_B1 if left else position < lengths_B1

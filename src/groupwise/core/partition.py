@@ -1,4 +1,4 @@
-"""Cutting work into parts of about the same cost."""
+"""Partition of work into parts of about equal cost."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from collections.abc import Sequence
 
 
 def balanced_parts(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """Indices of ``costs`` in lists whose sums are about equal: the largest first, to the least loaded list.
+    """Partition the indices of ``costs`` into lists of about equal total cost, the largest first.
 
-    The largest sum is at most 4/3 of the best possible one (Graham, 1969). The result depends on nothing but
-    the arguments; with fewer costs than parts some lists are empty.
+    The largest total is at most 4/3 of the optimum (Graham, 1969). Deterministic, so that every rank computes
+    the same partition.
+
+    Returns:
+        ``parts`` sorted lists of indices; some are empty if there are fewer costs than parts.
     """
     loads = [(0.0, part) for part in range(parts)]
     result: list[list[int]] = [[] for _ in range(parts)]

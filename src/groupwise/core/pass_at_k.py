@@ -1,39 +1,47 @@
-"""Estimators of how often a policy solves a prompt: pass@k, majority votes, intervals."""
+"""Estimators of evaluation metrics: pass@k, maj@k and confidence intervals."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
 
-#: Standard errors to either side that hold 95 % of a normal distribution.
+#: Half-width of the 95 % interval of a normal distribution, in standard errors.
 _NORMAL_95 = 1.959964
 
 
 def pass_at_k(count: int, passed: int, k: int) -> float:
-    """The chance that at least one of k passes: 1 − C(n−c, k) / C(n, k) (Chen et al. 2021, eq. 1).
+    """Estimate the probability that at least one of k completions passes (Chen et al. 2021, eq. 1).
 
-    Unbiased for n independent completions of which c passed.
+    1 − C(n−c, k) / C(n, k), unbiased for n independent completions of which c passed.
 
     Args:
         count: n, at least k.
         passed: c.
+        k: number of completions.
+
+    Raises:
+        ValueError: k or c is out of range.
     """
     if not 1 <= k <= count or not 0 <= passed <= count:
         raise ValueError(f"pass@{k} of {passed} passed out of {count}; needed: 1 <= k <= n and 0 <= c <= n")
-    # The quotient is a product of k factors below 1, which neither overflows nor cancels.
+    # Product of k factors ≤ 1: no overflow and no cancellation, unlike the binomials.
     return 1.0 - math.prod(max(count - passed - i, 0) / (count - i) for i in range(k))
 
 
 def majority_at_k(answers: Sequence[Hashable], passed: Sequence[bool], k: int) -> float:
-    """The chance that the most frequent answer of k completions passes.
+    """Estimate the probability that the majority vote of k completions passes.
 
-    The mean over the n runs of k neighbouring completions (the first follows the last), each of which is a
-    sample of k independent ones: unbiased. Among equally frequent answers one is drawn; where completions
-    with the same answer were judged differently, the share that passed counts. None is no answer: it has no
-    vote, and without any vote nothing passes.
+    Mean over the n windows of k consecutive completions, in circular order; each window is a sample of k
+    independent completions, so the estimate is unbiased. Ties are averaged over the tied answers. If
+    completions with the same answer were judged differently, the answer counts with the share that passed.
 
     Args:
-        answers, passed: n entries, at least k.
+        answers: n answers, at least k; None does not vote, and a window without votes fails.
+        passed: n flags.
+        k: number of completions.
+
+    Raises:
+        ValueError: k is out of range.
     """
     if not 1 <= k <= len(answers):
         raise ValueError(f"maj@{k} of {len(answers)} answers; needed: 1 <= k <= n")
@@ -56,13 +64,13 @@ def _winner_passes(places: Sequence[int], answers: Sequence[Hashable], passed: S
 
 
 def mean_with_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and half the width of its 95 % interval: 1.96 · s / √P (Miller 2024, section 2.1).
+    """Compute the mean and the half-width of its 95 % interval, 1.96 · s / √P (Miller 2024, section 2.1).
 
     Args:
-        values: one per prompt: completions of a prompt are no independent observations of the prompts.
+        values: one per prompt, not per completion: completions of one prompt are correlated.
 
     Returns:
-        NaN where it is not known: a mean of nothing, the interval of fewer than two.
+        (mean, half-width); the mean of no values and the half-width of fewer than two are NaN.
     """
     count = len(values)
     if count == 0:

@@ -1,4 +1,4 @@
-"""Importance ratios between the policy and the policy that produced the data."""
+"""Importance ratios between the current policy and the behaviour policy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def token_log_ratio(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """One log-ratio per token: log ρ_it = ℓ_it − ℓ_old,it (DeepSeekMath, eq. 3).
+    """Token-level log-ratio, log ρ_it = ℓ_it − ℓ_old,it (DeepSeekMath, eq. 3).
 
     Returns:
         (B, T)
@@ -17,12 +17,12 @@ def token_log_ratio(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.
 
 
 def sequence_log_ratio(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """One log-ratio per sequence, normalised by its length (GSPO, eq. 7).
+    """Length-normalized sequence log-ratio (GSPO, eq. 7).
 
     log s_i = Σ_t m_it (ℓ_it − ℓ_old,it) / max(|o_i|, 1)
 
     Returns:
-        (B, 1), to be broadcast over the tokens.
+        (B, 1)
     """
     lengths_B1 = mask_BT.sum(-1, keepdim=True).clamp(min=1)
     return (log_ratio_BT * mask_BT).sum(-1, keepdim=True) / lengths_B1

@@ -1,14 +1,14 @@
-"""Token weights: every normaliser of the family, linear in the per-token loss.
+"""Token weights: the normalizers of the loss, all linear in the per-token loss.
 
-A normaliser depends on masks and counts only, so the weights of a whole accumulation window are known before
-its first forward pass. Gradients are averaged over ranks afterwards; the factor ``world_size`` undoes that
-where the normaliser is a global count.
+A normalizer depends on masks, groups and counts only, so the weights of a whole accumulation window are known
+before its first forward pass. Gradients are averaged over ranks afterwards; the factor ``world_size`` undoes
+that where the normalizer is a global count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,11 +17,13 @@ import torch
 class WindowCounts:
     """Exact counts of one accumulation window, over all micro-batches and all ranks.
 
-    sequences: number of sequences, whether or not they have loss tokens.
+    sequences: number of sequences, with and without loss tokens.
     tokens: number of loss tokens.
     micro_batches: accumulation steps of this rank (N_acc).
     world_size: number of data-parallel ranks.
     max_completion_length: L_max.
+    group_tokens: number of loss tokens of every prompt of the window, by group id; empty unless the
+        normalizer was registered with ``needs_group_tokens=True``.
     """
 
     sequences: int
@@ -29,38 +31,89 @@ class WindowCounts:
     micro_batches: int
     world_size: int
     max_completion_length: int
+    group_tokens: Mapping[int, int] = field(default_factory=dict)
 
 
-def sequence_mean(mask_BT: torch.Tensor, counts: WindowCounts) -> torch.Tensor:
+@dataclass(frozen=True)
+class WeightInputs:
+    """Rows of one micro-batch that a normalizer weighs.
+
+    mask_BT: loss mask of ones and zeros, floating point.
+    group_ids_B: number of the prompt of each row.
+    """
+
+    mask_BT: torch.Tensor
+    group_ids_B: torch.Tensor
+
+    @property
+    def lengths_B1(self) -> torch.Tensor:
+        """Number of loss tokens |o_i| of each row, may be 0."""
+        return self.mask_BT.sum(-1, keepdim=True)
+
+
+NormalizerFunction = Callable[[WeightInputs, WindowCounts], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Normalizer:
+    """Entry of ``NORMALIZERS``; see :func:`register_normalizer`."""
+
+    function: NormalizerFunction
+    needs_group_tokens: bool = False
+
+    def __call__(
+        self, mask_BT: torch.Tensor, group_ids_B: torch.Tensor, counts: WindowCounts
+    ) -> torch.Tensor:
+        return self.function(WeightInputs(mask_BT, group_ids_B), counts)
+
+
+NORMALIZERS: dict[str, Normalizer] = {}
+
+
+def register_normalizer(name: str, function: NormalizerFunction, *, needs_group_tokens: bool = False) -> None:
+    """Make ``name`` available as the normalizer of :func:`register_objective`.
+
+    Args:
+        name: new name.
+        function: ``(WeightInputs, WindowCounts) -> (B, T)`` weights, zero off the mask. Gradients are
+            averaged over ranks: multiply by ``counts.world_size`` when dividing by a global count.
+        needs_group_tokens: count the loss tokens of every prompt over all ranks into ``counts.group_tokens``,
+            one more collective per optimizer step.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if name in NORMALIZERS:
+        raise ValueError(
+            f"normalizer {name!r} is already registered; registered: {', '.join(sorted(NORMALIZERS))}"
+        )
+    NORMALIZERS[name] = Normalizer(function, needs_group_tokens)
+
+
+def sequence_mean(rows: WeightInputs, counts: WindowCounts) -> torch.Tensor:
     """1 / (sequences · |o_i|): mean over tokens, then over sequences (DeepSeekMath, eq. 3)."""
-    lengths_B1 = mask_BT.sum(-1, keepdim=True).clamp(min=1)
-    return mask_BT * counts.world_size / (counts.sequences * lengths_B1)
+    return rows.mask_BT * counts.world_size / (counts.sequences * rows.lengths_B1.clamp(min=1))
 
 
-def local_token_mean(mask_BT: torch.Tensor, counts: WindowCounts) -> torch.Tensor:
+def local_token_mean(rows: WeightInputs, counts: WindowCounts) -> torch.Tensor:
     """1 / (N_acc · tokens of this micro-batch): depends on how the window is split (BNPO)."""
-    return mask_BT / (counts.micro_batches * mask_BT.sum().clamp(min=1))
+    return rows.mask_BT / (counts.micro_batches * rows.mask_BT.sum().clamp(min=1))
 
 
-def constant_length(mask_BT: torch.Tensor, counts: WindowCounts) -> torch.Tensor:
+def constant_length(rows: WeightInputs, counts: WindowCounts) -> torch.Tensor:
     """1 / (sequences · L_max): no length bias (Dr. GRPO, section 3.2)."""
-    return mask_BT * counts.world_size / (counts.sequences * counts.max_completion_length)
+    return rows.mask_BT * counts.world_size / (counts.sequences * counts.max_completion_length)
 
 
-def token_mean(mask_BT: torch.Tensor, counts: WindowCounts) -> torch.Tensor:
+def token_mean(rows: WeightInputs, counts: WindowCounts) -> torch.Tensor:
     """1 / (loss tokens of the window over all ranks): every token counts the same (DAPO, eq. 8)."""
-    return mask_BT * counts.world_size / max(counts.tokens, 1)
+    return rows.mask_BT * counts.world_size / max(counts.tokens, 1)
 
 
-def sequence_sum(mask_BT: torch.Tensor, counts: WindowCounts) -> torch.Tensor:
+def sequence_sum(rows: WeightInputs, counts: WindowCounts) -> torch.Tensor:
     """1 / sequences: sum over tokens, mean over sequences (LUSPO)."""
-    return mask_BT * counts.world_size / counts.sequences
+    return rows.mask_BT * counts.world_size / counts.sequences
 
 
-NORMALIZERS: dict[str, Callable[[torch.Tensor, WindowCounts], torch.Tensor]] = {
-    "sequence_mean": sequence_mean,
-    "local_token_mean": local_token_mean,
-    "constant_length": constant_length,
-    "token_mean": token_mean,
-    "sequence_sum": sequence_sum,
-}
+for _function in (sequence_mean, local_token_mean, constant_length, token_mean, sequence_sum):
+    register_normalizer(_function.__name__, _function)

@@ -6,31 +6,39 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.objectives import OBJECTIVES
 from groupwise.data.rebalancing import MicroBatchBudget
 
-_LOSS_VERBS = ("compute_loss", "compute_policy_loss")
-_OUR_LOSS = ("groupwise.trainer", "groupwise.mixins.loss")
-
 
 def micro_batch_budget(trainer: type, config: GRPOConfig, *, aux_loss: bool) -> MicroBatchBudget:
     """Derive the limits of a micro-batch from the configuration.
 
     Rows with zero advantage are skipped unless they have another gradient: the KL to the reference, an
-    entropy bonus, an objective without ``zero_grad_at_zero_advantage``, or the loss of a subclass.
+    entropy bonus, an objective registered without ``zero_grad_at_zero_advantage``, or a loss method of a
+    class that does not declare ``zero_grad_at_zero_advantage = True``.
 
     Args:
         trainer: class of the trainer.
+        config: the configuration.
         aux_loss: the model has a balancing loss (mixture of experts).
     """
     kl_in_loss = config.beta != 0.0 and not config.kl_in_reward
     bonus = config.use_adaptive_entropy or config.entropy_coef != 0.0
-    # A subclass may have added terms of its own to either verb.
-    own_loss = any(getattr(trainer, verb).__module__ not in _OUR_LOSS for verb in _LOSS_VERBS)
-    flat = OBJECTIVES[config.loss_type].zero_grad_at_zero_advantage and not own_loss
+    methods = ("compute_loss", "compute_policy_loss")
+    zero_grad = all(_declares_zero_grad(trainer, method) for method in methods)
+    zero_grad = zero_grad and OBJECTIVES[config.loss_type].zero_grad_at_zero_advantage
     return MicroBatchBudget(
-        # Neither a balancing loss nor Liger's normalisation is a sum over rows.
+        # Neither a balancing loss nor Liger's normalization is a sum over rows.
         fixed=aux_loss or config.use_liger_kernel,
         micro_batch_size=config.per_device_train_batch_size,
         max_completion_length=config.max_completion_length,
-        skip_zero_advantage=config.skip_zero_advantage and flat and not kl_in_loss and not bonus,
+        skip_zero_advantage=config.skip_zero_advantage and zero_grad and not kl_in_loss and not bonus,
         world_size=config.world_size,
         rank=config.process_index,
     )
+
+
+def _declares_zero_grad(trainer: type, method: str) -> bool:
+    """Return the ``zero_grad_at_zero_advantage`` of the class that defines ``method``; False without one.
+
+    An override may add terms with a gradient in any row, so the declaration of its base class does not count.
+    """
+    owner = next(cls for cls in trainer.__mro__ if method in vars(cls))
+    return vars(owner).get("zero_grad_at_zero_advantage", False)

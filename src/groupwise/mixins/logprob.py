@@ -17,14 +17,11 @@ from groupwise.core.kl import KL_ESTIMATORS
 from groupwise.core.masks import entropy_threshold
 from groupwise.core.padding import length_mask, pad_sequences
 from groupwise.errors import ConfigError
-from groupwise.mixins.loss import objective_settings
-from groupwise.policy.liger import liger_loss
 from groupwise.policy.logprobs import LogprobComputer
 from groupwise.policy.reference import Reference
 from groupwise.records import (
     Completion,
     LogprobOutput,
-    MicroBatch,
     OldAndRefLogps,
     RewardBatch,
     RolloutBatch,
@@ -98,15 +95,6 @@ class LogprobMixin:
     ) -> LogprobOutput:
         """Compute token log-probs under ``model`` at the sampling temperature. Returns (B, T) float32."""
         with_aux_loss = self.aux_loss_enabled and model.training
-        if self.args.use_liger_kernel and isinstance(batch, MicroBatch):  # the loss is next: Liger fuses it
-            return liger_loss(
-                model,
-                batch,
-                objective_settings(self.args),
-                self.logprob_computer.head,
-                self.args.max_completion_length,
-                with_aux_loss=with_aux_loss,
-            )
         return self.logprob_computer(model, batch, with_entropy=with_entropy, with_aux_loss=with_aux_loss)
 
     @torch.no_grad()
@@ -185,7 +173,8 @@ class LogprobMixin:
         if self.args.top_entropy_quantile >= 1.0:
             return [batch.loss_mask_BT for batch in window]
         model = self.model
-        entropies = [self.compute_logprobs(model, batch, with_entropy=True).entropy_BT for batch in window]
+        outputs = [self.compute_logprobs(model, batch, with_entropy=True) for batch in window]
+        entropies = [output.entropy_BT for output in outputs if output.entropy_BT is not None]
         masks = [batch.loss_mask_BT.bool() for batch in window]
         local = torch.cat([entropy[mask] for entropy, mask in zip(entropies, masks, strict=True)])
         padded = self.accelerator.pad_across_processes(local, pad_index=-1.0)

@@ -1,8 +1,9 @@
-"""Micro-batches to losses."""
+"""Token weights of an accumulation window, and the loss of its micro-batches."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from accelerate import Accelerator
@@ -10,20 +11,25 @@ from accelerate import Accelerator
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean, Metrics, masked_mean
-from groupwise.core.objectives import OBJECTIVES, ObjectiveSettings, ObjectiveTerms, evaluate
+from groupwise.core.objectives import OBJECTIVES, ObjectiveSettings, policy_loss
 from groupwise.core.surrogates import SurrogateSettings
 from groupwise.core.weights import NORMALIZERS, WindowCounts
+from groupwise.errors import ConfigError
 from groupwise.records import Experience, LogprobOutput, LossOutput, MicroBatch
 
 
 class LossMixin:
-    """Owns the objective's settings and the state of the entropy bonus."""
+    """Weigh tokens, compute the policy loss and control the entropy bonus."""
 
     args: GRPOConfig
     accelerator: Accelerator
     objective_settings: ObjectiveSettings
     entropy_control: EntropyControl
-    router_aux_loss_coef: float
+
+    #: Rows whose advantages are all zero have no gradient and may be skipped. Holds for the methods that the
+    #: class defines itself: a subclass that overrides ``compute_policy_loss`` or ``compute_loss`` declares it
+    #: again.
+    zero_grad_at_zero_advantage = True
 
     def set_token_weights(
         self,
@@ -36,7 +42,10 @@ class LossMixin:
         Args:
             window: experience of this rank, one entry per micro-batch.
             entropy_masks: one mask (B, T) per entry, from ``compute_entropy_masks``.
-            num_padding_rows: rows of this rank that only pad an evaluation batch.
+            num_padding_rows: rows at the end of this rank's window that only pad an evaluation batch.
+
+        Returns:
+            the entries of ``window`` with token, sequence and entropy weights.
         """
         local = [
             sum(len(batch) for batch in window) - num_padding_rows,
@@ -46,8 +55,15 @@ class LossMixin:
         totals = self.accelerator.reduce(torch.tensor(local, device=self.accelerator.device), "sum").tolist()
         sequences, tokens, bonus_tokens = totals
         world_size = self.accelerator.num_processes
-        counts = WindowCounts(sequences, tokens, len(window), world_size, self.args.max_completion_length)
         normalizer = NORMALIZERS[OBJECTIVES[self.args.loss_type].normalizer]
+        counts = WindowCounts(
+            sequences,
+            tokens,
+            len(window),
+            world_size,
+            self.args.max_completion_length,
+            self._count_group_tokens(window, num_padding_rows) if normalizer.needs_group_tokens else {},
+        )
         target = self.args.entropy_target if self.args.use_adaptive_entropy else None
         coef = self.entropy_control.applied(target) if self._has_entropy_bonus() else None
         # The bonus is a mean over the selected tokens of all ranks; gradients are averaged over ranks.
@@ -55,7 +71,7 @@ class LossMixin:
         return [
             MicroBatch(
                 **vars(batch),
-                token_weights_BT=normalizer(batch.loss_mask_BT.float(), counts),
+                token_weights_BT=normalizer(batch.loss_mask_BT.float(), batch.group_ids_B, counts),
                 entropy_mask_BT=mask_BT,
                 entropy_weights_BT=None if bonus_weight is None else mask_BT.float() * bonus_weight,
                 sequence_weight_B1=torch.full((len(batch), 1), world_size / sequences, device=mask_BT.device),
@@ -63,32 +79,49 @@ class LossMixin:
             for batch, mask_BT in zip(window, entropy_masks, strict=True)
         ]
 
-    def compute_policy_loss(self, batch: MicroBatch, scores: LogprobOutput) -> LossOutput:
-        """The loss of one micro-batch; the losses of a window add up to the loss of the window.
+    def _count_group_tokens(self, window: Sequence[Experience], num_padding_rows: int) -> dict[int, int]:
+        """Count the loss tokens of every prompt of the window over all ranks."""
+        groups_B = torch.cat([batch.group_ids_B for batch in window])
+        tokens_B = torch.cat([batch.loss_mask_BT.sum(-1) for batch in window])
+        rows_B2 = torch.stack([groups_B, tokens_B], dim=1)[: len(groups_B) - num_padding_rows]
+        # Ranks may have different numbers of rows; group ids are never negative.
+        rows_N2 = self.accelerator.gather(self.accelerator.pad_across_processes(rows_B2, pad_index=-1))
+        counts: dict[int, int] = {}
+        for group, tokens in rows_N2.tolist():
+            if group >= 0:
+                counts[group] = counts.get(group, 0) + tokens
+        return counts
 
-        Override it to train on your own objective, or register one (``groupwise.register_objective``).
+    def compute_policy_loss(self, batch: MicroBatch, logprobs: LogprobOutput) -> LossOutput:
+        """Compute the loss of one micro-batch; the losses of a window add up to the loss of the window.
+
+        Override to train on another loss, or register an objective (``groupwise.register_objective``). Set
+        ``zero_grad_at_zero_advantage = True`` beside the override if rows without advantage have no gradient.
 
         Args:
-            batch: with advantages and weights.
-            scores: the current policy's log-probs, differentiable; with ``use_liger_kernel`` the fused loss.
+            batch: masks, advantages, log-probs and token weights of this micro-batch.
+            logprobs: log-probs and entropies (B, T) of the current policy, differentiable.
+
+        Returns:
+            loss: scalar, differentiable.
+            bonus_entropy: entropy of the tokens of the entropy bonus; None without a bonus.
+            metrics: metrics of the micro-batch.
         """
-        if scores.fused is None:
-            loss, metrics = evaluate(_terms(batch, scores), self.objective_settings)
-        else:
-            loss, metrics = scores.fused.loss, dict(scores.fused.metrics)
-        policy_loss = metrics.get("policy_loss")
-        if isinstance(policy_loss, Mean):  # counted by window, as the loss is
-            metrics["policy_loss"] = Mean(policy_loss.total, batch.sequence_weight_B1.sum())
-        if scores.aux_loss is not None:
-            loss = loss + self.router_aux_loss_coef * scores.aux_loss * batch.sequence_weight_B1.sum()
-            metrics["aux_loss"] = Mean(scores.aux_loss.detach())
+        loss, metrics = policy_loss(batch, logprobs.logps_BT, logprobs.entropy_BT, self.objective_settings)
+        mean = metrics.get("policy_loss")
+        if isinstance(mean, Mean):  # a window counts once in the logs, however it is split
+            metrics["policy_loss"] = Mean(mean.total, batch.sequence_weight_B1.sum())
         bonus_entropy = None
-        if batch.entropy_weights_BT is not None:
-            bonus_entropy = masked_mean(scores.entropy_BT, batch.entropy_mask_BT)
+        if batch.entropy_weights_BT is not None and logprobs.entropy_BT is not None:
+            bonus_entropy = masked_mean(logprobs.entropy_BT, batch.entropy_mask_BT)
         return LossOutput(loss, bonus_entropy, metrics)
 
     def update_entropy_coef(self, window_entropy: Mean) -> Metrics:
-        """Move the adaptive entropy coefficient by what the window showed on all ranks; metrics to log."""
+        """Update the adaptive entropy coefficient after a window. Returns the metrics to log.
+
+        Args:
+            window_entropy: entropy of the tokens of the bonus in this rank's window.
+        """
         if not self._has_entropy_bonus():
             return {}
         args = self.args
@@ -110,23 +143,20 @@ class LossMixin:
         return self.args.use_adaptive_entropy or self.args.entropy_coef != 0.0
 
 
-def _terms(batch: MicroBatch, scores: LogprobOutput) -> ObjectiveTerms:
-    return ObjectiveTerms(
-        logps_BT=scores.logps_BT,
-        entropy_BT=scores.entropy_BT,
-        advantages_BX=batch.advantages_BX,
-        mask_BT=batch.loss_mask_BT,
-        weights_BT=batch.token_weights_BT,
-        old_logps_BT=torch.where(batch.old_logps_BT.isnan(), scores.logps_BT.detach(), batch.old_logps_BT),
-        ref_logps_BT=batch.ref_logps_BT,
-        sampler_logps_BT=batch.sampler_logps_BT,
-        keep_BT=batch.entropy_mask_BT,
-        entropy_weights_BT=batch.entropy_weights_BT,
-    )
-
-
 def objective_settings(args: GRPOConfig) -> ObjectiveSettings:
-    """What the objective needs to know of the configuration."""
+    """Collect the settings of the loss from the configuration."""
+    built_in = SurrogateSettings(
+        epsilon_low=args.epsilon,
+        epsilon_high=args.epsilon if args.epsilon_high is None else args.epsilon_high,
+        delta=args.delta,
+        sapo_temperature_pos=args.sapo_temperature_pos,
+        sapo_temperature_neg=args.sapo_temperature_neg,
+        vespo_k_pos=args.vespo_k_pos,
+        vespo_lambda_pos=args.vespo_lambda_pos,
+        vespo_k_neg=args.vespo_k_neg,
+        vespo_lambda_neg=args.vespo_lambda_neg,
+    )
+    loss_kwargs = cast("dict[str, object]", args.loss_kwargs or {})  # JSON is parsed when the config is built
     return ObjectiveSettings(
         objective=args.loss_type,
         ratio_level=args.importance_sampling_level,
@@ -140,15 +170,18 @@ def objective_settings(args: GRPOConfig) -> ObjectiveSettings:
         else None,
         correction_clip_min=args.vllm_importance_sampling_clip_min,
         correction_clip_max=args.vllm_importance_sampling_clip_max,
-        surrogate=SurrogateSettings(
-            epsilon_low=args.epsilon,
-            epsilon_high=args.epsilon_high,
-            delta=args.delta,
-            sapo_temperature_pos=args.sapo_temperature_pos,
-            sapo_temperature_neg=args.sapo_temperature_neg,
-            vespo_k_pos=args.vespo_k_pos,
-            vespo_lambda_pos=args.vespo_lambda_pos,
-            vespo_k_neg=args.vespo_k_neg,
-            vespo_lambda_neg=args.vespo_lambda_neg,
-        ),
+        surrogate=OBJECTIVES[args.loss_type].surrogate_settings(built_in, loss_kwargs),
     )
+
+
+def check_loss_override(trainer: type[LossMixin], args: GRPOConfig) -> None:
+    """Check that Liger's fused loss does not bypass a subclass's loss.
+
+    Raises:
+        ConfigError: ``use_liger_kernel=True`` with an overridden ``compute_policy_loss``.
+    """
+    if args.use_liger_kernel and trainer.compute_policy_loss is not LossMixin.compute_policy_loss:
+        raise ConfigError(
+            f"use_liger_kernel=True computes the loss without log-probs, but {trainer.__name__} overrides "
+            "compute_policy_loss, which needs them; set use_liger_kernel=False"
+        )

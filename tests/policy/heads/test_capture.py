@@ -10,7 +10,14 @@ import torch
 import transformers
 
 from groupwise.errors import ConfigError
-from groupwise.policy.heads import HEADS, HeadWeights, check_head, chunked_head, head_weights, score_at_head
+from groupwise.policy.heads import (
+    HEADS,
+    HeadWeights,
+    check_head,
+    chunked_head,
+    head_weights,
+    logprobs_at_head,
+)
 
 SIZES = {
     "vocab_size": 67,
@@ -81,7 +88,7 @@ def gradients(model, loss):
 
 def captured_scores(model, head_fn, temperature, called=None):
     inputs, targets = batch()
-    with score_at_head(model, head_fn, head_weights(model), targets, temperature) as captured:
+    with logprobs_at_head(model, head_fn, head_weights(model), targets, temperature) as captured:
         output = (called or model)(**inputs)
     return captured, output
 
@@ -114,10 +121,10 @@ def test_scores_and_gradients_are_those_of_the_models_own_logits(name, head_name
 def test_stashed_and_routed_scores_are_the_same_values_with_the_same_gradients(name):
     model = build_model(name)
     captured, _ = captured_scores(model, chunked_head, 1.3)
-    direct = gradients(model, loss_of(captured.logps, captured.entropy))
+    direct = gradients(model, loss_of(captured.outputs[0], captured.outputs[1]))
     captured, output = captured_scores(model, chunked_head, 1.3)
     logps, entropy = captured.read(output.logits)
-    assert torch.equal(logps, captured.logps) and torch.equal(entropy, captured.entropy)
+    assert torch.equal(logps, captured.outputs[0]) and torch.equal(entropy, captured.outputs[1])
     assert_same_gradients(gradients(model, loss_of(logps, entropy)), direct)
 
 
@@ -143,8 +150,8 @@ def test_peft_model_trains_its_adapters_and_only_them():
     with model.disable_adapter(), torch.no_grad():
         reference, _ = captured_scores(model, chunked_head, 1.0)
         expected_logps, _ = scores_of_logits(model(**inputs).logits, targets, 1.0)
-    torch.testing.assert_close(reference.logps.double(), expected_logps, rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(reference.logps, captured.logps, atol=1e-3)
+    torch.testing.assert_close(reference.outputs[0].double(), expected_logps, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(reference.outputs[0], captured.outputs[0], atol=1e-3)
 
 
 @pytest.mark.parametrize("use", ["read", "stash"])
@@ -152,7 +159,7 @@ def test_every_parameter_is_reachable_from_the_models_output(use):
     """DDP walks the autograd graph from the outputs to find the parameters that will get a gradient."""
     model = build_model("llama")
     captured, output = captured_scores(model, chunked_head, 1.0)
-    root = output.logits if use == "read" else captured.logps
+    root = output.logits if use == "read" else captured.outputs[0]
     seen, found, pending = set(), set(), [root.grad_fn]
     while pending:
         node = pending.pop()
@@ -188,10 +195,10 @@ def test_hooks_of_the_head_run_and_swapped_weights_are_used():
     expected, _ = scores_of_logits(2 * model(**inputs).logits, targets, 1.0)
     weights = head_weights(model)
     handle = model.lm_head.register_forward_pre_hook(lambda module, _: setattr(module, "weight", doubled))
-    with torch.no_grad(), score_at_head(model, chunked_head, weights, targets) as captured:
+    with torch.no_grad(), logprobs_at_head(model, chunked_head, weights, targets) as captured:
         model(**inputs)
     handle.remove()
-    torch.testing.assert_close(captured.logps.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(captured.outputs[0].double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_accelerate_device_hooks_still_wrap_the_head():
@@ -216,10 +223,10 @@ def test_accelerate_device_hooks_still_wrap_the_head():
 def test_no_entropy_when_not_asked_for():
     model = build_model("llama")
     inputs, targets = batch()
-    with score_at_head(model, chunked_head, head_weights(model), targets, with_entropy=False) as captured:
+    with logprobs_at_head(model, chunked_head, head_weights(model), targets, with_entropy=False) as captured:
         output = model(**inputs)
     logps, entropy = captured.read(output.logits)
-    assert entropy is None and captured.entropy is None
+    assert entropy is None and captured.outputs[1] is None
     logps.sum().backward()
     assert model.lm_head.weight.grad.abs().sum() > 0
 
@@ -229,7 +236,7 @@ def test_the_head_is_restored_also_after_an_exception():
     inputs, targets = batch()
     before = model(**inputs).logits
     attributes = set(vars(model.lm_head))
-    with pytest.raises(KeyError), score_at_head(model, chunked_head, head_weights(model), targets):
+    with pytest.raises(KeyError), logprobs_at_head(model, chunked_head, head_weights(model), targets):
         raise KeyError
     assert set(vars(model.lm_head)) == attributes
     assert torch.equal(model(**inputs).logits, before)
@@ -239,14 +246,14 @@ def test_nesting_is_refused_and_leaves_the_outer_block_working():
     model = build_model("llama")
     inputs, targets = batch()
     weights = head_weights(model)
-    with score_at_head(model, chunked_head, weights, targets) as captured:
+    with logprobs_at_head(model, chunked_head, weights, targets) as captured:
         with (
             pytest.raises(RuntimeError, match="already active"),
-            score_at_head(model, chunked_head, weights, targets),
+            logprobs_at_head(model, chunked_head, weights, targets),
         ):
             pass
         model(**inputs)
-    assert captured.logps.shape == targets.shape
+    assert captured.outputs[0].shape == targets.shape
 
 
 def test_a_wrong_number_of_positions_is_an_internal_error():
@@ -254,7 +261,7 @@ def test_a_wrong_number_of_positions_is_an_internal_error():
     inputs, targets = batch()
     with (
         pytest.raises(AssertionError, match=r"\(3, 5\) for targets \(3, 4\)"),
-        score_at_head(model, chunked_head, head_weights(model), targets[:, 1:]),
+        logprobs_at_head(model, chunked_head, head_weights(model), targets[:, 1:]),
     ):
         model(**inputs)
 
@@ -264,7 +271,7 @@ def test_a_logit_transform_the_head_does_not_know_is_refused(wrong):
     model = build_model("gemma2_softcap")
     inputs, targets = batch()
     described = {"softcap": 2.0, "scale": 1.0, **wrong}
-    with score_at_head(
+    with logprobs_at_head(
         model, chunked_head, HeadWeights(model.lm_head.weight, **described), targets
     ) as captured:
         output = model(**inputs)

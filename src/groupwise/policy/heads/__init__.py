@@ -1,6 +1,9 @@
-"""From hidden states to log-probs and entropy: `dense` holds all logits, `chunked` one tile of them."""
+"""Log-prob heads: hidden states to log-probs and entropies.
 
-from groupwise.policy.heads.capture import CapturedScores, score_at_head
+`dense` materializes all logits, `chunked` one tile of them at a time.
+"""
+
+from groupwise.policy.heads.capture import HeadOutputs, compute_at_head, logprobs_at_head
 from groupwise.policy.heads.chunked import chunked_head
 from groupwise.policy.heads.dense import dense_head, logps_from_logits
 from groupwise.policy.heads.weights import HeadWeights, check_head, head_weights
@@ -9,12 +12,13 @@ HEADS = {"dense": dense_head, "chunked": chunked_head}
 
 __all__ = [
     "HEADS",
-    "CapturedScores",
+    "HeadOutputs",
     "HeadWeights",
     "check_head",
     "chunked_head",
+    "compute_at_head",
     "dense_head",
     "head_weights",
+    "logprobs_at_head",
     "logps_from_logits",
-    "score_at_head",
 ]

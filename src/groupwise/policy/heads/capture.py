@@ -1,82 +1,86 @@
-"""Log-probs out of a causal language model's own forward, whose logits are then never made.
+"""Computation at the language-model head, inside the model's own forward pass: logits are never materialized.
 
-While `score_at_head` is active the model's head module scores the hidden states it receives. Its hooks run
-as always, so frameworks that shard, gather, move or cast the head's weights see an ordinary call.
+While :func:`compute_at_head` is active, the head module computes on the hidden states that it receives. Its
+hooks run as usual, so frameworks that shard, gather, move or cast the head's weights see an ordinary call.
 
-Axes: B sequences, K scored positions per sequence, H hidden size.
+Axes: B sequences, K positions that the model passes to its head, H hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 from groupwise.errors import ConfigError
 from groupwise.policy.heads.weights import HeadWeights, output_head
 
-Head = Callable[..., tuple[torch.Tensor, "torch.Tensor | None"]]
+#: ``(hidden_NH, head, targets_N, temperature, with_entropy=...)`` -> log-probs (N,) and entropy (N,) or None.
+HeadFunction = Callable[..., tuple[torch.Tensor, "torch.Tensor | None"]]
+Outputs = tuple["torch.Tensor | None", ...]
+#: ``(hidden_BKH, head with live weights)`` -> tensors of shape (B, K) or scalars; None entries are passed
+#: through.
+HeadComputation = Callable[[torch.Tensor, HeadWeights], Outputs]
 
-_PROBE = 8.0  # large enough to tell one softcap or scale from another, also in bfloat16
-_ACTIVE = "_groupwise_scoring"
-#: Head modules whose model was seen to transform its logits as described, by scale and softcap.
-_checked: WeakKeyDictionary[torch.nn.Module, tuple[float, float | None]] = WeakKeyDictionary()
+_PROBE = 8.0  # large enough to distinguish softcaps and scales, also in bfloat16
+_ACTIVE = "_groupwise_computing"
+#: Heads whose model was seen to transform its logits as described, by scale and softcap.
+_checked: WeakKeyDictionary[nn.Module, tuple[float, float | None]] = WeakKeyDictionary()
 
 
 @dataclass
-class CapturedScores:
-    """What the head computed during the forward; filled once the model has run.
-
-    Attributes:
-        logps: (B, K) log-probs of the targets, float32.
-        entropy: (B, K) entropy, float32, or None when it was not asked for.
-    """
+class HeadOutputs:
+    """Results of a computation at the head; ``outputs`` is set once the model has run."""
 
     head: HeadWeights
-    module: torch.nn.Module
-    logps: torch.Tensor | None = None
-    entropy: torch.Tensor | None = None
+    module: nn.Module
+    outputs: Outputs | None = None
 
-    def read(self, model_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The scores, with their gradients routed through what the model returned.
+    def read(self, model_logits: torch.Tensor) -> Outputs:
+        """Return the outputs with their gradients routed through the output of the model.
 
-        Wrappers that act on a model's outputs (FSDP registers its backward there) need the loss to depend on
-        them. The values are those the head computed, bit for bit, whatever the model did to its "logits".
-        What it did is compared with the head's description at the first reading of a model only: a comparison
-        waits for the device.
+        Wrappers that hook a model's outputs (FSDP registers its backward there) need the loss to depend on
+        them. The values are bitwise those computed at the head. The first call for a model compares its
+        transform of the logits with ``head``; later calls do not, because that waits for the device.
 
         Args:
-            model_logits: `outputs.logits` of the forward that ran inside the context.
-
-        Returns:
-            `logps` and `entropy`, shape (B, K).
+            model_logits: ``outputs.logits`` of the forward pass that ran inside the context.
 
         Raises:
-            ConfigError: the model transforms its logits in a way `HeadWeights` does not describe, so that the
-                log-probs would not be the model's.
+            ConfigError: the model transforms its logits in a way that ``HeadWeights`` does not describe, so
+                that log-probs would not be the model's.
         """
-        assert self.logps is not None, "the model's forward did not run inside score_at_head"
-        carried = model_logits.to(self.logps.dtype) / self.head.scale
+        assert self.outputs is not None, "the model's forward did not run inside compute_at_head"
         self._check_transform(model_logits)
-        # The carried columns are exactly zero: adding them changes no value and ties the graph to the output.
-        logps = self.logps.detach() + carried[..., 0]
-        return logps, None if self.entropy is None else self.entropy.detach() + carried[..., 1]
+        # Columns of exact zeros: adding them changes no value and ties the graph to the model's output.
+        columns = iter(model_logits.unbind(-1))
+        return tuple(None if value is None else self._routed(value, next(columns)) for value in self.outputs)
+
+    def read_logprobs(self, model_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return log-probs and entropies of :func:`logprobs_at_head`; see :meth:`read`."""
+        logps_BK, entropy_BK = self.read(model_logits)
+        assert logps_BK is not None
+        return logps_BK, entropy_BK
+
+    def _routed(self, value: torch.Tensor, column_BK: torch.Tensor) -> torch.Tensor:
+        carried_BK = column_BK.to(value.dtype) / self.head.scale
+        return value.detach() + (carried_BK if value.dim() else carried_BK.flatten()[0])
 
     def _check_transform(self, model_logits: torch.Tensor) -> None:
         described = (self.head.scale, self.head.softcap)
         if not model_logits.numel() or _checked.get(self.module) == described:
             return
-        zero_logp, zero_entropy, probe = model_logits.detach()[0, 0].double().tolist()
+        *zeros, probe = model_logits.detach()[0, 0].double().tolist()
         expected = self.head.shape_logits(torch.tensor(_PROBE, dtype=torch.float64)).item()
         rounding = 16 * torch.finfo(model_logits.dtype).eps
-        if zero_logp or zero_entropy or abs(probe - expected) > rounding * abs(expected):
+        if any(zeros) or abs(probe - expected) > rounding * abs(expected):
             raise ConfigError(
                 f"the model's forward turns a head output of {_PROBE} into {probe:.6g} and "
-                f"0 into {zero_logp:.6g}, while the head is described by scale={self.head.scale}, "
+                f"0 into {zeros[0]:.6g}, while the head is described by scale={self.head.scale}, "
                 f"softcap={self.head.softcap} ({expected:.6g} and 0): log-probs would not be the model's; "
                 f"set logit_scale (or logits_scaling) and final_logit_softcapping of its config accordingly."
             )
@@ -84,63 +88,77 @@ class CapturedScores:
 
 
 @contextmanager
-def score_at_head(
-    model: Any,
-    head_fn: Head,
-    head: HeadWeights,
-    targets_BK: torch.Tensor,
-    temperature: float = 1.0,
-    with_entropy: bool = True,
-) -> Iterator[CapturedScores]:
-    """Make the model's head return scores of `targets_BK` in place of logits, inside the `with` block.
+def compute_at_head(model: nn.Module, head: HeadWeights, compute: HeadComputation) -> Iterator[HeadOutputs]:
+    """Context manager in which the model's head runs ``compute`` instead of projecting to logits.
 
-    The head scores every position the model passes to it: `targets_BK[:, k]` is the token that follows kept
-    position k. For the last C tokens of a sequence call the model with `logits_to_keep=C + 1`, give targets
-    of width C + 1 whose last column is any valid id (nothing follows the last token), and drop that column:
-
-        targets = torch.cat([ids[:, -C:], ids[:, -1:]], dim=1)
-        with score_at_head(model, chunked_head, head_weights(model), targets) as captured:
-            output = wrapped_model(input_ids=ids, attention_mask=mask, logits_to_keep=C + 1, use_cache=False)
-        logps, entropy = captured.read(output.logits)
-        logps = logps[:, :-1]
-
-    Weight and bias are read from the module at the call, since sharding frameworks exchange them; `head`
-    gives the scale, the softcap and the precision. Of several forwards inside one block the last one counts.
+    Weight and bias are read from the module at the call, since sharding frameworks replace them; ``head``
+    gives the scale, the softcap and the precision. Of several forward passes inside one block the last one
+    counts.
 
     Args:
-        model: the unwrapped transformers model (or PEFT model) whose head is taken over; calling a wrapper
-            around it (DDP, FSDP, an engine) inside the block is fine.
-        head_fn: `dense_head` or `chunked_head`.
-        head: from `head_weights(model)`.
-        targets_BK: token ids in [0, V), one per kept position.
-        temperature: positive divisor of the logits.
-        with_entropy: also compute the entropy.
+        model: the transformers or PEFT model below its wrappers; call the wrapper (DDP, FSDP, an engine)
+            inside.
+        head: from ``head_weights(model)``.
+        compute: function of the hidden states (B, K, H) of every position that the model passes to its head.
 
     Raises:
-        RuntimeError: the model is already being scored; the context does not nest.
+        RuntimeError: the context is already active for this model.
     """
     module = output_head(model)
     if _ACTIVE in vars(module):
-        raise RuntimeError("score_at_head is already active on this model; leave that block first")
-    captured = CapturedScores(head, module)
+        raise RuntimeError("compute_at_head is already active on this model; leave that block first")
+    captured = HeadOutputs(head, module)
 
-    @torch.compiler.disable  # called as it is by a compiled model: what it writes down has to stay visible
+    @torch.compiler.disable  # a compiled model calls it as it is: it writes to `captured`
     def forward(hidden_BKH: torch.Tensor) -> torch.Tensor:
-        given, wanted = tuple(hidden_BKH.shape[:-1]), tuple(targets_BK.shape)
-        assert given == wanted, f"the head received positions {given} for targets {wanted}"
         live = replace(head, weight_VH=module.weight, bias_V=getattr(module, "bias", None))
-        rows = hidden_BKH.flatten(0, -2), live, targets_BK.flatten(), temperature
-        logps_N, entropy_N = head_fn(*rows, with_entropy=with_entropy)
-        captured.logps = logps_N.view(wanted)
-        captured.entropy = None if entropy_N is None else entropy_N.view(wanted)
-        return _carrier(captured.logps, captured.entropy)
+        captured.outputs = compute(hidden_BKH, live)
+        return _carrier(captured.outputs, hidden_BKH.shape[:-1])
 
     with _forward_replaced(module, forward):
         yield captured
 
 
+def logprobs_at_head(
+    model: nn.Module,
+    head_fn: HeadFunction,
+    head: HeadWeights,
+    targets_BK: torch.Tensor,
+    temperature: float = 1.0,
+    with_entropy: bool = True,
+) -> AbstractContextManager[HeadOutputs]:
+    """Context manager in which the model's head computes log-probs of ``targets_BK`` (and entropies).
+
+    ``targets_BK[:, k]`` is the token that follows kept position k. For the last T tokens of a sequence call
+    the model with ``logits_to_keep=T + 1``; the last column of the targets is any valid id and its result is
+    dropped::
+
+        targets = torch.cat([ids[:, -T:], ids[:, -1:]], dim=1)
+        with logprobs_at_head(model, chunked_head, head_weights(model), targets) as captured:
+            output = wrapped_model(input_ids=ids, attention_mask=mask, logits_to_keep=T + 1, use_cache=False)
+        logps, entropy = captured.read(output.logits)
+        logps = logps[:, :-1]
+
+    Args:
+        model, head: as in :func:`compute_at_head`.
+        head_fn: ``dense_head`` or ``chunked_head``.
+        targets_BK: token ids in [0, V), one per kept position.
+        temperature: positive divisor of the logits.
+        with_entropy: also compute the entropy.
+    """
+
+    def compute(hidden_BKH: torch.Tensor, live: HeadWeights) -> Outputs:
+        given, wanted = tuple(hidden_BKH.shape[:-1]), tuple(targets_BK.shape)
+        assert given == wanted, f"the head received positions {given} for targets {wanted}"
+        rows = hidden_BKH.flatten(0, -2), live, targets_BK.flatten(), temperature
+        logps_N, entropy_N = head_fn(*rows, with_entropy=with_entropy)
+        return logps_N.view(wanted), None if entropy_N is None else entropy_N.view(wanted)
+
+    return compute_at_head(model, head, compute)
+
+
 @contextmanager
-def _forward_replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+def _forward_replaced(module: nn.Module, forward: Callable[..., torch.Tensor]) -> Iterator[None]:
     # accelerate's device hooks replace `forward` by a wrapper and keep the original beside it.
     slot = "_old_forward" if "_old_forward" in vars(module) else "forward"
     before = vars(module).get(slot)
@@ -155,22 +173,21 @@ def _forward_replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None
             vars(module)[slot] = before
 
 
-def _carrier(logps_BK: torch.Tensor, entropy_BK: torch.Tensor | None) -> torch.Tensor:
-    """(B, K, 3): zeros that pass gradients to log-probs and entropy, and a constant that shows the transform.
+def _carrier(outputs: Outputs, shape: torch.Size) -> torch.Tensor:
+    """Build the head's output (B, K, n + 1): one column of zeros per output that carries its gradient.
 
-    At zero, a scale followed by a softcap gives zero with slope `scale`, so the model's processing of its
-    output loses no digit of the scores and is undone by a division.
+    A scale followed by a softcap maps zero to zero with slope `scale`: the model's processing of its logits
+    loses no digit of the outputs, and a division undoes it. The constant column shows the transform.
     """
-    zero_logps = _ZeroWithGradient.apply(logps_BK)
-    zero_entropy = torch.zeros_like(logps_BK) if entropy_BK is None else _ZeroWithGradient.apply(entropy_BK)
-    return torch.stack([zero_logps, zero_entropy, torch.full_like(logps_BK, _PROBE)], dim=-1)
+    zeros = [_ZeroWithGradient.apply(value).expand(shape) for value in outputs if value is not None]
+    return torch.stack([*zeros, torch.full_like(zeros[0], _PROBE)], dim=-1)
 
 
 class _ZeroWithGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, values: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(values)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
         return grad

@@ -1,14 +1,16 @@
-"""How sequences become model inputs and log-probs come back."""
+"""Sequence layouts: how a batch becomes model inputs, and how log-probs are read back."""
 
-from groupwise.policy.layouts.forward import HeadSettings, score_forward
+from groupwise.policy.layouts.forward import HeadSettings, forward_at_head, forward_logprobs
 from groupwise.policy.layouts.packed_forward import compute_packed_logprobs, pack_sequences, unsupported
-from groupwise.policy.layouts.padded import compute_padded_logprobs
+from groupwise.policy.layouts.padded import compute_padded_logprobs, padded_inputs
 
 __all__ = [
     "HeadSettings",
     "compute_packed_logprobs",
     "compute_padded_logprobs",
+    "forward_at_head",
+    "forward_logprobs",
     "pack_sequences",
-    "score_forward",
+    "padded_inputs",
     "unsupported",
 ]

@@ -1,4 +1,4 @@
-"""One forward of a causal LM that returns log-probs of given tokens instead of logits."""
+"""One forward pass of a causal LM that computes log-probs of given tokens instead of logits."""
 
 from __future__ import annotations
 
@@ -8,87 +8,130 @@ from typing import Any
 
 import torch
 from accelerate.utils import extract_model_from_parallel
+from torch import nn
+from transformers import PreTrainedModel
 
-from groupwise.policy.heads import HEADS, head_weights, logps_from_logits
-from groupwise.policy.heads.capture import Head, score_at_head
+from groupwise.policy.heads import (
+    HEADS,
+    compute_at_head,
+    head_weights,
+    logprobs_at_head,
+    logps_from_logits,
+)
+from groupwise.policy.heads.capture import HeadComputation, Outputs
+
+#: Arguments of a causal LM's forward.
+ModelInputs = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class HeadSettings:
-    """How hidden states become log-probs.
+    """Settings of the log-prob head.
 
-    name: "dense" takes the model's own logits; every other name in ``HEADS``, or a function like those there,
-        replaces the output layer.
+    name: name in ``HEADS``; "dense" uses the model's own logits, "chunked" replaces the output projection.
     temperature: divisor of the logits.
     fp32: project in float32.
     """
 
-    name: str | Head = "chunked"
+    name: str = "chunked"
     temperature: float = 1.0
     fp32: bool = False
 
 
-def score_forward(
-    model: torch.nn.Module,
-    inputs: dict[str, Any],
+def forward_logprobs(
+    model: nn.Module,
+    inputs: ModelInputs,
     targets_BK: torch.Tensor,
     head: HeadSettings,
     *,
     with_entropy: bool,
     with_aux_loss: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Log-probs and entropies at the K positions that ``inputs`` keep, and the balancing loss of experts.
+    """Compute log-probs and entropies at the K positions that ``inputs`` keep.
 
-    The model is called, not its parts, so that wrappers (DDP, accelerate, DeepSpeed) see every forward pass.
+    The model is called as a whole, so that wrappers (DDP, accelerate, DeepSpeed) see every forward pass.
 
     Args:
         model: the causal LM, wrapped or not.
         inputs: arguments of its forward.
         targets_BK: the token predicted at each kept position.
+        head: settings of the head.
+        with_entropy: also compute entropies.
+        with_aux_loss: also return the balancing loss of a mixture-of-experts model.
 
     Returns:
-        log-probs (B, K) and entropies (B, K), float32, and a scalar; the latter two are None unless asked
-        for.
+        log-probs (B, K) and entropies (B, K), float32, and a scalar; the latter two are None unless
+        requested.
     """
-    inputs = {**inputs, "use_cache": False}
-    if with_aux_loss:
-        inputs["output_router_logits"] = True
     if head.name == "dense":
-        output = model(**inputs)
+        output = model(**_arguments(inputs, with_aux_loss))
         logps, entropy = logps_from_logits(output.logits, targets_BK, head.temperature, with_entropy)
     else:
         inner = unwrapped(model)
         weights = head_weights(inner, fp32=head.fp32)
-        function = HEADS[head.name] if isinstance(head.name, str) else head.name
-        with score_at_head(inner, function, weights, targets_BK, head.temperature, with_entropy) as captured:
-            output = model(**inputs)
-        logps, entropy = captured.read(output.logits)
+        with logprobs_at_head(
+            inner, HEADS[head.name], weights, targets_BK, head.temperature, with_entropy
+        ) as captured:
+            output = model(**_arguments(inputs, with_aux_loss))
+        logps, entropy = captured.read_logprobs(output.logits)
     return logps, entropy, output.aux_loss if with_aux_loss else None
 
 
-def unwrapped(model: Any) -> Any:
-    """The model below DDP, compilation and the like; mixed precision stays."""
+def forward_at_head(
+    model: nn.Module,
+    inputs: ModelInputs,
+    head: HeadSettings,
+    compute: HeadComputation,
+    *,
+    with_aux_loss: bool = False,
+) -> tuple[Outputs, torch.Tensor | None]:
+    """Run one forward pass in which the head runs ``compute`` on the hidden states of the kept positions.
+
+    The model is called as a whole, so that wrappers (DDP, accelerate, DeepSpeed) see every forward pass.
+
+    Args:
+        model: the causal LM, wrapped or not.
+        inputs: arguments of its forward.
+        head: settings of the head; the precision is read.
+        compute: function of the hidden states (B, K, H) and the head's weights.
+        with_aux_loss: also return the balancing loss of a mixture-of-experts model.
+
+    Returns:
+        outputs of ``compute``, differentiable, and the balancing loss or None.
+    """
+    inner = unwrapped(model)
+    with compute_at_head(inner, head_weights(inner, fp32=head.fp32), compute) as captured:
+        output = model(**_arguments(inputs, with_aux_loss))
+    return captured.read(output.logits), output.aux_loss if with_aux_loss else None
+
+
+def _arguments(inputs: ModelInputs, with_aux_loss: bool) -> ModelInputs:
+    return {**inputs, "use_cache": False, **({"output_router_logits": True} if with_aux_loss else {})}
+
+
+def unwrapped(model: nn.Module) -> PreTrainedModel:
+    """Return the model below DDP, compilation and the like; mixed precision stays."""
     return extract_model_from_parallel(model, keep_torch_compile=False)
 
 
-def base_model(model: Any) -> Any:
-    """The causal LM below wrappers and adapters."""
-    inner = unwrapped(model)
+def base_model(model: nn.Module) -> PreTrainedModel:
+    """Return the causal LM below wrappers and adapters."""
+    inner: Any = unwrapped(model)  # a PEFT model has get_base_model
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
-def accepted_arguments(model: Any) -> set[str]:
-    """Parameter names of the causal LM's own forward."""
+def accepted_arguments(model: nn.Module) -> set[str]:
+    """Return the parameter names of the causal LM's own forward."""
     return set(inspect.signature(type(base_model(model)).forward).parameters)
 
 
-def has_own_positions(model: Any) -> bool:
-    """Whether the model itself finds the positions of image tokens, in more than one dimension."""
+def has_own_positions(model: nn.Module) -> bool:
+    """Return True if the model derives multi-dimensional positions of image tokens itself."""
     base = base_model(model)
     return hasattr(getattr(base, "model", base), "get_rope_index")
 
 
-def takes_text_alone(model: Any) -> bool:
-    """Whether the model has no other part than that which reads tokens."""
+def is_text_only(model: nn.Module) -> bool:
+    """Return True if the model has no vision or audio part."""
     config = base_model(model).config
     return config.get_text_config(decoder=True) is config

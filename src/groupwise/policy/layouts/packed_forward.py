@@ -11,8 +11,8 @@ from groupwise.policy.layouts.forward import (
     HeadSettings,
     accepted_arguments,
     base_model,
-    score_forward,
-    takes_text_alone,
+    forward_logprobs,
+    is_text_only,
 )
 from groupwise.policy.layouts.packed import Stream, build_stream, shape_of
 from groupwise.records import LogprobOutput, TokenBatch
@@ -33,7 +33,7 @@ def unsupported(model: Any, *, shared: bool = True) -> str | None:
     config = base.config.get_text_config(decoder=True)
     other_layers = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
     missing = {"position_ids", "logits_to_keep"} - accepted_arguments(model)
-    if not takes_text_alone(model):
+    if not is_text_only(model):
         return "it reads more than text"
     if getattr(config, "is_encoder_decoder", False) or getattr(base, "_is_stateful", False):
         return "it is not made of attention layers alone"
@@ -86,7 +86,7 @@ def compute_packed_logprobs(
     else:
         inputs |= stream.bounds()
     targets_1N = stream.target_N.unsqueeze(0)
-    logps_1N, entropy_1N, _ = score_forward(model, inputs, targets_1N, head, with_entropy=with_entropy)
+    logps_1N, entropy_1N, _ = forward_logprobs(model, inputs, targets_1N, head, with_entropy=with_entropy)
     shape = batch.completion_ids_BT.shape
 
     def spread(values_1N: torch.Tensor) -> torch.Tensor:

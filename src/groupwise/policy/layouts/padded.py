@@ -1,36 +1,55 @@
-"""The rectangular layout: prompts padded on the left, completions on the right, one row per sequence."""
+"""Padded layout: one row per sequence, prompts padded on the left, completions on the right."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from groupwise.core.images import join_images
 from groupwise.policy.layouts.forward import (
     HeadSettings,
+    ModelInputs,
     accepted_arguments,
+    forward_logprobs,
     has_own_positions,
-    score_forward,
 )
 from groupwise.records import LogprobOutput, TokenBatch
 
 
 def compute_padded_logprobs(
-    model: torch.nn.Module,
+    model: nn.Module,
     batch: TokenBatch,
     head: HeadSettings,
     *,
     with_entropy: bool,
     with_aux_loss: bool = False,
 ) -> LogprobOutput:
-    """Log-probs (and entropies) of the completion tokens under ``model``, shape (B, C), float32.
+    """Compute log-probs (and entropies) of the completion tokens under ``model``. Returns (B, T) float32."""
+    inputs, targets_BK = padded_inputs(model, batch)
+    logps_BK, entropy_BK, aux_loss = forward_logprobs(
+        model, inputs, targets_BK, head, with_entropy=with_entropy, with_aux_loss=with_aux_loss
+    )
+    # The token at position j is predicted at j - 1; the last position predicts nothing.
+    predictors = slice(-(batch.completion_ids_BT.shape[1] + 1), -1)
+    return LogprobOutput(
+        logps_BK[:, predictors], None if entropy_BK is None else entropy_BK[:, predictors], aux_loss
+    )
 
-    StepCounterDataset restart at each row's first real token: the amount of padding cannot change the result.
+
+def padded_inputs(model: nn.Module, batch: TokenBatch) -> tuple[ModelInputs, torch.Tensor]:
+    """Build the arguments of the model's forward for ``batch``.
+
+    Positions restart at each row's first real token, so the amount of padding cannot change the result.
+
+    Returns:
+        arguments, and the target (B, K) of each position that the head receives: the last T + 1 if the model
+        supports ``logits_to_keep``, else all L + T. The last column is a dummy.
     """
     input_ids = torch.cat([batch.prompt_ids_BL, batch.completion_ids_BT], dim=1)
     attention_mask = torch.cat([batch.prompt_mask_BL, batch.completion_mask_BT], dim=1)
-    width = batch.completion_ids_BT.shape[1]
     accepted = accepted_arguments(model)
-    inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+    inputs: ModelInputs = {"input_ids": input_ids, "attention_mask": attention_mask}
     if batch.images is not None:
         starts = batch.prompt_ids_BL.shape[1] - batch.prompt_mask_BL.sum(-1)
         joined = join_images(batch.images, starts.tolist(), input_ids.shape[1], input_ids.device)
@@ -38,14 +57,9 @@ def compute_padded_logprobs(
     has_images = batch.images is not None and any(row.arrays for row in batch.images)
     if "position_ids" in accepted and not (has_images and has_own_positions(model)):
         inputs["position_ids"] = (attention_mask.cumsum(-1) - 1).clamp(min=0)
-    # The token at position j is predicted at j - 1: the last position predicts nothing and gets a dummy
-    # target.
-    targets = torch.nn.functional.pad(input_ids[:, 1:], (0, 1))
+    targets_BK = F.pad(input_ids[:, 1:], (0, 1))
     if "logits_to_keep" in accepted:
-        inputs["logits_to_keep"] = width + 1  # type: ignore[assignment]
-        targets = targets[:, -(width + 1) :]
-    logps, entropy, aux_loss = score_forward(
-        model, inputs, targets, head, with_entropy=with_entropy, with_aux_loss=with_aux_loss
-    )
-    span = slice(-(width + 1), -1)
-    return LogprobOutput(logps[:, span], None if entropy is None else entropy[:, span], aux_loss)
+        kept = batch.completion_ids_BT.shape[1] + 1
+        inputs["logits_to_keep"] = kept
+        targets_BK = targets_BK[:, -kept:]
+    return inputs, targets_BK
