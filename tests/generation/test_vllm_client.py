@@ -11,14 +11,14 @@ from support.fake_vllm import GENERATE, FakeVLLM
 
 from groupwise.errors import BackendError
 from groupwise.generation.vllm.client import LostWeightsError, VLLMServers
-from groupwise.generation.vllm.http import HttpClient, LostAnswerError, ServerUnavailableError
+from groupwise.generation.vllm.http import LostAnswerError, ServerUnavailableError, parse_url
 from groupwise.generation.vllm.sampling import Request, group_requests
 
 
 @pytest.fixture
 def servers(fake):
-    client = VLLMServers([fake.url], timeout=5.0, how_to_start="vllm serve tiny")
-    fake.version = f"{client.run}:3"
+    client = VLLMServers([fake.url], timeout=5.0, start_command="vllm serve tiny")
+    fake.version = f"{client.run_id}:3"
     yield client
     client.close()
 
@@ -92,7 +92,7 @@ def test_failing_again_and_again_ends_in_a_connection_error_with_the_servers_wor
 
 def test_without_a_server_the_error_says_how_to_start_one(fake):
     fake.close()
-    client = VLLMServers([fake.url], timeout=0.5, how_to_start="vllm serve tiny")
+    client = VLLMServers([fake.url], timeout=0.5, start_command="vllm serve tiny")
     with pytest.raises(ConnectionError, match=r"vllm_server_timeout=0.5 s while connecting.*vllm serve tiny"):
         client.wait_until_up("connecting")
     client.close()
@@ -105,7 +105,7 @@ def test_a_server_that_comes_back_within_the_timeout_gets_the_request_again(serv
     def restart():
         time.sleep(0.6)
         back.append(FakeVLLM(port))
-        back[0].version = f"{servers.run}:3"
+        back[0].version = f"{servers.run_id}:3"
 
     def die():
         fake.close()
@@ -149,7 +149,7 @@ def test_a_server_that_hangs_is_given_up(fake):
 
 def test_a_slow_server_is_waited_for_as_long_as_it_generates(fake):
     client = VLLMServers([fake.url], timeout=3.0)
-    fake.version = f"{client.run}:0"
+    fake.version = f"{client.run_id}:0"
 
     def work():
         for _ in range(45):  # one and a half times the timeout
@@ -212,7 +212,7 @@ def test_prompts_are_spread_over_the_servers_and_weights_go_to_all():
     client.finish_weight_update("7")
     client.resume()
     for fake in fakes:
-        assert fake.version == f"{client.run}:7" and not fake.paused
+        assert fake.version == f"{client.run_id}:7" and not fake.paused
         assert dict(fake.bodies)["/update_weights"] == {"update_info": {"names": ["a"]}}
         assert fake.seen["/reset_prefix_cache"] == 1
     answers = ask(client, count=4)
@@ -232,9 +232,10 @@ def test_a_weight_call_is_sent_once(servers, fake):
 
 def test_an_address_must_be_one():
     with pytest.raises(BackendError, match="ftp://x"):
-        HttpClient("ftp://x", 1.0)
-    assert HttpClient("localhost:9000", 1.0).url == "http://localhost:9000"
-    assert HttpClient("http://0.0.0.0:8000/", 1.0).url == "http://127.0.0.1:8000"
+        parse_url("ftp://x")
+    assert parse_url("localhost:9000") == "http://localhost:9000"
+    assert parse_url("http://0.0.0.0:8000/") == "http://127.0.0.1:8000"
+    assert parse_url("https://host/prefix/") == "https://host:443/prefix"
 
 
 def test_neighbouring_rows_of_a_prompt_are_one_request():

@@ -13,7 +13,7 @@ from support.vllm_process import ServerProcess
 from transformers import TrainerCallback
 
 from groupwise.generation.vllm import transport
-from groupwise.generation.vllm.client import _tokens_so_far
+from groupwise.generation.vllm.client import fetch_num_tokens
 from groupwise.generation.weight_iterator import PolicyWeights
 
 pytestmark = [
@@ -100,10 +100,11 @@ def test_weights_arrive_in_the_middle_of_completions_and_every_token_says_which_
             parameter.mul_(0.9)
     weights.append(run.model)
     (http,) = run.backend.servers.servers
-    before = _tokens_so_far(http)
+    client = run.backend.servers
+    before = client.run(fetch_num_tokens(http))
     run.backend.prefetch(prompts, step=1)
     end = time.monotonic() + 120
-    while _tokens_so_far(http) < before + 50 and time.monotonic() < end:
+    while client.run(fetch_num_tokens(http)) < before + 50 and time.monotonic() < end:
         pass
     run.backend.sync_weights(PolicyWeights(run.model), step=1)
     completions = run.backend.generate(prompts)

@@ -1,35 +1,34 @@
-"""Completions from the user's own ``rollout_func``."""
+"""Completions from the user's ``rollout_func``."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from groupwise.errors import BackendError, boundary
-from groupwise.records import Completion
+from groupwise.records import Completion, RolloutFunction
+from groupwise.tokenization.prompts import Prompt
 
-_OWN_KEYS = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
+_RESERVED_KEYS = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
 
 
 def call_rollout_function(
-    function: Any, prompts: list[Any], trainer: Any, end_tokens: frozenset[int]
+    function: RolloutFunction, prompts: list[Prompt], trainer: object, end_tokens: frozenset[int]
 ) -> tuple[list[list[int]], list[Completion], dict[str, list[Any]]]:
-    """Run ``function(prompts, trainer)`` and check what it returned.
-
-    It returns a dictionary of lists with B entries: ``prompt_ids`` and ``completion_ids`` (tokens); if it
-    likes ``logprobs`` (of each completion token, None or NaN where there is none) and ``env_mask`` (1 for
-    tokens that the policy chose, 0 for others, which carry no loss); anything else becomes a column for the
-    rewards.
+    """Call ``function(prompts, trainer)`` and check its result.
 
     Args:
-        prompts: B prompts, repeated once per completion. The function gets copies, to which it may append
-            messages.
-        end_tokens: a completion that ends in none of these counts as truncated.
+        function: returns a dict of lists with B entries: ``prompt_ids`` and ``completion_ids`` (token ids);
+            optionally ``logprobs`` (per completion token, None or NaN if unknown) and ``env_mask`` (1 for
+            tokens of the policy, 0 for others, which carry no loss). Other keys are columns for the rewards.
+        prompts: B prompts, each repeated once per completion. The function gets copies and may change them.
+        trainer: passed to the function.
+        end_tokens: a completion that does not end in one of these counts as truncated.
 
     Returns:
-        prompt token lists, completions, and the extra columns, each with B entries.
+        prompt token ids, completions and extra columns, B entries each.
 
     Raises:
-        BackendError: the function raised, a required key is missing, lengths do not agree, or a mask is none.
+        BackendError: the function raised, a required key is missing, lengths differ, or a mask is invalid.
     """
     name = getattr(function, "__name__", type(function).__name__)
     with boundary(BackendError, f"rollout_func {name!r}"):
@@ -49,12 +48,14 @@ def call_rollout_function(
             )
     completions = [_completion(output, row, name, end_tokens) for row in range(len(prompts))]
     extra = {
-        key: list(values) for key, values in output.items() if key not in _OWN_KEYS and values is not None
+        key: list(values)
+        for key, values in output.items()
+        if key not in _RESERVED_KEYS and values is not None
     }
     return [list(ids) for ids in output["prompt_ids"]], completions, extra
 
 
-def _copy(prompt: Any) -> Any:
+def _copy(prompt: Prompt) -> Prompt:
     return prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
 
 
@@ -73,7 +74,7 @@ def _completion(output: dict[str, Any], row: int, name: str, end_tokens: frozens
         wrong = next(value for value in loss_mask if value not in (0, 1))
         raise BackendError(
             f"rollout_func {name!r}, completion {row}: 'env_mask' holds {wrong!r}; allowed: 1 for tokens "
-            "that the policy chose, 0 for others"
+            "of the policy, 0 for others"
         )
     return Completion(
         token_ids=tokens,

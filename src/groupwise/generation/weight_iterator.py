@@ -1,26 +1,28 @@
-"""The policy's weights as a checkpoint holds them: whole tensors under checkpoint names, module by module.
+"""Iterate over the policy's weights as in a checkpoint: whole tensors under checkpoint names.
 
-Every process walks the same modules in the same order, because a sharded tensor is gathered by all of them.
+All ranks visit the same modules in the same order, because gathering a sharded tensor is a collective.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from groupwise.errors import BackendError
 from groupwise.generation.base import LoRAWeights
+from groupwise.generation.decoding import CausalLM
 
 BUCKET_BYTES = 512 * 2**20
 
-# Parts of module names that wrappers add: torch.compile, checkpointing, FSDP, PEFT.
+# Components of module names added by torch.compile, activation checkpointing, FSDP and PEFT.
 _WRAPPERS = {
     *("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"),
     *("base_layer", "original_module", "token_adapter"),
@@ -28,18 +30,18 @@ _WRAPPERS = {
 
 
 @torch.no_grad()
-def weight_iterator(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight once, adapters merged into the weights that they change; the model stays as it is.
+def weight_iterator(model: CausalLM) -> Iterator[tuple[str, torch.Tensor]]:
+    """Iterate over all weights once, with adapters merged; does not change the model.
 
     Args:
-        model: unwrapped; plain, PEFT, ZeRO-3 or sharded by ``fully_shard``; with the first version of FSDP
-            the outermost ``FullyShardedDataParallel``. All of its processes must iterate to the end.
+        model: the unwrapped model (plain, PEFT, ZeRO-3 or ``fully_shard``); under FSDP version 1 the
+            outermost ``FullyShardedDataParallel``. If it is sharded, all ranks must iterate to the end.
 
     Yields:
-        checkpoint name, whole tensor on the device of the model. It is valid until the model changes.
+        (checkpoint name, whole tensor on the model's device); the tensor is valid until the model changes.
 
     Raises:
-        BackendError: weights that have no form without their adapter or their quantisation.
+        BackendError: quantized weights, or an adapter on one of two tied layers.
     """
     units = _units(model)
     model = (
@@ -52,9 +54,10 @@ def weight_iterator(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for path, module in model.named_modules():
         if id(module) not in skipped and not isinstance(module, FullyShardedDataParallel):
             by_unit.setdefault(units.get(id(module)), []).append((path, module))
-    seen: dict[int, torch.Tensor] = {}  # holds them, since some live only as long as their unit is whole
+    # Keeps the tensors alive, because ids of gathered tensors are reused once their unit is resharded.
+    seen: dict[int, torch.Tensor] = {}
     for unit, modules in by_unit.items():
-        with _unsharded([unit]):
+        with _summoned([unit]):
             for path, module in modules:
                 tuners = adapters.get(id(module), [])
                 tensors = dict(_own_tensors(module))
@@ -64,8 +67,8 @@ def weight_iterator(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
                 if not own:
                     continue
                 others = dict.fromkeys(units.get(id(part)) for tuner in tuners for part in tuner.modules())
-                with _unsharded(other for other in others if other is not unit):
-                    whole = _merged(module, own, tuners) if tuners else _gathered(own, lent=unit is not None)
+                with _summoned(other for other in others if other is not unit):
+                    whole = _merged(module, own, tuners) if tuners else _gathered(own, copy=unit is not None)
                 prefix = _checkpoint_path(path)
                 yield from to_checkpoint({f"{prefix}{name}": t for name, t in whole.items()}).items()
 
@@ -90,7 +93,7 @@ class PolicyWeights:
         Raises:
             BackendError: the model is wrapped by FSDP version 1.
         """
-        model: Any = self.model
+        model: CausalLM = self.model
         if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
             raise BackendError(
                 "vllm_engine_kwargs['enable_lora'] sends only the adapter, which FSDP version 1 does not "
@@ -108,19 +111,19 @@ class PolicyWeights:
         return LoRAWeights(tensors, {**config, "target_modules": sorted(config["target_modules"])})
 
 
-def gatherable(accelerator: Any, model: Any) -> Any:
-    """The policy without what wraps it, except for the FSDP unit around it, which gathers its weights."""
+def gatherable(accelerator: Accelerator, model: nn.Module) -> CausalLM:
+    """Unwrap the policy, except from FSDP version 1, which is needed to gather its weights."""
     return model if isinstance(model, FullyShardedDataParallel) else accelerator.unwrap_model(model)
 
 
 def _units(model: nn.Module) -> dict[int, nn.Module]:
-    """The innermost FSDP unit around each module, the outermost unit being the model itself."""
+    """Return the innermost FSDP unit around each module, by module id."""
     units = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
     return {id(module): unit for unit in units for module in unit.modules()}
 
 
-def _unsharded(units: Iterable[Any]) -> ExitStack:
-    """Inside, the parameters of these FSDP units, but not of units within them, are whole."""
+def _summoned(units: Iterable[nn.Module | None]) -> ExitStack:
+    """Context manager that gathers the parameters of these FSDP units, without the units inside them."""
     stack = ExitStack()
     for unit in units:
         if unit is not None:
@@ -130,12 +133,12 @@ def _unsharded(units: Iterable[Any]) -> ExitStack:
 
 
 def buckets(
-    stream: Iterable[tuple[str, torch.Tensor]], limit: int = BUCKET_BYTES
+    weights: Iterable[tuple[str, torch.Tensor]], limit: int = BUCKET_BYTES
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Consecutive weights of at most ``limit`` bytes together; a larger one has a bucket of its own."""
+    """Group consecutive weights into buckets of at most ``limit`` bytes; a larger one is its own bucket."""
     bucket: list[tuple[str, torch.Tensor]] = []
     size = 0
-    for name, tensor in stream:
+    for name, tensor in weights:
         if bucket and size + tensor.nbytes > limit:
             yield bucket
             bucket, size = [], 0
@@ -146,7 +149,7 @@ def buckets(
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a checkpoint holds of this module itself: parameters and persistent buffers."""
+    """Iterate over the module's parameters and persistent buffers, without those of submodules."""
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield name, parameter
@@ -157,7 +160,7 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _checkpoint_path(path: str) -> str:
     parts = path.split(".")
-    if "modules_to_save" in parts:  # the name of the adapter follows
+    if "modules_to_save" in parts:  # followed by the adapter's name
         index = parts.index("modules_to_save")
         del parts[index : index + 2]
     kept = [part for part in parts if part and part not in _WRAPPERS]
@@ -165,7 +168,7 @@ def _checkpoint_path(path: str) -> str:
 
 
 def _adapters(model: nn.Module) -> tuple[dict[int, list[Any]], set[int]]:
-    """The adapters by the module that they change, and the modules that a checkpoint of the model has not."""
+    """Return adapters by the id of their base layer, and ids of modules that no checkpoint contains."""
     if "peft" not in sys.modules:
         return {}, set()
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -187,16 +190,16 @@ def _adapters(model: nn.Module) -> tuple[dict[int, list[Any]], set[int]]:
 def _check(path: str, own: dict[str, torch.Tensor], tuners: list[Any], uses: Counter[int]) -> None:
     for name, tensor in own.items():
         if hasattr(tensor, "quant_state") or hasattr(tensor, "SCB"):
-            raise BackendError(f"{path}.{name} is quantised; its values cannot be handed to another engine")
+            raise BackendError(f"{path}.{name} is quantized and cannot be sent to another engine")
         if tuners and uses[id(tensor)] > 1:
             raise BackendError(
-                f"{path}.{name} has an adapter and is tied to another layer without it, which no checkpoint "
-                "can express; leave it out of target_modules"
+                f"{path}.{name} has an adapter and is tied to another layer without it, so it cannot be "
+                "merged; leave it out of target_modules"
             )
 
 
 def _merged(module: nn.Module, own: dict[str, torch.Tensor], tuners: list[Any]) -> dict[str, torch.Tensor]:
-    """The module's tensors with its adapters merged: in whole copies, after which it has its own again."""
+    """Merge the module's adapters into copies of its tensors, then restore its parameters."""
     owners = [module, *(part for tuner in tuners for part in tuner.modules() if part is not module)]
     originals = {
         (owner, name): p for owner in owners for name, p in owner._parameters.items() if p is not None
@@ -220,32 +223,32 @@ def _merged(module: nn.Module, own: dict[str, torch.Tensor], tuners: list[Any]) 
             tuner.merged_adapters = merged
 
 
-def _gathered(own: dict[str, torch.Tensor], *, lent: bool) -> dict[str, torch.Tensor]:
-    lent = lent or any(hasattr(tensor, "ds_id") for tensor in own.values())
+def _gathered(own: dict[str, torch.Tensor], *, copy: bool) -> dict[str, torch.Tensor]:
+    copy = copy or any(hasattr(tensor, "ds_id") for tensor in own.values())
     with gathering(own.values()):
-        # What FSDP and ZeRO gathered is gone when the next part is.
+        # FSDP and ZeRO free gathered tensors at the end of the context.
         return {
-            name: whole_tensor(t.data).clone() if lent else whole_tensor(t.data) for name, t in own.items()
+            name: whole_tensor(t.data).clone() if copy else whole_tensor(t.data) for name, t in own.items()
         }
 
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor; one that ``fully_shard`` spread over processes is gathered."""
+    """Gather a tensor sharded by ``fully_shard``; returns other tensors as they are."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def gathering(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[Any]:
-    """Inside, parameters that ZeRO-3 partitions over processes have their values."""
+def gathering(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
+    """Context manager that gathers the parameters that ZeRO-3 partitions."""
     partitioned = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
     if not partitioned:
         return nullcontext()
     import deepspeed
 
-    return deepspeed.zero.GatheredParameters(partitioned)  # no module of that name: it is an attribute
+    return deepspeed.zero.GatheredParameters(partitioned)  # an attribute, which cannot be imported by name
 
 
-def _conversion(model: Any) -> Any:
-    """From the names and shapes that transformers gives weights in memory to those of checkpoints."""
+def _conversion(model: CausalLM) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    """Return the conversion from names and shapes in memory to those in checkpoints."""
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None and hasattr(model, "config"):
         from transformers.conversion_mapping import get_model_conversion_mapping

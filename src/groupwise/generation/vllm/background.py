@@ -1,54 +1,55 @@
-"""Threads that wait for answers, and that the end of the process does not wait for.
-
-``concurrent.futures`` joins its threads at exit: an interrupted run would stay until its last answer came.
-"""
+"""An event loop in a daemon thread, which does not keep an interrupted process alive."""
 
 from __future__ import annotations
 
-import queue
+import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
-class BackgroundThreads:
-    """Runs calls on up to ``size`` threads, started as they are needed."""
+class EventLoopThread:
+    """Runs coroutines in the background.
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self._free = threading.Semaphore(0)
+    Args:
+        closed_error: returns the exception of coroutines that :meth:`close` cancels.
+    """
 
-    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Call the function on one of the threads."""
-        future: Future[Any] = Future()
-        self._calls.put((future, lambda: function(*args)))
-        if not self._free.acquire(blocking=False) and len(self._threads) < self.size:
-            thread = threading.Thread(target=self._work, name="vllm-request", daemon=True)
-            self._threads.append(thread)
-            thread.start()
-        return future
+    def __init__(self, closed_error: Callable[[], Exception]) -> None:
+        self.closed_error, self.closed = closed_error, False
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="vllm-client", daemon=True).start()
 
-    def close(self) -> None:
-        """Cancel what has not begun; the threads end when their calls do."""
-        while True:
-            try:
-                call = self._calls.get_nowait()
-            except queue.Empty:
-                break
-            if call is not None:
-                call[0].cancel()
-        for _ in self._threads:
-            self._calls.put(None)
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Schedule ``coroutine``; returns its future for other threads."""
+        if self.closed:
+            coroutine.close()
+            raise self.closed_error()
+        return asyncio.run_coroutine_threadsafe(self._run(coroutine), self._loop)
 
-    def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
-            future, run = call
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(run())
-                except BaseException as error:
-                    future.set_exception(error)
-            self._free.release()
+    async def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await coroutine
+        except asyncio.CancelledError:
+            if self.closed:
+                raise self.closed_error() from None
+            raise
+
+    def close(self, finish: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Cancel all coroutines, then run ``finish`` and stop the loop."""
+        if not self.closed:
+            self.closed = True
+            asyncio.run_coroutine_threadsafe(self._stop(finish), self._loop)
+
+    async def _stop(self, finish: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        running = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        try:
+            await finish()
+        finally:
+            self._loop.call_soon(self._loop.stop)

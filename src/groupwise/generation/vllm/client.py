@@ -1,52 +1,61 @@
-"""The vLLM servers of a run: generation from token ids, and vLLM's own routes for new weights.
+"""Client of the vLLM servers of a run: generation from token ids, and vLLM's routes for weight transfer.
 
-The servers are plain ``vllm serve`` processes, started with the flags of ``serve.serve_command``.
+The servers are ``vllm serve`` processes, started with the flags of ``serve.serve_command``.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, TypeVar
 
 from groupwise.errors import BackendError
-from groupwise.generation.vllm.background import BackgroundThreads
-from groupwise.generation.vllm.http import HttpClient, LostAnswerError
+from groupwise.generation.vllm.background import EventLoopThread
+from groupwise.generation.vllm.http import HttpClient, LostAnswerError, ServerUnavailableError
 from groupwise.generation.vllm.sampling import Request
 from groupwise.records import Completion
 
-#: Requests in flight per server; each asks for all samples of a prompt.
+T = TypeVar("T")
+
+#: Generation requests in flight per server; each is for all samples of a prompt.
 CONCURRENCY = 128
 
 _UNUSABLE = "incomplete"
-_NO_LOGPROB = -9999.0  # what vLLM writes where it has none
+_NO_LOGPROB = -9999.0  # vLLM's placeholder for a missing log-prob
 _COUNTERS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total\S* (\S+)$", re.MULTILINE)
 
 
 class LostWeightsError(Exception):
-    """A server does not have the weights of this run: it was started anew, or somebody else changed them."""
+    """A server does not have this run's weights: it was restarted, or another run replaced them."""
 
 
 class VLLMServers:
-    """Every server of a run as one.
+    """All servers of a run. Methods block; requests run in an event loop in the background.
 
     Args:
-        urls: addresses; prompts are spread over them, weights go to all.
-        timeout: seconds without progress after which waiting for a server ends in a ConnectionError.
-        how_to_start: the command that starts a server, for that error.
-        run: marks weights as those of this run: a server started anew has none of them.
+        urls: addresses. Prompts are distributed over the servers, weights go to all of them.
+        timeout: seconds without progress after which a wait raises a ConnectionError.
+        start_command: the command that starts a server, for that error.
+        run_id: part of the weight version, which a restarted server does not have.
     """
 
-    def __init__(self, urls: Sequence[str], timeout: float, how_to_start: str = "", run: str = "run") -> None:
+    def __init__(
+        self, urls: Sequence[str], timeout: float, start_command: str = "", run_id: str = "run"
+    ) -> None:
         key = os.environ.get("VLLM_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        hint = f"; start it with: {how_to_start}" if how_to_start else ""
-        self.servers = [HttpClient(url, timeout, headers, hint, _tokens_so_far) for url in urls]
-        self.run = run
+        hint = f"; start it with: {start_command}" if start_command else ""
+        self.servers = [HttpClient(url, timeout, headers, hint, fetch_num_tokens) for url in urls]
+        self.run_id = run_id
         self.world_sizes: list[int] = []
-        self.pool = BackgroundThreads(CONCURRENCY * len(self.servers))
+        self._slots = [asyncio.Semaphore(CONCURRENCY) for _ in urls]
+        self._background = EventLoopThread(
+            lambda: ServerUnavailableError("the client of the vLLM servers was closed")
+        )
 
     # Generation.
 
@@ -56,35 +65,32 @@ class VLLMServers:
         """Send the requests in the background.
 
         Args:
-            sampling: fields of vLLM's ``SamplingParams`` that all share.
-            first: the server of the first request; the following ones take turns.
+            requests: sent to the servers in turn.
+            sampling: fields of vLLM's ``SamplingParams`` shared by all requests.
+            first: index of the server of the first request.
 
         Returns:
-            one future per request. It raises LostWeightsError where the server must get weights first.
+            one future per request. It raises LostWeightsError if the server needs weights first.
         """
         return [
-            self.pool.submit(self._generate, self.servers[(first + i) % len(self.servers)], request, sampling)
+            self._background.submit(self._generate((first + i) % len(self.servers), request, sampling))
             for i, request in enumerate(requests)
         ]
 
-    def _generate(self, server: HttpClient, request: Request, sampling: dict[str, Any]) -> list[Completion]:
+    async def _generate(self, index: int, request: Request, sampling: dict[str, Any]) -> list[Completion]:
+        server = self.servers[index]
         count = request.num_samples(sampling.get("temperature", 1.0))
-        fields = {
-            "n": count,
-            "seed": request.seed,
-            "max_tokens": request.max_tokens,
-            "logprobs": 0,
-        }
-        body = {"token_ids": list(request.prompt), "sampling_params": {**sampling, **fields}}
-        answer = server.call(
-            "POST",
-            "/inference/v1/generate",
-            body,
-            doing=f"generating {len(request.rows)} completions of a prompt of {len(request.prompt)} tokens",
-            before_retry=lambda: self._check_weights(server),
-            accept=_check_complete,
-        )
-        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        fields = {"n": count, "seed": request.seed, "max_tokens": request.max_tokens, "logprobs": 0}
+        async with self._slots[index]:
+            response = await server.call(
+                "POST",
+                "/inference/v1/generate",
+                {"token_ids": list(request.prompt), "sampling_params": {**sampling, **fields}},
+                doing=f"generating {len(request.rows)} completions of a {len(request.prompt)}-token prompt",
+                before_retry=lambda: self._check_weights(server),
+                check=_check_complete,
+            )
+        choices = sorted(response["choices"], key=lambda choice: choice["index"])
         return [self._completion(choices[row % count]) for row in range(len(request.rows))]
 
     def _completion(self, choice: dict[str, Any]) -> Completion:
@@ -100,19 +106,20 @@ class VLLMServers:
         for span in choice["weight_versions"] or []:
             yield from [self._step(span["version"])] * (span["end"] - span["start"])
 
-    def _step(self, label: str) -> int:
-        run, _, step = label.rpartition(":")
-        if run != self.run:
-            raise LostWeightsError(label)
+    def _step(self, version: str) -> int:
+        run_id, _, step = version.rpartition(":")
+        if run_id != self.run_id:
+            raise LostWeightsError(version)
         return int(step)
 
-    def _check_weights(self, server: HttpClient) -> None:
-        self._step(server.once("GET", "/weight_info", doing="asking for its weights")["weight_version"])
+    async def _check_weights(self, server: HttpClient) -> None:
+        info = await server.once("GET", "/weight_info", doing="reading its weight version")
+        self._step(info["weight_version"])
 
-    # New weights: what a ``transport.WeightSender`` calls. Nothing here is sent twice.
+    # Weights: the ``transport.WeightReceiver`` of all servers together. These requests are never repeated.
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Every server joins the transfer, with ranks of its own where ranks are told."""
+        """Connect every server to the transfer; ``rank_offset`` is that of the first server."""
         bodies = []
         rank = init_info.get("rank_offset")
         for size in self.world_sizes or [1] * len(self.servers):
@@ -127,64 +134,77 @@ class VLLMServers:
         self._post("/update_weights", [{"update_info": update_info}], doing="receiving weights")
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        # Without a version the update was given up; what is there then must not pass for an older one.
-        label = _UNUSABLE if weight_version is None else f"{self.run}:{weight_version}"
-        body = {"weight_version": label}
-        self._post("/finish_weight_update", [body], doing="finishing a weight update")
+        # Without a version the update failed, and the server's weights must not pass for an earlier version.
+        version = _UNUSABLE if weight_version is None else f"{self.run_id}:{weight_version}"
+        self._post("/finish_weight_update", [{"weight_version": version}], doing="finishing a weight update")
 
     def pause(self) -> None:
-        """Hold what is being generated; it goes on with ``resume``."""
+        """Suspend running requests until :meth:`resume`."""
         self._post("/pause?mode=keep", doing="pausing")
 
     def resume(self) -> None:
-        """Go on after ``pause``. What was computed with the weights before is computed again."""
-        # Requests on hold give their keys and values back; otherwise they would go on with old ones.
+        """Continue suspended requests; their keys and values are recomputed with the new weights."""
         self._post("/reset_prefix_cache?reset_running_requests=true", doing="resetting the prefix cache")
         self._post("/resume", doing="resuming")
 
     def abandon_update(self) -> None:
-        """Make the servers forget an update that was not finished; they stay paused."""
-        for server in self.servers:
-            try:
-                server.once("POST", "/finish_weight_update", {}, doing="abandoning a weight update")
-            except (LostAnswerError, BackendError):
-                continue  # none was under way
+        """End an update that failed halfway; the servers stay paused."""
+
+        async def finish(server: HttpClient) -> None:
+            with suppress(LostAnswerError, BackendError):  # raised if no update is in progress
+                await server.once("POST", "/finish_weight_update", {}, doing="abandoning a weight update")
+
+        self._on_all(finish)
 
     def wait_until_up(self, doing: str) -> None:
-        """Return when all servers are healthy; a ConnectionError after the timeout."""
+        """Return once all servers are healthy; raises a ConnectionError after the timeout."""
         self._on_all(lambda server: server.wait_until_up(doing))
 
     def fetch_world_sizes(self) -> list[int]:
         """Return the number of workers of each server."""
-        answers = self._on_all(lambda s: s.call("GET", "/get_world_size", doing="asking for its workers"))
-        self.world_sizes = [answer["world_size"] for answer in answers]
+        responses = self._on_all(lambda s: s.call("GET", "/get_world_size", doing="reading its world size"))
+        self.world_sizes = [response["world_size"] for response in responses]
         return self.world_sizes
 
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine of a server's client, and return its result."""
+        return self._background.submit(coroutine).result()
+
     def close(self) -> None:
-        """End what is under way."""
+        """Cancel all requests and close the connections."""
+        self._background.close(self._close_connections)
+
+    async def _close_connections(self) -> None:
         for server in self.servers:
-            server.close()
-        self.pool.close()
+            await server.close()
 
     def _post(self, path: str, bodies: Sequence[Any] = ({},), *, doing: str) -> None:
-        by_server = list(bodies) * (len(self.servers) // len(bodies))
-        pairs = list(zip(self.servers, by_server, strict=True))
-        self._on_all(lambda pair: pair[0].once("POST", path, pair[1], doing=doing), pairs)
+        by_url = {s.url: bodies[i % len(bodies)] for i, s in enumerate(self.servers)}
+        self._on_all(lambda server: server.once("POST", path, by_url[server.url], doing=doing))
 
-    def _on_all(self, call: Callable[[Any], Any], items: Sequence[Any] | None = None) -> list[Any]:
-        with ThreadPoolExecutor(len(self.servers), "vllm-control") as pool:
-            return list(pool.map(call, self.servers if items is None else items))
+    def _on_all(self, call: Callable[[HttpClient], Coroutine[Any, Any, T]]) -> list[T]:
+        """Call all servers concurrently and wait for all of them; raises the first error."""
+
+        async def gather() -> list[T | BaseException]:
+            return await asyncio.gather(*map(call, self.servers), return_exceptions=True)
+
+        results: list[T] = []
+        for result in self.run(gather()):
+            if isinstance(result, BaseException):
+                raise result
+            results.append(result)
+        return results
 
 
-def _check_complete(answer: Any) -> None:
-    """A server that shuts down answers with what it had."""
-    reasons = {choice["finish_reason"] for choice in answer["choices"]} - {"stop", "length"}
+def _check_complete(response: Any) -> None:
+    """Raise LostAnswerError for completions that a shutdown of the server cut short."""
+    reasons = {choice["finish_reason"] for choice in response["choices"]} - {"stop", "length"}
     if reasons:
         raise LostAnswerError(f"the server ended a completion by {', '.join(sorted(map(str, reasons)))}")
 
 
-def _tokens_so_far(server: HttpClient) -> float | None:
-    """Tokens that the server has read and generated; None if it does not count."""
-    text = server.once("GET", "/metrics", doing="asking for its progress", timeout=10.0)
+async def fetch_num_tokens(server: HttpClient) -> float | None:
+    """Return the number of tokens the server has read and generated; None if it has no such counters."""
+    text = await server.once("GET", "/metrics", doing="reading its metrics", timeout=10.0)
     counts = _COUNTERS.findall(text or "")
     return sum(map(float, counts)) if counts else None

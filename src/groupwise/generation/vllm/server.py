@@ -31,7 +31,7 @@ from groupwise.generation.transformers_backend import end_tokens as find_end_tok
 from groupwise.generation.vllm import transport
 from groupwise.generation.vllm.client import LostWeightsError, VLLMServers
 from groupwise.generation.vllm.colocate import check_policy
-from groupwise.generation.vllm.http import HttpClient, LostAnswerError, ServerUnavailableError
+from groupwise.generation.vllm.http import LostAnswerError, ServerUnavailableError, parse_url
 from groupwise.generation.vllm.preflight import ServerInfo, check_servers
 from groupwise.generation.vllm.sampling import Request, RequestKey, group_requests, sampling_fields
 from groupwise.generation.vllm.serve import as_shell_line, serve_command
@@ -249,7 +249,7 @@ class VLLMServerBackend(GenerationBackend):
         """Return the shell command that starts a server at ``url``, for error messages."""
         command, environment = serve_command(
             getattr(self.model_config, "_name_or_path", "") or "MODEL",
-            port=urlsplit(url if "//" in url else f"http://{url}").port or 8000,
+            port=urlsplit(parse_url(url)).port or 8000,
             device="cuda" if self.config.device.type == "cuda" else "cpu",
         )
         return as_shell_line(command, environment)
@@ -344,7 +344,7 @@ def check_settings(config: GRPOConfig) -> None:
     """
     try:
         for url in server_urls(config):
-            HttpClient(url, config.vllm_server_timeout)
+            parse_url(url)
     except BackendError as error:
         raise ConfigError(f"vllm_server_base_url={config.vllm_server_base_url!r}: {error}") from None
 
@@ -377,7 +377,8 @@ def _own_address(servers: VLLMServers) -> str:
     import socket
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((servers.servers[0].host, servers.servers[0].port))  # UDP: sends nothing
+        server = urlsplit(servers.servers[0].url)
+        probe.connect((server.hostname, server.port))  # UDP: sends nothing
         return probe.getsockname()[0]
 
 

@@ -1,10 +1,10 @@
-"""Ways for weights from the trainer into a vLLM engine, all through vLLM's own weight-transfer interface.
+"""Weight transfer from the trainer to vLLM engines, through vLLM's weight-transfer interface.
 
     sender.connect(receiver)                       once
     sender.push(buckets, receiver, version)        after every change of the weights
 
-The receiver is the engine: ``LLM`` in this process, or a server behind its HTTP routes. A sender says which
-engine-side counterpart it needs by ``backend``, the value of vLLM's ``--weight-transfer-config``.
+The receiver is a ``vllm.LLM`` in this process, or servers behind their HTTP routes.
+``WeightSender.backend`` is the value of vLLM's ``--weight-transfer-config`` that a sender needs.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ import torch
 
 from groupwise.errors import BackendError
 
-#: Checkpoint names and tensors that travel together.
+#: (checkpoint name, tensor) pairs that are sent together.
 Bucket = list[tuple[str, torch.Tensor]]
 
-#: The engine side of the two senders that need no GPU, as registered by ``plugin.register``.
+#: Name of the weight-transfer engine for senders that need no GPU; ``plugin.register`` registers it.
 BACKEND = "groupwise"
 
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 class WeightReceiver(Protocol):
-    """An engine that takes weights; the same four calls as vLLM's ``VLLMWeightSyncClient``, plain dicts.
+    """Engine that receives weights: the four calls of vLLM's ``VLLMWeightSyncClient``, with plain dicts.
 
-    Every call returns when the engine has done it, and raises when it failed.
+    A call returns once the engine has finished it.
     """
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
@@ -49,64 +49,71 @@ class WeightReceiver(Protocol):
 
 
 class WeightSender:
-    """Base of the senders: how a push goes. Subclasses say how a bucket travels."""
+    """Base class of senders; subclasses implement :meth:`send`.
+
+    Attributes:
+        backend: name of vLLM's weight-transfer engine on the receiving side.
+    """
 
     backend = BACKEND
 
     def init_info(self) -> dict[str, Any]:
-        """What the engine needs to know before the first push."""
+        """Return the engine's connection settings."""
         return {}
 
     def connect(self, receiver: WeightReceiver) -> None:
-        """Prepare both sides for pushes."""
+        """Connect both sides; required before the first push."""
         receiver.init_weight_transfer_engine(self.init_info())
 
-    def send(self, bucket: Bucket, receiver: WeightReceiver) -> Any:
-        """Bring one bucket into the engine.
+    def send(self, bucket: Bucket, receiver: WeightReceiver) -> list[torch.Tensor] | None:
+        """Send one bucket.
 
         Returns:
-            what must stay alive until the whole update is finished.
+            tensors that must stay alive until the whole update is finished.
         """
         raise NotImplementedError
 
     def complete(self, receiver: WeightReceiver) -> None:
-        """All buckets were sent. Our own receiver then looks for parameters that got nothing."""
+        """Signal the end of the buckets; our own receiver then checks that every parameter got weights."""
         if self.backend == BACKEND:
             receiver.update_weights({})
 
     def push(self, buckets: Iterable[Bucket], receiver: WeightReceiver, version: int) -> None:
-        """Replace the engine's weights; ``version`` is the optimizer step they are from.
+        """Replace the engine's weights.
 
-        After an exception the engine has part of the new weights: another push must succeed before it
+        After an exception the engine has only part of the new weights: another push must succeed before it
         generates.
+
+        Args:
+            version: optimizer step of the weights.
         """
         try:
-            receiver.start_weight_update()  # of several engines, some may have begun when it fails
-            kept = [self.send(bucket, receiver) for bucket in buckets]
+            receiver.start_weight_update()  # inside try: part of the engines may have started
+            alive = [self.send(bucket, receiver) for bucket in buckets]
             self.complete(receiver)
         except BaseException:
-            with suppress(Exception):  # it may have ended the update itself
+            with suppress(Exception):  # the engine may have ended the update itself
                 receiver.finish_weight_update()
             raise
         receiver.finish_weight_update(str(version))
-        del kept
+        del alive
 
     def close(self) -> None:
-        """Release what the sender holds."""
+        """Release files, connections and memory."""
 
 
 class LocalSender(WeightSender):
-    """To an engine in this process: the tensors themselves, on whatever device, without a copy."""
+    """Sender for an engine in this process: passes the tensors without a copy, on any device."""
 
     def send(self, bucket: Bucket, receiver: WeightReceiver) -> None:
         receiver.update_weights({"weights": bucket})
 
 
 class SharedMemorySender(WeightSender):
-    """To an engine on the same machine: a file per bucket in shared memory, gone when it is loaded.
+    """Sender for an engine on the same machine: one file per bucket in shared memory, removed once loaded.
 
     Args:
-        directory: where the files are written; default: /dev/shm, which every process of a machine sees.
+        directory: where the files are written; default: /dev/shm, which all processes of a machine share.
     """
 
     def __init__(self, directory: str | Path | None = None) -> None:
@@ -120,10 +127,10 @@ class SharedMemorySender(WeightSender):
 
         size = sum(tensor.nbytes for _, tensor in bucket)
         free = shutil.disk_usage(self.directory).free
-        if size > free:  # writing beyond it would kill the process instead of raising
+        if size > free:  # writing to a full /dev/shm kills the process (SIGBUS)
             raise BackendError(
                 f"a bucket of {size / 2**20:.0f} MB of weights does not fit into {self.directory.parent}, "
-                f"which has {free / 2**20:.0f} MB left; give it more (docker: --shm-size)"
+                f"which has {free / 2**20:.0f} MB left; enlarge it (docker: --shm-size)"
             )
         path = self.directory / f"{uuid.uuid4().hex}.safetensors"
         try:
@@ -137,18 +144,18 @@ class SharedMemorySender(WeightSender):
 
 
 class NcclSender(WeightSender):
-    """To engines on other GPUs: one NCCL broadcast per bucket, received by vLLM's own engine.
+    """Sender for engines on other GPUs: one NCCL broadcast per bucket, received by vLLM's NCCL engine.
 
     Args:
-        address, port: where trainer and workers meet; an address of this machine that the workers reach.
-        workers: GPUs of all engines together.
+        address, port: rendezvous; an address of this machine that the workers can reach.
+        num_workers: GPUs of all engines together.
     """
 
     backend = "nccl"
 
-    def __init__(self, address: str, port: int, workers: int) -> None:
-        self.address, self.port, self.world_size = address, port, workers + 1
-        self.group: Any = None
+    def __init__(self, address: str, port: int, num_workers: int) -> None:
+        self.address, self.port, self.world_size = address, port, num_workers + 1
+        self.group: Any = None  # vLLM's PyNcclCommunicator
 
     def init_info(self) -> dict[str, Any]:
         return {
@@ -162,8 +169,8 @@ class NcclSender(WeightSender):
     def connect(self, receiver: WeightReceiver) -> None:
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
-        # Both sides wait for each other in here.
-        _together(lambda: super(NcclSender, self).connect(receiver), lambda: self._open(trainer_init))
+        # Both sides block until the other has connected.
+        _run_both(lambda: super(NcclSender, self).connect(receiver), lambda: self._open(trainer_init))
 
     def _open(self, trainer_init: Callable[..., Any]) -> None:
         self.group = trainer_init(self.init_info())
@@ -176,7 +183,7 @@ class NcclSender(WeightSender):
                 iter(bucket), self.group, src=0, post_iter_func=lambda item: item[1]
             )
 
-        _together(lambda: receiver.update_weights(_described(bucket)), broadcast)
+        _run_both(lambda: receiver.update_weights(_metadata(bucket)), broadcast)
 
     def close(self) -> None:
         if self.group is not None:
@@ -185,9 +192,9 @@ class NcclSender(WeightSender):
 
 
 class CudaIpcSender(WeightSender):
-    """To a server on the trainer's own GPU: handles of the tensors, received by vLLM's own engine.
+    """Sender for a server on the trainer's GPU: CUDA IPC handles, received by vLLM's IPC engine.
 
-    The server needs VLLM_ALLOW_INSECURE_SERIALIZATION=1, because handles travel pickled.
+    The server needs VLLM_ALLOW_INSECURE_SERIALIZATION=1, because handles are pickled.
     """
 
     backend = "ipc"
@@ -199,11 +206,11 @@ class CudaIpcSender(WeightSender):
         gpu = str(torch.cuda.get_device_properties(tensors[0].device).uuid)
         handles = [{gpu: reduce_tensor(tensor)[1]} for tensor in tensors]
         pickled = base64.b64encode(pickle.dumps(handles)).decode()
-        receiver.update_weights({**_described(bucket), "ipc_handles_pickled": pickled})
-        return tensors  # the engine reads from them until it has finished
+        receiver.update_weights({**_metadata(bucket), "ipc_handles_pickled": pickled})
+        return tensors  # the engine reads from them until the update is finished
 
 
-def _described(bucket: Bucket) -> dict[str, Any]:
+def _metadata(bucket: Bucket) -> dict[str, Any]:
     return {
         "names": [name for name, _ in bucket],
         "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
@@ -211,8 +218,8 @@ def _described(bucket: Bucket) -> dict[str, Any]:
     }
 
 
-def _together(remote: Callable[[], None], local: Callable[[], None]) -> None:
-    """Run both at the same time; a failure of the remote side is seen before the local one waits for it."""
+def _run_both(remote: Callable[[], None], local: Callable[[], None]) -> None:
+    """Run both concurrently. A failure of ``remote`` so far is raised before ``local`` blocks on it."""
     pool = ThreadPoolExecutor(max_workers=1)
     try:
         answer = pool.submit(remote)
@@ -221,4 +228,4 @@ def _together(remote: Callable[[], None], local: Callable[[], None]) -> None:
         local()
         answer.result()
     finally:
-        pool.shutdown(wait=False)  # after a failure here, the other side would be waited for without end
+        pool.shutdown(wait=False)  # after a failure of local, remote may never return
