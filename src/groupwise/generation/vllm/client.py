@@ -80,12 +80,13 @@ class VLLMServers:
     async def _generate(self, index: int, request: Request, sampling: dict[str, Any]) -> list[Completion]:
         server = self.servers[index]
         count = request.num_samples(sampling.get("temperature", 1.0))
-        fields = {"n": count, "seed": request.seed, "max_tokens": request.max_tokens, "logprobs": 0}
+        own = {"n": count, "seed": request.seed, "max_tokens": request.max_tokens, "logprobs": 0}
+        body: dict[str, Any] = {"token_ids": list(request.prompt), "sampling_params": {**sampling, **own}}
         async with self._slots[index]:
             response = await server.call(
                 "POST",
                 "/inference/v1/generate",
-                {"token_ids": list(request.prompt), "sampling_params": {**sampling, **fields}},
+                body,
                 doing=f"generating {len(request.rows)} completions of a {len(request.prompt)}-token prompt",
                 before_retry=lambda: self._check_weights(server),
                 check=_check_complete,
