@@ -49,7 +49,7 @@ def test_without_vllm_the_error_says_what_to_install(tmp_path, monkeypatch, spec
         ({"vllm_engine_kwargs": {"max_num_seq": 8}}, "nearest valid: 'max_num_seqs'"),
         ({"vllm_engine_kwargs": {"max_model_len": 8}}, "it follows vllm_max_model_length"),
         ({"generation_kwargs": {"best": 2}}, "generation_kwargs['best'] is unknown"),
-        ({"generation_kwargs": {"n": 2}}, "generation_kwargs['n'] is decided by the trainer"),
+        ({"generation_kwargs": {"n": 2}}, "generation_kwargs['n'] is set by the trainer"),
         ({"generation_kwargs": {"min_tokens": 7}}, "less than or equal to max_tokens=6, got 7"),
         ({"temperature": 2.5}, "temperature must be in [0, 2], got 2.5"),
         ({"vllm_enable_sleep_mode": True}, "frees GPU memory"),
