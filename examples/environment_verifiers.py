@@ -8,7 +8,7 @@ from datasets import Dataset
 from smollm2 import example_parser
 
 from groupwise import GRPOConfig, GRPOTrainer
-from groupwise.agents.adapters import VerifiersDriver, verifiers_dataset
+from groupwise.agents.adapters import VerifiersEnvironment, verifiers_dataset
 
 
 class Guess(vf.MultiTurnEnv):
@@ -43,5 +43,5 @@ GRPOTrainer(
         report_to="none",
     ),
     train_dataset=verifiers_dataset(environment),
-    environment_factory=VerifiersDriver(environment),
+    environment_factory=VerifiersEnvironment(environment),
 ).train()

@@ -12,7 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 
 from groupwise import reporting
-from groupwise.agents.build import AgentSetup, check_agents, check_chat_template, make_agents, own_data
+from groupwise.agents.build import AgentSetup, check_agents, check_chat_template, make_agents
+from groupwise.agents.environment_rows import add_environment_rows
 from groupwise.config.arguments import check_arguments
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.entropy import EntropyControl
@@ -116,10 +117,10 @@ class GRPOTrainer(
     ) -> None:
         args = check_arguments(type(self), model, args)
         agents = check_agents(tools, environment_factory, rollout_func)
-        train_dataset, eval_dataset = own_data(train_dataset, eval_dataset, agents, args)
+        train_dataset, eval_dataset = add_environment_rows(train_dataset, eval_dataset, agents, args)
         check_data(train_dataset, eval_dataset, args)
         check_backend(args)
-        rewards = check_rewards(reward_funcs, reward_processing_classes, args, agents.rewards)
+        rewards = check_rewards(reward_funcs, reward_processing_classes, args, agents.reward_funcs)
         processing_class = load_processing_class(processing_class, model, args)
         check_chat_template(agents, processing_class, args)
         data = prepare_data(train_dataset, eval_dataset, args, model, processing_class)
@@ -444,7 +445,7 @@ class GRPOTrainer(
     @property
     def environments(self) -> list[Any] | None:
         """The environments of the newest batch, one per completion, if there are any."""
-        return None if self.agents is None else self.agents.current
+        return None if self.agents is None else self.agents.environments
 
     @property
     def entropy_coef(self) -> float:

@@ -1,4 +1,4 @@
-"""Training with tools and environments: a real policy of random weights, real tools."""
+"""Training with tools and environments: a tiny random policy, real tools."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from support.scripted import byte_tokenizer
 from groupwise import ConfigError, GRPOConfig, GRPOTrainer
 
 
-def test_a_run_with_a_tool_trains_on_what_the_policy_wrote(tmp_path: Path) -> None:
+def test_a_run_with_a_tool_trains_on_sampled_tokens(tmp_path: Path) -> None:
     run = trainer(tmp_path, tools=[measure], log_completions=True)
     seen = []
-    plain_roll_out = run.generate_rollouts
-    run.generate_rollouts = lambda rows: seen.append(plain_roll_out(rows)) or seen[-1]
+    generate_rollouts = run.generate_rollouts
+    run.generate_rollouts = lambda rows: seen.append(generate_rollouts(rows)) or seen[-1]
     before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
     run.train()
     assert any(not torch.equal(before[name], tensor) for name, tensor in run.model.state_dict().items())
     assert run.tools == [measure] and run.environments is None
     logs = [log for log in run.state.log_history if "tools/call_frequency" in log]
     assert len(logs) == 2 and all(log["tools/call_frequency"] > 0 for log in logs)
-    # Lengths count what the policy wrote, and rewards saw the answers of the tool.
-    written = [sum(c.loss_mask) for rollout in seen for c in rollout.completions]
-    assert 0 < sum(written) < sum(len(c.token_ids) for rollout in seen for c in rollout.completions)
+    # Lengths count sampled tokens only; rewards get the tool messages.
+    sampled = [sum(c.loss_mask) for rollout in seen for c in rollout.completions]
+    assert 0 < sum(sampled) < sum(len(c.token_ids) for rollout in seen for c in rollout.completions)
     assert [log["completions/mean_length"] for log in logs] == pytest.approx(
-        [sum(written[:4]) / 4, sum(written[4:]) / 4]
+        [sum(sampled[:4]) / 4, sum(sampled[4:]) / 4]
     )
-    answered = [m for rollout in seen for text in rollout.texts for m in text if m["role"] == "tool"]
-    assert {m["name"] for m in answered} == {"measure"}
+    results = [m for rollout in seen for text in rollout.texts for m in text if m["role"] == "tool"]
+    assert {m["name"] for m in results} == {"measure"}
     table = pq.read_table(tmp_path / "completions" / "completions_00001.parquet").to_pylist()
     assert any('assistant: measure({"text": ' in row["completion"] for row in table)
     assert any("\ntool: 1" in row["completion"] for row in table)
 
 
-def test_batches_carry_no_loss_on_tools(tmp_path: Path) -> None:
+def test_tool_results_have_loss_mask_0(tmp_path: Path) -> None:
     run = trainer(tmp_path, tools=[measure])
     (batch,) = run.generate_micro_batches([chats()[0]] * 4)
     decode = run.processing_class.decode
@@ -50,7 +50,7 @@ def test_batches_carry_no_loss_on_tools(tmp_path: Path) -> None:
     assert any("tool" in decode(ids[mask.bool()]) for ids, mask in zip(tokens, real, strict=True))
 
 
-def test_rollouts_stay_within_the_context_of_the_model(tmp_path: Path) -> None:
+def test_rollouts_fit_into_the_context_of_the_model(tmp_path: Path) -> None:
     run = trainer(tmp_path, tools=[measure])
     (prompt,) = {len(ids) for ids in run.generate_rollouts([chats()[0]] * 4).prompt_ids}
     short = policy(len(run.processing_class))
@@ -75,7 +75,7 @@ def test_a_resumed_run_repeats_the_run(tmp_path: Path) -> None:
 
 
 class Game:
-    """Shows a number, which all completions of a group must share, and rewards every call."""
+    """Observation: a number that a group shares; reward: the number of calls."""
 
     def reset(self, seed: int, **row: Any) -> str:
         self.seed, self.measured = seed, 0
@@ -94,7 +94,7 @@ class Game:
         return float(self.measured)
 
 
-def test_an_environment_brings_data_tools_and_reward(tmp_path: Path) -> None:
+def test_an_environment_provides_data_tools_and_reward(tmp_path: Path) -> None:
     run = trainer(
         tmp_path,
         environment_factory=Game,
@@ -103,8 +103,8 @@ def test_an_environment_brings_data_tools_and_reward(tmp_path: Path) -> None:
         per_device_train_batch_size=8,
     )
     seen = []
-    plain_roll_out = run.generate_rollouts
-    run.generate_rollouts = lambda rows: seen.append(plain_roll_out(rows)) or seen[-1]
+    generate_rollouts = run.generate_rollouts
+    run.generate_rollouts = lambda rows: seen.append(generate_rollouts(rows)) or seen[-1]
     run.train()
     assert run.reward_func_names == ["Game"] and len(run.tools) == 1
     assert len(run.environments) == 8
@@ -112,13 +112,13 @@ def test_an_environment_brings_data_tools_and_reward(tmp_path: Path) -> None:
     shown = [[prompt[0]["content"] for prompt in batch] for batch in prompts]
     groups = [batch[start : start + 4] for batch in shown for start in (0, 4)]
     assert all(len(set(group)) == 1 for group in groups)
-    assert len({group[0] for group in groups}) == 4  # no game is played twice
+    assert len({group[0] for group in groups}) == 4  # every group has a game of its own
     logs = [log for log in run.state.log_history if "reward" in log]
     assert [log["reward"] for log in logs] == [log["rewards/Game/mean"] for log in logs]
     assert [log["reward"] for log in logs] == pytest.approx([log["tools/call_frequency"] for log in logs])
 
 
-def test_environments_by_name_mix_with_reward_functions(tmp_path: Path) -> None:
+def test_named_environments_combine_with_reward_functions(tmp_path: Path) -> None:
     class Quiet:
         def reset(self, **row: Any) -> None: ...
 
@@ -144,7 +144,7 @@ def test_environments_by_name_mix_with_reward_functions(tmp_path: Path) -> None:
     assert run.reward_weights.tolist() == [0.5, 1.0]
     assert sorted(type(e).__name__ for e in given[0]) == ["Game"] * 4 + ["Quiet"] * 4
     log = next(log for log in run.state.log_history if "reward" in log)
-    # Only games have the second reward: its mean is over them, the mean of all counts it once in two rows.
+    # Only games have the second reward, in half of the rows: its mean is over games only.
     assert log["reward"] == pytest.approx(0.5 + log["rewards/Game/mean"] / 2)
 
 
@@ -162,16 +162,24 @@ def _with_eval(directory: Path) -> GRPOTrainer:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"tools": [measure], "processing_class": byte_tokenizer("{{ messages }}")}, "does not show tools"),
+        (
+            {"tools": [measure], "processing_class": byte_tokenizer("{{ messages }}")},
+            "does not render tool schemas",
+        ),
         ({"tools": [len]}, "tool 'len' cannot be described to the model"),
         ({"tools": [measure, measure]}, "several tools are called 'measure'"),
         ({"tools": [measure], "rollout_func": lambda prompts, trainer: {}}, "rollout_func replaces the loop"),
-        ({"environment_factory": Game, "train_dataset": None, "max_steps": -1}, "max_steps=-1 does not say"),
-        ({"environment_factory": {"a": Game}, "train_dataset": None}, "its column 'environment' says which"),
+        (
+            {"environment_factory": Game, "train_dataset": None, "max_steps": -1},
+            "max_steps=-1 does not limit",
+        ),
+        ({"environment_factory": {"a": Game}, "train_dataset": None}, "its column 'environment' selects"),
         ({"environment_factory": Game, "reward_weights": [1.0, 1.0]}, "reward_weights has 2 entries for 1"),
     ],
 )
-def test_what_cannot_work_is_refused_before_the_model_loads(given: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused_before_the_model_is_loaded(
+    given: dict[str, Any], message: str
+) -> None:
     settings = {name: given.pop(name) for name in ("max_steps", "reward_weights") if name in given}
     config = GRPOConfig("unused", use_cpu=True, bf16=False, report_to="none", **settings)
     arguments = {"processing_class": tokenizer(), "train_dataset": chats(), **given}

@@ -1,4 +1,4 @@
-"""Two processes with tools: they end together, with the same weights, whoever has more turns."""
+"""Two ranks with tools and different numbers of turns: equal generate calls, equal weights."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ TIMEOUT = 240  # seconds
 
 
 def main(directory: str) -> None:
-    """What each process does: its own tool answers its own number of turns, and all calls keep in step."""
+    """Run one rank: the maximum number of turns depends on the rank, generate calls must not."""
     import torch
     from support.agent_runs import measure, trainer
 
     run = trainer(directory, tools=[measure], per_device_train_batch_size=2, max_steps=2)
     assert run.accelerator.num_processes == 2
     rank = run.accelerator.process_index
-    # As an engine that all processes share would need it: every call of the backend is a collective.
+    # As with an engine that all ranks share: every generate call is a collective.
     agents, backend = run.agents, run.backend
     agents.any_rank = lambda here: _any(run.accelerator, here)
-    agents.settings = type(agents.settings)(**{**vars(agents.settings), "max_iterations": 1 + 3 * rank})
+    agents.settings = type(agents.settings)(
+        **{**vars(agents.settings), "max_tool_calling_iterations": 1 + 3 * rank}
+    )
     counts, generate = [], backend.generate
 
-    def num_valid(prompts, sampling):
+    def counting_generate(prompts, sampling):
         assert _any(run.accelerator, True)
         counts.append(len(prompts))
         return generate(prompts, sampling)
 
-    backend.generate = num_valid
+    backend.generate = counting_generate
     run.train()
     calls = run.accelerator.gather(torch.tensor([len(counts)])).tolist()
     total = sum(tensor.double().sum() for tensor in run.model.state_dict().values())
@@ -53,7 +55,7 @@ def _any(accelerator, here: bool) -> bool:
     return accelerator.reduce(torch.tensor(int(here)), "sum").item() > 0
 
 
-def test_processes_stay_in_step(tmp_path: Path) -> None:
+def test_ranks_make_the_same_number_of_generate_calls(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Environments of other libraries and of servers: a real server here, real libraries where installed."""
+"""Adapters: an OpenEnv server in this process, reasoning-gym and verifiers (real if installed)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 from support.scripted import ScriptedBackend, agents, byte_tokenizer, call, question
 
-from groupwise.agents import EnvironmentDrivenRollouts, Environments, Renderer
+from groupwise.agents import EnvironmentDrivenRollouts, EnvironmentPool, Renderer
 from groupwise.agents.adapters import (
-    VerifiersDriver,
+    VerifiersEnvironment,
     openenv_factory,
     reasoning_gym_factory,
     verifiers_dataset,
 )
-from groupwise.agents.adapters.openenv import as_observation
-from groupwise.agents.loop import AgentSettings
+from groupwise.agents.adapters.openenv import observation_text
+from groupwise.agents.multi_turn import MultiTurnSettings
 from groupwise.errors import ConfigError
 
 SCHEMA = {
@@ -40,7 +40,7 @@ SCHEMA = {
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Counts in each episode up to ten; a slow answer to 99, an error to negative numbers."""
+    """Counts up to ten per episode; responds slowly to 99, with an error to negative numbers."""
 
     episodes: dict[str, int]
 
@@ -86,7 +86,7 @@ def url() -> Iterator[str]:
 
 
 def test_rollouts_with_a_server(url: str) -> None:
-    environments = Environments(openenv_factory(url, name="add"))
+    environments = EnvironmentPool(openenv_factory(url, name="add"))
     tokenizer = byte_tokenizer()
     scripts = [
         [call("add", by=3) + call("add", by=4), "Seven."],
@@ -100,42 +100,43 @@ def test_rollouts_with_a_server(url: str) -> None:
         "Count. at 1",
         "Count. at 2",
     ]
-    said = [[m["content"] for m in text if m["role"] == "tool"] for text in rollout.texts]
-    assert said[0] == ["at 3", "at 7"]
+    results = [[m["content"] for m in text if m["role"] == "tool"] for text in rollout.texts]
+    assert results[0] == ["at 3", "at 7"]
     assert (
-        said[1][0] == "at 10\n(the episode has ended)" and "the episode has ended; no further" in said[1][1]
+        results[1][0] == "at 10\n(the episode has ended)"
+        and "the episode has ended; no further" in results[1][1]
     )
-    assert "answered 422" in said[2][0] and "by must be positive" in said[2][0]
-    (reward,) = environments.rewards()
+    assert "answered 422" in results[2][0] and "by must be positive" in results[2][0]
+    (reward,) = environments.reward_funcs()
     assert reward(**rollout.extra) == pytest.approx([0.7, 0.9, 0.0])
     schema = environments.tools()[0].schema["function"]
     assert schema["description"] == "Add to the number."
     assert schema["parameters"]["properties"] == {"by": {"type": "integer", "description": "How much."}}
 
 
-def test_a_slow_server_is_given_up(url: str) -> None:
+def test_a_request_times_out(url: str) -> None:
     session = openenv_factory(url)()
     session.reset()
-    session._link.seconds = 0.2  # from here on: answering at once takes longer than that on a busy machine
+    session._client.timeout = 0.2  # not earlier: on a busy machine every response takes longer
     with pytest.raises(TimeoutError, match=r"did not answer within 0.2 seconds"):
-        session._act({"by": 99})
+        session._step({"by": 99})
 
 
-def test_instances_take_urls_in_turn(url: str) -> None:
+def test_instances_use_the_urls_in_turn(url: str) -> None:
     factory = openenv_factory([url, url + "/second"])
-    assert [factory()._link.url for _ in range(3)] == [url, url + "/second", url]
+    assert [factory()._client.url for _ in range(3)] == [url, url + "/second", url]
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:9", "127.0.0.1:80", "ftp://x"])
-def test_a_server_that_is_not_there_is_refused(address: str) -> None:
+def test_an_invalid_url_or_missing_server_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match=r"no schema of actions from|openenv_factory got"):
         openenv_factory(address, timeout=1.0)
 
 
-def test_observations_are_text() -> None:
-    assert as_observation({"text": "a", "metadata": {"b": 1}, "reward": None}) == "a"
-    assert json.loads(as_observation({"grid": [1, 2], "moves": 3})) == {"grid": [1, 2], "moves": 3}
-    assert as_observation("plain") == "plain"
+def test_observations_are_converted_to_text() -> None:
+    assert observation_text({"text": "a", "metadata": {"b": 1}, "reward": None}) == "a"
+    assert json.loads(observation_text({"grid": [1, 2], "moves": 3})) == {"grid": [1, 2], "moves": 3}
+    assert observation_text("plain") == "plain"
 
 
 def test_sessions_over_a_websocket() -> None:
@@ -155,19 +156,21 @@ def test_sessions_over_a_websocket() -> None:
             data = {"observation": {"text": f"at {number}"}, "reward": float(number), "done": False}
             connection.send(json.dumps({"type": "observation", "data": data}))
 
-    from groupwise.agents.adapters.openenv import _WebSocket
+    from groupwise.agents.adapters.openenv import _WebSocketClient
 
     with server_module.serve(serve, "127.0.0.1", 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        links = [_WebSocket(f"ws://127.0.0.1:{server.socket.getsockname()[1]}", 5.0) for _ in range(2)]
-        assert [link.reset({"seed": i})["observation"]["text"] for i, link in enumerate(links)] == [
+        clients = [
+            _WebSocketClient(f"ws://127.0.0.1:{server.socket.getsockname()[1]}", 5.0) for _ in range(2)
+        ]
+        assert [client.reset({"seed": i})["observation"]["text"] for i, client in enumerate(clients)] == [
             "at 0",
             "at 1",
         ]
-        assert links[1].step({"by": 2})["observation"]["text"] == "at 3"
-        assert links[0].step({"by": 5})["reward"] == 5.0
+        assert clients[1].step({"by": 2})["observation"]["text"] == "at 3"
+        assert clients[0].step({"by": 5})["reward"] == 5.0
         with pytest.raises(RuntimeError, match="by must be positive"):
-            links[0].step({"by": -1})
+            clients[0].step({"by": -1})
         server.shutdown()
 
 
@@ -178,7 +181,7 @@ class Tasks(list):
 
 def test_reasoning_gym_tasks() -> None:
     tasks = Tasks([{"question": "1+1?", "answer": "2"}, {"question": "2+2?", "answer": "4"}])
-    environments = Environments(reasoning_gym_factory(tasks))
+    environments = EnvironmentPool(reasoning_gym_factory(tasks))
     tokenizer = byte_tokenizer()
     scripts = [
         [call("submit", answer="3"), call("submit", answer="2"), "ok"],
@@ -187,7 +190,7 @@ def test_reasoning_gym_tasks() -> None:
     rows = [{**question(""), "seed": seed} for seed in (2, 3)]
     rollout = agents(tokenizer, (), environments).generate_rollouts(rows, ScriptedBackend(tokenizer, scripts))
     assert rollout.prompts[1][0]["content"].startswith("2+2?")
-    assert environments.rewards()[0](**rollout.extra) == [1.0, 0.25]
+    assert environments.reward_funcs()[0](**rollout.extra) == [1.0, 0.25]
     with pytest.raises(ConfigError, match="list has no score_answer"):
         reasoning_gym_factory([])
 
@@ -202,13 +205,13 @@ def test_real_reasoning_gym_tasks() -> None:
     assert environment.submit(tasks[1]["answer"]) == "correct" and environment.get_reward() == 1.0
 
 
-def roll_out_verifiers(environment: Any, scripts: list[list[str]], rows: list[dict[str, Any]]) -> Any:
-    driver, tokenizer = VerifiersDriver(environment), byte_tokenizer()
-    renderer = Renderer(tokenizer, frozenset([tokenizer.eos_token_id]), shows_tools=driver.uses_tools)
-    loop = EnvironmentDrivenRollouts(driver, tokenizer, AgentSettings(1000), renderer)
+def run_verifiers(environment: Any, scripts: list[list[str]], rows: list[dict[str, Any]]) -> Any:
+    wrapped, tokenizer = VerifiersEnvironment(environment), byte_tokenizer()
+    renderer = Renderer(tokenizer, frozenset([tokenizer.eos_token_id]), with_tools=wrapped.uses_tools)
+    loop = EnvironmentDrivenRollouts(wrapped, tokenizer, MultiTurnSettings(1000), renderer)
     rollout = loop.generate_rollouts(rows, ScriptedBackend(tokenizer, scripts))
     logged: dict[str, float] = {}
-    rewards = driver.rewards()[0](**rollout.extra, log_metric=logged.__setitem__)
+    rewards = wrapped.reward_funcs()[0](**rollout.extra, log_metric=logged.__setitem__)
     return rollout, rewards, logged
 
 
@@ -233,19 +236,19 @@ def test_real_verifiers_environments() -> None:
     environment = vf.ToolEnv(dataset=rows, tools=[add], rubric=vf.Rubric(funcs=[right]), max_turns=3)
     given = [dict(row) for row in verifiers_dataset(environment)]
     scripts = [[call("add", a=2, b=3), "It is 5."], [call("add", a=4)] * 3]
-    rollout, rewards, logged = roll_out_verifiers(environment, scripts, given)
+    rollout, rewards, logged = run_verifiers(environment, scripts, given)
     assert rewards == [1.0, 0.0] and logged["verifiers/num_turns"] == 2.5
     assert [m["role"] for m in rollout.texts[0]] == ["assistant", "tool", "assistant"]
     assert rollout.metrics["tools/fork_frequency"].value() == 0
 
 
 class FakeState(dict):
-    """A rollout's state in the fake library below."""
+    """Rollout state of the fake library below."""
 
 
 @pytest.fixture
 def fake_verifiers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The few names that the adapter uses, as verifiers 0.1 defines them."""
+    """A fake verifiers with the names that the adapter uses, as defined in verifiers 0.1."""
     from groupwise.agents.adapters import verifiers as adapter
 
     class Client:
@@ -283,7 +286,7 @@ class Message(SimpleNamespace):
 
 
 class FakeEnvironment:
-    """One call of a tool, then an answer."""
+    """One tool call, then an answer."""
 
     tool_defs = (
         SimpleNamespace(name="add", description="Add.", parameters={"type": "object", "properties": {}}),
@@ -311,29 +314,27 @@ class FakeEnvironment:
 
 def test_verifiers_environments(fake_verifiers: Any) -> None:
     rows = [{**question("2+3?"), "answer": "5"}, {**question("1+1?"), "answer": "2"}]
-    rollout, rewards, logged = roll_out_verifiers(
-        FakeEnvironment(), [[call("add", a=2, b=3), "5"], ["3"]], rows
-    )
+    rollout, rewards, logged = run_verifiers(FakeEnvironment(), [[call("add", a=2, b=3), "5"], ["3"]], rows)
     assert rewards == [1.0, 0.0] and logged == {"verifiers/right": 0.5}
     assert rollout.texts[0][1] == {"role": "tool", "name": "add", "content": "5"}
     assert rollout.metrics["tools/fork_frequency"].value() == 0
-    chosen = [
+    sampled = [
         t
-        for t, mine in zip(rollout.completions[0].token_ids, rollout.completions[0].loss_mask, strict=True)
-        if mine
+        for t, mask in zip(rollout.completions[0].token_ids, rollout.completions[0].loss_mask, strict=True)
+        if mask
     ]
-    assert byte_tokenizer().decode(chosen) == call("add", a=2, b=3) + "<|im_end|>5<|im_end|>"
+    assert byte_tokenizer().decode(sampled) == call("add", a=2, b=3) + "<|im_end|>5<|im_end|>"
 
 
-def test_verifiers_of_another_version_or_something_else_is_refused(
+def test_other_versions_of_verifiers_and_other_objects_are_refused(
     fake_verifiers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from groupwise.agents.adapters import verifiers as adapter
 
-    with pytest.raises(ConfigError, match="VerifiersDriver got a dict"):
-        VerifiersDriver({})
+    with pytest.raises(ConfigError, match="VerifiersEnvironment got a dict"):
+        VerifiersEnvironment({})
     monkeypatch.setitem(sys.modules, "verifiers.clients", None)
     adapter._client_class.cache_clear()
     monkeypatch.setattr(adapter.importlib.metadata, "version", lambda name: "0.4.0")
     with pytest.raises(ConfigError, match=r"0\.1\.12 to 0\.2\.x, and verifiers 0\.4\.0 is installed"):
-        VerifiersDriver(FakeEnvironment())
+        VerifiersEnvironment(FakeEnvironment())

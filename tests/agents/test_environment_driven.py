@@ -1,4 +1,4 @@
-"""Environments that lead the conversation: what they say is appended, and a changed history forks."""
+"""Environment-driven rollouts: messages are appended, changed histories fork, failures are named."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ import pytest
 from support.agent_runs import trainer
 from support.scripted import ScriptedBackend, byte_tokenizer, call
 
-from groupwise.agents import EnvironmentDrivenRollouts, OutOfRoomError, Renderer, make_tool
-from groupwise.agents.loop import AgentSettings
+from groupwise.agents import EnvironmentDrivenRollouts, MaxLengthReachedError, Renderer, make_tool
+from groupwise.agents.multi_turn import MultiTurnSettings
 from groupwise.errors import AgentError
+from groupwise.records import SamplingOptions
 
 
 class Dialogue:
-    """Asks, says "more" as often as the row wants, and counts the turns."""
+    """Requests a turn, replies "more" as often as the row says, and counts the turns."""
 
     time_limit = 20.0
     uses_tools = False
 
-    async def drive(self, row: dict[str, Any], chat: Any) -> dict[str, Any]:
+    async def run_rollout(self, row: dict[str, Any], chat: Any) -> dict[str, Any]:
         messages = [{"role": "user", "content": row["question"]}]
         turns = 0
         while turns <= row.get("more", 0):
-            reply = await chat(messages, [])
-            messages = self.remember([*messages, reply.message])
+            response = await chat(messages, [])
+            messages = self.remember([*messages, response.message])
             messages.append({"role": "user", "content": "more"})
             turns += 1
         return {"turns": turns}
@@ -34,7 +35,7 @@ class Dialogue:
     def remember(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return messages
 
-    def rewards(self) -> list[Any]:
+    def reward_funcs(self) -> list[Any]:
         return [turns_reward]
 
 
@@ -42,17 +43,23 @@ def turns_reward(turns: list[int], **_: Any) -> list[float]:
     return [float(count) for count in turns]
 
 
-def generate_rollouts(driver: Any, scripts: list[list[str]], rows: list[dict[str, Any]], **settings: Any):
+def generate_rollouts(
+    environment: Any,
+    scripts: list[list[str]],
+    rows: list[dict[str, Any]],
+    generation_kwargs: dict[str, Any] | None = None,
+    **settings: Any,
+):
     tokenizer = byte_tokenizer()
-    renderer = Renderer(tokenizer, frozenset([tokenizer.eos_token_id]), shows_tools=driver.uses_tools)
+    renderer = Renderer(tokenizer, frozenset([tokenizer.eos_token_id]), with_tools=environment.uses_tools)
     loop = EnvironmentDrivenRollouts(
-        driver, tokenizer, AgentSettings(**{"max_completion_length": 500, **settings}), renderer
+        environment, tokenizer, MultiTurnSettings(**{"max_completion_length": 500, **settings}), renderer
     )
     backend = ScriptedBackend(tokenizer, scripts)
-    return loop.generate_rollouts(rows, backend), backend, tokenizer
+    return loop.generate_rollouts(rows, backend, generation_kwargs), backend, tokenizer
 
 
-def test_messages_are_appended_and_turns_share_calls_of_the_backend():
+def test_messages_are_appended_and_turns_share_generate_calls():
     rows = [{"question": "a", "more": 2}, {"question": "b", "more": 0}]
     rollout, backend, tokenizer = generate_rollouts(Dialogue(), [["one", "two", "three"], ["only"]], rows)
     assert [len(prompts) for prompts in backend.calls] == [2, 1, 1]
@@ -61,13 +68,13 @@ def test_messages_are_appended_and_turns_share_calls_of_the_backend():
     whole = tokenizer.apply_chat_template(rollout.prompts[0] + rollout.texts[0], tokenize=False)
     completion = rollout.completions[0]
     assert tokenizer.decode(rollout.prompt_ids[0] + completion.token_ids) + "\n" == whole
-    chosen = [token for token, mine in zip(completion.token_ids, completion.loss_mask, strict=True) if mine]
-    assert tokenizer.decode(chosen) == "one<|im_end|>two<|im_end|>three<|im_end|>"
+    sampled = [token for token, mask in zip(completion.token_ids, completion.loss_mask, strict=True) if mask]
+    assert tokenizer.decode(sampled) == "one<|im_end|>two<|im_end|>three<|im_end|>"
     assert rollout.extra == {"turns": [3, 1]}
     assert rollout.metrics["tools/fork_frequency"].value() == 0
 
 
-def test_an_environment_that_rewrites_history_forks_the_rollout_there():
+def test_a_rewritten_history_forks_the_rollout_at_the_first_mismatch():
     class Forgetful(Dialogue):
         def remember(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             return [
@@ -81,15 +88,22 @@ def test_an_environment_that_rewrites_history_forks_the_rollout_there():
     assert tokenizer.decode(completion.token_ids).startswith(
         "my *** is out<|im_end|>\n<|im_start|>user\nmore"
     )
-    chosen = [token for token, mine in zip(completion.token_ids, completion.loss_mask, strict=True) if mine]
+    sampled = [token for token, mask in zip(completion.token_ids, completion.loss_mask, strict=True) if mask]
     assert (
-        tokenizer.decode(chosen) == "my two<|im_end|>"
-    )  # what both histories share, and the turn in the new one
+        tokenizer.decode(sampled) == "my two<|im_end|>"
+    )  # the common prefix, and the turn sampled after the fork
     assert rollout.metrics["tools/fork_frequency"].value() == 1
     assert [message["content"] for message in rollout.texts[0]] == ["my *** is out", "more", "two"]
 
 
-def test_a_history_without_the_prompt_becomes_the_prompt():
+def test_generation_kwargs_reach_every_call_of_the_backend():
+    kwargs = {"temperature": 0.5}
+    _, backend, _ = generate_rollouts(Dialogue(), [["one", "two"]], [{"question": "a", "more": 1}], kwargs)
+    given = [SamplingOptions(sampling.max_tokens, None, kwargs) for sampling in backend.sampling]
+    assert len(given) == 2 and backend.sampling == given
+
+
+def test_a_history_with_another_prompt_becomes_the_prompt():
     class Restarting(Dialogue):
         def remember(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             return [{"role": "user", "content": "summary"}]
@@ -101,16 +115,16 @@ def test_a_history_without_the_prompt_becomes_the_prompt():
     assert tokenizer.decode(rollout.completions[0].token_ids) == "two<|im_end|>"
 
 
-def test_the_limit_ends_a_rollout():
+def test_max_completion_length_ends_a_rollout():
     rollout, _, _ = generate_rollouts(
         Dialogue(), [["a" * 20] * 9], [{"question": "a", "more": 8}], max_completion_length=100
     )
     completion = rollout.completions[0]
     assert completion.truncated and len(completion.token_ids) <= 100
-    assert rollout.extra == {}  # the environment did not get to its end
+    assert rollout.extra == {}  # run_rollout did not return
 
 
-def test_the_models_context_ends_a_rollout_as_well():
+def test_the_context_length_ends_a_rollout():
     row = [{"question": "a", "more": 8}]
     whole, _, _ = generate_rollouts(Dialogue(), [["a" * 20] * 9], row)
     context = len(whole.prompt_ids[0]) + 100
@@ -132,12 +146,12 @@ def test_a_new_history_that_fills_the_context_ends_the_rollout():
     assert tokenizer.decode(rollout.completions[0].token_ids) == "one<|im_end|>"
 
 
-def test_an_environment_may_go_on_when_the_policy_cannot():
+def test_an_environment_may_catch_the_maximum_length():
     class Careful(Dialogue):
-        async def drive(self, row: dict[str, Any], chat: Any) -> dict[str, Any]:
+        async def run_rollout(self, row: dict[str, Any], chat: Any) -> dict[str, Any]:
             try:
-                return await super().drive(row, chat)
-            except OutOfRoomError:
+                return await super().run_rollout(row, chat)
+            except MaxLengthReachedError:
                 return {"turns": -1}
 
     rollout, _, _ = generate_rollouts(
@@ -146,7 +160,7 @@ def test_an_environment_may_go_on_when_the_policy_cannot():
     assert rollout.extra == {"turns": [-1]}
 
 
-def test_calls_of_tools_are_messages():
+def test_tool_calls_are_parsed_into_messages():
     def look(at: str) -> str:
         """Look.
 
@@ -158,12 +172,12 @@ def test_calls_of_tools_are_messages():
     class WithTools(Dialogue):
         uses_tools = True
 
-        async def drive(self, row: dict[str, Any], chat: Any) -> dict[str, Any]:
+        async def run_rollout(self, row: dict[str, Any], chat: Any) -> dict[str, Any]:
             messages = [{"role": "user", "content": "?"}]
-            reply = await chat(messages, [make_tool(look).schema])
-            (made,) = reply.message["tool_calls"]
+            response = await chat(messages, [make_tool(look).schema])
+            (made,) = response.message["tool_calls"]
             assert made["function"] == {"name": "look", "arguments": {"at": "it"}}
-            messages += [reply.message, {"role": "tool", "name": "look", "content": "a cat"}]
+            messages += [response.message, {"role": "tool", "name": "look", "content": "a cat"}]
             await chat(messages, [make_tool(look).schema])
             return {}
 
@@ -173,20 +187,20 @@ def test_calls_of_tools_are_messages():
 
 
 class Failing(Dialogue):
-    async def drive(self, row: dict[str, Any], chat: Any) -> dict[str, Any]:
+    async def run_rollout(self, row: dict[str, Any], chat: Any) -> dict[str, Any]:
         await chat([{"role": "user", "content": "?"}], [])
         raise OSError("the server is gone")
 
 
-class Mute(Dialogue):
-    async def drive(self, row: dict[str, Any], chat: Any) -> dict[str, Any]:
+class WithoutTurn(Dialogue):
+    async def run_rollout(self, row: dict[str, Any], chat: Any) -> dict[str, Any]:
         return {}
 
 
 class Stuck(Dialogue):
     time_limit = 0.1
 
-    async def drive(self, row: dict[str, Any], chat: Any) -> dict[str, Any]:
+    async def run_rollout(self, row: dict[str, Any], chat: Any) -> dict[str, Any]:
         await asyncio.sleep(30)
         return {}
 
@@ -196,27 +210,27 @@ class Stuck(Dialogue):
     [
         (
             Failing,
-            r"environment 'Failing', method 'drive' \(given sample=0\) raised OSError: the server is gone",
+            r"'Failing', method 'run_rollout' \(given sample=0\) raised OSError: the server is gone",
         ),
-        (Mute, "rollout 0 ended without asking the policy"),
-        (Stuck, "none of 1 rollouts asked for a turn or ended within 0.1 seconds"),
+        (WithoutTurn, "rollout 0 ended without a turn of the policy"),
+        (Stuck, "none of 1 rollouts requested a turn or ended within 0.1 seconds"),
     ],
 )
-def test_failures_are_named_and_nothing_waits_forever(cls, message):
+def test_failures_raise_with_the_name_of_the_environment(cls, message):
     with pytest.raises(AgentError, match=message):
         generate_rollouts(cls(), [["x"]], [{"question": "a"}])
 
 
-def test_a_slow_rollout_does_not_hold_up_the_others():
-    """It asks only after the other has ended: waiting for it would end in an error."""
+def test_a_slow_rollout_does_not_block_the_others():
+    """It requests a turn only after the other has ended: waiting for it would raise."""
     ended = threading.Event()
 
     class Uneven(Dialogue):
-        async def drive(self, row: dict[str, Any], chat: Any) -> dict[str, Any]:
+        async def run_rollout(self, row: dict[str, Any], chat: Any) -> dict[str, Any]:
             if row["question"] == "late":
                 assert await asyncio.to_thread(ended.wait, 20)
-                return await super().drive(row, chat)
-            result = await super().drive(row, chat)
+                return await super().run_rollout(row, chat)
+            result = await super().run_rollout(row, chat)
             ended.set()
             return result
 
@@ -226,10 +240,10 @@ def test_a_slow_rollout_does_not_hold_up_the_others():
     assert rollout.extra == {"turns": [1, 2]}
 
 
-def test_a_run_with_an_environment_that_leads(tmp_path):
+def test_a_run_with_an_environment_that_runs_rollouts(tmp_path):
     class Seeded(Dialogue):
-        async def drive(self, row: dict[str, Any], chat: Any) -> dict[str, Any]:
-            return await super().drive({"question": f"game {row['seed']}", "more": 1}, chat)
+        async def run_rollout(self, row: dict[str, Any], chat: Any) -> dict[str, Any]:
+            return await super().run_rollout({"question": f"game {row['seed']}", "more": 1}, chat)
 
     run = trainer(tmp_path, environment_factory=Seeded(), train_dataset=None, reward_funcs=None)
     run.train()

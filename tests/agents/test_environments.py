@@ -1,4 +1,4 @@
-"""Environments: made once, reset with the row, their methods as tools, their own rewards."""
+"""EnvironmentPool: pooled instances, reset with the row, methods as tools, ``get_reward``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from support.scripted import ScriptedBackend, agents, byte_tokenizer, call, question
 
-from groupwise.agents import Environments, time_limit
-from groupwise.agents.environments import with_observation
+from groupwise.agents import EnvironmentPool, time_limit
+from groupwise.agents.environments import add_observation
 from groupwise.errors import AgentError, ConfigError, RewardError
 
 
@@ -43,7 +43,7 @@ class Counter:
 
 
 class Silent:
-    """Shows nothing, and has a reward that takes its time."""
+    """Returns no observation, and has an async reward."""
 
     def reset(self, **row: Any) -> None: ...
 
@@ -53,29 +53,29 @@ class Silent:
 
 
 def generate_rollouts(
-    environments: Environments, scripts: list[list[str]], rows: list[dict[str, Any]], tools: Any = ()
+    environments: EnvironmentPool, scripts: list[list[str]], rows: list[dict[str, Any]], tools: Any = ()
 ):
     tokenizer = byte_tokenizer()
     loop = agents(tokenizer, tools, environments)
     return loop, loop.generate_rollouts(rows, ScriptedBackend(tokenizer, scripts))
 
 
-def test_rows_reset_and_methods_are_tools():
+def test_reset_gets_the_row_and_methods_are_tools():
     row = {**question("Count."), "goal": 5, "level": "easy"}
     given = [dict(message) for message in row["prompt"]]
     scripts = [[call("increase", by=2) + call("increase", by=3), "done"], ["I give up"]]
-    loop, rollout = generate_rollouts(Environments(Counter), scripts, [row, row])
+    loop, rollout = generate_rollouts(EnvironmentPool(Counter), scripts, [row, row])
     assert rollout.prompts[0] == [{"role": "user", "content": "Count. Reach 5."}]
     assert [message["content"] for message in rollout.texts[0][1:3]] == ["now 2", "now 5"]
-    assert rollout.extra["environments"] is loop.current
-    assert [environment.number for environment in loop.current] == [5, 0]
-    assert loop.current[0].row == {"prompt": given, "level": "easy"}
-    assert row["prompt"] == given  # the dataset's row is as it was
+    assert rollout.extra["environments"] is loop.environments
+    assert [environment.number for environment in loop.environments] == [5, 0]
+    assert loop.environments[0].row == {"prompt": given, "level": "easy"}
+    assert row["prompt"] == given  # the dataset's row is not changed
 
 
-def test_instances_are_used_again():
+def test_instances_are_reused_by_every_batch():
     Counter.made = 0
-    environments = Environments(Counter)
+    environments = EnvironmentPool(Counter)
     rows = [{**question("Count."), "goal": goal} for goal in (1, 2, 3)]
     tokenizer = byte_tokenizer()
     loop = agents(tokenizer, (), environments)
@@ -88,27 +88,27 @@ def test_instances_are_used_again():
     assert len({id(environment) for environment in batches[0]}) == 3
 
 
-def test_rewards_of_environments():
-    environments = Environments({"count": Counter, "silent": Silent, "again": Counter})
+def test_get_reward_becomes_one_reward_function_per_class():
+    environments = EnvironmentPool({"count": Counter, "silent": Silent, "again": Counter})
     rows = [{**question("?"), "environment": name, "goal": 0} for name in ("silent", "count", "again")]
     loop, rollout = generate_rollouts(environments, [["x"], [call("increase", by=1), "y"], ["z"]], rows)
-    count, silent = environments.rewards()
+    count, silent = environments.reward_funcs()
     assert (count.__name__, silent.__name__) == ("Counter", "Silent")
     assert count(**rollout.extra, prompts=[]) == [None, 0.0, 1.0]
     assert asyncio.run(silent(**rollout.extra, prompts=[])) == [0.5, None, None]
-    assert "environment" not in loop.current[1].row
+    assert "environment" not in loop.environments[1].row
 
 
-def test_each_rollout_sees_the_tools_of_its_own_environment():
-    environments = Environments({"count": Counter, "silent": Silent})
+def test_each_rollout_has_the_tools_of_its_own_environment():
+    environments = EnvironmentPool({"count": Counter, "silent": Silent})
     rows = [{**question("?"), "environment": name} for name in ("count", "silent")]
     _, rollout = generate_rollouts(environments, [["x"], [call("increase", by=1), "y"]], rows)
     decode = byte_tokenizer().decode
     assert ["increase" in decode(ids) for ids in rollout.prompt_ids] == [True, False]
-    assert [len(messages) for messages in rollout.texts] == [1, 1]  # no tools: its text is no call
+    assert [len(messages) for messages in rollout.texts] == [1, 1]  # without tools, text is never a call
 
 
-def test_calls_of_one_environment_run_one_after_the_other():
+def test_calls_of_one_environment_are_sequential():
     class Careful(Counter):
         def increase(self, by: int) -> str:
             """Add.
@@ -118,13 +118,13 @@ def test_calls_of_one_environment_run_one_after_the_other():
             """
             before = self.number
             threading.Event().wait(0.02)
-            self.number = before + by  # loses an update where two run at once
+            self.number = before + by  # loses an update if calls are concurrent
             return str(self.number)
 
     loop, _ = generate_rollouts(
-        Environments(Careful), [["".join([call("increase", by=1)] * 4), "x"]], [question("?")]
+        EnvironmentPool(Careful), [["".join([call("increase", by=1)] * 4), "x"]], [question("?")]
     )
-    assert loop.current[0].number == 4
+    assert loop.environments[0].number == 4
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_calls_of_one_environment_run_one_after_the_other():
 )
 def test_an_observation_follows_the_last_user_message(prompt, observation, expected):
     given = str(prompt)
-    assert with_observation(prompt, observation) == expected
+    assert add_observation(prompt, observation) == expected
     assert str(prompt) == given
 
 
@@ -193,17 +193,17 @@ class Stuck(Counter):
 def test_a_failing_reset_names_environment_method_and_row(cls, goal, message):
     rows = [{**question("?"), "goal": 0 if cls is Failing else goal}, {**question("?"), "goal": goal}]
     with pytest.raises(AgentError, match=message):
-        generate_rollouts(Environments(cls), [["x"], ["y"]], rows)
+        generate_rollouts(EnvironmentPool(cls), [["x"], ["y"]], rows)
 
 
-def test_a_failing_reward_names_environment_method_and_row():
-    environments = Environments(Failing)
+def test_a_failing_get_reward_names_environment_method_and_row():
+    environments = EnvironmentPool(Failing)
     _, rollout = generate_rollouts(environments, [["x"]], [question("?")])
     with pytest.raises(RewardError, match=r"environment 'Failing', method 'get_reward'.*sample=0.*no steps"):
-        environments.rewards()[0](**rollout.extra)
+        environments.reward_funcs()[0](**rollout.extra)
 
 
-def test_a_failing_tool_of_an_environment_is_told_to_the_model():
+def test_an_error_in_a_method_becomes_the_tool_result():
     class Fragile(Counter):
         def increase(self, by: int) -> str:
             """Add.
@@ -213,7 +213,7 @@ def test_a_failing_tool_of_an_environment_is_told_to_the_model():
             """
             raise RuntimeError("out of order")
 
-    _, rollout = generate_rollouts(Environments(Fragile), [[call("increase", by=1), "x"]], [question("?")])
+    _, rollout = generate_rollouts(EnvironmentPool(Fragile), [[call("increase", by=1), "x"]], [question("?")])
     assert rollout.texts[0][1]["content"] == "{'error': 'out of order'}"
 
 
@@ -231,26 +231,26 @@ def undocumented(a: int) -> int:
         (type("Mute", (Counter,), {"undocumented": undocumented}), "'undocumented' cannot be described"),
     ],
 )
-def test_what_is_no_environment_is_refused(factory, message):
+def test_invalid_environments_are_refused(factory, message):
     with pytest.raises(ConfigError, match=message):
-        Environments(factory)
+        EnvironmentPool(factory)
 
 
-def test_a_factory_that_fails_is_named():
+def test_a_failing_factory_is_named():
     def factory() -> Counter:
         raise ConnectionError("no server")
 
     with pytest.raises(
         AgentError, match="environment_factory of the environment raised ConnectionError: no server"
     ):
-        Environments(factory)
+        EnvironmentPool(factory)
 
 
-def test_an_unknown_environment_is_refused_with_those_there_are():
+def test_an_unknown_environment_is_refused_with_the_known_names():
     with pytest.raises(
-        ConfigError, match="row 0 has environment='cuont'; the environment_factory knows 'count'"
+        ConfigError, match="row 0 has environment='cuont'; allowed: the names in environment_factory, 'count'"
     ):
-        Environments({"count": Counter}).lend([{"environment": "cuont"}])
+        EnvironmentPool({"count": Counter}).acquire([{"environment": "cuont"}])
 
 
 def test_tools_of_the_same_name_are_refused():
@@ -265,4 +265,4 @@ def test_tools_of_the_same_name_are_refused():
     from groupwise.agents.tools import make_tool
 
     with pytest.raises(ConfigError, match="several tools are called 'increase'"):
-        Environments(Counter).toolboxes([make_tool(increase)])
+        EnvironmentPool(Counter).tool_sets([make_tool(increase)])

@@ -1,4 +1,4 @@
-"""Turns and tools with a real vLLM engine: one history of tokens, and one policy for all turns of a step."""
+"""Multi-turn rollouts with a real vLLM engine: one token history, one version of the weights per step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENGINE = {"kv_cache_memory_bytes": 2**26, "max_num_seqs": 32}
 
 
 def policy(text: Any) -> LlamaForCausalLM:
-    """Random, in a shape that vLLM's kernels for CPUs take; it mostly says letters and ends."""
+    """A random policy in a shape that vLLM's CPU kernels support; it mostly samples letters and the end."""
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = LlamaForCausalLM(
@@ -39,7 +39,7 @@ def policy(text: Any) -> LlamaForCausalLM:
 
 
 def logps_of(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-    """Of all tokens of a rollout, by one forward of the trainer's model."""
+    """Log-probs of all tokens of a rollout, from one forward of the trainer's model."""
     with torch.no_grad():
         logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].double()
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
@@ -66,7 +66,7 @@ def test_turns_continue_one_history_and_tokens_of_tools_are_masked(tmp_path):
         calls[-1] += zip([list(prompt) for prompt in prompts], answers, strict=True)
         return answers
 
-    def watched_roll_out(rows: Any) -> Any:
+    def watched_generate_rollouts(rows: Any) -> Any:
         calls.append([])
         rollout = generate_rollouts(rows)
         model = run.model.eval()
@@ -77,7 +77,7 @@ def test_turns_continue_one_history_and_tokens_of_tools_are_masked(tmp_path):
         rollouts.append((rollout, expected))
         return rollout
 
-    run.backend.generate, run.generate_rollouts = watched_generate, watched_roll_out
+    run.backend.generate, run.generate_rollouts = watched_generate, watched_generate_rollouts
     run.train()
     run.backend.close()
     logs = [line for line in run.state.log_history if "tools/call_frequency" in line]
@@ -86,11 +86,11 @@ def test_turns_continue_one_history_and_tokens_of_tools_are_masked(tmp_path):
         assert line["tools/call_frequency"] > 0
         assert line["sampling/sampling_logp_difference/max"] < 1e-4
     for step, (turns, (rollout, expected)) in enumerate(zip(calls, rollouts, strict=True)):
-        assert len(turns) > len(rollout.completions)  # somebody had a second turn
+        assert len(turns) > len(rollout.completions)  # at least one rollout had a second turn
         for prompt, completion, logps in zip(rollout.prompt_ids, rollout.completions, expected, strict=True):
             mask = torch.tensor(completion.loss_mask, dtype=torch.bool)
             reported = torch.tensor(completion.logps, dtype=torch.float64)
-            assert torch.equal(reported.isnan(), ~mask)  # the engine reports what it sampled
+            assert torch.equal(reported.isnan(), ~mask)  # log-probs exist for sampled tokens only
             torch.testing.assert_close(reported[mask], logps[mask], atol=1e-4, rtol=0)
             assert completion.versions == [step] * len(completion.token_ids)
             assert_turns(prompt, completion, turns)
@@ -102,7 +102,7 @@ def test_turns_continue_one_history_and_tokens_of_tools_are_masked(tmp_path):
 
 
 def assert_turns(prompt: list[int], completion: Any, turns: list[Any]) -> None:
-    """The sampled parts of a completion are answers of the engine to all that stands before them."""
+    """Check that each sampled part of a completion is the engine's response to all tokens before it."""
     start = 0
     tokens, mask = completion.token_ids, completion.loss_mask
     while start < len(tokens):

@@ -10,7 +10,7 @@ import pytest
 from datasets import Dataset
 from support.scripted import ScriptedBackend, agents, byte_tokenizer
 
-from groupwise.agents import Environments, Renderer
+from groupwise.agents import EnvironmentPool, Renderer
 
 pytestmark = pytest.mark.parity
 
@@ -79,9 +79,10 @@ def test_tokens_of_tool_messages(family: str, messages: list[dict[str, Any]]) ->
         ),
         messages,
     )
-    ours = Renderer(text, frozenset([text.eos_token_id])).observation(messages, text.eos_token_id)
+    renderer = Renderer(text, frozenset([text.eos_token_id]))
+    ours, _ = renderer.render_next_messages(messages, text.eos_token_id)
     if family == "gemma4" and theirs[0] == text.eos_token_id:
-        theirs = theirs[1:]  # it stands twice in TRL: the policy wrote it, and the messages begin with it
+        theirs = theirs[1:]  # TRL appends it a second time: the policy has sampled it
     assert ours == theirs
 
 
@@ -162,7 +163,7 @@ def their_trainer(directory: Path, policy: Any, text: Any, **given: Any) -> Any:
 
 
 def scripted_turns(trainer: Any, text: Any, scripts: list[list[str]]) -> None:
-    """Let the other trainer's turns be those of a backend of ours."""
+    """Replace the turns of TRL's trainer by those of a scripted backend."""
     from groupwise.records import SamplingOptions
 
     backend = ScriptedBackend(text, scripts)
@@ -194,7 +195,7 @@ def test_conversations_with_tools(tmp_path: Path, policy: Any, family: str, limi
     trainer._sync_tool_dicts = [{"multiply": multiply}] * len(SCRIPTS)
     trainer._async_tool_dicts = [{"add": add}] * len(SCRIPTS)
     prompt_ids, token_ids, masks, messages, *_ = trainer._generate(QUESTIONS)
-    loop = agents(text, [multiply, add], max_completion_length=limit, max_iterations=2)
+    loop = agents(text, [multiply, add], max_completion_length=limit, max_tool_calling_iterations=2)
     rollout = loop.generate_rollouts(
         [{"prompt": prompt} for prompt in QUESTIONS], ScriptedBackend(text, SCRIPTS)
     )
@@ -215,8 +216,8 @@ def test_conversations_with_an_environment(tmp_path: Path, policy: Any) -> None:
     scripted_turns(trainer, text, scripts)
     rows = [dict(row) for row in trainer.train_dataset]
     given = trainer._generate_and_score_completions([dict(row) for row in rows])
-    environments = Environments(Board)
-    loop = agents(text, (), environments, max_iterations=2)
+    environments = EnvironmentPool(Board)
+    loop = agents(text, (), environments, max_tool_calling_iterations=2)
     rollout = loop.generate_rollouts(rows, ScriptedBackend(text, scripts))
     counts = given["completion_mask"].sum(-1).tolist()
     assert [c.token_ids for c in rollout.completions] == [
@@ -229,7 +230,7 @@ def test_conversations_with_an_environment(tmp_path: Path, policy: Any) -> None:
         [token for token, real in zip(ids, mask, strict=True) if real]
         for ids, mask in zip(given["prompt_ids"].tolist(), given["prompt_mask"].tolist(), strict=True)
     ]
-    (reward,) = environments.rewards()
+    (reward,) = environments.reward_funcs()
     assert trainer.reward_func_names == [reward.__name__]
     assert reward(**rollout.extra) == [float(2 * i) for i in range(len(QUESTIONS))]
     assert [e.get_reward() for e in trainer.environments] == reward(**rollout.extra)

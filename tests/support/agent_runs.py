@@ -1,4 +1,4 @@
-"""Short runs of a real tiny policy that calls a tool with about every other letter that it writes."""
+"""Short runs of a tiny random policy that calls a tool with about every second letter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.scripted import byte_tokenizer
 
 LETTERS = "abcdefgh"
 
-#: A turn such as "hacf" calls the tool with "c": what stands between one of "abcd" and one of "efgh".
+#: A turn such as "hacf" calls the tool with "c": the text between one of "abcd" and one of "efgh".
 RESPONSE = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<|im_start|>assistant\n",
@@ -68,7 +68,7 @@ def measure(text: str) -> int:
 
 
 def calls_reward(completions: list[Any], **_: Any) -> list[float]:
-    """How many answers of tools a conversation has; the length of the last message decides between equals."""
+    """Number of tool messages; ties are broken by the length of the last message."""
     return [
         sum(m["role"] == "tool" for m in messages) + len(messages[-1]["content"]) / 100
         for messages in completions
@@ -80,7 +80,7 @@ def chats(count: int = 8) -> Dataset:
 
 
 def trainer(directory: Path | str, **given: Any) -> GRPOTrainer:
-    """``given`` holds configuration fields and trainer arguments."""
+    """Create a trainer; ``given`` has configuration fields and trainer arguments."""
     names = (
         "tools",
         "environment_factory",
@@ -94,7 +94,7 @@ def trainer(directory: Path | str, **given: Any) -> GRPOTrainer:
     arguments.setdefault("train_dataset", chats())
     arguments.setdefault("reward_funcs", calls_reward)
     text = arguments["processing_class"]
-    said = {*text.convert_tokens_to_ids(list(LETTERS)), text.eos_token_id}
+    allowed = {*text.convert_tokens_to_ids(list(LETTERS)), text.eos_token_id}
     model = given.pop("model", None)
     settings: dict[str, Any] = {
         "per_device_train_batch_size": 4,
@@ -108,7 +108,7 @@ def trainer(directory: Path | str, **given: Any) -> GRPOTrainer:
         "bf16": False,
         "use_cpu": True,
         "disable_tqdm": True,
-        "generation_kwargs": {"suppress_tokens": [i for i in range(len(text)) if i not in said]},
+        "generation_kwargs": {"suppress_tokens": [i for i in range(len(text)) if i not in allowed]},
     }
     config = GRPOConfig(str(directory), **{**settings, **given})
     return GRPOTrainer(policy(len(text)) if model is None else model, args=config, **arguments)

@@ -1,4 +1,4 @@
-"""A tokenizer of bytes, a backend that says what a test wrote down, and rollouts with both."""
+"""A byte tokenizer, a backend whose completions are scripted, and rollouts with both."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from groupwise.agents import Agents, Environments, Renderer
-from groupwise.agents.loop import AgentSettings
+from groupwise.agents import EnvironmentPool, MultiTurnRollouts, Renderer
+from groupwise.agents.multi_turn import MultiTurnSettings
 from groupwise.agents.tools import make_tool
 from groupwise.generation.base import GenerationBackend
 from groupwise.records import Completion, RolloutBatch, SamplingOptions
 
-#: Keeps earlier messages as they are, shows the tools, and writes calls as JSON in tags.
+#: A prefix-preserving template that renders tool schemas, and tool calls as JSON in tags.
 CHAT = """\
 {%- if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool | tojson }}
@@ -41,7 +41,7 @@ SPECIAL = ("<|im_start|>", "<|im_end|>", "<|pad|>")
 def byte_tokenizer(
     chat_template: str = CHAT, special: Sequence[str] = SPECIAL, end: str = "<|im_end|>"
 ) -> PreTrainedTokenizerFast:
-    """One token per byte, and one for each special token: what it decodes it encodes again."""
+    """A tokenizer with one token per byte and per special token: decoding and encoding are inverse."""
     letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     inner = Tokenizer(models.BPE(letters, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -53,11 +53,13 @@ def byte_tokenizer(
 
 
 class ScriptedBackend(GenerationBackend):
-    """Answers the n-th turn of a rollout with the n-th text of its script.
+    """A backend that samples the n-th text of a rollout's script as its n-th turn.
 
-    A text is followed by the end token, unless it ends with one; what does not fit is cut.
+    The end token is appended to texts without one; turns are truncated to ``max_tokens``.
 
-    calls: the prompts of every call of ``generate``.
+    Attributes:
+        calls: prompts of every call of ``generate``.
+        sampling: sampling options of every call of ``generate``.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class ScriptedBackend(GenerationBackend):
         self.contexts: list[list[int] | None] = [None] * len(scripts)
         self.prompts: list[list[int] | None] = [None] * len(scripts)
         self.calls: list[list[list[int]]] = []
+        self.sampling: list[SamplingOptions] = []
         self.before_call: Callable[[ScriptedBackend], None] = lambda backend: None
         self.ends = [tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(list(ends))]
 
@@ -82,6 +85,7 @@ class ScriptedBackend(GenerationBackend):
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions) -> list[Completion]:
         self.calls.append([list(prompt) for prompt in prompts])
+        self.sampling.append(sampling)
         self.before_call(self)
         assert sampling.max_tokens is not None
         return [
@@ -101,12 +105,14 @@ class ScriptedBackend(GenerationBackend):
         return Completion(cut, logps, truncated=len(cut) < len(tokens))
 
     def _rollout(self, prompt: list[int]) -> int:
-        """The rollout that a prompt continues: the one whose tokens it begins with, or whose first prompt
-        it begins with (a fork); else a new one."""
+        """Return the index of the rollout that a prompt continues.
+
+        It begins with the tokens of that rollout, or with its first prompt (a fork); else the rollout is new.
+        """
         for known in (self.contexts, self.prompts):
             for index, tokens in enumerate(known):
-                unsaid = self.turns[index] < len(self.scripts[index])
-                if tokens is not None and unsaid and prompt[: len(tokens)] == tokens:
+                has_turns = self.turns[index] < len(self.scripts[index])
+                if tokens is not None and has_turns and prompt[: len(tokens)] == tokens:
                     return index
         index = self.contexts.index(None)
         self.prompts[index] = prompt
@@ -114,7 +120,7 @@ class ScriptedBackend(GenerationBackend):
 
 
 def call(name: str, **arguments: Any) -> str:
-    """How the policy of these tests calls a tool."""
+    """A tool call in the format of ``CHAT``."""
     return f'<tool_call>{{"name": "{name}", "arguments": {json.dumps(arguments)}}}</tool_call>'
 
 
@@ -123,20 +129,20 @@ def question(text: str) -> dict[str, Any]:
 
 
 def agents(
-    tokenizer: Any, tools: Sequence[Any] = (), environments: Environments | None = None, **settings: Any
-) -> Agents:
-    """The loop with a limit of 1000 tokens and these settings."""
+    tokenizer: Any, tools: Sequence[Any] = (), environments: EnvironmentPool | None = None, **settings: Any
+) -> MultiTurnRollouts:
+    """Multi-turn rollouts with at most 1000 tokens and these settings."""
     renderer = Renderer(
         tokenizer,
         frozenset([tokenizer.eos_token_id]),
         settings.get("template_kwargs"),
-        shows_tools=bool(tools),
+        with_tools=bool(tools),
     )
-    return Agents(
+    return MultiTurnRollouts(
         [make_tool(tool) for tool in tools],
         environments,
         tokenizer,
-        AgentSettings(**{"max_completion_length": 1000, **settings}),
+        MultiTurnSettings(**{"max_completion_length": 1000, **settings}),
         renderer if tools or (environments and environments.tools()) else None,
     )
 
@@ -144,7 +150,7 @@ def agents(
 def run(
     scripts: Sequence[Sequence[str]], tools: Sequence[Any], tokenizer: Any = None, **settings: Any
 ) -> tuple[RolloutBatch, ScriptedBackend]:
-    """Rollouts of the scripts, one question each."""
+    """Run one rollout per script."""
     tokenizer = tokenizer or byte_tokenizer()
     backend = ScriptedBackend(tokenizer, scripts, logps=settings.pop("logps", False))
     rows = [question(f"question {i}") for i in range(len(scripts))]

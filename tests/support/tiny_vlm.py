@@ -35,7 +35,7 @@ IMAGE_TOKEN = SPECIAL.index("<image>")
 
 
 def template(image: str) -> str:
-    """A chat template that puts ``image`` where an image block stands."""
+    """A chat template that renders image blocks as ``image``."""
     return (
         "{% for m in messages %}<{{ m['role'] }}> {% for b in m['content'] %}"
         "{% if b['type'] == 'image' %}" + image + " {% else %}{{ b['text'] }} {% endif %}{% endfor %}"
@@ -44,7 +44,7 @@ def template(image: str) -> str:
 
 
 def tokenizer(**special: str) -> PreTrainedTokenizerFast:
-    """39 words; ids 0 and 1 are padding and end, id 4 is the image token."""
+    """A tokenizer of 39 words; ids 0 and 1 are padding and end, id 4 is the image token."""
     inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="<pad>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     inner.decoder = decoders.Sequence([decoders.Replace("w", " w")])
@@ -89,7 +89,7 @@ VISION = {
 
 
 class QwenImageProcessor(transformers.Qwen2_5_VLProcessor):
-    """Without the video processor, which cannot be built where torchvision is missing."""
+    """A processor without video processor, which needs torchvision."""
 
     def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
         if argument_name != "video_processor":
@@ -97,7 +97,7 @@ class QwenImageProcessor(transformers.Qwen2_5_VLProcessor):
 
 
 def pil(name: str) -> Any:
-    """An image processor that needs no torchvision; older versions call it by the plain name."""
+    """Return an image processor without torchvision; older versions of transformers have no suffix."""
     return getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)
 
 
@@ -140,7 +140,7 @@ def llava_next() -> tuple[Any, Any]:
 
 
 def llava_next_of(words: Any, text: dict[str, Any], chat_template: str) -> tuple[Any, Any]:
-    """LLaVA-NeXT around a language model of this shape, with these words."""
+    """LLaVA-NeXT with a language model of this shape and this tokenizer."""
     pinpoints = [[28, 56], [56, 28], [56, 56]]
     config = transformers.LlavaNextConfig(
         text_config={"model_type": "llama", **text},
@@ -198,13 +198,13 @@ FAMILIES = {"idefics3": idefics3, "gemma3": gemma3, "llava_next": llava_next, "q
 
 
 def build(family: str, seed: int = 0) -> tuple[Any, Any]:
-    """A model with random weights, and its processor."""
+    """Return a model with random weights and its processor."""
     torch.manual_seed(seed)
     model, processor = FAMILIES[family]()
     model.generation_config.eos_token_id = 1
     with torch.no_grad():
         for weight in model.parameters():
-            if weight.ndim > 1:  # as they are initialised, an image hardly changes a log-prob
+            if weight.ndim > 1:  # with the default initialization an image hardly changes a log-prob
                 weight.normal_(std=0.1)
     return model, processor
 
@@ -214,7 +214,7 @@ def image(color: str, size: tuple[int, int] = (40, 30)) -> Image.Image:
 
 
 def rows(count: int = 4) -> list[dict[str, Any]]:
-    """Prompts with one image, with two of other shapes, and with none, in turn."""
+    """Rows with one image, two images of other shapes, none, and one image, in turn."""
     kinds = [
         [image("red")],
         [image("blue", (30, 60)), image("green", (28, 28))],
@@ -247,12 +247,12 @@ SETTINGS = {
 
 
 def even_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """How many tokens of a completion have an even id: varies within groups."""
+    """Number of tokens with an even id: varies within groups."""
     return [float(sum(token % 2 == 0 for token in ids)) for ids in completion_ids]
 
 
 def trainer(directory: Any, family: str = "gemma3", rewards: Any = even_reward, **given: Any) -> GRPOTrainer:
-    """A trainer of a tiny model; ``given`` holds configuration fields and trainer arguments."""
+    """Create a trainer of a tiny model; ``given`` has configuration fields and trainer arguments."""
     model, processor = build(family)
     model, processor = given.pop("model", model), given.pop("processing_class", processor)
     names = ("rollout_func", "peft_config", "eval_dataset")

@@ -1,8 +1,8 @@
-"""What each of two processes does: train on rows with and without images.
+"""Worker of a two-rank run: train on rows with and without images.
 
     torchrun --nproc_per_node 2 vlm_worker.py OUTPUT_DIR FAMILY...
 
-The first process leaves the weights in OUTPUT_DIR.
+Rank 0 saves the weights in OUTPUT_DIR.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from groupwise.tokenization.images import read_prompt
+from groupwise.tokenization.images import process_prompt
 from support import tiny_vlm as tiny
 
 
 def fixed_rollouts(texts: list[Any], trainer: Any) -> dict[str, Any]:
-    """Completions that depend on the row's place in the global batch and on the step."""
+    """A rollout_func whose completions depend on the step and the row's index in the global batch."""
     first = trainer.accelerator.process_index * len(texts)
     completions = []
     for row in range(first, first + len(texts)):
         draw = random.Random(1000 * trainer.state.global_step + row)
         completions.append([draw.randrange(len(tiny.SPECIAL), len(tiny.VOCABULARY)) for _ in range(4)])
-    ids = [read_prompt(trainer.processing_class, prompt)[0] for prompt in texts]
+    ids = [process_prompt(trainer.processing_class, prompt)[0] for prompt in texts]
     return {"prompt_ids": ids, "completion_ids": completions}
 
 
 def flat_in_every_other(completion_ids: list[list[int]], row: list[int], **_: Any) -> list[float]:
-    """No variance for two of four prompts: the rows that are left move between the processes."""
+    """A reward without variance for two of four prompts: the other rows move between ranks."""
     pairs = zip(completion_ids, row, strict=True)
     return [float(sum(ids) % 7) * (index % 4 in (0, 2)) for ids, index in pairs]
 
 
 def weights(output_dir: Path, family: str, *, rows: int, **settings: Any) -> dict[str, torch.Tensor]:
-    """Weights after two optimizer steps; ``rows`` is by micro-batch and process."""
+    """Return the weights after two optimizer steps with ``rows`` sequences per micro-batch and rank."""
     trainer = tiny.trainer(
         output_dir,
         family,
@@ -60,7 +60,7 @@ def weights(output_dir: Path, family: str, *, rows: int, **settings: Any) -> dic
 
 def main(output_dir: Path, families: list[str]) -> None:
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(120, exit=True)  # a process that hangs says where
+    faulthandler.dump_traceback_later(120, exit=True)  # prints the stacks of a rank that hangs
     results = {family: weights(output_dir / "run", family, rows=2) for family in families}
     if torch.distributed.get_rank() == 0:
         torch.save(results, output_dir / "weights.pt")

@@ -1,7 +1,8 @@
-"""Training on images: the trainer's numbers are those of plain forwards, for models of four families."""
+"""Training on images: log-probs and gradients equal those of plain forwards, for four model families."""
 
 from __future__ import annotations
 
+import io
 import itertools
 import runpy
 import sys
@@ -11,24 +12,27 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from PIL import Image
 from support import tiny_vlm as tiny
 from support.runs import experience
 
-from groupwise import GRPOConfig, GRPOTrainer
+from groupwise import GRPOConfig, GRPOTrainer, reporting
+from groupwise.errors import ConfigError
 from groupwise.policy.loading import auto_class
 from groupwise.records import MicroBatch
+from groupwise.tokenization.images import process_prompt, prompt_images
 
 EVERY_FAMILY = pytest.mark.parametrize("family", tiny.FAMILIES)
 
 
 def buffered(trainer) -> MicroBatch:
-    """A generation batch as the trainer would train on it."""
+    """The micro-batches of one generation batch, concatenated."""
     rows = [row for row in trainer.train_dataset for _ in range(trainer.num_generations)]
     return MicroBatch.concatenate(experience(trainer, rows))
 
 
 def messages(row: dict) -> list[dict]:
-    """The chat of a dataset row, written out for the processor."""
+    """Chat messages of a dataset row, with image blocks."""
     blocks = [{"type": "image", "image": picture} for picture in row["images"]]
     return [{"role": "user", "content": [*blocks, {"type": "text", "text": row["prompt"][0]["content"]}]}]
 
@@ -55,21 +59,20 @@ def plain_logps(model, processor, row: dict, completion: list[int]) -> torch.Ten
 
 
 def compare_rows(trainer, batch: MicroBatch) -> None:
-    """Scores of a padded batch against one row at a time."""
+    """Compare the log-probs of a padded batch with one forward per row."""
     scores = trainer.logprob_computer(trainer.model, batch, with_entropy=False)
     rows = [row for row in trainer.train_dataset for _ in range(trainer.num_generations)]
     for index, row in enumerate(rows):
         length = int(batch.completion_mask_BT[index].sum())
         completion = batch.completion_ids_BT[index, :length].tolist()
         expected = plain_logps(trainer.model, trainer.processing_class, row, completion)
-        # Rounding of float32 in a network with weights of this size; an image that is not seen, or stands in
-        # another row, moves log-probs by more than 0.01.
+        # Float32 rounding; a missing or exchanged image changes log-probs by more than 0.01.
         torch.testing.assert_close(scores.logps_BT[index, :length], expected, atol=2e-5, rtol=0)
 
 
 @EVERY_FAMILY
 @pytest.mark.parametrize("head", ["dense", "chunked"])
-def test_log_probs_are_those_of_one_row_at_a_time(family, head, tmp_path):
+def test_logprobs_equal_one_forward_per_row(family, head, tmp_path):
     trainer = tiny.trainer(tmp_path, family, logprob_head=head)
     trainer.model.eval()
     with torch.no_grad():
@@ -78,7 +81,7 @@ def test_log_probs_are_those_of_one_row_at_a_time(family, head, tmp_path):
 
 @EVERY_FAMILY
 def test_an_image_changes_the_log_probs(family, tmp_path):
-    """What the comparison of rows rests on: it would see an image that is missing or exchanged."""
+    """Otherwise the comparison with one forward per row could not detect a missing or exchanged image."""
     model, processor = tiny.build(family)
     row = {**tiny.rows()[0], "images": [tiny.image("red")]}
     other = {**row, "images": [tiny.image("green")]}
@@ -89,8 +92,8 @@ def test_an_image_changes_the_log_probs(family, tmp_path):
 
 
 @EVERY_FAMILY
-def test_generation_sees_the_images_as_training_does(family, tmp_path):
-    """The most likely token after each prefix is what greedy decoding takes, where no image token is."""
+def test_generation_uses_the_images_as_training_does(family, tmp_path):
+    """Greedy decoding samples the most probable token that is not an image token."""
     trainer = tiny.trainer(tmp_path, family, generation_kwargs={"do_sample": False})
     trainer.model.eval()
     batch = buffered(trainer)
@@ -106,30 +109,30 @@ def test_generation_sees_the_images_as_training_does(family, tmp_path):
 
 
 @EVERY_FAMILY
-def test_two_steps_reach_the_vision_part(family, tmp_path):
+def test_two_steps_update_the_vision_tower(family, tmp_path):
     trainer = tiny.trainer(tmp_path, family)
     before = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
     trainer.train()
     vision = [name for name in before if "vision" in name or "visual" in name]
     moved = [name for name in vision if not torch.equal(before[name], trainer.model.get_parameter(name))]
     assert trainer.state.global_step == 2
-    assert len(moved) > len(vision) / 2  # some towers have a last layer or a pooling that nothing uses
+    assert len(moved) > len(vision) / 2  # some towers have an unused last layer or pooling
 
 
 @EVERY_FAMILY
-def test_every_cut_of_the_batch_gives_the_same_gradient(family, tmp_path):
+def test_every_split_of_the_batch_gives_the_same_gradient(family, tmp_path):
     """Rows with and without images, alone and together, in any order."""
     trainer = tiny.trainer(tmp_path, family)
     trainer.model.train()
     batch = buffered(trainer)
     count = len(batch)
-    cuts = {
+    splits = {
         "whole": [range(count)],
         "rows": [[row] for row in range(count)],
         "mixed": [[5, 0, 3], [4, 1, 7], [6, 2]],
     }
     gradients = {}
-    for name, parts in cuts.items():
+    for name, parts in splits.items():
         trainer.model.zero_grad()
         for part in parts:
             few = batch.select(part)
@@ -152,7 +155,7 @@ def test_a_buffered_generation_is_trained_on_with_its_images(settings, tmp_path)
 
 @pytest.mark.parametrize("family", ["gemma3", "llava_next"])
 def test_resuming_in_the_middle_of_a_buffer_is_exact(family, tmp_path):
-    """Two iterations over two steps' worth of rows; the checkpoint holds rows that are not used up."""
+    """With two iterations over two steps of rows, checkpoints contain a partly used buffer."""
     dataset = Dataset.from_list(tiny.rows(8), features=tiny.FEATURES)
     settings = {
         "train_dataset": dataset,
@@ -194,7 +197,7 @@ def test_the_image_token_is_never_sampled(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["idefics3", "gemma3"])
-def test_a_checkpoint_by_name_is_loaded_with_its_vision_part_and_processor(family, tmp_path):
+def test_a_model_given_by_path_is_loaded_with_vision_tower_and_processor(family, tmp_path):
     model, processor = tiny.build(family)
     model.save_pretrained(tmp_path / "model")
     processor.save_pretrained(tmp_path / "model")
@@ -210,7 +213,7 @@ def test_a_checkpoint_by_name_is_loaded_with_its_vision_part_and_processor(famil
         assert torch.equal(one, two)
 
 
-def test_a_checkpoint_of_the_language_part_alone_is_a_causal_model(tmp_path):
+def test_a_checkpoint_of_the_language_model_alone_is_a_causal_model(tmp_path):
     model, _ = tiny.build("gemma3")
     text = transformers.Gemma3ForCausalLM(model.config.text_config)
     text.save_pretrained(tmp_path)
@@ -219,8 +222,8 @@ def test_a_checkpoint_of_the_language_part_alone_is_a_causal_model(tmp_path):
     assert auto_class(model.config) is transformers.AutoModelForImageTextToText
 
 
-def test_the_best_model_is_loaded_where_checkpoints_have_other_names(tmp_path):
-    """Gemma 3 is written as its first release; Trainer would keep the last weights and only warn."""
+def test_the_best_model_is_loaded_from_checkpoints_with_other_weight_names(tmp_path):
+    """Gemma 3 saves the names of its first release: Trainer alone would keep the last weights and warn."""
 
     def falling(completion_ids, trainer_state, **_):
         return [value - 100.0 * trainer_state.global_step for value in tiny.even_reward(completion_ids)]
@@ -239,7 +242,7 @@ def test_the_best_model_is_loaded_where_checkpoints_have_other_names(tmp_path):
         assert torch.equal(one, two)
 
 
-def test_a_lora_reaches_both_parts(tmp_path):
+def test_a_lora_trains_language_model_and_vision_tower(tmp_path):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
     trainer = tiny.trainer(tmp_path, "gemma3", peft_config=config, beta=0.1, num_iterations=2)
@@ -252,14 +255,62 @@ def test_a_lora_reaches_both_parts(tmp_path):
     assert moved == {True: True, False: True}
 
 
-def test_evaluation_reads_images(tmp_path):
+def test_evaluation_uses_images(tmp_path):
     dataset = Dataset.from_list(tiny.rows(3), features=tiny.FEATURES)
     trainer = tiny.trainer(tmp_path, "qwen2_5_vl", eval_dataset=dataset, per_device_eval_batch_size=4)
     assert "eval_reward" in trainer.evaluate()
 
 
-def test_the_example_learns_from_what_it_sees(tmp_path, monkeypatch):
-    """One answer for all squares would be right for a quarter of them."""
+def test_reward_functions_get_the_images(tmp_path):
+    seen = []
+
+    def note(prompts, completions, images, row, **_):
+        seen.extend(zip(prompts, completions, images, row, strict=True))
+        return [0.0] * len(prompts)
+
+    trainer = tiny.trainer(tmp_path, rewards=note, max_steps=1)
+    trainer.train()
+    for prompt, completion, images, row in seen:
+        expected = tiny.rows()[row]["images"]
+        assert len(images) == len(prompt_images(prompt)) == len(expected)
+        assert [picture.size for picture in prompt_images(prompt)] == [picture.size for picture in expected]
+        assert completion[0]["role"] == "assistant"
+
+
+@pytest.mark.parametrize("multimodal", [True, False])
+def test_logged_completions_have_the_images_of_their_prompts(multimodal, tmp_path, monkeypatch):
+    logged = []
+    monkeypatch.setattr(reporting, "report_completions", lambda rows, *_: logged.extend(rows))
+    tiny.trainer(tmp_path, log_completions=True, log_multimodal=multimodal, max_steps=1).train()
+    wanted = {question(row): row["images"] for row in tiny.rows()}
+    for row in logged:
+        text = row["prompt"].removeprefix("user: ")
+        words, count = text.replace("<image>", ""), text.count("<image>")
+        assert count == len(wanted[words])
+        assert len(row.get("images", ())) == count * multimodal
+        assert [Image.open(io.BytesIO(one)).size for one in row.get("images", ())] == [
+            picture.size for picture in wanted[words] if multimodal
+        ]
+
+
+def question(row: dict) -> str:
+    return row["prompt"][0]["content"]
+
+
+def test_a_rollout_func_must_return_the_tokens_of_the_processor(tmp_path):
+    def rollout(prompts, trainer):
+        ids = [process_prompt(trainer.processing_class, prompt)[0] for prompt in prompts]
+        return {"prompt_ids": [p[shift:] for p in ids], "completion_ids": [[20, 21, 1]] * len(ids)}
+
+    shift = 0
+    tiny.trainer(tmp_path, rollout_func=rollout, max_steps=1).train()
+    shift = 1
+    with pytest.raises(ConfigError, match="that the processor returns"):
+        tiny.trainer(tmp_path, rollout_func=rollout, max_steps=1).train()
+
+
+def test_the_example_learns_from_the_images(tmp_path, monkeypatch):
+    """A constant answer would be right for a quarter of the squares."""
     example = Path(__file__).parents[2] / "examples" / "vlm.py"
     monkeypatch.setattr(sys, "argv", [str(example), "--max_steps", "60", "--output_dir", str(tmp_path)])
     trainer = runpy.run_path(str(example))["trainer"]

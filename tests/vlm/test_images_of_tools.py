@@ -1,4 +1,4 @@
-"""Tools and environments with images: what a policy is shown in the middle of a rollout."""
+"""Tools and environments that return images."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def measure(text: str) -> Any:
     return [{"type": "text", "text": "see "}, {"type": "image", "image": square}]
 
 
-class Room:
-    """Shows an image when it is entered."""
+class ImageEnvironment:
+    """Its observation is an image."""
 
     def reset(self, **_: Any) -> list[dict[str, Any]]:
         return [{"type": "image", "image": tiny.image("red")}]
@@ -93,14 +93,14 @@ def images_of(messages: list[dict[str, Any]]) -> list[Any]:
     return [block["image"] for block in blocks if block["type"] == "image"]
 
 
-def rolled_out(trainer: GRPOTrainer) -> Any:
+def sample_rollouts(trainer: GRPOTrainer) -> Any:
     rows = [row for row in trainer.train_dataset for _ in range(trainer.num_generations)]
     torch.manual_seed(1)
     return generate(trainer, rows)
 
 
 def check_against_plain_forwards(trainer: GRPOTrainer, rollout: Any) -> list[int]:
-    """Log-probs of every token the policy wrote, and how many images each rollout had."""
+    """Compare log-probs with plain forwards; return the number of images of each rollout."""
     trainer.model.eval()
     batch = trainer.collate(rollout)
     counts = []
@@ -120,15 +120,17 @@ def check_against_plain_forwards(trainer: GRPOTrainer, rollout: Any) -> list[int
     return counts
 
 
-def test_the_policy_sees_what_tools_return(tmp_path):
+def test_images_of_tools_are_inputs_of_the_model(tmp_path):
     trainer = make_trainer(tmp_path, tools=[measure])
-    rollout = rolled_out(trainer)
+    rollout = sample_rollouts(trainer)
     counts = check_against_plain_forwards(trainer, rollout)
     of_tools = [len(images_of(text)) for text in rollout.texts]
     assert any(of_tools)
-    assert any(n > tools > 0 for n, tools in zip(counts, of_tools, strict=True))  # beside one of the prompt
+    assert any(
+        n > tools > 0 for n, tools in zip(counts, of_tools, strict=True)
+    )  # in addition to images of the prompt
     image = trainer.model.config.image_token_id
-    for completion in rollout.completions:  # images carry no loss
+    for completion in rollout.completions:  # image tokens have no loss
         pairs = zip(completion.token_ids, completion.loss_mask, strict=True)
         assert all(mask == 0 for token, mask in pairs if token == image)
 
@@ -141,9 +143,9 @@ def test_a_run_with_images_of_tools_trains(tmp_path):
     assert any(not torch.equal(before[name], trainer.model.get_parameter(name)) for name in vision)
 
 
-def test_an_environment_may_begin_with_an_image(tmp_path):
-    trainer = make_trainer(tmp_path, environment_factory=Room, reward_funcs=[])
-    rollout = rolled_out(trainer)
+def test_an_observation_may_be_an_image(tmp_path):
+    trainer = make_trainer(tmp_path, environment_factory=ImageEnvironment, reward_funcs=[])
+    rollout = sample_rollouts(trainer)
     counts = check_against_plain_forwards(trainer, rollout)
     assert counts == [1 + len(row["images"]) for row in tiny.rows() for _ in range(2)]
 

@@ -1,4 +1,4 @@
-"""Two gloo processes against one, on rows with images, several images and none."""
+"""Two ranks make the update of one, on rows with one image, several images and none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAMILIES = ["idefics3", "qwen2_5_vl"]
 
 
 def test_two_processes_make_the_update_of_one(tmp_path):
-    """Rows of text alone fill whole micro-batches of a process while the other has images."""
+    """One rank has micro-batches of text alone while the other has images."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     script = Path(__file__).parents[1].joinpath("support", "vlm_worker.py")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
@@ -38,5 +38,5 @@ def test_two_processes_make_the_update_of_one(tmp_path):
         moved = max((alone[name] - start[name]).abs().max() for name in start)
         assert moved > 1e-3
         for name, weight in alone.items():
-            # The rounding of sums in another order.
+            # Sums in another order round differently.
             torch.testing.assert_close(both[family][name], weight, atol=2e-6, rtol=1e-5, msg=name)

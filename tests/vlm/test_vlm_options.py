@@ -1,4 +1,4 @@
-"""Options of the model on vision-language models: what they promise, beside a run without them."""
+"""Model options with vision-language models, compared with a run without them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def gaps(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
 
 
 @TWO_FAMILIES
-def test_a_head_in_float32_computes_the_log_probs_of_float32(family, tmp_path):
-    """Of a bfloat16 model: from the same hidden states the head in float32 gives what float64 gives."""
+def test_cast_lm_head_to_fp32_computes_logits_in_float32(family, tmp_path):
+    """On the hidden states of a bfloat16 model, the float32 head equals a float64 reference."""
     model, processor = tiny.build(family)
     run = tiny.trainer(
         tmp_path, family, model=model.bfloat16(), processing_class=processor, cast_lm_head_to_fp32=True
@@ -50,13 +50,13 @@ def test_a_head_in_float32_computes_the_log_probs_of_float32(family, tmp_path):
     assert scores.dtype == torch.float32
     assert (scores - truth).abs().max() < 1e-5 * truth.abs().max()
     plain = hidden.bfloat16() @ head.bfloat16().T
-    assert (plain - truth).abs().max() > 1e-4 * truth.abs().max()  # which bfloat16 does not reach
+    assert (plain - truth).abs().max() > 1e-4 * truth.abs().max()  # bfloat16 is not as precise
     run.train()
     assert all(torch.isfinite(weight).all() for weight in run.model.parameters())
 
 
 @TWO_FAMILIES
-def test_dropout_is_off_in_the_whole_model(family, tmp_path):
+def test_disable_dropout_applies_to_the_whole_model(family, tmp_path):
     model, processor = tiny.build(family)
     for config in (model.config, model.config.get_text_config(), model.config.vision_config):
         config.attention_dropout = 0.5
@@ -70,7 +70,7 @@ def test_dropout_is_off_in_the_whole_model(family, tmp_path):
 
 @TWO_FAMILIES
 @pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="liger-kernel is not installed")
-def test_ligers_loss_makes_the_same_update(family, tmp_path):
+def test_the_liger_loss_makes_the_same_update(family, tmp_path):
     before = dict(tiny.build(family)[0].named_parameters())
     plain = trained(tmp_path / "plain", family)
     liger = trained(tmp_path / "liger", family, use_liger_kernel=True)

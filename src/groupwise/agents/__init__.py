@@ -1,26 +1,33 @@
-"""Rollouts of several turns: tools, environments, and the loop that lets a policy use them."""
+"""Multi-turn rollouts: tools, environments, and the parsing of tool calls."""
 
 from __future__ import annotations
 
-from groupwise.agents.environment_driven import Chat, Driver, EnvironmentDrivenRollouts, OutOfRoomError, Reply
-from groupwise.agents.environments import Environments
-from groupwise.agents.loop import Agents
-from groupwise.agents.tools import Tool, Toolbox, make_tool, time_limit
-from groupwise.agents.transcript import Transcript
+from groupwise.agents.environment_driven import (
+    ChatFunction,
+    ChatResponse,
+    EnvironmentDrivenRollouts,
+    MaxLengthReachedError,
+    RolloutEnvironment,
+)
+from groupwise.agents.environments import EnvironmentPool
+from groupwise.agents.multi_turn import MultiTurnRollouts, MultiTurnSettings
+from groupwise.agents.tools import Tool, ToolSet, make_tool, time_limit
+from groupwise.agents.trajectory import Trajectory
 from groupwise.tokenization.rendering import Renderer
 
 __all__ = [
-    "Agents",
-    "Chat",
-    "Driver",
+    "ChatFunction",
+    "ChatResponse",
     "EnvironmentDrivenRollouts",
-    "Environments",
-    "OutOfRoomError",
+    "EnvironmentPool",
+    "MaxLengthReachedError",
+    "MultiTurnRollouts",
+    "MultiTurnSettings",
     "Renderer",
-    "Reply",
+    "RolloutEnvironment",
     "Tool",
-    "Toolbox",
-    "Transcript",
+    "ToolSet",
+    "Trajectory",
     "make_tool",
     "time_limit",
 ]

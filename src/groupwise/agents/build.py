@@ -1,64 +1,69 @@
-"""Tools and environments, checked before the model loads and put together when there is a backend."""
+"""Build tools, environments and multi-turn rollouts from the trainer's arguments."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from torch.utils.data import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from groupwise.agents import Agents, Driver, EnvironmentDrivenRollouts, Environments, Renderer, Tool, Toolbox
-from groupwise.agents.environments import EMPTY_PROMPT
-from groupwise.agents.loop import AgentSettings
+from groupwise.agents.environment_driven import EnvironmentDrivenRollouts, RolloutEnvironment
+from groupwise.agents.environments import EnvironmentFactory, EnvironmentPool
+from groupwise.agents.multi_turn import MultiTurnRollouts, MultiTurnSettings
 from groupwise.agents.parsing import TurnParser
-from groupwise.agents.tools import make_tool
+from groupwise.agents.tools import Tool, ToolSet, make_tool
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.data.prompt_checks import context_length
 from groupwise.errors import ConfigError
 from groupwise.generation.base import GenerationBackend
+from groupwise.records import RolloutFunction
 from groupwise.tokenization.images import is_processor
+from groupwise.tokenization.prompts import ProcessingClass
+from groupwise.tokenization.rendering import Renderer
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class AgentSetup:
-    """What rollouts of several turns need; empty where there are none.
+    """Tools and environments of a run; empty for single-turn rollouts.
 
-    tools: those given, ready to be called.
-    environments: None without.
-    driver: an environment that leads the conversation itself, in place of both.
+    Fields:
+        tools: tools of every rollout.
+        pool: environments; None without.
+        rollout_environment: environment that runs rollouts itself, in place of ``tools`` and ``pool``.
     """
 
     tools: list[Tool] = field(default_factory=list)
-    environments: Environments | None = None
-    driver: Driver | None = None
-
-    @property
-    def wanted(self) -> bool:
-        return bool(self.tools) or self.environments is not None or self.driver is not None
+    pool: EnvironmentPool | None = None
+    rollout_environment: RolloutEnvironment | None = None
 
     @property
     def all_tools(self) -> list[Tool]:
-        return [*self.tools, *(self.environments.tools() if self.environments is not None else [])]
+        """Common tools, and those of the first instance of every environment type."""
+        return [*self.tools, *(self.pool.tools() if self.pool is not None else [])]
 
     @property
-    def rewards(self) -> list[Callable[..., Any]]:
-        """Rewards that environments give themselves."""
-        source = self.driver if self.driver is not None else self.environments
-        return [] if source is None else source.rewards()
+    def reward_funcs(self) -> list[Callable[..., Any]]:
+        """Reward functions of the environments."""
+        source = self.rollout_environment or self.pool
+        return [] if source is None else source.reward_funcs()
 
 
-def check_agents(tools: Any, environment_factory: Any, rollout_func: Any) -> AgentSetup:
-    """Look at tools and environments before anything is loaded.
+def check_agents(
+    tools: Sequence[Callable[..., Any]] | None,
+    environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | RolloutEnvironment | None,
+    rollout_func: RolloutFunction | None,
+) -> AgentSetup:
+    """Validate tools and environments, before anything is loaded.
 
     Raises:
-        ConfigError: something that is no tool or environment, or that does not go together.
-        AgentError: an environment cannot be made.
+        ConfigError: an invalid tool or environment, or arguments that exclude each other.
+        AgentError: an environment factory raised.
     """
     if not tools and environment_factory is None:
         return AgentSetup()
@@ -67,23 +72,24 @@ def check_agents(tools: Any, environment_factory: Any, rollout_func: Any) -> Age
             "rollout_func replaces the loop that calls tools and environments; drop it, or drop tools and "
             "environment_factory and call them in it"
         )
-    if callable(getattr(environment_factory, "drive", None)):
+    if callable(getattr(environment_factory, "run_rollout", None)):
         if tools:
             raise ConfigError(
-                f"environment_factory is a {type(environment_factory).__name__}, which calls its tools "
-                "itself; drop tools"
+                f"environment_factory is a {type(environment_factory).__name__}, which runs rollouts and "
+                "calls its tools itself; drop tools"
             )
-        return AgentSetup(driver=environment_factory)
+        return AgentSetup(rollout_environment=cast(RolloutEnvironment, environment_factory))
     common = [make_tool(tool) for tool in tools or []]
-    environments = None if environment_factory is None else Environments(environment_factory)
-    Toolbox(common)
-    if environments is not None:
-        environments.toolboxes(common)
-    return AgentSetup(common, environments)
+    if environment_factory is None:
+        ToolSet(common)
+        return AgentSetup(common)
+    pool = EnvironmentPool(cast("EnvironmentFactory | Mapping[str, EnvironmentFactory]", environment_factory))
+    pool.tool_sets(common)
+    return AgentSetup(common, pool)
 
 
-def check_chat_template(setup: AgentSetup, processing_class: Any, config: GRPOConfig) -> None:
-    """Refuse a chat template that cannot be used for several turns, before the model loads.
+def check_chat_template(setup: AgentSetup, processing_class: ProcessingClass, config: GRPOConfig) -> None:
+    """Refuse a chat template that cannot be used for several turns, before the model is loaded.
 
     Raises:
         ConfigError: with the reason.
@@ -91,118 +97,77 @@ def check_chat_template(setup: AgentSetup, processing_class: Any, config: GRPOCo
     make_renderer(setup, processing_class, config)
 
 
-def template_settings(config: GRPOConfig) -> dict[str, Any]:
-    """A copy of ``chat_template_kwargs``, which is a dictionary once the configuration is built."""
-    return dict(config.chat_template_kwargs or {})  # type: ignore[arg-type]
-
-
 def make_renderer(
-    setup: AgentSetup, processing_class: Any, config: GRPOConfig, end_tokens: frozenset[int] = frozenset()
+    setup: AgentSetup,
+    processing_class: ProcessingClass,
+    config: GRPOConfig,
+    end_tokens: frozenset[int] = frozenset(),
 ) -> Renderer | None:
-    """What writes prompts with tools and the turns after them; None where nothing can be called."""
-    if not setup.all_tools and setup.driver is None:
+    """Return the renderer of tool schemas and later messages, or None if a rollout has one turn.
+
+    Raises:
+        ConfigError: the chat template cannot be used, with the reason.
+    """
+    if not setup.all_tools and setup.rollout_environment is None:
         return None
-    settings = template_settings(config)
-    tokenizer = getattr(processing_class, "tokenizer", processing_class)
-    if getattr(processing_class, "chat_template", None) and tokenizer is not processing_class:
-        settings.setdefault("chat_template", processing_class.chat_template)
-    reads_images = is_processor(processing_class) and setup.driver is None
-    processor = processing_class if reads_images else None
-    shows_tools = bool(setup.all_tools) or getattr(setup.driver, "uses_tools", False)
-    renderer = Renderer(tokenizer, end_tokens, settings, shows_tools=shows_tools, processor=processor)
-    TurnParser(tokenizer, renderer.chat_template, needed=shows_tools)
+    template_kwargs = _template_kwargs(config)
+    tokenizer = _tokenizer_of(processing_class)
+    chat_template = getattr(processing_class, "chat_template", None)
+    if chat_template and tokenizer is not processing_class:
+        template_kwargs.setdefault("chat_template", chat_template)
+    no_images = setup.rollout_environment is not None
+    processor = processing_class if is_processor(processing_class) and not no_images else None
+    with_tools = bool(setup.all_tools) or getattr(setup.rollout_environment, "uses_tools", False)
+    renderer = Renderer(tokenizer, end_tokens, template_kwargs, with_tools=with_tools, processor=processor)
+    TurnParser(tokenizer, renderer.chat_template, with_tools=with_tools)
     return renderer
 
 
 def make_agents(
     setup: AgentSetup,
     config: GRPOConfig,
-    processing_class: Any,
+    processing_class: ProcessingClass,
     backend: GenerationBackend,
-    model: Any,
+    model: PreTrainedModel,
     accelerator: Accelerator,
-) -> Agents | EnvironmentDrivenRollouts | None:
-    """The loop over turns; None where completions are single turns."""
-    if not setup.wanted:
+) -> MultiTurnRollouts | EnvironmentDrivenRollouts | None:
+    """Return the multi-turn rollouts of a run, or None if it has no tools and environments."""
+    if not setup.tools and setup.pool is None and setup.rollout_environment is None:
         return None
 
-    def any_rank(here: bool) -> bool:
-        return accelerator.reduce(torch.tensor(int(here), device=accelerator.device), "sum").item() > 0
+    def any_rank(flag: bool) -> bool:
+        return accelerator.reduce(torch.tensor(int(flag), device=accelerator.device), "sum").item() > 0
 
     if config.rollout_staleness:
         logger.warning(
-            "rollout_staleness=%d has no effect with tools and environments: their rollouts begin when they "
-            "are needed",
+            "rollout_staleness=%d has no effect with tools and environments: their rollouts are not "
+            "generated ahead",
             config.rollout_staleness,
         )
-    # Alone, or with a copy of the weights of its own, a process need not keep up with the others.
-    alone = accelerator.num_processes == 1 or not backend.requires_all_ranks
+    # Ranks may call the backend differently often if each has all weights, and no engine is shared.
+    is_independent = accelerator.num_processes == 1 or not backend.requires_all_ranks
     context = context_length(model, config)
-    common: Any = (
-        getattr(processing_class, "tokenizer", processing_class),
-        AgentSettings(
-            config.max_completion_length,
-            config.max_tool_calling_iterations,
-            config.max_prompt_length,
-            template_settings(config),
-            None if context is None else context.tokens,
-        ),
-        make_renderer(setup, processing_class, config, backend.end_tokens),
-        bool if alone else any_rank,
+    tokenizer = _tokenizer_of(processing_class)
+    settings = MultiTurnSettings(
+        config.max_completion_length,
+        config.max_tool_calling_iterations,
+        config.max_prompt_length,
+        _template_kwargs(config),
+        None if context is None else context.tokens,
     )
-    if setup.driver is not None:
-        return EnvironmentDrivenRollouts(setup.driver, *common)
+    renderer = make_renderer(setup, processing_class, config, backend.end_tokens)
+    sync = bool if is_independent else any_rank
+    if setup.rollout_environment is not None:
+        assert renderer is not None
+        return EnvironmentDrivenRollouts(setup.rollout_environment, tokenizer, settings, renderer, sync)
     processor = processing_class if is_processor(processing_class) else None
-    return Agents(setup.tools, setup.environments, *common, processor=processor)  # type: ignore[misc]
+    return MultiTurnRollouts(setup.tools, setup.pool, tokenizer, settings, renderer, sync, processor)
 
 
-class _EnvironmentRows(Dataset):
-    """Rows for environments that bring their own data: an empty prompt, and a seed that a group shares."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if not 0 <= index < self.size:
-            raise IndexError(index)
-        return {"prompt": [dict(message) for message in EMPTY_PROMPT], "seed": index}
+def _template_kwargs(config: GRPOConfig) -> dict[str, Any]:
+    """Return a copy of ``chat_template_kwargs``, which the built configuration holds as a dict."""
+    return dict(cast("dict[str, Any] | None", config.chat_template_kwargs) or {})
 
 
-def own_data(train_dataset: Any, eval_dataset: Any, setup: AgentSetup, config: GRPOConfig) -> tuple[Any, Any]:
-    """The data; where an environment brings the tasks, rows need no prompt and training data may be missing.
-
-    Raises:
-        ConfigError: no dataset where it is not known how long to train, or which environment a row is for.
-    """
-    if setup.driver is None and setup.environments is None:
-        return train_dataset, eval_dataset
-    if isinstance(eval_dataset, dict):
-        eval_dataset = {name: _with_prompts(dataset) for name, dataset in eval_dataset.items()}
-    else:
-        eval_dataset = _with_prompts(eval_dataset)
-    if train_dataset is not None:
-        return _with_prompts(train_dataset), eval_dataset
-    if setup.environments is not None and setup.environments.routed:
-        raise ConfigError(
-            "train_dataset is missing: with several environments its column 'environment' says which one a "
-            "row is for; pass a dataset with it, or a single environment_factory"
-        )
-    if config.max_steps <= 0:
-        raise ConfigError(
-            "train_dataset is missing, so the environment brings the tasks, but "
-            f"max_steps={config.max_steps} does not say how long to train; allowed: max_steps > 0; "
-            "nearest valid: 1"
-        )
-    per_step = -(-config.gradient_accumulation_steps // config.steps_per_generation)
-    prompts_per_batch = config.generation_batch_size // config.num_generations
-    return _EnvironmentRows(prompts_per_batch * per_step * config.max_steps), eval_dataset
-
-
-def _with_prompts(dataset: Any) -> Any:
-    columns = getattr(dataset, "column_names", None)
-    if not columns or "prompt" in columns:
-        return dataset
-    return dataset.map(lambda row: {"prompt": [dict(message) for message in EMPTY_PROMPT], **row})
+def _tokenizer_of(processing_class: ProcessingClass) -> PreTrainedTokenizerBase:
+    return cast(PreTrainedTokenizerBase, getattr(processing_class, "tokenizer", processing_class))

@@ -1,4 +1,4 @@
-"""Rollouts that an environment drives itself: it asks the policy for turns, message by message."""
+"""Rollouts run by an environment, which requests the policy's turns message by message."""
 
 from __future__ import annotations
 
@@ -9,107 +9,124 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from groupwise.agents.loop import PATIENCE, AgentSettings, join_collective_generate, open_transcript
-from groupwise.agents.parsing import TurnParser
-from groupwise.agents.tools import Runner
-from groupwise.agents.transcript import Transcript
+from transformers import PreTrainedTokenizerBase
+
+from groupwise.agents.multi_turn import (
+    MIN_WAIT,
+    MultiTurnSettings,
+    join_collective_generate,
+    start_trajectory,
+)
+from groupwise.agents.parsing import ToolSchema, TurnParser
+from groupwise.agents.tools import ToolExecutor
+from groupwise.agents.trajectory import Trajectory
 from groupwise.core.metrics import Mean
 from groupwise.errors import AgentError, boundary
 from groupwise.generation.base import GenerationBackend
 from groupwise.records import RolloutBatch, SamplingOptions
-from groupwise.tokenization.rendering import DriftError, Renderer
+from groupwise.tokenization.prompts import Message
+from groupwise.tokenization.rendering import PrefixMismatchError, Renderer
 
 
-class OutOfRoomError(Exception):
-    """The completion has reached its limit: the policy has no further turn."""
+class MaxLengthReachedError(Exception):
+    """The completion has reached its maximum length, so that the policy has no further turn."""
 
 
 @dataclass(frozen=True)
-class Reply:
+class ChatResponse:
     """A turn of the policy.
 
-    message: as chat templates read it, with ``tool_calls`` if there are any.
-    truncated: the limit cut it.
+    Fields:
+        message: assistant message as chat templates expect it, with ``tool_calls`` if there are any.
+        truncated: the turn was cut at the maximum length.
     """
 
-    message: dict[str, Any]
+    message: Message
     truncated: bool
 
 
-#: (messages so far, schemas of tools) to the policy's next turn; raises OutOfRoomError.
-Chat = Callable[[list[dict[str, Any]], list[Any]], Awaitable[Reply]]
+#: ``await chat(messages, tool_schemas)`` samples the next turn; raises :class:`MaxLengthReachedError`.
+ChatFunction = Callable[[list[Message], list[ToolSchema]], Awaitable[ChatResponse]]
 
 
-class Driver(Protocol):
-    """An environment that leads the conversation.
+class RolloutEnvironment(Protocol):
+    """An environment that runs a rollout itself.
 
-    time_limit: seconds that it may take between two turns of the policy.
-    uses_tools: whether it shows tools to the policy, which its chat template has to know then.
+    Attributes:
+        time_limit: maximum time in seconds between two turns of the policy.
+        uses_tools: it passes tool schemas to ``chat``, which the chat template must be able to render.
     """
 
     time_limit: float
     uses_tools: bool
 
-    async def drive(self, row: dict[str, Any], chat: Chat) -> dict[str, Any]:
-        """Play one rollout and return values for the reward functions, by column.
+    async def run_rollout(self, row: dict[str, Any], chat: ChatFunction) -> dict[str, Any]:
+        """Run one rollout and return values for the reward functions, by column.
 
-        Messages given to ``chat`` should continue those given before, replies included: then tokens are only
-        appended. Where they do not, the rollout forks (:meth:`groupwise.agents.Transcript.follow`).
+        Messages given to ``chat`` should continue those of the previous call and its response: then tokens
+        are appended. Otherwise the rollout forks (:meth:`groupwise.agents.Trajectory.continue_from`).
         """
 
-    def rewards(self) -> list[Callable[..., Any]]:
-        """Reward functions that the environment brings, if any."""
+    def reward_funcs(self) -> list[Callable[..., Any]]:
+        """Return the environment's own reward functions."""
 
 
 @dataclass
-class _Talk:
-    """One rollout.
+class _Rollout:
+    """State of one rollout.
 
-    opening: the messages before the policy's first turn.
-    messages: all so far, the policy's included.
+    Fields:
+        prompt: messages before the policy's first turn.
+        messages: all messages so far, the policy's included.
+        columns: values for the reward functions, once the rollout has ended.
     """
 
-    opening: list[dict[str, Any]] = field(default_factory=list)
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    transcript: Transcript | None = None
+    prompt: list[Message] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    columns: dict[str, Any] = field(default_factory=dict)
+    trajectory: Trajectory | None = None
 
 
 @dataclass(frozen=True)
-class _Request:
-    talk: _Talk
-    messages: list[dict[str, Any]]
-    schemas: list[Any]
-    answer: asyncio.Future[Reply]
+class _TurnRequest:
+    rollout: _Rollout
+    messages: list[Message]
+    schemas: list[ToolSchema]
+    response: asyncio.Future[ChatResponse]
 
 
 @dataclass(frozen=True)
-class _End:
+class _RolloutEnd:
     index: int
     error: Exception | None
 
 
 class EnvironmentDrivenRollouts:
-    """Runs a :class:`Driver` for every row and answers what it asks, in batches.
+    """Run a :class:`RolloutEnvironment` for every row and sample the turns it requests, in batches.
 
     Args:
-        renderer: shows tools, if the driver uses any.
-        any_rank: as in :class:`groupwise.agents.Agents`.
+        environment: the environment.
+        tokenizer: tokenizer of the policy.
+        settings: limits of a rollout.
+        renderer: renders messages, and tool schemas if the environment uses tools.
+        any_rank: as in :class:`groupwise.agents.MultiTurnRollouts`.
     """
 
-    current: list[Any] | None = None
+    environments = None  # one environment runs all rollouts: reward functions get none per completion
 
     def __init__(
         self,
-        driver: Driver,
-        tokenizer: Any,
-        settings: AgentSettings,
+        environment: RolloutEnvironment,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: MultiTurnSettings,
         renderer: Renderer,
         any_rank: Callable[[bool], bool] = bool,
     ) -> None:
-        self.driver, self.settings, self.renderer, self.any_rank = driver, settings, renderer, any_rank
-        self.parser = TurnParser(tokenizer, renderer.chat_template, needed=False)
-        self.title = f"environment {type(driver).__name__!r}"
-        self.runner = Runner()
+        self.environment, self.settings, self.renderer = environment, settings, renderer
+        self.any_rank = any_rank
+        self.parser = TurnParser(tokenizer, renderer.chat_template, with_tools=False)
+        self.title = f"environment {type(environment).__name__!r}"
+        self.executor = ToolExecutor()
 
     def generate_rollouts(
         self,
@@ -117,150 +134,175 @@ class EnvironmentDrivenRollouts:
         backend: GenerationBackend,
         generation_kwargs: Mapping[str, Any] | None = None,
     ) -> RolloutBatch:
-        """One rollout for each row.
+        """Run one rollout for each row.
+
+        Args:
+            rows: dataset rows; rows of one group are adjacent.
+            backend: sampler of the turns.
+            generation_kwargs: sampler settings in place of the run's, as in ``SamplingOptions``.
+
+        Returns:
+            Completions of all turns, with ``loss_mask`` 0 on other messages; the columns that the environment
+            returned.
 
         Raises:
-            AgentError: the driver failed, took too long, or never asked for a turn.
+            AgentError: the environment failed, exceeded its time limit, or ended without a turn.
         """
-        talks = [_Talk() for _ in rows]
-        columns: list[dict[str, Any]] = [{} for _ in rows]
-        events: queue.Queue[_Request | _End] = queue.Queue()
+        rollouts = [_Rollout() for _ in rows]
+        events: queue.Queue[_TurnRequest | _RolloutEnd] = queue.Queue()
 
-        async def play(index: int) -> None:
-            async def chat(messages: list[dict[str, Any]], schemas: list[Any]) -> Reply:
-                answer = asyncio.get_running_loop().create_future()
-                events.put(_Request(talks[index], list(messages), list(schemas), answer))
-                return await answer
+        async def run(index: int) -> None:
+            async def chat(messages: list[Message], schemas: list[ToolSchema]) -> ChatResponse:
+                response: asyncio.Future[ChatResponse] = asyncio.get_running_loop().create_future()
+                events.put(_TurnRequest(rollouts[index], list(messages), list(schemas), response))
+                return await response
 
             error = None
             try:
-                columns[index] = await self.driver.drive(rows[index], chat)
-            except OutOfRoomError:
-                pass  # the completion is as long as it may be
+                rollouts[index].columns = await self.environment.run_rollout(rows[index], chat)
+            except MaxLengthReachedError:
+                pass  # the completion is complete, without columns
             except Exception as problem:
                 error = problem
-            events.put(_End(index, error))
+            events.put(_RolloutEnd(index, error))
 
-        futures = [self.runner.submit(play(index)) for index in range(len(rows))]
+        futures = [self.executor.submit(run(index)) for index in range(len(rows))]
         try:
             self._serve(events, len(rows), backend, generation_kwargs or {})
         finally:
             for future in futures:
                 future.cancel()
-        return self._batch(rows, talks, columns)
+        return self._make_batch(rows, rollouts)
 
     def _serve(
         self,
-        events: queue.Queue[_Request | _End],
-        live: int,
+        events: queue.Queue[_TurnRequest | _RolloutEnd],
+        num_running: int,
         backend: GenerationBackend,
         generation_kwargs: Mapping[str, Any],
     ) -> None:
-        """Answer until every rollout has ended; those that ask in time share a call of the backend."""
-        patience = PATIENCE
-        while self.any_rank(live > 0):
-            requests: list[_Request] = []
+        """Sample requested turns until all rollouts have ended, on all ranks.
+
+        Requests that arrive within the duration of the previous generate call share the next one.
+        """
+        patience = MIN_WAIT
+        while self.any_rank(num_running > 0):
+            requests: list[_TurnRequest] = []
             started = time.monotonic()
-            while len(requests) < live:
-                left = patience - (time.monotonic() - started) if requests else self.driver.time_limit
+            while len(requests) < num_running:
+                timeout = patience - (time.monotonic() - started) if requests else self.environment.time_limit
                 try:
-                    event = events.get(timeout=max(left, 0.0))
+                    event = events.get(timeout=max(timeout, 0.0))
                 except queue.Empty:
                     if requests:
                         break
                     raise AgentError(
-                        f"{self.title}: none of {live} rollouts asked for a turn or ended within "
-                        f"{self.driver.time_limit:g} seconds (its time_limit)"
+                        f"{self.title}: none of {num_running} rollouts requested a turn or ended within "
+                        f"{self.environment.time_limit:g} seconds (its time_limit)"
                     ) from None
-                if isinstance(event, _Request):
+                if isinstance(event, _TurnRequest):
                     requests.append(event)
                     continue
-                live -= 1
+                num_running -= 1
                 if event.error is not None:
-                    with boundary(AgentError, f"{self.title}, method 'drive'", sample=event.index):
+                    with boundary(AgentError, f"{self.title}, method 'run_rollout'", sample=event.index):
                         raise event.error
-            ready = [request for request in requests if self._extend(request, backend)]
+            ready = [
+                (request, trajectory)
+                for request in requests
+                if (trajectory := self._append_messages(request, backend)) is not None
+            ]
             if self.any_rank(bool(ready)):
                 started = time.monotonic()
                 self._generate(ready, backend, generation_kwargs)
-                patience = max(PATIENCE, time.monotonic() - started)
+                patience = max(MIN_WAIT, time.monotonic() - started)
 
-    def _extend(self, request: _Request, backend: GenerationBackend) -> bool:
-        """Bring the tokens up to the messages; where they do not fit, the answer is an error."""
-        talk, given = request.talk, request.messages
-        if talk.transcript is None:
-            talk.opening = talk.messages = given
-            prompt_ids = self.renderer.prompt(given, request.schemas, self.settings.max_prompt_length)
-            talk.transcript = open_transcript(prompt_ids, self.settings, backend, self.title)
-            return True
-        known, talk.messages = talk.messages, given
-        new = given[len(known) :]
-        continued = bool(new) and all(map(_same, known, given))
-        if self._follow(talk.transcript, new if continued else [], request):
-            return True
-        self.runner.call(_settle, request.answer, OutOfRoomError())
-        return False
+    def _append_messages(self, request: _TurnRequest, backend: GenerationBackend) -> Trajectory | None:
+        """Append the new messages of a request to its trajectory.
 
-    def _follow(self, transcript: Transcript, new: list[dict[str, Any]], request: _Request) -> bool:
-        """Append the messages that are new; without any, follow the conversation as it is rendered now."""
-        if new and transcript.token_ids:
+        Returns:
+            The trajectory; None if no token remains for a turn, which becomes the error of the request.
+        """
+        rollout, messages = request.rollout, request.messages
+        previous, rollout.messages = rollout.messages, messages
+        if rollout.trajectory is None:
+            rollout.prompt = messages
+            prompt_ids = self.renderer.render_prompt(
+                messages, request.schemas, self.settings.max_prompt_length
+            )
+            rollout.trajectory = start_trajectory(prompt_ids, self.settings, backend, self.title)
+            return rollout.trajectory
+        new = messages[len(previous) :]
+        if not all(map(_same_message, previous, messages)):
+            new = []
+        if self._append_or_fork(rollout.trajectory, new, request):
+            return rollout.trajectory
+        self.executor.call_soon(_settle, request.response, MaxLengthReachedError())
+        return None
+
+    def _append_or_fork(self, trajectory: Trajectory, new: list[Message], request: _TurnRequest) -> bool:
+        """Append ``new`` messages, or fork if there are none because the history has changed."""
+        if new and trajectory.token_ids:
             try:
-                return transcript.observed(self.renderer.observation(new, transcript.token_ids[-1]))
-            except DriftError:
+                tokens, _ = self.renderer.render_next_messages(new, trajectory.token_ids[-1])
+                return trajectory.append_observed(tokens)
+            except PrefixMismatchError:
                 pass
-        return transcript.follow(self.renderer.whole(request.messages, request.schemas))
+        return trajectory.continue_from(self.renderer.render_prompt(request.messages, request.schemas))
 
     def _generate(
-        self, ready: list[_Request], backend: GenerationBackend, generation_kwargs: Mapping[str, Any]
+        self,
+        ready: list[tuple[_TurnRequest, Trajectory]],
+        backend: GenerationBackend,
+        generation_kwargs: Mapping[str, Any],
     ) -> None:
+        """Sample the turns of all ``ready`` requests in one call of the backend."""
         if not ready:
             join_collective_generate(backend)
             return
-        transcripts = [request.talk.transcript for request in ready if request.talk.transcript is not None]
-        contexts = [transcript.context for transcript in transcripts]
-        rooms = [transcript.room for transcript in transcripts]
-        completions = backend.generate(contexts, SamplingOptions(rooms, None, generation_kwargs))
-        for request, transcript, completion in zip(ready, transcripts, completions, strict=True):
-            turn = self.parser(transcript.context, completion.token_ids, request.schemas)
-            transcript.sampled(completion)
-            request.talk.messages = [*request.talk.messages, turn.message]
-            self.runner.call(_settle, request.answer, Reply(turn.message, transcript.truncated))
+        contexts = [trajectory.context_ids for _, trajectory in ready]
+        limits = [trajectory.remaining_tokens for _, trajectory in ready]
+        sampling = SamplingOptions(limits, None, generation_kwargs)
+        completions = backend.generate(contexts, sampling)
+        for (request, trajectory), context_ids, completion in zip(ready, contexts, completions, strict=True):
+            message = self.parser(context_ids, completion.token_ids, request.schemas).message
+            trajectory.append_sampled(completion)
+            request.rollout.messages = [*request.rollout.messages, message]
+            self.executor.call_soon(_settle, request.response, ChatResponse(message, trajectory.truncated))
 
-    def _batch(
-        self, rows: list[dict[str, Any]], talks: list[_Talk], columns: list[dict[str, Any]]
-    ) -> RolloutBatch:
-        transcripts = [talk.transcript for talk in talks if talk.transcript is not None]
-        if len(transcripts) < len(talks):
-            index = next(i for i, talk in enumerate(talks) if talk.transcript is None)
-            raise AgentError(f"{self.title}: rollout {index} ended without asking the policy for a turn")
-        names = dict.fromkeys(name for each in columns for name in each)
-        forks = float(sum(transcript.forks for transcript in transcripts))
+    def _make_batch(self, rows: list[dict[str, Any]], rollouts: list[_Rollout]) -> RolloutBatch:
+        trajectories = [rollout.trajectory for rollout in rollouts if rollout.trajectory is not None]
+        if len(trajectories) < len(rollouts):
+            index = next(i for i, rollout in enumerate(rollouts) if rollout.trajectory is None)
+            raise AgentError(f"{self.title}: rollout {index} ended without a turn of the policy")
+        names = dict.fromkeys(name for rollout in rollouts for name in rollout.columns)
+        num_forks = float(sum(trajectory.num_forks for trajectory in trajectories))
         return RolloutBatch(
             rows=rows,
-            prompts=[talk.opening for talk in talks],
-            prompt_ids=[transcript.prompt_ids for transcript in transcripts],
-            completions=[transcript.completion() for transcript in transcripts],
-            texts=[talk.messages[len(talk.opening) :] for talk in talks],
-            extra={name: [each.get(name) for each in columns] for name in names},
-            metrics={"tools/fork_frequency": Mean(forks, float(len(talks)))},
+            prompts=[rollout.prompt for rollout in rollouts],
+            prompt_ids=[trajectory.prompt_ids for trajectory in trajectories],
+            completions=[trajectory.completion() for trajectory in trajectories],
+            texts=[rollout.messages[len(rollout.prompt) :] for rollout in rollouts],
+            extra={name: [rollout.columns.get(name) for rollout in rollouts] for name in names},
+            metrics={"tools/fork_frequency": Mean(num_forks, float(len(rollouts)))},
         )
 
 
-def _settle(answer: asyncio.Future[Reply], value: Reply | Exception) -> None:
-    if answer.done():  # cancelled: nobody waits any more
+def _settle(future: asyncio.Future[ChatResponse], value: ChatResponse | Exception) -> None:
+    if future.done():  # cancelled
         return
     if isinstance(value, Exception):
-        answer.set_exception(value)
+        future.set_exception(value)
     else:
-        answer.set_result(value)
+        future.set_result(value)
 
 
-def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two messages say the same, whatever else they carry."""
+def _same_message(one: Message, other: Message) -> bool:
+    """Compare role, content and tool calls of two messages; other keys are ignored."""
 
-    def said(message: dict[str, Any]) -> Any:
+    def key(message: Message) -> tuple[object, ...]:
         calls = [call.get("function", call) for call in message.get("tool_calls") or []]
         content = message.get("content") or ""
         return message["role"], content, [(call["name"], call["arguments"]) for call in calls]
 
-    return said(one) == said(other)
+    return key(one) == key(other)

@@ -1,230 +1,237 @@
-"""Instances of the user's environments: made once, reset for every rollout, asked for tools and rewards."""
+"""The user's environments: instances created once, reset for each rollout, with tools and rewards."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
-from groupwise.agents.tools import Runner, Tool, Toolbox, is_async, make_tool, time_limit_of
+from groupwise.agents.parsing import ToolSchema
+from groupwise.agents.tools import Content, Tool, ToolExecutor, ToolSet, is_async, make_tool, time_limit_of
 from groupwise.errors import AgentError, ConfigError, RewardError, boundary
+from groupwise.tokenization.prompts import Message, Prompt, content_blocks, content_text, is_conversational
 
-#: The prompt of rows that have none: the environment's observation becomes its text.
-EMPTY_PROMPT = [{"role": "user", "content": ""}]
+_NOT_TOOLS = ("reset", "get_reward")
 
-_RESERVED = ("reset", "get_reward")
+
+class Environment(Protocol):
+    """An environment: ``reset``, public methods as tools, and optionally ``get_reward() -> float | None``.
+
+    ``reset`` is called with the columns of the row before each rollout, and returns an observation (None,
+    text or content blocks). ``reset``, ``get_reward`` and the tools may be async.
+    """
+
+    @property
+    def reset(self) -> Callable[..., Any]: ...
+
+
+EnvironmentFactory = Callable[[], Environment]
+
+
+def empty_prompt() -> list[Message]:
+    """Return the prompt of rows that have none; the environment's observation becomes its text."""
+    return [{"role": "user", "content": ""}]
 
 
 @dataclass
-class _Kind:
-    """One kind of environment.
+class _EnvironmentType:
+    """Instances of one factory.
 
-    instances: all that were made; a batch takes as many as it has rollouts of this kind.
-    methods: names of the public methods, which are tools.
+    Fields:
+        title: name of the environment in messages.
+        instances: all instances created so far; a batch uses as many as it has rollouts of this type.
+        schemas: tool schemas by the name of the public method.
     """
 
-    factory: Callable[[], Any]
+    factory: EnvironmentFactory
     title: str
     cls: type
-    instances: list[Any]
-    methods: list[str]
-    schemas: dict[str, dict[str, Any]] = field(default_factory=dict)
+    instances: list[Environment]
+    schemas: dict[str, ToolSchema] = field(default_factory=dict)
 
-    def take(self, index: int) -> Any:
+    def instance(self, index: int) -> Environment:
         while index >= len(self.instances):
-            self.instances.append(_make(self.factory, self.title))
+            self.instances.append(_create(self.factory, self.title))
         return self.instances[index]
 
-    def tools(self, instance: Any) -> list[Tool]:
-        return [Tool(name, getattr(instance, name), self.schemas[name], instance) for name in self.methods]
+    def tools(self, instance: Environment) -> list[Tool]:
+        return [
+            Tool(name, getattr(instance, name), schema, instance) for name, schema in self.schemas.items()
+        ]
 
 
-class Environments:
-    """The environments of a run.
+class EnvironmentPool:
+    """Environment instances of a run.
 
     Args:
-        factory: makes an instance, or names and what makes theirs; then the ``environment`` column of a row
-            says which one it uses.
+        factory: callable that returns an instance, or a dict of them by name; the ``environment`` column of a
+            row selects the name.
 
     Raises:
-        ConfigError: something that cannot make an environment, or methods that cannot be tools.
-        AgentError: a factory failed.
+        ConfigError: ``factory`` does not return environments, or a public method cannot be a tool.
+        AgentError: a factory raised.
     """
 
-    def __init__(self, factory: Any) -> None:
-        self.routed = isinstance(factory, dict)
-        named = factory if self.routed else {None: factory}
-        if not named:
+    def __init__(self, factory: EnvironmentFactory | Mapping[str, EnvironmentFactory]) -> None:
+        self.is_routed = isinstance(factory, Mapping)
+        factories: dict[Any, EnvironmentFactory] = (
+            dict(factory) if isinstance(factory, Mapping) else {None: factory}
+        )
+        if not factories:
             raise ConfigError("environment_factory is an empty dict; give it at least one name and factory")
-        self.kinds: dict[Any, _Kind] = {name: _probe(name, each) for name, each in named.items()}
+        self.types = {name: _create_type(name, each) for name, each in factories.items()}
 
     def tools(self) -> list[Tool]:
-        """Those of every kind of environment, on its first instance."""
-        return [tool for kind in self.kinds.values() for tool in kind.tools(kind.instances[0])]
+        """Return the tools of the first instance of every type."""
+        return [tool for each in self.types.values() for tool in each.tools(each.instances[0])]
 
-    def toolboxes(self, common: Sequence[Tool]) -> list[Toolbox]:
-        """Those a rollout of each kind of environment has, ``common`` tools included."""
-        return [Toolbox([*common, *kind.tools(kind.instances[0])]) for kind in self.kinds.values()]
-
-    def rewards(self) -> list[Callable[..., Any]]:
-        """A reward function for each class that has ``get_reward``; None for rollouts of other classes."""
-        classes = {
-            kind.cls: kind for kind in self.kinds.values() if callable(getattr(kind.cls, "get_reward", None))
-        }
-        return [_reward_function(cls, kind.title) for cls, kind in classes.items()]
-
-    def lend(self, rows: Sequence[dict[str, Any]]) -> list[tuple[Any, list[Tool]]]:
-        """An instance for each row, and its tools; the instances are the same ones in every batch."""
-        taken: dict[Any, int] = {}
-        lent = []
-        for index, row in enumerate(rows):
-            name = self._name(row, index)
-            taken[name] = taken.get(name, -1) + 1
-            kind = self.kinds[name]
-            instance = kind.take(taken[name])
-            lent.append((instance, kind.tools(instance)))
-        return lent
-
-    def reset(self, instances: Sequence[Any], rows: Sequence[dict[str, Any]], runner: Runner) -> list[Any]:
-        """What each environment shows at first: None, text or content blocks. All are reset together.
+    def tool_sets(self, common: Sequence[Tool]) -> list[ToolSet]:
+        """Return, for each type, the tools of its rollouts: ``common`` ones and its own.
 
         Raises:
-            AgentError: naming the environment, the method and the row.
+            ConfigError: two tools of a rollout have the same name.
         """
-        given = [self._columns(row) for row in rows]
-        jobs = [partial(instance.reset, **row) for instance, row in zip(instances, given, strict=True)]
-        limit = max(time_limit_of(instance.reset) for instance in instances)
-        results = runner.run_all(jobs, limit, "reset of the environments")
-        for index, result in enumerate(results):
-            title = self.kinds[self._name(rows[index], index)].title
-            with boundary(AgentError, f"{title}, method 'reset'", sample=index, row=given[index]):
-                if isinstance(result, TimeoutError | asyncio.TimeoutError):
-                    raise TimeoutError(f"it took longer than {limit:g} seconds")
-                if isinstance(result, BaseException):
-                    raise result
-                if not isinstance(result, str | list | None):
-                    raise TypeError(
-                        f"it returned {type(result).__name__}; allowed: None, str, a list of content blocks"
-                    )
-        return results
+        return [ToolSet([*common, *each.tools(each.instances[0])]) for each in self.types.values()]
 
-    def _name(self, row: dict[str, Any], index: int) -> Any:
-        name = row.get("environment") if self.routed else None
-        if name not in self.kinds:
+    def reward_funcs(self) -> list[Callable[..., Any]]:
+        """Return one reward function per class with ``get_reward``; it returns None for other rollouts."""
+        classes = {
+            each.cls: each for each in self.types.values() if callable(getattr(each.cls, "get_reward", None))
+        }
+        return [_reward_func(cls, each.title) for cls, each in classes.items()]
+
+    def acquire(self, rows: Sequence[Mapping[str, Any]]) -> list[tuple[Environment, list[Tool]]]:
+        """Return an instance and its tools for each row; every batch reuses the same instances.
+
+        Raises:
+            ConfigError: a row selects an unknown environment.
+        """
+        used: dict[str | None, int] = {}
+        acquired = []
+        for index, row in enumerate(rows):
+            name = self._name(row, index)
+            environment_type = self.types[name]
+            instance = environment_type.instance(used.get(name, 0))
+            used[name] = used.get(name, 0) + 1
+            acquired.append((instance, environment_type.tools(instance)))
+        return acquired
+
+    def reset(
+        self, instances: Sequence[Environment], rows: Sequence[Mapping[str, Any]], executor: ToolExecutor
+    ) -> list[Content | None]:
+        """Reset all instances concurrently and return their observations.
+
+        Raises:
+            AgentError: a ``reset`` failed; names the environment, the method and the row.
+        """
+        columns = [self._columns(row) for row in rows]
+        calls = [partial(each.reset, **row) for each, row in zip(instances, columns, strict=True)]
+        limit = max(time_limit_of(instance.reset) for instance in instances)
+        observations = executor.run_all(calls, limit, "reset of the environments")
+        for index, observation in enumerate(observations):
+            title = self.types[self._name(rows[index], index)].title
+            with boundary(AgentError, f"{title}, method 'reset'", sample=index, row=columns[index]):
+                if isinstance(observation, TimeoutError | asyncio.TimeoutError):
+                    raise TimeoutError(f"it took longer than {limit:g} seconds")
+                if isinstance(observation, BaseException):
+                    raise observation
+                if not isinstance(observation, str | list | None):
+                    raise TypeError(
+                        f"it returned {type(observation).__name__}; allowed: None, str, a list of content "
+                        "blocks"
+                    )
+        return observations
+
+    def _name(self, row: Mapping[str, Any], index: int) -> str | None:
+        name = row.get("environment") if self.is_routed else None
+        if name not in self.types:
             raise ConfigError(
-                f"row {index} has environment={name!r}; the environment_factory knows "
-                f"{', '.join(map(repr, self.kinds))} (column 'environment')"
+                f"row {index} has environment={name!r}; allowed: the names in environment_factory, "
+                f"{', '.join(map(repr, self.types))} (column 'environment')"
             )
         return name
 
-    def _columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in row.items() if not (self.routed and key == "environment")}
+    def _columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in row.items() if not (self.is_routed and key == "environment")}
 
 
-def _make(factory: Callable[[], Any], title: str) -> Any:
+def _create(factory: EnvironmentFactory, title: str) -> Environment:
     with boundary(AgentError, f"environment_factory of {title}"):
         return factory()
 
 
-def _probe(name: Any, factory: Any) -> _Kind:
-    """Make the first instance and look at what it can do."""
+def _create_type(name: str | None, factory: EnvironmentFactory) -> _EnvironmentType:
+    """Create the first instance and derive the tools from its class."""
     title = "the environment" if name is None else f"environment {name!r}"
     if not callable(factory):
         raise ConfigError(
             f"environment_factory of {title} is {factory!r} ({type(factory).__name__}); allowed: a class or "
             "function that returns an instance, or a dict of such"
         )
-    instance = _make(factory, title)
+    instance = _create(factory, title)
     cls = type(instance)
     title = f"environment {cls.__name__!r}" if name is None else title
     if not callable(getattr(cls, "reset", None)):
         raise ConfigError(
             f"{title} ({cls.__name__}) has no method 'reset'; it is called before every rollout"
         )
-    # Looked up on the class: properties of an instance are not to be evaluated.
-    public = [n for n, _ in inspect.getmembers(cls, inspect.isfunction) if not n.startswith("_")]
-    methods = [n for n in public if n not in _RESERVED]
+    # Looked up on the class: getattr on the instance would evaluate its properties.
+    methods = [name for name, _ in inspect.getmembers(cls, inspect.isfunction)]
+    methods = [name for name in methods if not name.startswith("_") and name not in _NOT_TOOLS]
     tools = [make_tool(getattr(instance, method), instance) for method in methods]
-    return _Kind(factory, title, cls, [instance], methods, {tool.name: tool.schema for tool in tools})
+    schemas = {method: tool.schema for method, tool in zip(methods, tools, strict=True)}
+    return _EnvironmentType(factory, title, cls, [instance], schemas)
 
 
-def _reward_function(cls: Any, title: str) -> Callable[..., Any]:
-    """Calls ``get_reward`` of the instances of one class; async ones run together."""
+def _reward_func(cls: type, title: str) -> Callable[..., Any]:
+    """Return a reward function that calls ``get_reward`` of the instances of one class."""
 
     def entering(index: int) -> Any:
         return boundary(RewardError, f"{title}, method 'get_reward'", sample=index)
 
-    if is_async(cls.get_reward):
+    if is_async(cls.get_reward):  # type: ignore[attr-defined]
 
-        async def one(index: int, environment: Any) -> float | None:
+        async def get_reward(index: int, environment: Any) -> float | None:
             with entering(index):
                 return await environment.get_reward()
 
-        async def ask_together(environments: list[Any], **_: Any) -> list[float | None]:
-            mine = {i: one(i, e) for i, e in enumerate(environments) if type(e) is cls}
-            answers = dict(zip(mine, await asyncio.gather(*mine.values()), strict=True))
-            return [answers.get(i) for i in range(len(environments))]
+        async def gather_rewards(environments: list[Any], **_: object) -> list[float | None]:
+            calls = {i: get_reward(i, e) for i, e in enumerate(environments) if type(e) is cls}
+            rewards = dict(zip(calls, await asyncio.gather(*calls.values()), strict=True))
+            return [rewards.get(i) for i in range(len(environments))]
 
-        ask: Callable[..., Any] = ask_together
+        reward_func: Callable[..., Any] = gather_rewards
     else:
 
-        def ask_in_turn(environments: list[Any], **_: Any) -> list[float | None]:
-            answers: list[float | None] = []
+        def get_rewards(environments: list[Any], **_: object) -> list[float | None]:
+            rewards: list[float | None] = []
             for index, environment in enumerate(environments):
+                is_own = type(environment) is cls
                 with entering(index):
-                    answers.append(environment.get_reward() if type(environment) is cls else None)
-            return answers
+                    rewards.append(environment.get_reward() if is_own else None)
+            return rewards
 
-        ask = ask_in_turn
-    ask.__name__ = cls.__name__
-    return ask
+        reward_func = get_rewards
+    reward_func.__name__ = cls.__name__
+    return reward_func
 
 
-def with_observation(prompt: Any, observation: Any) -> Any:
-    """The prompt with what the environment shows behind its last user message; the given prompt stays."""
+def add_observation(prompt: Prompt, observation: Content | None) -> Prompt:
+    """Return a copy of the prompt with an observation appended to its last user message.
+
+    A prompt without a user message gets one.
+    """
     if observation is None:
         return prompt
-    if isinstance(prompt, str):
-        return prompt + as_text(observation)
-    place = next((i for i in reversed(range(len(prompt))) if prompt[i]["role"] == "user"), None)
-    if place is None:
+    if not is_conversational(prompt):
+        return str(prompt) + content_text(observation)
+    index = next((i for i in reversed(range(len(prompt))) if prompt[i]["role"] == "user"), None)
+    if index is None:
         return [*prompt, {"role": "user", "content": observation}]
-    content = prompt[place]["content"]
+    content = prompt[index]["content"]
     if isinstance(content, list) != isinstance(observation, list):
-        content, observation = as_blocks(content), as_blocks(observation)
-    return [*prompt[:place], {**prompt[place], "content": content + observation}, *prompt[place + 1 :]]
-
-
-def as_plain(prompt: Any) -> Any:
-    """The prompt with text for contents, as chat templates of text models take it.
-
-    Raises:
-        ConfigError: a block is no text.
-    """
-    if isinstance(prompt, str):
-        return prompt
-    return [{**message, "content": as_text(message.get("content") or "")} for message in prompt]
-
-
-def as_blocks(content: Any) -> list[dict[str, Any]]:
-    return content if isinstance(content, list) else [{"type": "text", "text": content}]
-
-
-def as_text(content: Any) -> str:
-    """Content blocks as one string.
-
-    Raises:
-        ConfigError: a block is no text.
-    """
-    if isinstance(content, str):
-        return content
-    other = [block.get("type") for block in content if block.get("type") != "text"]
-    if other:
-        raise ConfigError(
-            f"content block of type {other[0]!r}, but tools and environments take text only; "
-            "allowed: type 'text'"
-        )
-    return "".join(block["text"] for block in content)
+        content, observation = content_blocks({"content": content}), content_blocks({"content": observation})
+    return [*prompt[:index], {**prompt[index], "content": content + observation}, *prompt[index + 1 :]]

@@ -1,65 +1,74 @@
-"""Functions that a policy may call, and calling them: together, with a time limit, and never fatally."""
+"""Tools that the policy may call, and their execution: concurrent, with a time limit, errors as results."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import inspect
-import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers.utils import get_json_schema
 
-from groupwise.agents.parsing import Call
+from groupwise.agents.parsing import ToolCall, ToolSchema
 from groupwise.errors import AgentError, ConfigError
 
-logger = logging.getLogger(__name__)
-
-#: Seconds that a call may take where the function does not say otherwise.
+#: Default time limit of a call in seconds.
 TIME_LIMIT = 60.0
 
-#: Calls that run at the same time.
-CONCURRENT = 64
+#: Maximum number of concurrent calls.
+MAX_CONCURRENT_CALLS = 64
+
+#: Content of a message: text or content blocks.
+Content = str | list[dict[str, Any]]
+
+#: Seconds after the time limit of every call at which the event loop must be blocked.
+BLOCKED_MARGIN = 10.0
 
 _LIMIT_NAME = "time_limit"
 
+F = TypeVar("F", bound=Callable[..., object])
+T = TypeVar("T")
 
-def time_limit(seconds: float) -> Callable[[Any], Any]:
-    """A decorator: calls of this tool, or of this method of an environment, may take that long.
+
+def time_limit(seconds: float) -> Callable[[F], F]:
+    """Decorate a tool or a method of an environment with the time limit of its calls.
 
     >>> @time_limit(5.0)
     ... def search(query: str) -> str: ...
     """
 
-    def mark(function: Any) -> Any:
+    def mark(function: F) -> F:
         setattr(function, _LIMIT_NAME, seconds)
         return function
 
     return mark
 
 
-def time_limit_of(function: Any) -> float:
-    """Seconds that a call may take."""
+def time_limit_of(function: Callable[..., object]) -> float:
+    """Return the time limit of a function's calls in seconds."""
     return getattr(function, _LIMIT_NAME, TIME_LIMIT)
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A function a policy may call.
+    """A function that the policy may call.
 
-    owner: the environment whose method it is; calls of one owner run one after the other.
-    schema: how it is described to the model.
+    Fields:
+        name: name in tool calls.
+        function: the function, sync or async.
+        schema: JSON schema for the prompt.
+        owner: environment whose method the function is; calls of one owner are sequential.
     """
 
     name: str
     function: Callable[..., Any]
-    schema: dict[str, Any]
-    owner: Any = None
+    schema: ToolSchema
+    owner: object = None
 
     @property
     def time_limit(self) -> float:
@@ -67,18 +76,18 @@ class Tool:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a call gave: content of the message to the model, and whether it is an error."""
+class ToolResult:
+    """Result of a call: content of the tool message, and True in ``failed`` for an error."""
 
-    content: Any
+    content: Content
     failed: bool = False
 
 
-def make_tool(function: Callable[..., Any], owner: Any = None) -> Tool:
-    """Describe a function to a model, from its type hints and its docstring, or by its ``json_schema``.
+def make_tool(function: Callable[..., Any], owner: object = None) -> Tool:
+    """Create a tool from a function's type hints and Google-style docstring, or from its ``json_schema``.
 
     Raises:
-        ConfigError: it is no function, or lacks one of them.
+        ConfigError: ``function`` is not a function, or it lacks type hints or a docstring.
     """
     name = getattr(function, "__name__", None)
     if not callable(function) or name is None:
@@ -86,171 +95,179 @@ def make_tool(function: Callable[..., Any], owner: Any = None) -> Tool:
             f"tools holds {function!r} ({type(function).__name__}); allowed: functions and methods"
         )
     try:
-        schema = getattr(function, "json_schema", None)  # of tools that others describe
+        schema = getattr(function, "json_schema", None)  # set by adapters
         return Tool(name, function, schema or get_json_schema(function), owner)
-    except Exception as problem:  # of its own kinds, and whatever evaluating annotations raises
-        where = f"method of {type(owner).__name__}" if owner is not None else "tool"
+    except Exception as problem:  # own exceptions, and anything that evaluating annotations raises
+        kind = f"method of {type(owner).__name__}" if owner is not None else "tool"
         raise ConfigError(
-            f"{where} {name!r} cannot be described to the model: {problem}; it needs type hints for every "
+            f"{kind} {name!r} cannot be described to the model: {problem}; it needs type hints for every "
             "argument and a Google-style docstring with an 'Args:' section"
         ) from problem
 
 
-class Toolbox(dict[str, Tool]):
+class ToolSet(dict[str, Tool]):
     """The tools of one rollout by name.
 
     Raises:
-        ConfigError: two have the same name.
+        ConfigError: two tools have the same name.
     """
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         super().__init__({tool.name: tool for tool in tools})
         if len(self) < len(tools):
             names = [tool.name for tool in tools]
-            twice = sorted({name for name in names if names.count(name) > 1})
+            repeated = sorted({name for name in names if names.count(name) > 1})
             raise ConfigError(
-                f"several tools are called {', '.join(map(repr, twice))}; give each its own name"
+                f"several tools are called {', '.join(map(repr, repeated))}; give each its own name"
             )
 
     @property
-    def schemas(self) -> list[dict[str, Any]]:
+    def schemas(self) -> list[ToolSchema]:
         return [tool.schema for tool in self.values()]
 
-    def unknown(self, name: str) -> str:
-        return f"Tool {name} not found. Available: {', '.join(self) or 'none'}."
 
+class ToolExecutor:
+    """Execute calls in the event loop of a daemon thread: async functions there, others in threads.
 
-class Runner:
-    """Runs calls in an event loop of its own thread: async tools there, the others in threads.
-
-    The loop stays for the run, because async clients are bound to the loop that they were made in. A thread
-    cannot be stopped: a call that takes too long goes on unheard.
+    The loop lives as long as the run, because async clients are bound to the loop in which they were created.
+    Python cannot stop a thread: after the time limit a sync call keeps running and its result is discarded.
     """
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._gate: asyncio.Semaphore | None = None
+        self._semaphore: asyncio.Semaphore | None = None
 
-    def start(self, calls: Sequence[Call], tools: Toolbox) -> Future[list[Outcome]]:
-        """Start the calls of one turn; their outcomes come in the order of the calls.
+    def submit_calls(self, calls: Sequence[ToolCall], tools: ToolSet) -> Future[list[ToolResult]]:
+        """Start the tool calls of one turn.
 
-        Calls of an environment's methods run one after the other, those of other tools all together.
+        Calls of one environment's methods are sequential, others concurrent.
+
+        Returns:
+            Future of the results, in the order of the calls.
         """
-        return asyncio.run_coroutine_threadsafe(self._turn(calls, tools), self._running_loop())
+        return self.submit(self._run_calls(calls, tools))
 
-    def run_all(self, jobs: Sequence[Callable[[], Any]], limit: float, what: str) -> list[Any]:
-        """Results of functions without arguments, all started together; exceptions are results too.
+    def run_all(self, functions: Sequence[Callable[[], Any]], limit: float, what: str) -> list[Any]:
+        """Call functions without arguments concurrently; return their results or exceptions.
+
+        Args:
+            limit: time limit of each call in seconds.
+            what: name of the calls, for messages.
 
         Raises:
-            AgentError: they did not all end in time.
+            AgentError: the calls did not end within their limits.
         """
 
-        async def together() -> list[Any]:
-            return await asyncio.gather(*(self._limited(job, limit) for job in jobs), return_exceptions=True)
+        async def gather() -> list[Any]:
+            return await asyncio.gather(*(self._limited(f, limit) for f in functions), return_exceptions=True)
 
-        future = asyncio.run_coroutine_threadsafe(together(), self._running_loop())
-        return wait_for(future, limit * (1 + len(jobs) // CONCURRENT), what)
+        return wait_for(self.submit(gather()), limit * (1 + len(functions) // MAX_CONCURRENT_CALLS), what)
 
-    def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine in the event loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._running_loop())
 
-    def call(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Call a function in the event loop's thread, soon."""
+    def call_soon(self, function: Callable[..., object], *arguments: object) -> None:
+        """Call a function in the thread of the event loop."""
         self._running_loop().call_soon_threadsafe(function, *arguments)
 
-    async def _turn(self, calls: Sequence[Call], tools: Toolbox) -> list[Outcome]:
-        outcomes: list[Outcome | None] = [None] * len(calls)
+    async def _run_calls(self, calls: Sequence[ToolCall], tools: ToolSet) -> list[ToolResult]:
+        results: dict[int, ToolResult] = {}
 
-        async def chain(places: list[int]) -> None:
-            for place in places:
-                outcomes[place] = await self._call(calls[place], tools)
+        async def run_sequentially(indices: list[int]) -> None:
+            for index in indices:
+                results[index] = await self._run_call(calls[index], tools)
 
-        chains: dict[int, list[int]] = {}
-        for place, call in enumerate(calls):
+        sequences: dict[int, list[int]] = {}
+        for index, call in enumerate(calls):
             owner = tools[call.name].owner if call.name in tools else None
-            chains.setdefault(-place - 1 if owner is None else id(owner), []).append(place)
-        await asyncio.gather(*map(chain, chains.values()))
-        return outcomes  # type: ignore[return-value]
+            sequences.setdefault(-index - 1 if owner is None else id(owner), []).append(index)
+        await asyncio.gather(*map(run_sequentially, sequences.values()))
+        return [results[index] for index in range(len(calls))]
 
-    async def _call(self, call: Call, tools: Toolbox) -> Outcome:
-        """One call. Whatever goes wrong is told to the model: it may do better in its next turn."""
+    async def _run_call(self, call: ToolCall, tools: ToolSet) -> ToolResult:
+        """Execute one call; an error becomes its result, so that the policy can react to it."""
         if call.error is not None:
             return _failure(call.error)
         tool = tools.get(call.name)
         if tool is None:
-            return _failure(tools.unknown(call.name))
+            return _failure(f"Tool {call.name} not found. Available: {', '.join(tools) or 'none'}.")
         try:
             result = await self._limited(
-                lambda: tool.function(**call.arguments), tool.time_limit, tool.function
+                lambda: tool.function(**call.arguments), tool.time_limit, is_async(tool.function)
             )
         except (asyncio.TimeoutError, TimeoutError):
             return _failure(f"{call.name} took longer than {tool.time_limit:g} seconds.")
         except Exception as problem:
             return _failure(str(problem) or type(problem).__name__)
-        blocks = isinstance(result, list) and all(isinstance(b, dict) and "type" in b for b in result)
-        return Outcome(result if blocks and result else str(result))
+        is_blocks = isinstance(result, list) and all(isinstance(b, dict) and "type" in b for b in result)
+        return ToolResult(result if is_blocks and result else str(result))
 
-    async def _limited(self, job: Callable[[], Any], limit: float, function: Any = None) -> Any:
-        assert self._gate is not None
-        async with self._gate:
-            awaitable = job() if is_async(function or job) else _in_thread(job)
-            return await asyncio.wait_for(awaitable, limit)
+    async def _limited(
+        self, function: Callable[[], Any], limit: float, returns_coroutine: bool | None = None
+    ) -> Any:
+        if self._semaphore is None:
+            self._semaphore = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
+        if returns_coroutine is None:
+            returns_coroutine = is_async(function)
+        async with self._semaphore:
+            return await asyncio.wait_for(function() if returns_coroutine else _in_thread(function), limit)
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            self._gate = asyncio.Semaphore(CONCURRENT)
-            # A daemon: a call that never ends must not keep the process from ending.
+            # A daemon thread: a call that never ends must not keep the process from exiting.
             threading.Thread(target=self._loop.run_forever, name="groupwise-tools", daemon=True).start()
         return self._loop
 
 
-def is_async(function: Any) -> bool:
-    """Whether calling it gives a coroutine."""
+def is_async(function: Callable[..., object]) -> bool:
+    """Return True if calling ``function`` returns a coroutine."""
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def _in_thread(job: Callable[[], Any]) -> Awaitable[Any]:
-    """The result of a function that runs in a daemon thread of its own."""
+def _in_thread(function: Callable[[], T]) -> Awaitable[T]:
+    """Call ``function`` in a daemon thread of its own."""
     loop = asyncio.get_running_loop()
-    answer: asyncio.Future[Any] = loop.create_future()
+    future: asyncio.Future[T] = loop.create_future()
 
-    def deliver(set_value: Callable[[Any], None], value: Any) -> None:
-        if not answer.done():  # nobody waits for a late one
-            set_value(value)
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():  # the time limit has cancelled it
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
 
     def run() -> None:
         try:
-            value, set_value = job(), answer.set_result
-        except BaseException as error:  # an exit in a tool must not end a thread silently
-            usable = isinstance(error, Exception) and not isinstance(
-                error, StopIteration
-            )  # futures take no such
-            value = error if usable else RuntimeError(f"{type(error).__name__}: {error}")
-            set_value = answer.set_exception
-        loop.call_soon_threadsafe(deliver, set_value, value)
+            loop.call_soon_threadsafe(settle, function(), None)
+        except BaseException as problem:  # SystemExit in a tool must not end the thread without a result
+            error = problem
+            if not isinstance(problem, Exception) or isinstance(problem, StopIteration):  # futures refuse it
+                error = RuntimeError(f"{type(problem).__name__}: {problem}")
+            loop.call_soon_threadsafe(settle, None, error)
 
     threading.Thread(target=run, daemon=True).start()
-    return answer
+    return future
 
 
-def wait_for(future: Future[Any], seconds: float, what: str) -> Any:
-    """The result of a future that limits itself; the margin is for a loop that something blocks.
+def wait_for(future: Future[T], seconds: float, what: str) -> T:
+    """Return the result of a future that limits itself to ``seconds``.
 
     Raises:
-        AgentError: naming what was waited for.
+        AgentError: there is no result 10 s after the limit, because something blocks the event loop.
     """
     try:
-        return future.result(seconds + 10.0)
+        return future.result(seconds + BLOCKED_MARGIN)
     except FutureTimeoutError:
         raise AgentError(
-            f"{what} did not end within {seconds + 10.0:g} seconds: an async function blocks the event loop "
-            "of the tools (time.sleep, requests); make it await, or make it a plain function"
+            f"{what} did not end within {seconds + BLOCKED_MARGIN:g} seconds: an async function blocks the "
+            "event loop of the tools (time.sleep, requests); use await, or make it a plain function"
         ) from None
 
 
-def _failure(message: str) -> Outcome:
-    return Outcome(str({"error": message}), failed=True)
+def _failure(message: str) -> ToolResult:
+    return ToolResult(str({"error": message}), failed=True)

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from groupwise.cli.report import Finding, fail, ok, warn
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.tokenization.prompts import Prompt, is_chat
+from groupwise.tokenization.prompts import Prompt, is_conversational
 
 
 def batch_findings(config: GRPOConfig, prompts: int | None) -> Iterator[Finding]:
@@ -62,7 +62,7 @@ def _step_findings(config: GRPOConfig, prompts: int, per_batch: int, uses: int) 
 
 def row_findings(rows: Sequence[dict[str, Any]]) -> Iterator[Finding]:
     """Report empty or missing prompts, and a mix of text and chat prompts."""
-    kinds = {"chat" if is_chat(row["prompt"]) else "text" for row in rows if row["prompt"]}
+    kinds = {"chat" if is_conversational(row["prompt"]) else "text" for row in rows if row["prompt"]}
     empty = [index for index, row in enumerate(rows) if not row["prompt"]]
     if empty:
         yield fail("prompts", f"{len(empty)} empty prompt(s), the first in row {empty[0]}")
@@ -142,7 +142,7 @@ def tokenizer_findings(
             "tokenizer",
             f"it has {len(tokenizer)} tokens, the model {vocabulary}; resize the model's embeddings",
         )
-    if is_chat(prompt):
+    if is_conversational(prompt):
         yield from _template_findings(tokenizer, end_tokens, prompt, template_kwargs)
     else:
         ids = tokenizer(prompt)["input_ids"]

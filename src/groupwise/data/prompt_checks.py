@@ -13,7 +13,7 @@ from groupwise.config.sampling import chosen_backend
 from groupwise.errors import ConfigError
 from groupwise.policy.build import text_config
 from groupwise.tokenization.images import is_processor
-from groupwise.tokenization.prompts import is_chat, tokenize_prompt
+from groupwise.tokenization.prompts import is_conversational, tokenize_prompt
 
 #: More than what a chat template adds to a message.
 _MESSAGE_TOKENS = 64
@@ -85,9 +85,10 @@ class PromptCheck:
     def _check_length(self, prompt: Any, where: str) -> None:
         assert self.context is not None
         room = self.context.tokens - self.config.max_completion_length
-        if is_chat(prompt) and self.template_is_elsewhere:
+        if is_conversational(prompt) and self.template_is_elsewhere:
             return
-        texts = [message.get("content") or "" for message in prompt] if is_chat(prompt) else [prompt]
+        is_chat = is_conversational(prompt)
+        texts = [message.get("content") or "" for message in prompt] if is_chat else [prompt]
         if not all(isinstance(text, str) for text in texts):  # images, whose tokens only the model knows
             return
         # A token is at least one byte: most prompts are short enough without being tokenised.

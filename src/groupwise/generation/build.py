@@ -11,7 +11,7 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import chosen_backend, truncating
 from groupwise.errors import ConfigError
 from groupwise.generation.base import BACKENDS, GenerationBackend, ProcessingClass
-from groupwise.tokenization.images import is_processor, sampled_never
+from groupwise.tokenization.images import image_suppress_tokens, is_processor
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def make_backend(
         made = backend
     else:
         entry = BACKENDS.get(backend or chosen_backend(config))
-        made = entry.factory(policy, config, processing_class, sampled_never(policy(), processing_class))
+        made = entry.factory(policy, config, processing_class, image_suppress_tokens(policy(), processing_class))
     if is_processor(processing_class) and not made.supports_images:
         raise ConfigError(
             f"processing_class is a {type(processing_class).__name__}, but {type(made).__name__} does not "

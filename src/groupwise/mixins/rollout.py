@@ -8,21 +8,21 @@ from typing import Any
 
 from transformers import TrainerState
 
-from groupwise.agents import Agents, EnvironmentDrivenRollouts
+from groupwise.agents import EnvironmentDrivenRollouts, MultiTurnRollouts
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.images import ImageInputs
 from groupwise.generation.base import GenerationBackend
 from groupwise.generation.rollout_func import call_rollout_function
 from groupwise.records import Completion, RolloutBatch, RolloutFunction, RolloutRequest, Row, SamplingOptions
 from groupwise.tokenization.images import (
-    check_rollout,
-    image_prompt,
+    check_no_images,
+    check_prompt_ids,
+    insert_images,
     is_processor,
-    read_prompt,
-    refuse_images,
+    process_prompt,
     row_images,
 )
-from groupwise.tokenization.prompts import as_completion, same_prompt, tokenize_prompt
+from groupwise.tokenization.prompts import format_completion, prompts_equal, tokenize_prompt
 
 #: Receives the positions of finished rows in the request and their completions.
 OnFinished = Callable[[Sequence[int], list[Completion]], None]
@@ -36,7 +36,7 @@ class RolloutMixin:
     processing_class: Any
     backend: GenerationBackend
     rollout_func: RolloutFunction | None
-    agents: Agents | EnvironmentDrivenRollouts | None
+    agents: MultiTurnRollouts | EnvironmentDrivenRollouts | None
 
     def generate_rollouts(self, request: RolloutRequest) -> RolloutBatch:
         """Sample one completion per row of ``request``; equal prompts get independent samples.
@@ -85,7 +85,7 @@ class RolloutMixin:
             images: image inputs per row; None without a processor.
             extra: further columns for the reward functions, B entries each.
         """
-        prompts = [image_prompt(row) for row in request.rows]
+        prompts = [insert_images(row) for row in request.rows]
         texts = self.processing_class.batch_decode(
             [completion.token_ids for completion in completions], skip_special_tokens=True
         )
@@ -94,7 +94,7 @@ class RolloutMixin:
             prompts=prompts,
             prompt_ids=prompt_ids,
             completions=completions,
-            texts=[as_completion(prompt, text) for prompt, text in zip(prompts, texts, strict=True)],
+            texts=[format_completion(prompt, text) for prompt, text in zip(prompts, texts, strict=True)],
             num_generations=request.num_generations,
             num_valid=request.num_valid,
             mode=request.mode,
@@ -123,22 +123,22 @@ class RolloutMixin:
         return ids, [images for _, images in pairs] if is_processor(self.processing_class) else None
 
     def _tokenize_row(self, row: Row) -> tuple[list[int], ImageInputs | None]:
-        prompt = image_prompt(row)
+        prompt = insert_images(row)
         template_kwargs, max_length = self.args.chat_template_kwargs, self.args.max_prompt_length
         if is_processor(self.processing_class):
-            return read_prompt(self.processing_class, prompt, row_images(row), template_kwargs, max_length)  # type: ignore[arg-type]
-        refuse_images(row, prompt, self.processing_class)
+            return process_prompt(self.processing_class, prompt, row_images(row), template_kwargs, max_length)  # type: ignore[arg-type]
+        check_no_images(row, prompt, self.processing_class)
         return tokenize_prompt(self.processing_class, prompt, template_kwargs, max_length), None  # type: ignore[arg-type]
 
     def _call_rollout_func(self, request: RolloutRequest) -> RolloutBatch:
-        prompts = [image_prompt(row) for row in request.rows]
+        prompts = [insert_images(row) for row in request.rows]
         prompt_ids, completions, extra = call_rollout_function(
             self.rollout_func, prompts, self, self.backend.end_tokens
         )
         images = None
         if is_processor(self.processing_class):
             own_ids, images = self.tokenize(request.rows)
-            check_rollout(prompt_ids, own_ids, images)
+            check_prompt_ids(prompt_ids, own_ids, images)
         return self.make_rollouts(request, prompt_ids, completions, images=images, extra=extra)
 
     def _partial_rollouts(self, request: RolloutRequest, prompt_ids: list[list[int]]) -> OnFinished | None:
@@ -156,6 +156,6 @@ class RolloutMixin:
 
 
 def _same_input(row: Row, other: Row) -> bool:
-    return same_prompt(image_prompt(row), image_prompt(other)) and same_prompt(
+    return prompts_equal(insert_images(row), insert_images(other)) and prompts_equal(
         row_images(row), row_images(other)
     )

@@ -1,25 +1,35 @@
-"""Prompts to tokens, tokens to completions."""
+"""Tokenize prompts and format completions; a prompt is plain text or a list of chat messages."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard, cast
 
-#: A string, or a list of chat messages ``{"role": ..., "content": ...}``.
-Prompt = Any
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+from groupwise.errors import ConfigError
+
+#: A chat message ``{"role": ..., "content": ...}``; the content is a string or a list of content blocks.
+Message = dict[str, Any]
+
+Prompt = str | list[Message]
+
+#: A tokenizer, or the processor of a vision-language model.
+ProcessingClass = PreTrainedTokenizerBase | ProcessorMixin
 
 
-def is_chat(prompt: Prompt) -> bool:
-    """Whether a prompt is a list of chat messages rather than plain text."""
+def is_conversational(prompt: Prompt) -> TypeGuard[list[Message]]:
+    """Return True if ``prompt`` is a list of chat messages, False if it is plain text."""
     return not isinstance(prompt, str)
 
 
-def continues(prompt: Prompt) -> bool:
-    """Whether a chat prompt ends in an assistant message that is to be continued."""
-    return prompt[-1]["role"] == "assistant"
+def has_prefill(messages: Sequence[Message]) -> bool:
+    """Return True if the last message is the beginning of an assistant turn, which the model continues."""
+    return messages[-1]["role"] == "assistant"
 
 
-def same_prompt(one: Prompt, other: Prompt) -> bool:
-    """Whether two prompts are equal; arrays as images, which cannot tell, are different."""
+def prompts_equal(one: object, other: object) -> bool:
+    """Compare two prompts; False if they hold arrays, which have no single truth value."""
     try:
         return bool(one == other)
     except ValueError:
@@ -27,50 +37,95 @@ def same_prompt(one: Prompt, other: Prompt) -> bool:
 
 
 def tokenize_prompt(
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     prompt: Prompt,
-    template_kwargs: dict[str, Any] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
     max_length: int | None = None,
 ) -> list[int]:
-    """Token ids of a prompt, ready to be continued.
+    """Tokenize a prompt up to the point where the completion begins.
 
-    Chat prompts go through the chat template; one that ends with an assistant message is continued where it
-    stops. Prompts longer than ``max_length`` lose tokens on the left.
+    Args:
+        prompt: chat messages go through the chat template, with a generation prompt or, if the last message
+            is the assistant's, with ``continue_final_message``; text is tokenized as it is.
+        template_kwargs: further variables of the chat template.
+        max_length: longer prompts are truncated on the left.
+
+    Returns:
+        Token ids, without padding.
     """
-    if is_chat(prompt):
-        unfinished = continues(prompt)
-        ids = tokenizer.apply_chat_template(
+    if is_conversational(prompt):
+        prefill = has_prefill(prompt)
+        encoded = tokenizer.apply_chat_template(
             prompt,
-            add_generation_prompt=not unfinished,
-            continue_final_message=unfinished,
+            add_generation_prompt=not prefill,
+            continue_final_message=prefill,
             tokenize=True,
             return_dict=True,
             **(template_kwargs or {}),
-        )["input_ids"]
+        )
     else:
-        ids = tokenizer(prompt)["input_ids"]
-    return list(ids) if max_length is None else list(ids)[-max_length:]
+        encoded = tokenizer(cast(str, prompt))
+    ids = list(cast(dict[str, list[int]], encoded)["input_ids"])
+    return ids if max_length is None else ids[-max_length:]
 
 
-def as_completion(prompt: Prompt, text: str) -> Prompt:
-    """A completion in the form of its prompt: text, or the assistant message that answers the chat."""
-    if not is_chat(prompt):
+def format_completion(prompt: Prompt, text: str) -> Prompt:
+    """Return ``text`` in the format of its prompt: a string, or a list with one assistant message.
+
+    The message includes the text that an assistant message at the end of the prompt began with.
+    """
+    if not is_conversational(prompt):
         return text
-    started = message_text(prompt[-1]) if continues(prompt) else ""
-    return [{"role": "assistant", "content": started + text}]
+    prefill = _message_text(prompt[-1]) if has_prefill(prompt) else ""
+    return [{"role": "assistant", "content": prefill + text}]
 
 
-def message_text(message: dict[str, Any]) -> str:
-    """The text of a message whose content is a string or a list of blocks."""
+def join_conversation(prompt: Prompt, completion: Prompt) -> Prompt:
+    """Concatenate prompt and completion to one text or one list of messages."""
+    if isinstance(prompt, str) or isinstance(completion, str):
+        return cast(str, prompt) + cast(str, completion)
+    return [*(prompt[:-1] if has_prefill(prompt) else prompt), *completion]
+
+
+def content_blocks(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the content of a message as a list of blocks.
+
+    Keys whose value is None are dropped: Arrow gives every block of a dataset the keys of all blocks.
+    """
     content = message.get("content")
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(block.get("text") or "" for block in content if block.get("type") == "text")
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return [{key: value for key, value in block.items() if value is not None} for block in content or ()]
 
 
-def conversation(prompt: Prompt, completion: Prompt) -> Prompt:
-    """Prompt and completion as one text or one list of messages."""
-    if not is_chat(prompt):
-        return prompt + completion
-    asked = prompt[:-1] if prompt[-1]["role"] == "assistant" else prompt
-    return [*asked, *completion]
+def content_text(content: str | Sequence[Mapping[str, Any]]) -> str:
+    """Join the text of content blocks; a string is returned as it is.
+
+    Raises:
+        ConfigError: a block is not of type ``text``.
+    """
+    if isinstance(content, str):
+        return content
+    other = [block.get("type") for block in content if block.get("type") != "text"]
+    if other:
+        raise ConfigError(
+            f"content block of type {other[0]!r}, but with a tokenizer, tools and environments support text "
+            "only; allowed: type 'text'"
+        )
+    return "".join(block["text"] for block in content)
+
+
+def with_text_content(prompt: Prompt) -> Prompt:
+    """Return a copy of the prompt whose contents are strings, as chat templates of text models expect.
+
+    Raises:
+        ConfigError: a content block is not of type ``text``.
+    """
+    if not is_conversational(prompt):
+        return prompt
+    return [{**message, "content": content_text(message.get("content") or "")} for message in prompt]
+
+
+def _message_text(message: Message) -> str:
+    """Return the text of a message; blocks of other types are skipped."""
+    return "".join(block.get("text", "") for block in content_blocks(message) if block.get("type") == "text")

@@ -1,43 +1,50 @@
-"""Messages to tokens: the prompt as a whole, and what follows it piece by piece."""
+"""Render prompts with tool schemas, and the messages between two turns of the policy, to token ids."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, cast
+
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from groupwise.core.images import ImageInputs
-from groupwise.tokenization.images import content_blocks, prompt_images, read_text, unreadable
-from groupwise.tokenization.prompts import tokenize_prompt
-from groupwise.tokenization.templates import assistant, choose_turn_template
+from groupwise.tokenization.images import process_text, processor_required, prompt_images
+from groupwise.tokenization.prompts import Message, content_blocks, tokenize_prompt
+from groupwise.tokenization.templates import select_turn_template, tool_call_message
 
-_QUESTION = {"role": "user", "content": "."}
+_QUESTION: Message = {"role": "user", "content": "."}
 
 
-class DriftError(Exception):
-    """The template writes the turns before a message in another way because of that message."""
+class PrefixMismatchError(Exception):
+    """The chat template renders earlier turns differently because of the messages that follow them."""
 
 
 class Renderer:
-    """Writes prompts with the model's chat template, and the messages of tools as tokens to append.
+    """Render prompts with the model's chat template, and later messages as token ids to append.
 
     Args:
-        tokenizer: has ``apply_chat_template`` and a chat template.
-        end_tokens: every token that ends a turn of the policy.
-        template_kwargs: further variables of the template.
-        shows_tools: whether there are tools that the prompt has to describe.
-        processor: turns the images of tools into tokens; None for text.
+        tokenizer: tokenizer with a chat template.
+        end_tokens: token ids that end a turn of the policy.
+        template_kwargs: further variables of the chat template.
+        with_tools: prompts contain tool schemas.
+        processor: processor for images in tool results; None for text.
+
+    Attributes:
+        chat_template: source of the model's own template.
+        turn_template: template of the turns after the prompt.
 
     Raises:
-        ConfigError: the template cannot be used; the message says why.
+        ConfigError: the chat template cannot be used, with the reason.
     """
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         end_tokens: frozenset[int] = frozenset(),
         template_kwargs: dict[str, Any] | None = None,
         *,
-        shows_tools: bool = True,
-        processor: Any = None,
+        with_tools: bool = True,
+        processor: ProcessorMixin | None = None,
     ) -> None:
         self.tokenizer, self.processor = tokenizer, processor
         self.end_tokens = end_tokens
@@ -45,85 +52,86 @@ class Renderer:
         chat_template = self.template_kwargs.get("chat_template") or tokenizer.chat_template
         if isinstance(chat_template, dict):
             chat_template = chat_template.get("tool_use") or chat_template.get("default")
-        self.turns = choose_turn_template(self._text, chat_template, shows_tools=shows_tools)
-        self.chat_template: str = chat_template
+        self.turn_template = select_turn_template(self._render, chat_template, with_tools=with_tools)
+        self.chat_template = cast(str, chat_template)
 
-    def prompt(
-        self, messages: list[dict[str, Any]], schemas: list[Any], max_length: int | None = None
+    def render_prompt(
+        self, messages: list[Message], schemas: Sequence[dict[str, Any]], max_length: int | None = None
     ) -> list[int]:
-        """Tokens of a prompt with its tools, ready to be answered."""
-        return tokenize_prompt(self.tokenizer, messages, self.settings(schemas), max_length)
-
-    def settings(self, schemas: list[Any]) -> dict[str, Any]:
-        """The template's variables for a prompt with these tools."""
-        # An empty list of tools makes some templates announce tools.
-        tools = {self.turns.tools_argument: schemas} if schemas else {}
-        return {**self.template_kwargs, **tools}
-
-    def whole(self, messages: list[dict[str, Any]], schemas: list[Any]) -> list[int]:
-        """Tokens of a conversation as the model's own template writes all of it, ready to be answered."""
-        return self.prompt(messages, schemas)
-
-    def observation(self, messages: list[dict[str, Any]], end_token: int) -> list[int]:
-        """The tokens of :meth:`read_observation`."""
-        return self.read_observation(messages, end_token)[0]
-
-    def read_observation(
-        self, messages: list[dict[str, Any]], end_token: int
-    ) -> tuple[list[int], ImageInputs | None]:
-        """What follows a turn of the policy: messages of tools or the user, and the start of its next turn.
-
-        The messages are written once behind a short made-up turn; what stands behind the end of that turn is
-        the answer.
+        """Tokenize a conversation with the model's own template, ending where the policy's turn begins.
 
         Args:
-            end_token: the token with which the policy ended its turn.
+            schemas: JSON schemas of the tools.
+            max_length: longer prompts are truncated on the left.
+        """
+        return tokenize_prompt(self.tokenizer, messages, self.prompt_kwargs(schemas), max_length)
+
+    def prompt_kwargs(self, schemas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the chat template's variables for a prompt with these tools."""
+        # Some templates announce tools for an empty list.
+        tools = {self.turn_template.tools_variable: schemas} if schemas else {}
+        return {**self.template_kwargs, **tools}
+
+    def render_next_messages(
+        self, messages: list[Message], end_token: int
+    ) -> tuple[list[int], ImageInputs | None]:
+        """Tokenize the messages after a turn of the policy, up to where its next turn begins.
+
+        The messages are rendered behind a short placeholder turn; the tokens behind the end of that turn are
+        the result. Sampled tokens are therefore never tokenized again.
+
+        Args:
+            messages: tool or user messages.
+            end_token: the token that ended the policy's turn.
 
         Returns:
-            tokens, and what the model takes beside them where the messages have images.
+            Token ids to append, and the model's image inputs if the messages contain images.
 
         Raises:
-            DriftError: the made-up turn comes out differently because of the messages behind it.
+            PrefixMismatchError: the placeholder turn is rendered differently because of the messages.
         """
-        turn = {"role": "assistant", "content": "."}
+        turn: Message = {"role": "assistant", "content": "."}
         if messages[0]["role"] == "tool":
-            turn = assistant([messages[0]["name"]])  # some templates take one call in a turn
-        before = [_QUESTION, turn]
-        start = len(self._tokens([_QUESTION]))
-        told = self._tokens(before)
-        full, images = self._read(before + messages)
-        end = _last(told, start, {end_token}) or _last(told, start, self.end_tokens) or len(told)
-        if full[:end] != told[:end]:
-            raise DriftError(f"the template writes a turn differently before {messages!r:.200}")
-        # Some models end a turn with the token that begins the tool's.
-        end += full[end : end + 1] == [end_token]
+            turn = tool_call_message([messages[0]["name"]])  # some templates accept one call per turn only
+        history = [_QUESTION, turn]
+        start = len(self._tokenize([_QUESTION]))
+        history_ids = self._tokenize(history)
+        ids, images = self._encode(history + messages)
+        end = (
+            _end_of_last(history_ids, start, {end_token})
+            or _end_of_last(history_ids, start, self.end_tokens)
+            or len(history_ids)
+        )
+        if ids[:end] != history_ids[:end]:
+            raise PrefixMismatchError(f"the template renders a turn differently before {messages!r:.200}")
+        # Gemma 4 ends a turn with the token that begins the tool message: the policy sampled it already.
+        end += ids[end : end + 1] == [end_token]
         if images is not None:
             types = {name: numbers[end:] for name, numbers in images.token_types.items()}
             images = ImageInputs(images.arrays, types)
-        return full[end:], images
+        return ids[end:], images
 
-    def _read(self, messages: list[dict[str, Any]]) -> tuple[list[int], ImageInputs | None]:
-        """Tokens of a conversation that the policy goes on with, and its images if there are any."""
+    def _encode(self, messages: list[Message]) -> tuple[list[int], ImageInputs | None]:
+        """Tokenize a conversation with a generation prompt, images included."""
         images = prompt_images(messages)
         if not images:
-            return self._tokens(messages, add_generation_prompt=True), None
+            return self._tokenize(messages, add_generation_prompt=True), None
         if self.processor is None:
-            raise unreadable(f"a tool returned {len(images)} image(s)", self.tokenizer)
-        settings = {**self.turns.settings, "add_generation_prompt": True}
-        return read_text(self.processor, self._text(messages, **settings), images, add_special_tokens=False)
+            raise processor_required(f"a tool returned {len(images)} image(s)", self.tokenizer)
+        text = self._render(messages, **self.turn_template.template_kwargs, add_generation_prompt=True)
+        return process_text(self.processor, text, images, add_special_tokens=False)
 
-    def _text(self, messages: list[dict[str, Any]], **settings: Any) -> str:
-        if self.processor is not None:  # templates of vision-language models know blocks only
+    def _render(self, messages: list[Message], **template_kwargs: object) -> str:
+        if self.processor is not None:  # templates of vision-language models expect content blocks
             messages = [{**message, "content": content_blocks(message)} for message in messages]
-        return self.tokenizer.apply_chat_template(
-            messages, tokenize=False, **{**self.template_kwargs, **settings}
-        )
+        kwargs = {**self.template_kwargs, **template_kwargs}
+        return cast(str, self.tokenizer.apply_chat_template(messages, tokenize=False, **kwargs))
 
-    def _tokens(self, messages: list[dict[str, Any]], **settings: Any) -> list[int]:
-        settings.update(self.turns.settings)
-        return list(self.tokenizer(self._text(messages, **settings), add_special_tokens=False)["input_ids"])
+    def _tokenize(self, messages: list[Message], **template_kwargs: object) -> list[int]:
+        text = self._render(messages, **template_kwargs, **self.turn_template.template_kwargs)
+        return cast(list[int], self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _last(tokens: list[int], start: int, wanted: set[int] | frozenset[int]) -> int | None:
-    """The position behind the last of the wanted tokens from ``start`` on."""
+def _end_of_last(tokens: Sequence[int], start: int, wanted: Collection[int]) -> int | None:
+    """Return the position after the last of the ``wanted`` tokens in ``tokens[start:]``, or None."""
     return next((i + 1 for i in range(len(tokens) - 1, start - 1, -1) if tokens[i] in wanted), None)

@@ -1,18 +1,19 @@
-"""Whether a chat template can be used for several turns, and what stands in for one that cannot.
+"""Check chat templates for multi-turn use, and replace those that cannot be used.
 
-Tokens are appended to what was sampled, so a template has to write the messages so far in the same way
-whatever follows them ("prefix-preserving"). A stand-in is a chat template for the turns after the prompt: the
-prompt is always written by the model's own template, which it was trained with.
+Rollouts append tokens to what was sampled. That requires a chat template which is prefix-preserving: the
+rendering of a conversation is a prefix of the rendering of its continuation. Other templates are replaced,
+for the turns after the prompt, by one for the model family. Prompts are always rendered by the model's own
+template.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from groupwise.errors import ConfigError
+from groupwise.tokenization.prompts import Message
 
 _NAME, _KEY, _VALUE, _RESULT = "probe_tool", "probe_key", "probe_value", "probe result"
 _SCHEMA = {
@@ -29,42 +30,43 @@ _SCHEMA = {
 }
 
 
-def assistant(names: list[str], content: str = "", **arguments: Any) -> dict[str, Any]:
-    """An assistant message that calls tools by these names."""
-    calls = [{"type": "function", "function": {"name": name, "arguments": arguments}} for name in names]
-    return {"role": "assistant", "content": content, "tool_calls": calls}
+def tool_call_message(names: Sequence[str], arguments: dict[str, str] | None = None) -> Message:
+    """Return an assistant message that calls the named tools, all with the same arguments."""
+    calls = [{"type": "function", "function": {"name": name, "arguments": arguments or {}}} for name in names]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-_TALK = [
+_PROBE_CHAT: list[Message] = [
     {"role": "user", "content": "probe question"},
     {"role": "assistant", "content": "probe answer"},
     {"role": "user", "content": "probe question"},
     {"role": "assistant", "content": "probe answer"},
 ]
-_CONVERSATION = [
+_PROBE_TOOL_CHAT: list[Message] = [
     {"role": "user", "content": "probe question"},
-    assistant([_NAME], "", **{_KEY: _VALUE}),
+    tool_call_message([_NAME], {_KEY: _VALUE}),
     {"role": "tool", "name": _NAME, "content": _RESULT},
-    assistant([_NAME], "", **{_KEY: _VALUE}),
+    tool_call_message([_NAME], {_KEY: _VALUE}),
     {"role": "tool", "name": _NAME, "content": _RESULT},
 ]
 
 
 @dataclass(frozen=True)
-class Family:
-    """Models whose chat templates are alike.
+class TemplateFamily:
+    """A family of models with similar chat templates, and the replacement for them.
 
-    name: of the models.
-    markers: what all of their templates hold.
-    turns: the stand-in for the turns after the prompt; its ``opening`` is what the model's own template
-        writes for a turn of the policy to begin.
-    tools_argument: how the template calls the list of tools.
+    Fields:
+        name: name of the family, for messages.
+        markers: strings that all chat templates of the family contain.
+        replacement: Jinja template for the turns after the prompt. Its variable ``generation_prompt`` is the
+            text with which the model's own template opens an assistant turn.
+        tools_variable: variable under which the model's own template expects the tool schemas.
     """
 
     name: str
     markers: tuple[str, ...]
-    turns: str
-    tools_argument: str = "tools"
+    replacement: str
+    tools_variable: str = "tools"
 
 
 _CHATML = """\
@@ -83,9 +85,9 @@ RESULT
 {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
 {%- endif %}
 {%- endfor %}
-{{- opening if add_generation_prompt }}"""
+{{- generation_prompt if add_generation_prompt }}"""
 
-# Qwen puts the results of one turn into one message of the user, in tags.
+# Qwen puts all tool results of a turn into one user message, each in tags.
 _QWEN_RESULT = """\
 {{- '<|im_start|>user' if loop.first or loop.previtem.role != 'tool' }}
 {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
@@ -107,7 +109,7 @@ _LLAMA = """\
 {%- endif %}
 {{- '<|eot_id|>' }}
 {%- endfor %}
-{{- opening if add_generation_prompt }}"""
+{{- generation_prompt if add_generation_prompt }}"""
 
 _HARMONY = """\
 {%- for message in messages %}
@@ -124,95 +126,101 @@ _HARMONY = """\
 {{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}
 {%- endif %}
 {%- endfor %}
-{{- opening if add_generation_prompt }}"""
+{{- generation_prompt if add_generation_prompt }}"""
 
-FAMILIES = (
-    Family("SmolLM3", ("<|im_start|>", "xml_tools"), _CHATML.replace("RESULT", _SMOLLM3_RESULT), "xml_tools"),
-    Family("Qwen", ("<|im_start|>", "<tool_call>"), _CHATML.replace("RESULT", _QWEN_RESULT)),
-    Family("Llama 3", ("<|start_header_id|>", "ipython"), _LLAMA),
-    Family("GPT-OSS", ("<|start|>", "<|channel|>"), _HARMONY),
+TEMPLATE_FAMILIES = (
+    TemplateFamily(
+        "SmolLM3", ("<|im_start|>", "xml_tools"), _CHATML.replace("RESULT", _SMOLLM3_RESULT), "xml_tools"
+    ),
+    TemplateFamily("Qwen", ("<|im_start|>", "<tool_call>"), _CHATML.replace("RESULT", _QWEN_RESULT)),
+    TemplateFamily("Llama 3", ("<|start_header_id|>", "ipython"), _LLAMA),
+    TemplateFamily("GPT-OSS", ("<|start|>", "<|channel|>"), _HARMONY),
 )
 
 
 @dataclass(frozen=True)
 class TurnTemplate:
-    """How the turns after the prompt are written.
+    """Template of the turns after the prompt.
 
-    template: a chat template, or None for the model's own.
-    tools_argument: how the model's own template calls the list of tools.
-    opening: what begins a turn of the policy.
+    Fields:
+        replacement: Jinja template; None uses the model's own.
+        tools_variable: variable under which the model's own template expects the tool schemas.
+        generation_prompt: text that opens an assistant turn, for the replacement.
     """
 
-    template: str | None = None
-    tools_argument: str = "tools"
-    opening: str = ""
+    replacement: str | None = None
+    tools_variable: str = "tools"
+    generation_prompt: str = ""
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """The settings of ``apply_chat_template`` that it needs."""
-        return {} if self.template is None else {"chat_template": self.template, "opening": self.opening}
+    def template_kwargs(self) -> dict[str, str]:
+        """Keyword arguments of ``apply_chat_template`` for the turns after the prompt."""
+        if self.replacement is None:
+            return {}
+        return {"chat_template": self.replacement, "generation_prompt": self.generation_prompt}
 
 
-#: (messages, settings of apply_chat_template) -> text
+#: ``render(messages, **template_kwargs)`` returns the conversation as text.
 Render = Callable[..., str]
 
 
-def choose_turn_template(
-    render: Render, chat_template: str | None, *, shows_tools: bool = True
+def select_turn_template(
+    render: Render, chat_template: str | None, *, with_tools: bool = True
 ) -> TurnTemplate:
-    """The model's own template if it can be used for several turns, else the stand-in of its family.
+    """Return the model's own template if it is usable for several turns, else the replacement of its family.
 
     Args:
-        render: renders messages to text, with the model's own template or the ``chat_template`` given.
-        shows_tools: whether there are tools to show in the prompt.
+        render: renders messages with the model's own template, or with the ``chat_template`` it is given.
+        chat_template: source of the model's template.
+        with_tools: prompts contain tool schemas.
 
     Raises:
-        ConfigError: there is no template, it hides the tools from the model, or it cannot be used for several
-            turns and belongs to no family with a stand-in.
+        ConfigError: the tokenizer has no chat template, the template does not render tool schemas, or it is
+            not usable for several turns and no replacement exists.
     """
     if chat_template is None:
         raise ConfigError("tools and environments need a tokenizer with a chat template; this one has none")
-    family = next((f for f in FAMILIES if all(marker in chat_template for marker in f.markers)), None)
-    argument = "tools" if family is None else family.tools_argument
-    question = _CONVERSATION[:1]
-    if shows_tools and _NAME not in (render(question, **{argument: [_SCHEMA]}) or ""):
+    family = next((f for f in TEMPLATE_FAMILIES if all(m in chat_template for m in f.markers)), None)
+    tools_variable = "tools" if family is None else family.tools_variable
+    question = _PROBE_TOOL_CHAT[:1]
+    if with_tools and _NAME not in (render(question, **{tools_variable: [_SCHEMA]}) or ""):
         raise ConfigError(
-            "the chat template does not show tools to the model (it has no place for them); set one that "
-            "does as processing_class.chat_template"
+            "the chat template does not render tool schemas; set a template that does as "
+            "processing_class.chat_template"
         )
-    problem = multi_turn_problem(render, with_tools=shows_tools)
+    problem = multi_turn_problem(render, with_tools=with_tools)
     if problem is None:
-        return TurnTemplate(None, argument)
-    if (
-        family is not None
-        and multi_turn_problem(
-            lambda m, **k: render(m, chat_template=family.turns, **k), with_tools=shows_tools
-        )
-        is None
-    ):
-        opening = render(question, add_generation_prompt=True).removeprefix(render(question))
-        return TurnTemplate(family.turns, argument, opening)
+        return TurnTemplate(None, tools_variable)
+    if family is not None:
+        replacement = family.replacement
+
+        def render_replacement(messages: list[Message], **kwargs: object) -> str:
+            return render(messages, chat_template=replacement, **kwargs)
+
+        if multi_turn_problem(render_replacement, with_tools=with_tools) is None:
+            opened = render(question, add_generation_prompt=True)
+            return TurnTemplate(replacement, tools_variable, opened.removeprefix(render(question)))
     raise ConfigError(
-        f"the chat template cannot be used for several turns: {problem}; stand-ins exist for "
-        f"{', '.join(f.name for f in FAMILIES)}; set a template without this problem on "
+        f"the chat template cannot be used for several turns: {problem}; replacements exist for "
+        f"{', '.join(f.name for f in TEMPLATE_FAMILIES)}; set a template without this problem as "
         "processing_class.chat_template"
     )
 
 
 def multi_turn_problem(render: Render, *, with_tools: bool = True) -> str | None:
-    """Why a template cannot be used for several turns; None if it can."""
-    messages = _CONVERSATION if with_tools else _TALK
+    """Return the reason why a template is not usable for several turns, or None if it is."""
+    messages = _PROBE_TOOL_CHAT if with_tools else _PROBE_CHAT
     try:
         texts = [render(messages[:end]) for end in range(1, len(messages) + 1)]
-    except Exception as problem:  # templates raise errors of their own, of jinja and of Python
-        what = "a tool's message" if with_tools else "a second turn"
-        return f"it refuses {what} ({type(problem).__name__}: {problem})"
-    shown = (_NAME, _VALUE, _RESULT) if with_tools else ()  # some formats give arguments by position
-    missing = [part for part in shown if part not in texts[-1]]
+    except Exception as problem:  # raised by the template, by jinja or by Python
+        what = "a tool message" if with_tools else "a second turn"
+        return f"it rejects {what} ({type(problem).__name__}: {problem})"
+    required = (_NAME, _VALUE, _RESULT) if with_tools else ()  # some formats give arguments by position
+    missing = [part for part in required if part not in texts[-1]]
     if missing:
         return f"it leaves out parts of tool calls or results ({', '.join(missing)})"
     roles = [message["role"] for message in messages]
     for (text, longer), (role, next_role) in zip(pairwise(texts), pairwise(roles), strict=True):
         if not longer.startswith(text):
-            return f"it writes the {role} message in another way once a {next_role} message follows"
+            return f"it renders the {role} message differently once a {next_role} message follows"
     return None

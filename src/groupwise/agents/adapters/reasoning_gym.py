@@ -1,20 +1,28 @@
-"""reasoning-gym tasks as an environment that brings its own data and its own reward."""
+"""Adapter for reasoning-gym tasks: an environment with its own data and reward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from groupwise.errors import ConfigError
 
 
-class ReasoningGymEnvironment:
-    """One task at a time; its question is the observation."""
+class ReasoningGymTasks(Protocol):
+    """A reasoning-gym dataset."""
 
-    def __init__(self, tasks: Any) -> None:
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> dict[str, Any]: ...
+    def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float: ...
+
+
+class ReasoningGymEnvironment:
+    """One task per rollout; its question is the observation."""
+
+    def __init__(self, tasks: ReasoningGymTasks) -> None:
         self._tasks = tasks
 
-    def reset(self, seed: int = 0, **row: Any) -> str:
+    def reset(self, seed: int = 0, **row: object) -> str:
         self._entry = self._tasks[seed % len(self._tasks)]
         self._score = 0.0
         return f"{self._entry['question']}\nHand in your answer with the tool submit."
@@ -29,17 +37,19 @@ class ReasoningGymEnvironment:
         return "correct" if self._score == 1.0 else f"not right, score {self._score:.2f}; try again"
 
     def get_reward(self) -> float:
+        """Return the score of the last answer."""
         return self._score
 
 
-def reasoning_gym_factory(tasks: Any) -> Callable[[], ReasoningGymEnvironment]:
-    """An ``environment_factory`` for a reasoning-gym dataset; leave ``train_dataset`` out, set ``max_steps``.
+def reasoning_gym_factory(tasks: ReasoningGymTasks) -> Callable[[], ReasoningGymEnvironment]:
+    """Return an ``environment_factory`` for a reasoning-gym dataset; leave out ``train_dataset``, set
+    ``max_steps``.
 
-    Every group gets one task. For answers in the text instead of a tool, see
+    All completions of a group get the same task. For answers in the text instead of a tool call, see
     :func:`groupwise.rewards.reasoning_gym_dataset`.
 
     Args:
-        tasks: from ``groupwise.rewards.create_reasoning_gym(name, seed=..., size=...)``.
+        tasks: dataset from ``groupwise.rewards.create_reasoning_gym(name, seed=..., size=...)``.
 
     Raises:
         ConfigError: ``tasks`` has no ``score_answer``.

@@ -1,4 +1,4 @@
-"""Environments of the ``verifiers`` library (0.1 and 0.2), which lead the conversation themselves."""
+"""Adapter for environments of the ``verifiers`` library (0.1 and 0.2), which run rollouts themselves."""
 
 from __future__ import annotations
 
@@ -8,62 +8,76 @@ import importlib.metadata
 import json
 import time
 import uuid
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
-from groupwise.agents.environment_driven import Chat, OutOfRoomError, Reply
+from datasets import Dataset
+
+from groupwise.agents.environment_driven import ChatFunction, ChatResponse, MaxLengthReachedError
+from groupwise.agents.parsing import ToolSchema
 from groupwise.errors import ConfigError
+from groupwise.tokenization.prompts import Message
 
-_KEPT = ("prompt", "example_id", "answer", "info", "task")
+_COLUMNS = ("prompt", "example_id", "answer", "info", "task")
 
 
-def verifiers_dataset(environment: Any) -> Any:
-    """The environment's training rows, with the columns that it needs again to play and to score them."""
+class _VerifiersEnvironment(Protocol):
+    rubric: Any
+
+    def get_dataset(self) -> Dataset: ...
+    async def rollout(self, *arguments: object) -> Any: ...
+
+
+def verifiers_dataset(environment: _VerifiersEnvironment) -> Dataset:
+    """Return the environment's training rows, with the columns that its rollouts and rubric need."""
     rows = environment.get_dataset()
-    return rows.select_columns([column for column in _KEPT if column in rows.column_names])
+    return rows.select_columns([column for column in _COLUMNS if column in rows.column_names])
 
 
-class VerifiersDriver:
-    """Plays an environment of ``verifiers`` with the policy in place of an API; its rubric scores it.
+class VerifiersEnvironment:
+    """Run rollouts of a ``verifiers`` environment with the policy as its client; the rubric is the reward.
 
-    The environment decides what the messages are, calls its tools and says when a rollout ends. Rewards that
-    compare the rollouts of a group are not supported; write those as a reward function.
+    The environment builds the messages, calls its tools and ends the rollout. Rubrics that compare the
+    rollouts of a group are not supported; use a reward function.
 
     Args:
-        environment: from ``verifiers.load_environment``, or made in code.
-        time_limit: seconds that the environment may take between two turns.
+        environment: environment from ``verifiers.load_environment``, or created in code.
+        time_limit: maximum time in seconds between two turns of the policy.
 
     Raises:
-        ConfigError: verifiers is missing, or of a version whose environments are something else.
+        ConfigError: verifiers is missing or has an unsupported version, or ``environment`` is something else.
     """
 
-    def __init__(self, environment: Any, time_limit: float = 120.0) -> None:
+    def __init__(self, environment: _VerifiersEnvironment, time_limit: float = 120.0) -> None:
         _client_class()
         if not hasattr(environment, "rollout") or not hasattr(environment, "rubric"):
             raise ConfigError(
-                f"VerifiersDriver got a {type(environment).__name__}; allowed: an environment of verifiers, "
-                "such as verifiers.load_environment(...) returns"
+                f"VerifiersEnvironment got a {type(environment).__name__}; allowed: an environment of "
+                "verifiers, such as verifiers.load_environment(...) returns"
             )
         self.environment, self.time_limit = environment, time_limit
         self.uses_tools = bool(getattr(environment, "tool_defs", None))
 
-    async def drive(self, row: dict[str, Any], chat: Chat) -> dict[str, Any]:
+    async def run_rollout(self, row: dict[str, Any], chat: ChatFunction) -> dict[str, Any]:
         environment = self.environment
-        given = {"example_id": 0, **{key: value for key, value in row.items() if value is not None}}
-        state = await environment.rollout(given, _client_class()(chat), "policy", {})
+        task = {"example_id": 0, **{key: value for key, value in row.items() if value is not None}}
+        state = await environment.rollout(task, _client_class()(chat), "policy", {})
         if state.get("error") is not None:
             raise state["error"]
         await environment.rubric.score_rollout(state)
         return {"verifiers_reward": state["reward"], "verifiers_metrics": dict(state.get("metrics") or {})}
 
-    def rewards(self) -> list[Callable[..., Any]]:
+    def reward_funcs(self) -> list[Callable[..., Any]]:
         return [rubric_reward]
 
 
 def rubric_reward(
-    verifiers_reward: list[float | None], verifiers_metrics: list[Any], log_metric: Any, **_: Any
+    verifiers_reward: list[float | None],
+    verifiers_metrics: list[dict[str, float] | None],
+    log_metric: Callable[[str, float], None],
+    **_: object,
 ) -> list[float | None]:
-    """What the environment's rubric gave; its single functions become metrics."""
+    """Return the rubric's reward; its single functions are logged as metrics ``verifiers/<name>``."""
     for name in dict.fromkeys(name for metrics in verifiers_metrics for name in metrics or ()):
         values = [metrics[name] for metrics in verifiers_metrics if metrics and name in metrics]
         log_metric(f"verifiers/{name}", sum(values) / len(values))
@@ -79,40 +93,47 @@ def _installed() -> str:
 
 @functools.cache
 def _client_class() -> type:
-    """A client of verifiers that asks the policy. Made here, because its base class is in the library."""
+    """Return the client class; defined here because its base class is imported with verifiers."""
     try:
         names = ("verifiers.clients", "verifiers.types", "verifiers.errors")
         clients, types, errors = map(importlib.import_module, names)
     except ImportError as missing:
         raise ConfigError(
-            f"VerifiersDriver takes environments of verifiers 0.1.12 to 0.2.x, and {_installed()} (later "
-            f"versions replaced them; pip install 'groupwise[verifiers]'): {missing}"
+            f"VerifiersEnvironment takes environments of verifiers 0.1.12 to 0.2.x, and {_installed()} "
+            f"(later versions replaced them; pip install 'groupwise[verifiers]'): {missing}"
         ) from missing
 
     class PolicyClient(clients.Client):  # type: ignore[name-defined]
-        """Its ``client`` is the function that asks the policy for a turn."""
+        """A verifiers client whose ``client`` is the chat function of the policy."""
 
-        def setup_client(self, config: Any) -> Any:
+        def setup_client(self, config: object) -> object:
             raise NotImplementedError("the policy needs no configuration of a client")
 
-        async def to_native_tool(self, tool: Any) -> dict[str, Any]:
-            described = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-            return {"type": "function", "function": described}
+        async def to_native_tool(self, tool: Any) -> ToolSchema:
+            function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+            return {"type": "function", "function": function}
 
-        async def to_native_prompt(self, messages: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-            return as_chat([message.model_dump(exclude_none=True) for message in messages]), {}
+        async def to_native_prompt(self, messages: Sequence[Any]) -> tuple[list[Message], dict[str, Any]]:
+            return to_chat_messages([message.model_dump(exclude_none=True) for message in messages]), {}
 
         async def get_native_response(
-            self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **_: Any
-        ) -> Reply:
+            self,
+            prompt: list[Message],
+            model: str,
+            sampling_args: object,
+            tools: list[ToolSchema] | None = None,
+            **_: object,
+        ) -> ChatResponse:
             try:
                 return await self.client(prompt, tools or [])
-            except OutOfRoomError as full:
-                raise errors.OverlongPromptError("the completion has reached max_completion_length") from full
+            except MaxLengthReachedError as reached:
+                raise errors.OverlongPromptError(
+                    "the completion has reached max_completion_length"
+                ) from reached
 
-        async def raise_from_native_response(self, response: Reply) -> None: ...
+        async def raise_from_native_response(self, response: ChatResponse) -> None: ...
 
-        async def from_native_response(self, response: Reply) -> Any:
+        async def from_native_response(self, response: ChatResponse) -> object:
             message = response.message
             calls = [
                 types.ToolCall(
@@ -140,25 +161,25 @@ def _client_class() -> type:
     return PolicyClient
 
 
-def as_chat(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages of verifiers as chat templates read them: calls with parsed arguments, tools by name."""
+def to_chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Convert messages of verifiers for chat templates: parsed arguments, and tools by name."""
     names: dict[str, str] = {}
     chat = []
     for message in messages:
-        kept = {"role": message["role"], "content": _text(message.get("content"))}
+        converted: Message = {"role": message["role"], "content": _text(message.get("content"))}
         if message.get("tool_calls"):
             names.update({call["id"]: call["name"] for call in message["tool_calls"]})
-            kept["tool_calls"] = [
+            converted["tool_calls"] = [
                 {"type": "function", "function": {"name": c["name"], "arguments": json.loads(c["arguments"])}}
                 for c in message["tool_calls"]
             ]
         if message["role"] == "tool":
-            kept["name"] = names.get(message.get("tool_call_id", ""), "unknown")
-        chat.append(kept)
+            converted["name"] = names.get(message.get("tool_call_id", ""), "unknown")
+        chat.append(converted)
     return chat
 
 
-def _text(content: Any) -> str:
+def _text(content: str | Sequence[Mapping[str, Any]] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(part.get("text", "") for part in content)

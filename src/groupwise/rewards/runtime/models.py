@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from groupwise.errors import ConfigError
-from groupwise.tokenization.prompts import conversation, is_chat
+from groupwise.tokenization.prompts import join_conversation
 
 
 def load_reward_model(name: str, trust_remote_code: bool) -> PreTrainedModel:
@@ -65,5 +65,5 @@ class RewardModel:
         return scores
 
     def _text(self, prompt: Any, completion: Any) -> str:
-        whole = conversation(prompt, completion)
-        return self.tokenizer.apply_chat_template(whole, tokenize=False) if is_chat(prompt) else whole
+        whole = join_conversation(prompt, completion)
+        return whole if isinstance(whole, str) else self.tokenizer.apply_chat_template(whole, tokenize=False)

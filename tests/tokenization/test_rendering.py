@@ -1,4 +1,4 @@
-"""The chat templates that models are published with, as TRL carries them: appended is what they write."""
+"""Rendered messages equal the full rendering, with the published chat templates that TRL includes."""
 
 from __future__ import annotations
 
@@ -9,35 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.scripted import byte_tokenizer
+from support.scripted import CHAT, byte_tokenizer
+from support.tool_chats import LOOK
 
 from groupwise.agents import Renderer
 from groupwise.agents.parsing import TurnParser
 from groupwise.errors import ConfigError
-from groupwise.tokenization.templates import FAMILIES
+from groupwise.tokenization.templates import TEMPLATE_FAMILIES
 
 trl = pytest.importorskip("trl")
 FOLDER = Path(trl.__file__).parent / "chat_templates"
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "look",
-        "description": "Look.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "at": {"type": "string", "description": "What."},
-                "times": {"type": "integer", "description": "How often."},
-            },
-            "required": ["at"],
-        },
-    },
-}
 USER = {"role": "user", "content": "What is it?"}
 AGAIN = {"role": "user", "content": "Look again."}
 
-#: How each family writes look(at="it", times=2), behind what its template begins a turn with.
+#: The call look(at="it", times=2) in the format of each family, after the generation prompt.
 QWEN = '<tool_call>\n{"name": "look", "arguments": {"at": "it", "times": 2}}\n</tool_call>'
 PARAMETERS = (
     "<tool_call>\n<function=look>\n<parameter=at>\nit\n</parameter>\n<parameter=times>\n2\n</parameter>\n"
@@ -47,7 +33,7 @@ LLAMA = '{"name": "look", "parameters": {"at": "it", "times": 2}}'
 GEMMA = '<|tool_call>call:look{at:<|"|>it<|"|>,times:2}<tool_call|>'
 HARMONY = ' to=functions.look<|channel|>commentary json<|message|>{"at": "it", "times": 2}'
 
-#: (template, end of a turn that calls, end of another, call, whose template writes later turns)
+#: (template, end of a turn with a call, end of another turn, call, family of the replacement if any)
 CASES = [
     ("qwen2_5", "<|im_end|>", "<|im_end|>", QWEN, None),
     ("qwen3", "<|im_end|>", "<|im_end|>", QWEN, "Qwen"),
@@ -79,41 +65,41 @@ def renderer_of(tokenizer: Any, *ends: str, **settings: Any) -> Renderer:
 
 
 def play(tokenizer: Any, call: str, end: str, last: str, **settings: Any) -> tuple[list[int], list[Any]]:
-    """The tokens of two turns that call the tool with what it says, and the messages read from them."""
+    """Token ids of two turns with a call and its result each, and the messages parsed from them."""
     renderer = renderer_of(tokenizer, end, last, **settings)
-    read = TurnParser(tokenizer, renderer.chat_template)
+    parse = TurnParser(tokenizer, renderer.chat_template)
     messages: list[Any] = [USER]
-    context = renderer.prompt(messages, [TOOL])
+    context = renderer.render_prompt(messages, [LOOK])
     for answer in ("a cat", "two cats"):
         tokens = tokenizer(call + end, add_special_tokens=False)["input_ids"]
-        turn = read(context, tokens, [TOOL])
-        made = [(each.name, each.arguments, each.error) for each in turn.calls]
+        turn = parse(context, tokens, [LOOK])
+        made = [(each.name, each.arguments, each.error) for each in turn.tool_calls]
         assert made == [("look", {"at": "it", "times": 2}, None)]
-        answers = [{"role": "tool", "name": "look", "content": answer}]
-        context = context + tokens + renderer.observation(answers, tokens[-1])
+        results = [{"role": "tool", "name": "look", "content": answer}]
+        context = context + tokens + renderer.render_next_messages(results, tokens[-1])[0]
         thought, ended, rest = turn.message["content"].rpartition("</think>")
-        told = {"reasoning_content": thought.strip(), "content": rest} if ended else {}
-        messages += [{**turn.message, **told}, *answers]
+        reasoning = {"reasoning_content": thought.strip(), "content": rest} if ended else {}
+        messages += [{**turn.message, **reasoning}, *results]
     return context, messages
 
 
 @WITH_TOOLS
-def test_appended_turns_are_what_the_models_own_template_writes(name, end, last, call, family):
+def test_appended_turns_equal_the_full_rendering(name, end, last, call, family):
     tokenizer = tokenizer_of(name, end, last)
     context, messages = play(tokenizer, call, end, last)
-    whole = tokenizer.apply_chat_template(messages, tools=[TOOL], add_generation_prompt=True, tokenize=False)
+    whole = tokenizer.apply_chat_template(messages, tools=[LOOK], add_generation_prompt=True, tokenize=False)
     assert tokenizer.decode(context) == whole
 
 
 @WITH_TOOLS
-def test_whose_template_writes_the_turns(name, end, last, call, family):
-    turns = renderer_of(tokenizer_of(name, end, last), end, last).turns
-    assert turns.template == next((f.turns for f in FAMILIES if f.name == family), None)
+def test_only_qwen3_needs_a_replacement(name, end, last, call, family):
+    template = renderer_of(tokenizer_of(name, end, last), end, last).turn_template
+    assert template.replacement == next((f.replacement for f in TEMPLATE_FAMILIES if f.name == family), None)
 
 
 @pytest.mark.parametrize("name", ["gemma", "gemma3", "llama3", "qwen2_5_vl", "smolvlm"])
 def test_templates_without_tools_are_refused(name):
-    with pytest.raises(ConfigError, match="does not show tools to the model"):
+    with pytest.raises(ConfigError, match="does not render tool schemas"):
         renderer_of(tokenizer_of(name, "<|im_end|>"), "<|im_end|>")
 
 
@@ -123,35 +109,39 @@ def test_templates_without_tools_are_refused(name):
     + [("gemma", "<end_of_turn>"), ("gemma3", "<end_of_turn>"), ("llama3", "<|eot_id|>")]
     + [("qwen2_5_vl", "<|im_end|>")],
 )
-def test_what_the_user_says_next_is_what_the_models_own_template_writes(name, end):
+def test_an_appended_user_message_equals_the_full_rendering(name, end):
     tokenizer = tokenizer_of(name, end)
-    written = tokenizer.decode(
-        renderer_of(tokenizer, end, shows_tools=False).observation([AGAIN], tokenizer.eos_token_id)
-    )
+    renderer = renderer_of(tokenizer, end, with_tools=False)
+    ids, _ = renderer.render_next_messages([AGAIN], tokenizer.eos_token_id)
+    rendered = tokenizer.decode(ids)
     talk = [USER, {"role": "assistant", "content": "A dog."}, AGAIN]
     whole = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
-    assert whole.endswith(written) and "again" in written and "dog" not in written
+    assert whole.endswith(rendered) and "again" in rendered and "dog" not in rendered
 
 
-def test_without_thinking_qwen3_begins_later_turns_with_its_empty_thought():
+def test_the_generation_prompt_of_qwen3_without_thinking_is_used_in_later_turns():
     tokenizer = tokenizer_of("qwen3", "<|im_end|>")
     context, _ = play(tokenizer, QWEN, "<|im_end|>", "<|im_end|>", template_kwargs={"enable_thinking": False})
     text = tokenizer.decode(context)
     assert text.count("<|im_start|>assistant\n<think>\n\n</think>\n\n") == 3 == text.count("assistant\n")
 
 
-@pytest.mark.parametrize(
-    "text", ["<tool_call>\n<parameter=at>\nit\n</parameter>\n</tool_call>", "<tool_call>look"]
-)
-def test_a_call_without_its_function_is_an_error_for_the_model(text):
-    tokenizer = tokenizer_of("qwen3_6", "<|im_end|>")
-    turn = TurnParser(tokenizer, tokenizer.chat_template)([], tokenizer(text)["input_ids"], [TOOL])
-    assert len(turn.calls) == 1 and "not valid JSON" in turn.calls[0].error
+def test_a_token_that_ends_a_turn_and_begins_the_tool_message_appears_once():
+    """Gemma 4 stops at the token that begins the tool message."""
+    closing = "{{- '<|im_end|>\\n' }}\n{%- else %}"
+    template = CHAT.replace(
+        closing, "{%- elif message.role == 'tool' %}<|im_end|>{{ message.content }}{%- else %}"
+    )
+    assert template != CHAT
+    tokenizer = byte_tokenizer(template)
+    results = [{"role": "tool", "name": "look", "content": "a cat"}]
+    ids, _ = renderer_of(tokenizer, "<|im_end|>").render_next_messages(results, tokenizer.eos_token_id)
+    assert tokenizer.decode(ids) == "a cat<|im_start|>assistant\n"
 
 
 @pytest.fixture(scope="module")
 def qwen_tokenizer() -> Any:
-    """The tokens of Qwen, from the ranks that its service's client carries."""
+    """Qwen's tokenizer, from the ranks in the wheel of its API client."""
     found = importlib.util.find_spec("dashscope")
     if found is None:
         pytest.skip("dashscope is not installed")
@@ -169,14 +159,14 @@ def qwen_tokenizer() -> Any:
 
 
 @pytest.mark.parametrize(("name", "end", "last", "call", "family"), CASES[:8], ids=lambda v: v)
-def test_the_tokens_of_qwen_are_those_of_the_whole_conversation(
+def test_token_ids_of_the_real_qwen_tokenizer_equal_the_full_tokenization(
     name, end, last, call, family, qwen_tokenizer
 ):
     qwen_tokenizer.chat_template = (FOLDER / f"{name}.jinja").read_text()
     context, messages = play(qwen_tokenizer, call, end, last)
     whole = qwen_tokenizer.apply_chat_template(
-        messages, tools=[TOOL], add_generation_prompt=True, return_dict=False
+        messages, tools=[LOOK], add_generation_prompt=True, return_dict=False
     )
     assert context == whole
     assert qwen_tokenizer.convert_tokens_to_ids("<|im_end|>") == 151645
-    assert json.dumps(TOOL["function"]["parameters"]["properties"]["at"]) in qwen_tokenizer.decode(whole)
+    assert json.dumps(LOOK["function"]["parameters"]["properties"]["at"]) in qwen_tokenizer.decode(whole)

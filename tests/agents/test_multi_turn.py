@@ -1,4 +1,4 @@
-"""The loop over turns, on a scripted policy and real tools."""
+"""MultiTurnRollouts with a scripted policy and real tools."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.scripted import CHAT, ScriptedBackend, agents, byte_tokenizer, call
 
 from groupwise.agents import time_limit
 from groupwise.errors import AgentError, ConfigError
-from groupwise.records import RolloutBatch
+from groupwise.records import RolloutBatch, SamplingOptions
 
 
 def add(a: int, b: int) -> int:
@@ -70,7 +70,7 @@ TOOLS = [add, double, broken, slow, slow_async]
 
 
 @pytest.mark.parametrize(
-    ("said", "name", "content", "failed"),
+    ("text", "name", "content", "failed"),
     [
         (call("add", a=2, b=3), "add", "5", 0),
         (call("double", a=4), "double", "8", 0),
@@ -90,8 +90,8 @@ TOOLS = [add, double, broken, slow, slow_async]
         ),
     ],
 )
-def test_a_call_gives_a_message_and_counts(said, name, content, failed):
-    rollout, _ = run([[said, "done"]], TOOLS)
+def test_a_tool_call_yields_a_message_and_is_counted(text, name, content, failed):
+    rollout, _ = run([[text, "done"]], TOOLS)
     assistant, tool, answer = rollout.texts[0]
     assert (assistant["role"], tool["role"], tool["name"]) == ("assistant", "tool", name)
     assert content in tool["content"] if failed else tool["content"] == content
@@ -106,9 +106,9 @@ def test_frequencies_are_per_completion_and_per_call():
     assert rollout.metrics["tools/failure_frequency"].value() == pytest.approx(1 / 3)
 
 
-def test_answers_come_in_the_order_of_the_calls():
-    said = call("double", a=1) + call("add", a=1, b=2) + call("double", a=3) + call("broken", a=1)
-    rollout, _ = run([[said, "done"]], TOOLS)
+def test_results_are_in_the_order_of_the_calls():
+    text = call("double", a=1) + call("add", a=1, b=2) + call("double", a=3) + call("broken", a=1)
+    rollout, _ = run([[text, "done"]], TOOLS)
     assert [message["content"] for message in rollout.texts[0][1:-1]] == [
         "2",
         "3",
@@ -123,8 +123,8 @@ def test_answers_come_in_the_order_of_the_calls():
     ]
 
 
-def test_calls_of_a_turn_run_at_the_same_time():
-    """Each tool waits for the other: one after the other, both would fail."""
+def test_calls_of_a_turn_are_concurrent():
+    """Each call waits for the other: sequential calls would fail."""
     meeting = threading.Barrier(2)
 
     def meet(a: int) -> str:
@@ -151,8 +151,8 @@ def test_tokens_are_those_of_the_rendered_conversation_and_the_mask_those_of_the
     )
     completion = rollout.completions[0]
     assert tokenizer.decode(rollout.prompt_ids[0] + completion.token_ids) + "\n" == whole
-    chosen = [token for token, mine in zip(completion.token_ids, completion.loss_mask, strict=True) if mine]
-    assert tokenizer.decode(chosen) == "".join(
+    sampled = [token for token, mask in zip(completion.token_ids, completion.loss_mask, strict=True) if mask]
+    assert tokenizer.decode(sampled) == "".join(
         [
             "Let me see.",
             call("add", a=2, b=3),
@@ -165,8 +165,8 @@ def test_tokens_are_those_of_the_rendered_conversation_and_the_mask_those_of_the
     assert not completion.truncated
 
 
-def test_tokens_of_the_policy_are_never_tokenised_again():
-    """A policy may write "ab" as two tokens where its tokenizer has one: what it wrote stays."""
+def test_sampled_tokens_are_never_tokenized_again():
+    """A policy may sample several tokens for a word that its tokenizer encodes as one."""
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["numbers"])
     spelled = [tokenizer.convert_tokens_to_ids(letter) for letter in "numbers"]
@@ -188,24 +188,24 @@ def test_tokens_of_the_policy_are_never_tokenised_again():
     assert rollout.texts[0][0]["content"] == "numbers"
 
 
-def test_log_probs_are_nan_on_what_the_policy_did_not_choose():
+def test_logprobs_are_nan_on_tokens_that_were_not_sampled():
     rollout, _ = run([[call("add", a=2, b=3), "5"]], TOOLS, logps=True)
     completion = rollout.completions[0]
     assert completion.logps is not None
     assert [not math.isnan(logp) for logp in completion.logps] == [
-        bool(mine) for mine in completion.loss_mask
+        bool(mask) for mask in completion.loss_mask
     ]
     assert run([["no tool"]], TOOLS)[0].completions[0].logps is None
 
 
-def test_one_call_of_the_backend_continues_all_rollouts():
+def test_one_generate_call_continues_all_rollouts():
     scripts = [[call("add", a=1, b=i), "done"] for i in range(3)] + [["done at once"]]
     _, backend = run(scripts, TOOLS)
     assert [len(prompts) for prompts in backend.calls] == [4, 3]
 
 
-def test_a_slow_tool_holds_up_its_own_rollout_only():
-    """It returns only after the others had their next turn: waiting for it would end in its error message."""
+def test_a_slow_tool_delays_its_own_rollout_only():
+    """It returns only after the next turn of the others: waiting for it would end in its error message."""
     tokenizer = byte_tokenizer()
     others_went_on = threading.Event()
 
@@ -232,13 +232,21 @@ def test_a_slow_tool_holds_up_its_own_rollout_only():
     assert rollout.texts[0][1]["content"] == "in time"
 
 
-def test_iterations_are_limited():
-    rollout, _ = run([[call("add", a=1, b=1)] * 5], TOOLS, max_iterations=2)
+def test_generation_kwargs_reach_every_call_of_the_backend():
+    tokenizer, kwargs = byte_tokenizer(), {"temperature": 0.5}
+    backend = ScriptedBackend(tokenizer, [[call("add", a=1, b=1), "done"]])
+    agents(tokenizer, TOOLS).generate_rollouts([question("?")], backend, generation_kwargs=kwargs)
+    given = [SamplingOptions(sampling.max_tokens, None, kwargs) for sampling in backend.sampling]
+    assert len(given) == 2 and backend.sampling == given
+
+
+def test_max_tool_calling_iterations_limits_the_turns():
+    rollout, _ = run([[call("add", a=1, b=1)] * 5], TOOLS, max_tool_calling_iterations=2)
     assert [message["role"] for message in rollout.texts[0]] == ["assistant", "tool"] * 2 + ["assistant"]
     assert not rollout.completions[0].truncated
 
 
-def test_a_turn_is_cut_at_the_limit_of_the_whole_completion():
+def test_a_turn_is_truncated_at_max_completion_length():
     full, _ = run([[call("add", a=1, b=1), "a long answer"]], TOOLS)
     limit = len(full.completions[0].token_ids) - 5
     cut, _ = run([[call("add", a=1, b=1), "a long answer"]], TOOLS, max_completion_length=limit)
@@ -248,30 +256,30 @@ def test_a_turn_is_cut_at_the_limit_of_the_whole_completion():
     assert cut.texts[0][-1]["content"] == "a long an"  # the five tokens are "swer" and the end
 
 
-def test_an_answer_of_a_tool_without_room_ends_the_rollout():
-    first, _ = run([[call("add", a=1, b=1)]], TOOLS, max_iterations=0)
+def test_a_tool_result_that_leaves_no_token_ends_the_rollout():
+    first, _ = run([[call("add", a=1, b=1)]], TOOLS, max_tool_calling_iterations=0)
     length = len(first.completions[0].token_ids)
     cut, backend = run([[call("add", a=1, b=1), "x"]], TOOLS, max_completion_length=length + 10)
     assert cut.completions[0].token_ids == first.completions[0].token_ids
     assert cut.completions[0].truncated and len(backend.calls) == 1
     assert [message["role"] for message in cut.texts[0]] == ["assistant"]
-    assert cut.metrics["tools/call_frequency"].value() == 1  # it was called all the same
+    assert cut.metrics["tools/call_frequency"].value() == 1  # the call was executed
 
 
 @pytest.mark.parametrize("of_backend", [False, True])
-def test_the_models_context_ends_a_rollout_as_well(of_backend, monkeypatch):
+def test_the_context_length_ends_a_rollout(of_backend, monkeypatch):
     full, _ = run([[call("add", a=1, b=1), "a long answer"]], TOOLS)
     prompt, whole = len(full.prompt_ids[0]), full.completions[0].token_ids
 
     def within(context: int) -> RolloutBatch:
         monkeypatch.setattr(ScriptedBackend, "context_length", context if of_backend else None)
-        told = {} if of_backend else {"context_length": context}
-        return run([[call("add", a=1, b=1), "a long answer"]], TOOLS, **told)[0]
+        settings = {} if of_backend else {"context_length": context}
+        return run([[call("add", a=1, b=1), "a long answer"]], TOOLS, **settings)[0]
 
-    cut = within(prompt + len(whole) - 5).completions[0]  # in the middle of the second turn
+    cut = within(prompt + len(whole) - 5).completions[0]  # within the second turn
     assert cut.token_ids == whole[:-5] and cut.truncated
     first = full.completions[0].loss_mask.index(0)  # the tokens of the first turn
-    cut = within(prompt + first + 10).completions[0]  # in the middle of the tool's answer
+    cut = within(prompt + first + 10).completions[0]  # within the tool result
     assert cut.token_ids == whole[:first] and cut.truncated
     with pytest.raises(
         ConfigError, match=rf"row 0: the prompt with its tools has {prompt} tokens.*context of"
@@ -279,7 +287,7 @@ def test_the_models_context_ends_a_rollout_as_well(of_backend, monkeypatch):
         within(prompt)
 
 
-def test_a_cut_turn_calls_nothing():
+def test_a_truncated_turn_calls_no_tool():
     said = call("add", a=1, b=1) + call("add", a=1, b=1)
     cut, _ = run([[said, "x"]], TOOLS, max_completion_length=len(said) - 3)
     assert cut.completions[0].truncated
@@ -287,8 +295,8 @@ def test_a_cut_turn_calls_nothing():
     assert cut.metrics["tools/call_frequency"].value() == 0
 
 
-def test_a_template_that_rewrites_history_makes_the_rollout_fork_at_the_first_mismatch():
-    """This one adds a note to earlier turns once a tool says "5": what it rewrites is not trained on."""
+def test_a_template_that_rewrites_history_forks_the_rollout_at_the_first_mismatch():
+    """The template adds a note to earlier turns after the result "5"; the rewritten tokens have no loss."""
     rewriting = CHAT.replace(
         "'<|im_start|>assistant\\n' + message.content",
         "'<|im_start|>assistant\\n' + message.content + ('(noted)' if messages[-1].content == '5' else '')",
@@ -299,18 +307,18 @@ def test_a_template_that_rewrites_history_makes_the_rollout_fork_at_the_first_mi
     completion = rollout.completions[0]
     text = tokenizer.decode(completion.token_ids)
     assert text.startswith("Sum:(noted)") and text.endswith("It is 5.<|im_end|>")
-    chosen = [token for token, mine in zip(completion.token_ids, completion.loss_mask, strict=True) if mine]
-    # The prefix both histories share, and what was sampled in the new one.
-    assert tokenizer.decode(chosen) == "Sum:" + "It is 5.<|im_end|>"
+    sampled = [token for token, mask in zip(completion.token_ids, completion.loss_mask, strict=True) if mask]
+    # The common prefix, and the turn sampled after the fork.
+    assert tokenizer.decode(sampled) == "Sum:" + "It is 5.<|im_end|>"
     context = rollout.prompt_ids[0] + completion.token_ids[: -len("It is 5.") - 1]
     assert backend.calls[1][0] == context
     assert rollout.metrics["tools/fork_frequency"].value() == 1
 
 
-def test_processes_that_have_ended_keep_calling_the_backend_with_the_others():
+def test_a_rank_whose_rollouts_have_ended_joins_the_generate_calls_of_others():
     tokenizer = byte_tokenizer()
     loop = agents(tokenizer, TOOLS)
-    others = iter([True, True, True, False])  # another process has two more turns than this one
+    others = iter([True, True, True, False])  # another rank has two more turns than this one
     loop.any_rank = lambda here: next(others) or here
     backend = ScriptedBackend(tokenizer, [["at once"], [""], [""]])
     rollout = loop.generate_rollouts([question("?")], backend)
@@ -325,15 +333,15 @@ def test_a_text_prompt_is_refused():
         )
 
 
-def test_a_prompt_that_begins_the_answer_is_continued():
+def test_an_assistant_message_at_the_end_of_the_prompt_is_continued():
     tokenizer = byte_tokenizer()
     row = {"prompt": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "The sum "}]}
     rollout = agents(tokenizer, TOOLS).generate_rollouts([row], ScriptedBackend(tokenizer, [["is 5."]]))
     assert rollout.texts[0] == [{"role": "assistant", "content": "The sum is 5."}]
 
 
-def test_a_blocked_event_loop_is_named(monkeypatch):
-    monkeypatch.setattr("groupwise.agents.loop.BLOCKED_MARGIN", 0.2)
+def test_a_blocked_event_loop_is_reported(monkeypatch):
+    monkeypatch.setattr("groupwise.agents.multi_turn.BLOCKED_MARGIN", 0.2)
     release = threading.Event()
 
     @time_limit(0.1)
@@ -347,13 +355,13 @@ def test_a_blocked_event_loop_is_named(monkeypatch):
         return "too late"
 
     try:
-        with pytest.raises(AgentError, match="no answer of the tools blocks"):
+        with pytest.raises(AgentError, match="no results of the tools blocks"):
             run([[call("blocks", a=1), "x"]], [blocks])
     finally:
         release.set()
 
 
-def test_a_tool_may_answer_in_blocks_of_text_or_with_any_list():
+def test_a_tool_may_return_text_blocks_or_any_list():
     def blocks(a: int) -> list:
         """Give blocks.
 
@@ -366,7 +374,7 @@ def test_a_tool_may_answer_in_blocks_of_text_or_with_any_list():
     assert [message["content"] for message in rollout.texts[0][1:-1]] == ["one two", "[1, 2]"]
 
 
-def test_images_are_refused():
+def test_images_without_a_processor_are_refused():
     def picture(a: int) -> list:
         """Give an image.
 

@@ -1,0 +1,362 @@
+"""Multi-turn rollouts: sample a turn, run its tool calls, append the results, until a turn calls no tool."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+from groupwise.agents.environments import Environment, EnvironmentPool, add_observation, empty_prompt
+from groupwise.agents.parsing import ToolCall, TurnParser
+from groupwise.agents.tools import (
+    BLOCKED_MARGIN,
+    MAX_CONCURRENT_CALLS,
+    Content,
+    Tool,
+    ToolExecutor,
+    ToolResult,
+    ToolSet,
+)
+from groupwise.agents.trajectory import Trajectory
+from groupwise.core.images import ImageInputs
+from groupwise.core.metrics import Mean, Metrics
+from groupwise.errors import AgentError, ConfigError
+from groupwise.generation.base import GenerationBackend
+from groupwise.records import RolloutBatch, SamplingOptions
+from groupwise.tokenization.images import check_no_images, insert_images, process_prompt, prompt_images
+from groupwise.tokenization.prompts import (
+    Message,
+    Prompt,
+    content_text,
+    format_completion,
+    has_prefill,
+    is_conversational,
+    tokenize_prompt,
+    with_text_content,
+)
+from groupwise.tokenization.rendering import PrefixMismatchError, Renderer
+
+#: Minimum time in seconds that finished tool calls wait for slower ones, so that one generate call serves
+#: both.
+MIN_WAIT = 1.0
+
+
+@dataclass(frozen=True)
+class MultiTurnSettings:
+    """Limits of a rollout, and the chat template's variables.
+
+    Fields:
+        max_completion_length: tokens of a completion, tool results included.
+        max_tool_calling_iterations: turns whose tool calls are executed; None: unlimited.
+        max_prompt_length: longer prompts are truncated on the left; None: unlimited.
+        template_kwargs: further variables of the chat template.
+        context_length: tokens of prompt and completion that the model supports; None: unlimited.
+    """
+
+    max_completion_length: int
+    max_tool_calling_iterations: int | None = None
+    max_prompt_length: int | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    context_length: int | None = None
+
+
+@dataclass
+class _Rollout:
+    """State of one rollout.
+
+    Fields:
+        messages: messages after the prompt.
+        tool_calls: tool calls of the latest turn.
+        results: their results, once started.
+        images: image inputs of the model for the tokens so far; None without a processor.
+    """
+
+    prompt: Prompt
+    tools: ToolSet
+    trajectory: Trajectory
+    images: ImageInputs | None = None
+    messages: list[Message] = field(default_factory=list)
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    results: Future[list[ToolResult]] | None = None
+    iterations: int = 0
+    num_calls: int = 0
+    num_failures: int = 0
+
+    def time_limit(self) -> float:
+        """Return the time limit of the latest tool calls in seconds, if they are sequential."""
+        return sum(self.tools[call.name].time_limit for call in self.tool_calls if call.name in self.tools)
+
+
+class MultiTurnRollouts:
+    """Sample rollouts with tools and environments.
+
+    Args:
+        tools: tools of every rollout.
+        pool: environments; None without.
+        tokenizer: tokenizer of the policy.
+        settings: limits of a rollout.
+        renderer: renders tool schemas and tool results; None if no rollout has tools.
+        any_rank: returns True if its argument is True on any rank, for backends that all ranks must call
+            equally often; ``bool`` if ranks are independent.
+        processor: processor of a vision-language model; None for text.
+
+    Attributes:
+        environments: environments of the latest batch, one per completion; None without environments.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[Tool],
+        pool: EnvironmentPool | None,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: MultiTurnSettings,
+        renderer: Renderer | None = None,
+        any_rank: Callable[[bool], bool] = bool,
+        processor: ProcessorMixin | None = None,
+    ) -> None:
+        self.tools, self.pool = list(tools), pool
+        self.tokenizer, self.processor = tokenizer, processor
+        self.settings, self.renderer, self.any_rank = settings, renderer, any_rank
+        self.parser = None if renderer is None else TurnParser(tokenizer, renderer.chat_template)
+        self.executor = ToolExecutor()
+        self.environments: list[Environment] | None = None
+
+    def generate_rollouts(
+        self,
+        rows: list[dict[str, Any]],
+        backend: GenerationBackend,
+        generation_kwargs: Mapping[str, Any] | None = None,
+    ) -> RolloutBatch:
+        """Sample one rollout for each row.
+
+        Args:
+            rows: dataset rows with a ``prompt``; rows of one group are adjacent.
+            backend: sampler of the turns.
+            generation_kwargs: sampler settings in place of the run's, as in ``SamplingOptions``.
+
+        Returns:
+            Completions of all turns, with ``loss_mask`` 0 on tool results; the environments as column
+            ``environments``.
+
+        Raises:
+            ConfigError: a row cannot be used.
+            AgentError: an environment failed, or tool calls did not end.
+        """
+        prompts = [insert_images({"prompt": empty_prompt(), **row}) for row in rows]
+        tool_sets = [ToolSet(self.tools)] * len(rows)
+        extra: dict[str, list[Any]] = {}
+        if self.pool is not None:
+            acquired = self.pool.acquire(rows)
+            self.environments = [environment for environment, _ in acquired]
+            tool_sets = [ToolSet([*self.tools, *own]) for _, own in acquired]
+            observations = self.pool.reset(self.environments, rows, self.executor)
+            prompts = [add_observation(prompt, o) for prompt, o in zip(prompts, observations, strict=True)]
+            extra = {"environments": self.environments}
+        rollouts = []
+        for index, (prompt, tools) in enumerate(zip(prompts, tool_sets, strict=True)):
+            prompt_ids, images = self._encode_prompt(index, prompt, tools)
+            trajectory = start_trajectory(prompt_ids, self.settings, backend, f"row {index}")
+            rollouts.append(_Rollout(prompt, tools, trajectory, images))
+        self._run(rollouts, backend, generation_kwargs or {})
+        return RolloutBatch(
+            rows=rows,
+            prompts=prompts,
+            prompt_ids=[rollout.trajectory.prompt_ids for rollout in rollouts],
+            completions=[rollout.trajectory.completion() for rollout in rollouts],
+            texts=[self._completion_text(rollout) for rollout in rollouts],
+            extra=extra,
+            metrics=_metrics(rollouts) if self.parser is not None else {},
+            images=_images(rollouts),
+        )
+
+    def _run(
+        self, rollouts: list[_Rollout], backend: GenerationBackend, generation_kwargs: Mapping[str, Any]
+    ) -> None:
+        """Alternate between generation and tool calls until all rollouts have ended, on all ranks."""
+        ready, waiting = rollouts, list[_Rollout]()
+        while self.any_rank(bool(ready)):
+            started = time.monotonic()
+            self._generate(ready, backend, generation_kwargs)
+            # A rollout that misses a batch costs one more generate call: waiting that long does not cost
+            # more.
+            patience = max(MIN_WAIT, time.monotonic() - started)
+            waiting += [rollout for rollout in ready if self._start_tool_calls(rollout)]
+            ready, waiting = self._wait_for_results(waiting, patience)
+
+    def _generate(
+        self, ready: list[_Rollout], backend: GenerationBackend, generation_kwargs: Mapping[str, Any]
+    ) -> None:
+        """Sample the next turn of all ``ready`` rollouts in one call of the backend."""
+        if not ready:
+            join_collective_generate(backend)
+            return
+        contexts = [rollout.trajectory.context_ids for rollout in ready]
+        limits = [rollout.trajectory.remaining_tokens for rollout in ready]
+        sampling = SamplingOptions(limits, _images(ready), generation_kwargs)
+        completions = backend.generate(contexts, sampling)
+        for rollout, context_ids, completion in zip(ready, contexts, completions, strict=True):
+            rollout.trajectory.append_sampled(completion)
+            self._parse_turn(rollout, context_ids, completion.token_ids)
+
+    def _parse_turn(self, rollout: _Rollout, context_ids: list[int], token_ids: list[int]) -> None:
+        """Append the policy's message, and store its tool calls."""
+        rollout.tool_calls = []
+        prompt = rollout.prompt
+        if self.parser is None or not is_conversational(prompt):
+            return
+        turn = self.parser(context_ids, token_ids, rollout.tools.schemas)
+        message = turn.message
+        if not rollout.messages and has_prefill(prompt):
+            message = {**message, "content": content_text(prompt[-1]["content"]) + message["content"]}
+        rollout.messages.append(message)
+        if not rollout.trajectory.truncated and rollout.tools:
+            rollout.tool_calls = turn.tool_calls
+
+    def _start_tool_calls(self, rollout: _Rollout) -> bool:
+        """Start the tool calls of the latest turn; return False if the rollout has ended."""
+        limit = self.settings.max_tool_calling_iterations
+        if not rollout.tool_calls or (limit is not None and rollout.iterations >= limit):
+            return False
+        rollout.iterations += 1
+        rollout.results = self.executor.submit_calls(rollout.tool_calls, rollout.tools)
+        return True
+
+    def _wait_for_results(
+        self, waiting: list[_Rollout], patience: float
+    ) -> tuple[list[_Rollout], list[_Rollout]]:
+        """Wait until all results are there, or after ``patience`` seconds until those of one rollout are.
+
+        Returns:
+            Rollouts to continue, and rollouts whose tools are still running. The first list is empty only if
+            the second is.
+        """
+        ready: list[_Rollout] = []
+        num_calls = sum(len(rollout.tool_calls) for rollout in waiting)
+        longest = max((rollout.time_limit() for rollout in waiting), default=0.0)
+        limit = BLOCKED_MARGIN + longest * (1 + num_calls // MAX_CONCURRENT_CALLS)
+        if waiting:
+            wait(_futures(waiting), timeout=patience)
+        while waiting and not ready:
+            done, _ = wait(_futures(waiting), timeout=limit, return_when=FIRST_COMPLETED)
+            if not done:
+                names = sorted({call.name for rollout in waiting for call in rollout.tool_calls})
+                raise AgentError(
+                    f"no results of the tools {', '.join(names)} within {limit:g} seconds, although each "
+                    "call has a limit: an async tool blocks the event loop (time.sleep, requests); use "
+                    "await, or make it a plain function"
+                )
+            finished = [rollout for rollout in waiting if rollout.results in done]
+            waiting = [rollout for rollout in waiting if rollout.results not in done]
+            ready = [rollout for rollout in finished if self._append_results(rollout)]
+        return ready, waiting
+
+    def _append_results(self, rollout: _Rollout) -> bool:
+        """Append tool results to messages and tokens; return False if no token remains for the next turn."""
+        assert rollout.results is not None and self.renderer is not None
+        results, rollout.results = rollout.results.result(), None
+        rollout.num_calls += len(results)
+        rollout.num_failures += sum(result.failed for result in results)
+        messages = [
+            {"role": "tool", "name": call.name, "content": _tool_content(result.content)}
+            for call, result in zip(rollout.tool_calls, results, strict=True)
+        ]
+        trajectory = rollout.trajectory
+        try:
+            start = len(trajectory.context_ids)
+            tokens, images = self.renderer.render_next_messages(messages, trajectory.token_ids[-1])
+            fits = trajectory.append_observed(tokens)
+            if fits and images is not None and rollout.images is not None:
+                rollout.images = rollout.images.followed_by(images, start)
+        except PrefixMismatchError:
+            if rollout.images is not None:  # a fork could separate an image from its tokens
+                trajectory.truncated = True
+                return False
+            prompt = cast(list[Message], rollout.prompt)
+            history = cast(list[Message], with_text_content([*prompt, *rollout.messages, *messages]))
+            fits = trajectory.continue_from(self.renderer.render_prompt(history, rollout.tools.schemas))
+        if fits:
+            rollout.messages += messages
+        return fits
+
+    def _encode_prompt(
+        self, index: int, prompt: Prompt, tools: ToolSet
+    ) -> tuple[list[int], ImageInputs | None]:
+        settings, renderer = self.settings, self.renderer if tools else None
+        if self.processor is not None:
+            kwargs = settings.template_kwargs if renderer is None else renderer.prompt_kwargs(tools.schemas)
+            return process_prompt(self.processor, prompt, (), kwargs, settings.max_prompt_length)
+        check_no_images({}, prompt, self.tokenizer)
+        text_prompt = with_text_content(prompt)
+        if renderer is None:
+            kwargs, limit = settings.template_kwargs, settings.max_prompt_length
+            return tokenize_prompt(self.tokenizer, text_prompt, kwargs, limit), None
+        if not is_conversational(text_prompt):
+            raise ConfigError(
+                f"row {index} has a text prompt ({prompt!r:.80}), but tools need chat prompts: a list of "
+                "messages such as [{'role': 'user', 'content': ...}]"
+            )
+        return renderer.render_prompt(text_prompt, tools.schemas, settings.max_prompt_length), None
+
+    def _completion_text(self, rollout: _Rollout) -> Prompt:
+        """Return the completion in the format that reward functions expect."""
+        if rollout.messages:
+            return rollout.messages
+        decoded = self.tokenizer.decode(rollout.trajectory.token_ids, skip_special_tokens=True)
+        return format_completion(rollout.prompt, cast(str, decoded))
+
+
+def start_trajectory(
+    prompt_ids: list[int], settings: MultiTurnSettings, backend: GenerationBackend, what: str
+) -> Trajectory:
+    """Return the trajectory of a rollout before its first turn.
+
+    Args:
+        what: name of the rollout, for the message.
+
+    Raises:
+        ConfigError: the prompt fills the context of the model or of the backend.
+    """
+    limits = [length for length in (settings.context_length, backend.context_length) if length is not None]
+    trajectory = Trajectory(prompt_ids, settings.max_completion_length, min(limits, default=None))
+    if trajectory.remaining_tokens < 1:
+        raise ConfigError(
+            f"{what}: the prompt with its tools has {len(prompt_ids)} tokens, which leaves none for a "
+            f"completion in a context of {trajectory.context_length}; shorten it, or set max_prompt_length"
+        )
+    return trajectory
+
+
+def join_collective_generate(backend: GenerationBackend) -> None:
+    """Sample one token and discard it: other ranks are generating, and their call is collective."""
+    backend.generate([sorted(backend.end_tokens)[:1]], SamplingOptions([1]))
+
+
+def _futures(rollouts: list[_Rollout]) -> list[Future[list[ToolResult]]]:
+    return [rollout.results for rollout in rollouts if rollout.results is not None]
+
+
+def _images(rollouts: list[_Rollout]) -> list[ImageInputs] | None:
+    images = [rollout.images for rollout in rollouts if rollout.images is not None]
+    return images if len(images) == len(rollouts) else None
+
+
+def _tool_content(content: Content) -> Content:
+    """Return a tool result as one text, unless it contains images."""
+    return content if prompt_images([{"content": content}]) else content_text(content)
+
+
+def _metrics(rollouts: list[_Rollout]) -> Metrics:
+    calls = float(sum(rollout.num_calls for rollout in rollouts))
+    failures = float(sum(rollout.num_failures for rollout in rollouts))
+    metrics: Metrics = {
+        "tools/call_frequency": Mean(calls, float(len(rollouts))),
+        "tools/failure_frequency": Mean(failures, calls),
+    }
+    num_forks = sum(rollout.trajectory.num_forks for rollout in rollouts)
+    if num_forks:
+        metrics["tools/fork_frequency"] = Mean(float(num_forks), float(len(rollouts)))
+    return metrics

@@ -1,0 +1,97 @@
+"""TurnParser: tool calls in the formats of several model families, and with a response template."""
+
+from __future__ import annotations
+
+import pytest
+from support.scripted import CHAT, byte_tokenizer, call
+from support.tool_chats import LOOK, look_call_message
+
+from groupwise.agents.parsing import TurnParser
+from groupwise.errors import ConfigError
+
+USER = {"role": "user", "content": "What is it?"}
+
+#: Defined with ``response_template``, as tokenizers of recent models are.
+RESPONSE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            "open": "[[",
+            "close": "]]",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close": "<|im_end|>", "content": "text"},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "content", "calls"),
+    [
+        (CHAT, f"Well. {call('look', at='it')}<|im_end|>", "Well.", [("look", {"at": "it"})]),
+        (
+            CHAT,
+            f"{call('look', at='it')}\n{call('see')}<|im_end|>",
+            "",
+            [("look", {"at": "it"}), ("see", {})],
+        ),
+        (CHAT, "A cat. <|im_end|>", "A cat. ", []),
+        ("ipython", '{"name": "look", "parameters": {"at": "it"}}<|eot_id|>', "", [("look", {"at": "it"})]),
+        ("ipython", 'It is {"name": 3}.', 'It is {"name": 3}.', []),
+        (
+            "<|channel|>",
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.look<|channel|>"
+            'commentary json<|message|>{"at": "it"}<|call|>',
+            "Hm.",
+            [("look", {"at": "it"})],
+        ),
+        (
+            "<|channel|>",
+            '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"at": "it"}<|call|>',
+            "",
+            [("look", {"at": "it"})],
+        ),
+        ("<|channel|>", "<|channel|>final<|message|>A cat.<|return|>", "A cat.", []),
+    ],
+)
+def test_tool_calls_are_parsed_in_the_format_of_the_chat_template(template, text, content, calls):
+    special = ("<|im_start|>", "<|channel|>", "<|message|>", "<|call|>", "<|return|>", "<|start|>", "<|pad|>")
+    tokenizer = byte_tokenizer(special=special)
+    turn = TurnParser(tokenizer, template)([], tokenizer(text)["input_ids"], [])
+    assert turn.message["content"] == content
+    assert [(each.name, each.arguments) for each in turn.tool_calls] == calls
+    assert all(each.error is None for each in turn.tool_calls)
+
+
+@pytest.mark.parametrize(
+    "text", ["<tool_call>\n<parameter=at>\nit\n</parameter>\n</tool_call>", "<tool_call>look"]
+)
+def test_a_call_without_a_function_name_has_an_error(text):
+    tokenizer = byte_tokenizer()
+    turn = TurnParser(tokenizer, "<function=")([], tokenizer(text)["input_ids"], [LOOK])
+    assert len(turn.tool_calls) == 1 and "not valid JSON" in turn.tool_calls[0].error
+
+
+def test_a_response_template_takes_precedence_over_the_known_formats():
+    tokenizer = byte_tokenizer()
+    tokenizer.response_template = RESPONSE
+    parse = TurnParser(tokenizer, CHAT)
+    prompt = tokenizer.apply_chat_template([USER], tools=[LOOK], add_generation_prompt=True)["input_ids"]
+    text = '<think>Hm.</think>Well.[[{"name": "look", "arguments": {"at": "it"}}]]<|im_end|>'
+    turn = parse(prompt, tokenizer(text)["input_ids"], [LOOK])
+    assert turn.message == {**look_call_message("Well."), "reasoning_content": "Hm."}
+    calls = [(each.name, each.arguments, each.error) for each in turn.tool_calls]
+    assert calls == [("look", {"at": "it"}, None)]
+    malformed = parse(prompt, tokenizer('[[{"name": "lo]]<|im_end|>')["input_ids"], [LOOK])
+    assert malformed.tool_calls[0].error is not None and "tool_calls" not in malformed.message
+    text_turn = parse(prompt, tokenizer("A cat.<|im_end|>")["input_ids"], [LOOK])
+    assert text_turn.message["content"] == "A cat." and text_turn.tool_calls == []
+
+
+def test_a_chat_template_with_an_unknown_tool_call_format_is_refused():
+    with pytest.raises(ConfigError, match=r"format of tool calls cannot be derived.*response_template"):
+        TurnParser(byte_tokenizer(), CHAT.replace("tool_call>", "act>"))
