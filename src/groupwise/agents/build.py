@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 class AgentSetup:
     """Tools and environments of a run; empty for single-turn rollouts.
 
-    Fields:
+    Attributes:
         tools: tools of every rollout.
         pool: environments; None without.
         rollout_environment: environment that runs rollouts itself, in place of ``tools`` and ``pool``.

@@ -36,7 +36,7 @@ class MaxLengthReachedError(Exception):
 class ChatResponse:
     """A turn of the policy.
 
-    Fields:
+    Attributes:
         message: assistant message as chat templates expect it, with ``tool_calls`` if there are any.
         truncated: the turn was cut at the maximum length.
     """
@@ -75,7 +75,7 @@ class RolloutEnvironment(Protocol):
 class _Rollout:
     """State of one rollout.
 
-    Fields:
+    Attributes:
         prompt: messages before the policy's first turn.
         messages: all messages so far, the policy's included.
         columns: values for the reward functions, once the rollout has ended.

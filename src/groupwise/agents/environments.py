@@ -40,7 +40,7 @@ def empty_prompt() -> list[Message]:
 class _EnvironmentType:
     """Instances of one factory.
 
-    Fields:
+    Attributes:
         title: name of the environment in messages.
         instances: all instances created so far; a batch uses as many as it has rollouts of this type.
         schemas: tool schemas by the name of the public method.

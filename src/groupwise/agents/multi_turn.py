@@ -49,7 +49,7 @@ MIN_WAIT = 1.0
 class MultiTurnSettings:
     """Limits of a rollout, and the chat template's variables.
 
-    Fields:
+    Attributes:
         max_completion_length: tokens of a completion, tool results included.
         max_tool_calling_iterations: turns whose tool calls are executed; None: unlimited.
         max_prompt_length: longer prompts are truncated on the left; None: unlimited.
@@ -68,7 +68,7 @@ class MultiTurnSettings:
 class _Rollout:
     """State of one rollout.
 
-    Fields:
+    Attributes:
         messages: messages after the prompt.
         tool_calls: tool calls of the latest turn.
         results: their results, once started.

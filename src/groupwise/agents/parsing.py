@@ -21,7 +21,7 @@ ToolSchema = dict[str, Any]
 class ToolCall:
     """One call of a tool.
 
-    Fields:
+    Attributes:
         name: name of the tool; "unknown" if the policy gave none.
         arguments: keyword arguments.
         error: reason why the call is invalid, which becomes its result; None for a valid call.

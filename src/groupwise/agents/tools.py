@@ -58,7 +58,7 @@ def time_limit_of(function: Callable[..., object]) -> float:
 class Tool:
     """A function that the policy may call.
 
-    Fields:
+    Attributes:
         name: name in tool calls.
         function: the function, sync or async.
         schema: JSON schema for the prompt.
@@ -159,7 +159,8 @@ class ToolExecutor:
         """
 
         async def gather() -> list[Any]:
-            return await asyncio.gather(*(self._limited(f, limit) for f in functions), return_exceptions=True)
+            calls = [self._limited(function, limit, is_async(function)) for function in functions]
+            return await asyncio.gather(*calls, return_exceptions=True)
 
         return wait_for(self.submit(gather()), limit * (1 + len(functions) // MAX_CONCURRENT_CALLS), what)
 
@@ -203,13 +204,9 @@ class ToolExecutor:
         is_blocks = isinstance(result, list) and all(isinstance(b, dict) and "type" in b for b in result)
         return ToolResult(result if is_blocks and result else str(result))
 
-    async def _limited(
-        self, function: Callable[[], Any], limit: float, returns_coroutine: bool | None = None
-    ) -> Any:
+    async def _limited(self, function: Callable[[], Any], limit: float, returns_coroutine: bool) -> Any:
         if self._semaphore is None:
             self._semaphore = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
-        if returns_coroutine is None:
-            returns_coroutine = is_async(function)
         async with self._semaphore:
             return await asyncio.wait_for(function() if returns_coroutine else _in_thread(function), limit)
 

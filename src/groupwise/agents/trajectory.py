@@ -19,7 +19,7 @@ class Trajectory:
         loss_mask   [  1      1   |  0      0    |   1      1   ]
         logps       [-0.3   -0.1  | nan    nan   | -0.7   -0.1  ]
 
-    Fields:
+    Attributes:
         prompt_ids: token ids of the prompt.
         max_new_tokens: limit of the completion, tool results included.
         context_length: limit of prompt and completion; None: unlimited.

@@ -55,7 +55,7 @@ _PROBE_TOOL_CHAT: list[Message] = [
 class TemplateFamily:
     """A family of models with similar chat templates, and the replacement for them.
 
-    Fields:
+    Attributes:
         name: name of the family, for messages.
         markers: strings that all chat templates of the family contain.
         replacement: Jinja template for the turns after the prompt. Its variable ``generation_prompt`` is the
@@ -142,7 +142,7 @@ TEMPLATE_FAMILIES = (
 class TurnTemplate:
     """Template of the turns after the prompt.
 
-    Fields:
+    Attributes:
         replacement: Jinja template; None uses the model's own.
         tools_variable: variable under which the model's own template expects the tool schemas.
         generation_prompt: text that opens an assistant turn, for the replacement.
