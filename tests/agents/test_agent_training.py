@@ -10,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from support.agent_runs import calls_reward, chats, measure, policy, tokenizer, trainer
+from support.runs import experience
 from support.scripted import byte_tokenizer
 
 from groupwise import ConfigError, GRPOConfig, GRPOTrainer
@@ -41,7 +42,7 @@ def test_a_run_with_a_tool_trains_on_sampled_tokens(tmp_path: Path) -> None:
 
 def test_tool_results_have_loss_mask_0(tmp_path: Path) -> None:
     run = trainer(tmp_path, tools=[measure])
-    (batch,) = run.generate_micro_batches([chats()[0]] * 4)
+    (batch,) = experience(run, [chats()[0]] * 4)
     decode = run.processing_class.decode
     assert run.num_generations == len(batch) == 4
     tokens, masks, real = batch.completion_ids_BT, batch.loss_mask_BT, batch.completion_mask_BT
@@ -52,11 +53,11 @@ def test_tool_results_have_loss_mask_0(tmp_path: Path) -> None:
 
 def test_rollouts_fit_into_the_context_of_the_model(tmp_path: Path) -> None:
     run = trainer(tmp_path, tools=[measure])
-    (prompt,) = {len(ids) for ids in run.generate_rollouts([chats()[0]] * 4).prompt_ids}
+    (prompt,) = {len(ids) for ids in run.generate_rollouts(run.make_request([chats()[0]] * 4)).prompt_ids}
     short = policy(len(run.processing_class))
     short.config.max_position_embeddings = prompt + 12
     run = trainer(tmp_path, model=short, tools=[measure], max_completion_length=40)
-    completions = run.generate_rollouts([chats()[0]] * 4).completions
+    completions = run.generate_rollouts(run.make_request([chats()[0]] * 4)).completions
     assert all(0 < len(completion.token_ids) <= 12 for completion in completions)
     assert any(completion.truncated for completion in completions)
 

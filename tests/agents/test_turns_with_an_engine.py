@@ -66,9 +66,9 @@ def test_turns_continue_one_history_and_tokens_of_tools_are_masked(tmp_path):
         calls[-1] += zip([list(prompt) for prompt in prompts], answers, strict=True)
         return answers
 
-    def watched_generate_rollouts(rows: Any) -> Any:
+    def watched_generate_rollouts(request: Any) -> Any:
         calls.append([])
-        rollout = generate_rollouts(rows)
+        rollout = generate_rollouts(request)
         model = run.model.eval()
         expected = [
             logps_of(model, prompt, completion.token_ids)

@@ -19,16 +19,16 @@ from support.runs import experience
 from groupwise import GRPOConfig, GRPOTrainer, reporting
 from groupwise.errors import ConfigError
 from groupwise.policy.loading import auto_class
-from groupwise.records import MicroBatch
+from groupwise.records import Experience
 from groupwise.tokenization.images import process_prompt, prompt_images
 
 EVERY_FAMILY = pytest.mark.parametrize("family", tiny.FAMILIES)
 
 
-def buffered(trainer) -> MicroBatch:
+def buffered(trainer) -> Experience:
     """The micro-batches of one generation batch, concatenated."""
     rows = [row for row in trainer.train_dataset for _ in range(trainer.num_generations)]
-    return MicroBatch.concatenate(experience(trainer, rows))
+    return Experience.concatenate(experience(trainer, rows))
 
 
 def messages(row: dict) -> list[dict]:
@@ -58,7 +58,7 @@ def plain_logps(model, processor, row: dict, completion: list[int]) -> torch.Ten
     return scores_CV.gather(1, torch.tensor(completion)[:, None])[:, 0]
 
 
-def compare_rows(trainer, batch: MicroBatch) -> None:
+def compare_rows(trainer, batch: Experience) -> None:
     """Compare the log-probs of a padded batch with one forward per row."""
     scores = trainer.logprob_computer(trainer.model, batch, with_entropy=False)
     rows = [row for row in trainer.train_dataset for _ in range(trainer.num_generations)]
@@ -180,7 +180,7 @@ def test_rows_that_share_a_prompt_share_its_images(tmp_path):
     batch = buffered(trainer)
     assert batch.images[0] is batch.images[1]
     torch.save(batch.state_dict(), tmp_path / "batch.pt")
-    loaded = MicroBatch.from_state(torch.load(tmp_path / "batch.pt", weights_only=True))
+    loaded = Experience.from_state(torch.load(tmp_path / "batch.pt", weights_only=True))
     assert loaded.images[0] is loaded.images[1]
     assert torch.equal(loaded.images[0].arrays["pixel_values"], batch.images[0].arrays["pixel_values"])
     assert loaded.images[2].token_types == batch.images[2].token_types

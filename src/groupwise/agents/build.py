@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from groupwise.agents.environment_driven import EnvironmentDrivenRollouts, RolloutEnvironment
 from groupwise.agents.environments import EnvironmentFactory, EnvironmentPool
@@ -19,7 +19,7 @@ from groupwise.agents.tools import Tool, ToolSet, make_tool
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.data.prompt_checks import context_length
 from groupwise.errors import ConfigError
-from groupwise.generation.base import GenerationBackend
+from groupwise.generation.base import GenerationBackend, text_tokenizer
 from groupwise.records import RolloutFunction
 from groupwise.tokenization.images import is_processor
 from groupwise.tokenization.prompts import ProcessingClass
@@ -111,7 +111,7 @@ def make_renderer(
     if not setup.all_tools and setup.rollout_environment is None:
         return None
     template_kwargs = _template_kwargs(config)
-    tokenizer = _tokenizer_of(processing_class)
+    tokenizer = text_tokenizer(processing_class)
     chat_template = getattr(processing_class, "chat_template", None)
     if chat_template and tokenizer is not processing_class:
         template_kwargs.setdefault("chat_template", chat_template)
@@ -147,7 +147,7 @@ def make_agents(
     # Ranks may call the backend differently often if each has all weights, and no engine is shared.
     is_independent = accelerator.num_processes == 1 or not backend.requires_all_ranks
     context = context_length(model, config)
-    tokenizer = _tokenizer_of(processing_class)
+    tokenizer = text_tokenizer(processing_class)
     settings = MultiTurnSettings(
         config.max_completion_length,
         config.max_tool_calling_iterations,
@@ -167,7 +167,3 @@ def make_agents(
 def _template_kwargs(config: GRPOConfig) -> dict[str, Any]:
     """Return a copy of ``chat_template_kwargs``, which the built configuration holds as a dict."""
     return dict(cast("dict[str, Any] | None", config.chat_template_kwargs) or {})
-
-
-def _tokenizer_of(processing_class: ProcessingClass) -> PreTrainedTokenizerBase:
-    return cast(PreTrainedTokenizerBase, getattr(processing_class, "tokenizer", processing_class))

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.records import Completion, SamplingOptions
 from groupwise.registry import Registry
-
-ProcessingClass = PreTrainedTokenizerBase | ProcessorMixin
+from groupwise.tokenization.prompts import ProcessingClass
 
 #: Settings of the run: no field of ``SamplingOptions`` is set.
 RUN_SETTINGS = SamplingOptions()

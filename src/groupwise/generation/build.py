@@ -55,7 +55,9 @@ def make_backend(
         made = backend
     else:
         entry = BACKENDS.get(backend or chosen_backend(config))
-        made = entry.factory(policy, config, processing_class, image_suppress_tokens(policy(), processing_class))
+        made = entry.factory(
+            policy, config, processing_class, image_suppress_tokens(policy(), processing_class)
+        )
     if is_processor(processing_class) and not made.supports_images:
         raise ConfigError(
             f"processing_class is a {type(processing_class).__name__}, but {type(made).__name__} does not "
