@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from groupwise.cli.report import Finding, fail, ok, warn
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.tokenization.prompts import Prompt, is_conversational
+from groupwise.tokenization.prompts import Message, Prompt, is_conversational
 
 
 def batch_findings(config: GRPOConfig, prompts: int | None) -> Iterator[Finding]:
@@ -153,14 +153,14 @@ def tokenizer_findings(
 def _template_findings(
     tokenizer: PreTrainedTokenizerBase,
     end_tokens: Sequence[int],
-    prompt: Prompt,
+    prompt: list[Message],
     template_kwargs: dict[str, Any] | None,
 ) -> Iterator[Finding]:
     if not tokenizer.chat_template:
         yield fail("template", "prompts are chat messages, but the tokenizer has no chat template")
         return
 
-    def render(messages: Prompt, **options: bool) -> str:
+    def render(messages: list[Message], **options: bool) -> str:
         kwargs = {**(template_kwargs or {}), **options}
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **kwargs))
 
