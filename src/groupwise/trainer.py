@@ -39,12 +39,17 @@ from groupwise.mixins import (
     RolloutMixin,
 )
 from groupwise.mixins.loss import check_loss_override, objective_settings
-from groupwise.policy.build import prepare_policy, router_aux_loss_coef, speed_up
+from groupwise.policy.build import (
+    make_logprob_computer,
+    make_logprob_mismatch_check,
+    prepare_policy,
+    router_aux_loss_coef,
+    speed_up,
+)
 from groupwise.policy.liger import LigerLoss
 from groupwise.policy.loading import load_processing_class
 from groupwise.policy.loss import ObjectiveLoss, PolicyLoss
 from groupwise.policy.reference import make_reference
-from groupwise.policy.step_build import make_logprob_computer, make_logprob_mismatch_check
 from groupwise.records import (
     Experience,
     MicroBatch,
@@ -165,9 +170,7 @@ class GRPOTrainer(
         )
         self.pipeline = Pipeline(args, self.train_dataset, one_turn=not (self.agents or rollout_func))
         self.logprob_computer = make_logprob_computer(self.model, args, self.accelerator)
-        self.logprob_mismatch = make_logprob_mismatch_check(
-            self.logprob_computer, args, self.accelerator, self.processing_class
-        )
+        self.logprob_mismatch = make_logprob_mismatch_check(self.logprob_computer, args, self.accelerator)
         self.router_aux_loss_coef = router_aux_loss_coef(self.model, args)
         self.aux_loss_enabled = self.router_aux_loss_coef != 0.0
         self.micro_batch_budget = micro_batch_budget(type(self), args, aux_loss=self.aux_loss_enabled)

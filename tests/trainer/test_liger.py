@@ -280,6 +280,7 @@ def test_an_overridden_loss_is_refused(tmp_path):
         def compute_policy_loss(self, batch, logprobs):
             return super().compute_policy_loss(batch, logprobs)
 
-    args = GRPOConfig(str(tmp_path), use_liger_kernel=True, bf16=False, use_cpu=True)
+    options = {"max_completion_length": 8, "bf16": False, "use_cpu": True}
+    args = GRPOConfig(str(tmp_path), use_liger_kernel=True, **options)
     with pytest.raises(ConfigError, match=r"OwnLoss overrides compute_policy_loss.*use_liger_kernel=False"):
         OwnLoss(policy(), count_reward, args, prompts(), processing_class=tokenizer())

@@ -1,4 +1,4 @@
-"""The policy: loaded, changed as the configuration asks, and sped up where it can be."""
+"""Set-up of the policy: loading, log-prob computation, losses and checks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 import logging
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from transformers import AutoConfig, PreTrainedModel
@@ -14,7 +15,10 @@ from transformers import AutoConfig, PreTrainedModel
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.cpu import install_cpu_training
 from groupwise.errors import ConfigError
+from groupwise.policy.layouts import HeadSettings
 from groupwise.policy.loading import apply_peft, cast_head_to_fp32, disable_dropout, load_policy
+from groupwise.policy.logprob_mismatch import LogprobMismatchCheck, LogprobMismatchSettings
+from groupwise.policy.logprobs import LogprobComputer, choose_layout
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +26,7 @@ logger = logging.getLogger(__name__)
 def prepare_policy(
     model: str | PreTrainedModel, config: GRPOConfig, quantization_config: Any, peft_config: Any
 ) -> PreTrainedModel:
-    """The policy, loaded and changed as the configuration asks."""
+    """Load the policy and apply dropout, head precision, adapter and gradient-checkpointing settings."""
     if config.use_liger_kernel:
         prepare_liger(model, config)
     policy = load_policy(model, config, quantization_config)
@@ -33,16 +37,15 @@ def prepare_policy(
     keep_weights_trainable_through(policy)
     policy = apply_peft(policy, peft_config)
     if config.gradient_checkpointing and hasattr(policy, "peft_config"):
-        # The frozen embedding gives activations without gradients; recomputation would then have none to
-        # return.
+        # Activations of a frozen embedding have no gradient, and recomputation would then return none.
         policy.enable_input_require_grads()
     return policy
 
 
 def keep_weights_trainable_through(model: PreTrainedModel) -> None:
-    """Keep bitsandbytes from packing 4-bit weights anew when they are first used for sampling on a CPU.
+    """Stop bitsandbytes from repacking 4-bit weights at their first use for sampling on a CPU.
 
-    It does so for good, and through packed weights no gradient flows: adapters would not learn, unnoticed.
+    Repacked weights pass no gradient, so adapters would silently not train.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -60,10 +63,10 @@ def speed_up(models: list[Any], config: GRPOConfig, accelerator: Accelerator) ->
 
 
 def prepare_liger(model: str | PreTrainedModel, config: GRPOConfig) -> None:
-    """Refuse what Liger's loss cannot do, and say which of its layer kernels ``Trainer`` puts into the model.
+    """Check that Liger's loss supports the model, and select the layer kernels that ``Trainer`` applies.
 
-    Those are Triton kernels: on other devices than GPUs all of them stay off. So does its cross-entropy,
-    which replaces the model's forward.
+    Layer kernels need Triton: all stay off unless the device is a GPU. Liger's cross-entropy stays off,
+    because it replaces the model's forward.
 
     Raises:
         ConfigError: liger-kernel is not installed, or the model bounds its logits by a softcap.
@@ -91,7 +94,7 @@ def prepare_liger(model: str | PreTrainedModel, config: GRPOConfig) -> None:
 
 
 def text_config(model: str | PreTrainedModel, config: GRPOConfig) -> Any:
-    """The configuration of the language model; that of a model given by name is read alone."""
+    """Return the config of the language model; for a model given by name, only its config is loaded."""
     if not isinstance(model, str):
         return model.config.get_text_config(decoder=True)
     given: Any = config.model_init_kwargs or {}
@@ -102,7 +105,7 @@ def text_config(model: str | PreTrainedModel, config: GRPOConfig) -> Any:
 
 
 def _liger_switches() -> set[str]:
-    """The names of all layer kernels of all architectures."""
+    """Return the names of all layer kernels of all architectures."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as functions
 
     parameters = [p for f in functions.values() for p in inspect.signature(f).parameters.values()]
@@ -110,10 +113,10 @@ def _liger_switches() -> set[str]:
 
 
 def router_aux_loss_coef(model: PreTrainedModel, config: GRPOConfig) -> float:
-    """Weight of the balancing loss: the configuration's, else the model's; 0 for a dense model.
+    """Return the weight of the balancing loss: the configuration's, else the model's; 0 for a dense model.
 
     Raises:
-        ConfigError: a weight was asked for, but the model has no router.
+        ConfigError: a weight is set, but the model has no router.
     """
     own = getattr(model.config.get_text_config(), "router_aux_loss_coef", None)
     if config.router_aux_loss_coef is None:
@@ -124,3 +127,47 @@ def router_aux_loss_coef(model: PreTrainedModel, config: GRPOConfig) -> float:
             "router; leave it at None"
         )
     return config.router_aux_loss_coef
+
+
+def make_logprob_computer(
+    policy: PreTrainedModel, config: GRPOConfig, accelerator: Accelerator
+) -> LogprobComputer:
+    """Build the log-prob computer with the configured layout and head."""
+    layout = choose_layout(
+        "padded" if config.use_liger_kernel else config.sequence_layout,
+        policy,
+        group_size=config.num_generations,
+        with_aux_loss=router_aux_loss_coef(policy, config) != 0.0,
+    )
+    head = HeadSettings(
+        "chunked" if config.logprob_head == "auto" else config.logprob_head,
+        config.temperature,
+        config.cast_lm_head_to_fp32,
+    )
+
+    def all_ranks(condition: bool) -> bool:
+        failed = torch.tensor(int(not condition), device=accelerator.device)
+        return accelerator.reduce(failed, "sum").item() == 0
+
+    sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    return LogprobComputer(
+        layout, head, all_ranks, sharded=sharded, mixed_precision=_mixed_precision(accelerator)
+    )
+
+
+def make_logprob_mismatch_check(
+    logprob_computer: LogprobComputer, config: GRPOConfig, accelerator: Accelerator
+) -> LogprobMismatchCheck:
+    """Build the comparison of the sampler's log-probs with the trainer's."""
+    settings = LogprobMismatchSettings(config.logprob_mismatch_check, config.logprob_mismatch_steps)
+
+    def sum_over_ranks(total: torch.Tensor) -> torch.Tensor:
+        return accelerator.reduce(total, "sum")
+
+    return LogprobMismatchCheck(
+        settings, logprob_computer.head, sum_over_ranks, _mixed_precision(accelerator)
+    )
+
+
+def _mixed_precision(accelerator: Accelerator) -> torch.dtype | None:
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
