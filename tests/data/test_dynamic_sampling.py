@@ -1,4 +1,4 @@
-"""Dynamic sampling: which groups a step is trained on, where they come from and what is carried over."""
+"""Dynamic sampling: which groups fill a batch, and which are left to the next step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def group_rewards(rows, size, weights=(1.0,), **given):
         ([1.0, NAN, NAN], False),  # a single reward cannot vary
         ([1.0, NAN, 1.0], False),
         ([1.0, NAN, 2.0], True),
-        ([0.3, 0.1 + 0.2, 0.3], False),  # rounding is no difference
+        ([0.3, 0.30000006, 0.3], False),  # two float32 roundings of 3e-8 are no difference
         ([1e-3, 1.1e-3, 1e-3], True),
     ],
 )
@@ -58,6 +58,8 @@ def test_functions_that_cancel_vary_only_one_by_one():
     rewards = group_rewards([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [1.0, 1.0]], 2, (1.0, 1.0))
     assert has_variance(rewards) == [False, False]
     assert has_variance(rewards, "normalize_then_sum") == [True, False]
+    one = group_rewards([[1.0, 0.0], [0.0, 0.0]], 2, (0.0, 1.0))
+    assert has_variance(one, "normalize_then_sum") == [True]
 
 
 def test_variance_is_that_of_the_registered_aggregation():
@@ -73,6 +75,13 @@ def test_weights_of_zero_do_not_make_a_difference():
 def test_rewards_of_steps_count():
     steps = {0: [[(1, 0.5)], [(2, 0.5)], [(1, 0.5), (3, 0.0)], []]}
     assert has_variance(group_rewards([[NAN]] * 4, 2, step_rewards=steps, num_tokens=4)) == [False, True]
+
+
+def test_a_difference_of_outcome_or_step_rewards_is_enough():
+    steps = {0: [[(1, 0.5)], [(2, 0.5)], [(1, 0.5)], [(1, 1.0)]]}
+    rows = [[NAN, 0.0], [NAN, 1.0], [NAN, 2.0], [NAN, 2.0]]
+    rewards = group_rewards(rows, 2, (1.0, 1.0), step_rewards=steps)
+    assert has_variance(rewards) == [True, True]
 
 
 def settings_of(num_prompts, size, max_rounds=10, **changes):
@@ -204,6 +213,13 @@ def test_columns_that_some_completions_lack_are_none():
     filled, filled_rewards, _ = batch.finish()
     assert filled.extra == {"place": [0, 1, None, None], "other": [None, None, "a", "b"]}
     assert filled_rewards.columns == {"seen": [0, 0, None, None]}
+
+
+def test_token_wise_advantages_are_as_wide_as_the_longest_completion():
+    rollouts, rewards = Prompts({0}, 2).sample(1)
+    batch = DynamicBatch(LeftoverGroups(), settings_of(1, 2), list)
+    batch.add(replace(rollouts, completions=[Completion([1, 2, 3]), Completion([1])]), rewards)
+    assert batch.finish()[1].rewards.num_tokens == 3
 
 
 def test_a_batch_that_cannot_be_filled_takes_groups_without_variance():

@@ -1,7 +1,144 @@
-"""Edits of ``groupwise.data``."""
+"""Edits of ``groupwise.data``: which rows a step trains on, where, and how often."""
 
 from __future__ import annotations
 
-from mutation import Mutation
+from mutation import Mutation, edits_of
 
-DATA: list[Mutation] = []
+REBALANCING = ("tests/data/test_rebalancing_plan.py",)
+SAMPLING = ("tests/data/test_dynamic_sampling.py",)
+TRAINING = "tests/data/test_rebalancing.py"
+EXCHANGE = ("tests/distributed/test_rebalancing_memory.py", "-k", "2")
+
+
+def _rebalancing(*edits: tuple[str, str]) -> list[Mutation]:
+    return edits_of("data/rebalancing.py", *[(old, new, REBALANCING) for old, new in edits])
+
+
+def _sampling(*edits: tuple[str, str]) -> list[Mutation]:
+    return edits_of("data/dynamic_sampling.py", *[(old, new, SAMPLING) for old, new in edits])
+
+
+DATA = [
+    *_rebalancing(
+        ("(advantages_BX != 0) & counts_BT", "(advantages_BX != 0)"),
+        ("if skip_zero_advantage else counts_BT", "if skip_zero_advantage else counts_BT + True"),
+        ("sum(self.rows_per_rank[:rank])", "sum(self.rows_per_rank[: rank + 1])"),
+        ("start + self.rows_per_rank[rank]", "start + self.rows_per_rank[0]"),
+        ("one == other for one, other", "one != other for one, other"),
+        ("[False, *repeats]", "[*repeats, False]"),
+        ("batch.completion_mask_BT.sum(-1),", "batch.loss_mask_BT.sum(-1),"),
+        ("if budget.fixed:\n        everything", "if False:\n        everything"),
+        ("_window_stats(own.shape, len(batch), whole", "_window_stats(own.shape, 0, whole"),
+        ("    batch = _with_fields(batch, rows.fields)\n", ""),
+        (
+            "enumerate(sorted(row for part in parts for row in part))",
+            "enumerate(row for part in parts for row in part)",
+        ),
+        ("_without_weight(batch.select([_shortest(own.shape)]))", "batch.select([_shortest(own.shape)])"),
+        ("if not has_gradient]", "if has_gradient]"),
+        ("sequence_weight_B1[skipped].sum()", "sequence_weight_B1[skipped].sum() * 2"),
+        (
+            "_window_stats(rows.shape, sum(rows.has_gradient)",
+            "_window_stats(rows.shape, sum(own.has_gradient)",
+        ),
+        (
+            "[None] * (len(window) - len(batches)) + batches, stats",
+            "batches + [None] * (len(window) - len(batches)), stats",
+        ),
+        ("sent if receiver != rank else []", "sent"),
+        ("row - held[rank].start for row", "row for row"),
+        ("if any(row not in held[receiver]", "if any(True"),
+        ("batch.select(local[rank]) if local[rank] else None", "None"),
+        ("name: tensor.clone() for name", "name: tensor for name"),
+        ("axes(batch)[name].fill", "0.0"),
+        ("rows=total / world_size", "rows=total"),
+        ("(total - num_computed) / world_size", "num_computed / world_size"),
+        ("_tokens(shape, range(total)) / world_size", "_tokens(shape, own)"),
+        ('_tokens(shape, own) if layout == "padded" else 0', "_tokens(shape, own)"),
+        ('"packed": _tokens(shape, own)', '"packed": sum(shape.shared_tokens(part) for part in parts)'),
+        ("float(self.computed_tokens)", "float(self.tokens)"),
+        ("if budget.world_size > 1:\n        for", "if budget.world_size > 2:\n        for"),
+        ("range(start, start + micro_batch_size)", "range(start, len(tokens))"),
+        ("if cost > room:", "if cost >= room:"),
+        ("        room -= cost\n", ""),
+        ('if layout == "shared_prefix" else [[row]', 'if layout != "shared_prefix" else [[row]'),
+        ("max(-(-len(rows) // (budget", "max((len(rows) // (budget"),
+        ("(-shape.prompts[row] - shape.completions[row], row)", "(-shape.completions[row], row)"),
+        ("(-shape.prompts[row] - shape.completions[row], row)", "row"),
+        ("(row for row in group if row in computed)", "group"),
+        ("> _capacity(shape, budget):", ">= _capacity(shape, budget):"),
+        ("// (capacity * budget.world_size))", "// capacity)"),
+        ("        count += 1\n", "        count += 2\n"),
+        ("costs) > capacity\n", "costs) >= capacity\n"),
+        ("if budget.world_size > 1:  # a rank", "if False:  # a rank"),
+        ("parts.sort(key=lambda part: -sum(", "parts.sort(key=lambda part: sum("),
+        ("half = len(largest) // 2", "half = 1"),
+        ("(len(piece) > 1, _piece_cost(shape, piece))", "_piece_cost(shape, piece)"),
+        ("return shape.prompts[piece[0]] + sum(", "return sum("),
+        ("budget.micro_batch_size * (max(", "(max("),
+        ("(max(shape.prompts) +", "(min(shape.prompts) +"),
+        (" + budget.max_completion_length)", " + max(shape.completions))"),
+        ("return min(range(len(shape.prompts))", "return max(range(len(shape.prompts))"),
+        ('"loss_mask_BT", "token_weights_BT"', '"token_weights_BT"'),
+        ('"entropy_mask_BT", "entropy_weights_BT"', '"entropy_mask_BT"'),
+    ),
+    *edits_of(
+        "data/exchange.py",
+        ("buffer, joined, received, sent)", "buffer, joined, sent, received)", EXCHANGE),
+        (
+            "all_to_all_single(received_sizes, sent_sizes)",
+            "all_to_all_single(received_sizes, sent_sizes.flip(0))",
+            EXCHANGE,
+        ),
+    ),
+    *edits_of(
+        "data/budget.py",
+        ("config.beta != 0.0 and not config.kl_in_reward", "False", (TRAINING, "-k", "something_else")),
+        ('vars(owner).get("zero_grad_at_zero_advantage", False)', "True", (TRAINING, "-k", "subclass")),
+        (" and not bonus", "", (TRAINING, "-k", "something_else")),
+        (
+            "zero_grad = zero_grad and OBJECTIVES",
+            "zero_grad = zero_grad or OBJECTIVES",
+            (TRAINING, "-k", "flat or subclass"),
+        ),
+    ),
+    *_sampling(
+        ("return not settings.enabled or not", "return not"),
+        ("len(self._rounds) == settings", "len(self._rounds) > settings"),
+        ("        if not self._rounds:\n            return False\n", ""),
+        ("settings.num_prompts - len(self._reused) - len(", "settings.num_prompts - len("),
+        ("return max(self.settings.num_prompts", "return abs(self.settings.num_prompts"),
+        ("Mean(float(num_unfilled), self.settings.num_prompts)", "Mean(float(num_unfilled))"),
+        ("float(num_flat - num_unfilled)", "float(num_flat)"),
+        (
+            "self._with_variance if varies else self._without_variance",
+            "self._without_variance if varies else self._with_variance",
+        ),
+        ("(len(self._rounds) - 1, group)", "(0, group)"),
+        ("self._without_variance[:num_unfilled]", "self._without_variance"),
+        ("self._reused + self._collect(chosen)", "self._collect(chosen) + self._reused"),
+        ("self._leftover.groups[settings.num_prompts :] + groups", "groups"),
+        ("self._leftover.has_warned or num_unfilled > 0", "self._leftover.has_warned"),
+        ("if num_unfilled and not self._leftover.has_warned:", "if num_unfilled:"),
+        ("if total else self._leftover.share_with_variance", "if total else 1.0"),
+        ("rewards.local.start <= row <", "rewards.local.start < row <"),
+        ("settings.world_size // math.gcd(settings.world_size, settings.num_generations)", "1"),
+        ("math.ceil(max(num_unfilled, 1) /", "math.ceil(num_unfilled /"),
+        ("max(share_with_variance, 1 / settings.num_prompts)", "max(share_with_variance, 1)"),
+        ("> _ROUNDING * scale_FP", "> 0"),
+        (".any(0).tolist()", ".all(0).tolist()"),
+        ("varies_P[number] |= len(", "varies_P[number] = len("),
+        ("index = row - rewards.local.start", "index = row"),
+        ("[row].tolist()", "[index].tolist()"),
+        ("list(steps[row])", "list(steps[0])"),
+        ("images=images or None", "images=None"),
+        ("max(len(sample.completion.token_ids)", "min(len(sample.completion.token_ids)"),
+        ("slice(settings.rank * share, (settings", "slice(0, (settings"),
+        ("-(-len(samples) // settings.world_size)", "len(samples) // settings.world_size"),
+        ("samples[min(row, len(samples) - 1)]", "samples[row % len(samples)]"),
+        ("_rollout_batch(own, settings.num_generations)\n\n    def", "_rollout_batch(own, 1)\n\n    def"),
+        ("old_logps=next(entries)", "old_logps=logps[0]"),
+        ('self.has_warned = state["has_warned"]', "self.has_warned = False"),
+        ("type(value) in (str, int, float, bool, type(None))", "True"),
+    ),
+]

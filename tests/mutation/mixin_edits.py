@@ -1,7 +1,121 @@
-"""Edits of ``groupwise.mixins``."""
+"""Edits of ``groupwise.mixins``: the verbs of a step."""
 
 from __future__ import annotations
 
-from mutation import Mutation
+from mutation import Mutation, edits_of
 
-MIXINS: list[Mutation] = []
+
+def _of(name: str, *edits: tuple[str, str]) -> list[Mutation]:
+    tests = (f"tests/mixins/test_{name}_mixin.py",)
+    return edits_of(f"mixins/{name}.py", *[(old, new, tests) for old, new in edits])
+
+
+MIXINS = [
+    *_of(
+        "loss",
+        ("for batch in window) - num_padding_rows", "for batch in window)"),
+        ("int(batch.loss_mask_BT.sum()) for", "int(batch.completion_mask_BT.numel()) for"),
+        ("sum(int(mask_BT.sum()) for", "sum(int(mask_BT.numel()) for"),
+        ("if self.args.use_adaptive_entropy else None", "if not self.args.use_adaptive_entropy else None"),
+        ("coef * world_size / max(", "coef / max("),
+        ("max(bonus_tokens, 1)", "bonus_tokens"),
+        ("mask_BT.float() * bonus_weight", "batch.loss_mask_BT.float() * bonus_weight"),
+        ("entropy_mask_BT=mask_BT", "entropy_mask_BT=batch.loss_mask_BT"),
+        ("world_size / sequences", "1 / sequences"),
+        ("total / max(count, 1.0)", "total"),
+        ("self.entropy_control = self.entropy_control.step(", "self.entropy_control.step("),
+        ("            len(window),\n", "            1,\n"),
+        ("            sequences,\n            tokens,\n", "            tokens,\n            sequences,\n"),
+        ("            world_size,\n            self", "            1,\n            self"),
+        ("Mean(mean.total, batch.sequence_weight_B1.sum())", "mean"),
+        (
+            "masked_mean(logprobs.entropy_BT, batch.entropy_mask_BT)",
+            "masked_mean(logprobs.entropy_BT, batch.loss_mask_BT)",
+        ),
+        ("args.epsilon if args.epsilon_high is None else args.epsilon_high", "args.epsilon"),
+        ("num_padding_rows) if normalizer", "0) if normalizer"),
+        ("            if group >= 0:\n", "            if True:\n"),
+        ("counts.get(group, 0) + tokens", "tokens"),
+        ("kl_in_loss=not args.kl_in_reward", "kl_in_loss=True"),
+        ("vespo_lambda_neg=args.vespo_lambda_neg", "vespo_lambda_neg=args.vespo_lambda_pos"),
+    ),
+    *_of(
+        "logprob",
+        ("pad_token, left=True, **pad)", "pad_token, **pad)"),
+        ("self.accelerator.process_index * len(rollouts)", "0"),
+        ("len(rollouts) if rollouts.num_valid is None", "len(rollouts) if rollouts.num_valid is not None"),
+        ("rollouts.num_valid - first_row", "rollouts.num_valid"),
+        ("if row < num_valid", "if row <= num_valid"),
+        ("pad_sequences(rows, math.nan,", "pad_sequences(rows, 0.0,"),
+        ("\n            // rollouts.num_generations", ""),
+        ("completion.truncated and self", "self"),
+        ("completion.loss_mask or [1]", "[1]"),
+        (
+            "if all(logps is None for logps in sampler_logps)",
+            "if any(logps is None for logps in sampler_logps)",
+        ),
+        ("        model.eval()\n", ""),
+        ("            model.train(was_training)", "            model.train()"),
+        ("            if not on_policy:", "            if True:"),
+        ("torch.where(old_logps_BT.isnan(), current_BT, old_logps_BT)", "current_BT"),
+        ("self._logps_of_rows(reference, tokens, only)", "self._logps_of_rows(model, tokens, only)"),
+        ("if row in chosen]", "]"),
+        ("size = self.args.per_device_train_batch_size", "size = len(tokens)"),
+        ("(logps.old_logps_BT, logps.ref_logps_BT)", "(logps.ref_logps_BT, logps.old_logps_BT)"),
+        ("kl_BT.masked_fill(tokens.loss_mask_BT == 0, 0.0)", "kl_BT"),
+        ("[: len(table.rewards_NF)]", ""),
+        ("self.args.beta * kl_N", "kl_N"),
+        ("if rewards.rewards.step_rewards:", "if False:"),
+        ("[gathered >= 0]", ""),
+        ("entropy >= threshold.to(entropy)", "entropy > threshold.to(entropy)"),
+        (".long() * batch.loss_mask_BT", ".long()"),
+        ("entropy[mask] for entropy, mask", "entropy.flatten() for entropy, mask"),
+    ),
+    *_of(
+        "reward",
+        ("self.accelerator.process_index * len(rollouts)", "0"),
+        ("if not math.isnan(seconds):", "if math.isnan(seconds):"),
+        ('if self.args.reward_on_error == "none":', "if True:"),
+        ("Sum(float(i in failures))", "Sum(float(bool(failures)))"),
+        ("logged.append({name: Mean(float(value))})", "pass"),
+        ("columns=dict(columns)", "columns={}"),
+        ("type(self).compute_rewards is not RewardMixin.compute_rewards", "False"),
+        ("isinstance(function, PartialReward)]", "True]"),
+        ("[: rollouts.num_valid]", ""),
+        ("any(flags[i] for _, flags, _ in gathered)", "has_steps_F[i]"),
+        ("[math.nan] * len(c) if i in stepwise else c", "c"),
+        ("num_tokens=max(width for _, _, width in gathered)", "num_tokens=width"),
+        ("num_generations=rollouts.num_generations", "num_generations=1"),
+        ("sum(r for _, r in steps)", "max(r for _, r in steps)"),
+        ("nan_std(values_N, 0).item() * scored", "nan_std(values_N, 0).item()"),
+        ("nan_std(total_PG.flatten(), 0)", "nan_std(total_PG, -1).mean(0)"),
+        ("[~total_PG.isnan().all(-1)]", ""),
+        ("(std_P < 1e-8)", "(std_P >= 1e-8)"),
+    ),
+    *_of(
+        "advantage",
+        ("scale=self.args.scale_rewards, aggregation", "aggregation"),
+        (", aggregation=self.args.multi_objective_aggregation", ""),
+        ("ADVANTAGES[self.args.advantage_baseline]", 'ADVANTAGES["group_mean"]'),
+    ),
+    *_of(
+        "rollout",
+        ("                num_valid=request.num_valid,\n", ""),
+        ("            num_valid=request.num_valid,\n            mode", "            mode"),
+        ("self.backend, request.generation_kwargs)", "self.backend, {})"),
+        ("generation_kwargs=request.generation_kwargs", "generation_kwargs={}"),
+        ("finished=self._partial_rollouts(request, prompt_ids)", "finished=None"),
+        ("extra=extra or {}", "extra={}"),
+        ("if index > 0 and _same_input(row, rows[index - 1])", "if False"),
+        ("_same_input(row, rows[index - 1])", "True"),
+        ("skip_special_tokens=True", "skip_special_tokens=False"),
+        ("rows=[request.rows[i] for i in row_ids]", "rows=request.rows[: len(row_ids)]"),
+        ("[prompt_ids[i] for i in row_ids]", "prompt_ids"),
+        ("replace(rollouts, row_ids=list(row_ids))", "rollouts"),
+        ("        refuse_images(row, prompt, self.processing_class)\n", ""),
+        (
+            "self.args.chat_template_kwargs, self.args.max_prompt_length",
+            "self.args.chat_template_kwargs, None",
+        ),
+    ),
+]

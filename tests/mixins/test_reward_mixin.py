@@ -1,0 +1,163 @@
+"""Rewards of all ranks in one table, their metrics, and rewards of prompts that are finished early."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support.mixin_hosts import Ranks, host
+
+from groupwise.core.advantages import GroupRewards
+from groupwise.mixins import RewardMixin
+from groupwise.mixins import reward as reward_module
+from groupwise.mixins.reward import reward_metrics
+from groupwise.records import Completion, RolloutBatch
+from groupwise.rewards.runtime.partial import PartialReward
+
+NAN = math.nan
+
+
+def mixin(functions, rank=0, kind=RewardMixin, **settings):
+    given = {"reward_timeout": None, "reward_on_error": "raise"}
+    return host(
+        kind,
+        Ranks(rank=rank),
+        settings={**given, "multi_objective_aggregation": "sum_then_normalize", **settings},
+        state="the state",
+        reward_callables=functions,
+        reward_func_names=[getattr(function, "__name__", "partial") for function in functions],
+        reward_weights=torch.tensor([1.0, 2.0][: len(functions)]),
+    )
+
+
+def rollouts(lengths=(1, 3), **given):
+    count = len(lengths)
+    return RolloutBatch(
+        rows=[{"number": i} for i in range(count)],
+        prompts=["p"] * count,
+        prompt_ids=[[1]] * count,
+        completions=[Completion([4] * length) for length in lengths],
+        texts=["t"] * count,
+        **given,
+    )
+
+
+@pytest.fixture
+def other_rank(monkeypatch):
+    """What the other rank contributes when rewards are gathered; by default nothing."""
+    other = []
+    monkeypatch.setattr(reward_module, "gather_object", lambda own: [*own, *other])
+    return other
+
+
+def length(completion_ids, **_):
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def sometimes(number, log_extra, log_metric, trainer_state, **_):
+    assert trainer_state == "the state"
+    log_extra("seen", number)
+    log_metric("logged", 3)
+    return [None if n == 0 else 0.5 for n in number]
+
+
+def test_rewards_of_all_ranks_are_one_table(other_rank):
+    other_rank.append(([[2.0, 7.0], [NAN, NAN]], [False, False], 5))
+    found = mixin([length, sometimes]).compute_rewards(rollouts(num_generations=2))
+    expected = torch.tensor([[1.0, NAN], [3.0, 0.5], [2.0, NAN], [7.0, NAN]])
+    torch.testing.assert_close(found.rewards.rewards_NF, expected, equal_nan=True)
+    assert found.rewards.weights_F.tolist() == [1.0, 2.0]
+    assert (found.rewards.num_generations, found.rewards.num_tokens) == (2, 5)
+    assert (found.rewards.step_rewards, found.local, found.columns) == ({}, slice(0, 2), {"seen": [0, 1]})
+    assert found.metrics["logged"].value() == 3.0
+    assert found.metrics["time/reward/length"].value() >= 0
+    assert not any(name.endswith("errors") for name in found.metrics)
+
+
+def test_the_second_rank_finds_its_rows_behind_those_of_the_first(other_rank):
+    assert mixin([length], rank=1).compute_rewards(rollouts()).local == slice(2, 4)
+
+
+def test_padding_rows_of_an_evaluation_batch_have_no_reward(other_rank):
+    other_rank.append(([[2.0, 7.0]], [False], 5))
+    found = mixin([length]).compute_rewards(rollouts(num_valid=3))
+    assert found.rewards.rewards_NF.flatten().tolist() == [1.0, 3.0, 2.0]
+    assert found.metrics["reward"].count == 3
+
+
+def test_a_function_with_step_rewards_on_any_rank_has_step_rewards(other_rank):
+    other_rank.append(([[[(0, 1.0)], [(1, 2.0)]], [1.0, 1.0]], [True, False], 2))
+
+    def nothing(completion_ids, **_):
+        return [None] * len(completion_ids)
+
+    found = mixin([nothing, length]).compute_rewards(rollouts())
+    assert found.rewards.step_rewards == {0: [[], [], [(0, 1.0)], [(1, 2.0)]]}
+    assert found.rewards.rewards_NF[:, 0].isnan().all()
+    assert found.rewards.rewards_NF[:, 1].tolist() == [1.0, 3.0, 1.0, 1.0]
+
+
+def test_errors_are_counted_by_function(other_rank):
+    def broken(**_):
+        raise ValueError("broken")
+
+    found = mixin([length, broken], reward_on_error="none").compute_rewards(rollouts())
+    assert found.metrics["rewards/length/errors"].value() == 0.0
+    assert found.metrics["rewards/broken/errors"].value() == 1.0
+
+
+class Early(PartialReward):
+    """Remembers the parts that it is asked to begin with."""
+
+    def __init__(self):
+        self.begun = []
+
+    def begin(self, part, timeout, **shared):
+        self.begun.append((part, timeout, shared))
+
+
+class OwnRewards(RewardMixin):
+    """Computes rewards in its own way."""
+
+    def compute_rewards(self, rollouts):
+        raise NotImplementedError
+
+
+def test_finished_prompts_reach_the_per_sample_functions():
+    early = Early()
+    start = mixin([length, early], reward_timeout=7.0).start_partial_rewards()
+    part = rollouts()
+    start(part)
+    assert early.begun == [(part, 7.0, {"trainer_state": "the state"})]
+    assert mixin([length]).start_partial_rewards() is None
+    assert mixin([early], kind=OwnRewards).start_partial_rewards() is None
+
+
+def values(metrics):
+    return {name: reduction.value() for name, reduction in metrics.items()}
+
+
+def test_reward_metrics():
+    table = torch.tensor([[1.0, NAN], [3.0, NAN], [NAN, NAN], [NAN, NAN], [2.0, NAN], [2.0, NAN]])
+    metrics = reward_metrics(GroupRewards(table, torch.tensor([1.0, 1.0]), 2), ["one", "none"])
+    # 1, 3, 2, 2: mean 2, variance (1 + 1) / 3; of the two groups with rewards one has no spread
+    std = (2 / 3) ** 0.5
+    assert values(metrics) == pytest.approx(
+        {
+            "rewards/one/mean": 2.0, "rewards/one/std": std, "reward": 2.0, "reward_std": std,
+            "frac_reward_zero_std": 0.5,
+        }
+    )  # fmt: skip
+    assert {metric.count for metric in metrics.values()} == {4, 2}
+    assert metrics["frac_reward_zero_std"].count == 2
+    empty = GroupRewards(torch.full((2, 1), NAN), torch.tensor([1.0]), 2)
+    assert reward_metrics(empty, ["none"]) == {}
+
+
+def test_step_rewards_count_by_their_sum():
+    steps = {0: [[(0, 1.0), (1, 2.0)], [(0, 0.5)]]}
+    table = GroupRewards(torch.tensor([[NAN, 1.0], [NAN, 2.0]]), torch.tensor([1.0, 3.0]), 2, steps)
+    found = values(reward_metrics(table, ["steps", "whole"]))
+    assert found["rewards/steps/mean"] == 1.75 and found["rewards/whole/mean"] == 1.5
+    assert found["reward"] == 4.5  # weight 3 times the mean of 1 and 2

@@ -1,0 +1,142 @@
+"""Prompts to completions: what the backend is asked for, and the record of a rollout."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from support.mixin_hosts import host
+from support.runs import tokenizer
+
+from groupwise.errors import ConfigError
+from groupwise.mixins import RolloutMixin
+from groupwise.records import Completion, RolloutBatch, RolloutRequest
+
+
+class Backend:
+    """Answers each prompt with its last token and its position; finishes the last row early."""
+
+    end_tokens = (1,)
+
+    def __init__(self):
+        self.calls, self.prefetched = [], []
+
+    def generate(self, prompt_ids, sampling):
+        self.calls.append((prompt_ids, sampling))
+        completions = [Completion([ids[-1], 10 + row]) for row, ids in enumerate(prompt_ids)]
+        if sampling.on_finished is not None:
+            sampling.on_finished([len(prompt_ids) - 1], completions[-1:])
+        return completions
+
+    def prefetch(self, prompt_ids, sampling, *, step):
+        self.prefetched.append((prompt_ids, sampling, step))
+
+
+class Tokenizer:
+    """Counts the prompts that are tokenized."""
+
+    def __init__(self):
+        self.inner, self.calls = tokenizer(), 0
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        return self.inner(*args, **kwargs)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+def mixin(**attributes):
+    settings = {"chat_template_kwargs": None, "max_prompt_length": None}
+    defaults = {
+        "processing_class": Tokenizer(),
+        "backend": Backend(),
+        "rollout_func": None,
+        "agents": None,
+        "state": None,
+    }
+    return host(RolloutMixin, settings=settings, **{**defaults, **attributes})
+
+
+ROWS = [{"prompt": "w1 w2"}] * 2 + [{"prompt": "w3"}]  # the tokens of w0, w1, … are 4, 5, …
+
+
+def test_completions_keep_the_order_and_the_settings_of_the_request():
+    run = mixin()
+    request = RolloutRequest(ROWS, 2, num_valid=5, mode="eval", generation_kwargs={"temperature": 0.5})
+    found = run.generate_rollouts(request)
+    assert found.rows is request.rows and found.prompts == ["w1 w2", "w1 w2", "w3"]
+    assert found.prompt_ids == [[5, 6], [5, 6], [7]]
+    assert [c.token_ids for c in found.completions] == [[6, 10], [6, 11], [7, 12]]
+    assert [text.split() for text in found.texts] == [["w2", "w6"], ["w2", "w7"], ["w3", "w8"]]
+    assert (found.num_generations, found.num_valid, found.mode) == (2, 5, "eval")
+    assert (found.extra, found.images, list(found.row_ids)) == ({}, None, [0, 1, 2])
+    ((prompt_ids, sampling),) = run.backend.calls
+    assert prompt_ids == found.prompt_ids
+    assert sampling.generation_kwargs == {"temperature": 0.5} and sampling.images is None
+    assert sampling.on_finished is None
+
+
+def test_equal_neighbours_are_tokenized_once():
+    run = mixin()
+    assert run.tokenize(ROWS) == ([[5, 6], [5, 6], [7]], None)
+    assert run.processing_class.calls == 2
+
+
+def test_long_prompts_lose_their_beginning():
+    run = mixin()
+    run.args.max_prompt_length = 1
+    assert run.tokenize(ROWS)[0] == [[6], [6], [7]]
+
+
+def test_images_need_a_processor():
+    with pytest.raises(ConfigError, match="image"):
+        mixin().tokenize([{"prompt": "w1", "image": object()}])
+
+
+def test_finished_prompts_are_passed_on_with_their_positions():
+    parts = []
+    request = RolloutRequest(ROWS, 2, on_partial_rollout=parts.append)
+    found = mixin().generate_rollouts(request)
+    (part,) = parts
+    assert part.row_ids == [2] and part.rows == [ROWS[2]] and part.prompts == ["w3"]
+    assert part.prompt_ids == [[7]] and part.completions == found.completions[2:]
+    assert part.texts == found.texts[2:]
+
+
+def test_rollouts_of_a_later_step_are_requested_ahead():
+    run = mixin()
+    run.prefetch_rollouts(RolloutRequest(ROWS, 2), step=7)
+    ((prompt_ids, sampling, step),) = run.backend.prefetched
+    assert (prompt_ids, step) == ([[5, 6], [5, 6], [7]], 7) and sampling.images is None
+    assert run.backend.calls == []
+
+
+def test_a_rollout_function_replaces_the_backend():
+    def rollout(prompts, trainer):
+        assert trainer is run
+        return {
+            "prompt_ids": [[5]] * len(prompts),
+            "completion_ids": [[6, 1]] * len(prompts),
+            "score": [1, 2, 3],
+        }
+
+    run = mixin(rollout_func=rollout)
+    found = run.generate_rollouts(RolloutRequest(ROWS, 3, num_valid=2))
+    assert run.backend.calls == [] and found.prompt_ids == [[5]] * 3
+    assert [c.token_ids for c in found.completions] == [[6, 1]] * 3
+    assert found.extra == {"score": [1, 2, 3]}
+    assert (found.num_generations, found.num_valid) == (3, 2)
+
+
+def test_agents_sample_with_the_settings_of_the_request():
+    def generate_rollouts(rows, backend, generation_kwargs):
+        assert rows is request.rows and backend is run.backend
+        assert generation_kwargs == {"top_p": 0.5}
+        columns = {"rows": rows, "prompts": ["p"], "prompt_ids": [[1]], "texts": ["t"]}
+        return RolloutBatch(completions=[Completion([2])], **columns)
+
+    run = mixin(agents=SimpleNamespace(generate_rollouts=generate_rollouts))
+    request = RolloutRequest(ROWS[:1], 4, num_valid=1, mode="eval", generation_kwargs={"top_p": 0.5})
+    found = run.generate_rollouts(request)
+    assert (found.num_generations, found.num_valid, found.mode) == (4, 1, "eval")
