@@ -1,1 +1,1 @@
-"""Every setting of a run and every constraint on it."""
+"""Settings of a run and the constraints on them."""

@@ -1,4 +1,4 @@
-"""Secrets stay out of what is printed, logged and saved."""
+"""Removal of credentials from printed, logged and saved text and data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}\b")
 
 
 def masked(value: Any, name: str = "") -> Any:
-    """A copy in which every string under a name like ``hub_token`` or ``api_key`` is None, however deep."""
+    """Return a copy in which strings under names like ``hub_token`` or ``api_key`` are None, at any depth."""
     if isinstance(value, dict):
         return {key: masked(item, str(key)) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -27,7 +27,7 @@ def masked(value: Any, name: str = "") -> Any:
 
 
 def redact(text: str) -> str:
-    """The text without the credentials of this environment and without anything that looks like a Hub token.
+    """Return the text without credentials of the environment and without strings that look like Hub tokens.
 
     >>> redact("no access with hf_aaaaaaaaaaaaaaaaaaaaaaaa")
     'no access with <HF_TOKEN>'
