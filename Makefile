@@ -5,7 +5,7 @@ PYTHON3 ?= python3
 # Two test processes with one thread each use two cores better than one process with two.
 JOBS ?= 2
 
-.PHONY: quickstart test lint docs mutation clean
+.PHONY: quickstart test lint docs mutation compat clean
 
 quickstart: $(VENV)/installed
 	$(PYTHON) examples/quickstart.py $(ARGS)
@@ -25,6 +25,12 @@ docs: $(VENV)/installed
 # Applies small edits to core/, data/ and mixins/ one at a time and shows that each makes a test fail.
 mutation: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(PYTHON) tests/mutation/mutate.py --jobs $(JOBS)
+
+# Tests private symbols of other libraries and trains for two steps with the oldest and the newest supported versions,
+# in fresh environments below build/compat/. A build of torch for GPUs takes 6 GB in each of them.
+compat:
+	scripts/compat.sh $(PYTHON3) oldest
+	scripts/compat.sh $(PYTHON3) newest
 
 $(VENV)/installed: pyproject.toml constraints.txt scripts/install_torch.sh scripts/install_vllm.sh scripts/vllm_cpu.txt \
 	scripts/install_test_extras.sh scripts/test_extras.txt

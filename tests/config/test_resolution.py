@@ -143,6 +143,10 @@ def test_bf16_given_is_kept(build, monkeypatch, given):
     [(True, False, True), (False, True, True), (False, False, False)],
 )
 def test_cpus_with_avx512_bf16_or_amx_are_native(monkeypatch, avx512, amx, native):
+    capabilities = {"avx512_bf16": avx512, "amx_tile": amx}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    assert computes_bf16_natively("cpu") is native
+    monkeypatch.delattr(torch.cpu, "get_capabilities")  # an older torch has only these
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512, raising=False)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx, raising=False)
     assert computes_bf16_natively("cpu") is native

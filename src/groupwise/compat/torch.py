@@ -16,7 +16,7 @@ WRAPPER_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wra
 def has_native_bf16_cpu() -> bool:
     """Return True if the CPU computes bfloat16 by AVX512_BF16 or AMX.
 
-    Newer versions report it in the public ``torch.cpu.get_capabilities`` (seen in 2.13 to 2.15).
+    Newer versions report it in the public ``torch.cpu.get_capabilities`` (seen in 2.13 and 2.15).
     """
     import torch
 

@@ -68,7 +68,7 @@ def is_fsdp_managed(model: nn.Module) -> bool:
     return is_fsdp_managed_module(model)
 
 
-def name_or_path(config: PretrainedConfig) -> str:
+def name_or_path(config: PretrainedConfig | None) -> str:
     """Return the hub id or directory that a model was loaded from, or ""."""
     return getattr(config, "_name_or_path", "") or ""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, Trainer
 
+from groupwise.compat.transformers import name_or_path
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError
 
@@ -35,7 +36,7 @@ _LOCAL = ("/", "./", "../", "~")
 
 def model_name(model: str | PreTrainedModel) -> str:
     """Return the last component of a model's hub id or directory."""
-    path = model if isinstance(model, str) else model.config._name_or_path
+    path = model if isinstance(model, str) else name_or_path(model.config)
     return os.path.basename(os.path.normpath(path)) if path else type(model).__name__
 
 

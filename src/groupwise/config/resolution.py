@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from transformers.utils import is_torch_xla_available
 
+from groupwise.compat.torch import has_native_bf16_cpu
 from groupwise.config.sampling import SAMPLING_FIELDS
 from groupwise.config.settings import default_of
 
@@ -86,8 +87,7 @@ def computes_bf16_natively(device_type: str) -> bool:
     if device_type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if device_type == "cpu":
-        probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-        return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
+        return has_native_bf16_cpu()
     return False
 
 

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from groupwise.compat.torch import has_onednn_linear, onednn_linear, onednn_pack
+
 _MIN_FEATURES = 128  # below that, on either side, the call costs more than the product
 _ROWS = 8  # rows the packed layout is chosen for; layouts for 8 and for 512 rows are equally fast on both
 _USES = 4  # products before a weight is packed; packing costs what 20 to 30 products save
@@ -27,7 +29,7 @@ class _Packing:
     def weight_at_next_use(self) -> torch.Tensor:
         self.uses += 1
         if self.uses == _USES:
-            self.weight_OI = torch.ops.mkldnn._reorder_linear_weight(self.weight_OI, _ROWS)
+            self.weight_OI = onednn_pack(self.weight_OI, _ROWS)
         return self.weight_OI
 
 
@@ -83,7 +85,7 @@ def packed_weights(model: torch.nn.Module) -> Iterator[None]:
 
 def has_onednn() -> bool:
     """Return True if this PyTorch has the operator that :func:`onednn_product` calls."""
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return has_onednn_linear()
 
 
 def _eligible(module: torch.nn.Module) -> bool:
@@ -116,4 +118,4 @@ class _Linear(torch.autograd.Function):
 
 def onednn_product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return ``left @ right.T + bias`` in float32 on a CPU, ``left`` (..., I) non-empty, ``right`` (O, I)."""
-    return torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
+    return onednn_linear(left, right, bias)

@@ -17,6 +17,12 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from groupwise.compat.transformers import (
+    attention_implementation,
+    sdpa_attention_forward,
+    supports_attention_interface,
+)
+
 IMPLEMENTATION = "groupwise_sdpa"
 
 #: Of transformers: in one row without a mask they tell sequences apart by positions that restart.
@@ -34,9 +40,9 @@ def install_attention_hook(model: Any) -> bool:
     It takes an architecture that uses transformers' attention interface with "sdpa".
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if base.config._attn_implementation == IMPLEMENTATION:
+    if attention_implementation(base) == IMPLEMENTATION:
         return True
-    if base.config._attn_implementation != "sdpa" or not getattr(base, "_supports_attention_backend", False):
+    if attention_implementation(base) != "sdpa" or not supports_attention_interface(base):
         return False
     _register()
     base.set_attn_implementation(IMPLEMENTATION)
@@ -46,15 +52,15 @@ def install_attention_hook(model: Any) -> bool:
 def has_varlen_attention(model: Any) -> bool:
     """Whether the attention that ``model`` was loaded with keeps sequences of one row apart by itself."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    known = base.config._attn_implementation in BY_POSITION
-    return known and getattr(base, "_supports_attention_backend", False)
+    known = attention_implementation(base) in BY_POSITION
+    return known and supports_attention_interface(base)
 
 
 @contextmanager
 def own_attention_closed(model: Any) -> Iterator[None]:
     """A context in which ``model`` has the plain "sdpa", for what knows implementations by name."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    is_open = base.config._attn_implementation == IMPLEMENTATION
+    is_open = attention_implementation(base) == IMPLEMENTATION
     if is_open:
         base.set_attn_implementation("sdpa")
     try:
@@ -88,9 +94,7 @@ def _attention(
     unknown = [name for name in ("position_bias", "s_aux") if kwargs.get(name) is not None]
     own_mask = attention_mask is not getattr(attend, "mask", attention_mask)
     if attend is None or own_mask or (unknown and hasattr(attend, "mask")):
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        return sdpa_attention_forward(
+        return sdpa_attention_forward()(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     if dropout or unknown:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import logging
 from typing import Any
 
@@ -12,6 +11,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from transformers import AutoConfig, PreTrainedModel
 
+from groupwise.compat.bitsandbytes import disable_cpu_packing
+from groupwise.compat.liger import layer_switches
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.cpu import install_cpu_training
 from groupwise.errors import ConfigError
@@ -48,8 +49,7 @@ def keep_weights_trainable_through(model: PreTrainedModel) -> None:
     Repacked weights pass no gradient, so adapters would silently not train.
     """
     for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+        disable_cpu_packing(module)
 
 
 def speed_up(models: list[Any], config: GRPOConfig, accelerator: Accelerator) -> None:
@@ -89,7 +89,7 @@ def prepare_liger(model: str | PreTrainedModel, config: GRPOConfig) -> None:
             logger.warning(
                 "liger_kernel_config is ignored: Liger's layers need a GPU; its loss is used alone"
             )
-        chosen = dict.fromkeys(_liger_switches(), False)
+        chosen = dict.fromkeys(layer_switches(), False)
     config.liger_kernel_config = chosen
 
 
@@ -102,14 +102,6 @@ def text_config(model: str | PreTrainedModel, config: GRPOConfig) -> Any:
     known = ("trust_remote_code", "revision", "token", "subfolder", "gguf_file", "cache_dir")
     named = {name: options[name] for name in known if name in options}
     return AutoConfig.from_pretrained(model, **named).get_text_config(decoder=True)
-
-
-def _liger_switches() -> set[str]:
-    """Return the names of all layer kernels of all architectures."""
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as functions
-
-    parameters = [p for f in functions.values() for p in inspect.signature(f).parameters.values()]
-    return {parameter.name for parameter in parameters if isinstance(parameter.default, bool)}
 
 
 def router_aux_loss_coef(model: PreTrainedModel, config: GRPOConfig) -> float:

@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from groupwise.compat.transformers import image_text_model_class, name_or_path
 from groupwise.errors import ConfigError
 from groupwise.policy.heads import check_head
 from groupwise.policy.heads.weights import output_head
@@ -71,7 +72,7 @@ def auto_class(config: Any) -> Any:
 
     A checkpoint of the language part alone names an architecture of its own.
     """
-    kind: Any = AutoModelForImageTextToText._model_mapping.get(type(config), None)
+    kind = image_text_model_class(config)
     if kind is None or (config.architectures and kind.__name__ not in config.architectures):
         return AutoModelForCausalLM
     return AutoModelForImageTextToText
@@ -80,7 +81,7 @@ def auto_class(config: Any) -> Any:
 def load_processing_class(processing_class: Any, model: str | PreTrainedModel, config: Any) -> Any:
     """The tokenizer or processor, padding on the left, with a pad token."""
     if processing_class is None:
-        name = model if isinstance(model, str) else model.config._name_or_path
+        name = model if isinstance(model, str) else name_or_path(model.config)
         if not name:
             raise ConfigError(
                 f"processing_class is missing, and the {type(model).__name__} was not loaded from anywhere "

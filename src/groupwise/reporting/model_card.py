@@ -13,6 +13,7 @@ import transformers
 from huggingface_hub import ModelCard, ModelCardData
 from transformers import TrainerState
 
+from groupwise.compat.transformers import name_or_path
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.settings import card_settings
 
@@ -201,7 +202,7 @@ def write_model_card(
     directory = Path(str(trainer.args.output_dir))
     card = model_card(
         model_name=model_name or directory.name,
-        base_model=getattr(getattr(trainer.model, "config", None), "_name_or_path", None),
+        base_model=name_or_path(getattr(trainer.model, "config", None)) or None,
         dataset_name=dataset_name,
         tags=[tags] if isinstance(tags, str) else list(tags or []),
         args=trainer.args,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import ProgressCallback
+from transformers import ProgressCallback, Trainer, TrainerControl, TrainerState, TrainingArguments
 
 #: Metrics in the postfix of the bar, in this order.
 SHOWN = ("loss", "reward")

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
+from groupwise.compat.vllm import register_weight_transfer_engine
 from groupwise.generation.vllm.transport import BACKEND
 
 
 def register() -> None:
     """Register the weight-transfer engine of this package. May be called more than once."""
-    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(
-            BACKEND, "groupwise.generation.vllm.receiver", "CheckpointReceiver"
-        )
+    register_weight_transfer_engine(BACKEND, "groupwise.generation.vllm.receiver", "CheckpointReceiver")

@@ -12,7 +12,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from groupwise.compat.vllm import layerwise_reload
 
 # vLLM warns about every layer without weights; parameters that receive none are an error below.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
@@ -58,7 +59,8 @@ class CheckpointReceiver(WeightTransferEngine[NoInitInfo, Weights]):
 
     def start_weight_update(self) -> None:
         self.missing = set(self.names)
-        initialize_layerwise_reload(self.model)
+        start, _ = layerwise_reload()
+        start(self.model)
 
     def receive_weights(self, update_info: Weights) -> None:
         weights = update_info.weights
@@ -80,7 +82,8 @@ class CheckpointReceiver(WeightTransferEngine[NoInitInfo, Weights]):
             )
 
     def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
+        _, finish = layerwise_reload()
+        finish(self.model, self.model_config)
         for path, layer in self.model.named_modules():
             # On a CPU, a head tied to the embedding computes with a repacked copy of the weights. The reload
             # repacks only layers with own weights, so the copy would keep the weights of the first load.

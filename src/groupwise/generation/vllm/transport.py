@@ -22,6 +22,8 @@ from typing import Any, Protocol
 
 import torch
 
+from groupwise.compat.torch import cuda_ipc_handle
+from groupwise.compat.vllm import broadcast_packed, join_nccl_group
 from groupwise.errors import BackendError
 
 #: (checkpoint name, tensor) pairs that are sent together.
@@ -167,23 +169,16 @@ class NcclSender(WeightSender):
         }
 
     def connect(self, receiver: WeightReceiver) -> None:
-        from vllm.distributed.weight_transfer.nccl_common import trainer_init
-
         # Both sides block until the other has connected.
-        _run_both(lambda: super(NcclSender, self).connect(receiver), lambda: self._open(trainer_init))
+        _run_both(lambda: super(NcclSender, self).connect(receiver), self._open)
 
-    def _open(self, trainer_init: Callable[..., Any]) -> None:
-        self.group = trainer_init(self.init_info())
+    def _open(self) -> None:
+        self.group = join_nccl_group(self.init_info())
 
     def send(self, bucket: Bucket, receiver: WeightReceiver) -> None:
-        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
-
-        def broadcast() -> None:
-            packed_nccl_broadcast_producer(
-                iter(bucket), self.group, src=0, post_iter_func=lambda item: item[1]
-            )
-
-        _run_both(lambda: receiver.update_weights(_metadata(bucket)), broadcast)
+        _run_both(
+            lambda: receiver.update_weights(_metadata(bucket)), lambda: broadcast_packed(bucket, self.group)
+        )
 
     def close(self) -> None:
         if self.group is not None:
@@ -200,11 +195,9 @@ class CudaIpcSender(WeightSender):
     backend = "ipc"
 
     def send(self, bucket: Bucket, receiver: WeightReceiver) -> list[torch.Tensor]:
-        from torch.multiprocessing.reductions import reduce_tensor
-
         tensors = [tensor.detach().contiguous() for _, tensor in bucket]
         gpu = str(torch.cuda.get_device_properties(tensors[0].device).uuid)
-        handles = [{gpu: reduce_tensor(tensor)[1]} for tensor in tensors]
+        handles = [{gpu: cuda_ipc_handle(tensor)} for tensor in tensors]
         pickled = base64.b64encode(pickle.dumps(handles)).decode()
         receiver.update_weights({**_metadata(bucket), "ipc_handles_pickled": pickled})
         return tensors  # the engine reads from them until the update is finished
