@@ -1,0 +1,135 @@
+"""Words of the project: docstrings open with a verb or a noun of the field; invented words are absent."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted((ROOT / "src" / "groupwise").rglob("*.py"))
+PAGES = [
+    path
+    for pattern in ("*.md", "docs/*.md", "examples/*.py", "benchmarks/*.md")
+    for path in ROOT.glob(pattern)
+]
+
+#: A docstring that begins with one of these describes its subject in a clause instead of naming it.
+OPENINGS = ("What", "Whether", "Those", "That", "Where", "How", "Who", "There")
+
+#: Personification: code does not speak, listen, own or give.
+PERSONS = (
+    "tells",
+    "told",
+    "hears",
+    "heard",
+    "lends",
+    "lent",
+    "brings",
+    "brought",
+    "nobody",
+    "somebody",
+    "whoever",
+)
+#: Names of the first edition, each replaced by the field's word (docs/glossary.md).
+OLD_NAMES = ("keeper", "keepers", "ledger", "logbook", "recut", "hearer", "scorer", "unheard")
+BANNED = re.compile(rf"\b({'|'.join((*PERSONS, *OLD_NAMES))})\b", flags=re.IGNORECASE)
+
+#: Files that still have old words, by their path in the repository; a file without any must leave the list.
+UNFINISHED: frozenset[str] = frozenset(
+    {
+        "docs/distributed.md",
+        "docs/rewards.md",
+        "src/groupwise/data/lookahead.py",
+        "src/groupwise/data/prompt_checks.py",
+        "src/groupwise/data/prompt_source.py",
+        "src/groupwise/generation/__init__.py",
+        "src/groupwise/generation/vllm/weight_sync.py",
+        "src/groupwise/policy/attention.py",
+        "src/groupwise/policy/heads/chunked.py",
+        "src/groupwise/policy/heads/tiles.py",
+        "src/groupwise/policy/heads/weights.py",
+        "src/groupwise/policy/layouts/packed.py",
+        "src/groupwise/policy/layouts/packed_forward.py",
+        "src/groupwise/policy/reference.py",
+        "src/groupwise/rewards/build.py",
+        "src/groupwise/rewards/code.py",
+        "src/groupwise/rewards/reasoning_gym.py",
+        "src/groupwise/rewards/runtime/calling.py",
+        "src/groupwise/rewards/runtime/isolation.py",
+        "src/groupwise/rewards/runtime/marking.py",
+        "src/groupwise/rewards/runtime/partial.py",
+        "src/groupwise/rewards/runtime/sandbox.py",
+        "src/groupwise/rewards/runtime/sandbox_launcher.py",
+        "src/groupwise/rewards/texts.py",
+        "src/groupwise/trainer.py",
+    }
+)
+
+
+def texts(source: str) -> str:
+    """Return the comments and strings of a Python source, docstrings and messages included."""
+    kinds = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return "\n".join(token.string for token in tokens if token.type in kinds)
+
+
+def docstrings(source: str) -> list[str]:
+    """Return every docstring of a Python source."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [ast.get_docstring(node) for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
+    return [text for text in found if text]
+
+
+def openings(source: str) -> list[str]:
+    """Return the first lines of docstrings that open with one of ``OPENINGS``."""
+    lines = [text.splitlines()[0] for text in docstrings(source)]
+    return [line for line in lines if re.match(rf"({'|'.join(OPENINGS)})\b", line)]
+
+
+def banned(text: str) -> list[str]:
+    return sorted({word.lower() for word in BANNED.findall(text)})
+
+
+def problems(path: Path) -> list[str]:
+    """Return old openings and banned words; of the package only those in comments and strings."""
+    text = path.read_text()
+    found = openings(text) if path.suffix == ".py" else []
+    return found + banned(texts(text) if path in SOURCES else text)
+
+
+@pytest.mark.parametrize("path", SOURCES + PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_texts_use_the_words_of_the_field(path):
+    name = str(path.relative_to(ROOT))
+    if name in UNFINISHED:
+        assert problems(path), f"{name} is finished: take it off UNFINISHED"
+    else:
+        assert problems(path) == []
+
+
+def test_unfinished_files_exist():
+    assert {str(path.relative_to(ROOT)) for path in SOURCES + PAGES} >= UNFINISHED
+
+
+@pytest.mark.parametrize("word", OPENINGS)
+def test_an_opening_is_seen(word):
+    assert openings(f'def f():\n    """{word} is it."""\n') == [f"{word} is it."]
+
+
+def test_openings_are_whole_words():
+    assert openings('"""However it is."""\nclass A:\n    """Therefore."""\n') == []
+
+
+def test_banned_words_are_seen_in_comments_docstrings_and_messages():
+    source = (
+        '"""A keeper."""\nx = 1  # it tells\nprint(f"who hears {x}")\nraise ValueError("Nobody")\ntold = 1\n'
+    )
+    assert banned(texts(source)) == ["hears", "keeper", "nobody", "tells"]  # names are not texts
+
+
+def test_banned_words_are_whole_words():
+    assert banned("bookkeeping, storytelling, equivalent, retold") == []
