@@ -360,6 +360,18 @@ class Experience(TokenBatch):
     advantages_BX: torch.Tensor = field(metadata=_COMPLETION)
     ref_logps_BT: torch.Tensor | None = field(default=None, metadata=_COMPLETION)
 
+    @classmethod
+    def from_tokens(cls, tokens: TokenBatch, advantages: torch.Tensor, logps: OldAndRefLogps) -> Experience:
+        """Add advantages, (B,) or (B, T'), and log-probs to tokens."""
+        advantages_BX = advantages.to(tokens.loss_mask_BT.device)
+        if advantages.dim() == 1:
+            advantages_BX = advantages_BX.unsqueeze(1)
+        else:  # T' is the longest completion of all ranks
+            width = tokens.completion_ids_BT.shape[1]
+            missing = max(width - advantages_BX.shape[1], 0)
+            advantages_BX = F.pad(advantages_BX[:, :width], (0, missing))
+        return cls(**{**vars(tokens), **logps._asdict()}, advantages_BX=advantages_BX)
+
 
 class OldAndRefLogps(NamedTuple):
     """Log-probs (B, T) of completion tokens that the loss compares with.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import astuple
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate.utils import gather_object, set_seed
@@ -18,18 +19,25 @@ from groupwise.config.arguments import check_arguments
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean
-from groupwise.data.batches import ExperienceBuffer, as_columns
 from groupwise.data.budget import micro_batch_budget
-from groupwise.data.build import check_data, prepare_data
-from groupwise.data.dynamic_sampling import DynamicBatch, DynamicSamplingSettings, Feed, LeftoverGroups
+from groupwise.data.buffer import ExperienceBuffer
+from groupwise.data.build import (
+    check_data,
+    micro_batches_per_generation,
+    prepare_data,
+    prompts_per_batch,
+)
+from groupwise.data.dynamic_sampling import DynamicBatch, DynamicSamplingSettings, LeftoverGroups
 from groupwise.data.image_checks import check_vision
-from groupwise.data.lookahead import Pipeline, staleness
-from groupwise.data.rebalancing import WindowStats, cache_sized, rows_needing_logps
+from groupwise.data.prompt_source import PromptSource
+from groupwise.data.rebalancing import WindowStats, cache_sized
+from groupwise.generation.base import GenerationBackend
 from groupwise.generation.build import check_backend, make_backend
 from groupwise.generation.weight_iterator import PolicyWeights, gatherable
 from groupwise.hf import checkpointing
 from groupwise.hf.base import BaseTrainer
 from groupwise.hf.callbacks import SyncRefModelCallback
+from groupwise.hf.step_state import AttributeState, ObjectState, Stateful, StepState
 from groupwise.mixins import (
     AdvantageMixin,
     BatchingMixin,
@@ -60,12 +68,13 @@ from groupwise.records import (
     RolloutFunction,
     RolloutRequest,
     Row,
-    TokenBatch,
 )
 from groupwise.reporting.evaluation import EvaluationMetrics
-from groupwise.reporting.metrics import MetricBuffer, length_metrics
+from groupwise.reporting.metrics import MetricBuffer, rollout_metrics
 from groupwise.reporting.table import completion_rows
 from groupwise.rewards.build import RewardSetup, check_rewards, load_rewards
+
+logger = logging.getLogger(__name__)
 
 
 class GRPOTrainer(
@@ -94,6 +103,7 @@ class GRPOTrainer(
         tools: sync or async functions with type hints and docstrings, which the policy may call.
         environment_factory: makes environments for the rollouts, or names and what makes theirs.
         rollout_func: ``rollout_func(prompts, trainer)`` replaces generation.
+        backend: a ``GenerationBackend``, or the name of a registered one; None: the settings choose.
 
     Raises:
         ConfigError: settings, data or models that cannot be trained with.
@@ -102,6 +112,11 @@ class GRPOTrainer(
     args: GRPOConfig  # type: ignore[assignment]
     model: PreTrainedModel  # type: ignore[assignment]
     zero_grad_at_zero_advantage = True  # of compute_loss, see LossMixin
+    prompts: PromptSource
+    buffer: ExperienceBuffer
+    leftover_groups: LeftoverGroups
+    window_entropy: Mean
+    _mode: Mode = "train"  # "eval" inside an evaluation batch, for record_metric
 
     def __init__(
         self,
@@ -119,12 +134,13 @@ class GRPOTrainer(
         tools: list[Callable[..., Any]] | None = None,
         rollout_func: RolloutFunction | None = None,
         environment_factory: Any = None,
+        backend: str | GenerationBackend | None = None,
     ) -> None:
         args = check_arguments(type(self), model, args)
         agents = check_agents(tools, environment_factory, rollout_func)
         train_dataset, eval_dataset = add_environment_rows(train_dataset, eval_dataset, agents, args)
         check_data(train_dataset, eval_dataset, args)
-        check_backend(args)
+        check_backend(args, backend)
         rewards = check_rewards(reward_funcs, reward_processing_classes, args, agents.reward_funcs)
         processing_class = load_processing_class(processing_class, model, args)
         check_chat_template(agents, processing_class, args)
@@ -144,7 +160,7 @@ class GRPOTrainer(
         set_seed(args.seed, device_specific=True)  # ranks must not sample the same completions
         self.prepared_data = data
         self._set_rewards(rewards)
-        self._set_policy_state(rollout_func, agents)
+        self._set_policy_state(rollout_func, agents, backend)
         self._set_run_state()
 
     def _set_rewards(self, rewards: RewardSetup) -> None:
@@ -155,20 +171,30 @@ class GRPOTrainer(
         self.reward_processing_classes = loaded.processing_classes
         self.reward_weights = torch.tensor(loaded.weights)
 
-    def _set_policy_state(self, rollout_func: RolloutFunction | None, agents: AgentSetup) -> None:
+    def _set_policy_state(
+        self,
+        rollout_func: RolloutFunction | None,
+        agents: AgentSetup,
+        backend: str | GenerationBackend | None,
+    ) -> None:
         args = self.args
         if self.reference.model is not None:
             self.reference.model = self.accelerator.prepare_model(self.reference.model, evaluation_mode=True)
         speed_up([self.model, self.reference.model], args, self.accelerator)
         self.rollout_func = rollout_func
         self.backend = make_backend(
-            lambda: gatherable(self.accelerator, self.model_wrapped), args, self.processing_class
+            lambda: gatherable(self.accelerator, self.model_wrapped), args, self.processing_class, backend
         )
         self.tools = [tool.function for tool in agents.all_tools]
         self.agents = make_agents(
             agents, args, self.processing_class, self.backend, self.model, self.accelerator
         )
-        self.pipeline = Pipeline(args, self.train_dataset, one_turn=not (self.agents or rollout_func))
+        if args.rollout_staleness and (self.agents or rollout_func):
+            logger.warning(
+                "rollout_staleness=%d has no effect: the requests of tools, environments or a rollout_func "
+                "cannot be made in advance",
+                args.rollout_staleness,
+            )
         self.logprob_computer = make_logprob_computer(self.model, args, self.accelerator)
         self.logprob_mismatch = make_logprob_mismatch_check(self.logprob_computer, args, self.accelerator)
         self.router_aux_loss_coef = router_aux_loss_coef(self.model, args)
@@ -187,148 +213,215 @@ class GRPOTrainer(
             else ObjectiveLoss(self.router_aux_loss_coef, self.compute_logprobs, self.compute_policy_loss)
         )
         self.entropy_control = EntropyControl(args.entropy_coef)
-        self.num_generations, self.temperature, self.beta = args.num_generations, args.temperature, args.beta
 
     def _set_run_state(self) -> None:
         args = self.args
-        passes = args.eval_pass_at_k or [], args.eval_pass_threshold
-        self.evaluation = EvaluationMetrics(*passes, self.reward_func_names, args.multi_objective_aggregation)
-        self._restore(None)
-        self.window_entropy = Mean(0.0, 0.0)
-        self.window_stats = WindowStats()
+        self.evaluation = EvaluationMetrics(
+            args.eval_pass_at_k or [],
+            args.eval_pass_threshold,
+            self.reward_func_names,
+            args.multi_objective_aggregation,
+        )
+        self.step_state = StepState(lambda: self.state.global_step, self._stateful_components)
+        self._reset_run_state(None)
         self.num_parameters = self.model.num_parameters(exclude_embeddings=True)
         reporting.show_rewards_in_progress(self)
         if self.args.sync_ref_model:
             self.add_callback(SyncRefModelCallback(self.reference, self.args, self.accelerator))
 
-    # One step, in the order in which it happens.
+    # One optimizer step, in the order in which it happens.
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[MicroBatch | None], None]:
-        """Return the micro-batches of one optimizer step; the buffer is refilled when it is empty."""
-        window: list[Experience] = []
-        # No server generates: nothing of this step has been trained, and the last one is saved.
-        with self.rollback_on_failure(ConnectionError, then=self.save_last_completed_step):
-            # The range comes first: zip must not take rows that it then drops.
-            for _, rows in zip(range(num_batches), epoch_iterator, strict=False):
-                self.restore_pending_rng()  # Trainer would restore it after this hook, too late for sampling
+        """Return the micro-batches of one optimizer step (a hook of ``Trainer``).
+
+        ``Trainer`` counts micro-batches, ``self.prompts`` reads rows: ``epoch_iterator`` is not advanced.
+
+        Returns:
+            exactly ``num_batches`` entries, because gradient synchronisation counts them; where rebalancing
+            needs fewer, the first are None.
+        """
+        self.restore_pending_rng()  # Trainer would restore it only after this hook, too late for sampling
+        self.step_state.begin_step()  # a failure, and a checkpoint before the update, return to this state
+        with self.rollback_on_failure():
+            window: list[Experience] = []  # one entry per micro-batch of this rank
+            while (
+                len(window) < num_batches
+            ):  # a window may span several generations, and a generation windows
                 if self.buffer.is_empty:
-                    num_groups = self.args.generation_batch_size // self.args.num_generations
-                    self.buffer.fill(self.make_train_experience(rows), self.args.num_iterations, num_groups)
-                window += self.buffer.take(1)
-        if not window:
-            return [], None
-        micro_batches = self.set_token_weights(window, self.compute_entropy_masks(window))
-        batches, self.window_stats = self.rebalance_micro_batches(micro_batches, self.logprob_computer.layout)
+                    experience = self.make_train_experience()
+                    self.buffer.fill(experience, self.args.num_iterations, prompts_per_batch(self.args))
+                window += self.buffer.take(num_batches - len(window))
+            entropy_masks = self.compute_entropy_masks(window)  # (B, T) each; all loss tokens by default
+            micro_batches = self.set_token_weights(window, entropy_masks)  # exact counts over all ranks
+            # Rows without a gradient are dropped, the others are spread evenly over ranks and micro-batches.
+            batches, self.window_stats = self.rebalance_micro_batches(
+                micro_batches, self.logprob_computer.layout
+            )
         self.metrics["train"].record(self.window_stats.metrics())
         return [None if batch is None else self.logprob_computer.prepare(batch) for batch in batches], None
 
-    def make_train_experience(self, rows: list[Row]) -> list[Experience]:
-        """Generate, reward and weigh the completions of one generation batch."""
-        batch = DynamicBatch(self.feed.leftover_groups, DynamicSamplingSettings.from_config(self.args))
-        while not batch.is_full:  # the same decision on every rank; one round unless dynamic_sampling
-            if self.feed.source is not None:
-                rows = self.next_rows(batch.num_to_sample)
+    def make_train_experience(self) -> list[Experience]:
+        """Generate, reward and weigh the completions of one generation batch; one entry per micro-batch."""
+        self.sync_sampler("train")
+        for step, rows in self.upcoming_rows():  # rollout_staleness: a server generates them meanwhile
+            self.prefetch_rollouts(self.make_request(rows), step=step)
+        settings = DynamicSamplingSettings.from_config(self.args)
+        batch = DynamicBatch(self.leftover_groups, settings)  # one round unless dynamic_sampling
+        while not batch.is_full:  # the same decision on every rank
+            rows = self.prompts.take(batch.num_to_sample)  # B rows of this rank, G per prompt
             batch.add(*self.sample(self.make_request(rows)))
         self.metrics["train"].record(batch.metrics)
         rollouts, rewards, surplus = batch.finish()
-        self.feed.leftover_groups = self.add_behavior_logps(surplus)  # before the policy changes
+        self.leftover_groups = self.add_behavior_logps(surplus)  # before the policy changes
+        self.backend.release()  # memory of a colocated engine goes to training
         return self.make_experience(rollouts, rewards, self.args.per_device_train_batch_size)
 
-    def make_request(self, rows: list[Row]) -> RolloutRequest:
-        return RolloutRequest(rows, self.num_generations, on_partial_rollout=self.start_partial_rewards())
-
     def sample(self, request: RolloutRequest) -> tuple[RolloutBatch, RewardBatch]:
-        """Generate completions and compute their rewards."""
+        """Generate completions, B rows of this rank, and compute the rewards of all ranks, N rows."""
         metrics = self.metrics[request.mode]
-        with metrics.timer.measure("sync"):
-            self.backend.sync_weights(
-                PolicyWeights(gatherable(self.accelerator, self.model_wrapped)),
-                step=self.state.global_step,
-            )
-        with metrics.timer.measure("generate"):
-            if request.mode == "train":
-                for step, later in self.pipeline.upcoming(self.state.global_step, self.state.max_steps):
-                    self.prefetch_rollouts(RolloutRequest(later, self.num_generations), step=step)
+        with metrics.phase("generate"):
             rollouts = self.generate_rollouts(request)
-            self.backend.release()
-        with metrics.timer.measure("reward"):
+        with metrics.phase("reward"):
             rewards = self.compute_rewards(rollouts)
-        completions = rollouts.completions[: rewards.num_valid]
-        lengths = length_metrics(rollouts.prompt_ids[: rewards.num_valid], completions)
-        behind = staleness(completions, self.state.global_step)
-        metrics.record({**lengths, **behind, **rollouts.metrics, **rewards.metrics})
-        if request.mode == "eval":
-            self.evaluation.add(rollouts, rewards)
+        metrics.record(rollout_metrics(rollouts, rewards.num_valid, self.state.global_step))
+        metrics.record(rewards.metrics)
         return rollouts, rewards
 
     def make_experience(
         self, rollouts: RolloutBatch, rewards: RewardBatch, micro_batch_size: int
     ) -> list[Experience]:
-        """Experience of this rank: tokens with advantages, old and reference log-probs, by micro-batch."""
+        """Turn rollouts and rewards into tokens with advantages and log-probs, split into micro-batches."""
         metrics = self.metrics[rollouts.mode]
-        with metrics.timer.measure("logprobs"):
-            tokens = self.collate(rollouts)
+        with metrics.phase("logprobs"):
+            tokens = self.collate(rollouts)  # prompts (B, L) padded left, completions (B, T) padded right
             if rollouts.mode == "train":
-                fresh = [c.sampled_at(self.state.global_step) for c in rollouts.completions]
-                metrics.record(self.logprob_mismatch.check(self.model, tokens, fresh))
-            on_policy = not self.needs_old_logps(tokens, rollouts.mode)
-            # The KL is a part of every reward, so its log-probs come before any advantage.
-            logps = self.old_and_ref_logps(tokens, on_policy=False) if self.args.kl_in_reward else None
+                metrics.record(self.check_logprob_mismatch(rollouts, tokens))
+            # With kl_in_reward the KL is part of every reward, so log-probs come before advantages.
+            logps = self.old_and_ref_logps(tokens) if self.args.kl_in_reward else None
             rewards = self.apply_kl_penalty(rewards, tokens, logps)
-            advantages_BX = as_columns(rewards.local_rows(self.compute_advantages(rewards)), tokens)
-            only = rows_needing_logps(tokens, advantages_BX, self.micro_batch_budget, micro_batch_size)
-            logps = logps or self.old_and_ref_logps(tokens, only, on_policy=on_policy)
+            advantages = rewards.local_rows(
+                self.compute_advantages(rewards)
+            )  # (N,) or (N, T) -> (B,) or (B, T)
+            only = self.select_rows_for_logprobs(tokens, advantages, micro_batch_size)
+            logps = logps or self.old_and_ref_logps(tokens, only, on_policy=self.is_on_policy(rollouts.mode))
         if self.args.log_completions:
-            where = self.reward_func_names, self.state.global_step
-            metrics.rows += completion_rows(
-                rollouts, rewards, advantages_BX, *where, multimodal=self.args.log_multimodal
+            rows = completion_rows(
+                rollouts,
+                rewards,
+                advantages,
+                self.reward_func_names,
+                self.state.global_step,
+                multimodal=self.args.log_multimodal,
             )
-        experience = Experience(**{**vars(tokens), **logps._asdict()}, advantages_BX=advantages_BX)
-        return experience.split(micro_batch_size)
-
-    def needs_old_logps(self, tokens: TokenBatch, mode: Mode) -> bool:
-        """Return True if the policy changes before the update, or if Liger's loss needs ℓ_old."""
-        # Liger's loss takes the sampler correction as a factor, which needs ℓ_old; so do leftover groups.
-        for_liger = tokens.sampler_logps_BT is not None or self.args.dynamic_sampling
-        if self.args.use_liger_kernel and for_liger:
-            return True
-        return mode == "train" and not self.is_exactly_on_policy()
-
-    def add_behavior_logps(self, surplus: LeftoverGroups) -> LeftoverGroups:
-        """Compute the log-probs of leftover groups under the policy that sampled them, this rank's share."""
-        rollouts = surplus.local_rollouts(DynamicSamplingSettings.from_config(self.args))
-        if rollouts is None:
-            return surplus
-        logps_BT = self.old_and_ref_logps(self.collate(rollouts), on_policy=False).old_logps_BT
-        lengths = [len(completion.token_ids) for completion in rollouts.completions]
-        own = [row[:length] for row, length in zip(logps_BT.tolist(), lengths, strict=True)]
-        return surplus.with_behavior_logps(gather_object(own))
+            metrics.rows = [*metrics.rows, *rows]
+        return Experience.from_tokens(tokens, advantages, logps).split(micro_batch_size)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Loss and gradients of one micro-batch; None is one that the window does not need."""
+        """Run forward and backward of one micro-batch; None stands for one that the window does not need."""
         last, loss = self.accelerator.sync_gradients, torch.zeros((), device=self.accelerator.device)
         if inputs is not None:
-            with self.metrics["train"].timer.measure("train", wait=last):
+            with self.metrics["train"].phase("train", wait=last):
                 loss = super().training_step(model, inputs, num_items_in_batch)
-        if last:
+        if last:  # the optimizer steps next
             self._end_window()
         return self.loss_to_log(loss, last=last)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The loss of one micro-batch under the current policy."""
-        output = self.policy_loss(model, inputs)
-        book = self.metrics["train" if model.training else "eval"]
-        book.record(output.metrics)
+        """Compute the loss of one micro-batch; the losses of a window add up to the loss of the window."""
+        output = self.policy_loss(model, inputs)  # ours: log-probs (B, T), then the objective; or Liger's fused loss
+        metrics = self.metrics["train" if model.training else "eval"]
+        metrics.record(output.metrics)
         if model.training:
-            # The losses of a window add up, so a window counts once however it is cut.
-            book.record({"loss": Mean(output.loss.detach(), inputs.sequence_weight_B1.sum())})
+            # Weighted by its share of the window, so that a window counts once however it is split.
+            metrics.record({"loss": Mean(output.loss.detach(), inputs.sequence_weight_B1.sum())})
             if output.bonus_entropy is not None:
                 self.window_entropy = self.window_entropy.merge(output.bonus_entropy)
         return (output.loss, output) if return_outputs else output.loss
+
+    def _end_window(self) -> None:
+        """Record the metrics of the window, and adapt the entropy coefficient."""
+        metrics, stats = self.metrics["train"], self.window_stats
+        metrics.record(self.update_entropy_coef(self.window_entropy))
+        self.window_entropy = Mean(0.0, 0.0)
+        flops = 6.0 * self.num_parameters * stats.computed_tokens  # forward and backward
+        metrics.record(metrics.timer.close_step(stats.tokens, flops))
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[torch.Tensor, None, None]:
+        """Generate, reward and evaluate the loss of one evaluation batch, B rows of this rank."""
+        gradient_state = self.accelerator.gradient_state
+        # The last batch is padded so that all ranks get the same number of rows; the padding does not count.
+        remainder = gradient_state.remainder if gradient_state.end_of_dataloader else 0
+        request = RolloutRequest(
+            inputs,
+            num_generations=self.args.num_generations_eval,  # type: ignore[arg-type]
+            num_valid=remainder if remainder > 0 else None,
+            mode="eval",
+            generation_kwargs=self.args.eval_generation_kwargs or {},  # type: ignore[arg-type]
+            on_partial_rollout=self.start_partial_rewards(),
+        )
+        self._mode = "eval"
+        with torch.no_grad():
+            self.sync_sampler("eval")
+            rollouts, rewards = self.sample(request)
+            self.backend.release()
+            self.evaluation.add(rollouts, rewards)
+            window = self.make_experience(rollouts, rewards, len(inputs))
+            num_padding_rows = len(inputs) - rewards.num_valid
+            (batch,) = self.set_token_weights(window, self.compute_entropy_masks(window), num_padding_rows)
+            loss = self.compute_loss(model, batch)
+        self._mode = "train"
+        # The losses of the ranks average to that of the batch, which counts by its rows.
+        share = len(rewards.rewards.rewards_NF) / self.args.world_size
+        self.metrics["eval"].record({"loss": Mean(loss.detach() * share, share)})
+        return loss.detach(), None, None
+
+    # Parts of the step that need several of the mixins.
+
+    def make_request(self, rows: list[Row]) -> RolloutRequest:
+        """Build the request for training rollouts of these rows of this rank."""
+        return RolloutRequest(rows, self.num_generations, on_partial_rollout=self.start_partial_rewards())
+
+    def sync_sampler(self, mode: Mode) -> None:
+        """Transfer the policy's weights to the backend, unless it has those of this optimizer step."""
+        with self.metrics[mode].phase("sync"):
+            weights = PolicyWeights(gatherable(self.accelerator, self.model_wrapped))
+            self.backend.sync_weights(weights, step=self.state.global_step)
+
+    def upcoming_rows(self) -> Iterator[tuple[int, list[Row]]]:
+        """Yield this rank's rows of the generations to prefetch, with the optimizer step that each begins."""
+        args = self.args
+        depth = 0 if self.agents or self.rollout_func else args.rollout_staleness
+        steps = micro_batches_per_generation(args) // args.gradient_accumulation_steps  # per generation
+        for ahead, rows in enumerate(self.prompts.upcoming(depth, prompts_per_batch(args)), start=1):
+            step = self.state.global_step + ahead * steps
+            if step >= self.state.max_steps:
+                return
+            yield step, rows
+
+    def is_on_policy(self, mode: Mode) -> bool:
+        """Return True if the policy does not change before it trains on its rollouts: ℓ_old = sg(ℓ)."""
+        # Every generation is then used within one optimizer step.
+        return mode == "eval" or (
+            self.args.gradient_accumulation_steps % micro_batches_per_generation(self.args) == 0
+        )
+
+    def add_behavior_logps(self, surplus: LeftoverGroups) -> LeftoverGroups:
+        """Compute the log-probs of leftover groups under the policy that sampled them, the current one."""
+        rollouts = surplus.local_rollouts(DynamicSamplingSettings.from_config(self.args))
+        if rollouts is None:
+            return surplus
+        logps_BT = self.old_and_ref_logps(self.collate(rollouts)).old_logps_BT
+        lengths = [len(completion.token_ids) for completion in rollouts.completions]
+        own = [row[:length] for row, length in zip(logps_BT.tolist(), lengths, strict=True)]
+        return surplus.with_behavior_logps(gather_object(own))
+
+    # Out-of-memory recovery (see BaseTrainer).
 
     def num_tokens(self, inputs: MicroBatch) -> int:
         return inputs.num_tokens()
@@ -353,104 +446,119 @@ class GRPOTrainer(
 
         return restore
 
-    def _end_window(self) -> None:
-        book = self.metrics["train"]
-        book.record(self.update_entropy_coef(self.window_entropy))
-        self.window_entropy = Mean(0.0, 0.0)
-        work = self.window_stats
-        book.record(book.timer.close_step(work.tokens, 6.0 * self.num_parameters * work.computed_tokens))
-
-    def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
-    ) -> tuple[torch.Tensor, None, None]:
-        """Generate, reward and evaluate the loss of one evaluation batch."""
-        gradient_state = self.accelerator.gradient_state
-        # The last batch is padded so that all ranks get the same number of rows; those do not count.
-        num_valid = gradient_state.remainder if gradient_state.end_of_dataloader else 0
-        request = RolloutRequest(
-            inputs,
-            self.args.num_generations_eval,  # type: ignore[arg-type]
-            num_valid=num_valid if num_valid > 0 else None,
-            mode="eval",
-            generation_kwargs=self.args.eval_generation_kwargs or {},  # type: ignore[arg-type]
-            on_partial_rollout=self.start_partial_rewards(),
-        )
-        with torch.no_grad():
-            rollouts, rewards = self.sample(request)
-            window = self.make_experience(rollouts, rewards, len(inputs))
-            num_padding_rows = len(inputs) - rewards.num_valid
-            (batch,) = self.set_token_weights(window, self.compute_entropy_masks(window), num_padding_rows)
-            loss = self.compute_loss(model, batch)
-        # The losses of the ranks average to that of the batch, which counts by its rows.
-        share = len(rewards.rewards.rewards_NF) / self.args.world_size
-        self.metrics["eval"].record({"loss": Mean(loss.detach() * share, share)})
-        return loss.detach(), None, None
-
     def floating_point_ops(self, inputs: Any) -> int:
-        """6 operations per parameter and token: forward and backward."""
+        """Estimate 6 operations per parameter and token: forward and backward."""
         return 0 if inputs is None else 6 * self.num_parameters * inputs.num_tokens()
 
     # Checkpoints.
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train; ``resume_from_checkpoint`` (True or a directory) continues exactly where it was made."""
+        """Train; ``resume_from_checkpoint`` (True or a directory) continues exactly where it was saved."""
         directory = checkpointing.find_checkpoint(resume_from_checkpoint, self.args.output_dir)
-        self._restore(directory)
-        self.metrics["train"].timer.restart()
+        self._reset_run_state(directory)
         return super().train(directory, *args, **kwargs)
 
-    def _restore(self, directory: str | None) -> None:
-        """Take over the state that ``Trainer`` does not keep; None starts afresh."""
-        self.feed = Feed(self.prepared_data.new_source())
-        self.buffer = ExperienceBuffer()
+    def _reset_run_state(self, directory: str | None) -> None:
+        """Start a run from its beginning, or from the checkpoint in ``directory``."""
+        self.buffer = ExperienceBuffer(self.accelerator.device)
+        self.leftover_groups = LeftoverGroups()
+        self.entropy_control = EntropyControl(self.args.entropy_coef)
         self.metrics = {"train": MetricBuffer(), "eval": MetricBuffer()}
+        self.window_entropy, self.window_stats = Mean(0.0, 0.0), WindowStats()
+        if self.train_dataset is not None:
+            self.prompts = self.make_prompt_source()
+        self._components = self._make_stateful_components()
+        self.step_state.reset()
+        self.backend.invalidate_weights()  # weights of an earlier run may belong to the same step
         self.pending_rng_checkpoint = directory
         if directory is None:
             return
         state = checkpointing.load_state(directory, self.args.process_index, self.args.world_size)
         checkpointing.warn_if_prompt_order_changed(state["order"], self.args, self.train_dataset)
-        self.buffer = ExperienceBuffer.from_state(state["buffer"], self.accelerator.device)
-        for name, keeper in self._stateful_components().items():
-            keeper.load_state_dict(state[name])
-        self.entropy_control = EntropyControl(*state["entropy_control"])
+        self.step_state.load_state_dict(state)
+        if self.args.ignore_data_skip:
+            self.prompts.seek(self.prompts.epoch)
         checkpointing.load_reference(directory, self.reference.model, sync_ref_model=self.args.sync_ref_model)
 
-    def _stateful_components(self) -> dict[str, Any]:
-        """What has a state of its own, by its name in checkpoints."""
-        named = {"backend": self.backend, "feed": self.feed, "first_evaluation": self.evaluation}
-        return {**named, **{f"{mode}_book": book for mode, book in self.metrics.items()}}
+    def _stateful_components(self) -> dict[str, Stateful]:
+        return self._components
+
+    def _make_stateful_components(self) -> dict[str, Stateful]:
+        """Return the components of this run that have a state, by their name in checkpoints."""
+        components: dict[str, Stateful] = {
+            "buffer": self.buffer,
+            "leftover_groups": AttributeState(
+                self, "leftover_groups", LeftoverGroups.state_dict, LeftoverGroups.from_state
+            ),
+            "entropy_control": AttributeState(
+                self, "entropy_control", astuple, lambda values: EntropyControl(*values)
+            ),
+            "train_metrics": ObjectState(self.metrics["train"], ("metrics", "rows")),
+            "eval_metrics": ObjectState(self.metrics["eval"], ("metrics", "rows")),
+            "evaluation": ObjectState(self.evaluation, ("completions", "num_batches", "first")),
+            "backend": ObjectState(self.backend, ()),
+            "rng": self.rng,
+        }
+        if self.train_dataset is not None:
+            components["prompts"] = self.prompts
+        return components
+
+    def save_rollout_state(self, directory: str) -> None:
+        state = self.step_state.state_dict()
+        state["order"] = checkpointing.prompt_order_settings(self.args, self.train_dataset)
+        checkpointing.save_state(directory, self.args.process_index, self.args.world_size, state)
+        if self.args.sync_ref_model and self.args.should_save:
+            checkpointing.save_reference(directory, self.accelerator.unwrap_model(self.reference.model))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self.backend.invalidate_weights()  # other weights at, maybe, the same step
+        self.backend.invalidate_weights()  # other weights, maybe at the same step
         self.reference.complete_load(self.model if model is None else model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
         self.backend.invalidate_weights()
 
-    def save_rollout_state(self, directory: str) -> None:
-        state = {name: keeper.state_dict() for name, keeper in self._stateful_components().items()}
-        state["buffer"] = self.buffer.state_dict()
-        state["order"] = checkpointing.prompt_order_settings(self.args, self.train_dataset)
-        state["entropy_control"] = astuple(self.entropy_control)
-        checkpointing.save_state(directory, self.args.process_index, self.args.world_size, state)
-        if self.args.sync_ref_model and self.args.should_save:
-            checkpointing.save_reference(directory, self.accelerator.unwrap_model(self.reference.model))
+    # Public attributes.
 
-    # What scripts and callbacks read.
+    @property
+    def num_generations(self) -> int:
+        """Completions per prompt, G."""
+        return self.args.num_generations
+
+    @property
+    def temperature(self) -> float:
+        """Sampling temperature, that of the log-probs too."""
+        return self.args.temperature
+
+    @property
+    def beta(self) -> float:
+        """Weight of the KL to the reference model."""
+        return self.args.beta
+
+    @property
+    def entropy_coef(self) -> float:
+        """Current coefficient of the entropy bonus."""
+        return self.entropy_control.coef
 
     @property
     def ref_model(self) -> PreTrainedModel | None:
-        """The reference model, if it is one of its own."""
+        """Reference model, if it is a separate model."""
         return self.reference.model
 
     @property
     def environments(self) -> list[Any] | None:
-        """The environments of the newest batch, one per completion, if there are any."""
+        """Environments of the newest batch, one per completion, if there are any."""
         return None if self.agents is None else self.agents.environments
 
-    @property
-    def entropy_coef(self) -> float:
-        """The current coefficient of the entropy bonus."""
-        return self.entropy_control.coef
+    def record_metric(
+        self, name: str, value: float | torch.Tensor, reduction: Literal["mean", "sum", "min", "max"] = "mean"
+    ) -> None:
+        """Add a value to the metric ``name`` of the next log, reduced over steps and ranks.
+
+        Every rank should record the same names. During an evaluation it becomes ``eval_<name>``.
+
+        Raises:
+            ValueError: the value is not a finite number, or the reduction is unknown.
+        """
+        self.metrics[self._mode].record_metric(name, value, reduction)

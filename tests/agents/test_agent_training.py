@@ -20,7 +20,7 @@ def test_a_run_with_a_tool_trains_on_sampled_tokens(tmp_path: Path) -> None:
     run = trainer(tmp_path, tools=[measure], log_completions=True)
     seen = []
     generate_rollouts = run.generate_rollouts
-    run.generate_rollouts = lambda rows: seen.append(generate_rollouts(rows)) or seen[-1]
+    run.generate_rollouts = lambda request: seen.append(generate_rollouts(request)) or seen[-1]
     before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
     run.train()
     assert any(not torch.equal(before[name], tensor) for name, tensor in run.model.state_dict().items())
@@ -105,7 +105,7 @@ def test_an_environment_provides_data_tools_and_reward(tmp_path: Path) -> None:
     )
     seen = []
     generate_rollouts = run.generate_rollouts
-    run.generate_rollouts = lambda rows: seen.append(generate_rollouts(rows)) or seen[-1]
+    run.generate_rollouts = lambda request: seen.append(generate_rollouts(request)) or seen[-1]
     run.train()
     assert run.reward_func_names == ["Game"] and len(run.tools) == 1
     assert len(run.environments) == 8

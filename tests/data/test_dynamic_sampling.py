@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support.ranks import on_ranks
 from support.runs import WORDS, policy, tokenizer, trainer
 
-from groupwise import Completion, ConfigError, GRPOTrainer, register_aggregation
+from groupwise import Completion, GRPOTrainer, register_aggregation
 from groupwise.core.advantages import GroupRewards
 from groupwise.core.images import ImageInputs
 from groupwise.data.dynamic_sampling import (
@@ -335,8 +335,7 @@ def test_leftover_groups_survive_a_checkpoint(tmp_path):
         leftover_of(2).with_behavior_logps([[-0.5]] * 4), share_with_variance=0.75, has_warned=True
     )
     torch.save(leftover.state_dict(), tmp_path / "leftover.pt")
-    restored = LeftoverGroups()
-    restored.load_state_dict(torch.load(tmp_path / "leftover.pt", weights_only=True))
+    restored = LeftoverGroups.from_state(torch.load(tmp_path / "leftover.pt", weights_only=True))
     assert restored == leftover
     assert restored.groups[0][0].completion.old_logps == [-0.5]
 
@@ -415,7 +414,7 @@ def test_groups_left_over_are_trained_on_next_with_the_log_probs_of_their_policy
     )  # fmt: skip
     run.args.max_steps = 1
     run.train()
-    carried = run.feed.leftover_groups.groups
+    carried = run.leftover_groups.groups
     assert [group[0].row["number"] for group in carried] == [6, 7]
     first = policy()  # the policy that sampled them
     for sample in itertools.chain(*carried):
@@ -472,7 +471,7 @@ def test_a_constant_reward_ends_with_a_warning_and_an_update_of_zero(tmp_path, c
     assert torch.equal(weights(run), before)
     assert caplog.text.count("after dynamic_sampling_max_rounds=2 rounds, 1 of the 1 groups") == 1
     # 3 steps of 2 prompts go over the 4 rows one and a half times.
-    assert run.feed.source.queue.state_dict() == {"finished_passes": 1, "position": 2}
+    assert (run.prompts.epoch, run.prompts.index) == (1, 2)
 
 
 def test_rewards_that_are_missing_are_replaced(tmp_path):
@@ -491,9 +490,9 @@ def test_rewards_that_are_missing_are_replaced(tmp_path):
     assert [batch.prompt_ids_BL[0].tolist() for _, batch in run.batches] == words
 
 
-def test_a_checkpoint_of_another_kind_of_run_is_refused(tmp_path):
+def test_a_checkpoint_of_a_run_without_dynamic_sampling_continues_with_a_warning(tmp_path, caplog):
     given = {"train_dataset": numbered(8), "save_strategy": "steps", "save_steps": 1, "max_steps": 1}
     trainer(tmp_path, **given).train()
-    run = trainer(tmp_path, dynamic_sampling=True, **given)
-    with pytest.raises(ConfigError, match="take their prompts in different ways"):
-        run.train(resume_from_checkpoint=True)
+    run = trainer(tmp_path, **{**given, "dynamic_sampling": True, "max_steps": 2})
+    run.train(resume_from_checkpoint=True)
+    assert "dynamic_sampling=True (was False)" in caplog.text and run.state.global_step == 2

@@ -109,7 +109,7 @@ def test_a_reused_generation_is_scored_only_where_rows_will_be_computed(tmp_path
         return train(tmp_path, name, model=model, sequence_layout=layout, **settings), scored
 
     few, scored_few = run("few")
-    monkeypatch.setattr("groupwise.trainer.rows_needing_logps", lambda *_: None)
+    monkeypatch.setattr("groupwise.mixins.batching.rows_needing_logps", lambda *_: None)
     everything, scored_all = run("everything")
     assert_same_weights(few, everything, 1e-6)  # batches of another size round differently
     for ours, theirs in zip(few.state.log_history[:-1], everything.state.log_history[:-1], strict=True):

@@ -15,7 +15,7 @@ from support.runs import WORDS, chats, policy, prompts, tokenizer, trainer
 
 from groupwise import ConfigError
 from groupwise.data.build import MOST_EVALUATION_ROWS
-from groupwise.data.prompt_source import PromptQueue, StreamedRows, rows_of_rank
+from groupwise.data.prompt_source import RankShare, StreamPrompts
 
 _TIMING = re.compile(
     r"(eval_)?time/.*|step_time|.*_runtime|.*_per_second|.*preparation_time|train_loss|epoch"
@@ -51,45 +51,6 @@ def stream(dataset: Dataset) -> IterableDataset:
     return dataset.to_iterable_dataset(num_shards=2)
 
 
-def test_a_queue_goes_over_its_data_again_and_again():
-    queue = PromptQueue(lambda number: [f"{number}{letter}" for letter in "abc"])
-    assert queue.take(2) == ["0a", "0b"]
-    assert queue.take(3) == ["0c", "1a", "1b"]
-    assert queue.take(5) == ["1c", "2a", "2b", "2c", "3a"]
-    assert queue.state_dict() == {"finished_passes": 3, "position": 1}
-
-
-def test_a_queue_continues_from_every_state():
-    def read(number):
-        return [(number, place) for place in range(4)]
-
-    whole = PromptQueue(read).take(11)
-    for taken in range(11):
-        first, second = PromptQueue(read), PromptQueue(read)
-        first.take(taken)
-        second.load_state_dict(first.state_dict())
-        assert second.take(11 - taken) == whole[taken:]
-        assert second.state_dict() == {"finished_passes": 2, "position": 3}
-
-
-def test_a_queue_without_data_is_an_error():
-    with pytest.raises(ConfigError, match="train_dataset gave no rows in pass 1"):
-        PromptQueue(lambda number: []).take(1)
-    once = iter(range(3))
-    with pytest.raises(ConfigError, match="no rows in pass 2 over it: it can be read only once"):
-        PromptQueue(lambda number: once).take(4)
-    queue = PromptQueue(lambda number: range(3))
-    with pytest.raises(ConfigError, match="after row 5 of train_dataset, which now has only 3"):
-        queue.load_state_dict({"finished_passes": 0, "position": 5})
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
-def test_ranks_share_the_completions_of_the_prompts(ranks):
-    parts = [rows_of_rank([{"n": 0}, {"n": 1}, {"n": 2}], 4, rank, ranks) for rank in range(ranks)]
-    assert {len(part) for part in parts} == {12 // ranks}
-    assert [row["n"] for part in parts for row in part] == [0] * 4 + [1] * 4 + [2] * 4
-
-
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_a_stream_trains_as_the_same_rows_at_hand(tmp_path, workers):
     common = {"max_steps": 5, "shuffle_dataset": False, "num_iterations": 2, "steps_per_generation": 2}
@@ -113,8 +74,13 @@ def test_a_stream_is_shuffled_by_its_own_buffer(tmp_path):
 
 def test_every_pass_over_a_stream_has_an_order_of_its_own():
     def passes(workers):
-        source = StreamedRows(
-            stream(prompts(8)), check=lambda row, index: None, shuffle=True, seed=0, workers=workers
+        source = StreamPrompts(
+            stream(prompts(8)),
+            RankShare(1),
+            check=lambda row, index: None,
+            shuffle=True,
+            seed=0,
+            num_workers=workers,
         )
         numbers = [row["row"] for row in source.take(24)]
         return [numbers[start : start + 8] for start in (0, 8, 16)]

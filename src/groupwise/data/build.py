@@ -1,44 +1,48 @@
-"""Datasets that can be trained and evaluated on."""
+"""Check datasets and build the source of training prompts and the rows of an evaluation."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import Dataset
-from transformers import PreTrainedModel
+from torch.utils.data import Dataset, Sampler
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.trainer_utils import IntervalStrategy
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.data.batches import repeat_rows
 from groupwise.data.prompt_checks import PromptCheck, context_length, known_prompts
 from groupwise.data.prompt_source import (
-    IndexedRows,
+    DatasetPrompts,
+    LoaderPrompts,
     PromptSource,
-    StreamedRows,
-    from_first_process,
-    is_stream,
+    RankShare,
+    StreamPrompts,
+    broadcast_from_first,
+    is_streaming,
 )
+from groupwise.data.sampler import GroupSampler, repeat_rows
 from groupwise.errors import ConfigError
+from groupwise.records import Row
 
-#: An evaluation set is read whole; a stream that goes on longer is taken for endless.
+#: Evaluation streams are read completely; a longer one counts as endless.
 MOST_EVALUATION_ROWS = 100_000
 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Data that have been checked as far as they can be before they are used.
+    """Datasets of a trainer, checked as far as possible before they are read.
 
-    eval_dataset: as given, streams read whole.
-    new_source: where training prompts come from when the loader only counts; None when it does not.
-    checked_eval: another evaluation set, checked and read in the same way.
+    train_dataset: as given; rows that are computed on access are checked when they are read.
+    eval_dataset: as given, streams read completely.
+    check_train_row: check of a row of a training stream, by row and number.
+    checked_eval: checks and reads another evaluation set in the same way.
     """
 
     train_dataset: Any
     eval_dataset: Any
-    new_source: Callable[[], PromptSource | None]
+    check_train_row: Callable[[Row, int], None]
     checked_eval: Callable[[Any], Any]
 
 
@@ -59,7 +63,7 @@ def check_data(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> Non
         _check_best_metric(config.metric_for_best_model, list(eval_dataset))
     if train_dataset is None:
         return
-    if is_stream(train_dataset):
+    if is_streaming(train_dataset):
         if config.rollout_staleness > 0:
             raise ConfigError(
                 f"rollout_staleness={config.rollout_staleness} looks ahead in the data, which a "
@@ -108,7 +112,7 @@ def _check_dataset(name: str, dataset: Any) -> None:
             f"{name} is the string {dataset!r}; pass a dataset: datasets.load_dataset({dataset!r}, …)"
         )
     columns = getattr(dataset, "column_names", None)
-    if not is_stream(dataset):
+    if not is_streaming(dataset):
         if len(dataset) == 0:
             raise ConfigError(f"{name} is empty")
         columns = columns or list(dataset[0])
@@ -121,9 +125,9 @@ def prepare_data(
     eval_dataset: Any,
     config: GRPOConfig,
     model: str | PreTrainedModel,
-    processing_class: Any,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin,
 ) -> PreparedData:
-    """Check every prompt that is at hand, the others when they are read, and read evaluation streams.
+    """Check every prompt that is available now; prompts computed on access are checked when they are read.
 
     Raises:
         ConfigError: naming the row whose prompt is missing, empty or too long.
@@ -134,9 +138,9 @@ def prepare_data(
         return PromptCheck(name, processing_class, config, context)
 
     def ready(name: str, dataset: Any) -> Any:
-        if dataset is None or (name == "train_dataset" and is_stream(dataset)):
+        if dataset is None or (name == "train_dataset" and is_streaming(dataset)):
             return dataset
-        if is_stream(dataset):
+        if is_streaming(dataset):
             return read_whole(dataset, config, name, check(name))
         prompts = known_prompts(dataset)
         if prompts is None:
@@ -156,16 +160,11 @@ def prepare_data(
         _check_dataset("eval_dataset", dataset)
         return ready("eval_dataset", dataset)
 
-    return PreparedData(
-        train_dataset,
-        eval_dataset,
-        new_source=lambda: _source(train_dataset, config, check("train_dataset")),
-        checked_eval=checked_eval,
-    )
+    return PreparedData(train_dataset, eval_dataset, check("train_dataset"), checked_eval)
 
 
-class CheckedRows(Dataset):
-    """Rows that come to be when they are read, and are checked then."""
+class CheckedRows(Dataset[Row]):
+    """Rows that are computed on access, and checked then."""
 
     def __init__(self, dataset: Any, check: PromptCheck) -> None:
         self.dataset, self.check = dataset, check
@@ -173,42 +172,96 @@ class CheckedRows(Dataset):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Row:
         row = self.dataset[index]
         self.check(row, index)
         return row
 
 
-def _source(train_dataset: Any, config: GRPOConfig, check: PromptCheck) -> PromptSource | None:
-    seed = config.seed if config.data_seed is None else config.data_seed
-    if train_dataset is not None and is_stream(train_dataset):
-        return StreamedRows(
-            train_dataset,
-            check=check,
+def make_group_sampler(dataset: Any, config: GRPOConfig) -> GroupSampler:
+    """Build the sampler of an indexed dataset: prompts in random order, or in the dataset's order."""
+    return GroupSampler(
+        dataset,
+        num_generations=config.num_generations,
+        prompts_per_batch=prompts_per_batch(config),
+        repeats=micro_batches_per_generation(config),
+        shuffle=config.shuffle_dataset,
+        seed=_data_seed(config),
+    )
+
+
+def make_prompt_source(
+    data: PreparedData,
+    config: GRPOConfig,
+    make_sampler: Callable[[], Sampler[int]],
+    make_loader: Callable[[], Iterable[Any]] | None = None,
+) -> PromptSource:
+    """Build the source of training prompts at its beginning.
+
+    Args:
+        make_sampler: returns the order of an indexed dataset.
+        make_loader: returns the dataloader of a subclass; None: the dataset is read directly.
+
+    Raises:
+        ConfigError: dynamic sampling with a dataloader of a subclass.
+    """
+    share = RankShare(config.num_generations, config.process_index, config.world_size)
+    repeats = micro_batches_per_generation(config)
+    if make_loader is not None:
+        if config.dynamic_sampling:
+            raise ConfigError(
+                "dynamic_sampling=True takes as many prompts as a step needs, but get_train_dataloader is "
+                "overridden and its items are whole generation batches; override _get_train_sampler instead"
+            )
+        return LoaderPrompts(make_loader, share, repeats=repeats)
+    if is_streaming(data.train_dataset):
+        return StreamPrompts(
+            data.train_dataset,
+            share,
+            check=data.check_train_row,
             shuffle=config.shuffle_dataset,
-            seed=seed,
-            workers=config.dataloader_num_workers,
-            first=config.process_index == 0,
-            processes=config.world_size,
+            seed=_data_seed(config),
+            num_workers=config.dataloader_num_workers,
         )
-    if train_dataset is not None and config.dynamic_sampling:
-        return IndexedRows(train_dataset, shuffle=config.shuffle_dataset, seed=seed)
-    return None
+    return DatasetPrompts(
+        data.train_dataset,
+        make_sampler(),
+        share,
+        prompts_per_batch=prompts_per_batch(config),
+        repeats=repeats,
+        drop_last=not config.dynamic_sampling,
+        num_workers=config.dataloader_num_workers,
+    )
 
 
-def num_micro_batches(train_dataset: Any, config: GRPOConfig) -> int:
-    """Micro-batches of an epoch on each rank; of a stream those of the whole run."""
-    if is_stream(train_dataset):
+def prompts_per_batch(config: GRPOConfig) -> int:
+    """Return the number of prompts P of a generation batch, all ranks together."""
+    return config.generation_batch_size // config.num_generations  # type: ignore[operator]
+
+
+def micro_batches_per_generation(config: GRPOConfig) -> int:
+    """Return how many micro-batches of a rank are trained on a generation batch, reuse included."""
+    return config.steps_per_generation * config.num_iterations  # type: ignore[operator]
+
+
+def _data_seed(config: GRPOConfig) -> int:
+    return config.seed if config.data_seed is None else config.data_seed
+
+
+def num_micro_batches(train_dataset: Any, config: GRPOConfig, make_sampler: Callable[[], Any]) -> int:
+    """Return the micro-batches of an epoch on each rank; of a streaming dataset, those of the whole run."""
+    if is_streaming(train_dataset):
         return config.max_steps * config.gradient_accumulation_steps
-    batches = len(train_dataset) // (config.generation_batch_size // config.num_generations)
-    return batches * config.steps_per_generation * config.num_iterations
+    repeats = micro_batches_per_generation(config)
+    num_batches = len(make_sampler()) // (prompts_per_batch(config) * config.num_generations * repeats)
+    return num_batches * repeats
 
 
 def read_whole(dataset: Any, config: GRPOConfig, name: str, check: Callable[[Any, int], None]) -> list[Any]:
-    """All rows of an evaluation stream, read once by the first process.
+    """Read all rows of an evaluation stream on rank 0 and broadcast them.
 
     Raises:
-        ConfigError: it has no rows, or goes on without end.
+        ConfigError: it has no rows, or more than the limit.
     """
 
     def rows() -> Iterator[Any]:
@@ -216,7 +269,7 @@ def read_whole(dataset: Any, config: GRPOConfig, name: str, check: Callable[[Any
             check(row, index)
             yield row
 
-    whole = from_first_process(lambda: list(rows()), config.process_index == 0, config.world_size)
+    whole = broadcast_from_first(lambda: list(rows()), config.process_index == 0, config.world_size)
     if not whole:
         raise ConfigError(f"{name} is empty")
     if len(whole) > MOST_EVALUATION_ROWS:
@@ -227,11 +280,11 @@ def read_whole(dataset: Any, config: GRPOConfig, name: str, check: Callable[[Any
     return whole
 
 
-def evaluation_rows(dataset: Any, config: GRPOConfig) -> Dataset:
-    """Every row ``num_generations_eval`` times in a row, for batches that hold whole groups.
+def evaluation_rows(dataset: Any, config: GRPOConfig) -> Dataset[Row]:
+    """Repeat every row ``num_generations_eval`` times in a row, so that batches contain whole groups.
 
     Raises:
-        ConfigError: with the nearest sizes that fit.
+        ConfigError: the evaluation batch cuts a group; names the nearest valid sizes.
     """
     size, group = config.eval_batch_size * config.world_size, config.num_generations_eval
     if size % group:

@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -21,8 +22,6 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.advantages import AGGREGATIONS, GroupRewards, total_rewards
 from groupwise.core.images import ImageInputs
 from groupwise.core.metrics import Mean, Metrics
-from groupwise.data.prompt_source import PromptSource
-from groupwise.errors import ConfigError
 from groupwise.records import Completion, RewardBatch, RolloutBatch, Row
 
 logger = logging.getLogger(__name__)
@@ -103,7 +102,7 @@ class LeftoverGroups:
     share_with_variance: float = 1.0
     has_warned: bool = False
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         """Return plain values; groups with other values (images, for example) are left out with a warning."""
         kept = [group for group in self.groups if all(_is_plain(vars(sample)) for sample in group)]
         if len(kept) < len(self.groups):
@@ -119,13 +118,14 @@ class LeftoverGroups:
             "has_warned": self.has_warned,
         }
 
-    def load_state_dict(self, state: dict) -> None:
-        self.groups = [
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> LeftoverGroups:
+        """Restore the groups of a checkpoint."""
+        groups = [
             [Sample(**{**sample, "completion": Completion(**sample["completion"])}) for sample in group]
             for group in state["groups"]
         ]
-        self.share_with_variance = state["share_with_variance"]
-        self.has_warned = state["has_warned"]
+        return cls(groups, state["share_with_variance"], state["has_warned"])
 
     def local_rollouts(self, settings: DynamicSamplingSettings) -> RolloutBatch | None:
         """Return this rank's share of the completions, to compute their log-probs; None without groups.
@@ -288,36 +288,6 @@ class DynamicBatch:
         for place, sample in self._gather(own):  # in rank order, which is the order within a group
             groups[place].append(sample)
         return groups
-
-
-@dataclass
-class Feed:
-    """Source of prompts when the loader only counts micro-batches, and the groups left over by the last step.
-
-    source: None where the loader returns the rows.
-    """
-
-    source: PromptSource | None = None
-    leftover_groups: LeftoverGroups = field(default_factory=LeftoverGroups)
-
-    def state_dict(self) -> dict[str, object]:
-        queue = None if self.source is None else self.source.queue.state_dict()
-        return {"queue": queue, "leftover_groups": self.leftover_groups.state_dict()}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Continue from the position in ``state``.
-
-        Raises:
-            ConfigError: only one of the checkpoint and this run has a source.
-        """
-        if (self.source is None) != (state["queue"] is None):
-            raise ConfigError(
-                "the checkpoint and this run take their prompts in different ways: dynamic_sampling, or "
-                "whether train_dataset is a stream, has changed; resume with the same settings"
-            )
-        if self.source is not None:
-            self.source.queue.load_state_dict(state["queue"])
-        self.leftover_groups.load_state_dict(state["leftover_groups"])
 
 
 def round_size(num_unfilled: int, share_with_variance: float, settings: DynamicSamplingSettings) -> int:

@@ -1,179 +1,350 @@
-"""The prompts of a run in their order, one after the other: for what a sampler cannot plan in advance.
+"""Prompts of a run in their order: from a dataset, a stream, or a dataloader of a subclass.
 
-That is a stream, whose length nobody knows, and dynamic sampling, where the completions decide how many
-prompts a step takes. The Trainer's loader then only counts micro-batches.
+A :class:`PromptSource` returns this rank's rows of the next prompts. Its position is a read cursor: ``mark``
+commits it between two optimizer steps, ``rollback`` returns to it, so that a failed step loses no prompts.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, TypeVar
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeVar
 
 import torch
 from accelerate.utils import broadcast_object_list
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torch.utils.data._utils import worker
 
-from groupwise.data.batches import epoch_permutation
+from groupwise.data.sampler import GroupSampler
 from groupwise.errors import ConfigError
+from groupwise.records import Row
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Row = dict[str, Any]
 
 
-class PromptQueue:
-    """Prompts in order, pass after pass over the data; the position is all that a resume needs.
+@dataclass(frozen=True)
+class RankShare:
+    """Split of the completions of a batch over ranks: equal runs of rows in rank order.
 
-    Args:
-        read_pass: the prompts of a pass, by its number.
-        name: what they come from, for messages.
+    num_generations: completions per prompt, G.
     """
 
-    def __init__(self, read_pass: Callable[[int], Iterable[Any]], name: str = "train_dataset") -> None:
-        self.read_pass = read_pass
-        self.name = name
-        self.finished_passes = 0
-        self.position = 0  # prompts taken from the current pass
-        self._rest: Iterator[Any] | None = None
+    num_generations: int
+    rank: int = 0
+    world_size: int = 1
 
-    def take(self, count: int) -> list[Any]:
-        """The next ``count`` prompts; where the data end, they begin anew.
+    def row_numbers(self, num_prompts: int) -> range:
+        """Return this rank's rows of the N = P · G rows of ``num_prompts`` prompts."""
+        size = num_prompts * self.num_generations // self.world_size
+        return range(self.rank * size, (self.rank + 1) * size)
+
+    def prompt_numbers(self, num_prompts: int) -> list[int]:
+        """Return the prompts, of P in order, that this rank has completions of."""
+        return sorted({row // self.num_generations for row in self.row_numbers(num_prompts)})
+
+
+class PromptSource:
+    """Prompts in order, epoch after epoch, alike on all ranks.
+
+    Args:
+        read_epoch: returns the prompts of an epoch, by its number.
+        share: this rank's part of the completions.
+        name: the source of the prompts, for messages.
+
+    Attributes:
+        epoch, index: position: epoch, and prompts of it that were taken.
+    """
+
+    def __init__(
+        self,
+        read_epoch: Callable[[int], Iterable[Any]],
+        share: RankShare,
+        name: str = "train_dataset",
+    ) -> None:
+        self.read_epoch, self.share, self.name = read_epoch, share, name
+        self.epoch, self.index = 0, 0
+        self._mark = (0, 0)
+        self._prompts: Iterator[Any] | None = None  # of the epoch that is being read
+        self._reading = (0, 0)  # position of the next prompt to read
+        self._ahead: deque[tuple[tuple[int, int], Any]] = deque()  # read, not taken
+        self._taken: list[tuple[tuple[int, int], Any]] = []  # taken since the mark
+
+    def take(self, num_prompts: int) -> list[Row]:
+        """Return this rank's rows of the next prompts: each prompt G times, B rows.
 
         Raises:
-            ConfigError: a pass has no prompt at all.
+            ConfigError: an epoch has no prompts.
         """
-        taken: list[Any] = []
-        while len(taken) < count:
-            if self._rest is None:
-                self._rest = iter(self.read_pass(self.finished_passes))
-            for prompt in self._rest:
-                self.position += 1
-                taken.append(prompt)
-                if len(taken) == count:
-                    break
-            else:
-                self._start_next_pass()
-        return taken
+        self._read_ahead(num_prompts)
+        taken = [self._ahead.popleft() for _ in range(num_prompts)]
+        self._taken += taken
+        self.epoch, self.index = taken[-1][0][0], taken[-1][0][1] + 1
+        return self._rows([prompt for _, prompt in taken])
 
-    def _start_next_pass(self) -> None:
-        if self.position == 0:
-            again = ": it can be read only once" if self.finished_passes else ""
-            raise ConfigError(
-                f"{self.name} gave no rows in pass {self.finished_passes + 1} over it{again}; "
-                "pass a dataset that can be iterated anew"
-            )
-        self.finished_passes, self.position, self._rest = self.finished_passes + 1, 0, None
+    def upcoming(self, num_batches: int, num_prompts: int) -> Iterator[list[Row]]:
+        """Yield this rank's rows of the batches after the next one, without taking them."""
+        for batch in range(1, num_batches + 1):
+            self._read_ahead((batch + 1) * num_prompts)
+            later = islice(self._ahead, batch * num_prompts, (batch + 1) * num_prompts)
+            yield self._rows([prompt for _, prompt in later])
+
+    def mark(self) -> None:
+        """Commit the position."""
+        self._mark = self.epoch, self.index
+        self._taken = []
+
+    def rollback(self) -> None:
+        """Return to the marked position; prompts taken since will be taken again."""
+        self._ahead.extendleft(reversed(self._taken))
+        self.epoch, self.index = self._mark
+        self._taken = []
 
     def state_dict(self) -> dict[str, int]:
-        return {"finished_passes": self.finished_passes, "position": self.position}
+        """Return the marked position."""
+        return {"epoch": self._mark[0], "index": self._mark[1]}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue where ``state`` was made: what was taken before is read and dropped.
+        """Continue at a saved position: the prompts before it are read and dropped.
 
         Raises:
             ConfigError: the data have become fewer.
         """
-        self.finished_passes, self.position = state["finished_passes"], 0
-        self._rest = iter(self.read_pass(self.finished_passes))
-        for _ in range(state["position"]):
-            if next(self._rest, None) is None:
+        position = state["epoch"], state["index"]
+        self.seek(state["epoch"])
+        for _ in range(state["index"]):
+            self._read_ahead(1)
+            (epoch, _), _ = self._ahead.popleft()
+            if epoch != state["epoch"]:
                 raise ConfigError(
-                    f"the checkpoint was made after row {state['position']} of {self.name}, which now has "
-                    f"only {self.position}; resume with the same data"
+                    f"the checkpoint was made after row {state['index']} of {self.name}, which now has "
+                    f"only {self._last_length}; resume with the same data"
                 )
-            self.position += 1
+        self.epoch, self.index = self._mark = position
+
+    def seek(self, epoch: int) -> None:
+        """Continue at the beginning of an epoch."""
+        self._ahead.clear()
+        self._taken = []
+        self._prompts, self._reading = None, (epoch, 0)
+        self.epoch, self.index = self._mark = epoch, 0
+
+    _last_length = 0  # prompts of the epoch that was read last
+
+    def _read_ahead(self, count: int) -> None:
+        """Read until ``count`` prompts are ahead of the cursor."""
+        if count > len(self._ahead):
+            self._ahead.extend(self._read(count - len(self._ahead)))
+
+    def _read(self, count: int) -> list[tuple[tuple[int, int], Any]]:
+        read: list[tuple[tuple[int, int], Any]] = []
+        while len(read) < count:
+            epoch, index = self._reading
+            if self._prompts is None:
+                self._prompts = iter(self.read_epoch(epoch))
+            for prompt in self._prompts:
+                read.append(((epoch, index), prompt))
+                index += 1
+                self._reading = epoch, index
+                if len(read) == count:
+                    return read
+            if index == 0:
+                again = ": it can be read only once" if epoch else ""
+                raise ConfigError(
+                    f"{self.name} gave no rows in epoch {epoch + 1}{again}; pass a dataset that can be "
+                    "iterated again"
+                )
+            self._last_length = index
+            self._prompts, self._reading = None, (epoch + 1, 0)
+        return read
+
+    def _rows(self, prompts: Sequence[Any]) -> list[Row]:
+        numbers = self.share.prompt_numbers(len(prompts))
+        rows = dict(zip(numbers, self._read_rows([prompts[n] for n in numbers]), strict=True))
+        size = self.share.num_generations
+        return [rows[row // size] for row in self.share.row_numbers(len(prompts))]
+
+    def _read_rows(self, prompts: Sequence[Any]) -> list[Row]:
+        return list(prompts)
 
 
-class PromptSource(Protocol):
-    """The training prompts in order, the same on every rank."""
+class DatasetPrompts(PromptSource):
+    """Prompts of an indexed dataset in the order of a sampler; a rank reads the rows of its completions only.
 
-    queue: PromptQueue
-
-    def take(self, count: int) -> list[Any]: ...
-
-
-class IndexedRows:
-    """Training rows by index, for dynamic sampling: every rank knows the order and reads its own rows."""
-
-    def __init__(self, dataset: Any, *, shuffle: bool, seed: int) -> None:
-        self.dataset = dataset
-        self.queue = PromptQueue(lambda number: epoch_permutation(len(dataset), shuffle, seed, number))
-
-    def take(self, count: int) -> list[Any]:
-        return [LazyRow(self.dataset, index) for index in self.queue.take(count)]
-
-
-class StreamedRows:
-    """Training rows of a stream: the first process reads, the others receive.
+    The sampler yields indices in the order of TRL's repeat sampler: the indices of a generation batch, each G
+    times in a row, repeated once per micro-batch that is trained on it. The first repeat counts.
 
     Args:
-        check: called with every row and its number in the pass.
-        workers: more than 0: a process of its own reads ahead. Never several, which would mix up the order.
-        first: whether this is the first process.
-        processes: how many there are.
+        sampler: has ``set_epoch``, or yields the next epoch each time that it is iterated.
+        prompts_per_batch: P of a generation batch.
+        repeats: micro-batches that are trained on a generation batch.
+        drop_last: drop the incomplete last generation batch of an epoch.
+        num_workers: processes that read rows ahead; 0 reads them when they are taken.
     """
 
     def __init__(
         self,
         dataset: Any,
+        sampler: Sampler[int],
+        share: RankShare,
+        *,
+        prompts_per_batch: int,
+        repeats: int,
+        drop_last: bool = True,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__(self._read_indices, share)
+        self.dataset, self.sampler = dataset, sampler
+        self.prompts_per_batch, self.repeats, self.drop_last = prompts_per_batch, repeats, drop_last
+        self.num_workers = num_workers
+        self._iterated = 0  # epochs drawn from a sampler without set_epoch
+        self._order: dict[int, list[int]] = {}
+        self._reader: Iterator[tuple[int, Row]] | None = None
+
+    def _read_indices(self, epoch: int) -> list[int]:
+        if epoch not in self._order:
+            if hasattr(self.sampler, "set_epoch"):
+                self.sampler.set_epoch(epoch)
+                self._order = {epoch: self._unique_prompts()}
+            else:
+                while self._iterated <= epoch:  # random samplers draw each epoch from one generator
+                    self._order = {self._iterated: self._unique_prompts()}
+                    self._iterated += 1
+        if epoch not in self._order:
+            raise ConfigError(
+                f"epoch {epoch} of the sampler is over and it has no set_epoch(); add one to read it again"
+            )
+        return self._order[epoch]
+
+    def _unique_prompts(self) -> list[int]:
+        if isinstance(self.sampler, GroupSampler):
+            order = self.sampler.prompt_order()
+            whole = len(order) - len(order) % self.prompts_per_batch
+            return order[:whole] if self.drop_last else order
+        size = self.share.num_generations
+        indices, prompts = iter(self.sampler), []
+        while chunk := list(islice(indices, self.prompts_per_batch * size * self.repeats)):
+            batch = chunk[: len(chunk) // self.repeats]
+            groups = [batch[start : start + size] for start in range(0, len(batch), size)]
+            if any(len(set(group)) > 1 or len(group) < size for group in groups) or not groups:
+                raise ConfigError(
+                    f"the train sampler {type(self.sampler).__name__} does not yield groups: it must yield "
+                    f"the indices of a generation batch, each num_generations={size} times in a row, and "
+                    f"repeat the batch {self.repeats} times (steps_per_generation · num_iterations)"
+                )
+            if len(groups) == self.prompts_per_batch or not self.drop_last:
+                prompts += [group[0] for group in groups]
+        return prompts
+
+    def _read_rows(self, prompts: Sequence[int]) -> list[Row]:
+        if self.num_workers == 0:
+            return [self.dataset[index] for index in prompts]
+        return [self._read_in_worker(index) for index in prompts]
+
+    def _read_in_worker(self, index: int) -> Row:
+        for _ in range(2):
+            if self._reader is not None:
+                number, row = next(self._reader, (None, None))
+                if number == index and row is not None:
+                    return row
+            # A new epoch or a rollback: the workers start again at this index.
+            self._reader = iter(self._loader_from(index))
+        return self.dataset[index]
+
+    def _loader_from(self, index: int) -> DataLoader[Any]:
+        order = next(order for order in reversed(self._order.values()) if index in order)
+        position = order.index(index)
+        own: list[int] = []
+        for start in range(0, len(order), self.prompts_per_batch):
+            batch = order[start : start + self.prompts_per_batch]
+            if len(batch) * self.share.num_generations % self.share.world_size == 0:
+                own += [start + number for number in self.share.prompt_numbers(len(batch))]
+        plan = [order[place] for place in own if place >= position]
+        return DataLoader(
+            _IndexedRows(self.dataset),
+            sampler=plan,
+            batch_size=None,
+            num_workers=self.num_workers,
+            collate_fn=_identity,
+            generator=torch.Generator(),  # starting workers must not draw from the RNG that samples
+        )
+
+
+class StreamPrompts(PromptSource):
+    """Prompts of a streaming dataset: rank 0 reads and broadcasts them.
+
+    Args:
+        check: called with every row and its number in the epoch.
+        num_workers: more than 0: one process reads ahead. Several would change the order.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        share: RankShare,
         *,
         check: Callable[[Row, int], None],
         shuffle: bool,
         seed: int,
-        workers: int = 0,
-        first: bool = True,
-        processes: int = 1,
+        num_workers: int = 0,
     ) -> None:
-        self.first, self.processes = first, processes
-        self.check, self.workers = check, workers
+        super().__init__(self._read_stream, share)
+        self.check, self.num_workers = check, num_workers
         self.dataset = _shuffled(dataset, seed) if shuffle else dataset
-        self.queue = PromptQueue(self._read_pass)
 
-    def take(self, count: int) -> list[Row]:
-        return from_first_process(lambda: self.queue.take(count), self.first, self.processes)
+    def _read(self, count: int) -> list[tuple[tuple[int, int], Any]]:
+        return broadcast_from_first(
+            lambda: super(StreamPrompts, self)._read(count), self.share.rank == 0, self.share.world_size
+        )
 
-    def _read_pass(self, number: int) -> Iterator[Row]:
+    def _read_stream(self, epoch: int) -> Iterator[Row]:
         if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(number)
+            self.dataset.set_epoch(epoch)
         rows = DataLoader(
-            _Iterated(self.dataset),
+            _IterableRows(self.dataset),
             batch_size=None,
-            num_workers=min(self.workers, 1),
-            collate_fn=_as_it_is,
-            generator=torch.Generator(),  # starting to read must not draw from the one that samples
+            num_workers=min(self.num_workers, 1),
+            collate_fn=_identity,
+            generator=torch.Generator(),  # starting a worker must not draw from the RNG that samples
         )
         for index, row in enumerate(rows):
             self.check(row, index)
             yield row
 
 
-class LazyRow:
-    """A row that is read when it is known which rank needs it."""
+class LoaderPrompts(PromptSource):
+    """Rows of a dataloader that a subclass made: an item holds this rank's rows of a whole generation batch.
 
-    def __init__(self, dataset: Any, index: int) -> None:
-        self.dataset, self.index = dataset, index
+    As with TRL's loader, an item is repeated once per micro-batch that is trained on it; the first counts.
+    """
 
-    def read(self) -> Row:
-        return self.dataset[self.index]
+    def __init__(self, make_loader: Callable[[], Iterable[Any]], share: RankShare, *, repeats: int) -> None:
+        super().__init__(self._read_loader, share, name="get_train_dataloader")
+        self.make_loader, self.repeats = make_loader, repeats
+        self._loader: Iterable[Any] | None = None
+
+    def _read_loader(self, epoch: int) -> Iterator[Any]:
+        self._loader = self._loader or self.make_loader()
+        if hasattr(self._loader, "set_epoch"):
+            self._loader.set_epoch(epoch)
+        return islice(self._loader, 0, None, self.repeats)
+
+    def take(self, num_prompts: int) -> list[Row]:
+        return super().take(1)
+
+    def upcoming(self, num_batches: int, num_prompts: int) -> Iterator[list[Row]]:
+        return super().upcoming(num_batches, 1)
+
+    def _rows(self, prompts: Sequence[Any]) -> list[Row]:
+        return list(prompts[0])
 
 
-class _Iterated(IterableDataset):
-    """Any iterable as what a loader takes."""
-
-    def __init__(self, rows: Iterable[Row]) -> None:
-        self.rows = rows
-
-    def __iter__(self) -> Iterator[Row]:
-        # Streams of `datasets` take another order where they find themselves in a worker, be it the only one.
-        worker._worker_info = None
-        return iter(self.rows)
-
-
-class StepCounterDataset(Dataset):
-    """Stands for the rows where a loader only counts micro-batches."""
+class StepCounterDataset(Dataset[Row]):
+    """Positions of micro-batches; ``Trainer`` counts them, :class:`PromptSource` reads the rows."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -185,29 +356,17 @@ class StepCounterDataset(Dataset):
         return {}
 
 
-def rows_of_rank(prompts: list[Any], num_generations: int, rank: int, processes: int) -> list[Row]:
-    """This rank's share of the rows of all completions: each prompt ``num_generations`` times in a row."""
-    share = len(prompts) * num_generations // processes
-    rows: dict[int, Row] = {}
-    for place in range(rank * share, (rank + 1) * share):
-        number = place // num_generations
-        if number not in rows:
-            prompt = prompts[number]
-            rows[number] = prompt.read() if isinstance(prompt, LazyRow) else prompt
-    return [rows[place // num_generations] for place in range(rank * share, (rank + 1) * share)]
-
-
-def from_first_process(compute: Callable[[], T], first: bool, processes: int) -> T:
-    """What ``compute`` gives on the first process, on all of them; so is a failure.
+def broadcast_from_first(compute: Callable[[], T], is_first: bool, world_size: int) -> T:
+    """Run ``compute`` on rank 0 and return its result on every rank; a failure is raised on every rank.
 
     Raises:
-        ConfigError: on the other processes, when the first one failed.
+        ConfigError: on the other ranks, if rank 0 failed.
     """
-    if processes == 1:
+    if world_size == 1:
         return compute()
     result: list[Any] = [None, None]
     failure: Exception | None = None
-    if first:
+    if is_first:
         try:
             result[0] = compute()
         except Exception as error:
@@ -220,11 +379,33 @@ def from_first_process(compute: Callable[[], T], first: bool, processes: int) ->
     return result[0]
 
 
-def is_stream(dataset: Any) -> bool:
-    """Whether a dataset can be iterated but not indexed."""
+def is_streaming(dataset: Any) -> bool:
+    """Return True if a dataset can be iterated but not indexed."""
     return isinstance(dataset, IterableDataset) or not (
         hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     )
+
+
+class _IndexedRows(Dataset[tuple[int, Row]]):
+    """Rows with their index, so that a reader notices when it is out of order."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, index: int) -> tuple[int, Row]:
+        return index, self.dataset[index]
+
+
+class _IterableRows(IterableDataset[Row]):
+    """Any iterable of rows, as DataLoader requires it."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Row]:
+        # Streams of `datasets` change their order inside a worker, even if it is the only one.
+        worker._worker_info = None
+        return iter(self.rows)
 
 
 def _shuffled(dataset: Any, seed: int) -> Any:
@@ -238,5 +419,5 @@ def _shuffled(dataset: Any, seed: int) -> Any:
     return dataset
 
 
-def _as_it_is(row: Any) -> Any:
+def _identity(row: Any) -> Any:
     return row

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -19,14 +20,20 @@ from transformers.trainer_utils import EvalLoopOutput, SaveStrategy, TrainOutput
 from groupwise import reporting
 from groupwise.compat import transformers as compat_transformers
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.data.batches import GroupSampler, as_rows
-from groupwise.data.build import PreparedData, evaluation_rows, num_micro_batches
-from groupwise.data.dynamic_sampling import Feed
-from groupwise.data.prompt_source import StepCounterDataset
+from groupwise.data.build import (
+    PreparedData,
+    evaluation_rows,
+    make_group_sampler,
+    make_prompt_source,
+    num_micro_batches,
+)
+from groupwise.data.prompt_source import PromptSource, StepCounterDataset, is_streaming
+from groupwise.data.sampler import as_rows
 from groupwise.errors import TrainingError
 from groupwise.hf import checkpointing
 from groupwise.hf.checkpointing import CheckpointWriter
 from groupwise.hf.out_of_memory import OutOfMemorySplitter, TrainingStep
+from groupwise.hf.step_state import RngState, StepState
 from groupwise.records import MicroBatch
 from groupwise.reporting.evaluation import EvaluationMetrics
 from groupwise.reporting.metrics import MetricBuffer
@@ -48,7 +55,8 @@ class BaseTrainer(Trainer):
     ``log``                               5.2    training logs also contain the metrics of all ranks
     ``evaluation_loop``                   5.2    its metrics also contain those of generation and rewards
     ``create_model_card``                 5.2    the card describes GRPO and the settings of the run
-    ``get_train_dataloader``              5.2    one item is one generation batch of whole groups
+    ``get_train_dataloader``              5.2    counts micro-batches; the prompt source reads the rows
+    ``num_examples``                      5.2    prompts of the dataset, not positions
     ``get_eval_dataloader``               5.2    every row is repeated ``num_generations_eval`` times
     ``_get_train_sampler``                5.2    rows of a group are adjacent
     ``_set_signature_columns_if_needed``  5.2    columns of the dataset are not arguments of ``model.forward``
@@ -56,6 +64,7 @@ class BaseTrainer(Trainer):
     ``_get_grad_norm``                    5.3    stop before an update with non-finite gradients
     ``_get_output_dir``                   5.2    checkpoints are written to a staging directory first
     ``_save_checkpoint``                  5.2    a checkpoint is renamed when it is complete
+    ``_save_rng_state``                   5.2    inside a step, the state at its beginning is saved
     ``_push_from_checkpoint``             5.2    upload after the checkpoint is renamed
     ``_load_from_checkpoint``             5.2    weights that ``save_pretrained`` renamed are converted back
     ``_load_best_model``                  5.2    the same
@@ -67,9 +76,8 @@ class BaseTrainer(Trainer):
     metrics: dict[str, MetricBuffer]
     evaluation: EvaluationMetrics
     reward_func_names: list[str]
-    feed: Feed
     prepared_data: PreparedData
-    make_group_sampler: Callable[[Any], GroupSampler]
+    step_state: StepState
 
     def __init__(
         self,
@@ -94,6 +102,7 @@ class BaseTrainer(Trainer):
         )
         compat_transformers.mark_loss_as_scaled(self)  # token weights add up over the accumulation window
         self.pending_rng_checkpoint: str | None = None
+        self.rng = RngState()
         self.checkpoint_writer = CheckpointWriter(self.accelerator)
         self.splitter: OutOfMemorySplitter[MicroBatch] = OutOfMemorySplitter(
             self.accelerator,
@@ -206,9 +215,10 @@ class BaseTrainer(Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Evaluate; the metrics also contain those of generation, rewards and loss."""
-        output = super().evaluation_loop(
-            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-        )
+        with self.step_state.rollback_on_failure():
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
         values = self._drain_metrics("eval", metric_key_prefix)
         values.update(
             self.evaluation.compute(metric_key_prefix, self.args.num_generations_eval, gather_object)
@@ -238,28 +248,38 @@ class BaseTrainer(Trainer):
     # Data.
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """A loader position is one micro-batch; the first of a generation batch carries the rows it uses.
+        """Return a loader of positions, one per micro-batch of an epoch: ``Trainer`` counts them.
 
-        With a stream or dynamic sampling the positions carry nothing: the feed gives the rows.
+        ``self.prompts`` reads the rows. Override to read from a loader of your own: an item holds this rank's
+        rows of a whole generation batch, repeated once per micro-batch that is trained on it.
         """
-        if self.feed.source is not None:
-            positions = StepCounterDataset(
-                num_micro_batches(self.train_dataset, self.args) * self.args.world_size
-            )
-            return self.accelerator.prepare(DataLoader(positions, batch_size=1, collate_fn=as_rows))
-        return self._get_dataloader(
-            dataset=self.train_dataset,  # type: ignore[arg-type]
-            description="Training",
-            batch_size=self._train_batch_size * self.args.steps_per_generation,
-            sampler_fn=self._get_train_sampler,  # type: ignore[arg-type]
-            is_training=True,
+        count = num_micro_batches(
+            self.train_dataset, self.args, lambda: self._get_train_sampler(self.train_dataset)
         )
+        # Iterating a loader draws a seed, which must not come from the RNG that samples.
+        return DataLoader(StepCounterDataset(count), collate_fn=as_rows, generator=torch.Generator())
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[Any]:
-        return self.make_group_sampler(self.train_dataset if train_dataset is None else train_dataset)
+        """Return the order of the prompts; an override yields indices in the order of ``GroupSampler``."""
+        return make_group_sampler(self.train_dataset if train_dataset is None else train_dataset, self.args)
+
+    def make_prompt_source(self) -> PromptSource:
+        """Build the source of training prompts at its beginning, from the loader or sampler of a subclass."""
+        own_loader = type(self).get_train_dataloader is not BaseTrainer.get_train_dataloader
+        return make_prompt_source(
+            self.prepared_data,
+            self.args,
+            make_sampler=lambda: self._get_train_sampler(self.train_dataset),
+            make_loader=self.get_train_dataloader if own_loader else None,
+        )
+
+    def num_examples(self, dataloader: DataLoader[Any]) -> int:
+        """Return the number of prompts of the training set, or the number of positions of a stream."""
+        dataset: Any = self.train_dataset
+        return super().num_examples(dataloader) if is_streaming(dataset) else len(dataset)
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset[Any] | None = None) -> DataLoader[Any]:
-        """Every evaluation row ``num_generations_eval`` times in a row."""
+        """Return a loader of the evaluation rows, each ``num_generations_eval`` times in a row."""
         named = isinstance(eval_dataset, str)
         dataset: Any = self.eval_dataset if named or eval_dataset is None else eval_dataset
         if dataset is None or (not named and dataset is not self.eval_dataset):
@@ -294,9 +314,23 @@ class BaseTrainer(Trainer):
         if self.args.push_to_hub:
             super()._push_from_checkpoint(directory)
 
+    def _save_rng_state(self, output_dir: str) -> None:
+        with self.rng.marked() if self.step_state.is_inside_step else nullcontext():
+            super()._save_rng_state(output_dir)
+
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if not self.checkpoint_writer.is_staging:  # _save_checkpoint uploads under the final name
             super()._push_from_checkpoint(checkpoint_folder)
+
+    @contextmanager
+    def rollback_on_failure(self) -> Iterator[None]:
+        """Return to the last completed step if the block fails; if no server is left, save that step."""
+        try:
+            with self.step_state.rollback_on_failure():
+                yield
+        except ConnectionError:  # raised on every rank, as saving requires
+            self.save_last_completed_step()
+            raise
 
     def save_last_completed_step(self) -> None:
         """Save a checkpoint of the last optimizer step, unless it exists or ``save_strategy`` is "no"."""

@@ -252,7 +252,7 @@ def _wrong_world_size(directory: str, saved: int, now: int) -> ConfigError:
 
 _ORDER_SETTINGS = (
     *("num_generations", "generation_batch_size", "steps_per_generation", "num_iterations"),
-    *("shuffle_dataset", "seed", "data_seed"),
+    *("shuffle_dataset", "seed", "data_seed", "dynamic_sampling"),
 )
 
 

@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerState
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.kl import KL_ESTIMATORS
 from groupwise.core.masks import entropy_threshold
+from groupwise.core.metrics import Metrics
 from groupwise.core.padding import length_mask, pad_sequences
 from groupwise.errors import ConfigError
+from groupwise.policy.logprob_mismatch import LogprobMismatchCheck
 from groupwise.policy.logprobs import LogprobComputer
 from groupwise.policy.reference import Reference
 from groupwise.records import (
@@ -37,6 +39,8 @@ class LogprobMixin:
     model: PreTrainedModel
     processing_class: Any
     reference: Reference
+    state: TrainerState
+    logprob_mismatch: LogprobMismatchCheck
     logprob_computer: LogprobComputer
     aux_loss_enabled: bool
 
@@ -90,6 +94,12 @@ class LogprobMixin:
             return [0] * len(completion.token_ids)
         return completion.loss_mask or [1] * len(completion.token_ids)
 
+    def check_logprob_mismatch(self, rollouts: RolloutBatch, tokens: TokenBatch) -> Metrics:
+        """Compare the sampler's log-probs with the trainer's on a few rows; ``sampling/logprob_mismatch``."""
+        step = self.state.global_step
+        sampled_now = [completion.sampled_at(step) for completion in rollouts.completions]
+        return self.logprob_mismatch.check(self.model, tokens, sampled_now)
+
     def compute_logprobs(
         self, model: nn.Module, batch: TokenBatch, *, with_entropy: bool = False
     ) -> LogprobOutput:
@@ -99,17 +109,21 @@ class LogprobMixin:
 
     @torch.no_grad()
     def old_and_ref_logps(
-        self, tokens: TokenBatch, only: Sequence[int] | None = None, *, on_policy: bool
+        self, tokens: TokenBatch, only: Sequence[int] | None = None, *, on_policy: bool = False
     ) -> OldAndRefLogps:
         """Compute log-probs under the behaviour policy and the reference model, without dropout.
 
         Args:
             only: rows that will have a gradient; the others get zeros. None: all rows.
-            on_policy: the behaviour policy is the current one in every update: old log-probs stay NaN.
+            on_policy: the policy does not change before the update: old log-probs of its completions stay
+                NaN, and the loss reads ``logps.detach()``.
 
         Returns:
             old (B, T) and reference (B, T) log-probs; known old log-probs are kept.
         """
+        if self.args.use_liger_kernel:
+            # Liger takes the sampler correction as a factor, which needs old log-probs before the loss.
+            on_policy = on_policy and tokens.sampler_logps_BT is None and not self.args.dynamic_sampling
         model = self.model
         was_training = model.training
         model.eval()

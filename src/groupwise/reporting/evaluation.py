@@ -68,8 +68,9 @@ class EvaluationMetrics:
         rewards_NF = rewards.rewards.rewards_NF
         total_N = total_rewards(rewards.rewards, self.aggregation)
         answers = rewards.columns.get(ANSWER_COLUMN, [_text(text) for text in rollouts.texts])
+        completions = []
         for index, row in enumerate(range(rewards.local.start, min(rewards.local.stop, len(total_N)))):
-            self.completions.append(
+            completions.append(
                 EvaluatedCompletion(
                     position=(self.num_batches, row),
                     prompt=str(rollouts.prompts[index]),
@@ -77,6 +78,8 @@ class EvaluationMetrics:
                     answer=None if answers[index] in _NO_ANSWER else str(answers[index]),
                 )
             )
+        # Replaced, not changed in place: a failed evaluation is rolled back.
+        self.completions = [*self.completions, *completions]
         self.num_batches += 1
 
     def compute(
@@ -100,7 +103,8 @@ class EvaluationMetrics:
         values = prompt_values(groups, self.ks, self.threshold, self.functions)
         digest = hashlib.sha256("\0".join(group[0].prompt for group in groups).encode()).hexdigest()
         metrics = _summary(values)
-        first_digest, first_values = self.first.setdefault(name, (digest, values))
+        first_digest, first_values = self.first.get(name, (digest, values))
+        self.first = {**self.first, name: (first_digest, first_values)}
         if first_digest != digest:
             logger.warning("evaluation %r has other prompts than the first time: no gain is computed", name)
         elif first_values is not values:

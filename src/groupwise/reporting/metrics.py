@@ -20,7 +20,7 @@ from groupwise.core.metrics import (
     detach_metrics,
     merge_metrics,
 )
-from groupwise.records import Completion
+from groupwise.records import Completion, RolloutBatch
 from groupwise.reporting.table import CompletionRow
 from groupwise.reporting.timing import StepTimer
 
@@ -152,4 +152,19 @@ def length_metrics(prompt_ids: Sequence[Sequence[int]], completions: Sequence[Co
             metrics[f"completions/mean_{kind}"] = Mean(float(sum(values)), float(len(values)))
             metrics[f"completions/min_{kind}"] = Min(float(min(values)))
             metrics[f"completions/max_{kind}"] = Max(float(max(values)))
+    return metrics
+
+
+def rollout_metrics(rollouts: RolloutBatch, num_valid: int, step: int) -> Metrics:
+    """Token counts, completion lengths and staleness of the first ``num_valid`` rows of this rank.
+
+    Args:
+        step: optimizer steps completed; a token is as many steps stale as its weights are behind.
+    """
+    completions = rollouts.completions[:num_valid]
+    metrics = {**length_metrics(rollouts.prompt_ids[:num_valid], completions), **rollouts.metrics}
+    behind = [step - version for c in completions for version in c.versions or ()]
+    if behind:
+        metrics["staleness"] = Mean(float(sum(behind)), float(len(behind)))
+        metrics["staleness/max"] = Max(float(max(behind)))
     return metrics

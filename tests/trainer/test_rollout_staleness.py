@@ -1,20 +1,15 @@
-"""Generations asked for ahead: which rows, in which order, how stale, and over a resume."""
+"""Generations prefetched by a server: their rows, order and staleness, and a resume in between."""
 
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.data_loader import BatchSamplerShard
 from support import runs
 from support.fake_vllm import GENERATE, FakeVLLM, with_tokenizer
-from torch.utils.data import BatchSampler
 from transformers import TrainerCallback
 
-from groupwise.data.batches import GroupSampler
-from groupwise.data.lookahead import Pipeline
 from groupwise.generation.vllm.http import HttpClient
 
 
@@ -46,40 +41,6 @@ def staleness(run):
     return [line.get("staleness") for line in run.state.log_history if "loss" in line]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(
-    "given", [{}, {"shuffle_dataset": False}, {"steps_per_generation": 2, "data_seed": 5}]
-)
-def test_rows_of_a_generation_are_those_of_the_loader_in_every_epoch(rank, given):
-    settings = {"rollout_staleness": 1, "steps_per_generation": 1, "num_iterations": 2, "seed": 3}
-    settings |= {
-        "gradient_accumulation_steps": 1,
-        "num_generations": 2,
-        "process_index": rank,
-        "world_size": 2,
-    }
-    settings |= {"shuffle_dataset": True, "data_seed": None}
-    config = SimpleNamespace(**{**settings, **given})
-    local = 4 * config.steps_per_generation
-    config.generation_batch_size = 2 * local
-    data = [{"prompt": str(number)} for number in range(19)]  # the last ones of a pass are left out
-    pipeline, uses = Pipeline(config, data), config.steps_per_generation * 2
-    loaded = []
-    for epoch in range(3):
-        sampler = GroupSampler(
-            data,
-            num_generations=2,
-            prompts_per_batch=local,
-            repeats=uses,
-            shuffle=config.shuffle_dataset,
-            seed=config.seed if config.data_seed is None else config.data_seed,
-            epoch=lambda epoch=epoch: epoch,
-        )
-        shard = BatchSamplerShard(BatchSampler(sampler, local, drop_last=False), 2, rank)
-        loaded += [[data[index] for index in batch] for batch in shard][::uses]
-    assert [pipeline.rows(number) for number in range(len(loaded))] == loaded and len(loaded) > 3
-
-
 @pytest.mark.parametrize("depth", [1, 2, 5])  # an epoch has 8 steps
 def test_batches_are_asked_for_ahead_and_each_once(fake, tmp_path, depth):
     run_for(fake, tmp_path / "on_policy", max_steps=10).train()
@@ -103,13 +64,13 @@ def test_the_next_batch_is_asked_for_before_this_one_is_trained(fake, tmp_path):
     assert seen[0] == 2
 
 
-def test_without_one_request_for_a_completion_nothing_is_asked_ahead(tmp_path, caplog):
-    config = runs.GRPOConfig(
-        str(tmp_path), use_vllm=True, vllm_mode="server", rollout_staleness=1, use_cpu=True
-    )
-    assert Pipeline(config).depth == 1
-    assert Pipeline(config, one_turn=False).depth == 0
-    assert "rollout_staleness=1 is without effect" in caplog.text
+def test_a_rollout_func_is_never_prefetched_and_a_warning_says_so(fake, tmp_path, caplog):
+    def rollout_func(prompts, trainer):
+        return {"prompt_ids": [[4]] * len(prompts), "completion_ids": [[5, 1], [6, 7]] * (len(prompts) // 2)}
+
+    run = run_for(fake, tmp_path, rollout_staleness=1, rollout_func=rollout_func, max_steps=1)
+    assert "rollout_staleness=1 has no effect" in caplog.text
+    assert list(run.upcoming_rows()) == []
 
 
 def test_every_generation_is_used_as_often_as_configured(fake, tmp_path):
@@ -151,10 +112,10 @@ def test_a_server_that_stays_away_leaves_a_checkpoint_from_which_the_run_goes_on
     cut = run_for(fake, tmp_path / "cut", save_strategy="steps", save_steps=100)
     generate_rollouts = cut.generate_rollouts
 
-    def fail_at_third(rows):
+    def fail_at_third(request):
         if cut.state.global_step == 2:
             fake.failures[GENERATE] = [500] * 4
-        return generate_rollouts(rows)
+        return generate_rollouts(request)
 
     cut.generate_rollouts = fail_at_third
     with pytest.raises(ConnectionError, match="failed 4 times"):

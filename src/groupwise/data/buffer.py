@@ -1,0 +1,74 @@
+"""Reuse of the experience of a generation batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from groupwise.records import Experience
+
+
+class ExperienceBuffer:
+    """Experience of one generation batch, and how often it still has to be trained on.
+
+    Example: two entries with ``num_iterations=2`` are taken as ``0 1 0 1``, then the buffer is empty.
+
+    entries: one per micro-batch of the generation batch.
+    num_iterations: how often each is used, μ.
+    cursor: entries taken so far.
+    num_groups: prompts that were ever put in, so that group ids differ between generations.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = device
+        self.entries: list[Experience] = []
+        self.num_iterations, self.cursor, self.num_groups = 1, 0, 0
+        self.mark()
+
+    @property
+    def is_empty(self) -> bool:
+        """True if every entry was taken ``num_iterations`` times."""
+        return self.cursor >= len(self.entries) * self.num_iterations
+
+    def fill(self, entries: Sequence[Experience], num_iterations: int, num_groups: int) -> None:
+        """Replace the entries by a new generation of ``num_groups`` prompts on all ranks."""
+        self.entries = [replace(e, group_ids_B=e.group_ids_B + self.num_groups) for e in entries]
+        self.num_iterations, self.cursor = num_iterations, 0
+        self.num_groups += num_groups
+
+    def take(self, count: int) -> list[Experience]:
+        """Return the next entries: ``count``, or as many as are left."""
+        end = min(self.cursor + count, len(self.entries) * self.num_iterations)
+        taken = [self.entries[index % len(self.entries)] for index in range(self.cursor, end)]
+        self.cursor = end
+        return taken
+
+    def mark(self) -> None:
+        """Remember the present state; entries are never changed in place."""
+        self._marked = self.entries, self.num_iterations, self.cursor, self.num_groups
+
+    def rollback(self) -> None:
+        """Return to the marked state."""
+        self.entries, self.num_iterations, self.cursor, self.num_groups = self._marked
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the marked state as plain tensors and numbers; entries that were all used are left out."""
+        entries, num_iterations, cursor, num_groups = self._marked
+        if cursor >= len(entries) * num_iterations:
+            entries, cursor = [], 0
+        return {
+            "entries": [entry.state_dict() for entry in entries],
+            "num_iterations": num_iterations,
+            "cursor": cursor,
+            "num_groups": num_groups,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a saved state, on the training device."""
+        self.entries = [Experience.from_state(entry).to(self.device) for entry in state["entries"]]
+        self.num_iterations, self.cursor = state["num_iterations"], state["cursor"]
+        self.num_groups = state["num_groups"]
+        self.mark()

@@ -1,0 +1,74 @@
+"""Order of the prompts in an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, Sampler, Subset
+
+from groupwise.records import Row
+
+
+class GroupSampler(Sampler[int]):
+    """Indices of the rows of each generation batch, in the order of TRL's repeat sampler.
+
+    A generation batch has ``prompts_per_batch`` prompts, each ``num_generations`` times in a row, and is
+    repeated ``repeats`` times, once per micro-batch that is trained on it. An incomplete last batch is
+    dropped.
+
+    Example: prompts 0 and 1, G = 2, one prompt per batch, 2 repeats: ``0 0 0 0 1 1 1 1``.
+    """
+
+    def __init__(
+        self,
+        source: Sized,
+        *,
+        num_generations: int,
+        prompts_per_batch: int,
+        repeats: int,
+        shuffle: bool,
+        seed: int,
+    ) -> None:
+        self.num_prompts = len(source)
+        self.num_generations = num_generations
+        self.prompts_per_batch = prompts_per_batch
+        self.repeats = repeats
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch; the order depends only on it and on the seed."""
+        self.epoch = epoch
+
+    def prompt_order(self) -> list[int]:
+        """Return every prompt of the epoch once, in order."""
+        if not self.shuffle:
+            return list(range(self.num_prompts))
+        # Seeds of neighbouring runs differ by one; a large odd stride keeps their epochs apart.
+        generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.epoch)
+        return torch.randperm(self.num_prompts, generator=generator).tolist()
+
+    def __iter__(self) -> Iterator[int]:
+        order = self.prompt_order()
+        whole = len(order) - len(order) % self.prompts_per_batch
+        for start in range(0, whole, self.prompts_per_batch):
+            for _ in range(self.repeats):
+                for index in order[start : start + self.prompts_per_batch]:
+                    yield from [index] * self.num_generations
+
+    def __len__(self) -> int:
+        batches = self.num_prompts // self.prompts_per_batch
+        return batches * self.prompts_per_batch * self.num_generations * self.repeats
+
+
+def repeat_rows(dataset: Dataset[Any], times: int) -> Subset[Any]:
+    """Return the dataset with every row ``times`` times in a row."""
+    return Subset(dataset, [index for index in range(len(dataset)) for _ in range(times)])  # type: ignore[arg-type]
+
+
+def as_rows(rows: Sequence[Row]) -> Any:
+    """Collate rows to a list of rows: reward functions take Python values."""
+    return list(rows)
