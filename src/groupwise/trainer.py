@@ -332,7 +332,9 @@ class GRPOTrainer(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Compute the loss of one micro-batch; the losses of a window add up to the loss of the window."""
-        output = self.policy_loss(model, inputs)  # ours: log-probs (B, T), then the objective; or Liger's fused loss
+        output = self.policy_loss(
+            model, inputs
+        )  # ours: log-probs (B, T), then the objective; or Liger's fused loss
         metrics = self.metrics["train" if model.training else "eval"]
         metrics.record(output.metrics)
         if model.training:
