@@ -33,7 +33,6 @@ MIXINS = [
             "masked_mean(logprobs.entropy_BT, batch.loss_mask_BT)",
         ),
         ("args.epsilon if args.epsilon_high is None else args.epsilon_high", "args.epsilon"),
-        ("num_padding_rows) if normalizer", "0) if normalizer"),
         ("            if group >= 0:\n", "            if True:\n"),
         ("counts.get(group, 0) + tokens", "tokens"),
         ("kl_in_loss=not args.kl_in_reward", "kl_in_loss=True"),
