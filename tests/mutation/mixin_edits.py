@@ -67,7 +67,6 @@ MIXINS = [
         ("if rewards.rewards.step_rewards:", "if False:"),
         ("[gathered >= 0]", ""),
         ("entropy >= threshold.to(entropy)", "entropy > threshold.to(entropy)"),
-        (".long() * batch.loss_mask_BT", ".long()"),
         ("entropy[mask] for entropy, mask", "entropy.flatten() for entropy, mask"),
     ),
     *_of(
@@ -89,7 +88,6 @@ MIXINS = [
         ("nan_std(values_N, 0).item() * scored", "nan_std(values_N, 0).item()"),
         ("nan_std(total_PG.flatten(), 0)", "nan_std(total_PG, -1).mean(0)"),
         ("[~total_PG.isnan().all(-1)]", ""),
-        ("(std_P < 1e-8)", "(std_P >= 1e-8)"),
     ),
     *_of(
         "advantage",
@@ -107,11 +105,9 @@ MIXINS = [
         ("extra=extra or {}", "extra={}"),
         ("if index > 0 and _same_input(row, rows[index - 1])", "if False"),
         ("_same_input(row, rows[index - 1])", "True"),
-        ("skip_special_tokens=True", "skip_special_tokens=False"),
         ("rows=[request.rows[i] for i in row_ids]", "rows=request.rows[: len(row_ids)]"),
         ("[prompt_ids[i] for i in row_ids]", "prompt_ids"),
         ("replace(rollouts, row_ids=list(row_ids))", "rollouts"),
-        ("        refuse_images(row, prompt, self.processing_class)\n", ""),
         (
             "self.args.chat_template_kwargs, self.args.max_prompt_length",
             "self.args.chat_template_kwargs, None",
