@@ -16,14 +16,14 @@ from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards import code as code_module
 from groupwise.rewards import get_code_execution_reward
 from groupwise.rewards.code import program_text
-from groupwise.rewards.runtime.sandbox import Limits, run_program
+from groupwise.rewards.runtime.sandbox import Limits, LinuxSandbox
 
 MB = 1 << 20
 
 
 def isolation_works() -> bool:
     try:
-        return run_program("", "", Limits(5.0, 512 * MB, 8, MB), isolated=True).status == "ok"
+        return LinuxSandbox().run("", "", Limits(5.0, 512 * MB, 8, MB)).status == "ok"
     except RewardError:
         return False
 
@@ -34,7 +34,7 @@ needs_isolation = pytest.mark.skipif(not ISOLATED, reason="the kernel permits no
 
 
 def run(source: str, stdin: str = "", timeout: float = 20.0, memory: int = 256 * MB, output: int = 1 << 16):
-    return run_program(source, stdin, Limits(timeout, memory, 8, output), isolated=True)
+    return LinuxSandbox().run(source, stdin, Limits(timeout, memory, 8, output))
 
 
 def block(source: str) -> list[dict[str, str]]:
@@ -118,7 +118,7 @@ def test_limits_that_no_program_can_live_with_are_refused():
 
 @pytest.mark.parametrize("tests", [[["assert 1", 3]], [[{"input": "1"}]]])
 def test_what_is_no_test_is_named(reward, tests):
-    with pytest.raises(RewardError, match="of row 0 is none; allowed: a statement, or"):
+    with pytest.raises(RewardError, match="of row 0 is invalid; allowed: a statement, or"):
         reward(["pass"], tests=tests)
 
 
@@ -127,17 +127,17 @@ def test_a_missing_column_is_named(reward):
         reward(["pass"], answers=[[]])
 
 
-def refuse_namespaces(source, stdin, limits, isolated):
-    if isolated:
+def refuse_namespaces(sandbox, program, stdin, limits):
+    if sandbox.isolated:
         raise RewardError("the sandbox could not be set up: namespaces: Operation not permitted")
-    return code_module.Outcome("ok", "1\n")
+    return code_module.Result("ok", "1\n")
 
 
 def test_without_namespaces_it_refuses_unless_they_are_waived(monkeypatch, caplog):
-    monkeypatch.setattr(code_module, "run_program", refuse_namespaces)
+    monkeypatch.setattr(code_module.LinuxSandbox, "run", refuse_namespaces)
     with pytest.raises(ConfigError, match=r"Operation not permitted.*require_isolation=False"):
         get_code_execution_reward()
-    assert get_code_execution_reward(require_isolation=False).isolated is False
+    assert get_code_execution_reward(require_isolation=False).sandbox.isolated is False
     assert "programs run without isolation" in caplog.text
 
 
@@ -282,7 +282,7 @@ def run_unisolated(monkeypatch):
     """Under limits only; as root, programs are run by another user, who may not reach this interpreter."""
 
     def run(source: str, timeout: float = 20.0):
-        return run_program(source, "", Limits(timeout, 256 * MB, 8, 1 << 16), isolated=False)
+        return LinuxSandbox(isolated=False).run(source, "", Limits(timeout, 256 * MB, 8, 1 << 16))
 
     for executable in (sys.executable, "/usr/bin/python3"):
         monkeypatch.setattr(sys, "executable", executable)

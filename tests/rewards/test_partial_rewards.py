@@ -21,13 +21,14 @@ LONG = 60.0  # seconds after which a wait is given up; no test takes them
 
 
 def part(*numbers):
-    """One completion for each number, which is its token and in its row."""
+    """One completion for each number, which is its token, its row id and in its row."""
     return RolloutBatch(
         rows=[{"answer": str(number)} for number in numbers],
         prompts=[f"p{number}" for number in numbers],
         prompt_ids=[[number] for number in numbers],
         completions=[Completion([number]) for number in numbers],
         texts=[f"t{number}" for number in numbers],
+        row_ids=numbers,
     )
 
 
@@ -78,16 +79,48 @@ def test_what_came_for_another_rollout_or_for_a_part_of_it_is_not_used():
     "changed",
     [
         lambda whole: replace(whole, texts=["other", *whole.texts[1:]]),
-        lambda whole: replace(whole, rows=[{"answer": "".join("3")}, {"answer": str(len("fives"))}]),
+        lambda whole: replace(whole, rows=[{"answer": "3", "level": 1}, {"answer": "5", "level": 2}]),
+        lambda whole: replace(whole, prompts=["other", *whole.prompts[1:]]),
         lambda whole: replace(whole, extra={"tool_calls": [0, 0]}),
     ],
 )
 def test_a_rollout_that_was_changed_since_is_judged_anew(changed):
     function, calls = recorded()
     first = part(3, 5)
-    first.rows[0]["answer"] = "3"
     function.begin(first, None)
     assert call(function, changed(first)) == [3.0, 5.0] and len(calls) == 2
+
+
+def test_rows_are_matched_by_id_and_not_by_identity():
+    function, calls = recorded()
+    function.begin(replace(part(3, 5), row_ids=[2, 0]), None)
+    function.begin(replace(part(6), row_ids=[1]), None)
+    assert call(function, replace(part(5, 6, 3), row_ids=range(3))) == [
+        5.0,
+        6.0,
+        3.0,
+    ]  # equal rows, other objects
+    assert calls == [[3, 5], [6]]
+
+
+@pytest.mark.parametrize("wrap", [lambda function: function, with_partial_results])
+def test_a_function_that_changes_its_arguments_changes_no_tokens(wrap):
+    def spoils(completion_ids, prompts, **_):
+        for ids in completion_ids:
+            ids.append(99)
+        prompts.clear()
+        return [0.0] * len(completion_ids)
+
+    lengths = []
+
+    def reads(completion_ids, prompts, **_):
+        lengths.extend(len(ids) for ids in completion_ids)
+        return [float(len(prompts))] * len(completion_ids)
+
+    rollouts = part(3, 5)
+    call_rewards([wrap(spoils), reads], ["spoils", "reads"], rollouts)
+    assert [c.token_ids for c in rollouts.completions] == [[3], [5]] and lengths == [1, 1]
+    assert rollouts.prompts == ["p3", "p5"]
 
 
 def test_a_failure_early_is_that_of_the_call_on_all():

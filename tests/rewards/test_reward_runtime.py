@@ -14,7 +14,7 @@ import torch
 
 from groupwise.errors import RewardError
 from groupwise.records import Completion, RolloutBatch
-from groupwise.rewards import calling
+from groupwise.rewards.runtime import calling
 from groupwise.rewards.runtime.calling import call_rewards
 from groupwise.rewards.runtime.models import RewardModel
 

@@ -1,4 +1,4 @@
-"""The reward library. Optional packages (extra ``rewards``) are imported when a reward first needs them."""
+"""Reward library. Optional packages (extra ``rewards``) are imported at the first use."""
 
 from groupwise.rewards.accuracy import (
     accuracy_reward,

@@ -1,4 +1,4 @@
-"""Rewards for the right final answer, compared as mathematics rather than as text."""
+"""Rewards for correct final answers, compared mathematically with math-verify."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from groupwise.errors import ConfigError
 from groupwise.rewards.runtime.marking import per_sample_reward
-from groupwise.rewards.texts import answer_text, check_number, check_whole, require
+from groupwise.rewards.texts import Text, answer_text, check_number, check_whole, require
 
-LogExtra = Callable[[str, list[Any]], None]
+LogExtra = Callable[[str, list], None]
 
 
 class _Grade(NamedTuple):
@@ -23,19 +23,22 @@ class _Grade(NamedTuple):
 
 @per_sample_reward
 def accuracy_reward(
-    completions: Sequence[Any], solution: Sequence[Any], log_extra: LogExtra | None = None, **_: Any
+    completions: Sequence[Text],
+    solution: Sequence[str | float | None],
+    log_extra: LogExtra | None = None,
+    **_: object,
 ) -> list[float | None]:
-    r"""1 where the answer equals the solution, 0 where it does not, by math-verify.
+    r"""Return 1 if the answer equals the solution, else 0, compared by math-verify.
 
-    The answer is LaTeX: what stands in ``\boxed{...}`` (several boxes in a row are one set), else an
-    expression after words such as "the final answer is". A bare number in the text is none. The columns
-    ``solution``, ``gold_parsed`` and ``answer_parsed`` are logged.
+    The answer is LaTeX: the content of ``\boxed{...}`` (adjacent boxes form one set), else an expression
+    after words such as "the final answer is". A bare number in the text is not an answer. Logs the columns
+    ``solution``, ``gold_parsed`` and ``answer_parsed``.
 
-    Outside the main thread (that is, with ``reward_timeout``) math-verify has no time limit of its own.
+    math-verify applies its own time limit in the main thread only, so not with ``reward_timeout``.
 
     Args:
-        completions: strings or message lists, of which the last message counts.
-        solution: the dataset column with the right answers, as LaTeX or plain numbers.
+        completions: strings, or message lists of which the last message is scored.
+        solution: dataset column of correct answers, as LaTeX or plain numbers.
 
     Returns:
         1.0 or 0.0 per completion; None where the solution is None or cannot be parsed.
@@ -50,24 +53,24 @@ def accuracy_reward(
 
 @per_sample_reward
 def reasoning_accuracy_reward(
-    completions: Sequence[Any],
-    solution: Sequence[Any],
+    completions: Sequence[Text],
+    solution: Sequence[str | float | None],
     reasoning_delimiters: Sequence[str] | None = None,
     log_extra: LogExtra | None = None,
-    **_: Any,
+    **_: object,
 ) -> list[float | None]:
-    """As :func:`accuracy_reward`, for what follows the reasoning; 0 where the reasoning does not end.
+    """Apply :func:`accuracy_reward` to the text after the reasoning; incomplete reasoning gets 0.
 
     Args:
-        reasoning_delimiters: strings that end the reasoning; the answer is what follows the last of them in
-            the text. None: ``["</think>"]``.
+        reasoning_delimiters: strings that end the reasoning; the answer follows the last one in the text.
+            None: ``["</think>"]``.
 
     Returns:
-        as :func:`accuracy_reward`; unfinished reasoning is 0.0 even where the solution cannot be parsed.
+        as :func:`accuracy_reward`; incomplete reasoning is 0.0 even if the solution cannot be parsed.
 
     Raises:
         ImportError: math-verify is not installed.
-        ConfigError: there is no delimiter, or an empty one.
+        ConfigError: the list of delimiters is empty or has an empty string.
     """
     require("math_verify", "reasoning_accuracy_reward")
     delimiters = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
@@ -84,11 +87,11 @@ def reasoning_accuracy_reward(
     return _report(grades, solution, log_extra)
 
 
-def _grade(text: str, solution: Any) -> _Grade:
+def _grade(text: str, solution: str | float | None) -> _Grade:
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
-    # Its limits are alarm signals, which only the main thread can set.
+    # math-verify limits time by alarm signals, which only the main thread can set.
     limited = threading.current_thread() is threading.main_thread()
     parsing, comparing = (10, 5) if limited else (None, None)
     gold = [] if solution is None else parse(str(solution), parsing_timeout=parsing)
@@ -97,7 +100,7 @@ def _grade(text: str, solution: Any) -> _Grade:
     latex = LatexExtractionConfig(
         normalization_config=NormalizationConfig(units=True),
         boxed_match_priority=0,
-        # A stray number in the text is no answer.
+        # a number in the text is not an answer
         try_extract_without_anchor=False,
     )
     answer = parse(text, extraction_config=[latex], extraction_mode="first_match", parsing_timeout=parsing)
@@ -105,7 +108,9 @@ def _grade(text: str, solution: Any) -> _Grade:
     return _Grade(float(right), str(gold), str(answer) if answer else "[unparseable]")
 
 
-def _report(grades: list[_Grade], solution: Sequence[Any], log_extra: LogExtra | None) -> list[float | None]:
+def _report(
+    grades: list[_Grade], solution: Sequence[str | float | None], log_extra: LogExtra | None
+) -> list[float | None]:
     if log_extra is not None:
         log_extra("solution", list(solution))
         log_extra("gold_parsed", [grade.gold for grade in grades])
@@ -120,25 +125,25 @@ def get_cosine_scaled_reward(
     min_value_correct: float = 0.5,
     max_value_correct: float = 1.0,
 ) -> Callable[..., list[float | None]]:
-    r"""Accuracy whose size depends on the length: short is better when right and worse when wrong.
+    r"""Create an accuracy reward scaled by length: shorter is better if correct and worse if wrong.
 
     .. math:: R(y) = r_L + \tfrac{1}{2} (r_0 - r_L) (1 + \cos(\pi \min(|y| / L, 1)))
 
     with r_0 at length 0 and r_L at length L (``max_len``) and beyond (Demystifying Long Chain-of-Thought
-    Reasoning, arXiv 2502.03373, appendix C.1). The paper's separate reward for exceeding L is left to
+    Reasoning, arXiv 2502.03373, appendix C.1). For the paper's separate penalty beyond L, add
     :func:`get_soft_overlong_punishment`.
 
     Args:
         max_len: L, in tokens.
         min_value_wrong, max_value_wrong: r_0 and r_L of a wrong answer.
-        min_value_correct, max_value_correct: r_L and r_0 of a right answer.
+        min_value_correct, max_value_correct: r_L and r_0 of a correct answer.
 
     Returns:
         a reward function of ``completions``, ``solution`` and ``completion_ids``; None where
         :func:`accuracy_reward` is None.
 
     Raises:
-        ConfigError: ``max_len`` is no positive integer or a value is not finite.
+        ConfigError: ``max_len`` is not a positive integer, or a value is not finite.
     """
     return _CosineScaled(max_len, min_value_wrong, max_value_wrong, min_value_correct, max_value_correct)
 
@@ -160,17 +165,21 @@ class _CosineScaled:
             check_number(name, getattr(self, name))
 
     def __call__(
-        self, completions: Sequence[Any], solution: Sequence[Any], completion_ids: Sequence[Any], **_: Any
+        self,
+        completions: Sequence[Text],
+        solution: Sequence[str | float | None],
+        completion_ids: Sequence[Sequence[int]],
+        **_: object,
     ) -> list[float | None]:
-        right = accuracy_reward(completions, solution)
-        return [self._scaled(is_right, len(ids)) for is_right, ids in zip(right, completion_ids, strict=True)]
+        correct = accuracy_reward(completions, solution)
+        return [self._scaled(one, len(ids)) for one, ids in zip(correct, completion_ids, strict=True)]
 
-    def _scaled(self, is_right: float | None, length: int) -> float | None:
-        if is_right is None:
+    def _scaled(self, correct: float | None, length: int) -> float | None:
+        if correct is None:
             return None
         short, long = self.min_value_wrong, self.max_value_wrong
-        if is_right:
+        if correct:
             short, long = self.max_value_correct, self.min_value_correct
-        # Past max_len the cosine would rise again.
+        # clipped: the cosine rises again beyond max_len
         progress = min(length / self.max_len, 1.0)
         return long + 0.5 * (short - long) * (1.0 + math.cos(math.pi * progress))

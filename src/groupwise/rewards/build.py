@@ -1,4 +1,4 @@
-"""Reward functions, as given and ready to be called."""
+"""Check and load the reward functions of a trainer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accelerate import Accelerator
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import chosen_backend
@@ -18,51 +18,59 @@ from groupwise.rewards.runtime.marking import is_per_sample_reward
 from groupwise.rewards.runtime.models import RewardModel, load_reward_model
 from groupwise.rewards.runtime.partial import with_partial_results
 
+#: A callable, a sequence-classification model, or the id of one.
+RewardFunc = Callable[..., Any] | PreTrainedModel | str
+Tokenizer = PreTrainedTokenizerBase | None
+
 
 @dataclass(frozen=True)
 class RewardSetup:
-    """Reward functions as given: callables, models or names of models, with the tokenizers given for them."""
+    """Checked arguments: reward functions and their tokenizers, lists of equal length."""
 
-    functions: list[Any]
-    processing_classes: list[Any]
+    functions: list[RewardFunc]
+    processing_classes: list[Tokenizer]
 
 
 @dataclass(frozen=True)
 class LoadedRewards:
-    """Reward functions ready to be called.
+    """Loaded reward functions; all lists have F entries.
 
-    functions: as given, names replaced by the models they stand for.
-    callables: what is called, in the same order.
+    functions: the user's functions and models, ids replaced by the loaded models.
+    callables: functions to call with the arguments of a reward function.
     names: unique names for metrics.
-    processing_classes: the tokenizers of the reward models, None for callables.
-    weights: what each counts.
+    processing_classes: tokenizers of reward models, None for callables.
+    weights: weights in the aggregated reward.
     """
 
-    functions: list[Any]
+    functions: list[RewardFunc]
     callables: list[Callable[..., Any]]
     names: list[str]
-    processing_classes: list[Any]
+    processing_classes: list[Tokenizer]
     weights: list[float]
 
 
 def check_rewards(
-    reward_funcs: Any,
-    processing_classes: Any,
+    reward_funcs: RewardFunc | list[RewardFunc] | tuple[RewardFunc, ...] | None,
+    processing_classes: Tokenizer | list[Tokenizer] | tuple[Tokenizer, ...],
     config: GRPOConfig,
-    own_rewards: Sequence[Callable[..., Any]] = (),
+    environment_rewards: Sequence[Callable[..., Any]] = (),
 ) -> RewardSetup:
-    """One or several reward functions, and their tokenizers, as lists of equal length; the caller's lists
-    stay.
+    """Convert ``reward_funcs`` and ``reward_processing_classes`` to lists of equal length and check them.
+
+    The caller's lists are not modified.
 
     Args:
-        own_rewards: those that environments give themselves. They come last, with weight 1.
+        environment_rewards: reward functions of environments; appended with weight 1.
 
     Raises:
-        ConfigError: no function, something that is not one, or lists whose lengths differ.
+        ConfigError: there is no function, an entry is not one, or lengths differ.
     """
-    functions = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
-    functions = [] if functions == [None] else functions
-    if not functions and not own_rewards:
+    functions: list[RewardFunc] = []
+    if isinstance(reward_funcs, (list, tuple)):
+        functions = list(reward_funcs)
+    elif reward_funcs is not None:
+        functions = [reward_funcs]
+    if not functions and not environment_rewards:
         raise ConfigError("reward_funcs is missing; pass a reward function, a reward model or a list of them")
     for function in functions:
         if not (callable(function) or isinstance(function, str)):
@@ -71,29 +79,32 @@ def check_rewards(
                 "sequence-classification models and ids of such models"
             )
         _check_signature(function)
-    if not isinstance(processing_classes, (list, tuple)):
-        processing_classes = [processing_classes] * len(functions)
+    tokenizers = (
+        list(processing_classes)
+        if isinstance(processing_classes, (list, tuple))
+        else [processing_classes] * len(functions)
+    )
     for name, given in (
-        ("reward_processing_classes", processing_classes),
+        ("reward_processing_classes", tokenizers),
         ("reward_weights", config.reward_weights or functions),
     ):
         if len(given) != len(functions):
             raise ConfigError(
                 f"{name} has {len(given)} entries for {len(functions)} reward functions; give one for each"
             )
-    return RewardSetup([*functions, *own_rewards], [*processing_classes, *[None] * len(own_rewards)])
+    return RewardSetup([*functions, *environment_rewards], [*tokenizers, *[None] * len(environment_rewards)])
 
 
-#: Keyword arguments that every reward function gets, whatever the dataset is.
+#: Keyword arguments of every reward function, for any dataset.
 _ALWAYS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
-def _check_signature(function: Any) -> None:
+def _check_signature(function: RewardFunc) -> None:
     if isinstance(function, (str, PreTrainedModel)):
         return
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # not every callable tells
+    except (TypeError, ValueError):  # some builtins have no signature
         return
     refused = [name for name in _ALWAYS if name not in parameters]
     if refused and all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -104,27 +115,27 @@ def _check_signature(function: Any) -> None:
 
 
 def load_rewards(rewards: RewardSetup, config: GRPOConfig, accelerator: Accelerator) -> LoadedRewards:
-    """Load the reward models that were given by name and put all reward models where they score."""
-    functions: list[Any] = []
+    """Load reward models given by id and move all reward models to their device."""
+    functions: list[RewardFunc] = []
     callables: list[Callable[..., Any]] = []
-    tokenizers: list[Any] = []
+    tokenizers: list[Tokenizer] = []
     for function, tokenizer in zip(rewards.functions, rewards.processing_classes, strict=True):
         if isinstance(function, str):
             function = load_reward_model(function, config.trust_remote_code)
         functions.append(function)
         if isinstance(function, PreTrainedModel):
             model = accelerator.prepare_model(function, evaluation_mode=True)
-            scorer = RewardModel(
+            reward_model = RewardModel(
                 model, tokenizer, config.per_device_train_batch_size, config.trust_remote_code
             )
-            callables.append(scorer)
-            tokenizers.append(scorer.tokenizer)
+            callables.append(reward_model)
+            tokenizers.append(reward_model.tokenizer)
         else:
-            # The other backends need the thread of the caller until all is generated.
-            early = is_per_sample_reward(function) and chosen_backend(config) == "server"
-            callables.append(with_partial_results(function) if early else function)
+            # Other backends occupy the caller's thread until the whole batch is generated.
+            partial = is_per_sample_reward(function) and chosen_backend(config) == "server"
+            callables.append(with_partial_results(function) if partial else function)
             tokenizers.append(None)
     names = unique_names([reward_name(function) for function in functions])
-    given = config.reward_weights or []  # environments' own rewards come after those and weigh 1
+    given = config.reward_weights or []  # rewards of environments follow with weight 1
     weights = given + [1.0] * (len(functions) - len(given))
     return LoadedRewards(functions, callables, names, tokenizers, weights)

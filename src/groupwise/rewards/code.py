@@ -1,4 +1,4 @@
-"""A reward for programs that pass tests, run in a sandbox."""
+"""Reward for programs that pass tests in a sandbox."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from groupwise.errors import ConfigError, RewardError
-from groupwise.rewards.runtime.sandbox import Limits, Outcome, run_program
-from groupwise.rewards.texts import answer_text, check_number, check_whole
+from groupwise.rewards.runtime.sandbox import Limits, LinuxSandbox, Result, Sandbox
+from groupwise.rewards.texts import Text, answer_text, check_number, check_whole
 
 logger = logging.getLogger(__name__)
 
-#: A statement that must not raise, or ``{"input": ..., "output": ...}`` of standard streams.
+#: A statement that must not raise, or ``{"input": ..., "output": ...}`` for stdin and stdout.
 Test = str | dict[str, str]
 
 
@@ -30,45 +30,45 @@ def get_code_execution_reward(
     max_workers: int | None = None,
     require_isolation: bool = True,
 ) -> Callable[..., list[float | None]]:
-    """The share of tests that the Python program in a completion passes.
+    """Create a reward that is the fraction of tests passed by the Python program in a completion.
 
-    The program is the last fenced code block, or the whole text where there is none. A test is a statement
-    such as ``assert f(2) == 4``, run after the program, or a dictionary with the standard ``input`` and the
-    expected ``output``, compared without spaces at line ends. Every test gets a process of its own, with this
-    interpreter and its packages.
+    The program is the last fenced code block, or the whole text if it has none. A test is a statement such
+    as ``assert f(2) == 4``, executed after the program, or a dictionary with the stdin ``input`` and the
+    expected stdout ``output``, compared without trailing spaces. Every test runs in a new process of this
+    interpreter.
 
-    On Linux (5.12 or newer) where user namespaces are permitted, a program
+    On Linux (5.12 or newer) with user namespaces, a program
 
-    - sees a read-only file system of the interpreter, ``/usr`` and four devices: none of the user's files, no
-      ``/proc``; it can write to a ``/tmp`` of 8 times ``max_output_kb`` that ends with it;
-    - has no network, not even the machine's own, and no process but its own;
-    - has nothing of the environment of the training process, and no rights of root;
-    - ends, with all its processes, after ``timeout``.
+    - has a read-only file system with the interpreter, ``/usr`` and four devices, without user files and
+      ``/proc``, and a temporary, writable ``/tmp`` of 8 times ``max_output_kb``;
+    - has no network, not even loopback to the machine, and sees only its own processes;
+    - has no environment variables of the training process and no root privileges;
+    - is killed with all its processes after ``timeout``.
 
-    It is no virtual machine. Not prevented are: attacks on the kernel (no system call is filtered) and on
-    the processor; reading the interpreter's packages and everything in ``/usr``; ``max_processes`` times
-    ``memory_mb`` of memory, since limits are per process, and the machine's processors up to the timeout;
-    sockets of the virtual machine's host (``AF_VSOCK``). A statement test runs inside the program, which can
-    read it and what reports its success, so a program can claim to pass; the expected output of an
-    input-output test never enters the sandbox.
+    The sandbox is not a virtual machine. It does not prevent attacks on the kernel (system calls are not
+    filtered) or the CPU; reading the interpreter's packages and ``/usr``; using ``max_processes`` times
+    ``memory_mb`` of memory (limits are per process) and all CPUs until the timeout; ``AF_VSOCK`` sockets to
+    the host of a virtual machine. A statement test runs inside the program, which can read the test and forge
+    its success; the expected output of an input-output test never enters the sandbox.
 
     Args:
         column: dataset column with a list of tests per row.
-        timeout: seconds per test, of the clock, and of processor time per process.
+        timeout: seconds of wall-clock time per test, and of CPU time per process.
         memory_mb: address space per process.
-        max_processes: processes and threads of one program at a time.
-        max_output_kb: standard output, and any one file.
-        max_workers: programs at a time; None is the number of processors.
-        require_isolation: refuse to work where namespaces are not permitted (as in most containers). With
-            False, programs then run under time, memory, process and output limits only: **they can use the
-            network and read and write whatever the user can**, the environment of the training process
-            included (as root they run as ``nobody``).
+        max_processes: concurrent processes and threads of one program.
+        max_output_kb: size of stdout, and of each file.
+        max_workers: concurrent programs; None: number of CPUs.
+        require_isolation: raise if namespaces are not permitted, as in most containers. False: run such
+            programs with time, memory, process and output limits only. **They can then use the network and
+            read and write all files of the user**, and read the environment of the training process (programs
+            of root run as the user ``nobody``).
 
     Returns:
-        a reward function, None for rows without tests. It raises RewardError for something that is no test.
+        a reward function: one float in [0, 1] per completion, None for rows without tests. It raises
+        RewardError for an invalid test.
 
     Raises:
-        ConfigError: an argument is out of range, or a program cannot be run in isolation here.
+        ConfigError: an argument is out of range, or programs cannot be isolated here.
     """
     check_number("timeout", timeout, above=0.0)
     check_whole("memory_mb", memory_mb, 1)
@@ -77,35 +77,37 @@ def get_code_execution_reward(
     if max_workers is not None:
         check_whole("max_workers", max_workers, 1)
     limits = Limits(timeout, memory_mb << 20, max_processes, max_output_kb << 10)
-    isolated = _isolation(limits, require_isolation)
-    return _CodeExecution(column, limits, isolated, max_workers or os.cpu_count() or 1)
+    sandbox = _working_sandbox(limits, require_isolation)
+    return _CodeExecution(column, limits, sandbox, max_workers or os.cpu_count() or 1)
 
 
-def _isolation(limits: Limits, required: bool) -> bool:
-    """Whether programs run in namespaces, found out by running one.
+def _working_sandbox(limits: Limits, require_isolation: bool) -> Sandbox:
+    """Return the most isolated sandbox that runs a test program here.
 
     Raises:
-        ConfigError: they must but cannot, or no program ends well under these limits.
+        ConfigError: isolation is required but not permitted, or the limits are too low for any program.
     """
+    sandbox = LinuxSandbox(isolated=True)
     try:
-        isolated, outcome = True, run_program("print(1)", "", limits, isolated=True)
+        result = sandbox.run("print(1)", "", limits)
     except RewardError as error:
-        if required:
+        if require_isolation:
             raise ConfigError(
                 f"programs cannot be isolated here ({error}); allow user namespaces, or pass "
                 "require_isolation=False, which lets programs use the network and the user's files"
             ) from error
         try:
-            isolated, outcome = False, run_program("print(1)", "", limits, isolated=False)
+            sandbox = LinuxSandbox(isolated=False)
+            result = sandbox.run("print(1)", "", limits)
         except RewardError as second:
             raise ConfigError(f"programs cannot be run here, isolated or not ({second})") from second
         logger.warning("programs run without isolation, with the network and the user's files (%s)", error)
-    if outcome != Outcome("ok", "1\n"):
+    if result != Result("ok", "1\n"):
         raise ConfigError(
-            f"a program of one line does not end well under {limits} (status {outcome.status!r}); allow "
+            f"a program of one line fails under {limits} (status {result.status!r}); allow "
             "more memory, output, processes or time"
         )
-    return isolated
+    return sandbox
 
 
 @dataclass(frozen=True)
@@ -115,17 +117,17 @@ class _CodeExecution:
 
     column: str
     limits: Limits
-    isolated: bool
+    sandbox: Sandbox
     max_workers: int
 
     def __call__(
         self,
-        completions: Sequence[Any],
-        log_extra: Callable[[str, list[Any]], None] | None = None,
-        **columns: Any,
+        completions: Sequence[Text],
+        log_extra: Callable[[str, list], None] | None = None,
+        **columns: Sequence[Sequence[Test] | None],
     ) -> list[float | None]:
         if self.column not in columns:
-            raise RewardError(f"the dataset has no column {self.column!r}, which holds the tests")
+            raise RewardError(f"the dataset has no column {self.column!r} with the tests")
         tests = [list(row or []) for row in columns[self.column]]
         for row, test in ((row, test) for row, many in enumerate(tests) for test in many):
             _check_test(test, row)
@@ -140,17 +142,17 @@ class _CodeExecution:
 
     def _passes(self, program: str, test: Test) -> bool:
         if isinstance(test, dict):
-            status, output = run_program(program, test["input"], self.limits, self.isolated)
+            status, output = self.sandbox.run(program, test["input"], self.limits)
             return status == "ok" and _lines(output) == _lines(test["output"])
-        # Only a program that reaches the end of the test says this; one that exits early does not.
+        # Printed only if the program reaches the end of the test; it may exit before.
         token = secrets.token_hex(16)
         source = f"{program}\n{test}\nprint()\nprint({token!r}, flush=True)\n"
-        status, output = run_program(source, "", self.limits, self.isolated)
+        status, output = self.sandbox.run(source, "", self.limits)
         return status == "ok" and _lines(output)[-1:] == [token]
 
 
 def program_text(text: str) -> str:
-    """The last fenced code block (of Python or of no language), an unfinished one too; else the text."""
+    """Return the last fenced code block (Python or unlabelled, possibly unclosed), else the text."""
     fences = re.findall(r"^```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)(?:^```|\Z)", text, re.DOTALL | re.MULTILINE)
     return fences[-1] if fences else text
 
@@ -159,10 +161,10 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-def _check_test(test: Any, row: int) -> None:
+def _check_test(test: object, row: int) -> None:
     streams = isinstance(test, dict) and all(isinstance(test.get(key), str) for key in ("input", "output"))
     if not streams and not isinstance(test, str):
         raise RewardError(
-            f"test {test!r:.80} of row {row} is none; allowed: a statement, or a dictionary with the texts "
-            "'input' and 'output'"
+            f"test {test!r:.80} of row {row} is invalid; allowed: a statement, or a dictionary with the "
+            "strings 'input' and 'output'"
         )

@@ -1,23 +1,34 @@
-"""reasoning-gym datasets as training data, and their own scoring as a reward."""
+"""reasoning-gym datasets as training data, and their scoring as a reward."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from groupwise.errors import ConfigError
-from groupwise.rewards.texts import answer_text, require
+from groupwise.rewards.texts import Text, answer_text, require
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
+#: Columns by which the reward finds the task of a row.
 INDEX, QUESTION = "reasoning_gym_index", "reasoning_gym_question"
 
 
-def create_reasoning_gym(name: str, **settings: Any) -> Any:
-    """A reasoning-gym dataset by name; ``seed`` is required, because every process creates its own.
+class Tasks(Protocol):
+    """A reasoning-gym dataset: indexable tasks with ``question`` and ``answer``, and their scoring."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+
+    def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float: ...
+
+
+def create_reasoning_gym(name: str, **settings: object) -> Tasks:
+    """Create a reasoning-gym dataset by name; ``seed`` is required, because every process creates its own.
 
     Raises:
         ImportError: reasoning-gym is not installed.
@@ -32,13 +43,13 @@ def create_reasoning_gym(name: str, **settings: Any) -> Any:
     return gym.create_dataset(name, **settings)
 
 
-def reasoning_gym_dataset(tasks: Any, system_prompt: str | None = None) -> Dataset:
-    """The tasks as rows with ``prompt`` and what :func:`get_reasoning_gym_reward` needs to find them again.
+def reasoning_gym_dataset(tasks: Tasks, system_prompt: str | None = None) -> Dataset:
+    """Convert reasoning-gym tasks to a training dataset for :func:`get_reasoning_gym_reward`.
 
     Args:
-        tasks: a reasoning-gym dataset: a sequence of dictionaries with ``question`` and ``answer``.
-        system_prompt: makes chat prompts with it; None makes text prompts. An empty one makes chat prompts
-            without a system message.
+        tasks: a reasoning-gym dataset.
+        system_prompt: None: text prompts; a string: chat prompts with this system message; an empty string:
+            chat prompts without one.
 
     Returns:
         columns ``prompt``, ``answer``, ``reasoning_gym_index``, ``reasoning_gym_question``.
@@ -63,26 +74,26 @@ def reasoning_gym_dataset(tasks: Any, system_prompt: str | None = None) -> Datas
 
 
 def last_answer(text: str) -> str | None:
-    """What the last ``<answer>...</answer>`` holds, else the text after the reasoning; None if empty."""
+    """Return the last ``<answer>...</answer>``, else the text after ``</think>``; None if empty."""
     tagged = re.findall(r"<answer>(.*?)</answer>", text, flags=re.DOTALL)
     answer = tagged[-1] if tagged else text.rpartition("</think>")[2]
     return answer.strip() or None
 
 
 def get_reasoning_gym_reward(
-    tasks: Any, extract: Callable[[str], str | None] = last_answer
+    tasks: Tasks, extract: Callable[[str], str | None] = last_answer
 ) -> Callable[..., list[float | None]]:
-    """The score that a reasoning-gym dataset gives to an answer, from 0 to 1.
+    """Create a reward that is the score of a reasoning-gym dataset, from 0 to 1.
 
     Args:
-        tasks: the dataset that :func:`reasoning_gym_dataset` was made from.
-        extract: text of a completion to the answer, None if there is none.
+        tasks: the argument of :func:`reasoning_gym_dataset`.
+        extract: returns the answer in the text of a completion, or None.
 
     Returns:
-        a reward function that reads the two ``reasoning_gym_`` columns; None for rows without them.
+        a reward function of the two ``reasoning_gym_`` columns; None for rows without them.
 
     Raises:
-        ConfigError: ``tasks`` cannot score. The reward raises it for a row that ``tasks`` does not have.
+        ConfigError: ``tasks`` has no ``score_answer``. The reward raises it for a row of other tasks.
     """
     return _ReasoningGym(tasks, extract)
 
@@ -92,7 +103,7 @@ class _ReasoningGym:
     per_sample_reward: ClassVar[bool] = True
     __name__: ClassVar[str] = "reasoning_gym_reward"
 
-    tasks: Any
+    tasks: Tasks
     extract: Callable[[str], str | None]
 
     def __post_init__(self) -> None:
@@ -103,10 +114,10 @@ class _ReasoningGym:
 
     def __call__(
         self,
-        completions: Sequence[Any],
+        completions: Sequence[Text],
         reasoning_gym_index: Sequence[int | None],
         reasoning_gym_question: Sequence[str | None],
-        **_: Any,
+        **_: object,
     ) -> list[float | None]:
         entries: dict[int, dict[str, Any]] = {}
         rewards: list[float | None] = []
@@ -122,7 +133,7 @@ class _ReasoningGym:
         return rewards
 
     def _entry(self, index: int, question: str | None) -> dict[str, Any]:
-        # Tasks are generated anew rather than stored: their metadata do not survive a table.
+        # Generated again, not stored: metadata of a task cannot be a table column.
         entry = self.tasks[index] if index < len(self.tasks) else None
         if entry is None or entry["question"] != question:
             raise ConfigError(

@@ -1,33 +1,35 @@
-"""Rewards for the form of a completion: reasoning tags, length, repetition."""
+"""Rewards for format, length and repetition."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from groupwise.rewards.runtime.marking import per_sample_reward
-from groupwise.rewards.texts import answer_text, check_number, check_whole
+from groupwise.rewards.texts import Text, answer_text, check_number, check_whole
 
 
 @per_sample_reward
-def think_format_reward(completions: Sequence[Any], **_: Any) -> list[float]:
-    """1 for texts that begin with their only ``<think>`` and close it, else 0 (DeepSeek-R1's format reward).
+def think_format_reward(completions: Sequence[Text], **_: object) -> list[float]:
+    """Return 1 for texts that begin with their only ``<think>`` tag and close it, else 0.
+
+    The format reward of DeepSeek-R1 (arXiv 2501.12948, section 2.2.2).
 
     Args:
-        completions: strings or message lists, of which the last message counts.
+        completions: strings, or message lists of which the last message is scored.
     """
-    return [float(_is_thought_out(answer_text(completion))) for completion in completions]
+    return [float(_has_think_format(answer_text(completion))) for completion in completions]
 
 
-def _is_thought_out(text: str) -> bool:
+def _has_think_format(text: str) -> bool:
     return text.startswith("<think>") and text.count("<think>") == 1 and "</think>" in text
 
 
 def get_soft_overlong_punishment(
     max_completion_len: int, soft_punish_cache: int
 ) -> Callable[..., list[float]]:
-    r"""A punishment that grows over the last tokens before the length limit.
+    r"""Create a penalty that grows over the last tokens before the length limit.
 
     .. math:: R(y) = \max(-1, \min(0, ((L_{max} - L_{cache}) - |y|) / L_{cache}))
 
@@ -35,13 +37,13 @@ def get_soft_overlong_punishment(
 
     Args:
         max_completion_len: L_max, tokens.
-        soft_punish_cache: L_cache, the tokens over which the punishment grows, at most L_max.
+        soft_punish_cache: L_cache, tokens over which the penalty grows, at most L_max.
 
     Returns:
-        a reward function of ``completion_ids``.
+        a reward function of ``completion_ids`` with values in [-1, 0].
 
     Raises:
-        ConfigError: a length is no integer or out of range.
+        ConfigError: a length is not an integer or out of range.
     """
     return _SoftOverlong(max_completion_len, soft_punish_cache)
 
@@ -58,10 +60,10 @@ class _SoftOverlong:
         check_whole("max_completion_len", self.max_completion_len, 1)
         check_whole("soft_punish_cache", self.soft_punish_cache, 0, self.max_completion_len)
 
-    def __call__(self, completion_ids: Sequence[Any], **_: Any) -> list[float]:
-        return [self._punishment(len(ids)) for ids in completion_ids]
+    def __call__(self, completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
+        return [self._penalty(len(ids)) for ids in completion_ids]
 
-    def _punishment(self, length: int) -> float:
+    def _penalty(self, length: int) -> float:
         excess = length - (self.max_completion_len - self.soft_punish_cache)
         if excess <= 0:
             return 0.0
@@ -71,7 +73,7 @@ class _SoftOverlong:
 def get_repetition_penalty_reward(
     ngram_size: int = 3, max_penalty: float = -1.0
 ) -> Callable[..., list[float]]:
-    r"""A penalty for repeating token n-grams.
+    r"""Create a penalty for repeated token n-grams.
 
     .. math:: R(y) = p \cdot (1 - \text{distinct n-grams} / \text{n-grams})
 
@@ -79,14 +81,14 @@ def get_repetition_penalty_reward(
     completion.)
 
     Args:
-        ngram_size: n, tokens. Shorter completions have nothing to repeat and get 0.
-        max_penalty: p, not positive.
+        ngram_size: n, in tokens. Shorter completions get 0.
+        max_penalty: p, at most 0.
 
     Returns:
-        a reward function of ``completion_ids``, with values in (p, 0].
+        a reward function of ``completion_ids`` with values in (p, 0].
 
     Raises:
-        ConfigError: ``ngram_size`` is no positive integer, or ``max_penalty`` is positive.
+        ConfigError: ``ngram_size`` is not a positive integer, or ``max_penalty`` is positive.
     """
     return _RepetitionPenalty(ngram_size, max_penalty)
 
@@ -103,7 +105,7 @@ class _RepetitionPenalty:
         check_whole("ngram_size", self.ngram_size, 1)
         check_number("max_penalty", self.max_penalty, most=0.0)
 
-    def __call__(self, completion_ids: Sequence[Any], **_: Any) -> list[float]:
+    def __call__(self, completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
         return [self._penalty(ids) for ids in completion_ids]
 
     def _penalty(self, ids: Sequence[int]) -> float:

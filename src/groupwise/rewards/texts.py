@@ -1,18 +1,22 @@
-"""What the rewards of the library share: the text to judge, and checks of their arguments."""
+"""Helpers of the reward library: text of a completion, optional imports, argument checks."""
 
 from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from groupwise.errors import ConfigError
 
+#: A string, or chat messages.
+Text = str | Sequence[Mapping[str, Any]]
 
-def answer_text(completion: Any) -> str:
-    """The text to judge: a string itself, or the content of the last message of a chat completion.
 
-    Content blocks are joined; those without text count as nothing.
+def answer_text(completion: Text) -> str:
+    """Return the text to score: a string, or the content of the last message of a chat completion.
+
+    The text of content blocks is joined; blocks without text are skipped.
     """
     if isinstance(completion, str):
         return completion
@@ -23,10 +27,10 @@ def answer_text(completion: Any) -> str:
 
 
 def require(module: str, user: str) -> Any:
-    """Import an optional package.
+    """Import and return an optional package.
 
     Raises:
-        ImportError: naming what needs it and the extra that brings it.
+        ImportError: the package is not installed; names the extra to install.
     """
     try:
         return importlib.import_module(module)
@@ -37,17 +41,17 @@ def require(module: str, user: str) -> Any:
         ) from error
 
 
-def check_whole(name: str, value: Any, low: int, high: int | None = None) -> None:
-    """Raise ``ConfigError`` unless ``value`` is an integer in the range (both ends are allowed)."""
+def check_whole(name: str, value: object, low: int, high: int | None = None) -> None:
+    """Raise ``ConfigError`` unless ``value`` is an integer from ``low`` to ``high``, both included."""
     whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < low or (high is not None and value > high):
+    if not whole or value < low or (high is not None and value > high):  # type: ignore[operator]
         allowed = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
         raise ConfigError(f"{name}={value!r} is not valid; allowed: {allowed}")
 
 
-def check_number(name: str, value: Any, *, above: float = -math.inf, most: float = math.inf) -> None:
+def check_number(name: str, value: object, *, above: float = -math.inf, most: float = math.inf) -> None:
     """Raise ``ConfigError`` unless ``value`` is a finite number with ``above < value <= most``."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not above < value <= most:
+    if not number or not math.isfinite(value) or not above < value <= most:  # type: ignore[arg-type, operator]
         limits = [f"> {above:g}"] * (above > -math.inf) + [f"<= {most:g}"] * (most < math.inf)
         raise ConfigError(f"{name}={value!r} is not valid; allowed: {' '.join(['a finite number', *limits])}")

@@ -1,1 +1,1 @@
-"""Calls of reward functions: time limits, isolation and the sandbox."""
+"""Calling machinery of reward functions: time limits, partial results, process isolation, sandbox."""

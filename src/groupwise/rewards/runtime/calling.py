@@ -1,4 +1,4 @@
-"""Entering the user's reward functions, and checking what comes out."""
+"""Calls of reward functions: arguments, time limits, and checks of the returned rewards."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from transformers import PreTrainedModel
 
 from groupwise.errors import RewardError, boundary
 from groupwise.records import RolloutBatch
@@ -23,16 +24,20 @@ from groupwise.rewards.runtime.models import RewardModel
 
 logger = logging.getLogger(__name__)
 
-#: What a reward function may return per completion, after :func:`checked_rewards`.
+#: Reward of one completion after :func:`checked_rewards`: a number (NaN for None), or step rewards as
+#: (index of the step's last token, reward).
 Reward = float | list[tuple[int, float]]
 
+T = TypeVar("T")
+
+#: Dataset columns that are passed under another name.
 _RESERVED = ("prompt", "completion", "completion_ids")
 
 
-def reward_name(function: Any) -> str:
-    """How a reward function or model is called in metrics and messages."""
-    if isinstance(function, torch.nn.Module):
-        path = str(function.config._name_or_path)  # type: ignore[union-attr]
+def reward_name(function: object) -> str:
+    """Return the name of a reward function or model in metrics and messages."""
+    if isinstance(function, PreTrainedModel):
+        path = str(function.config._name_or_path)
         return path.rstrip("/").split("/")[-1] or type(function).__name__
     if isinstance(function, functools.partial):
         return reward_name(function.func)
@@ -40,7 +45,7 @@ def reward_name(function: Any) -> str:
 
 
 def unique_names(names: Sequence[str]) -> list[str]:
-    """The names with ``_2``, ``_3``, … appended where one repeats, so that no metric hides another."""
+    """Append ``_2``, ``_3``, … to repeated names, so that every function has metrics of its own."""
     counts: dict[str, int] = {}
     unique = []
     for name in names:
@@ -49,24 +54,28 @@ def unique_names(names: Sequence[str]) -> list[str]:
     return unique
 
 
-def reward_arguments(rollout: RolloutBatch) -> dict[str, Any]:
-    """Keyword arguments every reward function gets: the rollout and all dataset columns, as lists."""
-    columns = {key: None for row in rollout.rows for key in row if key not in _RESERVED}
+def reward_arguments(rollouts: RolloutBatch) -> dict[str, Any]:
+    """Return the columns that reward functions receive as keyword arguments, B entries each.
+
+    All lists are copies: a function that changes its arguments cannot change the tokens that are trained on
+    or the arguments of another function.
+    """
+    columns = {key: None for row in rollouts.rows for key in row if key not in _RESERVED}
     return {
-        **{key: [row.get(key) for row in rollout.rows] for key in columns},
-        **rollout.extra,
-        "prompts": rollout.prompts,
-        "completions": rollout.texts,
-        "completion_ids": [completion.token_ids for completion in rollout.completions],
+        **{key: [row.get(key) for row in rollouts.rows] for key in columns},
+        **{key: list(values) for key, values in rollouts.extra.items()},
+        "prompts": list(rollouts.prompts),
+        "completions": list(rollouts.texts),
+        "completion_ids": [list(completion.token_ids) for completion in rollouts.completions],
     }
 
 
 class RewardCalls(NamedTuple):
-    """What the reward functions gave for a rollout.
+    """Results of all reward functions for one batch.
 
     rewards_FB: one list per function with one reward per completion, NaN for None.
-    failures: the functions that failed, by position.
-    seconds_F: what each function took; NaN where it was not heard of again.
+    failures: errors by position of the function.
+    seconds_F: duration of each call; NaN if it did not return.
     """
 
     rewards_FB: list[list[Reward]]
@@ -77,57 +86,66 @@ class RewardCalls(NamedTuple):
 def call_rewards(
     functions: Sequence[Callable[..., Any]],
     names: Sequence[str],
-    rollout: RolloutBatch,
+    rollouts: RolloutBatch,
     *,
     timeout: float | None = None,
     on_error: str = "raise",
-    **shared: Any,
+    **shared: object,
 ) -> RewardCalls:
-    """Call every reward function on a rollout: the async ones together, beside the others one by one.
+    """Call every reward function: async functions concurrently, the others one after the other meanwhile.
 
     Args:
-        timeout: seconds that a call may take. Async functions are cancelled. The others run in a thread of
-            their own then; a thread cannot be stopped, so one that takes longer goes on unheard. Reward
-            models stay in the caller's thread and have no limit: all ranks of a sharded one must finish.
-        on_error: "raise", or "none": a function that fails gives None for all completions of this call, and
-            the first failure of each function is logged as a warning.
-        shared: further keyword arguments for all of them.
+        timeout: seconds per call. Async functions are cancelled. Other functions then run in a thread, which
+            Python cannot stop: after the limit the call keeps running and its result is discarded. Reward
+            models run in the caller's thread without a limit, because all ranks of a sharded model must
+            finish.
+        on_error: "raise", or "none": a function that fails returns None for all completions of this call, and
+            its first failure is logged as a warning.
+        shared: further keyword arguments of all functions.
 
     Raises:
-        RewardError: with "raise", a function raised, took too long, or returned something else than one
-            finite number or None (or list of step rewards) per completion.
+        RewardError: with "raise", a function raised, exceeded the time limit, or did not return one finite
+            number, None or list of step rewards per completion.
     """
-    arguments = {**reward_arguments(rollout), **shared}
+
+    def arguments(function: Callable[..., Any]) -> dict[str, Any]:
+        # Fresh lists for every function; only PartialReward matches rows by id.
+        row_ids = {"row_ids": rollouts.row_ids} if getattr(function, "takes_row_ids", False) else {}
+        return {**reward_arguments(rollouts), **shared, **row_ids}
+
     titles = [f"reward function {name!r}" for name in names]
-    waiting = {i: (f, titles[i]) for i, f in enumerate(functions) if is_async(f)}
-    latest = None if timeout is None else time.monotonic() + timeout
+    waiting = {i: (f, titles[i], arguments(f)) for i, f in enumerate(functions) if is_async(f)}
+    deadline = None if timeout is None else time.monotonic() + timeout
     seconds_F = [math.nan] * len(functions)
-    futures = _start_together(waiting, arguments, timeout, seconds_F)
-    outputs: dict[int, Any] = {}
+    futures = _start_async(waiting, timeout, seconds_F)
+    outputs: dict[int, object] = {}
     for i, function in enumerate(functions):
         if i not in futures:
             started = time.monotonic()
-            outputs[i] = _error_or(call_function, function, titles[i], arguments, timeout)
+            outputs[i] = _error_or(call_function, function, titles[i], arguments(function), timeout)
             seconds_F[i] = time.monotonic() - started
     for i, future in futures.items():
-        left = None if latest is None else max(latest - time.monotonic(), 0.0)
+        left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
         outputs[i] = _error_or(_result, future, titles[i], left, timeout)
     rewards_FB: list[list[Reward]] = []
     failures: dict[int, RewardError] = {}
     for i, name in enumerate(names):
         output = outputs[i]
-        if not isinstance(output, RewardError):
-            output = _error_or(checked_rewards, output, name, rollout)
-        if isinstance(output, RewardError):
+        checked: list[Reward] | RewardError = (
+            output if isinstance(output, RewardError) else _error_or(checked_rewards, output, name, rollouts)
+        )
+        if isinstance(checked, RewardError):
             if on_error == "raise":
-                raise output
-            _warn_once(name, output)
-            failures[i], output = output, [math.nan] * len(rollout)
-        rewards_FB.append(output)
-    return RewardCalls(rewards_FB, failures, list(seconds_F))  # a copy: a call given up may still end
+                raise checked
+            _warn_once(name, checked)
+            failures[i], checked = checked, [math.nan] * len(rollouts)
+        rewards_FB.append(checked)
+    return RewardCalls(
+        rewards_FB, failures, list(seconds_F)
+    )  # a copy: a timed-out call may still write to it
 
 
-def _error_or(function: Callable[..., Any], *arguments: Any) -> Any:
+def _error_or(function: Callable[..., T], *arguments: object) -> T | RewardError:
     try:
         return function(*arguments)
     except RewardError as error:
@@ -140,23 +158,32 @@ _warned: set[str] = set()
 def _warn_once(name: str, error: RewardError) -> None:
     if name not in _warned:
         _warned.add(name)
-        logger.warning("%s; it gives no rewards for this batch, and later failures are only num_valid", error)
+        logger.warning("%s; its rewards of this batch are None, and later failures are only counted", error)
 
 
-def is_async(function: Any) -> bool:
+def is_async(function: object) -> bool:
+    """Return True for an ``async def`` function, a callable object with one, or a partial of either."""
     if isinstance(function, functools.partial):
         return is_async(function.func)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def call_function(function: Any, title: str, arguments: dict[str, Any], timeout: float | None) -> Any:
-    def call() -> Any:
+def call_function(
+    function: Callable[..., T], title: str, arguments: dict[str, Any], timeout: float | None
+) -> T:
+    """Call a synchronous reward function; with a timeout in a thread, except for reward models.
+
+    Raises:
+        RewardError: the function raised or exceeded the time limit.
+    """
+
+    def call() -> T:
         with boundary(RewardError, title):
             return function(**arguments)
 
     if timeout is None or isinstance(function, RewardModel):
         return call()
-    future: Future[Any] = Future()
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
@@ -168,31 +195,32 @@ def call_function(function: Any, title: str, arguments: dict[str, Any], timeout:
     return _result(future, title, timeout, timeout)
 
 
-def _result(future: Future[Any], title: str, left: float | None, timeout: float | None) -> Any:
+def _result(future: Future[T], title: str, left: float | None, timeout: float | None) -> T:
     try:
         return future.result(left)
     except FutureTimeoutError:
-        raise _late(title, timeout) from None
+        raise _timeout_error(title, timeout) from None
 
 
-def _late(title: str, timeout: float | None) -> RewardError:
+def _timeout_error(title: str, timeout: float | None) -> RewardError:
     return RewardError(f"{title} took longer than reward_timeout={timeout} seconds")
 
 
-def _start_together(
-    calls: dict[int, tuple[Any, str]],
-    arguments: dict[str, Any],
+def _start_async(
+    calls: dict[int, tuple[Callable[..., Any], str, dict[str, Any]]],
     timeout: float | None,
     seconds_F: list[float],
 ) -> dict[int, Future[Any]]:
-    """Start async functions in an event loop in a thread, because the caller's may have one already
-    (notebooks do), and note what each takes."""
+    """Start async functions in the event loop of a new thread and record their durations in ``seconds_F``.
+
+    The caller's thread may already run an event loop, as in notebooks.
+    """
     futures: dict[int, Future[Any]] = {i: Future() for i in calls}
 
     async def one(i: int) -> None:
         started = time.monotonic()
         try:
-            output = await await_function(*calls[i], arguments, timeout)
+            output = await await_function(*calls[i], timeout)
         except Exception as error:
             seconds_F[i] = time.monotonic() - started
             futures[i].set_exception(error)
@@ -200,12 +228,12 @@ def _start_together(
             seconds_F[i] = time.monotonic() - started
             futures[i].set_result(output)
 
-    async def all_of_them() -> None:
+    async def gather() -> None:
         await asyncio.gather(*(one(i) for i in calls))
 
     def run() -> None:
         try:
-            asyncio.run(all_of_them())
+            asyncio.run(gather())
         except BaseException as error:
             for future in futures.values():
                 if not future.done():
@@ -217,7 +245,7 @@ def _start_together(
 
 
 def start_thread(function: Callable[[], None]) -> None:
-    """Run a function beside the caller, with the caller's gradient mode and GPU: a thread has its own."""
+    """Run a function in a daemon thread with the caller's gradient mode and GPU, which are per thread."""
     grad = torch.is_grad_enabled()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
@@ -227,60 +255,67 @@ def start_thread(function: Callable[[], None]) -> None:
             torch.cuda.set_device(device)
         function()
 
-    # A daemon: a call that never ends must not keep the process from ending.
+    # Daemon: a call that never returns must not block the end of the process.
     threading.Thread(target=run, daemon=True).start()
 
 
-async def await_function(function: Any, title: str, arguments: dict[str, Any], timeout: float | None) -> Any:
+async def await_function(
+    function: Callable[..., Any], title: str, arguments: dict[str, Any], timeout: float | None
+) -> object:
+    """Await an async reward function and cancel it at the time limit.
+
+    Raises:
+        RewardError: the function raised or exceeded the time limit.
+    """
     with boundary(RewardError, title):
         task = asyncio.ensure_future(function(**arguments))
         done, _ = await asyncio.wait({task}, timeout=timeout)
         if done:
             return task.result()
     task.cancel()
-    raise _late(title, timeout)
+    raise _timeout_error(title, timeout)
 
 
-def checked_rewards(output: Any, name: str, rollout: RolloutBatch) -> list[Reward]:
-    """The output of one reward function as numbers, NaN for None.
+def checked_rewards(output: object, name: str, rollouts: RolloutBatch) -> list[Reward]:
+    """Convert the output of one reward function to numbers, NaN for None.
 
     Raises:
         RewardError: naming the function, the row, its prompt and its completion.
     """
-    if isinstance(output, torch.Tensor) or hasattr(output, "tolist"):
+    if hasattr(output, "tolist"):  # tensors and arrays
         output = output.tolist()
     if not isinstance(output, (list, tuple)):
         raise RewardError(
             f"reward function {name!r} returned {type(output).__name__} ({output!r:.80}); it must return a "
-            f"list with one number or None for each of the {len(rollout)} completions"
+            f"list with one number or None for each of the {len(rollouts)} completions"
         )
-    if len(output) != len(rollout):
+    if len(output) != len(rollouts):
         raise RewardError(
-            f"reward function {name!r} returned {len(output)} rewards for {len(rollout)} completions; "
+            f"reward function {name!r} returned {len(output)} rewards for {len(rollouts)} completions; "
             "it must return one number or None for each"
         )
-    return [_checked_reward(value, name, row, rollout) for row, value in enumerate(output)]
+    return [_checked_reward(value, name, row, rollouts) for row, value in enumerate(output)]
 
 
-def _checked_reward(value: Any, name: str, row: int, rollout: RolloutBatch) -> Reward:
+def _checked_reward(value: object, name: str, row: int, rollouts: RolloutBatch) -> Reward:
     if value is None:
         return math.nan
-    if isinstance(value, torch.Tensor) or hasattr(value, "item"):
+    if hasattr(value, "item") and hasattr(value, "tolist"):
         value = value.item() if getattr(value, "ndim", 0) == 0 else value.tolist()
     if isinstance(value, Real) and math.isfinite(value):
         return float(value)
-    if isinstance(value, (list, tuple)) and all(_is_step(step, row, rollout) for step in value):
+    if isinstance(value, (list, tuple)) and all(_is_step(step, row, rollouts) for step in value):
         return [(int(end), float(reward)) for end, reward in value]
     raise RewardError(
         f"reward function {name!r} returned {value!r:.80} ({type(value).__name__}) for row {row}; allowed: a "
         "finite number, None, or a list of (index of the step's last token, reward); "
-        f"prompt: {rollout.prompts[row]!r:.300}; completion: {rollout.texts[row]!r:.300}"
+        f"prompt: {rollouts.prompts[row]!r:.300}; completion: {rollouts.texts[row]!r:.300}"
     )
 
 
-def _is_step(step: Any, row: int, rollout: RolloutBatch) -> bool:
+def _is_step(step: object, row: int, rollouts: RolloutBatch) -> bool:
     if not isinstance(step, (list, tuple)) or len(step) != 2:
         return False
     end, reward = step
-    in_range = isinstance(end, int) and 0 <= end < len(rollout.completions[row].token_ids)
+    in_range = isinstance(end, int) and 0 <= end < len(rollouts.completions[row].token_ids)
     return in_range and isinstance(reward, Real) and math.isfinite(reward)

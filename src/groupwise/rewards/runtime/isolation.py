@@ -1,9 +1,11 @@
-"""Reward functions in processes of their own: one that crashes, leaks or hangs does not end the run."""
+"""Reward functions in separate processes: a crash, leak or hang affects one completion only."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import math
+import multiprocessing
 import os
 import pickle
 import signal
@@ -11,31 +13,36 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from multiprocessing import Pipe
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from groupwise.errors import ConfigError, RewardError
+from groupwise.rewards.texts import require
 
-#: Keyword arguments that are the same for all completions.
+LogExtra = Callable[[str, list[Any]], None]
+LogMetric = Callable[[str, float], None]
+
+#: Keyword arguments without an entry per completion.
 _SHARED = ("trainer_state",)
-#: What stays behind: it belongs to the trainer's process.
-_LEFT_OUT = ("log_extra", "log_metric", "environments")
+#: Keyword arguments that are not sent: they belong to the trainer's process.
+_NOT_SENT = ("log_extra", "log_metric", "environments")
 
 
-class Judgement(NamedTuple):
-    """What became of one completion.
+class RowResult(NamedTuple):
+    """Result of one completion.
 
-    failure: None, or why there is no reward.
-    logged: what was given to ``log_extra`` and to ``log_metric``.
+    failure: None, or the reason why there is no reward.
+    seconds: duration of the call; NaN if its process crashed.
+    columns, metrics: arguments of ``log_extra`` and ``log_metric``.
     """
 
     reward: Any
     failure: str | None
     seconds: float
-    logged: tuple[dict[str, Any], list[tuple[str, float]]] = ({}, [])
+    columns: dict[str, Any] = {}  # noqa: RUF012
+    metrics: list[tuple[str, float]] = []  # noqa: RUF012
 
 
 def isolated(
@@ -45,24 +52,24 @@ def isolated(
     processes: int = 1,
     on_error: str = "raise",
 ) -> Callable[..., list[Any]]:
-    """The reward function, called in another process, for one completion at a time.
+    """Run a reward function in worker processes, one completion per call.
 
-    Every call of the trainer has a fresh process, so that memory which the function leaks is given back, and
-    what it remembers is forgotten. A function that compares completions with each other cannot be isolated.
-    The processes descend from one that is started here: call this early in a script, before a model is on a
-    GPU.
+    Every call of the trainer starts fresh workers, so that leaked memory is returned and global state is
+    reset. A function that compares completions with each other cannot be isolated. The workers descend from a
+    process that is forked here: call this early in a script, before a model is on a GPU.
 
-    The seconds of each completion are the column ``<name>_seconds`` of the completions table, those of the
-    slowest the metric ``rewards/<name>/slowest_seconds``.
+    The column ``<name>_seconds`` of the completions table has the seconds of each completion, and the metric
+    ``rewards/<name>/slowest_seconds`` the maximum.
 
     Args:
-        timeout: seconds for one completion; a process that takes longer is killed.
-        processes: completions that are judged at one time.
-        on_error: "raise", or "none": a completion whose process crashes, fails or takes too long has no
-            reward; ``rewards/<name>/failed_rows`` counts them.
+        timeout: seconds per completion; a worker that exceeds it is killed.
+        processes: completions that are scored concurrently.
+        on_error: "raise", or "none": a completion whose worker crashes, fails or exceeds the time limit has
+            no reward; ``rewards/<name>/failed_rows`` counts them.
 
     Raises:
-        ConfigError: the reward is a model, a setting is out of range, or the system has no ``fork``.
+        ConfigError: the reward is a model, an argument is out of range, or the system has no ``fork``.
+        ImportError: pebble is not installed (``groupwise[rewards]``).
     """
     import torch
 
@@ -77,6 +84,7 @@ def isolated(
             f"isolated(timeout={timeout}, processes={processes}, on_error={on_error!r}); allowed: timeout "
             "None or above 0, processes from 1, on_error 'raise' or 'none'"
         )
+    require("pebble", "isolated")
     return _Isolated(reward, timeout, processes, on_error)
 
 
@@ -87,163 +95,131 @@ class _Isolated:
         from groupwise.rewards.runtime.calling import reward_name
 
         self.__name__ = reward_name(reward)
-        self.timeout, self.on_error = timeout, on_error
-        self.lanes = [_Lane(reward) for _ in range(processes)]
+        self.on_error = on_error
         self.lock = threading.Lock()
-
-    def __call__(
-        self,
-        log_extra: Callable[[str, list[Any]], None] | None = None,
-        log_metric: Callable[[str, float], None] | None = None,
-        **columns: Any,
-    ) -> list[Any]:
-        shared = {name: columns.pop(name) for name in _SHARED if name in columns}
-        columns = {name: values for name, values in columns.items() if name not in _LEFT_OUT}
-        # What cannot be sent is found before a worker waits for it.
-        rows = [
-            pickle.dumps({name: [values[i]] for name, values in columns.items()})
-            for i in range(len(columns["prompts"]))
-        ]
-        with self.lock, ThreadPoolExecutor(len(self.lanes)) as pool:
-            parts = list(pool.map(lambda lane: self._judge(lane, rows, shared), self.lanes))
-        judged = [parts[i % len(parts)][i // len(parts)] for i in range(len(rows))]
-        self._log(judged, log_extra, log_metric)
-        for i, one in enumerate(judged):
-            if one.failure is not None and self.on_error == "raise":
-                raise RewardError(
-                    f"reward function {self.__name__!r} {one.failure}, for row {i}; prompt: "
-                    f"{columns['prompts'][i]!r:.300}; completion: {columns['completions'][i]!r:.300}"
-                )
-        return [one.reward for one in judged]
-
-    def _judge(self, lane: _Lane, rows: Sequence[bytes], shared: dict[str, Any]) -> list[Judgement]:
-        own = rows[self.lanes.index(lane) :: len(self.lanes)]
-        return lane.judge(own, shared, self.timeout)
-
-    def _log(self, judged: Sequence[Judgement], log_extra: Any, log_metric: Any) -> None:
-        if log_extra is not None:
-            for column in {name: None for one in judged for name in one.logged[0]}:
-                log_extra(column, [one.logged[0].get(column) for one in judged])
-            log_extra(f"{self.__name__}_seconds", [round(one.seconds, 3) for one in judged])
-        if log_metric is not None:
-            for name, value in (entry for one in judged for entry in one.logged[1]):
-                log_metric(name, value)
-            log_metric(f"rewards/{self.__name__}/slowest_seconds", max(one.seconds for one in judged))
-            if self.on_error == "none":
-                failed = sum(one.failure is not None for one in judged)
-                log_metric(f"rewards/{self.__name__}/failed_rows", float(failed))
-
-
-class _Lane:
-    """A process that does nothing but start workers: they have what there was before the model."""
-
-    def __init__(self, reward: Callable[..., Any]) -> None:
-        self.connection, theirs = Pipe()
+        # Workers are forked from this process, which has no model, no threads and no GPU.
+        self.connection, theirs = multiprocessing.Pipe()
         if os.fork() == 0:
             try:
                 self.connection.close()
-                _start_workers(theirs, reward)
+                _serve(theirs, reward, timeout, processes)
             finally:
                 os._exit(0)
         theirs.close()
 
-    def judge(self, rows: Sequence[bytes], shared: dict[str, Any], timeout: float | None) -> list[Judgement]:
-        judged: list[Judgement] = []
+    def __call__(
+        self, log_extra: LogExtra | None = None, log_metric: LogMetric | None = None, **columns: Any
+    ) -> list[Any]:
+        shared = {name: columns.pop(name) for name in _SHARED if name in columns}
+        columns = {name: values for name, values in columns.items() if name not in _NOT_SENT}
+        # Pickled here, so that an object that cannot be sent raises in the caller.
+        rows = [
+            pickle.dumps({**{name: [values[i]] for name, values in columns.items()}, **shared})
+            for i in range(len(columns["prompts"]))
+        ]
+        # In a thread: an interrupt of the main thread must not end an exchange half-way.
+        with self.lock, ThreadPoolExecutor(1) as pool:
+            results = pool.submit(self._exchange, rows).result()
+        self._log(results, log_extra, log_metric)
+        for i, result in enumerate(results):
+            if result.failure is not None and self.on_error == "raise":
+                raise RewardError(
+                    f"reward function {self.__name__!r} {result.failure}, for row {i}; prompt: "
+                    f"{columns['prompts'][i]!r:.300}; completion: {columns['completions'][i]!r:.300}"
+                )
+        return [result.reward for result in results]
+
+    def _exchange(self, rows: list[bytes]) -> list[RowResult]:
         try:
-            while len(judged) < len(rows):
-                self.connection.send(shared)
-                worker = self.connection.recv()
-                judged += self._until_failure(rows[len(judged) :], worker, timeout)
+            self.connection.send(rows)
+            return self.connection.recv()
         except (EOFError, OSError) as error:
             raise RewardError("the process that starts isolated rewards has ended") from error
-        return judged
 
-    def _until_failure(self, rows: Sequence[bytes], worker: int, timeout: float | None) -> list[Judgement]:
-        judged: list[Judgement] = []
-        for row in rows:
-            start = time.monotonic()
-            self.connection.send(row)
-            late = not self.connection.poll(timeout)
-            if late:
-                with suppress(ProcessLookupError):
-                    os.kill(worker, signal.SIGKILL)
-            answer = self.connection.recv()
-            if late:
-                while not isinstance(answer, int):  # it had ended just then
-                    answer = self.connection.recv()
-                failure = f"took longer than {timeout} seconds and was killed"
-                return [*judged, Judgement(None, failure, time.monotonic() - start)]
-            if isinstance(answer, int):
-                failure = f"ended its process ({_ending(answer)})"
-                return [*judged, Judgement(None, failure, time.monotonic() - start)]
-            judged.append(Judgement(*answer))
-        self.connection.send(None)
-        self.connection.recv()
-        return judged
+    def _log(
+        self, results: Sequence[RowResult], log_extra: LogExtra | None, log_metric: LogMetric | None
+    ) -> None:
+        seconds = [None if math.isnan(result.seconds) else round(result.seconds, 3) for result in results]
+        if log_extra is not None:
+            for column in {name: None for result in results for name in result.columns}:
+                log_extra(column, [result.columns.get(column) for result in results])
+            log_extra(f"{self.__name__}_seconds", seconds)
+        if log_metric is not None:
+            for name, value in (entry for result in results for entry in result.metrics):
+                log_metric(name, value)
+            slowest = max((s for s in seconds if s is not None), default=0.0)
+            log_metric(f"rewards/{self.__name__}/slowest_seconds", slowest)
+            if self.on_error == "none":
+                failed = sum(result.failure is not None for result in results)
+                log_metric(f"rewards/{self.__name__}/failed_rows", float(failed))
 
 
-def _ending(status: int) -> str:
-    if os.WIFSIGNALED(status):
-        return signal.Signals(os.WTERMSIG(status)).name
-    return f"exit code {os.WEXITSTATUS(status)}"
+def _serve(connection: Connection, reward: Callable[..., Any], timeout: float | None, processes: int) -> None:
+    """Answer each list of rows with a list of results, from a new pool of workers, until the trainer ends."""
+    import torch
+    from pebble import ProcessPool
 
-
-def _start_workers(connection: Connection, reward: Callable[..., Any]) -> None:
-    """Start a worker for every call, and tell how it ended."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the trainer's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is handled by the trainer
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    global _reward
+    _reward = reward  # inherited by fork: closures cannot be pickled
     while True:
         try:
-            shared = connection.recv()
+            rows = connection.recv()
         except EOFError:
             return
-        worker = os.fork()
-        if worker == 0:
-            try:
-                _work(connection, reward, shared)
-            except EOFError:
-                pass  # the trainer has ended
-            finally:
-                os._exit(0)
-        _, status = os.waitpid(worker, 0)
-        connection.send(status)
+        # One thread per worker: torch's thread pool does not survive a fork.
+        with ProcessPool(
+            min(processes, len(rows)),
+            initializer=torch.set_num_threads,
+            initargs=(1,),
+            context=multiprocessing.get_context("fork"),
+        ) as pool:
+            futures = [pool.schedule(_score_row, args=(row,), timeout=timeout) for row in rows]
+            results = [_row_result(future, timeout) for future in futures]
+        connection.send(results)
 
 
-def _work(connection: Connection, reward: Callable[..., Any], shared: dict[str, Any]) -> None:
-    import torch
-
-    torch.set_num_threads(1)  # threads of the pool that the parent had do not exist here
-    connection.send(os.getpid())
-    while (pickled := connection.recv()) is not None:
-        columns: dict[str, Any] = {}
-        metrics: list[tuple[str, float]] = []
-        start = time.monotonic()
-        value, failure = None, None
-        try:
-            value = _call(reward, {**pickle.loads(pickled), **shared}, columns, metrics)
-        except Exception as error:
-            failure = f"raised {type(error).__name__}: {error}"
-        connection.send((value, failure, time.monotonic() - start, (columns, metrics)))
+_reward: Callable[..., Any]
 
 
-def _call(
-    reward: Callable[..., Any],
-    arguments: dict[str, Any],
-    columns: dict[str, Any],
-    metrics: list[tuple[str, float]],
-) -> Any:
-    output = reward(
-        **arguments,
-        log_extra=lambda column, values: columns.update({column: values[0]}),
-        log_metric=lambda name, value: metrics.append((name, float(value))),
-    )
-    if inspect.isawaitable(output):
+def _row_result(future: Future[RowResult], timeout: float | None) -> RowResult:
+    from pebble import ProcessExpired
 
-        async def wait() -> Any:
-            return await output
+    try:
+        return future.result()
+    except FutureTimeoutError:
+        return RowResult(None, f"took longer than {timeout} seconds and was killed", timeout or math.nan)
+    except ProcessExpired as error:
+        code = error.exitcode
+        ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return RowResult(None, f"ended its process ({ending})", math.nan)
+    except Exception as error:  # the reward or a logged value cannot be pickled
+        return RowResult(None, f"returned an object that cannot be sent: {error}", math.nan)
 
-        output = asyncio.run(wait())
-    output = output.tolist() if hasattr(output, "tolist") else list(output)
-    if len(output) != 1:
-        raise ValueError(f"it returned {len(output)} rewards for one completion")
-    return output[0]
+
+def _score_row(pickled: bytes) -> RowResult:
+    """Call the reward function on one completion, in a worker."""
+    columns: dict[str, Any] = {}
+    metrics: list[tuple[str, float]] = []
+    start = time.monotonic()
+    value, failure = None, None
+    try:
+        output = _reward(
+            **pickle.loads(pickled),
+            log_extra=lambda column, values: columns.update({column: values[0]}),
+            log_metric=lambda name, value: metrics.append((name, float(value))),
+        )
+        if inspect.isawaitable(output):
+            output = asyncio.run(_awaited(output))
+        output = output.tolist() if hasattr(output, "tolist") else list(output)
+        if len(output) != 1:
+            raise ValueError(f"it returned {len(output)} rewards for one completion")
+        (value,) = output
+    except Exception as error:
+        failure = f"raised {type(error).__name__}: {error}"
+    return RowResult(value, failure, time.monotonic() - start, columns, metrics)
+
+
+async def _awaited(output: Any) -> Any:
+    return await output

@@ -1,4 +1,4 @@
-"""What a reward function promises about itself."""
+"""The ``per_sample_reward`` marker."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def per_sample_reward(reward: F) -> F:
-    """Promise that each reward depends on nothing but its own completion and row. A decorator.
+    """Decorate a reward function whose rewards depend only on their own completion and row.
 
-    A function that promises it may be called on a part of the completions: with vLLM's server, on those of
-    the prompts that are finished, while others are still generated. It is never called twice at a time. What
-    it gives to ``log_metric`` counts once for every part, so log means and not counts.
+    The trainer may call such a function on parts of a batch: with the vLLM server, on the prompts whose
+    completions are finished while others are still being generated. Calls of one function never overlap. Each
+    value passed to ``log_metric`` counts once per part, so log means and not counts.
     """
     reward.per_sample_reward = True  # type: ignore[attr-defined]
     return reward
 
 
-def is_per_sample_reward(reward: Any) -> bool:
-    """Whether the reward function promises it, itself or inside a ``functools.partial``."""
+def is_per_sample_reward(reward: object) -> bool:
+    """Return True if the reward function, or the function inside a ``functools.partial``, is marked."""
     if isinstance(reward, functools.partial) and is_per_sample_reward(reward.func):
         return True
     return getattr(reward, "per_sample_reward", False) is True

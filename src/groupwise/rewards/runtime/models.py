@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from groupwise.errors import ConfigError
-from groupwise.tokenization.prompts import join_conversation
+from groupwise.tokenization.prompts import Prompt, join_conversation
 
 
 def load_reward_model(name: str, trust_remote_code: bool) -> PreTrainedModel:
-    """A reward model by id or directory, with one output; the policy's own loading options do not apply."""
+    """Load a one-label reward model by hub id or directory; ``model_init_kwargs`` are not applied."""
     return AutoModelForSequenceClassification.from_pretrained(
         name, num_labels=1, trust_remote_code=trust_remote_code
     )
 
 
 class RewardModel:
-    """Scores prompt and completion together with a one-label classifier.
+    """Reward function that scores prompt and completion with a one-label sequence classifier.
 
     Args:
-        model: the classifier; put in evaluation mode, never trained.
-        tokenizer: its own tokenizer; loaded from the model's id when None.
+        model: the classifier; set to evaluation mode.
+        tokenizer: tokenizer of the classifier; None: loaded from the model's id.
         batch_size: texts per forward pass.
+
+    Raises:
+        ConfigError: the classifier has more than one label.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Any, batch_size: int, trust_remote_code: bool
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        batch_size: int,
+        trust_remote_code: bool,
     ) -> None:
         if model.config.num_labels != 1:
             raise ConfigError(
@@ -41,14 +53,15 @@ class RewardModel:
             )
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
-        # Without it, batches of more than one text are refused or scored at the wrong token.
+        # Without a padding token, batches of several texts raise or are scored at the wrong token.
         model.config.pad_token_id = tokenizer.pad_token_id
         self.model = model.eval()
-        self.tokenizer = tokenizer
+        self.tokenizer: PreTrainedTokenizerBase = tokenizer
         self.batch_size = batch_size
 
     @torch.no_grad()
-    def __call__(self, prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
+    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Prompt], **_: object) -> list[float]:
+        """Return one score per completion."""
         texts = [
             self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)
         ]
@@ -64,6 +77,8 @@ class RewardModel:
             scores += self.model(**inputs).logits[:, 0].float().tolist()
         return scores
 
-    def _text(self, prompt: Any, completion: Any) -> str:
+    def _text(self, prompt: Prompt, completion: Prompt) -> str:
         whole = join_conversation(prompt, completion)
-        return whole if isinstance(whole, str) else self.tokenizer.apply_chat_template(whole, tokenize=False)
+        if isinstance(whole, str):
+            return whole
+        return str(self.tokenizer.apply_chat_template(whole, tokenize=False))

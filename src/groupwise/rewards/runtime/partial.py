@@ -1,7 +1,7 @@
-"""Rewards of the completions that are finished, while others are still generated.
+"""Partial rewards: calls of ``per_sample_reward`` functions on finished prompts while others are generated.
 
-Only for ``per_sample_reward`` functions. What they gave early is used when it is certain to be what the
-call on the whole rollout would give; otherwise that call is made, as if there had been no other.
+Partial results are matched to the rows of the complete batch by row id. They are used only if every row of
+the batch has one and is unchanged; otherwise the function is called on the complete batch.
 """
 
 from __future__ import annotations
@@ -26,39 +26,42 @@ from groupwise.rewards.runtime.calling import (
     reward_name,
     start_thread,
 )
+from groupwise.tokenization.prompts import prompts_equal
 
 logger = logging.getLogger(__name__)
 
-#: Arguments that are no lists with an entry per completion.
+#: Arguments that are not columns with one entry per completion.
 _SHARED = {"trainer_state", "log_extra", "log_metric"}
 
 
 def with_partial_results(function: Callable[..., Any]) -> PartialReward:
-    """The independent function as one that takes parts before the whole."""
+    """Wrap a ``per_sample_reward`` function so that it accepts partial batches."""
     return (_AsyncPartialReward if is_async(function) else PartialReward)(function)
 
 
 def concatenated(parts: Sequence[RolloutBatch]) -> RolloutBatch:
-    """What reward functions see of several parts, as one."""
+    """Concatenate the fields of several partial batches that reward functions receive."""
     return RolloutBatch(
         rows=[row for part in parts for row in part.rows],
         prompts=[prompt for part in parts for prompt in part.prompts],
         prompt_ids=[ids for part in parts for ids in part.prompt_ids],
         completions=[completion for part in parts for completion in part.completions],
         texts=[text for part in parts for text in part.texts],
+        row_ids=[row_id for part in parts for row_id in part.row_ids],
     )
 
 
 @dataclass
-class _Early:
-    """A call on a part: its rewards, and what it logged."""
+class _PartialCall:
+    """Columns, rewards and logs of a call on a partial batch."""
 
-    part: RolloutBatch
+    row_ids: Sequence[int]
+    arguments: dict[str, list[Any]]
     rewards: list[Any] = field(default_factory=list)
     columns: dict[str, list[Any]] = field(default_factory=dict)
     metrics: list[tuple[str, float]] = field(default_factory=list)
 
-    def log_extra(self, column: str, values: list[Any]) -> None:
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
         self.columns[column] = list(values)
 
     def log_metric(self, name: str, value: float) -> None:
@@ -66,77 +69,75 @@ class _Early:
 
 
 class PartialReward:
-    """A reward function whose call takes over what it gave for parts.
+    """A reward function that reuses its results on partial batches when it is called on the complete batch.
 
     Args:
-        function: an independent one.
+        function: a ``per_sample_reward`` function.
     """
+
+    #: Makes :func:`call_rewards` pass ``row_ids``.
+    takes_row_ids = True
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.__name__ = reward_name(function)
-        self._early: list[_Early] = []
+        self._calls: list[_PartialCall] = []
         self._failed = False
 
-    def begin(self, part: RolloutBatch, timeout: float | None, **shared: Any) -> None:
-        """Call it on a part of the rollout that it will be called on next.
+    def begin(self, part: RolloutBatch, timeout: float | None, **shared: object) -> None:
+        """Call the function on a part of the next complete batch.
 
         Args:
-            timeout: seconds that this call may take.
+            timeout: seconds for this call.
             shared: further keyword arguments.
         """
-        self._call_early(part, timeout, shared)
+        self._call_part(part, timeout, shared)
 
-    def __call__(self, **arguments: Any) -> Any:
-        rewards = self._take_over(arguments)
+    def __call__(self, row_ids: Sequence[int], **arguments: Any) -> object:
+        rewards = self._merge(row_ids, arguments)
         return self.function(**arguments) if rewards is None else rewards
 
-    def _call_early(self, part: RolloutBatch, timeout: float | None, shared: dict[str, Any]) -> None:
+    def _call_part(self, part: RolloutBatch, timeout: float | None, shared: dict[str, object]) -> None:
         if self._failed:
             return
-        early = _Early(part)
-        logs = {"log_extra": early.log_extra, "log_metric": early.log_metric}
+        # The function gets lists of its own: it may change them.
+        call = _PartialCall(part.row_ids, reward_arguments(part))
+        logs = {"log_extra": call.log_extra, "log_metric": call.log_metric}
         try:
             output = self._run({**reward_arguments(part), **shared, **logs}, timeout)
             checked = checked_rewards(output, self.__name__, part)
         except RewardError as error:
-            logger.warning("%s, on a part of the completions; it is called again with all of them", error)
+            logger.warning("%s, on a part of the batch; it is called again on the complete batch", error)
             self._failed = True
             return
-        early.rewards = [None if isinstance(r, float) and math.isnan(r) else r for r in checked]
-        self._early.append(early)
+        call.rewards = [None if isinstance(r, float) and math.isnan(r) else r for r in checked]
+        self._calls.append(call)
 
-    def _run(self, arguments: dict[str, Any], timeout: float | None) -> Any:
+    def _run(self, arguments: dict[str, Any], timeout: float | None) -> object:
         return call_function(self.function, f"reward function {self.__name__!r}", arguments, timeout)
 
-    def _take_over(self, arguments: dict[str, Any]) -> list[Any] | None:
-        """The rewards of all parts in the order of the whole; None unless they are those of the whole."""
-        calls, self._early, self._failed = self._early, [], False
-        # The lists of token ids are those of the sampler's answer: nothing else can be mistaken for them.
-        places = {
-            id(c.token_ids): (i, j) for i, e in enumerate(calls) for j, c in enumerate(e.part.completions)
-        }
-        found = [places.get(id(ids)) for ids in arguments["completion_ids"]]
-        columns = [reward_arguments(early.part) for early in calls]
-        if not all(
-            place is not None and _same(columns[place[0]], place[1], arguments, row)
-            for row, place in enumerate(found)
+    def _merge(self, row_ids: Sequence[int], arguments: dict[str, Any]) -> list[Any] | None:
+        """Return the partial rewards in the order of the complete batch, or None if they do not cover it."""
+        calls, self._calls, self._failed = self._calls, [], False
+        positions = {row_id: (call, i) for call in calls for i, row_id in enumerate(call.row_ids)}
+        found = [positions[row_id] for row_id in row_ids if row_id in positions]
+        if len(found) < len(row_ids) or not all(
+            _is_unchanged(call.arguments, i, arguments, row) for row, (call, i) in enumerate(found)
         ):
             return None
-        used = [place for place in found if place is not None]
-        if any(len(values) != len(e.part) for e in calls for values in e.columns.values()):
+        if any(len(values) != len(call.row_ids) for call in calls for values in call.columns.values()):
             return None
-        for name in {name: None for i, _ in used for name in calls[i].columns}:
-            none = {i: [None] * len(calls[i].part) for i, _ in used}
-            arguments["log_extra"](name, [calls[i].columns.get(name, none[i])[j] for i, j in used])
-        for i in dict.fromkeys(i for i, _ in used):
-            for name, value in calls[i].metrics:
+        for name in {name: None for call, _ in found for name in call.columns}:
+            values = [call.columns[name][i] if name in call.columns else None for call, i in found]
+            arguments["log_extra"](name, values)
+        for call in {id(call): call for call, _ in found}.values():
+            for name, value in call.metrics:
                 arguments["log_metric"](name, value)
-        return [calls[i].rewards[j] for i, j in used]
+        return [call.rewards[i] for call, i in found]
 
 
 class _AsyncPartialReward(PartialReward):
-    """Parts are called in a thread, one call after the other; what comes meanwhile is one part."""
+    """Calls an async function on parts in one thread; parts that arrive during a call are merged into one."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
@@ -144,26 +145,27 @@ class _AsyncPartialReward(PartialReward):
         self._waiting: list[RolloutBatch] = []
         self._worker: Future[None] | None = None
 
-    def begin(self, part: RolloutBatch, timeout: float | None, **shared: Any) -> None:
+    def begin(self, part: RolloutBatch, timeout: float | None, **shared: object) -> None:
         with self._lock:
             self._waiting.append(part)
             if self._worker is None:
                 self._worker = Future()
                 start_thread(lambda: self._work(timeout, shared))
 
-    async def __call__(self, **arguments: Any) -> Any:
+    async def __call__(self, row_ids: Sequence[int], **arguments: Any) -> object:
         with self._lock:
             worker = self._worker
         if worker is not None:
-            await asyncio.shield(asyncio.wrap_future(worker))  # a limit on this call ends no other
-        rewards = self._take_over(arguments)
+            # shield: the time limit of this call must not cancel the partial call.
+            await asyncio.shield(asyncio.wrap_future(worker))
+        rewards = self._merge(row_ids, arguments)
         return await self.function(**arguments) if rewards is None else rewards
 
-    def _work(self, timeout: float | None, shared: dict[str, Any]) -> None:
+    def _work(self, timeout: float | None, shared: dict[str, object]) -> None:
         while parts := self._next_parts():
             try:
-                self._call_early(concatenated(parts), timeout, shared)
-            except BaseException:  # nobody hears a thread; the call on the whole shows what it was
+                self._call_part(concatenated(parts), timeout, shared)
+            except BaseException:  # the call on the complete batch raises it again in the caller's thread
                 self._failed = True
 
     def _next_parts(self) -> list[RolloutBatch]:
@@ -174,16 +176,16 @@ class _AsyncPartialReward(PartialReward):
                 self._worker = None
             return parts
 
-    def _run(self, arguments: dict[str, Any], timeout: float | None) -> Any:
+    def _run(self, arguments: dict[str, Any], timeout: float | None) -> object:
         title = f"reward function {self.__name__!r}"
         return asyncio.run(await_function(self.function, title, arguments, timeout))
 
 
-def _same(part: dict[str, Any], at: int, whole: dict[str, Any], row: int) -> bool:
-    """Whether a completion of a part came with what it comes with in the whole."""
-    if part.keys() != whole.keys() - _SHARED:
-        return False
-    # Texts are decoded anew, everything else is the same object.
-    return part["completions"][at] == whole["completions"][row] and all(
-        part[name][at] is whole[name][row] for name in part if name != "completions"
+def _is_unchanged(part: dict[str, list[Any]], i: int, whole: dict[str, Any], row: int) -> bool:
+    """Return True if a row of the complete batch has the values that the partial call received.
+
+    An override of ``generate_rollouts`` may return other rows than those that finished early.
+    """
+    return part.keys() == whole.keys() - _SHARED and all(
+        part[name][i] is whole[name][row] or prompts_equal(part[name][i], whole[name][row]) for name in part
     )

@@ -1,4 +1,4 @@
-"""Programs of unknown intent in a process with limits; what it protects from is said in ``code.py``."""
+"""Sandbox for untrusted Python programs; ``code.py`` documents its guarantees."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from groupwise.errors import RewardError
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use.
+    """Resource limits of one program.
 
-    timeout: seconds, of the clock and of processor time per process.
+    timeout: seconds of wall-clock time, and of CPU time per process.
     memory: bytes of address space per process.
-    processes: processes and threads at one time.
-    output: bytes of standard output, and of any one file.
+    processes: concurrent processes and threads.
+    output: bytes of standard output, and of each file.
     """
 
     timeout: float
@@ -31,25 +31,43 @@ class Limits:
     output: int
 
 
-class Outcome(NamedTuple):
-    """How a program ended, and what it wrote to standard output."""
+class Result(NamedTuple):
+    """Exit status and standard output of a program."""
 
     status: Literal["ok", "failed", "timeout"]
     output: str
 
 
-def run_program(source: str, stdin: str, limits: Limits, isolated: bool) -> Outcome:
-    """Run a Python program and wait for it and for everything it started.
+class Sandbox(Protocol):
+    """Interface of a sandbox."""
 
-    Args:
-        isolated: in namespaces of its own; otherwise under limits only.
+    def run(self, program: str, stdin: str, limits: Limits) -> Result:
+        """Run a Python program and wait until it and all processes it started have ended.
 
-    Raises:
-        RewardError: the sandbox could not be set up; the program was not run.
+        Raises:
+            RewardError: the sandbox could not be set up; the program was not run.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class LinuxSandbox:
+    """Sandbox of Linux namespaces and resource limits.
+
+    isolated: run in new namespaces; False applies the resource limits only.
     """
+
+    isolated: bool = True
+
+    def run(self, program: str, stdin: str, limits: Limits) -> Result:
+        """Run a Python program; see :class:`Sandbox`."""
+        return _run(program, stdin, limits, self.isolated)
+
+
+def _run(source: str, stdin: str, limits: Limits, isolated: bool) -> Result:
     if sys.platform != "linux":
         raise RewardError("the sandbox could not be set up: it needs Linux")
-    # Not above: it imports what other systems do not have.
+    # Imported here: its module needs Linux.
     from groupwise.rewards.runtime import sandbox_launcher
 
     with (
@@ -62,7 +80,7 @@ def run_program(source: str, stdin: str, limits: Limits, isolated: bool) -> Outc
         (directory / "root").mkdir()
         (directory / "work").mkdir()
         if os.geteuid() == 0 and not isolated:
-            # The program runs as nobody, who must reach its working directory.
+            # The program runs as the user nobody, which needs access to its working directory.
             directory.chmod(0o711)
             os.chown(directory / "work", sandbox_launcher.NOBODY, sandbox_launcher.NOBODY)
         given.write(stdin.encode("utf-8", errors="replace"))
@@ -74,7 +92,7 @@ def run_program(source: str, stdin: str, limits: Limits, isolated: bool) -> Outc
             "executable": sys.executable,
             "prefixes": sorted({sys.base_prefix, sys.prefix}),
         }
-        # Not through the interpreter's site packages: the start is most of the cost of a short program.
+        # -S skips site-packages: start-up dominates the cost of a short program.
         command = [sys.executable, "-I", "-S", sandbox_launcher.__file__, json.dumps(job)]
         process = subprocess.Popen(
             command,
@@ -85,31 +103,32 @@ def run_program(source: str, stdin: str, limits: Limits, isolated: bool) -> Outc
             cwd="/",
             start_new_session=True,
         )
-        complaint = _wait(process, limits.timeout)
-        if complaint:
-            raise RewardError(f"the sandbox could not be set up: {complaint.strip().splitlines()[-1]}")
+        errors = _wait(process, limits.timeout)
+        if errors:
+            raise RewardError(f"the sandbox could not be set up: {errors.strip().splitlines()[-1]}")
         statuses: dict[int, Literal["ok", "failed", "timeout"]] = {
             0: "ok",
             sandbox_launcher.FAILED: "failed",
         }
         written.seek(0)
         output = written.read(limits.output).decode("utf-8", errors="replace")
-        return Outcome(statuses.get(process.returncode, "timeout"), output)
+        return Result(statuses.get(process.returncode, "timeout"), output)
 
 
 def _wait(process: subprocess.Popen[bytes], timeout: float) -> str:
-    """Until the launcher ends, or is ended when it outlives its own time limit; what it wrote to stderr."""
+    """Wait for the launcher, or stop it if it exceeds its own time limit. Returns its stderr."""
     try:
         return process.communicate(timeout=timeout + 10)[1].decode(errors="replace")
     except subprocess.TimeoutExpired:
         return ""
     finally:
         if process.poll() is None:
-            # Only a launcher that is asked to end can be sure to end what left its process group.
+            # SIGTERM first: only the launcher can kill processes that left its process group.
             process.terminate()
             try:
                 process.wait(5)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-            process.stderr.close()
+            if process.stderr is not None:
+                process.stderr.close()

@@ -1,10 +1,10 @@
-"""Runs one program under limits, as a script of its own: standard library only, started by ``sandbox.py``.
+"""Script that runs one program under limits: standard library only, started by ``sandbox.py``.
 
-The order matters. The file system is built with the rights to mount; then the process forks into its own
-process namespace, gives up root, gets its limits, is locked into the new root and becomes the program. What
-stays outside waits, and kills the program's whole process namespace when time is up.
+The order matters: mount the read-only file system while mounting is permitted; fork into a new PID namespace;
+in the child drop root, set the limits, chroot and exec the program. The parent waits and kills the PID
+namespace at the time limit.
 
-Exit status: 0, ``FAILED`` or ``TIMED_OUT`` for the program; anything on stderr is a failure of the sandbox.
+Exit status: 0, ``FAILED`` or ``TIMED_OUT`` for the program; any output on stderr is a failure of the sandbox.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -
 
 
 def enter_namespaces() -> None:
-    """Own mounts, processes, network and System V objects; without root, in a user namespace."""
+    """Unshare mounts, PIDs, network, IPC and host name; without root, in a new user namespace."""
     flags = _NEW_NS | _NEW_PID | _NEW_NET | _NEW_IPC | _NEW_UTS
     if os.geteuid() == 0:
         _checked("namespaces", _libc.unshare(flags))
         return
     user, group = os.geteuid(), os.getegid()
     _checked("namespaces", _libc.unshare(flags | _NEW_USER))
-    # A user id other than 0: the rights to mount end with exec.
+    # Map to a user id other than 0, so that exec drops the capability to mount.
     for name, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{NOBODY} {user} 1"),
@@ -64,12 +64,12 @@ def enter_namespaces() -> None:
 
 
 def build_root(root: str, job: dict) -> None:
-    """A read-only file system with the interpreter and nothing of the user's, and a /tmp of limited size."""
+    """Mount a read-only root with the interpreter and no user files, and a /tmp of limited size."""
     _mount("none", "/", "", _REC | _PRIVATE)
     _mount("tmpfs", root, "tmpfs", _NOSUID | _NODEV, "size=1m,mode=755")
     size = 8 * job["output"]
     os.mkdir(root + "/tmp")
-    # Before the prefixes: an environment may lie in /tmp.
+    # Mounted before the prefixes: a virtual environment may be in /tmp.
     _mount("tmpfs", root + "/tmp", "tmpfs", _NOSUID | _NODEV, f"size={size},nr_inodes=1000,mode=1777")
     bound: list[str] = []
     for path in (*_SYSTEM, *job["prefixes"]):
@@ -86,7 +86,7 @@ def build_root(root: str, job: dict) -> None:
 
 
 def _set_attributes(path: str, how: int, added: int = 0, removed: int = 0) -> None:
-    # struct mount_attr: flags to set, flags to clear, propagation, a fd.
+    # struct mount_attr: attr_set, attr_clr, propagation, userns_fd
     attributes = (ctypes.c_uint64 * 4)(added, removed, 0, 0)
     number, size = ctypes.c_long(_SYS_MOUNT_SETATTR), ctypes.c_size_t(32)
     done = _libc.syscall(number, -100, path.encode(), how, attributes, size)
@@ -112,21 +112,25 @@ def _placeholder(path: str) -> None:
 
 
 def become_program(job: dict, work: str) -> None:
-    """Give up every right, set the limits and replace this process; returns only by raising."""
-    # What else the process limit counts: without root, the waiting launcher is in the same user namespace.
+    """Drop all privileges, set the limits and exec the program; does not return.
+
+    Raises:
+        OSError: a step failed.
+    """
+    # Processes that RLIMIT_NPROC counts besides: without root, the launcher in the same user namespace.
     others = int(os.geteuid() != 0)
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
         if job["isolated"]:
-            # Here processes are counted from zero, and chroot is a right of this namespace until exec.
+            # A new user namespace counts processes from zero and permits chroot until exec.
             _checked("user namespace", _libc.unshare(_NEW_USER))
     _checked("parent death signal", _libc.prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
     if not job["isolated"]:
         others = _tasks_of(os.geteuid())
     else:
-        # From inside a chroot the kernel makes no user namespaces, which would give these rights back.
+        # The kernel refuses new user namespaces in a chroot, which would give capabilities back.
         os.chroot(".")
     os.chdir(work)
     seconds = math.ceil(job["timeout"])
@@ -139,7 +143,7 @@ def become_program(job: dict, work: str) -> None:
         (resource.RLIMIT_NOFILE, 256, 256),
         (resource.RLIMIT_CORE, 0, 0),
     ):
-        # A hard limit that is already lower stays.
+        # Keep a lower hard limit.
         known = resource.getrlimit(limit)[1]
         hard = hard if known == resource.RLIM_INFINITY else min(hard, known)
         resource.setrlimit(limit, (min(soft, hard), hard))
@@ -152,13 +156,13 @@ def become_program(job: dict, work: str) -> None:
         raise PermissionError(f"the user of the sandbox cannot run {job['executable']}")
     os.dup2(devnull, 2)
     environment = {"PATH": "/usr/bin:/bin", "HOME": work, "TMPDIR": work, "LANG": "C.UTF-8"}
-    # numpy would start a thread per processor, which the process limit does not allow.
+    # numpy would start one thread per CPU and exceed the process limit.
     environment["OMP_NUM_THREADS"] = "1"
     os.execve(job["executable"], [job["executable"], "-I", "-B", "main.py"], environment)
 
 
 def _tasks_of(user: int) -> int:
-    """Processes and threads of a user, which is what the process limit counts."""
+    """Count the processes and threads of a user, as RLIMIT_NPROC does."""
     count = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -168,7 +172,7 @@ def _tasks_of(user: int) -> int:
 
 
 def _kill_descendants() -> None:
-    """Without a process namespace: end what the program left behind; orphans are children of this process."""
+    """Kill the processes that a program without PID namespace left: children of this subreaper."""
     while True:
         try:
             with open(f"/proc/self/task/{os.getpid()}/children") as file:
@@ -187,7 +191,7 @@ def _kill_descendants() -> None:
 
 
 def main(job: dict) -> int:
-    """Run ``program.py`` of the job's directory; see the module for the exit status."""
+    """Run ``program.py`` in the job's directory. Returns the exit status."""
     started: list[int] = []
     stopped: list[int] = []
 
@@ -228,7 +232,7 @@ def main(job: dict) -> int:
         stop(stopped[0], None)
     _, status = os.waitpid(child, 0)
     result = TIMED_OUT if stopped else 0 if status == 0 else FAILED
-    # Its number may be another process's from now on.
+    # The pid may be reused from here on.
     started.clear()
     if not job["isolated"]:
         _kill_descendants()
