@@ -90,7 +90,14 @@ def _run(source: str, stdin: str, limits: Limits, isolated: bool) -> Result:
             "isolated": isolated,
             "directory": str(directory),
             "executable": sys.executable,
-            "prefixes": sorted({sys.base_prefix, sys.prefix}),
+            # with the targets: a virtual environment may be a symbolic link
+            "prefixes": sorted(
+                {
+                    path
+                    for prefix in (sys.base_prefix, sys.prefix)
+                    for path in (prefix, os.path.realpath(prefix))
+                }
+            ),
         }
         # -S skips site-packages: start-up dominates the cost of a short program.
         command = [sys.executable, "-I", "-S", sandbox_launcher.__file__, json.dumps(job)]
