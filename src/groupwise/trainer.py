@@ -1,4 +1,4 @@
-"""The trainer: what happens in a step."""
+"""GRPOTrainer: one optimizer step from top to bottom, and the construction of its parts."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from groupwise.data.buffer import ExperienceBuffer
 from groupwise.data.build import (
     check_data,
     micro_batches_per_generation,
+    num_generations_eval,
     prepare_data,
     prompts_per_batch,
 )
@@ -199,9 +200,8 @@ class GRPOTrainer(
         self.logprob_mismatch = make_logprob_mismatch_check(self.logprob_computer, args, self.accelerator)
         self.router_aux_loss_coef = router_aux_loss_coef(self.model, args)
         self.aux_loss_enabled = self.router_aux_loss_coef != 0.0
-        self.micro_batch_budget = micro_batch_budget(type(self), args, aux_loss=self.aux_loss_enabled)
         check_loss_override(type(self), args)
-        self.objective_settings = objective_settings(args)
+        self._read_step_settings()
         self.policy_loss: PolicyLoss = (
             LigerLoss(
                 self.router_aux_loss_coef,
@@ -213,6 +213,11 @@ class GRPOTrainer(
             else ObjectiveLoss(self.router_aux_loss_coef, self.compute_logprobs, self.compute_policy_loss)
         )
         self.entropy_control = EntropyControl(args.entropy_coef)
+
+    def _read_step_settings(self) -> None:
+        """Read the settings that the loss and the micro-batches use, which a callback may have changed."""
+        self.objective_settings = objective_settings(self.args)
+        self.micro_batch_budget = micro_batch_budget(type(self), self.args, aux_loss=self.aux_loss_enabled)
 
     def _set_run_state(self) -> None:
         args = self.args
@@ -244,11 +249,10 @@ class GRPOTrainer(
         """
         self.restore_pending_rng()  # Trainer would restore it only after this hook, too late for sampling
         self.step_state.begin_step()  # a failure, and a checkpoint before the update, return to this state
+        self._read_step_settings()
         with self.rollback_on_failure():
             window: list[Experience] = []  # one entry per micro-batch of this rank
-            while (
-                len(window) < num_batches
-            ):  # a window may span several generations, and a generation windows
+            while len(window) < num_batches:  # a window may span generations, and a generation windows
                 if self.buffer.is_empty:
                     experience = self.make_train_experience()
                     self.buffer.fill(experience, self.args.num_iterations, prompts_per_batch(self.args))
@@ -361,7 +365,7 @@ class GRPOTrainer(
         remainder = gradient_state.remainder if gradient_state.end_of_dataloader else 0
         request = RolloutRequest(
             inputs,
-            num_generations=self.args.num_generations_eval,  # type: ignore[arg-type]
+            num_generations=num_generations_eval(self.args),
             num_valid=remainder if remainder > 0 else None,
             mode="eval",
             generation_kwargs=self.args.eval_generation_kwargs or {},  # type: ignore[arg-type]
@@ -456,7 +460,7 @@ class GRPOTrainer(
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train; ``resume_from_checkpoint`` (True or a directory) continues exactly where it was saved."""
-        directory = checkpointing.find_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        directory = checkpointing.find_checkpoint(resume_from_checkpoint, str(self.args.output_dir))
         self._reset_run_state(directory)
         return super().train(directory, *args, **kwargs)
 

@@ -75,7 +75,7 @@ def check_data(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> Non
                 f"max_steps={config.max_steps}; set max_steps to the number of optimizer steps"
             )
         return
-    needed = config.generation_batch_size // config.num_generations
+    needed = prompts_per_batch(config)
     if len(train_dataset) < needed:
         raise ConfigError(
             f"train_dataset has {len(train_dataset)} prompts, but one generation batch takes {needed} "
@@ -239,6 +239,11 @@ def prompts_per_batch(config: GRPOConfig) -> int:
     return config.generation_batch_size // config.num_generations  # type: ignore[operator]
 
 
+def num_generations_eval(config: GRPOConfig) -> int:
+    """Return the completions per prompt of an evaluation."""
+    return config.num_generations if config.num_generations_eval is None else config.num_generations_eval
+
+
 def micro_batches_per_generation(config: GRPOConfig) -> int:
     """Return how many micro-batches of a rank are trained on a generation batch, reuse included."""
     return config.steps_per_generation * config.num_iterations  # type: ignore[operator]
@@ -286,7 +291,7 @@ def evaluation_rows(dataset: Any, config: GRPOConfig) -> Dataset[Row]:
     Raises:
         ConfigError: the evaluation batch cuts a group; names the nearest valid sizes.
     """
-    size, group = config.eval_batch_size * config.world_size, config.num_generations_eval
+    size, group = config.eval_batch_size * config.world_size, num_generations_eval(config)
     if size % group:
         below = size // group * group
         nearest = " or ".join(str(valid) for valid in (below, below + group) if valid)

@@ -1,4 +1,4 @@
-"""Prompts that cannot be trained on, found before anything expensive: each named by its row."""
+"""Check prompts before anything expensive: missing, empty or too long, each named by its row."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import datasets
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import chosen_backend
@@ -15,39 +15,45 @@ from groupwise.policy.build import text_config
 from groupwise.tokenization.images import is_processor
 from groupwise.tokenization.prompts import is_conversational, tokenize_prompt
 
-#: More than what a chat template adds to a message.
+#: Upper bound of the tokens that a chat template adds to a message.
 _MESSAGE_TOKENS = 64
 
 
 class Context(NamedTuple):
-    """Tokens that prompt and completion may have together, and the setting that says so."""
+    """Maximum number of prompt and completion tokens, and the setting that it comes from."""
 
     tokens: int
     setting: str
 
 
 class PromptCheck:
-    """Refuses rows whose prompt is missing, empty or too long.
+    """Check that the prompt of a row is present, not empty, and short enough.
 
     Args:
         name: the dataset, for messages.
         processing_class: tokenizer or processor.
-        context: what limits prompt and completion; None where nothing does.
+        context: limit of prompt and completion; None: no limit.
     """
 
-    def __init__(self, name: str, processing_class: Any, config: GRPOConfig, context: Context | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin,
+        config: GRPOConfig,
+        context: Context | None,
+    ) -> None:
         self.name = name
-        self.tokenizer = getattr(processing_class, "tokenizer", processing_class)
+        self.tokenizer: PreTrainedTokenizerBase = getattr(processing_class, "tokenizer", processing_class)
         self.config = config
-        # How many tokens an image takes, only its processor knows: reading them all ahead would take long.
+        # The tokens of an image are known only after processing it, which is too slow to do in advance.
         self.context = None if is_processor(processing_class) else context
         self.template_tokens: int | None = None
-        # A processor may keep the chat template to itself: then only it knows what becomes of a chat.
-        self.template_is_elsewhere = (
+        # If only the processor has the chat template, the length of a chat cannot be computed here.
+        self.template_is_in_processor = (
             self.tokenizer is not processing_class and getattr(self.tokenizer, "chat_template", None) is None
         )
 
-    def __call__(self, row: Any, index: int) -> None:
+    def __call__(self, row: object, index: int) -> None:
         """Check one row.
 
         Raises:
@@ -85,13 +91,13 @@ class PromptCheck:
     def _check_length(self, prompt: Any, where: str) -> None:
         assert self.context is not None
         room = self.context.tokens - self.config.max_completion_length
-        if is_conversational(prompt) and self.template_is_elsewhere:
+        if is_conversational(prompt) and self.template_is_in_processor:
             return
         is_chat = is_conversational(prompt)
         texts = [message.get("content") or "" for message in prompt] if is_chat else [prompt]
-        if not all(isinstance(text, str) for text in texts):  # images, whose tokens only the model knows
+        if not all(isinstance(text, str) for text in texts):  # images
             return
-        # A token is at least one byte: most prompts are short enough without being tokenised.
+        # A token has at least one byte, so that most prompts need no tokenization.
         size = sum(len(text.encode(errors="replace")) + _MESSAGE_TOKENS for text in texts)
         if self.template_tokens is not None and size + self.template_tokens <= room:
             return
@@ -116,7 +122,7 @@ class PromptCheck:
 
 
 def context_length(model: str | PreTrainedModel, config: GRPOConfig) -> Context | None:
-    """How many tokens there may be; None where nothing limits them."""
+    """Return the limit of prompt and completion tokens; None if there is none."""
     limits = {"max_position_embeddings": getattr(text_config(model, config), "max_position_embeddings", None)}
     if chosen_backend(config) == "colocate":
         limits["vllm_max_model_length"] = config.vllm_max_model_length
@@ -125,7 +131,7 @@ def context_length(model: str | PreTrainedModel, config: GRPOConfig) -> Context 
 
 
 def known_prompts(dataset: Any) -> Iterable[Any] | None:
-    """All prompts of a dataset that is at hand; None where rows come to be only when they are read."""
+    """Return all prompts of a dataset in memory; None if rows are computed on access."""
     if isinstance(dataset, datasets.Dataset):
         made_on_reading = dataset.format["type"] == "custom" or "Image(" in str(dataset.features["prompt"])
         return None if made_on_reading else dataset.with_format(None).select_columns("prompt")["prompt"]

@@ -25,6 +25,7 @@ from groupwise.data.build import (
     evaluation_rows,
     make_group_sampler,
     make_prompt_source,
+    num_generations_eval,
     num_micro_batches,
 )
 from groupwise.data.prompt_source import PromptSource, StepCounterDataset, is_streaming
@@ -221,7 +222,7 @@ class BaseTrainer(Trainer):
             )
         values = self._drain_metrics("eval", metric_key_prefix)
         values.update(
-            self.evaluation.compute(metric_key_prefix, self.args.num_generations_eval, gather_object)
+            self.evaluation.compute(metric_key_prefix, num_generations_eval(self.args), gather_object)
         )
         ours = {f"{metric_key_prefix}_{name}": value for name, value in values.items()}
         return output._replace(metrics={**(output.metrics or {}), **ours})
@@ -339,7 +340,7 @@ class BaseTrainer(Trainer):
             return
         directory = Path(self._get_output_dir(None), f"{compat_transformers.checkpoint_prefix()}-{step}")
         if not directory.exists():
-            self._save_checkpoint(self.model, None)
+            self._save_checkpoint(cast(nn.Module, self.model), None)
         logger.warning(
             "step %d is saved in %s; continue with train(resume_from_checkpoint=True)", step, directory
         )

@@ -59,7 +59,7 @@ class RolloutMixin:
                 mode=request.mode,
             )
         if self.rollout_func is not None:
-            return self._call_rollout_func(request)
+            return self._call_rollout_func(self.rollout_func, request)
         prompt_ids, images = self.tokenize(rows)
         sampling = SamplingOptions(
             images=images,
@@ -130,10 +130,10 @@ class RolloutMixin:
         check_no_images(row, prompt, self.processing_class)
         return tokenize_prompt(self.processing_class, prompt, template_kwargs, max_length), None  # type: ignore[arg-type]
 
-    def _call_rollout_func(self, request: RolloutRequest) -> RolloutBatch:
+    def _call_rollout_func(self, function: RolloutFunction, request: RolloutRequest) -> RolloutBatch:
         prompts = [insert_images(row) for row in request.rows]
         prompt_ids, completions, extra = call_rollout_function(
-            self.rollout_func, prompts, self, self.backend.end_tokens
+            function, prompts, self, self.backend.end_tokens
         )
         images = None
         if is_processor(self.processing_class):
