@@ -43,7 +43,8 @@ class PromptCheck:
         context: Context | None,
     ) -> None:
         self.name = name
-        self.tokenizer: PreTrainedTokenizerBase = getattr(processing_class, "tokenizer", processing_class)
+        tokenizer: Any = getattr(processing_class, "tokenizer", processing_class)
+        self.tokenizer: PreTrainedTokenizerBase = tokenizer
         self.config = config
         # The tokens of an image are known only after processing it, which is too slow to do in advance.
         self.context = None if is_processor(processing_class) else context
