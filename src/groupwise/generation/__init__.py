@@ -1,1 +1,1 @@
-"""Where completions come from. Importing this package imports no engine."""
+"""Generation backends: samplers of completions. Importing this package imports no engine."""

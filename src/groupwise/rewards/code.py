@@ -61,7 +61,7 @@ def get_code_execution_reward(
         require_isolation: raise if namespaces are not permitted, as in most containers. False: run such
             programs with time, memory, process and output limits only. **They can then use the network and
             read and write all files of the user**, and read the environment of the training process (programs
-            of root run as the user ``nobody``).
+            of root run as an unprivileged user).
 
     Returns:
         a reward function: one float in [0, 1] per completion, None for rows without tests. It raises

@@ -80,9 +80,9 @@ def _run(source: str, stdin: str, limits: Limits, isolated: bool) -> Result:
         (directory / "root").mkdir()
         (directory / "work").mkdir()
         if os.geteuid() == 0 and not isolated:
-            # The program runs as the user nobody, which needs access to its working directory.
+            # The program runs as an unprivileged user, which needs access to its working directory.
             directory.chmod(0o711)
-            os.chown(directory / "work", sandbox_launcher.NOBODY, sandbox_launcher.NOBODY)
+            os.chown(directory / "work", sandbox_launcher.UNPRIVILEGED_ID, sandbox_launcher.UNPRIVILEGED_ID)
         given.write(stdin.encode("utf-8", errors="replace"))
         given.seek(0)
         job = {

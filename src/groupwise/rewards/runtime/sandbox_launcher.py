@@ -19,7 +19,7 @@ import signal
 import sys
 
 FAILED, TIMED_OUT = 10, 11
-NOBODY = 65534
+UNPRIVILEGED_ID = 65534
 
 _NEW_NS, _NEW_UTS, _NEW_IPC = 0x00020000, 0x04000000, 0x08000000
 _NEW_USER, _NEW_PID, _NEW_NET = 0x10000000, 0x20000000, 0x40000000
@@ -56,8 +56,8 @@ def enter_namespaces() -> None:
     # Map to a user id other than 0, so that exec drops the capability to mount.
     for name, text in (
         ("setgroups", "deny"),
-        ("uid_map", f"{NOBODY} {user} 1"),
-        ("gid_map", f"{NOBODY} {group} 1"),
+        ("uid_map", f"{UNPRIVILEGED_ID} {user} 1"),
+        ("gid_map", f"{UNPRIVILEGED_ID} {group} 1"),
     ):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
@@ -121,8 +121,8 @@ def become_program(job: dict, work: str) -> None:
     others = int(os.geteuid() != 0)
     if os.geteuid() == 0:
         os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
+        os.setresgid(UNPRIVILEGED_ID, UNPRIVILEGED_ID, UNPRIVILEGED_ID)
+        os.setresuid(UNPRIVILEGED_ID, UNPRIVILEGED_ID, UNPRIVILEGED_ID)
         if job["isolated"]:
             # A new user namespace counts processes from zero and permits chroot until exec.
             _checked("user namespace", _libc.unshare(_NEW_USER))
