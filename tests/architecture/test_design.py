@@ -43,6 +43,14 @@ LAYERS = {
 }
 LAYERS["cli"].add("__version__")
 
+#: Symbols of other libraries' submodules that functions of ``compat/`` import.
+WRAPPED = set().union(
+    *(rules.wrapped_symbols(source) for name, source in FILES.items() if name.startswith("compat/"))
+)
+
+#: Exceptions by file: private names that ``compat.transformers`` wraps too.
+PRIVATE = {"policy/layouts/packed_forward.py": {"_attn_implementation", "_is_stateful"}}
+
 
 def taken_by_trainer() -> set[str]:
     """Methods of the Trainer, and the attributes that it sets on itself."""
@@ -157,6 +165,39 @@ def test_imports_within_a_room_and_from_outside_are_allowed():
         "from . import dense\nfrom .dense import f\nimport torch\nfrom groupwise.errors import ConfigError\n"
     )
     assert rules.across_layers("policy/heads/chunked.py", source, LAYERS) == []
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if not name.startswith("compat/")])
+def test_private_symbols_of_other_libraries_are_used_only_in_compat(name):
+    assert rules.private_uses(FILES[name], WRAPPED) <= PRIVATE.get(name, set())
+
+
+@pytest.mark.parametrize(
+    ("line", "symbol"),
+    [
+        ("model._prefill(x)", "_prefill"),
+        ("a.b._value = 1", "_value"),
+        ("getattr(model, '_is_stateful', False)", "_is_stateful"),
+        ("import torch._dynamo", "torch._dynamo"),
+        ("from torch.utils.data._utils import worker", "torch.utils.data._utils.worker"),
+        ("from torch import _C", "torch._C"),
+        (
+            "def f():\n    from vllm.platforms import current_platform",
+            "vllm.platforms.current_platform",
+        ),
+    ],
+)
+def test_a_private_symbol_of_another_library_is_seen(line, symbol):
+    assert rules.private_uses(line, WRAPPED) == {symbol}
+
+
+def test_own_private_names_and_documented_ones_are_allowed():
+    source = (
+        "from __future__ import annotations\nfrom groupwise.core.kl import _f\n"
+        "class A(Trainer):\n    def _g(self, other):\n        self._x = other._x + other._g(self)\n"
+        "        return super()._save(self._y), other._replace(x=1), getattr(self, '_z'), other.__dict__\n"
+    )
+    assert rules.private_uses(source, WRAPPED) == set()
 
 
 @pytest.mark.parametrize("name", FILES)

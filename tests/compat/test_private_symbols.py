@@ -81,6 +81,7 @@ TRAINER_HOOKS = {
     ],
     "get_train_dataloader": ["self"],
     "get_eval_dataloader": ["self", "eval_dataset"],
+    "num_examples": ["self", "dataloader"],
     "_get_dataloader": [
         *("self", "dataset", "description", "batch_size", "sampler_fn", "is_training", "dataloader_key")
     ],
@@ -91,6 +92,7 @@ TRAINER_HOOKS = {
     "_get_grad_norm": ["self", "model", "grad_norm"],
     "_get_output_dir": ["self", "trial"],
     "_save_checkpoint": ["self", "model", "trial"],
+    "_save_rng_state": ["self", "output_dir"],
     "_push_from_checkpoint": ["self", "checkpoint_folder"],
     "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
     "_load_best_model": ["self"],
@@ -254,6 +256,13 @@ def test_persistent_buffers_are_those_of_the_state_dict():
     module.register_buffer("scratch", torch.zeros(1), persistent=False)
     names = [name for name, _ in compat_torch.persistent_buffers(module)]
     assert names == ["running_mean", "running_var", "num_batches_tracked"]
+
+
+def test_a_parameter_is_replaced():
+    module = nn.Linear(1, 1)
+    parameter = nn.Parameter(torch.ones(1, 1))
+    compat_torch.set_parameter(module, "weight", parameter)
+    assert module.weight is parameter and [*module.state_dict()] == ["weight", "bias"]
 
 
 def test_the_next_forward_of_ddp_broadcasts_no_buffers(tmp_path):

@@ -333,7 +333,7 @@ def test_stateful_models_use_the_loop_of_generate(monkeypatch):
 
 def test_ranks_that_share_parameters_use_the_loop_of_generate(monkeypatch):
     model = tiny("llama")
-    monkeypatch.setattr("groupwise.generation.decoding.is_fsdp_managed_module", lambda _: True)
+    monkeypatch.setattr("groupwise.generation.decoding.is_fsdp_managed", lambda _: True)
     assert not can_decode_groups(model, settings())
 
 

@@ -68,7 +68,7 @@ def test_settings_are_refused_before_anything_is_built(tmp_path, settings, messa
 @pytest.mark.vllm
 def test_transformers_would_partition_an_engine_that_it_builds(tmp_path, monkeypatch):
     pytest.importorskip("vllm")
-    monkeypatch.setattr(engine, "is_deepspeed_zero3_enabled", lambda: True)
+    monkeypatch.setattr(engine, "is_zero3_enabled", lambda: True)
     assert "set vllm_model_impl='vllm'" in refused(tmp_path, vllm_model_impl="transformers")
 
 

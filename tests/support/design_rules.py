@@ -163,6 +163,67 @@ def across_layers(name: str, source: str, layers: dict[str, set[str]]) -> list[s
     return sorted(used - layers[own] - {own})
 
 
+def is_private(name: str) -> bool:
+    """Return True for ``_name``, except for names that the Python documentation documents."""
+    documented = {"_asdict", "_exit", "_fields", "_make", "_replace"}  # of named tuples and os
+    return name.startswith("_") and not name.startswith("__") and name not in documented
+
+
+def defined(tree: ast.AST) -> set[str]:
+    """Functions, classes, variables and attributes of ``self`` that a file defines."""
+    found = assigned_on_self(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
+
+
+def imported_symbols(tree: ast.AST) -> set[tuple[str, str]]:
+    """Module and name of each absolute ``from module import name``."""
+    return {
+        (node.module, alias.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level
+        for alias in node.names
+    }
+
+
+def wrapped_symbols(source: str) -> set[tuple[str, str]]:
+    """Symbols of submodules of other libraries that the functions of a file import."""
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    symbols = set().union(*map(imported_symbols, functions))
+    return {(module, name) for module, name in symbols if "." in module}
+
+
+def private_uses(source: str, wrapped: set[tuple[str, str]]) -> set[str]:
+    """Private names of other libraries in a file: attributes, imports, and imports of ``wrapped`` symbols.
+
+    Attributes of ``self``, ``cls`` and ``super()``, and names that the file defines, are its own.
+    """
+    tree = ast.parse(source)
+    own, found = defined(tree), set()
+    for node in ast.walk(tree):
+        owner, name = None, ""
+        if isinstance(node, ast.Attribute):
+            owner, name = node.value, node.attr
+        elif isinstance(node, ast.Call) and called(node) in ("delattr", "getattr", "hasattr", "setattr"):
+            if len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
+                owner, name = node.args[0], str(node.args[1].value)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if any(map(is_private, alias.name.split(".")))}
+        of_self = isinstance(owner, ast.Name) and owner.id in ("self", "cls")
+        of_super = isinstance(owner, ast.Call) and called(owner) == "super"
+        if is_private(name) and name not in own and not of_self and not of_super:
+            found.add(name)
+    for module, name in imported_symbols(tree):
+        private = any(map(is_private, [*module.split("."), name])) and module.split(".")[0] != "groupwise"
+        if private or (module, name) in wrapped:
+            found.add(f"{module}.{name}")
+    return found
+
+
 def reads(source: str, name: str) -> int:
     """How often a file reads the attribute, by a dot or by ``getattr`` with its name."""
     return sum(

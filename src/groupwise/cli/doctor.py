@@ -15,6 +15,7 @@ from groupwise.cli.checks import batch_findings, length_findings, row_findings, 
 from groupwise.cli.report import Finding, fail, ok, summary, table, warn
 from groupwise.cli.run_file import RunArguments, read_run
 from groupwise.cli.sources import check_model, load_datasets, resolve_rewards
+from groupwise.compat.transformers import attention_implementation
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.redact import redact
 from groupwise.config.settings import card_settings
@@ -238,7 +239,7 @@ def _implementations(trainer: GRPOTrainer, config: GRPOConfig) -> Iterable[Findi
     yield ok(
         "device",
         f"{device}, parameters {str(parameters.dtype).removeprefix('torch.')}, mixed precision {mixed}, "
-        f"attention {trainer.model.config._attn_implementation.removeprefix('groupwise_')}",
+        f"attention {attention_implementation(trainer.model).removeprefix('groupwise_')}",
     )
     reference = "none (beta=0)" if config.beta == 0 else type(trainer.reference).__name__
     yield ok(

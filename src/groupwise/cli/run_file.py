@@ -7,7 +7,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -92,7 +92,7 @@ def read_run(
         allow_abbrev=False,
         description="Every setting can be a key of the YAML file or a flag; flags override the file.",
     )
-    known = sorted({action.dest for action in parser._actions} - {"help"})
+    known = sorted(field.name for cls in (RunArguments, config_class) for field in fields(cls) if field.init)
     parser.add_argument("--config", help="YAML file with settings.")
     path = _config_path(arguments)
     if path is not None:

@@ -43,6 +43,11 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, buffer
 
 
+def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Replace a parameter of ``module`` itself; its attribute setter and hooks are not called."""
+    module._parameters[name] = parameter
+
+
 def skip_buffer_broadcast(model: nn.Module) -> None:
     """Skip the broadcast of buffers in the next forward of a DDP model."""
     from torch.nn.parallel import DistributedDataParallel

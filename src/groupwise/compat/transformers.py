@@ -120,12 +120,12 @@ def has_stock_sampling_loop(model: nn.Module) -> bool:
 
 def prefill(
     model: GenerativePreTrainedModel,
-    input_ids: torch.LongTensor,
+    input_ids: torch.Tensor,
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
 ) -> ModelOutput:
     """Run the prompt through ``model`` as ``generate`` does."""
-    return model._prefill(input_ids, config, model_kwargs)
+    return model._prefill(input_ids, config, model_kwargs)  # type: ignore[arg-type]
 
 
 def optimize_for_decode(model: GenerativePreTrainedModel) -> AbstractContextManager[None]:

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 from accelerate.utils import broadcast_object_list
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
-from torch.utils.data._utils import worker
 
+from groupwise.compat.torch import hide_dataloader_worker
 from groupwise.data.sampler import GroupSampler
 from groupwise.errors import ConfigError
 from groupwise.records import Row
@@ -403,8 +403,7 @@ class _IterableRows(IterableDataset[Row]):
         self.rows = rows
 
     def __iter__(self) -> Iterator[Row]:
-        # Streams of `datasets` change their order inside a worker, even if it is the only one.
-        worker._worker_info = None
+        hide_dataloader_worker()
         return iter(self.rows)
 
 

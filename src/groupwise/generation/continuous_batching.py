@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from groupwise.compat.transformers import logits_processors
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import BackendError, ConfigError
 from groupwise.generation.base import RUN_SETTINGS, BackendEntry, ProcessingClass, json_dict, text_tokenizer
@@ -128,9 +129,10 @@ def make_backend(
 @torch.no_grad()
 def _check_sampling(model: CausalLM, sampler: GenerationConfig) -> None:
     """Raise ConfigError for logits processors that transformers would drop with a warning."""
-    processors = model._get_logits_processor(sampler)
     dropped = [
-        type(p).__name__ for p in processors if getattr(p, "supports_continuous_batching", None) is False
+        type(p).__name__
+        for p in logits_processors(model, sampler)
+        if getattr(p, "supports_continuous_batching", None) is False
     ]
     if dropped:
         raise ConfigError(

@@ -25,9 +25,17 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-from transformers.integrations.fsdp import is_fsdp_managed_module
 
+from groupwise.compat.transformers import (
+    has_stock_sampling_loop,
+    is_fsdp_managed,
+    is_stateful,
+    is_zero3_enabled,
+    optimize_for_decode,
+    prefill,
+    supports_dynamic_cache,
+    update_model_kwargs,
+)
 from groupwise.cpu.multinomial import multinomial
 from groupwise.generation.growing_cache import continue_rows
 from groupwise.policy.attention import install_attention_hook
@@ -65,7 +73,7 @@ def group_prompts(prompts: Sequence[Sequence[int]]) -> tuple[list[Sequence[int]]
 
 def requires_lockstep_forwards(model: torch.nn.Module) -> bool:
     """Return True under ZeRO-3 and FSDP: ranks dead-lock unless all run the same number of forwards."""
-    return is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
+    return is_zero3_enabled() or is_fsdp_managed(model)
 
 
 def can_decode_groups(model: CausalLM, config: GenerationConfig) -> bool:
@@ -77,25 +85,17 @@ def can_decode_groups(model: CausalLM, config: GenerationConfig) -> bool:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     adapters = getattr(model, "peft_config", {}).values()
     return (
-        _has_default_loop(base)
+        has_stock_sampling_loop(base)
         and not any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters)
         and not base.config.is_encoder_decoder
         and base.config.get_text_config(decoder=True)
         is base.config  # others compute position ids differently
-        and not base._is_stateful
-        and base._supports_default_dynamic_cache()
+        and not is_stateful(base)
+        and supports_dynamic_cache(base)
         and "past_key_values" in inspect.signature(base.forward).parameters
         and all(type(layer) in SELECTABLE_LAYERS for layer in DynamicCache(config=base.config).layers)
         and _acts_on_rows(config, base.generation_config)
         and not requires_lockstep_forwards(base)
-    )
-
-
-def _has_default_loop(model: CausalLM) -> bool:
-    """Return True if neither class nor instance overrides ``generate`` or its sampling loop."""
-    return all(
-        getattr(getattr(model, name, None), "__func__", None) is getattr(GenerationMixin, name)
-        for name in ("generate", "_sample")
     )
 
 
@@ -143,13 +143,13 @@ def decode_groups(
     rows_R = rows.repeat_interleave(torch.tensor(copies, device=input_ids.device))
     limit, pad = generation_config.max_length, generation_config.pad_token_id
     sequences = input_ids.new_full((len(rows_R), limit), pad)
-    outputs = model._prefill(input_ids, generation_config, model_kwargs)
+    outputs = prefill(model, input_ids, generation_config, model_kwargs)
     batch = _Rows(model, input_ids, outputs, model_kwargs, logits_processor)
     continue_rows(batch.cache, rows_R, limit)
     batch.select(rows_R)
     output_index_R = torch.arange(len(rows_R), device=input_ids.device)
     running_R = torch.ones_like(output_index_R, dtype=torch.bool)
-    with model._optimize_model_for_decode():
+    with optimize_for_decode(model):
         while True:
             scores_RV = logits_processor(batch.tokens_RS, batch.logits_RV)  # type: ignore[arg-type]
             next_R = sample_tokens(scores_RV, generation_config.do_sample)
@@ -230,7 +230,7 @@ class _Rows:
         self._update(self.model(**inputs, return_dict=True))
 
     def _update(self, outputs: Any) -> None:
-        self.kwargs = self.model._update_model_kwargs_for_generation(outputs, self.kwargs)
+        self.kwargs = update_model_kwargs(self.model, outputs, self.kwargs)
         # A view would keep the logits of the whole prompt alive in models that compute all of them.
         copy = outputs.logits.shape[1] > 1
         self.logits_RV = outputs.logits[:, -1].to(self.tokens_RS.device, torch.float32, copy=copy)

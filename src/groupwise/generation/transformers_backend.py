@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+from groupwise.compat.transformers import is_zero3_enabled
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.images import ImageInputs, join_images
 from groupwise.core.padding import length_mask, pad_sequences
@@ -142,7 +142,7 @@ def make_backend(
     suppress_tokens: Sequence[int] = (),
 ) -> TransformersBackend:
     """Construct the backend; see :class:`groupwise.generation.base.BackendFactory`."""
-    if is_deepspeed_zero3_enabled() and config.ds3_gather_for_generation:
+    if is_zero3_enabled() and config.ds3_gather_for_generation:
         logger.warning(
             "ds3_gather_for_generation=True has no effect: under ZeRO-3 every forward of generation gathers "
             "the weights layer by layer; set it to False to silence this warning, or use_vllm=True for speed"

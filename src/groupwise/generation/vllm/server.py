@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from accelerate.utils import gather_object
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from groupwise.compat.transformers import name_or_path
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import BackendError, ConfigError
 from groupwise.generation.base import (
@@ -248,7 +249,7 @@ class VLLMServerBackend(GenerationBackend):
     def _start_command(self, url: str) -> str:
         """Return the shell command that starts a server at ``url``, for error messages."""
         command, environment = serve_command(
-            getattr(self.model_config, "_name_or_path", "") or "MODEL",
+            name_or_path(self.model_config) or "MODEL",
             port=urlsplit(parse_url(url)).port or 8000,
             device="cuda" if self.config.device.type == "cuda" else "cpu",
         )

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from groupwise.compat.vllm import add_lora, remove_lora
 from groupwise.errors import ConfigError
 from groupwise.generation.base import LoRAWeights, WeightSource
 from groupwise.generation.decoding import CausalLM
@@ -94,11 +95,11 @@ class LoRAWeightSync(WeightSync):
         from vllm.lora.request import LoRARequest
 
         if self.request is not None:
-            self.engine.llm_engine.remove_lora(self.request.lora_int_id)
+            remove_lora(self.engine, self.request.lora_int_id)
         self.num_pushes += 1
         save_adapter(source.adapter(), self.directory)
         self.request = LoRARequest("policy", self.num_pushes, str(self.directory))
-        self.engine.llm_engine.add_lora(self.request)
+        add_lora(self.engine, self.request)
 
     def generate_kwargs(self) -> dict[str, Any]:
         return {"lora_request": self.request}

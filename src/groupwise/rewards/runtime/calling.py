@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from transformers import PreTrainedModel
 
+from groupwise.compat.transformers import name_or_path
 from groupwise.errors import RewardError, boundary
 from groupwise.records import RolloutBatch
 from groupwise.rewards.runtime.models import RewardModel
@@ -37,8 +38,7 @@ _RESERVED = ("prompt", "completion", "completion_ids")
 def reward_name(function: object) -> str:
     """Return the name of a reward function or model in metrics and messages."""
     if isinstance(function, PreTrainedModel):
-        path = str(function.config._name_or_path)
-        return path.rstrip("/").split("/")[-1] or type(function).__name__
+        return name_or_path(function.config).rstrip("/").split("/")[-1] or type(function).__name__
     if isinstance(function, functools.partial):
         return reward_name(function.func)
     return getattr(function, "__name__", type(function).__name__)

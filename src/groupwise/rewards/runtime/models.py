@@ -12,6 +12,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from groupwise.compat.transformers import name_or_path
 from groupwise.errors import ConfigError
 from groupwise.tokenization.prompts import Prompt, join_conversation
 
@@ -44,12 +45,12 @@ class RewardModel:
     ) -> None:
         if model.config.num_labels != 1:
             raise ConfigError(
-                f"reward model {model.config._name_or_path!r} has {model.config.num_labels} labels; a reward "
+                f"reward model {name_or_path(model.config)!r} has {model.config.num_labels} labels; a reward "
                 "model has one (load it with num_labels=1)"
             )
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(
-                model.config._name_or_path, trust_remote_code=trust_remote_code
+                name_or_path(model.config), trust_remote_code=trust_remote_code
             )
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
