@@ -43,13 +43,6 @@ BANNED = re.compile(rf"\b({'|'.join((*PERSONS, *OLD_NAMES))})\b", flags=re.IGNOR
 UNFINISHED: frozenset[str] = frozenset(
     {
         "src/groupwise/generation/vllm/weight_sync.py",
-        "src/groupwise/policy/attention.py",
-        "src/groupwise/policy/heads/chunked.py",
-        "src/groupwise/policy/heads/tiles.py",
-        "src/groupwise/policy/heads/weights.py",
-        "src/groupwise/policy/layouts/packed.py",
-        "src/groupwise/policy/layouts/packed_forward.py",
-        "src/groupwise/policy/reference.py",
     }
 )
 

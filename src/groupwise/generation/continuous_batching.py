@@ -16,7 +16,7 @@ from groupwise.errors import BackendError, ConfigError
 from groupwise.generation.base import RUN_SETTINGS, BackendEntry, ProcessingClass, json_dict, text_tokenizer
 from groupwise.generation.decoding import CausalLM, requires_lockstep_forwards
 from groupwise.generation.transformers_backend import TransformersBackend, generation_config
-from groupwise.policy.attention import own_attention_closed
+from groupwise.policy.attention import without_attention_hook
 from groupwise.records import Completion, SamplingOptions
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class ContinuousBatchingBackend(TransformersBackend):
         config = self._config_for(sampling)
         was_training = model.training
         try:
-            with own_attention_closed(model):
+            with without_attention_hook(model):
                 outputs = model.generate_batch(
                     [list(prompt) for prompt in prompts],
                     generation_config=config,

@@ -225,8 +225,8 @@ class _Rows:
         inputs = self.model.prepare_inputs_for_generation(self.tokens_RS, **self.step_kwargs, **self.kwargs)
         if self.supports_packing:
             mask_RS = inputs.get("attention_mask")  # generate omits it if nothing is padded
-            attend = OneQueryAttention(None if mask_RS is None else mask_RS[:, None, None, :].bool())
-            inputs.update(attention_mask=attend.mask, attend=attend)
+            attention = OneQueryAttention(None if mask_RS is None else mask_RS[:, None, None, :].bool())
+            inputs.update(attention_mask=attention.mask, attention_function=attention)
         self._update(self.model(**inputs, return_dict=True))
 
     def _update(self, outputs: Any) -> None:

@@ -1,21 +1,23 @@
-"""A door for our own attention in stock transformers models.
+"""Attention hook for stock transformers models.
 
-A model whose implementation is ``IMPLEMENTATION`` computes exactly what it computes with "sdpa", except in
-a forward that is given ``attend=...``: then that callable replaces the attention of every layer. It travels
-as an argument of the forward, not as state, because gradient checkpointing calls the layers again in the
-backward.
+A model whose attention implementation is ``IMPLEMENTATION`` computes exactly the results of "sdpa", except in
+a forward pass with the argument ``attention_function``, which replaces the attention of every layer. The
+function is an argument and not state of the model, because gradient checkpointing calls the layers again in
+the backward pass.
 
-Axes: B sequences, H query heads, K key-value heads, T queries, S keys, D head size.
+Axes: B sequences, H query heads, J key-value heads, Q queries, K keys, D head size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import cast
 
 import torch
+from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedModel
 
 from groupwise.compat.transformers import (
     attention_implementation,
@@ -25,21 +27,24 @@ from groupwise.compat.transformers import (
 
 IMPLEMENTATION = "groupwise_sdpa"
 
-#: Of transformers: in one row without a mask they tell sequences apart by positions that restart.
+#: Implementations of transformers that support packed sequences through ``position_ids``: in one row without
+#: a mask, a sequence begins where the positions restart.
 BY_POSITION = ("flash_attention_2", "flash_attention_3", "flex_attention")
 
-#: ``(query_BHTD, key_BKSD, value_BKSD, scale, window) -> (B, T, H, D)``; the window is the number of keys
-#: seen, or None. One with an attribute ``mask`` need not serve every layer: those that make a mask of their
-#: own of it, or ask for what it does not know, keep the attention they have.
-Attend = Callable[..., torch.Tensor]
+#: ``(query_BHQD, key_BJKD, value_BJKD, scale, sliding_window) -> (B, Q, H, D)``; ``sliding_window`` is the
+#: number of visible keys, or None. A function with the attribute ``mask`` replaces only layers that receive
+#: this mask unchanged and need no position bias or sinks; all other layers keep "sdpa".
+AttentionFunction = Callable[..., torch.Tensor]
 
 
-def install_attention_hook(model: Any) -> bool:
-    """Let forwards of ``model`` take ``attend=``; False, and nothing changed, where that cannot be right.
+def install_attention_hook(model: nn.Module) -> bool:
+    """Make forward passes of ``model`` accept ``attention_function=``.
 
-    It takes an architecture that uses transformers' attention interface with "sdpa".
+    Returns:
+        True if the hook is installed; False, with the model unchanged, unless the architecture uses
+        transformers' attention interface with "sdpa".
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = without_adapter(model)
     if attention_implementation(base) == IMPLEMENTATION:
         return True
     if attention_implementation(base) != "sdpa" or not supports_attention_interface(base):
@@ -49,25 +54,29 @@ def install_attention_hook(model: Any) -> bool:
     return True
 
 
-def has_varlen_attention(model: Any) -> bool:
-    """Whether the attention that ``model`` was loaded with keeps sequences of one row apart by itself."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    known = attention_implementation(base) in BY_POSITION
-    return known and supports_attention_interface(base)
+def has_varlen_attention(model: nn.Module) -> bool:
+    """Return True if the attention implementation supports packed sequences through ``position_ids``."""
+    base = without_adapter(model)
+    return attention_implementation(base) in BY_POSITION and supports_attention_interface(base)
 
 
 @contextmanager
-def own_attention_closed(model: Any) -> Iterator[None]:
-    """A context in which ``model`` has the plain "sdpa", for what knows implementations by name."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    is_open = attention_implementation(base) == IMPLEMENTATION
-    if is_open:
+def without_attention_hook(model: nn.Module) -> Iterator[None]:
+    """Context manager that restores plain "sdpa", for code that selects implementations by name."""
+    base = without_adapter(model)
+    has_hook = attention_implementation(base) == IMPLEMENTATION
+    if has_hook:
         base.set_attn_implementation("sdpa")
     try:
         yield
     finally:
-        if is_open:
+        if has_hook:
             base.set_attn_implementation(IMPLEMENTATION)
+
+
+def without_adapter(model: nn.Module) -> PreTrainedModel:
+    """Return the transformers model below a PEFT adapter, or ``model`` itself."""
+    return cast(PreTrainedModel, getattr(model, "get_base_model", lambda: model)())
 
 
 def _register() -> None:
@@ -79,7 +88,7 @@ def _register() -> None:
 
 
 def _attention(
-    module: torch.nn.Module,
+    module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -87,41 +96,49 @@ def _attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     *,
-    attend: Attend | None = None,
-    **kwargs: Any,
+    attention_function: AttentionFunction | None = None,
+    **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls; what "sdpa" ignores (a softcap of the scores) is ignored here too."""
+    """Attention function registered with transformers; like "sdpa" it ignores a softcap of the scores."""
     unknown = [name for name in ("position_bias", "s_aux") if kwargs.get(name) is not None]
-    own_mask = attention_mask is not getattr(attend, "mask", attention_mask)
-    if attend is None or own_mask or (unknown and hasattr(attend, "mask")):
+    own_mask = attention_mask is not getattr(attention_function, "mask", attention_mask)
+    if attention_function is None or own_mask or (unknown and hasattr(attention_function, "mask")):
         return sdpa_attention_forward()(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     if dropout or unknown:
-        raise NotImplementedError(f"attention with {', '.join(unknown) or 'dropout'}")
-    return attend(query, key, value, scaling, kwargs.get("sliding_window")), None
+        raise NotImplementedError(f"attention_function with {', '.join(unknown) or 'dropout'}")
+    return attention_function(query, key, value, scaling, kwargs.get("sliding_window")), None
 
 
 def grouped_query_attention(
-    query_BHTD: torch.Tensor,
-    key_BKSD: torch.Tensor,
-    value_BKSD: torch.Tensor,
-    mask_B1TS: torch.Tensor | None,
+    query_BHQD: torch.Tensor,
+    key_BJKD: torch.Tensor,
+    value_BJKD: torch.Tensor,
+    mask_B1QK: torch.Tensor | None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Masked attention with H / K query heads to a key-value head, whose keys are not copied: (B, H, T, D).
+    """Compute masked attention with H / J query heads per key-value head, without copies of the keys.
 
-    The query heads of a key-value head become further queries of it, so that every fused kernel takes the
-    mask; None is causal attention over T = S.
+    The query heads of a key-value head are reshaped to further queries of it, so that every fused kernel
+    accepts the mask.
+
+    Args:
+        query_BHQD, key_BJKD, value_BJKD: projections.
+        mask_B1QK: True for visible keys; None: causal attention with Q = K.
+        scale: factor of the scores; None: 1 / sqrt(D).
+
+    Returns:
+        (B, H, Q, D), dtype of the query.
     """
-    batch, heads, width, size = query_BHTD.shape
-    kv_heads = key_BKSD.shape[1]
-    if mask_B1TS is None:
+    batch, heads, length, size = query_BHQD.shape
+    kv_heads = key_BJKD.shape[1]
+    if mask_B1QK is None:
         return scaled_dot_product_attention(
-            query_BHTD, key_BKSD, value_BKSD, scale=scale, is_causal=True, enable_gqa=heads != kv_heads
+            query_BHQD, key_BJKD, value_BJKD, scale=scale, is_causal=True, enable_gqa=heads != kv_heads
         )
     per_head = heads // kv_heads
-    folded = query_BHTD.reshape(batch, kv_heads, per_head * width, size)
-    mask = mask_B1TS.repeat(1, 1, per_head, 1)
-    out = scaled_dot_product_attention(folded, key_BKSD, value_BKSD, attn_mask=mask, scale=scale)
-    return out.view(batch, heads, width, size)
+    grouped = query_BHQD.reshape(batch, kv_heads, per_head * length, size)  # (B, J, H / J * Q, D)
+    mask = mask_B1QK.repeat(1, 1, per_head, 1)
+    out = scaled_dot_product_attention(grouped, key_BJKD, value_BJKD, attn_mask=mask, scale=scale)
+    return out.view(batch, heads, length, size)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from transformers import AutoConfig, PreTrainedModel
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from groupwise.compat.bitsandbytes import disable_cpu_packing
 from groupwise.compat.liger import layer_switches
@@ -21,13 +23,28 @@ from groupwise.policy.loading import apply_peft, cast_head_to_fp32, disable_drop
 from groupwise.policy.logprob_mismatch import LogprobMismatchCheck, LogprobMismatchSettings
 from groupwise.policy.logprobs import LogprobComputer, choose_layout
 
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
 logger = logging.getLogger(__name__)
 
 
 def prepare_policy(
-    model: str | PreTrainedModel, config: GRPOConfig, quantization_config: Any, peft_config: Any
+    model: str | PreTrainedModel,
+    config: GRPOConfig,
+    quantization_config: QuantizationConfigMixin | None,
+    peft_config: PeftConfig | None,
 ) -> PreTrainedModel:
-    """Load the policy and apply dropout, head precision, adapter and gradient-checkpointing settings."""
+    """Load the policy and apply the settings of dropout, head precision, adapter and gradient checkpointing.
+
+    Args:
+        model: Hub id, directory or a loaded model, which is changed in place.
+        config: settings of the run.
+        quantization_config, peft_config: as in transformers and PEFT.
+
+    Raises:
+        ConfigError: the settings, the model and the adapter do not fit together.
+    """
     if config.use_liger_kernel:
         prepare_liger(model, config)
     policy = load_policy(model, config, quantization_config)
@@ -38,7 +55,7 @@ def prepare_policy(
     keep_weights_trainable_through(policy)
     policy = apply_peft(policy, peft_config)
     if config.gradient_checkpointing and hasattr(policy, "peft_config"):
-        # Activations of a frozen embedding have no gradient, and recomputation would then return none.
+        # Embeddings are frozen: without a gradient at its inputs, checkpointing computes no gradients.
         policy.enable_input_require_grads()
     return policy
 
@@ -46,14 +63,14 @@ def prepare_policy(
 def keep_weights_trainable_through(model: PreTrainedModel) -> None:
     """Stop bitsandbytes from repacking 4-bit weights at their first use for sampling on a CPU.
 
-    Repacked weights pass no gradient, so adapters would silently not train.
+    Repacked weights propagate no gradient, and adapters would silently not train.
     """
     for module in model.modules():
         disable_cpu_packing(module)
 
 
-def speed_up(models: list[Any], config: GRPOConfig, accelerator: Accelerator) -> None:
-    """Install the speed-ups of CPU training, if the run uses a CPU."""
+def speed_up(models: list[nn.Module | None], config: GRPOConfig, accelerator: Accelerator) -> None:
+    """Install the CPU speed-ups of training in `models`, if the run uses a CPU."""
     if accelerator.device.type == "cpu":
         sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
         install_cpu_training(
@@ -93,11 +110,11 @@ def prepare_liger(model: str | PreTrainedModel, config: GRPOConfig) -> None:
     config.liger_kernel_config = chosen
 
 
-def text_config(model: str | PreTrainedModel, config: GRPOConfig) -> Any:
-    """Return the config of the language model; for a model given by name, only its config is loaded."""
+def text_config(model: str | PreTrainedModel, config: GRPOConfig) -> PretrainedConfig:
+    """Return the config of the language model; for a Hub id or directory, only the config is loaded."""
     if not isinstance(model, str):
         return model.config.get_text_config(decoder=True)
-    given: Any = config.model_init_kwargs or {}
+    given = cast(dict[str, Any], config.model_init_kwargs or {})
     options = {"trust_remote_code": config.trust_remote_code, **given}
     known = ("trust_remote_code", "revision", "token", "subfolder", "gguf_file", "cache_dir")
     named = {name: options[name] for name in known if name in options}
@@ -105,10 +122,10 @@ def text_config(model: str | PreTrainedModel, config: GRPOConfig) -> Any:
 
 
 def router_aux_loss_coef(model: PreTrainedModel, config: GRPOConfig) -> float:
-    """Return the weight of the balancing loss: the configuration's, else the model's; 0 for a dense model.
+    """Return the weight of the balancing loss: the setting, else the model's default; 0 for a dense model.
 
     Raises:
-        ConfigError: a weight is set, but the model has no router.
+        ConfigError: the setting is not zero, but the model has no expert router.
     """
     own = getattr(model.config.get_text_config(), "router_aux_loss_coef", None)
     if config.router_aux_loss_coef is None:

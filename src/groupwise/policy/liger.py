@@ -1,11 +1,10 @@
 """Liger's fused linear GRPO loss: hidden states to the loss, without log-probs in between.
 
-Liger normalizes by counts of one micro-batch; our token weights are those of the whole accumulation window.
-Under each normalizer the two differ by one factor per micro-batch, which is known before the forward pass.
-Options that Liger lacks are refused when the configuration is built (``groupwise.config.liger``).
+Liger normalizes over one micro-batch; our token weights normalize over the whole accumulation window. For
+each normalizer the two differ by one factor per micro-batch, known before the forward pass. The configuration
+rejects options that Liger does not support (``groupwise.config.liger``).
 
-Axis suffixes: B sequences, T completion tokens, K positions that the head receives, H hidden size, X is T or
-1.
+Axes: B sequences, T completion tokens, K positions that the head receives, H hidden size, X is T or 1.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ def _sequence_share(batch: MicroBatch) -> torch.Tensor:
     return batch.sequence_weight_B1.sum()
 
 
-#: Our weight of a token divided by Liger's, by normalizer. Liger divides by ``num_items_in_batch``, which is
-#: passed such that it divides by 1, or by a count of the micro-batch.
+#: Ratio of our token weight to Liger's, by normalizer. Liger divides by a count of the micro-batch, or by
+#: ``num_items_in_batch``, for which ``_fused_loss`` passes a value that makes the divisor 1.
 FACTORS: dict[str, Callable[[MicroBatch], torch.Tensor]] = {
     "sequence_mean": _sequence_share,  # Liger: mean over the rows of the micro-batch
     "constant_length": _sequence_share,
@@ -56,7 +55,7 @@ class LigerLoss(PolicyLoss):
 
     head: settings of the head; precision and temperature are read.
     max_completion_length: divisor of ``dr_grpo``.
-    get_settings: returns the present settings of the loss.
+    get_settings: returns the settings of the current step.
     """
 
     head: HeadSettings
@@ -97,9 +96,8 @@ class LigerLoss(PolicyLoss):
         width = batch.completion_ids_BT.shape[1]
         mask_BT = batch.loss_mask_BT.float()
         off_BT = mask_BT == 0
-        # Liger multiplies by the mask at the end, where ∞ · 0 would be NaN. Off the mask, hidden states of
-        # zero give every token about the probability 1 / V, and the old policy and the reference get the
-        # same.
+        # Liger multiplies by the mask last, and ∞ · 0 is NaN. Zero hidden states outside the mask give every
+        # token probability 1 / V (up to the bias); old and reference log-probs are set to the same value.
         uniform = -math.log(weights.weight_VH.shape[0])
         hidden_BTH = hidden_BKH[:, -(width + 1) : -1].masked_fill(off_BT.unsqueeze(-1), 0.0)
         is_on_policy = bool((batch.old_logps_BT.isnan() | off_BT).all())
@@ -109,7 +107,7 @@ class LigerLoss(PolicyLoss):
         )
         correction_BX, metrics = correction(batch.old_logps_BT, batch.sampler_logps_BT, mask_BT, settings)
         if correction_BX is not None and correction_BX.shape[1] > 1:
-            correction_BX = correction_BX.masked_fill(off_BT, 1.0)  # vespo sums its log over all columns
+            correction_BX = correction_BX.masked_fill(off_BT, 1.0)  # vespo sums log-ratios over all columns
         has_reference = batch.ref_logps_BT is not None
         fused = self._make_fused_loss(settings, weights.scale, has_reference, hidden_BTH.is_cuda)
         loss, (*kl, clipped) = fused(
@@ -122,11 +120,11 @@ class LigerLoss(PolicyLoss):
             ref_per_token_logps=ref_BT,
             old_per_token_logps=old_BT,
             vllm_is_ratio=correction_BX,
-            num_items_in_batch=_world_size(),  # Liger divides by it over the number of ranks
+            num_items_in_batch=_world_size(),  # Liger divides by num_items_in_batch / world size
         )
         objective = OBJECTIVES[settings.objective]
-        # Liger's metrics are means over loss tokens. With one ratio per sequence ours count sequences, so the
-        # share of clipped ratios is left out there.
+        # Liger's metrics are means over loss tokens. Our clip ratio counts sequences for sequence-level
+        # ratios, so it is not reported there.
         tokens = mask_BT.sum()
         if kl:
             metrics["kl"] = Mean(kl[0] * tokens, tokens)

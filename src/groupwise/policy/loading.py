@@ -1,10 +1,10 @@
-"""Loading the policy and preparing it for training."""
+"""Loading of the policy and its tokenizer, and preparation of the model for training."""
 
 from __future__ import annotations
 
 import difflib
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -13,36 +13,53 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoProcessor,
+    PretrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
 )
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from groupwise.compat.transformers import image_text_model_class, name_or_path
+from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError
 from groupwise.policy.heads import check_head
 from groupwise.policy.heads.weights import output_head
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 logger = logging.getLogger(__name__)
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
-#: Of the loading options, those that say which configuration is meant.
+#: Loading options that select the configuration of a checkpoint.
 _WHICH_CONFIG = ("trust_remote_code", "revision", "token", "subfolder", "cache_dir", "gguf_file")
 
 
 def load_policy(
-    model: str | PreTrainedModel, config: Any, quantization_config: Any = None
+    model: str | PreTrainedModel,
+    config: GRPOConfig,
+    quantization_config: QuantizationConfigMixin | None = None,
 ) -> PreTrainedModel:
-    """The policy from a hub id, a directory or a ready model.
+    """Load the policy from a Hub id or directory; return a model object unchanged.
 
-    Weights given by name are loaded in float32 unless ``model_init_kwargs`` say otherwise: small updates
-    would be lost in half precision.
+    The default dtype is float32, since half precision would round small updates to zero.
+
+    Args:
+        model: Hub id, directory or a loaded model.
+        config: ``model_init_kwargs`` and ``trust_remote_code`` are read.
+        quantization_config: as in ``from_pretrained``.
+
+    Raises:
+        ConfigError: an unknown dtype, or loading options for a model object.
     """
-    options = dict(config.model_init_kwargs or {})
+    options = dict(cast(dict[str, Any], config.model_init_kwargs or {}))
     if not isinstance(model, str):
         if options or quantization_config is not None:
             raise ConfigError(
-                "model_init_kwargs and quantization_config apply only when the model is given by name; the "
-                f"model given is already a {type(model).__name__}: drop them, or pass its name"
+                "model_init_kwargs and quantization_config require a Hub id or directory as model, not a "
+                f"{type(model).__name__} object; drop them, or pass its name"
             )
         return model
     old_name = options.pop("torch_dtype", None)
@@ -55,7 +72,7 @@ def load_policy(
     return auto_class(config_of_model).from_pretrained(model, **options)
 
 
-def _dtype(given: Any) -> Any:
+def _dtype(given: object) -> torch.dtype | str:
     name = str(given).removeprefix("torch.")
     dtype = name if name == "auto" else getattr(torch, name, None)
     if dtype != "auto" and not isinstance(dtype, torch.dtype):
@@ -67,37 +84,47 @@ def _dtype(given: Any) -> Any:
     return dtype
 
 
-def auto_class(config: Any) -> Any:
-    """The auto class of a checkpoint: with the vision part of the models that have one.
-
-    A checkpoint of the language part alone names an architecture of its own.
-    """
+def auto_class(
+    config: PretrainedConfig,
+) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
+    """Return the auto class of a checkpoint, which includes the vision part if the checkpoint has one."""
+    # A checkpoint of the language part alone has another architecture in its config.
     kind = image_text_model_class(config)
     if kind is None or (config.architectures and kind.__name__ not in config.architectures):
         return AutoModelForCausalLM
     return AutoModelForImageTextToText
 
 
-def load_processing_class(processing_class: Any, model: str | PreTrainedModel, config: Any) -> Any:
-    """The tokenizer or processor, padding on the left, with a pad token."""
+def load_processing_class(
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None,
+    model: str | PreTrainedModel,
+    config: GRPOConfig,
+) -> PreTrainedTokenizerBase | ProcessorMixin:
+    """Return `processing_class`, by default loaded from the model's name with left padding.
+
+    Sets a missing pad token to the EOS token.
+
+    Raises:
+        ConfigError: `processing_class` is None and the model has no name.
+    """
     if processing_class is None:
         name = model if isinstance(model, str) else name_or_path(model.config)
         if not name:
             raise ConfigError(
-                f"processing_class is missing, and the {type(model).__name__} was not loaded from anywhere "
-                "that could have a tokenizer; pass the tokenizer or processor as processing_class"
+                f"processing_class is missing, and the {type(model).__name__} has no name or path to load it "
+                "from; pass the tokenizer or processor as processing_class"
             )
         processing_class = AutoProcessor.from_pretrained(
             name, trust_remote_code=config.trust_remote_code, padding_side="left"
         )
-    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    tokenizer = cast(PreTrainedTokenizerBase, getattr(processing_class, "tokenizer", processing_class))
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return processing_class
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set the probability of every dropout to zero, also where attention keeps it as a plain number."""
+    """Set all dropout probabilities to zero: ``nn.Dropout`` modules and ``attention_dropout`` attributes."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -106,10 +133,9 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def cast_head_to_fp32(model: PreTrainedModel) -> None:
-    """Keep the head's parameters, its inputs and its outputs in float32 (ScaleRL, section 3.2).
+    """Compute the head in float32: parameters, inputs and outputs (ScaleRL, arXiv 2510.13786, section 3.2).
 
-    A tied embedding shares the parameter, so its output is cast back to the dtype the rest of the model works
-    in.
+    A tied embedding becomes float32 too; its output is cast back to the dtype of the other layers.
     """
     head, embedding = output_head(model), model.get_input_embeddings()
     activation_dtype = embedding.weight.dtype
@@ -120,11 +146,11 @@ def cast_head_to_fp32(model: PreTrainedModel) -> None:
         embedding.register_forward_hook(lambda _, __, output: output.to(activation_dtype))
 
 
-def apply_peft(model: PreTrainedModel, peft_config: Any) -> PreTrainedModel:
-    """Wrap the model in an adapter, if one is asked for.
+def apply_peft(model: PreTrainedModel, peft_config: PeftConfig | None) -> PreTrainedModel:
+    """Add an adapter to the model; without `peft_config`, only check an existing one.
 
     Raises:
-        ConfigError: PEFT is missing, the model already has an adapter, or an adapter sits on the head.
+        ConfigError: PEFT is not installed, the model already has an adapter, or an adapter changes the head.
     """
     if peft_config is not None:
         try:
@@ -136,6 +162,6 @@ def apply_peft(model: PreTrainedModel, peft_config: Any) -> PreTrainedModel:
                 "peft_config was given for a model that already has an adapter; drop peft_config to continue "
                 "that adapter, or merge it first (model = model.merge_and_unload())"
             )
-        model = get_peft_model(model, peft_config)
+        model = cast(PreTrainedModel, get_peft_model(model, peft_config))  # forwards attribute access
     check_head(model)
     return model

@@ -1,6 +1,6 @@
 """Comparison of the sampler's log-probs with the trainer's.
 
-Axes: B rows, T completion tokens.
+Axes: B sequences of this rank, T completion tokens.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from groupwise.records import TokenBatch
 
 logger = logging.getLogger(__name__)
 
-#: Largest mean difference of log-probs that rounding explains, by the dtype of the trainer's products.
-#: Autocast and bfloat16 weights of one model of 135M parameters are 0.05 apart, without any sampler.
+#: Largest mean |difference| of log-probs due to rounding, by dtype of the trainer's matrix products. As a
+#: measure: autocast and bfloat16 weights of the same 135M-parameter model differ by 0.05.
 TOLERANCES = {torch.float64: 2e-3, torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 
@@ -30,7 +30,7 @@ class LogprobMismatchSettings:
 
     action: "off", "warn" or "error".
     every: generations between two checks; the first two generations are always checked.
-    rows: completions that are compared on every rank.
+    rows: number of completions compared on every rank.
     """
 
     action: str = "warn"
@@ -39,16 +39,16 @@ class LogprobMismatchSettings:
 
 
 class LogprobMismatchCheck:
-    """Compare log-probs of a few completions under the trainer with those that the sampler reported.
+    """Comparison of a few completions' log-probs under the trainer with those from the sampler.
 
-    The first generation is checked, the second (the first after an update, where weights that were not synced
-    show), and then every ``settings.every`` generations.
+    Checks the first generation, the second (after the first update, which detects missing weight syncs), and
+    then every ``settings.every`` generations.
 
     Args:
         settings: settings of the check.
         head: settings of the log-prob head.
         reduce: sums a tensor over all ranks.
-        mixed_precision: dtype of the trainer's products under autocast; None: that of the weights.
+        mixed_precision: dtype of matrix products under autocast; None: that of the weights.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class LogprobMismatchCheck:
         Args:
             model: the policy.
             batch: completions of this rank.
-            fresh: rows that the current weights sampled; the others are not compared.
+            fresh: B flags, True for rows sampled from the current weights; others are not compared.
 
         Returns:
             ``sampling/logprob_mismatch``, the mean |difference| per token in nats; empty if nothing was
@@ -83,9 +83,9 @@ class LogprobMismatchCheck:
             return {}
         batch = _some_rows(batch, fresh, self.settings.rows)
         sampler_BT = batch.sampler_logps_BT
-        if sampler_BT is None:  # this rank's sampler reported nothing; those of other ranks may have
+        if sampler_BT is None:  # this rank has none, but other ranks may
             sampler_BT = torch.full_like(batch.old_logps_BT, torch.nan)
-        # Rows with old log-probs were sampled by an earlier policy.
+        # Rows with old log-probs come from an earlier policy.
         compared_BT = batch.loss_mask_BT * ~sampler_BT.isnan() * batch.old_logps_BT.isnan()
         tokens = self._total(compared_BT)
         if not tokens:
@@ -109,7 +109,7 @@ class LogprobMismatchCheck:
     def _report(self, gap: float, tolerance: float) -> None:
         message = (
             f"the sampler's log-probs differ from the trainer's by {gap:.2g} nats per token on average "
-            f"(rounding explains up to {tolerance:.2g}); causes and remedies: "
+            f"(rounding accounts for at most {tolerance:.2g}); causes and remedies: "
             "docs/troubleshooting.md#log-prob-mismatch"
         )
         if self.settings.action == "error":
@@ -121,9 +121,9 @@ class LogprobMismatchCheck:
 
 
 def _some_rows(batch: TokenBatch, fresh: Sequence[bool], rows: int) -> TokenBatch:
-    """Select fresh rows at equal distances, so that they belong to different prompts."""
+    """Select evenly spaced fresh rows, which then belong to different prompts."""
     found = [row for row, is_fresh in enumerate(fresh) if is_fresh]
-    if not found:  # the rank still takes part in the collectives, with a row that is not compared
+    if not found:  # this rank joins the collectives with a row that is not compared
         return replace(batch.select([0]), sampler_logps_BT=None)
     places = {round(i * (len(found) - 1) / max(rows - 1, 1)) for i in range(min(rows, len(found)))}
     return batch.select([found[place] for place in sorted(places)])

@@ -1,20 +1,23 @@
-"""The layout of a run: chosen once, checked against the padded one on the first rows, then always used."""
+"""Log-prob computation in the sequence layout of the run.
+
+The layout is chosen once and compared with the padded layout on the first rows; if they differ, the run uses
+the padded layout.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
+from torch import nn
 
 from groupwise.errors import ConfigError
 from groupwise.policy.layouts.forward import HeadSettings, base_model, unwrapped
-from groupwise.policy.layouts.packed import Stream
+from groupwise.policy.layouts.packed import PackedSequences, pack_sequences
 from groupwise.policy.layouts.packed_forward import (
     compute_packed_logprobs,
-    pack_sequences,
     supports_packing,
     unsupported,
 )
@@ -23,7 +26,7 @@ from groupwise.records import LogprobOutput, MicroBatch, TokenBatch
 
 logger = logging.getLogger(__name__)
 
-#: Largest mean difference of log-probs, and relative difference of a gradient, that rounding explains.
+#: Tolerances of the check by dtype: mean difference of log-probs, relative difference of a gradient.
 _TOLERANCES = {
     torch.float64: (1e-6, 1e-6),
     torch.float32: (2e-4, 2e-3),
@@ -31,19 +34,23 @@ _TOLERANCES = {
     torch.bfloat16: (5e-2, 2e-1),
 }
 
-_CHECKED = 32  # tokens of a prompt, and of a completion, that the check computes
+_CHECKED = 32  # the check truncates prompts and completions to this number of tokens
 
 
-def choose_layout(wanted: str, model: Any, *, group_size: int, with_aux_loss: bool) -> str:
-    """The layout that ``wanted`` stands for with this model.
+def choose_layout(wanted: str, model: nn.Module, *, group_size: int, with_aux_loss: bool) -> str:
+    """Resolve the setting ``sequence_layout`` for this model.
 
     Args:
-        wanted: the setting ``sequence_layout``.
+        wanted: "padded", "packed", "shared_prefix" or "auto".
+        model: the policy; supported models get the attention hook.
         group_size: completions per prompt.
-        with_aux_loss: a balancing loss over all tokens is trained on; it counts a prompt once per completion.
+        with_aux_loss: training includes a balancing loss, which counts a prompt once per completion.
+
+    Returns:
+        "padded", "packed" or "shared_prefix".
 
     Raises:
-        ConfigError: the layout was asked for by name and would not be right for this model.
+        ConfigError: the model does not support the layout that ``wanted`` names.
     """
     if wanted == "padded":
         return wanted
@@ -61,22 +68,23 @@ def choose_layout(wanted: str, model: Any, *, group_size: int, with_aux_loss: bo
         return chosen
     if wanted != "auto":
         raise ConfigError(
-            f"sequence_layout={wanted!r} is not possible with {type(model).__name__}: {reason}; "
-            f"use 'padded', or 'auto', which takes what is possible"
+            f"{type(model).__name__} does not support sequence_layout={wanted!r}: {reason}; "
+            "use 'padded', or 'auto', which selects a layout that the model supports"
         )
-    logger.info("sequence_layout: padded, because of the model: %s", reason)
+    logger.info("sequence_layout: padded, since packing does not support the model: %s", reason)
     return "padded"
 
 
 class LogprobComputer:
-    """Log-probs of completions, in the layout of the run.
+    """Compute log-probs of completions in the layout of the run.
 
     Args:
         layout: from :func:`choose_layout`.
-        head: how hidden states become log-probs.
-        agree: whether something is true on every rank; called once, by all ranks.
-        sharded: parameters are spread over ranks, so that only a full step can have gradients.
-        mixed_precision: dtype of the products where it is not that of the weights.
+        head: settings of the log-prob head.
+        agree: returns True if its argument is true on every rank; called once, by all ranks.
+        sharded: parameters are sharded (FSDP, DeepSpeed); the check then calls the wrapped model and compares
+            no gradients.
+        mixed_precision: dtype of matrix products under autocast; None: that of the weights.
     """
 
     def __init__(
@@ -96,74 +104,88 @@ class LogprobComputer:
         self.checked = layout == "padded"
 
     def prepare(self, batch: MicroBatch) -> MicroBatch:
-        """Pack the batch if the layout needs it; computing its log-probs then waits for nothing."""
+        """Pack the batch if the layout needs it; its log-probs are then computed without a device sync."""
         if self.layout == "padded" or batch.packed is not None:
             return batch
         return replace(batch, packed=self._pack(batch))
 
-    def _pack(self, batch: TokenBatch) -> Stream:
-        if isinstance(batch, MicroBatch) and isinstance(batch.packed, Stream):
+    def _pack(self, batch: TokenBatch) -> PackedSequences:
+        if isinstance(batch, MicroBatch) and isinstance(batch.packed, PackedSequences):
             return batch.packed
         return pack_sequences(batch, shared=self.layout == "shared_prefix")
 
     def __call__(
-        self, model: Any, batch: TokenBatch, *, with_entropy: bool, with_aux_loss: bool = False
+        self, model: nn.Module, batch: TokenBatch, *, with_entropy: bool, with_aux_loss: bool = False
     ) -> LogprobOutput:
-        """Compute log-probs (and entropies), (B, T), of the completion tokens under ``model``."""
-        # Hook the attention of a model that came later, such as a reference, before it is compared.
+        """Compute log-probs (and entropies) of the completion tokens under ``model``.
+
+        The first call with a layout other than "padded" compares it with the padded layout.
+
+        Args:
+            model: causal LM, wrapped or not.
+            batch: B sequences.
+            with_entropy: also compute entropies.
+            with_aux_loss: also return the balancing loss; only with the padded layout.
+
+        Returns:
+            log-probs and entropies (B, T), float32.
+        """
+        # Installs the attention hook of models created later, such as a reference; others are padded.
         shared = self.layout == "shared_prefix"
-        opened = self.layout != "padded" and supports_packing(base_model(model), shared=shared)
-        if opened and not self.checked:
+        can_pack = self.layout != "padded" and supports_packing(base_model(model), shared=shared)
+        if can_pack and not self.checked:
             self._check(model, batch)
-            self.checked = True  # not before: where memory ran out here, the other ranks still wait to agree
-        if self.layout == "padded" or not opened:
+            self.checked = (
+                True  # not earlier: after an out-of-memory error the other ranks still wait in `agree`
+            )
+        if self.layout == "padded" or not can_pack:
             return compute_padded_logprobs(
                 model, batch, self.head, with_entropy=with_entropy, with_aux_loss=with_aux_loss
             )
         return compute_packed_logprobs(model, batch, self._pack(batch), self.head, with_entropy=with_entropy)
 
-    def _check(self, model: Any, batch: TokenBatch) -> None:
-        """Compare the layout with the padded one on a few rows, and fall back to that where they differ."""
+    def _check(self, model: nn.Module, batch: TokenBatch) -> None:
+        """Compare the layout with the padded layout on at most four rows; fall back to it if they differ."""
         last = len(batch) - 1
         few = batch.select(sorted({0, min(1, last), max(last - 1, 0), last})).shortened(_CHECKED, _CHECKED)
         gap, gradient_gap = self._gaps(model, few)
         dtype = self.mixed_precision or next(model.parameters()).dtype
         allowed, gradient_allowed = _TOLERANCES[dtype]
-        fine = gap <= allowed and gradient_gap <= gradient_allowed  # false for NaN
-        if self.agree(fine):
+        is_equal = gap <= allowed and gradient_gap <= gradient_allowed  # false for NaN
+        if self.agree(is_equal):
             return
         logger.warning(
-            "sequence_layout=%s does not give this model's log-probs: on %d rows they differ from those of "
-            "the padded layout by %.2g on average (allowed for %s: %.2g), a gradient by %.2g of its norm "
+            "sequence_layout=%s does not reproduce this model's log-probs: on %d rows they differ from those "
+            "of the padded layout by %.2g on average (allowed for %s: %.2g), a gradient by %.2g of its norm "
             "(allowed: %.2g); using sequence_layout='padded'",
             *(self.layout, len(few), gap, dtype, allowed, gradient_gap, gradient_allowed),
         )
         self.layout = "padded"
 
-    def _gaps(self, model: Any, few: TokenBatch) -> tuple[float, float]:
-        """Mean difference of the log-probs, and relative difference of the first parameters' gradients."""
-        # Gradients are taken below DDP, which expects every one of its forwards to end in its backward.
-        scored = model if self.sharded else unwrapped(model)
-        probes = [] if self.sharded else [p for p in scored.parameters() if p.requires_grad][:2]
+    def _gaps(self, model: nn.Module, few: TokenBatch) -> tuple[float, float]:
+        """Return mean |difference| of log-probs and relative difference of two parameters' gradients."""
+        # Below DDP: it expects a backward pass after each of its forward passes with gradients.
+        inner = model if self.sharded else unwrapped(model)
+        probes = [] if self.sharded else [p for p in inner.parameters() if p.requires_grad][:2]
         was_training = model.training
         model.eval()
         try:
             with torch.set_grad_enabled(bool(probes)):
-                padded = compute_padded_logprobs(scored, few, self.head, with_entropy=False).logps_BT
-                streamed = compute_packed_logprobs(
-                    scored, few, self._pack(few), self.head, with_entropy=False
+                padded = compute_padded_logprobs(inner, few, self.head, with_entropy=False).logps_BT
+                packed = compute_packed_logprobs(
+                    inner, few, self._pack(few), self.head, with_entropy=False
                 ).logps_BT
                 mask = few.completion_mask_BT
-                one, other = ((logps * mask).sum() for logps in (padded, streamed))
-                gap = ((padded - streamed).abs() * mask).sum() / mask.sum().clamp(min=1)
+                one, other = ((logps * mask).sum() for logps in (padded, packed))
+                gap = ((padded - packed).abs() * mask).sum() / mask.sum().clamp(min=1)
                 gradient_gap = _gradient_gap(one, other, probes)
         finally:
             model.train(was_training)
         return gap.item(), gradient_gap
 
 
-def _gradient_gap(one: torch.Tensor, other: torch.Tensor, probes: list[torch.Tensor]) -> float:
-    """Norm of the difference of two scalars' gradients, relative to the gradient of the first."""
+def _gradient_gap(one: torch.Tensor, other: torch.Tensor, probes: Sequence[torch.Tensor]) -> float:
+    """Return ‖∇one − ∇other‖ / ‖∇one‖ over the parameters ``probes``; 0 without any."""
     if not probes:
         return 0.0
     pair = [torch.autograd.grad(scalar, probes, allow_unused=True) for scalar in (one, other)]

@@ -15,7 +15,7 @@ from groupwise.records import LogprobOutput, LossOutput, MicroBatch
 
 @dataclass(frozen=True)
 class PolicyLoss(ABC):
-    """Loss of one micro-batch; the losses of an accumulation window add up to the loss of the window.
+    """Loss of one micro-batch. The losses of an accumulation window add up to the loss of the update.
 
     Implementations: :class:`ObjectiveLoss`, and ``groupwise.policy.liger.LigerLoss``.
 
@@ -26,7 +26,7 @@ class PolicyLoss(ABC):
 
     @abstractmethod
     def __call__(self, model: nn.Module, batch: MicroBatch) -> LossOutput:
-        """Compute the loss of ``batch`` under ``model``, differentiable."""
+        """Compute the loss of ``batch`` under ``model``, a differentiable scalar with metrics."""
 
     def add_aux_loss(
         self, output: LossOutput, aux_loss: torch.Tensor | None, batch: MicroBatch
@@ -40,9 +40,10 @@ class PolicyLoss(ABC):
 
 @dataclass(frozen=True)
 class ObjectiveLoss(PolicyLoss):
-    """Log-probs of the completion tokens, then the objective that ``loss_type`` names.
+    """Policy loss from log-probs of the completion tokens, by the objective that ``loss_type`` selects.
 
-    compute_logprobs, compute_policy_loss: the methods of the trainer.
+    compute_logprobs: ``LogprobMixin.compute_logprobs``.
+    compute_policy_loss: ``LossMixin.compute_policy_loss``.
     """
 
     compute_logprobs: Callable[..., LogprobOutput]

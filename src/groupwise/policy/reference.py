@@ -1,42 +1,53 @@
-"""The frozen policy that the KL term is measured against."""
+"""Reference policy of the KL term."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 
 class Reference:
-    """What to measure the KL against; this one is nothing at all."""
+    """Reference policy of the KL term. This base class has none (``beta=0``).
+
+    model: weights of its own, prepared by the trainer; None if the reference shares the policy's.
+    """
 
     model: PreTrainedModel | None = None
 
-    def scoring(self, policy: nn.Module) -> Any:
-        """A context that yields the model to score with, or None."""
+    def scoring(self, policy: nn.Module) -> AbstractContextManager[nn.Module | None]:
+        """Context manager that yields the model which computes reference log-probs, or None.
+
+        Args:
+            policy: the unwrapped policy.
+        """
         return nullcontext(None)
 
     def mix(self, policy: nn.Module, alpha: float) -> None:
-        """π_ref ← α π_θ + (1 − α) π_ref (TR-DPO, eq. 3)."""
+        """Update the reference: π_ref ← α π_θ + (1 − α) π_ref (TR-DPO, arXiv 2404.09656, eq. 3)."""
 
     def complete_load(self, policy: nn.Module, directory: str) -> None:
-        """Load what ``Trainer`` leaves out when it loads the policy from a checkpoint."""
+        """Load weights of ``policy`` that ``Trainer`` skips when it loads a checkpoint."""
 
 
 class SeparateReference(Reference):
-    """A frozen copy of the whole policy."""
+    """Frozen copy of the whole policy."""
 
     def __init__(self, policy: PreTrainedModel) -> None:
         self.model = copy.deepcopy(policy).eval().requires_grad_(False)
 
-    def scoring(self, policy: nn.Module) -> Any:
+    def scoring(self, policy: nn.Module) -> AbstractContextManager[nn.Module | None]:
         return nullcontext(self.model)
 
     @torch.no_grad()
@@ -47,20 +58,20 @@ class SeparateReference(Reference):
 
 
 class DisabledAdapter(Reference):
-    """The base model below a fresh adapter."""
+    """Base model of a policy whose adapter is new: the policy with its adapter disabled."""
 
     @contextmanager
-    def scoring(self, policy: Any) -> Iterator[nn.Module]:
-        with policy.disable_adapter():
+    def scoring(self, policy: nn.Module) -> Iterator[nn.Module]:
+        with cast("PeftModel", policy).disable_adapter():
             yield policy
 
 
 class FrozenAdapter(Reference):
-    """A frozen copy of the adapter the run started from, beside the one that trains."""
+    """Frozen copy of the initial adapter, added to the policy under the name ``reference``."""
 
     name = "reference"
 
-    def __init__(self, policy: Any) -> None:
+    def __init__(self, policy: PeftModel) -> None:
         from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
         self.trained = policy.active_adapter
@@ -71,31 +82,38 @@ class FrozenAdapter(Reference):
         policy.set_adapter(self.trained)
 
     @contextmanager
-    def scoring(self, policy: Any) -> Iterator[nn.Module]:
-        # Switching adapters switches requires_grad as well; the trained one gets it back below.
-        policy.set_adapter(self.name)
+    def scoring(self, policy: nn.Module) -> Iterator[nn.Module]:
+        adapters = cast("PeftModel", policy)
+        adapters.set_adapter(self.name)  # also sets requires_grad; the second call restores it
         try:
             yield policy
         finally:
-            policy.set_adapter(self.trained)
+            adapters.set_adapter(self.trained)
 
-    def complete_load(self, policy: Any, directory: str) -> None:
-        # Of several adapters Trainer loads those in directories of their own; the default one lies at the
-        # top.
+    def complete_load(self, policy: nn.Module, directory: str) -> None:
+        # With several adapters Trainer loads only those in subdirectories; `default` is saved at the top.
         if self.trained == "default":
-            policy.load_adapter(directory, self.trained, is_trainable=True)
+            cast("PeftModel", policy).load_adapter(directory, self.trained, is_trainable=True)
 
 
-def make_reference(policy: PreTrainedModel, config: Any, *, fresh_adapter: bool) -> Reference:
-    """The reference that ``beta`` and the adapters call for; none when beta is 0."""
+def make_reference(policy: PreTrainedModel, config: GRPOConfig, *, fresh_adapter: bool) -> Reference:
+    """Build the reference policy; without KL term (``beta=0``) it has no model.
+
+    Args:
+        policy: the unwrapped policy, with its adapter.
+        config: ``beta`` and ``sync_ref_model`` are read.
+        fresh_adapter: the adapter is new, so that the initial policy is the base model.
+
+    Raises:
+        ConfigError: ``sync_ref_model=True`` with a PEFT policy.
+    """
     if config.beta == 0.0:
         return Reference()
     if not hasattr(policy, "peft_config"):
         return SeparateReference(policy)
     if config.sync_ref_model:
         raise ConfigError(
-            "sync_ref_model=True needs a reference model of its own, but a PEFT policy uses its own base "
-            "weights as "
-            "the reference; set sync_ref_model=False or train without an adapter"
+            "sync_ref_model=True needs a separate reference model, but the reference of a PEFT policy is its "
+            "own base weights; set sync_ref_model=False or train without an adapter"
         )
-    return DisabledAdapter() if fresh_adapter else FrozenAdapter(policy)
+    return DisabledAdapter() if fresh_adapter else FrozenAdapter(cast("PeftModel", policy))

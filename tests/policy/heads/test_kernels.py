@@ -99,7 +99,7 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_there(optional, dtype, tmp_pa
     kinds |= {"grad_ptr": f"*{dtype}", "bias_ptr": f"*{dtype}", "bound": "fp32"}
     if not optional:  # an argument that is None is known to the compiler
         kinds |= dict.fromkeys(["bias_ptr", "bound", "weighted_ptr", "b_ptr"], "constexpr")
-    for kernel in (kernels._fold_kernel, kernels._gradient_kernel):
+    for kernel in (kernels._statistics_kernel, kernels._gradient_kernel):
         signature = {name: kinds.get(name, "*fp32") for name in kernel.arg_names}
         fixed = {name: None for name, kind in signature.items() if kind == "constexpr"} | {"BLOCK": 1024}
         source = triton.compiler.ASTSource(kernel, signature=signature, constexprs=fixed)
@@ -228,12 +228,12 @@ def tile_pair(dtype, softcap, operand_dtype):
 @needs_kernels
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("with_entropy", [False, True])
-def test_fold_continues_the_statistics_of_the_tiles_before(with_entropy, softcap):
+def test_statistics_continue_from_earlier_tiles(with_entropy, softcap):
     results = []
     for tiles, raw, bias, targets in tile_pair(torch.float32, softcap, torch.float32):
         statistics = RowStatistics.empty(5, with_entropy, raw.dtype, raw.device)
-        tiles.fold(raw.clone(), bias, targets, statistics)
-        tiles.fold(raw.flip(1) + 3, None, targets - 21, statistics)
+        tiles.update_statistics(raw.clone(), bias, targets, statistics)
+        tiles.update_statistics(raw.flip(1) + 3, None, targets - 21, statistics)
         kept = [statistics.max_N, statistics.sum_N, statistics.weighted_N, statistics.target_logit_N]
         results.append([value.cpu().double() for value in kept if value is not None])
     assert_close(results[1], results[0], rtol=3e-6)
@@ -270,7 +270,7 @@ def test_softcaps_keep_small_logits_exact():
     # One column per row: its logit is the target's and the maximum.
     statistics = RowStatistics.empty(128, False, torch.float32, device)
     targets = torch.zeros(128, dtype=torch.long, device=device)
-    tiles.fold(raw.view(128, 1).to(device), None, targets, statistics)
+    tiles.update_statistics(raw.view(128, 1).to(device), None, targets, statistics)
     for given_value in (statistics.max_N, statistics.target_logit_N):
         relative = (given_value.cpu().double() / expected - 1).abs().max()
         assert relative <= 6 * torch.finfo(torch.float32).eps

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.batches import packed
-from test_stream import RIGHT, build, completions, values_and_gradients
+from test_packed import RIGHT, build, completions, values_and_gradients
 from torch.nn.attention.flex_attention import flex_attention
 from transformers import modeling_flash_attention_utils as flash
 from transformers.integrations.flex_attention import WrappedFlexAttention
@@ -90,9 +90,9 @@ def test_flash_attention_gives_the_log_probs_and_gradients_of_padded_rows(name, 
 
 def test_flash_attention_passes_the_check_of_the_first_use(flash_on_cpu):
     model, head = with_attention("llama", "flash_attention_2"), HeadSettings("chunked")
-    scorer = LogprobComputer("packed", head)
-    scores = scorer(model, completions(), with_entropy=False)
-    assert scorer.layout == "packed" and scorer.checked
+    computer = LogprobComputer("packed", head)
+    scores = computer(model, completions(), with_entropy=False)
+    assert computer.layout == "packed" and computer.checked
     alone = packed(shared=False)(model, completions(), head, with_entropy=False)
     assert torch.equal(scores.logps_BT, alone.logps_BT)
 
@@ -120,7 +120,7 @@ def test_they_pack_and_share_no_prompts(implementation):
     assert model.config._attn_implementation == implementation
 
 
-def test_a_reference_with_other_attention_than_the_stream_needs_is_padded():
+def test_a_reference_without_packing_support_is_padded():
     model, head = with_attention("llama", "eager"), HeadSettings("chunked")
     for layout in ("packed", "shared_prefix"):
         scores = LogprobComputer(layout, head)(model, completions(), with_entropy=False)

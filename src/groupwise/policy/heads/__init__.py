@@ -1,6 +1,6 @@
-"""Log-prob heads: hidden states to log-probs and entropies.
+"""Log-prob heads: log-probs and entropies from hidden states.
 
-`dense` materializes all logits, `chunked` one tile of them at a time.
+`dense` materializes all logits, `chunked` one tile at a time.
 """
 
 from groupwise.policy.heads.capture import HeadOutputs, compute_at_head, logprobs_at_head

@@ -1,7 +1,7 @@
 """Computation at the language-model head, inside the model's own forward pass: logits are never materialized.
 
 While :func:`compute_at_head` is active, the head module computes on the hidden states that it receives. Its
-hooks run as usual, so frameworks that shard, gather, move or cast the head's weights see an ordinary call.
+hooks run as usual, so frameworks that shard, gather, move or cast the head's weights keep working.
 
 Axes: B sequences, K positions that the model passes to its head, H hidden size.
 """
@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from groupwise.errors import ConfigError
 from groupwise.policy.heads.weights import HeadWeights, output_head
@@ -22,13 +23,12 @@ from groupwise.policy.heads.weights import HeadWeights, output_head
 #: ``(hidden_NH, head, targets_N, temperature, with_entropy=...)`` -> log-probs (N,) and entropy (N,) or None.
 HeadFunction = Callable[..., tuple[torch.Tensor, "torch.Tensor | None"]]
 Outputs = tuple["torch.Tensor | None", ...]
-#: ``(hidden_BKH, head with live weights)`` -> tensors of shape (B, K) or scalars; None entries are passed
-#: through.
+#: ``(hidden_BKH, head with live weights)`` -> tensors (B, K) or scalars; None entries stay None.
 HeadComputation = Callable[[torch.Tensor, HeadWeights], Outputs]
 
-_PROBE = 8.0  # large enough to distinguish softcaps and scales, also in bfloat16
+_PROBE = 8.0  # distinguishes softcaps and scales, also in bfloat16
 _ACTIVE = "_groupwise_computing"
-#: Heads whose model was seen to transform its logits as described, by scale and softcap.
+#: Heads whose model passed the check of its logit transform, with the checked scale and softcap.
 _checked: WeakKeyDictionary[nn.Module, tuple[float, float | None]] = WeakKeyDictionary()
 
 
@@ -43,16 +43,16 @@ class HeadOutputs:
     def read(self, model_logits: torch.Tensor) -> Outputs:
         """Return the outputs with their gradients routed through the output of the model.
 
-        Wrappers that hook a model's outputs (FSDP registers its backward there) need the loss to depend on
-        them. The values are bitwise those computed at the head. The first call for a model compares its
-        transform of the logits with ``head``; later calls do not, because that waits for the device.
+        The loss must depend on the model's output, because wrappers register hooks on it (FSDP its backward).
+        The values are bitwise those computed at the head. The first call for a model compares its transform
+        of the logits with ``head``, which waits for the device; later calls skip the check.
 
         Args:
             model_logits: ``outputs.logits`` of the forward pass that ran inside the context.
 
         Raises:
-            ConfigError: the model transforms its logits in a way that ``HeadWeights`` does not describe, so
-                that log-probs would not be the model's.
+            ConfigError: the model's transform of its logits differs from ``HeadWeights``, so that log-probs
+                would not be the model's.
         """
         assert self.outputs is not None, "the model's forward did not run inside compute_at_head"
         self._check_transform(model_logits)
@@ -88,12 +88,14 @@ class HeadOutputs:
 
 
 @contextmanager
-def compute_at_head(model: nn.Module, head: HeadWeights, compute: HeadComputation) -> Iterator[HeadOutputs]:
+def compute_at_head(
+    model: PreTrainedModel, head: HeadWeights, compute: HeadComputation
+) -> Iterator[HeadOutputs]:
     """Context manager in which the model's head runs ``compute`` instead of projecting to logits.
 
     Weight and bias are read from the module at the call, since sharding frameworks replace them; ``head``
-    gives the scale, the softcap and the precision. Of several forward passes inside one block the last one
-    counts.
+    sets the scale, the softcap and the precision. After several forward passes inside one block, the outputs
+    are those of the last pass.
 
     Args:
         model: the transformers or PEFT model below its wrappers; call the wrapper (DDP, FSDP, an engine)
@@ -109,7 +111,7 @@ def compute_at_head(model: nn.Module, head: HeadWeights, compute: HeadComputatio
         raise RuntimeError("compute_at_head is already active on this model; leave that block first")
     captured = HeadOutputs(head, module)
 
-    @torch.compiler.disable  # a compiled model calls it as it is: it writes to `captured`
+    @torch.compiler.disable  # writes to `captured`, so a compiled model calls it eagerly
     def forward(hidden_BKH: torch.Tensor) -> torch.Tensor:
         live = replace(head, weight_VH=module.weight, bias_V=getattr(module, "bias", None))
         captured.outputs = compute(hidden_BKH, live)
@@ -120,7 +122,7 @@ def compute_at_head(model: nn.Module, head: HeadWeights, compute: HeadComputatio
 
 
 def logprobs_at_head(
-    model: nn.Module,
+    model: PreTrainedModel,
     head_fn: HeadFunction,
     head: HeadWeights,
     targets_BK: torch.Tensor,
@@ -159,7 +161,7 @@ def logprobs_at_head(
 
 @contextmanager
 def _forward_replaced(module: nn.Module, forward: Callable[..., torch.Tensor]) -> Iterator[None]:
-    # accelerate's device hooks replace `forward` by a wrapper and keep the original beside it.
+    # accelerate's device hooks replace `forward` by a wrapper and store the original as `_old_forward`.
     slot = "_old_forward" if "_old_forward" in vars(module) else "forward"
     before = vars(module).get(slot)
     vars(module).update({_ACTIVE: True, slot: forward})
@@ -177,7 +179,7 @@ def _carrier(outputs: Outputs, shape: torch.Size) -> torch.Tensor:
     """Build the head's output (B, K, n + 1): one column of zeros per output that carries its gradient.
 
     A scale followed by a softcap maps zero to zero with slope `scale`: the model's processing of its logits
-    loses no digit of the outputs, and a division undoes it. The constant column shows the transform.
+    loses no digit of the outputs, and a division inverts it. The constant column measures the transform.
     """
     zeros = [_ZeroWithGradient.apply(value).expand(shape) for value in outputs if value is not None]
     return torch.stack([*zeros, torch.full_like(zeros[0], _PROBE)], dim=-1)

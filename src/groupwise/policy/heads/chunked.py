@@ -1,8 +1,9 @@
-"""Log-probs and entropy without the logits: the N x V matrix is visited tile by tile and never held.
+"""Log-probs and entropy without materialized logits: the N x V matrix is computed tile by tile.
 
-Forward folds every tile into running softmax statistics; backward computes each tile again and, with the
-saved statistics, turns it into the gradient of the logits. On a CPU a tile is small enough for a cache; on
-CUDA the elementwise work on a tile is one kernel (`kernels`). Either way it costs little beside the products.
+The forward pass updates running softmax statistics with every tile (online softmax); the backward pass
+recomputes each tile and derives the gradient of the logits from the saved statistics. CPU tiles fit into a
+core's cache; on CUDA one kernel does the elementwise work on a tile (`kernels`), at little cost compared with
+the matrix products.
 
 Axes: N rows (one predicted token each), V vocabulary, H hidden size, R rows of a tile, C columns of a tile.
 """
@@ -24,7 +25,7 @@ from groupwise.policy.heads.dense import projection_dtype, statistics_dtype
 from groupwise.policy.heads.tiles import LogitTransform, RowSlopes, RowStatistics, Tiles
 from groupwise.policy.heads.weights import HeadWeights
 
-_CPU_TILE = (1024, 768)  # 3 MB of float32: stays in a core's cache, and in the heap
+_CPU_TILE = (1024, 768)  # 3 MB of float32: fits a core's cache; malloc takes it from the heap
 _ACCELERATOR_TILE = (4096, 16384)  # 256 MB of float32: large products, few kernel launches
 _ALIGNMENT = 64  # columns
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -32,7 +33,7 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class _Plan:
-    """What both passes must agree on."""
+    """Tiling and precision, the same in the forward and the backward pass."""
 
     transform: LogitTransform
     dtype: torch.dtype  # of the projection's operands
@@ -56,10 +57,10 @@ def chunked_head(
     chunk_rows: int | None = None,
     chunk_columns: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probs and entropy from hidden states, with at most one tile of logits in memory.
+    """Compute log-probs and entropy from hidden states, with at most one tile of logits in memory.
 
-    Both outputs are differentiable once, in the hidden states, the weight and the bias; a frozen one costs
-    nothing. Beside its inputs and their gradients the function keeps three floats per row between the passes.
+    Both outputs are differentiable once with respect to hidden states, weight and bias; no gradient is
+    computed for a frozen input. Between the passes the function saves three floats per row and its inputs.
 
     Args:
         hidden_NH: final hidden states, one row per predicted token.
@@ -89,12 +90,12 @@ def chunked_head(
 
 
 def _aligned(columns: int) -> int:
-    """Rounded down, so that every row of a tile starts where wide loads and products like it."""
+    """Round down to a multiple of ``_ALIGNMENT``, for aligned wide loads and efficient matrix products."""
     return max(columns // _ALIGNMENT, 1) * _ALIGNMENT
 
 
 def _tile_operations(device: torch.device, dtype: torch.dtype) -> type[Tiles]:
-    """Triton's kernels where they can run, also interpreted on request (TRITON_INTERPRET=1), else torch."""
+    """Return the Triton kernels on CUDA, or with TRITON_INTERPRET=1 on any device; otherwise torch."""
     can_run = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
     if not can_run or dtype == torch.float64 or importlib.util.find_spec("triton") is None:
         return Tiles
@@ -127,10 +128,10 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 def _forward_tiles(hidden_NH, weight_VH, bias_V, targets_N, plan: _Plan, with_entropy: bool):
-    """Log-prob, entropy and the statistics m and s of every row, in one pass over the tiles (online softmax).
+    """Compute log-prob, entropy and the statistics m and s of every row in one pass over the tiles.
 
-    With s and t of `RowStatistics` the entropy is log s - t / s, which adds two non-negative terms: no logit
-    meets a sum of its own size.
+    With s and t of `RowStatistics` the entropy is log s - t / s, a sum of two non-negative terms, which
+    avoids cancellation between large logits.
     """
     total = hidden_NH.shape[0]
     statistics = RowStatistics.empty(total, with_entropy, statistics_dtype(plan.dtype), hidden_NH.device)
@@ -139,7 +140,8 @@ def _forward_tiles(hidden_NH, weight_VH, bias_V, targets_N, plan: _Plan, with_en
         weight_CH, bias_C = _operands(weight_VH, bias_V, columns, plan)
         for rows in _spans(total, plan.rows):
             raw_RC, missing_bias_C = _project(tiles, hidden_NH[rows].to(plan.dtype), weight_CH, bias_C)
-            tiles.fold(raw_RC, missing_bias_C, targets_N[rows] - columns.start, statistics.part(rows))
+            local_targets_R = targets_N[rows] - columns.start
+            tiles.update_statistics(raw_RC, missing_bias_C, local_targets_R, statistics.part(rows))
     max_N, sum_N, weighted_N = statistics.max_N, statistics.sum_N, statistics.weighted_N
     log_sum_N = sum_N.log()
     entropy_N = None if weighted_N is None else log_sum_N - weighted_N / sum_N
@@ -147,7 +149,7 @@ def _forward_tiles(hidden_NH, weight_VH, bias_V, targets_N, plan: _Plan, with_en
 
 
 def _backward_tiles(saved, grad_logps_N, grad_entropy_N, plan: _Plan, needed):
-    """Gradients of hidden states, weight and bias, with the tiles computed again.
+    """Compute gradients of hidden states, weight and bias from recomputed tiles.
 
     ∂logp/∂x_j = [j = target] - p_j  and  ∂H/∂x_j = -p_j (log p_j + H), where z = x - m, p = e^z / s and
     log p = z - log s. With g and e the gradients of logp and H,
@@ -157,7 +159,7 @@ def _backward_tiles(saved, grad_logps_N, grad_entropy_N, plan: _Plan, needed):
     needs_hidden, needs_weight, needs_bias = needed[:3]
     options = {"dtype": statistics_dtype(plan.dtype), "device": hidden_NH.device}
     gain = plan.transform.gain
-    # The slope of the logits in the projection is common to all columns, so it is paid once per row.
+    # d logits / d projection is the same for all columns: applied once per row, not per entry of a tile.
     g_N = torch.zeros_like(sum_N) if grad_logps_N is None else grad_logps_N.to(sum_N.dtype) * gain
     e_N = None if grad_entropy_N is None else grad_entropy_N.to(sum_N.dtype) * gain
     a_N = g_N / sum_N if e_N is None else (g_N + e_N * (entropy_N - sum_N.log())) / sum_N
@@ -168,7 +170,7 @@ def _backward_tiles(saved, grad_logps_N, grad_entropy_N, plan: _Plan, needed):
     tiles = plan.make_tiles(hidden_NH.device)
     for columns in _spans(weight_VH.shape[0], plan.columns):
         weight_CH, bias_C = _operands(weight_VH, bias_V, columns, plan)
-        # Summed over the rows in the statistics' dtype and rounded to the weight's dtype once.
+        # Sums over rows use the statistics' dtype and are rounded to the weight's dtype once.
         sum_CH = None
         sum_C = torch.zeros(weight_CH.shape[0], **options) if needs_bias else None
         for rows in _spans(hidden_NH.shape[0], plan.rows):
@@ -202,7 +204,7 @@ def _operands(weight_VH, bias_V, columns: slice, plan: _Plan):
 
 
 def _project(tiles: Tiles, hidden_RH, weight_CH, bias_C) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A tile of the projection h Wᵀ, to be used up, and the bias if that is still to be added."""
+    """Compute a tile of h Wᵀ, which may be overwritten. Also returns the bias, None if already added."""
     if not hidden_RH.is_cuda and weight_CH.dtype not in _LOW_PRECISION:
         return _product(hidden_RH, weight_CH), bias_C
     raw_RC = tiles.buffer("raw", (len(hidden_RH), len(weight_CH)))
@@ -216,17 +218,17 @@ def _project(tiles: Tiles, hidden_RH, weight_CH, bias_C) -> tuple[torch.Tensor, 
 
 
 def _product(left, right) -> torch.Tensor:
-    """`left @ right.T`."""
+    """Compute `left @ right.T`."""
     if left.device.type == "cpu" and left.dtype == torch.float32 and left.numel() and has_onednn():
         return onednn_product(left, right)
     return left @ right.t()
 
 
 def _accumulate(sum_: torch.Tensor | None, left, right) -> torch.Tensor:
-    """`sum_ += left @ right`, every partial product summed in `sum_`'s dtype; None is a zero in float32.
+    """Compute `sum_ += left @ right` in the dtype of `sum_`; None is zero in the statistics' dtype.
 
-    Rounding the product of each tile to a half precision before the sum would add an error for every tile,
-    which no single full product has.
+    Rounding each tile's product to half precision before the sum would add one error per tile, while a
+    single full product is rounded once.
     """
     dtype = statistics_dtype(right.dtype) if sum_ is None else sum_.dtype
     if not left.is_cuda:

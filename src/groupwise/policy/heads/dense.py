@@ -1,4 +1,4 @@
-"""Log-probs and entropy from logits held whole: the plain reference for every other head.
+"""Log-probs and entropy from materialized logits, the reference implementation for other heads.
 
 Axes: N rows (one predicted token each), V vocabulary, H hidden size.
 """
@@ -12,7 +12,7 @@ from groupwise.policy.heads.weights import HeadWeights
 
 
 def projection_dtype(hidden: torch.Tensor, fp32: bool) -> torch.dtype:
-    """The dtype a head multiplies in: float32 on request, else autocast's, else that of the hidden states."""
+    """Return the dtype of the projection: float32 if ``fp32``, else autocast's, else the hidden states'."""
     if hidden.dtype == torch.float64:
         return torch.float64
     if fp32:
@@ -22,17 +22,17 @@ def projection_dtype(hidden: torch.Tensor, fp32: bool) -> torch.dtype:
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of logits, log-probs and entropy: float32, or float64 for float64 inputs."""
+    """Return the dtype of logits, log-probs and entropy: float32, or float64 for float64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def logps_from_logits(
     logits_NV: torch.Tensor, targets_N: torch.Tensor, temperature: float = 1.0, with_entropy: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probability of each target and entropy of each row's distribution, softmax(logits / temperature).
+    """Compute the log-prob of each target and the entropy of softmax(logits / temperature).
 
     Args:
-        logits_NV: finite logits, any float dtype; leading axes may be several, `targets_N` has the same ones.
+        logits_NV: finite logits, any float dtype; any number of leading axes, equal to those of `targets_N`.
         targets_N: token ids in [0, V).
         temperature: positive divisor of the logits.
         with_entropy: also return `-Σ p log p`, in nats.
@@ -51,7 +51,7 @@ def dense_head(
     temperature: float = 1.0,
     with_entropy: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probs and entropy from hidden states, with all N x V logits in memory at once.
+    """Compute log-probs and entropy from hidden states, with all N x V logits in memory.
 
     Args:
         hidden_NH: final hidden states, one row per predicted token.
@@ -71,7 +71,7 @@ def dense_head(
         )
         logits_NV = head.shape_logits(logits_NV)
         all_logps_NV = _all_logps(logits_NV, temperature)
-        del logits_NV  # or it would stay beside the tensors of the entropy, each of its size
+        del logits_NV  # frees N x V values before the entropy allocates as many
         return _scores(all_logps_NV, targets_N, with_entropy)
 
 

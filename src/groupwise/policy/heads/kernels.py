@@ -1,7 +1,7 @@
-"""The elementwise work on one tile of logits as Triton kernels, each of which reads the tile once.
+"""Elementwise operations on one tile of logits as Triton kernels, each of which reads the tile once.
 
-The same contract as `tiles.Tiles`. Matrix products stay with the vendor's library; logits never go beyond a
-tile. Offsets of rows are 64 bits wide: a tile may hold more than 2³¹ entries.
+Same interface as `tiles.Tiles`. Matrix products use the vendor's library. Row offsets are 64-bit, since a
+tile may have more than 2³¹ entries.
 
 Axes: R rows of a tile, C columns (vocabulary entries) of a tile.
 """
@@ -14,16 +14,16 @@ import triton.language as tl
 
 from groupwise.policy.heads.tiles import RowSlopes, RowStatistics, Tiles
 
-_FOLD_BLOCK = 4096  # columns that a program takes at a time; it walks along the whole row
-_GRADIENT_BLOCK = 2048  # columns of a program
+_STATISTICS_BLOCK = 4096  # columns per iteration of a program, which loops over the whole row
+_GRADIENT_BLOCK = 2048  # columns per program
 _ELEMENTS_PER_WARP = 512
 
 
 @triton.jit
 def _tanh(y):
-    """To a few roundings of the result, also near zero, where 1 - e^(-2|y|) cancels."""
+    """Compute tanh to a few ulp, also near zero, where 1 - e^(-2|y|) cancels."""
     square = y * y
-    # The minimax polynomial of Cephes' tanhf for |y| < 0.625.
+    # Minimax polynomial of Cephes' tanhf for |y| < 0.625.
     series = -5.70498872745e-3
     series = series * square + 2.06390887954e-2
     series = series * square - 5.37397155531e-2
@@ -37,7 +37,7 @@ def _tanh(y):
 
 @triton.jit
 def _logits(raw_ptr, bias_ptr, offsets, inside, gain, bound):
-    """x of `tiles.LogitTransform`; anything where not `inside`. `gain` is divided by the bound, if any."""
+    """Compute x of `tiles.LogitTransform`, undefined outside `inside`. Expects `gain` divided by `bound`."""
     x = tl.load(raw_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     if bias_ptr is not None:
         x += tl.load(bias_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
@@ -48,7 +48,7 @@ def _logits(raw_ptr, bias_ptr, offsets, inside, gain, bound):
 
 
 @triton.jit
-def _fold_kernel(
+def _statistics_kernel(
     raw_ptr,
     bias_ptr,
     targets_ptr,
@@ -61,7 +61,7 @@ def _fold_kernel(
     bound,
     BLOCK: tl.constexpr,
 ):
-    """One program per row: online softmax, continued from the statistics of the tiles before."""
+    """Continue the online softmax of each row with one more tile. One program per row."""
     row = tl.program_id(0).to(tl.int64)
     raw_ptr += row * columns
     top = tl.load(max_ptr + row)
@@ -84,7 +84,7 @@ def _fold_kernel(
         z = x - new_top
         p = tl.exp(z)
         if weighted_ptr is not None:
-            # Outside, 0 · -∞ must not count.
+            # Excludes 0 · -∞ = NaN outside.
             weighted = (weighted + total * drop) * shrink + tl.sum(tl.where(inside, p * z, 0.0), 0)
         total = total * shrink + tl.sum(p, 0)
         top = new_top
@@ -109,7 +109,7 @@ def _gradient_kernel(
     bound,
     BLOCK: tl.constexpr,
 ):
-    """One program per row and block of columns. `grad_ptr` may be `raw_ptr`."""
+    """Compute the gradient of the raw projections, one program per row and block; may be in place."""
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < columns
@@ -127,12 +127,12 @@ def _gradient_kernel(
 
 
 class TritonTiles(Tiles):
-    """`Tiles` for float32 statistics on a device that Triton compiles for.
+    """`Tiles` with float32 statistics, on devices that Triton supports.
 
-    Gradients come in the dtype of the products' operands, so that they need no pass of their own.
+    Gradients are stored in `operand_dtype` directly, which avoids a separate cast.
     """
 
-    def fold(
+    def update_statistics(
         self,
         raw_RC: torch.Tensor,
         bias_C: torch.Tensor | None,
@@ -140,9 +140,9 @@ class TritonTiles(Tiles):
         statistics: RowStatistics,
     ) -> None:
         rows, columns = raw_RC.shape
-        block, warps = _block(columns, _FOLD_BLOCK)
+        block, warps = _block(columns, _STATISTICS_BLOCK)
         with torch.cuda.device_of(raw_RC):  # Triton launches on the current device
-            _fold_kernel[(rows,)](
+            _statistics_kernel[(rows,)](
                 raw_RC,
                 bias_C,
                 local_targets_R,
@@ -190,6 +190,6 @@ class TritonTiles(Tiles):
 
 
 def _block(columns: int, most: int) -> tuple[int, int]:
-    """Columns and warps of a program."""
+    """Return columns and warps of a program."""
     block = min(triton.next_power_of_2(columns), most)
     return block, max(1, block // _ELEMENTS_PER_WARP)

@@ -1,4 +1,4 @@
-"""The elementwise work on one tile of logits, in torch: any device and dtype, and the reference of `kernels`.
+"""Elementwise operations on one tile of logits in torch, for any device and dtype; reference for `kernels`.
 
 Axes: N rows (one predicted token each), R rows of a tile, C columns (vocabulary entries) of a tile.
 """
@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """From raw projections to logits over temperature: x = cap(scale * raw) / temperature."""
+    """Transform of raw projections to logits over temperature: x = cap(scale * raw) / temperature."""
 
     scale: float
     softcap: float | None
@@ -20,7 +20,7 @@ class LogitTransform:
 
     @property
     def gain(self) -> float:
-        """Slope of x in the raw projection, where no softcap bends it."""
+        """Slope of x with respect to the raw projection, without the softcap."""
         return self.scale / self.temperature
 
     @property
@@ -33,7 +33,7 @@ class LogitTransform:
 class RowStatistics:
     """Running softmax statistics of every row, updated in place.
 
-    Relative to the maximum m so far: s = Σ e^(x-m) and t = Σ e^(x-m) (x-m) <= 0; t is None without entropy.
+    Relative to the running maximum m: s = Σ e^(x-m) and t = Σ e^(x-m) (x-m) <= 0; t is None without entropy.
     """
 
     max_N: torch.Tensor
@@ -43,9 +43,9 @@ class RowStatistics:
 
     @staticmethod
     def empty(total: int, with_entropy: bool, dtype: torch.dtype, device: torch.device) -> RowStatistics:
-        """Of `total` rows that have seen no column yet."""
+        """Return the statistics of `total` rows before the first tile."""
         lowest = torch.full((total,), torch.finfo(dtype).min, dtype=dtype, device=device)
-        # Not parts of one tensor: some outlive the others.
+        # Separate tensors, because some are saved for the backward pass and the others freed.
         sum_N, weighted_N, target_logit_N = (torch.zeros_like(lowest) for _ in range(3))
         return RowStatistics(lowest, sum_N, weighted_N if with_entropy else None, target_logit_N)
 
@@ -56,9 +56,9 @@ class RowStatistics:
 
 @dataclass(frozen=True)
 class RowSlopes:
-    """What a row's gradient needs beside its logits; b is None where the entropy has no gradient.
+    """Coefficients of the gradient of each row; b is None if the entropy has no gradient.
 
-    ∂L/∂y_j = g [j = target] - e^(x_j - m) (a + b (x_j - m)) for the raw projection y_j, short of a softcap.
+    ∂L/∂y_j = g [j = target] - e^(x_j - m) (a + b (x_j - m)) for the raw projection y_j, without a softcap.
     """
 
     max_N: torch.Tensor
@@ -72,13 +72,14 @@ class RowSlopes:
 
 
 class Tiles:
-    """Buffers of one tile each, kept from tile to tile: fresh memory for every tile costs a fault per page.
+    """Elementwise operations on tiles, with buffers reused for all tiles to avoid page faults.
 
     Args:
-        transform: of the raw projections.
-        elements: of the largest tile.
-        dtype: of the statistics; of raw projections and logits too.
-        operand_dtype: of the products that gradients of the logits go into.
+        transform: transform of the raw projections.
+        elements: number of entries of the largest tile.
+        dtype: dtype of statistics, raw projections and logits.
+        operand_dtype: operand dtype of the matrix products with gradients of the logits.
+        device: device of the buffers.
     """
 
     def __init__(
@@ -95,24 +96,25 @@ class Tiles:
         self._buffers: dict[str, torch.Tensor] = {}
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Uninitialised memory of this shape; a later call with the same name gives the same memory."""
+        """Return an uninitialized buffer; calls with the same name return the same memory."""
         if name not in self._buffers:
             self._buffers[name] = torch.empty(self._elements, dtype=dtype or self._dtype, device=self._device)
         return self._buffers[name][: shape[0] * shape[1]].view(shape)
 
-    def fold(
+    def update_statistics(
         self,
         raw_RC: torch.Tensor,
         bias_C: torch.Tensor | None,
         local_targets_R: torch.Tensor,
         statistics: RowStatistics,
     ) -> None:
-        """Take a tile into the statistics of its rows; the tile is used up.
+        """Update the statistics of the rows with one more tile; overwrites the tile.
 
         Args:
             raw_RC: projections without transform.
-            bias_C: bias still to be added to them, or None.
-            local_targets_R: column of each row's target; outside [0, C) it lies in another tile.
+            bias_C: bias to be added to them, or None.
+            local_targets_R: column of each row's target, int64; outside [0, C) for targets in other tiles.
+            statistics: statistics of these rows, updated in place.
         """
         x_RC = self._logits(raw_RC, bias_C)
         local_R1, inside_R1 = _within(local_targets_R, x_RC.shape[1])
@@ -140,7 +142,12 @@ class Tiles:
         local_targets_R: torch.Tensor,
         slopes: RowSlopes,
     ) -> torch.Tensor:
-        """Gradient of the raw projections, (R, C), valid until the next tile; the tile is used up."""
+        """Compute the gradient (R, C) of the raw projections, valid until the next tile; overwrites the tile.
+
+        Args:
+            raw_RC, bias_C, local_targets_R: as in :meth:`update_statistics`.
+            slopes: coefficients of these rows.
+        """
         x_RC = self._logits(raw_RC, bias_C)
         slope_RC = None
         bound = self.transform.bound
@@ -167,6 +174,6 @@ class Tiles:
 
 
 def _within(local_targets_R: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Columns clamped into the tile, and whether they were there already: (R, 1), without a sync."""
+    """Clamp columns into the tile. Returns them and the mask of unclamped ones, (R, 1), without a sync."""
     local_R1 = local_targets_R.unsqueeze(1)
     return local_R1.clamp(0, width - 1), (local_R1 >= 0) & (local_R1 < width)

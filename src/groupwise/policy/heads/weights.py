@@ -1,4 +1,4 @@
-"""What a language-model head needs to turn hidden states into logits, read from a model.
+"""Parameters and logit transform of a language-model head, read from a model.
 
 Axes: V vocabulary, H hidden size.
 """
@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 from groupwise.errors import ConfigError
 
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 _MULTIPLIED_BY_LOGITS_SCALING = {"hyperclovax"}
-# MPT carries the field and never uses it; MiniCPM3 divides the hidden states, before the head sees them.
+# MPT ignores the field; MiniCPM3 divides the hidden states before the head.
 _FIELDS_NOT_FOR_LOGITS = {"mpt", "minicpm3"}
 
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """The head's parameters and the transform the model puts on its logits.
+    """Parameters of the head and the model's transform of its logits.
 
     `logits = cap(scale * (h Wᵀ + b))`, where `cap(x) = softcap * tanh(x / softcap)` if there is a softcap.
 
@@ -30,7 +32,7 @@ class HeadWeights:
         bias_V: bias, or None.
         softcap: bound of the logits (Gemma 2, arXiv 2408.00118, section 2), or None.
         scale: factor of the logits, before the softcap.
-        fp32: project in float32 whatever the dtype of the weights and of the hidden states.
+        fp32: project in float32, for any dtype of weights and hidden states.
     """
 
     weight_VH: torch.Tensor
@@ -40,31 +42,31 @@ class HeadWeights:
     fp32: bool = False
 
     def shape_logits(self, raw: torch.Tensor) -> torch.Tensor:
-        """The model's own transform of the projection `raw` (any shape), in `raw`'s dtype."""
+        """Apply the model's transform to the projection `raw` (any shape). Returns its shape and dtype."""
         scaled = raw * self.scale if self.scale != 1.0 else raw
         return scaled if self.softcap is None else self.softcap * torch.tanh(scaled / self.softcap)
 
 
-def output_head(model: Any) -> Any:
-    """The module that projects hidden states to logits, also of a PEFT model.
+def output_head(model: PreTrainedModel) -> nn.Linear:
+    """Return the module that projects hidden states to logits, also of a PEFT model.
 
     Raises:
-        ConfigError: the model has none.
+        ConfigError: the model has no such module.
     """
     head = model.get_output_embeddings()
     if head is None or getattr(head, "weight", None) is None:
         raise ConfigError(
-            f"{type(model).__name__} has no language-model head with a weight (get_output_embeddings() gave "
-            f"{type(head).__name__}); pass a causal language model, such as one from AutoModelForCausalLM."
+            f"{type(model).__name__} has no language-model head with a weight (get_output_embeddings() "
+            f"returned {type(head).__name__}); pass a causal language model, as from AutoModelForCausalLM"
         )
-    return head
+    return cast(nn.Linear, head)
 
 
-def check_head(model: Any) -> None:
-    """Refuse a model whose head is changed by an adapter: the log-prob heads read the plain weight.
+def check_head(model: PreTrainedModel) -> None:
+    """Raise an error if an adapter changes the head, since log-prob heads read its plain weight.
 
     Raises:
-        ConfigError: a PEFT adapter, or a `modules_to_save` copy, sits on the head; the message names the
+        ConfigError: a PEFT adapter or a `modules_to_save` copy changes the head; the message names the
             entries of the PEFT config to drop.
     """
     head = model.get_output_embeddings()
@@ -76,13 +78,13 @@ def check_head(model: Any) -> None:
     name = path.rpartition(".")[2]
     settings = "target_modules" if is_adapter else "modules_to_save (or trainable_token_indices)"
     raise ConfigError(
-        f"a PEFT adapter ({type(head).__name__}) sits on the language-model head {path!r}, and log-probs are "
-        f"computed from the head's plain weight; drop {name!r} from {settings} of the PEFT config. "
-        f'target_modules="all-linear" leaves the head alone.'
+        f"a PEFT adapter ({type(head).__name__}) changes the language-model head {path!r}, but log-probs are "
+        f"computed from the head's plain weight; drop {name!r} from {settings} of the PEFT config "
+        f'(target_modules="all-linear" excludes the head)'
     )
 
 
-def head_weights(model: Any, fp32: bool = False) -> HeadWeights:
+def head_weights(model: PreTrainedModel, fp32: bool = False) -> HeadWeights:
     """Read a causal language model's head: its live parameters, scale and softcap.
 
     Args:
@@ -90,7 +92,7 @@ def head_weights(model: Any, fp32: bool = False) -> HeadWeights:
         fp32: project in float32.
 
     Raises:
-        ConfigError: there is no head, or an adapter sits on it.
+        ConfigError: the model has no head, or an adapter changes it.
     """
     check_head(model)
     head = output_head(model)
@@ -104,7 +106,8 @@ def head_weights(model: Any, fp32: bool = False) -> HeadWeights:
     )
 
 
-def _logit_factor(config: Any) -> float:
+def _logit_factor(config: PretrainedConfig) -> float:
+    """Return the product of all factors that the architecture applies to its logits."""
     if config.model_type in _FIELDS_NOT_FOR_LOGITS:
         return 1.0
     factors = [float(value) for name in _MULTIPLIERS if (value := getattr(config, name, None)) is not None]

@@ -11,6 +11,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from transformers import PreTrainedModel
 
+from groupwise.policy.attention import without_adapter
 from groupwise.policy.heads import (
     HEADS,
     compute_at_head,
@@ -28,7 +29,7 @@ ModelInputs = dict[str, Any]
 class HeadSettings:
     """Settings of the log-prob head.
 
-    name: name in ``HEADS``; "dense" uses the model's own logits, "chunked" replaces the output projection.
+    name: key of ``HEADS``; "dense" uses the model's own logits, "chunked" replaces the output projection.
     temperature: divisor of the logits.
     fp32: project in float32.
     """
@@ -47,21 +48,21 @@ def forward_logprobs(
     with_entropy: bool,
     with_aux_loss: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Compute log-probs and entropies at the K positions that ``inputs`` keep.
+    """Compute log-probs and entropies at the K positions that ``inputs["logits_to_keep"]`` selects.
 
     The model is called as a whole, so that wrappers (DDP, accelerate, DeepSpeed) see every forward pass.
 
     Args:
         model: the causal LM, wrapped or not.
         inputs: arguments of its forward.
-        targets_BK: the token predicted at each kept position.
+        targets_BK: the token predicted at each kept position, int64.
         head: settings of the head.
         with_entropy: also compute entropies.
         with_aux_loss: also return the balancing loss of a mixture-of-experts model.
 
     Returns:
-        log-probs (B, K) and entropies (B, K), float32, and a scalar; the latter two are None unless
-        requested.
+        log-probs (B, K) and entropies (B, K), float32, and the balancing loss, a scalar; the latter two are
+        None unless requested.
     """
     if head.name == "dense":
         output = model(**_arguments(inputs, with_aux_loss))
@@ -110,14 +111,13 @@ def _arguments(inputs: ModelInputs, with_aux_loss: bool) -> ModelInputs:
 
 
 def unwrapped(model: nn.Module) -> PreTrainedModel:
-    """Return the model below DDP, compilation and the like; mixed precision stays."""
+    """Return the model below DDP, FSDP, DeepSpeed and torch.compile; wrappers for mixed precision remain."""
     return extract_model_from_parallel(model, keep_torch_compile=False)
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
     """Return the causal LM below wrappers and adapters."""
-    inner: Any = unwrapped(model)  # a PEFT model has get_base_model
-    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    return without_adapter(unwrapped(model))
 
 
 def accepted_arguments(model: nn.Module) -> set[str]:

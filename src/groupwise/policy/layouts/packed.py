@@ -1,19 +1,20 @@
-"""Layouts without padding: the sequences of a micro-batch as one row of tokens.
+"""Layouts without padding: the sequences of a micro-batch as one row of S tokens.
 
-`packed` puts sequence after sequence. `shared_prefix` holds the prompt of a group once, followed by its
-completions, whose positions all restart at the prompt end; a completion attends to the prompt and to
-itself. Everything but attention works on single tokens and sees no difference; attention gathers its queries
-and keys in blocks of rows of similar length.
+`packed` concatenates the sequences. `shared_prefix` contains the prompt of a group once, followed by its
+completions; the positions of each completion continue from the prompt's end, and a completion attends to the
+prompt and to itself. All computation except attention is per token and independent of the layout; attention
+gathers queries and keys into blocks of rows of similar length.
 
-Axes: T tokens of the stream, N scored tokens, B sequences, C completion tokens; in a block R rows, Q queries,
-S keys; H query heads, K key-value heads, D head size.
+Axes: S tokens of the packed sequence, N completion tokens of the micro-batch, B sequences, L prompt tokens,
+T completion tokens, E features. In a block: R rows, Q queries, K keys. Attention: H query heads, J key-value
+heads, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TypedDict, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,29 +25,40 @@ from groupwise.records import TokenBatch
 
 _NEVER = torch.iinfo(torch.long).max  # position of a padded key: after every query
 
+Row = TypeVar("Row")
+
+
+class VarlenKwargs(TypedDict):
+    """Arguments of transformers' attention for packed sequences."""
+
+    cu_seq_lens_q: torch.Tensor
+    cu_seq_lens_k: torch.Tensor
+    max_length_q: int
+    max_length_k: int
+
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of attention that are computed together.
+    """Rows of attention that are computed in one call.
 
-    query_RQ, key_RS: places in the stream; padding repeats the row's first place.
-    query_position_RQ, key_position_RS: positions in the sequence; of padded keys, after every query.
-    same: the keys are the queries, so that without a window plain causal attention needs no mask.
+    query_RQ, key_RK: indices into the packed sequence; padding repeats the first index of the row.
+    query_position_RQ, key_position_RK: positions in the sequence; padded keys are after every query.
+    same: keys and queries are the same tokens, so without a sliding window causal attention needs no mask.
     """
 
     query_RQ: torch.Tensor
-    key_RS: torch.Tensor
+    key_RK: torch.Tensor
     query_position_RQ: torch.Tensor
-    key_position_RS: torch.Tensor
+    key_position_RK: torch.Tensor
     same: bool
 
-    def mask(self, window: int | None) -> torch.Tensor | None:
-        """(R, 1, Q, S), true where a query sees a key; None is plain causal attention."""
-        if self.same and (window is None or window >= self.key_RS.shape[1]):
+    def mask(self, sliding_window: int | None) -> torch.Tensor | None:
+        """Return the mask (R, 1, Q, K), True for visible keys; None: plain causal attention."""
+        if self.same and (sliding_window is None or sliding_window >= self.key_RK.shape[1]):
             return None
-        query_R1Q1, key_R11S = self.query_position_RQ[:, None, :, None], self.key_position_RS[:, None, None]
-        seen = key_R11S <= query_R1Q1
-        return seen if window is None else seen & (key_R11S > query_R1Q1 - window)
+        query_R1Q1, key_R11K = self.query_position_RQ[:, None, :, None], self.key_position_RK[:, None, None]
+        visible = key_R11K <= query_R1Q1
+        return visible if sliding_window is None else visible & (key_R11K > query_R1Q1 - sliding_window)
 
     def to(self, device: torch.device) -> Block:
         moved = {name: value.to(device) for name, value in vars(self).items() if name != "same"}
@@ -54,57 +66,63 @@ class Block:
 
 
 @dataclass(frozen=True)
-class StreamAttention:
-    """The attention of a stream; an ``attend`` of ``groupwise.policy.attention``.
+class PackedAttention:
+    """Attention of packed sequences, an ``AttentionFunction`` of ``groupwise.policy.attention``.
 
-    order_T: the place of each token of the stream in the outputs of all blocks, one after the other.
+    blocks: rows of attention; every token is a query of exactly one block.
+    order_S: index of each token in the concatenated outputs of all blocks.
     """
 
     blocks: Sequence[Block]
-    order_T: torch.Tensor
-    _masks: dict[tuple[int, int | None], Any] = field(default_factory=dict, repr=False)
+    order_S: torch.Tensor
+    _masks: dict[tuple[int, int | None], torch.Tensor | None] = field(default_factory=dict, repr=False)
 
     @torch.compiler.disable  # blocks differ in number and shape from one micro-batch to the next
     def __call__(
         self,
-        query_1HTD: torch.Tensor,
-        key_1KTD: torch.Tensor,
-        value_1KTD: torch.Tensor,
+        query_1HSD: torch.Tensor,
+        key_1JSD: torch.Tensor,
+        value_1JSD: torch.Tensor,
         scale: float | None,
-        window: int | None,
+        sliding_window: int | None,
     ) -> torch.Tensor:
+        """Compute the attention of one layer. Returns (1, S, H, D)."""
         outputs = []
         for index, block in enumerate(self.blocks):
-            if (index, window) not in self._masks:  # the same for all layers
-                self._masks[index, window] = block.mask(window)
+            if (index, sliding_window) not in self._masks:  # the same for all layers
+                self._masks[index, sliding_window] = block.mask(sliding_window)
             out_RHQD = grouped_query_attention(
-                _gather(query_1HTD, block.query_RQ),
-                _gather(key_1KTD, block.key_RS),
-                _gather(value_1KTD, block.key_RS),
-                self._masks[index, window],
+                _gather(query_1HSD, block.query_RQ),
+                _gather(key_1JSD, block.key_RK),
+                _gather(value_1JSD, block.key_RK),
+                self._masks[index, sliding_window],
                 scale,
             )
-            outputs.append(out_RHQD.transpose(1, 2).flatten(0, 1).flatten(1))
+            outputs.append(out_RHQD.transpose(1, 2).flatten(0, 1).flatten(1))  # (R * Q, H * D)
         rows = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-        return F.embedding(self.order_T, rows).unflatten(1, (query_1HTD.shape[1], -1)).unsqueeze(0)
+        return F.embedding(self.order_S, rows).unflatten(1, (query_1HSD.shape[1], -1)).unsqueeze(0)
 
 
-def _gather(heads_1HTD: torch.Tensor, places_RQ: torch.Tensor) -> torch.Tensor:
-    """(R, H, Q, D). An embedding's backward sums the uses of a row fast, and on CUDA in a fixed order."""
-    rows_RQE = F.embedding(places_RQ, heads_1HTD[0].transpose(0, 1).flatten(1))
-    return rows_RQE.unflatten(2, (heads_1HTD.shape[1], -1)).transpose(1, 2)
+def _gather(heads_1HSD: torch.Tensor, index_RQ: torch.Tensor) -> torch.Tensor:
+    """Gather tokens of every head. Returns (R, H, Q, D).
+
+    Uses an embedding lookup: its backward sums repeated indices fast, and on CUDA in a deterministic order.
+    """
+    rows_RQE = F.embedding(index_RQ, heads_1HSD[0].transpose(0, 1).flatten(1))  # E = H * D
+    return rows_RQE.unflatten(2, (heads_1HSD.shape[1], -1)).transpose(1, 2)
 
 
 @dataclass(frozen=True)
-class Stream:
-    """A micro-batch as the input of one forward.
+class PackedSequences:
+    """Inputs of one forward pass over the sequences of a micro-batch.
 
-    token_ids_1S, position_ids_1S: the model's input.
-    logit_index_N: the place whose output predicts a completion token; places repeat where prompts are shared.
-    target_N: that completion token.
-    output_index_N: its place in the flattened (B, C) of the batch.
-    cu_seqlens: of `packed`, 0 and where each sequence ends.
-    longest: tokens of the longest of those.
+    token_ids_1S, position_ids_1S: inputs of the model, int64.
+    logit_index_N: index of the token whose logits predict a completion token; repeated for shared prompts.
+    target_N: the completion tokens.
+    output_index_N: index of each completion token in the flattened (B, T) of the batch.
+    attention: replaces the model's attention if the hook is installed.
+    cu_seqlens: layout `packed`: 0 and the end of each sequence, int32.
+    max_seqlen: length of the longest of these sequences.
     """
 
     token_ids_1S: torch.Tensor
@@ -112,22 +130,26 @@ class Stream:
     logit_index_N: torch.Tensor
     target_N: torch.Tensor
     output_index_N: torch.Tensor
-    attention: StreamAttention
+    attention: PackedAttention
     cu_seqlens: torch.Tensor
-    longest: int
+    max_seqlen: int
 
-    def bounds(self) -> dict[str, Any]:
-        """What transformers would otherwise read back from the positions, in every layer."""
-        both = {"cu_seq_lens": self.cu_seqlens, "max_length": self.longest}
-        return {f"{name}_{side}": value for name, value in both.items() for side in "qk"}
+    def varlen_kwargs(self) -> VarlenKwargs:
+        """Return sequence boundaries as model arguments; transformers else derives them in every layer."""
+        return {
+            "cu_seq_lens_q": self.cu_seqlens,
+            "cu_seq_lens_k": self.cu_seqlens,
+            "max_length_q": self.max_seqlen,
+            "max_length_k": self.max_seqlen,
+        }
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a stream needs to know on the host: one transfer, whatever the batch holds.
+    """Lengths of the sequences of a micro-batch, on the host.
 
-    prompts, completions: token counts by row.
-    repeats: whether a row has the prompt of the row before it.
+    prompts, completions: number of tokens of each row.
+    repeats: True for rows with the same prompt as the row before.
     """
 
     prompts: list[int]
@@ -135,18 +157,18 @@ class Shape:
     repeats: list[bool]
 
     def padded_tokens(self, rows: Sequence[int]) -> int:
-        """Tokens of a rectangle that holds the rows."""
-        width = max((self.prompts[row] for row in rows), default=0)
-        return len(rows) * (width + max((self.completions[row] for row in rows), default=0))
+        """Return the number of tokens of ``rows`` in the padded layout, padding included."""
+        length = max((self.prompts[row] for row in rows), default=0)
+        return len(rows) * (length + max((self.completions[row] for row in rows), default=0))
 
     def shared_tokens(self, rows: Sequence[int]) -> int:
-        """Tokens of a stream of the rows in which each group's prompt stands once."""
+        """Return the number of tokens of ``rows`` with each group's prompt counted once."""
         kept = set(rows)
         first = [min(kept.intersection(group)) for group in self.groups() if kept.intersection(group)]
         return sum(self.prompts[row] for row in first) + sum(self.completions[row] for row in rows)
 
     def groups(self) -> list[list[int]]:
-        """Runs of rows with one prompt."""
+        """Return runs of consecutive rows with the same prompt."""
         runs: list[list[int]] = []
         for row, repeats in enumerate(self.repeats):
             if repeats:
@@ -157,7 +179,7 @@ class Shape:
 
 
 def shape_of(batch: TokenBatch) -> Shape:
-    """Lengths and repeated prompts of ``batch``; one transfer to the host."""
+    """Return lengths and repeated prompts of ``batch``, in a single transfer from the device."""
     ids, mask = batch.prompt_ids_BL, batch.prompt_mask_BL
     same = ((ids[1:] == ids[:-1]) & (mask[1:] == mask[:-1])).all(-1)
     repeats = F.pad(same, (1, 0))
@@ -166,62 +188,67 @@ def shape_of(batch: TokenBatch) -> Shape:
     return Shape(prompts, completions, [bool(flag) for flag in flags])
 
 
-def build_stream(batch: TokenBatch, shape: Shape, *, shared: bool) -> Stream:
-    """The stream of ``batch``.
+def pack_sequences(batch: TokenBatch, *, shared: bool) -> PackedSequences:
+    """Pack the sequences of ``batch`` into one row.
+
+    Waits once for the device, to read the lengths; the forward pass over the result does not wait.
 
     Args:
-        shared: compute the prompt of consecutive rows that have the same one once.
+        batch: B sequences.
+        shared: include the prompt of consecutive rows with the same prompt only once.
     """
+    shape = shape_of(batch)
     device = batch.prompt_ids_BL.device
-    width, prompt_width = batch.completion_ids_BT.shape[1], batch.prompt_ids_BL.shape[1]
+    max_completion, max_prompt = batch.completion_ids_BT.shape[1], batch.prompt_ids_BL.shape[1]
     groups = shape.groups() if shared else [[row] for row in range(len(batch))]
-    source: list[int] = []  # places in the padded (B, P + C)
+    source: list[int] = []  # indices into the flattened padded (B, L + T)
     positions: list[int] = []
-    predictors: list[int] = []
-    slots: list[int] = []
-    sequences: list[range] = []  # attended causally
-    branches: list[tuple[range, range]] = []  # a shared prompt and a completion
+    logit_index: list[int] = []
+    output_index: list[int] = []
+    sequences: list[range] = []  # causal attention
+    branches: list[tuple[range, range]] = []  # a shared prompt and one of its completions
     for rows in groups:
         prompt = shape.prompts[rows[0]]
         start = len(source)
-        offset = rows[0] * (prompt_width + width) + prompt_width
+        offset = rows[0] * (max_prompt + max_completion) + max_prompt
         source += range(offset - prompt, offset)
         positions += range(prompt)
         for row in rows:
             length, first = shape.completions[row], len(source)
-            offset = row * (prompt_width + width) + prompt_width
+            offset = row * (max_prompt + max_completion) + max_prompt
             source += range(offset, offset + length)
             positions += range(prompt, prompt + length)
             if length:
-                predictors += [start + prompt - 1, *range(first, first + length - 1)]
-                slots += range(row * width, row * width + length)
+                logit_index += [start + prompt - 1, *range(first, first + length - 1)]
+                output_index += range(row * max_completion, row * max_completion + length)
                 if len(rows) > 1:
                     branches.append((range(start, start + prompt), range(first, first + length)))
         sequences.append(range(start, start + prompt) if len(rows) > 1 else range(start, len(source)))
-    position_T = torch.tensor(positions)
-    trunks, forks = _similar(sequences, len), _similar(branches, lambda branch: len(branch[1]))
-    blocks = [_sequence_block(rows, position_T) for rows in trunks]
-    blocks += [_branch_block(rows, position_T) for rows in forks]
-    queries = [*trunks, *([completion for _, completion in rows] for rows in forks)]
+    position_S = torch.tensor(positions)
+    causal = _group_by_length(sequences, len)
+    branched = _group_by_length(branches, lambda branch: len(branch[1]))
+    blocks = [_causal_block(rows, position_S) for rows in causal]
+    blocks += [_branch_block(rows, position_S) for rows in branched]
+    queries = [*causal, *([completion for _, completion in rows] for rows in branched)]
     tokens = torch.cat([batch.prompt_ids_BL, batch.completion_ids_BT], dim=1).flatten()
-    output_index_N = torch.tensor(slots, dtype=torch.long).to(device)
-    return Stream(
+    output_index_N = torch.tensor(output_index, dtype=torch.long).to(device)
+    return PackedSequences(
         token_ids_1S=tokens[torch.tensor(source).to(device)].unsqueeze(0),
-        position_ids_1S=position_T.to(device).unsqueeze(0),
-        logit_index_N=torch.tensor(predictors, dtype=torch.long).to(device),
+        position_ids_1S=position_S.to(device).unsqueeze(0),
+        logit_index_N=torch.tensor(logit_index, dtype=torch.long).to(device),
         target_N=batch.completion_ids_BT.flatten()[output_index_N],
         output_index_N=output_index_N,
-        attention=StreamAttention(
-            [block.to(device) for block in blocks], _order(queries, len(source)).to(device)
+        attention=PackedAttention(
+            [block.to(device) for block in blocks], _output_order(queries, len(source)).to(device)
         ),
         cu_seqlens=torch.tensor([0, *(rows.stop for rows in sequences)], dtype=torch.int32).to(device),
-        longest=max(map(len, sequences)),
+        max_seqlen=max(map(len, sequences)),
     )
 
 
-def _similar(rows: Sequence[Any], length: Any) -> list[list[Any]]:
-    """Rows by length, such that none in a block is shorter than half of its longest."""
-    blocks: list[list[Any]] = []
+def _group_by_length(rows: Sequence[Row], length: Callable[[Row], int]) -> list[list[Row]]:
+    """Group rows by length; the shortest row of a group has at least half the length of the longest."""
+    blocks: list[list[Row]] = []
     for row in sorted(rows, key=length, reverse=True):
         if blocks and 2 * length(row) >= length(blocks[-1][0]):
             blocks[-1].append(row)
@@ -230,35 +257,36 @@ def _similar(rows: Sequence[Any], length: Any) -> list[list[Any]]:
     return blocks
 
 
-def _sequence_block(rows: Sequence[range], position_T: torch.Tensor) -> Block:
-    places, keys = _places(rows), _key_positions(rows, position_T)
-    return Block(places, places, position_T[places], keys, same=True)
+def _causal_block(rows: Sequence[range], position_S: torch.Tensor) -> Block:
+    index_RQ, keys = _pad_indices(rows), _key_positions(rows, position_S)
+    return Block(index_RQ, index_RQ, position_S[index_RQ], keys, same=True)
 
 
-def _branch_block(rows: Sequence[tuple[range, range]], position_T: torch.Tensor) -> Block:
-    queries = _places([completion for _, completion in rows])
-    seen = [[*prompt, *completion] for prompt, completion in rows]
-    return Block(queries, _places(seen), position_T[queries], _key_positions(seen, position_T), same=False)
+def _branch_block(rows: Sequence[tuple[range, range]], position_S: torch.Tensor) -> Block:
+    query_RQ = _pad_indices([completion for _, completion in rows])
+    visible = [[*prompt, *completion] for prompt, completion in rows]
+    keys = _key_positions(visible, position_S)
+    return Block(query_RQ, _pad_indices(visible), position_S[query_RQ], keys, same=False)
 
 
-def _places(rows: Sequence[Sequence[int]]) -> torch.Tensor:
-    places = pad_sequences(rows, -1)
-    return torch.where(places < 0, places[:, :1], places)
+def _pad_indices(rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    indices = pad_sequences(rows, -1)
+    return torch.where(indices < 0, indices[:, :1], indices)
 
 
-def _key_positions(rows: Sequence[Sequence[int]], position_T: torch.Tensor) -> torch.Tensor:
-    places = pad_sequences(rows, -1)
-    return torch.where(places < 0, _NEVER, position_T[places])
+def _key_positions(rows: Sequence[Sequence[int]], position_S: torch.Tensor) -> torch.Tensor:
+    indices = pad_sequences(rows, -1)
+    return torch.where(indices < 0, _NEVER, position_S[indices])
 
 
-def _order(blocks: Sequence[Sequence[range]], tokens: int) -> torch.Tensor:
-    """Where each token of the stream stands in the blocks' outputs, given each block's queries by row."""
-    order_T = torch.empty(tokens, dtype=torch.long)
+def _output_order(blocks: Sequence[Sequence[range]], num_tokens: int) -> torch.Tensor:
+    """Return the index (S,) of each token in the concatenated block outputs, from the queries of each row."""
+    order_S = torch.empty(num_tokens, dtype=torch.long)
     start = 0
     for rows in blocks:
-        width = max(len(row) for row in rows)
+        longest = max(len(row) for row in rows)
         for index, row in enumerate(rows):
-            first = start + index * width
-            order_T[row.start : row.stop] = torch.arange(first, first + len(row))
-        start += len(rows) * width
-    return order_T
+            first = start + index * longest
+            order_S[row.start : row.stop] = torch.arange(first, first + len(row))
+        start += len(rows) * longest
+    return order_S

@@ -25,12 +25,23 @@ def compute_padded_logprobs(
     with_entropy: bool,
     with_aux_loss: bool = False,
 ) -> LogprobOutput:
-    """Compute log-probs (and entropies) of the completion tokens under ``model``. Returns (B, T) float32."""
+    """Compute log-probs (and entropies) of the completion tokens under ``model``.
+
+    Args:
+        model: causal LM, wrapped or not.
+        batch: B sequences.
+        head: settings of the log-prob head.
+        with_entropy: also compute entropies.
+        with_aux_loss: also return the balancing loss of a mixture-of-experts model.
+
+    Returns:
+        log-probs and entropies (B, T), float32, with arbitrary values on padding; balancing loss, a scalar.
+    """
     inputs, targets_BK = padded_inputs(model, batch)
     logps_BK, entropy_BK, aux_loss = forward_logprobs(
         model, inputs, targets_BK, head, with_entropy=with_entropy, with_aux_loss=with_aux_loss
     )
-    # The token at position j is predicted at j - 1; the last position predicts nothing.
+    # The logits at position j - 1 predict the token at j; those of the last position are not used.
     predictors = slice(-(batch.completion_ids_BT.shape[1] + 1), -1)
     return LogprobOutput(
         logps_BK[:, predictors], None if entropy_BK is None else entropy_BK[:, predictors], aux_loss
@@ -44,7 +55,7 @@ def padded_inputs(model: nn.Module, batch: TokenBatch) -> tuple[ModelInputs, tor
 
     Returns:
         arguments, and the target (B, K) of each position that the head receives: the last T + 1 if the model
-        supports ``logits_to_keep``, else all L + T. The last column is a dummy.
+        accepts ``logits_to_keep``, else all L + T. The last column is a dummy.
     """
     input_ids = torch.cat([batch.prompt_ids_BL, batch.completion_ids_BT], dim=1)
     attention_mask = torch.cat([batch.prompt_mask_BL, batch.completion_mask_BT], dim=1)

@@ -1,4 +1,4 @@
-"""Layouts without padding give every architecture's own log-probs, entropies and gradients, or refuse it."""
+"""Layouts without padding: log-probs, entropies and gradients equal those of the padded layout."""
 
 from __future__ import annotations
 
@@ -95,9 +95,9 @@ def completions(lengths=((3, (4, 1, 7)), (9, (2, 0)), (2, (3,))), pad=2, seed=1)
     return token_batch(prompts, prompt_mask, completion, mask)
 
 
-def values_and_gradients(model, batch, score):
+def values_and_gradients(model, batch, compute):
     """Log-probs, entropies and the gradient of a function of both, which weighs every token differently."""
-    scores = score(model, batch, HeadSettings("chunked", 0.7), with_entropy=True)
+    scores = compute(model, batch, HeadSettings("chunked", 0.7), with_entropy=True)
     mask = batch.completion_mask_BT
     logps, entropy = scores.logps_BT * mask, scores.entropy_BT * mask
     weights = torch.linspace(0.5, 2.0, logps.numel()).view_as(logps)
@@ -106,7 +106,7 @@ def values_and_gradients(model, batch, score):
     return logps.detach(), entropy.detach(), [g for g in gradients if g is not None]
 
 
-def assert_streams_agree(model, batch, tolerance):
+def assert_packed_equals_padded(model, batch, tolerance):
     assert unsupported(model) is None
     expected = values_and_gradients(model, batch, compute_padded_logprobs)
     for shared in (False, True):
@@ -123,7 +123,7 @@ def test_an_architecture_gives_its_own_log_probs_and_gradients(name):
     if name == "mixtral" or name == "qwen3_moe":
         model.eval()  # routers may add noise in training
     # float32 with sums of up to 67 terms: 100 roundings of 6e-8
-    assert_streams_agree(model, completions(), tolerance=1e-5)
+    assert_packed_equals_padded(model, completions(), tolerance=1e-5)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -155,7 +155,7 @@ def test_an_adapter_is_trained_the_same():
         build(*RIGHT["qwen2"]),
         LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False),
     )
-    assert_streams_agree(model, completions(), tolerance=1e-5)
+    assert_packed_equals_padded(model, completions(), tolerance=1e-5)
 
 
 def test_bfloat16_stays_within_its_rounding():
@@ -168,8 +168,8 @@ def test_bfloat16_stays_within_its_rounding():
         truth, padded = (
             compute_padded_logprobs(m, batch, head, with_entropy=False).logps_BT for m in (exact, model)
         )
-        streamed = packed(shared=True)(model, batch, head, with_entropy=False).logps_BT
-    error, allowed = ((logps - truth).abs() * mask for logps in (streamed, padded))
+        packed_logps = packed(shared=True)(model, batch, head, with_entropy=False).logps_BT
+    error, allowed = ((logps - truth).abs() * mask for logps in (packed_logps, padded))
     assert error.mean() <= 1.5 * allowed.mean() + 1e-3
 
 
@@ -177,7 +177,7 @@ def test_bfloat16_stays_within_its_rounding():
     "lengths", [((5, (6,) * 8),), ((3, (1,)), (4, (30, 2, 1))), ((12, (0, 0)), (1, (5, 5)))]
 )
 def test_any_mix_of_lengths(lengths):
-    assert_streams_agree(build(*RIGHT["mistral_sliding"]), completions(lengths), tolerance=1e-5)
+    assert_packed_equals_padded(build(*RIGHT["mistral_sliding"]), completions(lengths), tolerance=1e-5)
 
 
 def test_a_shared_prompt_is_computed_once():
@@ -187,7 +187,7 @@ def test_a_shared_prompt_is_computed_once():
     assert pack_sequences(batch, shared=False).token_ids_1S.numel() == 3 * 3 + 9 * 2 + 2 + 17
 
 
-def test_an_opened_model_computes_what_it_computed_before():
+def test_the_attention_hook_leaves_the_padded_layout_unchanged():
     model, batch = build(*RIGHT["gemma3"]), completions()
     before = compute_padded_logprobs(model, batch, HeadSettings("dense"), with_entropy=False).logps_BT
     assert install_attention_hook(model)
@@ -207,50 +207,50 @@ def test_auto_takes_the_layout_that_computes_least():
 
 def test_the_first_use_finds_a_model_that_looks_beyond_its_attention(caplog):
     class Neighbours(torch.nn.Module):
-        """Mixes in the token before, which the stream's order changes."""
+        """Mixes in the previous token, which depends on the order of packed tokens."""
 
         def forward(self, hidden):
             return hidden + hidden.roll(1, dims=1)
 
     model = build(*RIGHT["llama"])
     model.model.layers[1].mlp = torch.nn.Sequential(model.model.layers[1].mlp, Neighbours())
-    assert unsupported(model) is None  # nothing in its configuration tells
-    scorer = LogprobComputer("shared_prefix", HeadSettings("chunked"))
+    assert unsupported(model) is None  # its configuration does not show it
+    computer = LogprobComputer("shared_prefix", HeadSettings("chunked"))
     with caplog.at_level(logging.WARNING):
-        scores = scorer(model, completions(), with_entropy=False)
-    assert scorer.layout == "padded"
-    assert "sequence_layout=shared_prefix does not give this model's log-probs" in caplog.text
+        scores = computer(model, completions(), with_entropy=False)
+    assert computer.layout == "padded"
+    assert "sequence_layout=shared_prefix does not reproduce this model's log-probs" in caplog.text
     padded = compute_padded_logprobs(model, completions(), HeadSettings("chunked"), with_entropy=False)
     assert torch.equal(scores.logps_BT, padded.logps_BT)
 
 
 def test_the_first_use_finds_a_wrong_gradient():
     class Detached(torch.nn.Module):
-        """The right values and no gradient, but only where there is one row, as in a stream."""
+        """Correct values without a gradient, but only for a single row, as in a packed sequence."""
 
         def forward(self, hidden):
             return hidden.detach() if hidden.shape[0] == 1 else hidden
 
     model = build(*RIGHT["llama"])
     model.model.layers[1].mlp = torch.nn.Sequential(model.model.layers[1].mlp, Detached())
-    scorer = LogprobComputer("packed", HeadSettings("chunked"))
-    scorer(model, completions(), with_entropy=False)
-    assert scorer.layout == "padded"
+    computer = LogprobComputer("packed", HeadSettings("chunked"))
+    computer(model, completions(), with_entropy=False)
+    assert computer.layout == "padded"
 
 
 def test_every_rank_falls_back_when_one_does():
-    scorer = LogprobComputer("packed", HeadSettings("chunked"), agree=lambda here: False)
-    scorer(build(*RIGHT["llama"]), completions(), with_entropy=False)
-    assert scorer.layout == "padded"
+    computer = LogprobComputer("packed", HeadSettings("chunked"), agree=lambda here: False)
+    computer(build(*RIGHT["llama"]), completions(), with_entropy=False)
+    assert computer.layout == "padded"
 
 
 def test_the_first_use_keeps_a_layout_that_is_right_and_disturbs_nothing():
     model = build(*RIGHT["llama"])
     assert choose_layout("auto", model, group_size=4, with_aux_loss=False) == "shared_prefix"
-    scorer = LogprobComputer("shared_prefix", HeadSettings("chunked"))
+    computer = LogprobComputer("shared_prefix", HeadSettings("chunked"))
     state = torch.get_rng_state()
     with torch.no_grad():
-        scorer(model, completions(), with_entropy=False)
-    assert scorer.layout == "shared_prefix" and model.training
+        computer(model, completions(), with_entropy=False)
+    assert computer.layout == "shared_prefix" and model.training
     assert torch.equal(state, torch.get_rng_state())
     assert all(parameter.grad is None for parameter in model.parameters())
