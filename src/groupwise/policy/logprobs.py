@@ -71,7 +71,7 @@ def choose_layout(wanted: str, model: nn.Module, *, group_size: int, with_aux_lo
             f"{type(model).__name__} does not support sequence_layout={wanted!r}: {reason}; "
             "use 'padded', or 'auto', which selects a layout that the model supports"
         )
-    logger.info("sequence_layout: padded, since packing does not support the model: %s", reason)
+    logger.info("sequence_layout: padded, because the model does not support packing: %s", reason)
     return "padded"
 
 

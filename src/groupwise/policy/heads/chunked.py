@@ -42,6 +42,7 @@ class _Plan:
     tiles: type[Tiles]
 
     def make_tiles(self, device: torch.device) -> Tiles:
+        """Allocate the tile operations of one pass; buffers are allocated at first use."""
         return self.tiles(
             self.transform, self.rows * self.columns, statistics_dtype(self.dtype), self.dtype, device
         )

@@ -50,6 +50,7 @@ class RowStatistics:
         return RowStatistics(lowest, sum_N, weighted_N if with_entropy else None, target_logit_N)
 
     def part(self, rows: slice) -> RowStatistics:
+        """Return views of the given rows."""
         weighted_R = None if self.weighted_N is None else self.weighted_N[rows]
         return RowStatistics(self.max_N[rows], self.sum_N[rows], weighted_R, self.target_logit_N[rows])
 
@@ -67,6 +68,7 @@ class RowSlopes:
     g_N: torch.Tensor
 
     def part(self, rows: slice) -> RowSlopes:
+        """Return views of the given rows."""
         b_R = None if self.b_N is None else self.b_N[rows]
         return RowSlopes(self.max_N[rows], self.a_N[rows], b_R, self.g_N[rows])
 

@@ -61,6 +61,7 @@ class Block:
         return visible if sliding_window is None else visible & (key_R11K > query_R1Q1 - sliding_window)
 
     def to(self, device: torch.device) -> Block:
+        """Return the block with its tensors on ``device``."""
         moved = {name: value.to(device) for name, value in vars(self).items() if name != "same"}
         return replace(self, **moved)
 
