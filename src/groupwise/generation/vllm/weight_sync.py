@@ -43,7 +43,7 @@ class LocalReceiver:
 
 
 class WeightSync(ABC):
-    """How weights get into a colocated engine.
+    """Transfer of weights into the colocated engine.
 
     Attributes:
         sleep_level: of ``LLM.sleep``; 1 moves the engine's weights to the host, 2 discards them.
