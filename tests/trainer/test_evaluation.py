@@ -237,10 +237,10 @@ def test_evaluation_samples_with_its_own_settings(tmp_path):
     [
         (
             {"temprature": 1.0},
-            "no sampler setting; allowed: temperature, .*; nearest valid: 'temperature'",
+            "is not a sampler setting; allowed: temperature, .*; nearest valid: 'temperature'",
         ),
-        ({"top_p": 1.5}, r"eval_generation_kwargs\['top_p'\]=1.5 is out of range; .*; nearest valid: 0.0"),
-        ({"temperature": "hot"}, "is out of range; allowed: a number >= 0.0; nearest valid: 0.0"),
+        ({"top_p": 1.5}, r"eval_generation_kwargs\['top_p'\]=1.5 is out of range; .*; nearest valid: 1"),
+        ({"temperature": "hot"}, "is of type str; allowed: float; nearest valid: 1.0"),
     ],
 )
 def test_settings_of_evaluation_are_checked(tmp_path, given, message):

@@ -412,7 +412,7 @@ def test_unusable_data_are_refused_before_the_model_loads(tmp_path, changes, sai
 
 
 def test_a_model_without_settings_of_its_own_is_left_alone(tmp_path):
-    with pytest.raises(ConfigError, match="already a LlamaForCausalLM"):
+    with pytest.raises(ConfigError, match="not a LlamaForCausalLM object"):
         trainer(tmp_path, model_init_kwargs={"dtype": "float32"})
 
 
