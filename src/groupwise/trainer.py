@@ -210,7 +210,12 @@ class GRPOTrainer(
                 lambda: self.objective_settings,
             )
             if args.use_liger_kernel
-            else ObjectiveLoss(self.router_aux_loss_coef, self.compute_logprobs, self.compute_policy_loss)
+            else ObjectiveLoss(
+                self.router_aux_loss_coef,
+                # Looked up at each call: scripts may replace a method on the instance.
+                lambda *given, **options: self.compute_logprobs(*given, **options),
+                lambda batch, logprobs: self.compute_policy_loss(batch, logprobs),
+            )
         )
         self.entropy_control = EntropyControl(args.entropy_coef)
 

@@ -115,7 +115,8 @@ def test_a_reused_generation_is_scored_only_where_rows_will_be_computed(tmp_path
     for ours, theirs in zip(few.state.log_history[:-1], everything.state.log_history[:-1], strict=True):
         kept = {name: value for name, value in theirs.items() if "time" not in name and "second" not in name}
         assert {name: ours.get(name) for name in kept} == pytest.approx(kept, abs=1e-5)
-    assert 0 < scored_few.tokens <= scored_all.tokens / 2
+    # One of two groups; their lengths differ a little.
+    assert 0 < scored_few.tokens <= 0.6 * scored_all.tokens
 
 
 @pytest.mark.parametrize("setting", [{"beta": 0.1}, {"beta": 0.1, "kl_in_reward": True}])

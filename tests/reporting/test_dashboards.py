@@ -5,6 +5,7 @@ import json
 import logging
 import sqlite3
 import sys
+from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 
 import pyarrow.parquet as pq
@@ -28,6 +29,7 @@ def recorder(active=True):
     """What both dashboards have of each other's interface, as far as it is used."""
     logged = []
     module = SimpleNamespace(
+        __spec__=ModuleSpec("dashboard", None),  # transformers looks for it
         logged=logged,
         run=object() if active else None,
         context_vars=SimpleNamespace(current_run=SimpleNamespace(get=lambda: module.run)),
