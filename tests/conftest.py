@@ -15,6 +15,10 @@ os.environ.update(
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 
+# Servers and workers that tests start import tests/support and the examples too.
+_PATHS = [str(ROOT / "tests"), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
+os.environ["PYTHONPATH"] = os.pathsep.join(path for path in _PATHS if path)
+
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
