@@ -89,7 +89,7 @@ def steps(tmp_path_factory):
         seen: list[Any] = []
         run.model.load_state_dict(start)
         run.backend.invalidate_weights()
-        run.objective_settings = replace(run.objective_settings, correction_mode=mode)
+        run.args.vllm_importance_sampling_mode = mode  # read at the next step
         run.train()
         found[mode] = seen, run.state.log_history[0]
     run.backend.close()

@@ -138,7 +138,7 @@ DATA = [
         ("samples[min(row, len(samples) - 1)]", "samples[row % len(samples)]"),
         ("_rollout_batch(own, settings.num_generations)\n\n    def", "_rollout_batch(own, 1)\n\n    def"),
         ("old_logps=next(entries)", "old_logps=logps[0]"),
-        ('self.has_warned = state["has_warned"]', "self.has_warned = False"),
+        ('state["share_with_variance"], state["has_warned"])', 'state["share_with_variance"], False)'),
         ("type(value) in (str, int, float, bool, type(None))", "True"),
     ),
 ]
