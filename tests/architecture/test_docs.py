@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -126,6 +127,14 @@ def test_differences_from_trl_are_documented():
     hooks = [name for name in hooks if not name.startswith("__")]
     assert "max_completion_length" in changed and "_calculate_rewards" in hooks
     assert [name for name in [*changed, *old_names, *hooks] if f"`{name}`" not in page] == []
+
+
+def test_names_on_the_page_of_the_paper_exist():
+    page = (ROOT / "docs" / "paper.md").read_text()
+    names = re.findall(r"`((?:trainer|core|policy|mixins|data|hf)\.[\w.]+)`", page)
+    assert len(names) > 15
+    for name in names:
+        pkgutil.resolve_name(f"groupwise.{name}")
 
 
 def build_site(tmp_path: Path, docs: Path) -> subprocess.CompletedProcess[str]:
