@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from groupwise import reporting
 from groupwise.agents.build import AgentSetup, check_agents, check_chat_template, make_agents
 from groupwise.agents.environment_rows import add_environment_rows
-from groupwise.config.arguments import check_arguments
+from groupwise.config.arguments import TRL_METHODS, check_arguments, check_methods
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean
@@ -113,6 +113,9 @@ class GRPOTrainer(
     args: GRPOConfig  # type: ignore[assignment]
     model: PreTrainedModel  # type: ignore[assignment]
     zero_grad_at_zero_advantage = True  # of compute_loss, see LossMixin
+    uncalled_methods: Mapping[str, str] = TRL_METHODS  # refused in subclasses and on instances
+    buffer_class = ExperienceBuffer
+    metrics_class = MetricBuffer
     prompts: PromptSource
     buffer: ExperienceBuffer
     leftover_groups: LeftoverGroups
@@ -137,7 +140,8 @@ class GRPOTrainer(
         environment_factory: Any = None,
         backend: str | GenerationBackend | None = None,
     ) -> None:
-        args = check_arguments(type(self), model, args)
+        check_methods(self, self.uncalled_methods)
+        args = check_arguments(model, args)
         agents = check_agents(tools, environment_factory, rollout_func)
         train_dataset, eval_dataset = add_environment_rows(train_dataset, eval_dataset, agents, args)
         check_data(train_dataset, eval_dataset, args)
@@ -262,14 +266,17 @@ class GRPOTrainer(
                     experience = self.make_train_experience()
                     self.buffer.fill(experience, self.args.num_iterations, prompts_per_batch(self.args))
                 window += self.buffer.take(num_batches - len(window))
-            entropy_masks = self.compute_entropy_masks(window)  # (B, T) each; all loss tokens by default
-            micro_batches = self.set_token_weights(window, entropy_masks)  # exact counts over all ranks
-            # Rows without a gradient are dropped, the others are spread evenly over ranks and micro-batches.
-            batches, self.window_stats = self.rebalance_micro_batches(
-                micro_batches, self.logprob_computer.layout
-            )
+            batches = self.make_micro_batches(window)
         self.metrics["train"].record(self.window_stats.metrics())
-        return [None if batch is None else self.logprob_computer.prepare(batch) for batch in batches], None
+        return batches, None
+
+    def make_micro_batches(self, window: list[Experience]) -> list[MicroBatch | None]:
+        """Weigh the tokens of an accumulation window and rebalance it; as many entries as before."""
+        entropy_masks = self.compute_entropy_masks(window)  # (B, T) each; all loss tokens by default
+        micro_batches = self.set_token_weights(window, entropy_masks)  # exact counts over all ranks
+        # Rows without a gradient are dropped, the others are spread evenly over ranks and micro-batches.
+        batches, self.window_stats = self.rebalance_micro_batches(micro_batches, self.logprob_computer.layout)
+        return [None if batch is None else self.logprob_computer.prepare(batch) for batch in batches]
 
     def make_train_experience(self) -> list[Experience]:
         """Generate, reward and weigh the completions of one generation batch; one entry per micro-batch."""
@@ -365,17 +372,7 @@ class GRPOTrainer(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[torch.Tensor, None, None]:
         """Generate, reward and evaluate the loss of one evaluation batch, B rows of this rank."""
-        gradient_state = self.accelerator.gradient_state
-        # The last batch is padded so that all ranks get the same number of rows; the padding does not count.
-        remainder = gradient_state.remainder if gradient_state.end_of_dataloader else 0
-        request = RolloutRequest(
-            inputs,
-            num_generations=num_generations_eval(self.args),
-            num_valid=remainder if remainder > 0 else None,
-            mode="eval",
-            generation_kwargs=self.args.eval_generation_kwargs or {},  # type: ignore[arg-type]
-            on_partial_rollout=self.start_partial_rewards(),
-        )
+        request = self.make_eval_request(inputs)
         self._mode = "eval"
         with torch.no_grad():
             self.sync_sampler("eval")
@@ -397,6 +394,20 @@ class GRPOTrainer(
     def make_request(self, rows: list[Row]) -> RolloutRequest:
         """Build the request for training rollouts of these rows of this rank."""
         return RolloutRequest(rows, self.num_generations, on_partial_rollout=self.start_partial_rewards())
+
+    def make_eval_request(self, rows: list[Row]) -> RolloutRequest:
+        """Build the request for the rollouts of an evaluation batch, these rows of this rank."""
+        gradient_state = self.accelerator.gradient_state
+        # The last batch is padded so that all ranks get the same number of rows; the padding does not count.
+        remainder = gradient_state.remainder if gradient_state.end_of_dataloader else 0
+        return RolloutRequest(
+            rows,
+            num_generations=num_generations_eval(self.args),
+            num_valid=remainder if remainder > 0 else None,
+            mode="eval",
+            generation_kwargs=self.args.eval_generation_kwargs or {},  # type: ignore[arg-type]
+            on_partial_rollout=self.start_partial_rewards(),
+        )
 
     def sync_sampler(self, mode: Mode) -> None:
         """Transfer the policy's weights to the backend, unless it has those of this optimizer step."""
@@ -465,16 +476,17 @@ class GRPOTrainer(
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train; ``resume_from_checkpoint`` (True or a directory) continues exactly where it was saved."""
+        check_methods(self, self.uncalled_methods)  # a script may have replaced methods on the instance
         directory = checkpointing.find_checkpoint(resume_from_checkpoint, str(self.args.output_dir))
         self._reset_run_state(directory)
         return super().train(directory, *args, **kwargs)
 
     def _reset_run_state(self, directory: str | None) -> None:
         """Start a run from its beginning, or from the checkpoint in ``directory``."""
-        self.buffer = ExperienceBuffer(self.accelerator.device)
+        self.buffer = self.buffer_class(self.accelerator.device)
         self.leftover_groups = LeftoverGroups()
         self.entropy_control = EntropyControl(self.args.entropy_coef)
-        self.metrics = {"train": MetricBuffer(), "eval": MetricBuffer()}
+        self.metrics = {"train": self.metrics_class(), "eval": self.metrics_class()}
         self.window_entropy, self.window_stats = Mean(0.0, 0.0), WindowStats()
         if self.train_dataset is not None:
             self.prompts = self.make_prompt_source()

@@ -171,11 +171,17 @@ class Run:
 
 @dataclass(frozen=True)
 class Setting:
-    """A comparison: settings that both libraries read, and what only one of them needs."""
+    """A comparison: settings that both libraries read, and what only one of them needs.
+
+    subclass: makes the trainer's class from that of either library.
+    scripted: a ``rollout_func`` gives the completions; else the subclass has to.
+    """
 
     options: Mapping[str, Any]
     rewards: tuple[Any, ...] = (mixed_reward,)
     sampler_logps: SamplerLogps | None = None
+    subclass: Callable[[type], type] = lambda base: base
+    scripted: bool = True
 
 
 def _arguments(policy: Policy, setting: Setting) -> dict[str, Any]:
@@ -184,7 +190,7 @@ def _arguments(policy: Policy, setting: Setting) -> dict[str, Any]:
         "reward_funcs": list(setting.rewards),
         "train_dataset": Dataset.from_dict({"prompt": [prompt_text(i) for i in range(PROMPTS)]}),
         "processing_class": policy.tokenizer,
-        "rollout_func": fixed_rollout(policy.tokenizer, setting.sampler_logps),
+        "rollout_func": fixed_rollout(policy.tokenizer, setting.sampler_logps) if setting.scripted else None,
     }
 
 
@@ -194,12 +200,20 @@ def _trained(trainer: Any) -> Run:
     return Run(parameters, trainer.state.log_history, trainer)
 
 
-def train_groupwise(policy: Policy, setting: Setting, directory: Path) -> Run:
+def train_groupwise(
+    policy: Policy,
+    setting: Setting,
+    directory: Path,
+    prepare: Callable[[Any], None] = lambda trainer: None,
+    base: type[GRPOTrainer] = GRPOTrainer,
+) -> Run:
     # Token metrics of both libraries are over the same rows only if none is skipped.
     args = GRPOConfig(
         output_dir=str(directory), **{**COMMON, "skip_zero_advantage": False, **setting.options}
     )
-    return _trained(GRPOTrainer(args=args, **_arguments(policy, setting)))
+    trainer = setting.subclass(base)(args=args, **_arguments(policy, setting))
+    prepare(trainer)
+    return _trained(trainer)
 
 
 def make_trl_trainer(policy: Policy, setting: Setting, directory: Path) -> Any:
@@ -212,7 +226,7 @@ def make_trl_trainer(policy: Policy, setting: Setting, directory: Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         args = trl.GRPOConfig(output_dir=str(directory), **{**COMMON, **setting.options})
-        trainer = trl.GRPOTrainer(args=args, **_arguments(policy, setting))
+        trainer = setting.subclass(trl.GRPOTrainer)(args=args, **_arguments(policy, setting))
     if setting.sampler_logps is not None and args.vllm_importance_sampling_correction:
         trainer.use_vllm = True
         trainer._last_loaded_step = -1
@@ -246,7 +260,7 @@ def assert_same_log(ours: Run, theirs: Run, *, but: frozenset[str] = frozenset()
     """Whatever both libraries log under one name during training has one meaning."""
     names = {name for entry in ours.log if "loss" in entry for name in entry} - _NOT_COMPARED - but
     shared = {name for entry in theirs.log if "loss" in entry for name in entry} & names
-    assert {"loss", "grad_norm", "reward", "entropy"} <= shared
+    assert {"loss", "grad_norm", "reward", "entropy"} <= shared | but
     for name in sorted(shared):
         assert ours.logged(name) == pytest.approx(theirs.logged(name), rel=1e-4, abs=2e-5), name
 

@@ -17,8 +17,18 @@ from groupwise.policy.loading import load_policy
 @pytest.mark.parametrize("name", TRL_METHODS)
 def test_an_override_that_nothing_would_call_is_refused_with_the_verb_that_is(tmp_path, name):
     subclass = type("Theirs", (GRPOTrainer,), {name: lambda self, *given: None})
-    with pytest.raises(ConfigError, match=f"Theirs defines {name} .here: {TRL_METHODS[name].split(',')[0]}"):
+    with pytest.raises(
+        ConfigError, match=f"Theirs defines {name} .here: {TRL_METHODS[name].split(',')[0]}"
+    ) as e:
         subclass(policy(), count_reward, GRPOConfig(str(tmp_path), bf16=False), prompts())
+    assert "from groupwise.trl_hooks import GRPOConfig, GRPOTrainer" in str(e.value)
+
+
+def test_a_method_of_trl_that_a_script_sets_on_the_trainer_is_refused(tmp_path):
+    patched = trainer(tmp_path)
+    patched._compute_loss = lambda model, inputs: torch.zeros(())
+    with pytest.raises(ConfigError, match=r"defines _compute_loss .here: compute_policy_loss"):
+        patched.train()
 
 
 def test_the_verbs_named_instead_exist_and_the_names_refused_do_not():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel
 
 from groupwise.compat.transformers import name_or_path
 from groupwise.config.grpo_config import GRPOConfig
@@ -40,21 +41,33 @@ def model_name(model: str | PreTrainedModel) -> str:
     return os.path.basename(os.path.normpath(path)) if path else type(model).__name__
 
 
-def check_arguments(
-    trainer: type[Trainer], model: str | PreTrainedModel, args: GRPOConfig | None
-) -> GRPOConfig:
+def check_methods(trainer: object, uncalled: Mapping[str, str]) -> None:
+    """Refuse methods that would be ignored, whether a subclass defines them or a script sets them.
+
+    Args:
+        uncalled: method to override or call instead, by name of the method that is never called.
+
+    Raises:
+        ConfigError: the trainer has one of the methods ``uncalled``.
+    """
+    found = [
+        f"{name} (here: {counterpart})" for name, counterpart in uncalled.items() if hasattr(trainer, name)
+    ]
+    if found:
+        raise ConfigError(
+            f"{type(trainer).__name__} defines {', '.join(found)}, which this trainer never calls: override "
+            "the named methods instead, or rename your own helper. A subclass written for TRL runs as it is "
+            "with 'from groupwise.trl_hooks import GRPOConfig, GRPOTrainer'; see docs/migrating.md"
+        )
+
+
+def check_arguments(model: str | PreTrainedModel, args: GRPOConfig | None) -> GRPOConfig:
     """Return the configuration of the trainer: ``args``, or the defaults if it is None.
 
     Raises:
-        ConfigError: a subclass overrides a method of TRL that is never called here, ``args`` has another
-            type, the directory of the model does not exist, or the output directory is not writable.
+        ConfigError: ``args`` has another type, the directory of the model does not exist, or the output
+            directory is not writable.
     """
-    unused = [f"{name} (here: {TRL_METHODS[name]})" for name in TRL_METHODS if hasattr(trainer, name)]
-    if unused:
-        raise ConfigError(
-            f"{trainer.__name__} defines {', '.join(unused)}, which this trainer never calls: override "
-            "the named methods instead, or rename your own helper; see docs/migrating.md"
-        )
     if args is None:
         args = GRPOConfig(f"{model_name(model)}-GRPO")
     if not isinstance(args, GRPOConfig):

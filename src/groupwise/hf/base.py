@@ -257,8 +257,11 @@ class BaseTrainer(Trainer):
         count = num_micro_batches(
             self.train_dataset, self.args, lambda: self._get_train_sampler(self.train_dataset)
         )
-        # Iterating a loader draws a seed, which must not come from the RNG that samples.
-        return DataLoader(StepCounterDataset(count), collate_fn=as_rows, generator=torch.Generator())
+        return DataLoader(StepCounterDataset(count), collate_fn=as_rows, generator=self.loader_generator())
+
+    def loader_generator(self) -> torch.Generator | None:
+        """Return the generator that iterating the loader draws a seed from: not the one that samples."""
+        return torch.Generator()
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[Any]:
         """Return the order of the prompts; an override yields indices in the order of ``GroupSampler``."""

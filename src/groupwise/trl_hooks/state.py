@@ -1,0 +1,173 @@
+"""State of the trainer under TRL's names: the buffer of dictionaries, and metrics as lists of numbers."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from groupwise.core.metrics import Mean, Reduction, Sum
+from groupwise.data.buffer import ExperienceBuffer
+from groupwise.errors import ConfigError
+from groupwise.reporting.metrics import RUNNING_TOTALS, MetricBuffer, RankPart
+from groupwise.reporting.table import CompletionRow
+from groupwise.trl_hooks.inputs import Inputs
+
+
+class InputsBuffer(ExperienceBuffer):
+    """Buffer of dictionaries of tensors instead of experience.
+
+    num_taken: micro-batches handed out since the beginning of the run.
+    """
+
+    entries: list[Inputs]  # type: ignore[assignment]
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.num_taken = 0
+        super().__init__(device)
+
+    def fill(self, entries: Sequence[Inputs], num_iterations: int, num_groups: int) -> None:  # type: ignore[override]
+        """Replace the entries by a new generation."""
+        self.entries, self.num_iterations, self.cursor = list(entries), num_iterations, 0
+
+    def take(self, count: int) -> list[Inputs]:  # type: ignore[override]
+        """Return the next entries, the objects themselves: a hook finds its changes in the next iteration."""
+        taken: list[Inputs] = super().take(count)  # type: ignore[assignment]
+        self.num_taken += len(taken)
+        return taken
+
+    def mark(self) -> None:
+        super().mark()
+        self._marked_taken = self.num_taken
+
+    def rollback(self) -> None:
+        super().rollback()
+        self.num_taken = self._marked_taken
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the marked state.
+
+        Raises:
+            ConfigError: an entry holds values that a checkpoint cannot.
+        """
+        entries, num_iterations, cursor, _ = self._marked
+        if cursor >= len(entries) * num_iterations:
+            entries, cursor = [], 0
+        return {
+            "entries": [{name: _on_host(name, value) for name, value in entry.items()} for entry in entries],  # type: ignore[attr-defined]
+            "num_iterations": num_iterations,
+            "cursor": cursor,
+            "num_taken": self._marked_taken,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a saved state, on the training device.
+
+        Raises:
+            ConfigError: ``groupwise.GRPOTrainer`` wrote the checkpoint.
+        """
+        if "num_taken" not in state:
+            raise ConfigError(
+                "the checkpoint was written by groupwise.GRPOTrainer, whose rollout buffer "
+                "groupwise.trl_hooks cannot read; resume with the trainer that wrote it"
+            )
+        self.entries = [
+            {
+                name: value.to(self.device) if isinstance(value, torch.Tensor) else value
+                for name, value in entry.items()
+            }
+            for entry in state["entries"]
+        ]
+        self.num_iterations, self.cursor = state["num_iterations"], state["cursor"]
+        self.num_taken = state["num_taken"]
+        self.mark()
+
+
+def _on_host(name: str, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone()  # a view would be saved with the storage of the whole generation
+    if isinstance(value, list | tuple):
+        return [_on_host(name, entry) for entry in value]
+    if isinstance(value, dict):
+        return {key: _on_host(name, entry) for key, entry in value.items()}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ConfigError(
+        f"inputs[{name!r}] holds a {type(value).__name__}, which a checkpoint cannot contain; "
+        "_generate_and_score_completions may return tensors, numbers, strings and lists of them"
+    )
+
+
+class ListMetricBuffer(MetricBuffer):
+    """Metrics that are also lists of numbers by name, as TRL's ``_metrics[mode]``.
+
+    A hook may append to a list, replace or remove it: such a metric is logged as the mean of its list over
+    all ranks. Metrics that no hook touches keep their exact reduction.
+
+    lists: values since the last log; those of this rank, where a metric is not the same on all ranks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lists: defaultdict[str, list[float]] = defaultdict(list)
+        self._recorded: dict[str, list[float]] = {}  # values that the trainer added itself
+        self.mark()
+
+    def record(self, metrics: Mapping[str, Reduction]) -> None:
+        """Merge ``metrics`` into those recorded since the last log, and append their values to the lists."""
+        super().record(metrics)
+        for name, reduction in metrics.items():
+            if not isinstance(reduction, Sum):  # a running total
+                value = reduction.value()
+                self.lists[name].append(value)
+                self._recorded.setdefault(name, []).append(value)
+
+    def drain(
+        self, gather: Callable[[RankPart], list[RankPart]]
+    ) -> tuple[dict[str, float], list[CompletionRow]]:
+        """Return the metrics and rows of all ranks since the last call, and clear them."""
+        self.record(self.timer.phases())
+        names = {*self.lists, *self._recorded}
+        touched = {name for name in names if self.lists.get(name, []) != self._recorded.get(name, [])}
+        everywhere: list[set[str]] = gather(touched)  # type: ignore[arg-type,assignment]
+        touched = set().union(*everywhere)
+        totals = {name: total for name, total in self.metrics.items() if name in touched & RUNNING_TOTALS}
+        for name in sorted(touched):
+            values = [float(value) for value in self.lists.get(name, [])]
+            valid = [value for value in values if not math.isnan(value)]
+            self.metrics[name] = Mean(math.fsum(valid), float(len(valid)))
+        self.lists.clear()
+        self._recorded = {}
+        drained = super().drain(gather)
+        self.metrics.update(totals)
+        return drained
+
+    # State of a checkpoint (``groupwise.hf.step_state.Stateful``): lists change in place, so they are copied.
+
+    def mark(self) -> None:
+        lists = {name: list(values) for name, values in self.lists.items()}
+        self._marked = self.metrics, self.rows, lists, copy.deepcopy(self._recorded)
+
+    def rollback(self) -> None:
+        self.metrics, self.rows, lists, recorded = self._marked
+        self.lists.clear()
+        self.lists.update({name: list(values) for name, values in lists.items()})
+        self._recorded = copy.deepcopy(recorded)
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        metrics, rows, lists, recorded = self._marked
+        marked = MetricBuffer()
+        marked.metrics, marked.rows = metrics, rows
+        plain = {name: [float(value) for value in values] for name, values in lists.items()}
+        return {**marked.state_dict(), "lists": plain, "recorded": recorded}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # type: ignore[override]
+        super().load_state_dict(state)  # type: ignore[arg-type]
+        self.lists.clear()
+        self.lists.update(state["lists"])
+        self._recorded = {name: list(values) for name, values in state["recorded"].items()}
+        self.mark()

@@ -1,0 +1,773 @@
+"""``GRPOTrainer`` with the hooks of TRL 1.16, for overrides, ``super()`` calls and replaced methods."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import nn
+
+from groupwise import trainer as pipeline
+from groupwise.config.grpo_config import GRPOConfig
+from groupwise.core.advantages import GroupRewards
+from groupwise.core.masks import entropy_threshold
+from groupwise.core.metrics import Mean, masked_mean
+from groupwise.core.objectives import OBJECTIVES, correction
+from groupwise.core.weights import NORMALIZERS, WindowCounts
+from groupwise.data.build import num_generations_eval, prompts_per_batch
+from groupwise.data.rebalancing import WindowStats
+from groupwise.errors import ConfigError, RewardError
+from groupwise.generation.base import RUN_SETTINGS
+from groupwise.hf.step_state import Stateful
+from groupwise.mixins.reward import reward_metrics
+from groupwise.records import (
+    Completion,
+    LogprobOutput,
+    Mode,
+    OldAndRefLogps,
+    RewardBatch,
+    RolloutBatch,
+    RolloutRequest,
+    Row,
+    SamplingOptions,
+    TokenBatch,
+)
+from groupwise.reporting.table import CompletionRow, completion_rows
+from groupwise.tokenization.images import insert_images, is_processor
+from groupwise.trl_hooks.attributes import TrlAttributes
+from groupwise.trl_hooks.forward import logprobs_of_rows
+from groupwise.trl_hooks.inputs import (
+    Inputs,
+    loss_mask,
+    make_inputs,
+    micro_batch,
+    shuffle_rows,
+    split_rows,
+    token_batch,
+)
+from groupwise.trl_hooks.state import InputsBuffer, ListMetricBuffer
+
+#: Methods of TRL's trainer that are not called here either, and the counterpart.
+REFUSED = {
+    "_tool_call_loop": "generate_rollouts, or tools and environment_factory",
+    "_get_tool_suffix_ids": "generate_rollouts, or tools and environment_factory",
+}
+
+#: Methods that exist here, but whose overrides would not be called, and the counterpart.
+NOT_OVERRIDABLE = {
+    "_prepare_inputs": "_generate_and_score_completions, or get_batch_samples for the schedule",
+    "get_off_policy_mask": "_compute_loss",
+    "get_gamma_weights": "_compute_loss",
+    "_log_metric": "log_metric in a reward function",
+    "_log_completion_extra": "log_extra in a reward function",
+}
+
+
+class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
+    """Group relative policy optimisation for subclasses and scripts written for TRL's trainer.
+
+    The step is that of :class:`groupwise.GRPOTrainer`; its verbs call TRL's hooks::
+
+        get_batch_samples -> make_train_experience -> _generate_and_score_completions(rows) -> dictionary
+            generate_rollouts -> _generate(prompts) -> _tokenize_prompts, _generate_single_turn
+            compute_rewards -> _calculate_rewards(rows, prompts, completions, token ids) -> (N, F), all ranks
+            old_and_ref_logps -> _get_per_token_logps_and_entropies
+        compute_loss -> _compute_loss(model, dictionary) -> scalar
+            _get_per_token_logps_and_entropies, get_high_entropy_mask
+
+    As in TRL, the rows of a generation batch are shuffled before they are split, every micro-batch is
+    computed as it is, and the loss is divided per micro-batch. Rows are therefore neither rebalanced nor
+    skipped, and a micro-batch that does not fit in memory is an error.
+
+    Args and Raises: as :class:`groupwise.GRPOTrainer`.
+    """
+
+    uncalled_methods = REFUSED
+    buffer_class = InputsBuffer
+    metrics_class = ListMetricBuffer
+    buffer: InputsBuffer  # type: ignore[assignment]
+    metrics: dict[str, ListMetricBuffer]  # type: ignore[assignment]
+
+    _request: RolloutRequest | None = None  # of the rollout in progress
+    _rollouts: RolloutBatch | None = None  # returned by the default _generate
+    _rewards: RewardBatch | None = None  # returned by the default _calculate_rewards
+    _sampling: SamplingOptions | None = None  # of the turn in progress
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._check_overrides()
+        super().__init__(*args, **kwargs)
+        _check_settings(self.args, self.processing_class)
+        size = self.args.generation_batch_size
+        #: Columns of the completions table, the newest generation batch; hooks may extend them.
+        self._logs: dict[str, Any] = {
+            "images": deque(maxlen=size),
+            "prompt": deque(maxlen=size),
+            "completion": deque(maxlen=size),
+            "rewards": defaultdict(lambda: deque(maxlen=size)),
+            "advantages": deque(maxlen=size),
+            "extra": defaultdict(lambda: deque(maxlen=size)),
+        }
+
+    def _check_overrides(self) -> None:
+        """Refuse overrides that would not be called, of the class or on the instance.
+
+        Raises:
+            ConfigError: with the counterpart of every such method.
+        """
+        found = [
+            f"{name} (here: {counterpart})"
+            for name, counterpart in NOT_OVERRIDABLE.items()
+            if getattr(type(self), name) is not getattr(GRPOTrainer, name) or name in vars(self)
+        ]
+        if found:
+            raise ConfigError(
+                f"{type(self).__name__} overrides {', '.join(found)}, which groupwise.trl_hooks does not "
+                "call: override the named methods instead; see docs/migrating.md"
+            )
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train; see :meth:`groupwise.GRPOTrainer.train`."""
+        self._check_overrides()
+        return super().train(*args, **kwargs)
+
+    def _reset_run_state(self, directory: str | None) -> None:
+        super()._reset_run_state(directory)
+        self._step = self.buffer.num_taken
+
+    def _make_stateful_components(self) -> dict[str, Stateful]:
+        components = super()._make_stateful_components()
+        components.update({f"{mode}_metrics": metrics for mode, metrics in self.metrics.items()})
+        return components
+
+    def loader_generator(self) -> torch.Generator | None:
+        """Return None: as with TRL's loader, a seed is drawn from the global generator at every epoch."""
+        return None
+
+    # One optimizer step, in the order in which it happens.
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the micro-batches of one optimizer step, dictionaries of tensors."""
+        self.model.train()  # hooks read the mode from the model, which an evaluation leaves in its own
+        step = self._step
+        try:
+            return super().get_batch_samples(*args, **kwargs)
+        finally:
+            self._step = step
+
+    def make_train_experience(self) -> list[Inputs]:  # type: ignore[override]
+        """Generate and reward a generation batch, shuffle its rows and split it into micro-batches."""
+        self._step = self.buffer.num_taken  # that of the micro-batch which needs the completions
+        self.sync_sampler("train")
+        rows = self.prompts.take(prompts_per_batch(self.args))  # B rows of this rank, G per prompt
+        self._request = self.make_request(rows)
+        inputs = self._generate_and_score_completions(rows)
+        self.backend.release()  # memory of a colocated engine goes to training
+        return split_rows(shuffle_rows(inputs), self.args.steps_per_generation)  # type: ignore[arg-type]
+
+    def make_micro_batches(self, window: list[Inputs]) -> list[Inputs | None]:  # type: ignore[override]
+        """Return ``window`` as it is, and count its tokens."""
+        masks = [torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1) for batch in window]
+        tokens = sum(int(mask.sum()) for mask in masks)
+        computed = sum(mask.numel() for mask in masks)
+        rows = sum(len(mask) for mask in masks)
+        self.window_stats = WindowStats(rows, 0, tokens, computed, computed - tokens)
+        return list(window)
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Run forward and backward of one micro-batch."""
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._step += 1
+        return loss
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[torch.Tensor, None, None]:
+        """Generate, reward and evaluate the loss of one evaluation batch, B rows of this rank."""
+        self._mode = "eval"
+        self._request = request = self.make_eval_request(inputs)
+        with torch.no_grad():
+            self.sync_sampler("eval")
+            batch = self._generate_and_score_completions(inputs)
+            self.backend.release()
+            with self.compute_loss_context_manager():
+                loss = self.compute_loss(model, batch).mean().detach()
+        self._mode = "train"
+        # The losses of the ranks average to that of the batch, which counts by its rows.
+        share = len(inputs) if request.num_valid is None else request.num_valid / self.args.world_size
+        self.metrics["eval"].record({"loss": Mean(loss * share, share)})
+        return loss, None, None
+
+    # Hooks of generation.
+
+    def generate_rollouts(self, request: RolloutRequest) -> RolloutBatch:
+        """Sample one completion per row of ``request`` with :meth:`_generate`.
+
+        Raises:
+            ConfigError: :meth:`_generate` returned another number of completions than there are rows.
+        """
+        self._request, self._rollouts = request, None
+        prompts = [insert_images(row) for row in request.rows]
+        prompt_ids, completion_ids, tool_mask, texts, logps, extra, *_ = self._generate(prompts)
+        if not len(prompt_ids) == len(completion_ids) == len(texts) == len(prompts):
+            raise ConfigError(
+                f"_generate returned {len(prompt_ids)} prompts, {len(completion_ids)} completions and "
+                f"{len(texts)} texts for {len(prompts)} rows; it must return one of each per row"
+            )
+        base = self._rollouts
+        if base is None:  # an override without super()
+            base = RolloutBatch(request.rows, prompts, prompt_ids, [], texts, row_ids=range(len(prompts)))
+        known = base.completions or [Completion([])] * len(prompts)
+        return replace(
+            base,
+            rows=request.rows,
+            prompt_ids=[list(ids) for ids in prompt_ids],
+            completions=[
+                self._completion(
+                    ids, None if logps is None else logps[row], tool_mask and tool_mask[row], known[row]
+                )
+                for row, ids in enumerate(completion_ids)
+            ],
+            texts=list(texts),
+            num_generations=request.num_generations,
+            num_valid=request.num_valid,
+            mode=request.mode,
+            extra=self._environment_column() | _columns(extra or {}, len(prompts)),
+        )
+
+    def _completion(
+        self,
+        token_ids: Sequence[int],
+        logps: Sequence[float | None] | None,
+        loss_mask: Sequence[int] | None,
+        known: Completion,
+    ) -> Completion:
+        """Return the sampler's record ``known`` if a hook has left its tokens alone, else a new one."""
+        ids = [int(token) for token in token_ids]
+        if ids == known.token_ids and logps is known.logps and loss_mask is known.loss_mask:
+            return known
+        return Completion(
+            ids,
+            logps=None
+            if logps is None
+            else [torch.nan if value is None else float(value) for value in logps],
+            loss_mask=None if loss_mask is None else [int(value) for value in loss_mask],
+            truncated=not ids or ids[-1] not in self.backend.end_tokens,
+        )
+
+    def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
+        """Sample completions for ``prompts``, B of this rank; the G copies of a prompt are adjacent.
+
+        Returns:
+            B entries each: prompt token ids, completion token ids, masks of 1 for sampled tokens and 0 for
+            those of tools (None: all sampled), completions as the rewards receive them, the sampler's
+            log-probs (None: it reports none), a dictionary of further columns, images (None), tool images
+            (an empty list).
+        """
+        request = self._request_of(prompts)
+        if self.agents is not None:
+            turns = copy.copy(self.backend)  # the backend, with turns sampled by the hook
+            turns.generate = self._generate_turn  # type: ignore[method-assign]
+            rollouts = self.agents.generate_rollouts(request.rows, turns, request.generation_kwargs)
+        elif self.rollout_func is not None:
+            rollouts = self._call_rollout_func(self.rollout_func, request)
+        else:
+            prompt_ids, images, fields = self._tokenize_prompts(prompts)
+            completion_ids, logps = self._generate_single_turn(
+                prompt_ids, images, fields, request.num_generations
+            )
+            completions = [
+                self._completion(ids, None if logps is None else logps[row], None, Completion([]))
+                for row, ids in enumerate(completion_ids)
+            ]
+            rollouts = self.make_rollouts(request, prompt_ids, completions)
+        self._rollouts = rollouts
+        given = rollouts.completions
+        return (
+            rollouts.prompt_ids,
+            [completion.token_ids for completion in given],
+            None
+            if all(completion.loss_mask is None for completion in given)
+            else [completion.loss_mask or [1] * len(completion.token_ids) for completion in given],
+            rollouts.texts,
+            None
+            if all(completion.logps is None for completion in given)
+            else [completion.logps or [torch.nan] * len(completion.token_ids) for completion in given],
+            {name: values for name, values in rollouts.extra.items() if name != "environments"},
+            None,
+            [],
+        )
+
+    def _request_of(self, prompts: list[Any]) -> RolloutRequest:
+        """Return the request of the batch in progress with these prompts in its rows."""
+        mode: Mode = "train" if self.model.training else "eval"
+        generations = self.num_generations if mode == "train" else num_generations_eval(self.args)
+        request = self._request or RolloutRequest([], generations, mode=mode)
+        rows: list[Row] = request.rows if len(request.rows) == len(prompts) else [{} for _ in prompts]
+        return replace(request, rows=[{**row, "prompt": p} for row, p in zip(rows, prompts, strict=True)])
+
+    def _tokenize_prompts(self, prompts: list[Any]) -> tuple[list[list[int]], None, dict[str, Any]]:
+        """Return the token ids of the prompts, images (None) and further model inputs (none)."""
+        ids, _ = self.tokenize(self._request_of(prompts).rows)
+        return ids, None, {}
+
+    def _generate_single_turn(
+        self,
+        prompt_ids: list[list[int]],
+        images: Any,
+        multimodal_fields: dict[str, Any],
+        num_generations: int,
+        has_tool_images: bool = False,
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
+        """Sample one completion per prompt; with tools, one turn of every rollout.
+
+        Returns:
+            completion token ids, up to the end token, and the sampler's log-probs (None: it reports none).
+        """
+        sampling = self._sampling
+        if sampling is None or len(sampling.max_tokens or prompt_ids) != len(prompt_ids):
+            kwargs = {} if self._request is None else self._request.generation_kwargs
+            sampling = SamplingOptions(generation_kwargs=kwargs)
+        completions = self.backend.generate(prompt_ids, sampling)
+        ids = [list(completion.token_ids) for completion in completions]
+        if all(completion.logps is None for completion in completions):
+            return ids, None
+        return ids, [
+            completion.logps or [torch.nan] * len(completion.token_ids) for completion in completions
+        ]
+
+    def _generate_turn(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions = RUN_SETTINGS
+    ) -> list[Completion]:
+        """Sample one turn with the hook: ``GenerationBackend.generate`` of the agents."""
+        self._sampling = sampling
+        try:
+            group = 1 if self._request is None else self._request.num_generations
+            ids, logps = self._generate_single_turn([list(prompt) for prompt in prompts], None, {}, group)
+        finally:
+            self._sampling = None
+        return [
+            self._completion(turn, None if logps is None else logps[row], None, Completion([]))
+            for row, turn in enumerate(ids)
+        ]
+
+    # Hooks of the rewards.
+
+    def compute_rewards(self, rollouts: RolloutBatch) -> RewardBatch:
+        """Compute the rewards of all ranks with :meth:`_calculate_rewards`.
+
+        Raises:
+            RewardError: a reward function failed, or the hook returned another number of rows or columns.
+        """
+        extra = {name: values for name, values in rollouts.extra.items() if name != "environments"}
+        inputs = [
+            {**row, **{name: values[i] for name, values in extra.items()}}
+            for i, row in enumerate(rollouts.rows)
+        ]
+        self._rewards = None
+        completion_ids = [list(completion.token_ids) for completion in rollouts.completions]
+        given = self._calculate_rewards(inputs, rollouts.prompts, rollouts.texts, completion_ids)
+        world_size, rank = self.accelerator.num_processes, self.accelerator.process_index
+        expected = (len(rollouts) * world_size, len(self.reward_weights))
+        if tuple(given.shape) != expected:
+            raise RewardError(
+                f"_calculate_rewards returned a tensor of shape {tuple(given.shape)}; it must have shape "
+                f"{expected}: the completions of all {world_size} process(es), gathered in rank order, by "
+                f"the {expected[1]} reward function(s)"
+            )
+        rewards_NF = given.detach().float().cpu()[: rollouts.num_valid]
+        base = self._rewards
+        if base is None:  # an override without super()
+            table = GroupRewards(rewards_NF, self.reward_weights, rollouts.num_generations)
+            base = RewardBatch(table, slice(0, 0))
+        steps = {i: values[: rollouts.num_valid] for i, values in base.rewards.step_rewards.items()}
+        rewards = replace(
+            base.rewards,
+            rewards_NF=rewards_NF,
+            step_rewards=steps,
+            weights_F=self.reward_weights,
+            num_generations=rollouts.num_generations,
+        )
+        computed = reward_metrics(rewards, self.reward_func_names, self.args.multi_objective_aggregation)
+        return RewardBatch(
+            rewards,
+            local=slice(rank * len(rollouts), (rank + 1) * len(rollouts)),
+            columns=base.columns,
+            metrics={**base.metrics, **computed},
+        )
+
+    def _calculate_rewards(
+        self,
+        inputs: list[Row],
+        prompts: list[Any],
+        completions: list[Any],
+        completion_ids_list: list[list[int]],
+    ) -> torch.Tensor:
+        """Call the reward functions on this rank's completions.
+
+        Args:
+            inputs: dataset rows, with the columns of a ``rollout_func``.
+
+        Returns:
+            (N, F) float32 on the training device: the rewards of all ranks, gathered, NaN for None.
+        """
+        self._rewards = super().compute_rewards(
+            RolloutBatch(
+                rows=inputs,
+                prompts=prompts,
+                prompt_ids=[[]] * len(prompts),
+                completions=[Completion(list(ids)) for ids in completion_ids_list],
+                texts=completions,
+                num_generations=self.num_generations
+                if self._request is None
+                else self._request.num_generations,
+                mode="train" if self.model.training else "eval",
+                extra=self._environment_column(),
+            )
+        )
+        return self._rewards.rewards.rewards_NF.to(self.accelerator.device)
+
+    def _environment_column(self) -> dict[str, list[Any]]:
+        return {} if self.environments is None else {"environments": self.environments}
+
+    def _log_metric(self, name: str, value: float) -> None:
+        """Add a value to a metric of the next log, averaged over ranks."""
+        self._metrics["train" if self.model.training else "eval"][name].append(float(value))
+
+    def _log_completion_extra(self, column: str, values: list[Any]) -> None:
+        """Add a column to the completions table, one value per completion of this rank."""
+        self._logs["extra"][column].extend(gather_object(list(values)))
+
+    # Hooks of the generation batch.
+
+    def _generate_and_score_completions(self, inputs: list[Row]) -> Inputs:
+        """Generate completions for dataset rows, B of this rank, and compute rewards and advantages.
+
+        Returns:
+            this rank's rows as a dictionary of tensors; see :func:`groupwise.trl_hooks.inputs.make_inputs`.
+        """
+        training = self.model.training
+        request = self.make_request(inputs) if training else self.make_eval_request(inputs)
+        rollouts, rewards = self.sample(request)
+        if not training:
+            self.evaluation.add(rollouts, rewards)
+        (experience,) = self.make_experience(rollouts, rewards, len(rollouts))
+        metrics = self.metrics[request.mode]
+        metrics.rows = []  # the table is made from ``_logs``
+        self._extend_logs(rollouts, rewards, experience.advantages_BX.mean(1))
+        correction_BX = None
+        if experience.sampler_logps_BT is not None:
+            mask_BT = experience.loss_mask_BT.to(experience.old_logps_BT.dtype)
+            correction_BX, values = correction(
+                experience.old_logps_BT, experience.sampler_logps_BT, mask_BT, self.objective_settings
+            )
+            metrics.record({name: value for name, value in values.items() if "ratio" in name})
+        if correction_BX is not None and OBJECTIVES[self.args.loss_type].applies_sampler_correction:
+            raise ConfigError(
+                f"loss_type={self.args.loss_type!r} applies the sampler correction inside its weights, which "
+                "importance_sampling_ratio in the inputs of a hook cannot express; set "
+                "vllm_importance_sampling_correction=False, or use groupwise.GRPOTrainer"
+            )
+        return make_inputs(
+            experience,
+            self.accelerator.gather(experience.loss_mask_BT.sum()).sum(),
+            correction_BX=correction_BX,
+            with_tool_mask=any(completion.loss_mask is not None for completion in rollouts.completions),
+        )
+
+    def _extend_logs(self, rollouts: RolloutBatch, rewards: RewardBatch, advantages_B: torch.Tensor) -> None:
+        """Add the completions of all ranks to ``_logs``."""
+        logs, table = self._logs, rewards.rewards.rewards_NF
+        size = rewards.num_valid  # without padding rows
+        logs["prompt"].extend(gather_object(rollouts.prompts[:size]))
+        logs["completion"].extend(gather_object(rollouts.texts[:size]))
+        for column, name in enumerate(self.reward_func_names):
+            logs["rewards"][name].extend(table[:, column].tolist())
+        logs["advantages"].extend(gather_object(advantages_B[:size].tolist()))
+        for name in sorted(set(gather_object(list(rewards.columns)))):
+            values = rewards.columns.get(name, [None] * len(rollouts))
+            logs["extra"][name].extend(gather_object(values[:size]))
+
+    def is_on_policy(self, mode: Mode) -> bool:
+        """Return True if old log-probs are those of the loss itself; TRL has one rule for both modes."""
+        return super().is_on_policy("train")
+
+    def select_rows_for_logprobs(
+        self, tokens: TokenBatch, advantages: torch.Tensor, micro_batch_size: int
+    ) -> list[int]:
+        """Return all rows: none is skipped."""
+        return list(range(len(tokens)))
+
+    @torch.no_grad()
+    def old_and_ref_logps(
+        self, tokens: TokenBatch, only: Sequence[int] | None = None, *, on_policy: bool = False
+    ) -> OldAndRefLogps:
+        """Compute log-probs under the behaviour policy and the reference model, without dropout.
+
+        With a separate sampler whose log-probs correct the loss, old log-probs are always computed.
+        """
+        corrects = tokens.sampler_logps_BT is not None and self.objective_settings.correction_mode is not None
+        return super().old_and_ref_logps(tokens, None, on_policy=on_policy and not corrects)
+
+    # Hooks of log-probs and loss.
+
+    def _logps_of_rows(
+        self, model: nn.Module, tokens: TokenBatch, only: Sequence[int] | None
+    ) -> torch.Tensor:
+        """(B, T) log-probs of all rows, by the hook."""
+        args = self.args
+        size = args.per_device_train_batch_size if self._mode == "train" else args.per_device_eval_batch_size
+        logps_BT, _, _ = self._get_per_token_logps_and_entropies(
+            model, *_model_inputs(tokens), tokens.completion_ids_BT.shape[1], batch_size=size
+        )
+        return logps_BT
+
+    def compute_logprobs(
+        self, model: nn.Module, batch: TokenBatch, *, with_entropy: bool = False
+    ) -> LogprobOutput:
+        """Compute token log-probs under ``model`` by the hook. Returns (B, T) float32."""
+        width = batch.completion_ids_BT.shape[1]
+        return LogprobOutput(
+            *self._get_per_token_logps_and_entropies(
+                model, *_model_inputs(batch), width, compute_entropy=with_entropy
+            )
+        )
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **images: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Compute log-probs of the last ``logits_to_keep`` tokens at the sampling temperature.
+
+        Args:
+            model: policy or reference, wrapped or not.
+            input_ids, attention_mask: (B, L + T), prompts and completions.
+            logits_to_keep: T.
+            batch_size: rows per forward pass; None: all.
+            compute_entropy: also compute entropies.
+            compute_aux_loss: also compute the balancing loss of a mixture of experts.
+
+        Returns:
+            log-probs and entropies (B, T), float32, 0 where the mask is 0; the balancing loss, a scalar. The
+            latter two are None unless requested.
+        """
+        given = [name for name, value in images.items() if value is not None]
+        if given:
+            raise ConfigError(f"{', '.join(given)}: {_NO_IMAGES}")
+        batch = token_batch(input_ids, attention_mask, logits_to_keep)
+        return logprobs_of_rows(
+            self.logprob_computer,
+            model,
+            batch,
+            batch_size or len(batch),
+            with_entropy=compute_entropy,
+            with_aux_loss=compute_aux_loss,
+        )
+
+    def get_high_entropy_mask(
+        self, entropies: torch.Tensor, mask: torch.Tensor, threshold: float
+    ) -> torch.Tensor:
+        """Select the tokens whose entropy is at least the ``threshold`` quantile over all ranks.
+
+        Args:
+            entropies, mask: (B, T).
+            threshold: quantile between 0 and 1.
+
+        Returns:
+            (B, T) bool, False off the mask.
+        """
+        local = entropies[mask.bool()].float()
+        # An entropy is never negative, so padding cannot be mistaken for one.
+        gathered = self.accelerator.gather(self.accelerator.pad_across_processes(local, pad_index=-1.0))
+        lowest = entropy_threshold(gathered[gathered >= 0], 1 - threshold)
+        return (entropies * mask >= lowest.to(entropies)) & mask.bool()
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Compute the loss of one micro-batch with :meth:`_compute_loss`.
+
+        Raises:
+            ValueError: ``return_outputs=True``, as in TRL.
+        """
+        if return_outputs:
+            raise ValueError("return_outputs=True: this trainer returns no outputs; use return_outputs=False")
+        return self._compute_loss(model, inputs)
+
+    def _compute_loss(self, model: nn.Module, inputs: Inputs) -> torch.Tensor:
+        """Compute the loss of one micro-batch, divided as TRL divides it.
+
+        Means over sequences or tokens of the micro-batch are divided by the number of micro-batches of the
+        window; ``dapo``, ``cispo`` and ``vespo`` divide by the share of ``num_items_in_batch`` in one window.
+
+        Args:
+            inputs: dictionary of the micro-batch, which a hook may have changed.
+
+        Returns:
+            scalar, differentiable.
+        """
+        mask_BT = loss_mask(inputs)
+        logps_BT, entropy_BT, aux_loss = self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            mask_BT.shape[1],
+            compute_entropy=True,
+            compute_aux_loss=self.aux_loss_enabled,
+        )
+        entropy_mask_BT = mask_BT.float()
+        if self.args.top_entropy_quantile < 1.0:
+            quantile = 1 - self.args.top_entropy_quantile
+            entropy_mask_BT = entropy_mask_BT * self.get_high_entropy_mask(entropy_BT, mask_BT, quantile)  # type: ignore[arg-type]
+        training = self.model.training
+        num_batches = self.current_gradient_accumulation_steps if training else 1  # of the window
+        surrogate_mask_BT = entropy_mask_BT
+        if inputs.get("importance_sampling_ratio") is not None:  # factor of the surrogate, not of the KL
+            surrogate_mask_BT = entropy_mask_BT * inputs["importance_sampling_ratio"]
+        batch = micro_batch(
+            inputs,
+            token_weights_BT=self._token_weights(inputs, mask_BT, num_batches),
+            entropy_mask_BT=surrogate_mask_BT,
+            entropy_weights_BT=self._entropy_weights(entropy_mask_BT, num_batches),
+            share=1 / num_batches,
+        )
+        settings = self.objective_settings
+        self.objective_settings = replace(settings, correction_mode=None)  # the factor is in the dictionary
+        try:
+            output = self.compute_policy_loss(batch, LogprobOutput(logps_BT, entropy_BT, aux_loss))
+        finally:
+            self.objective_settings = settings
+        output = self.policy_loss.add_aux_loss(output, aux_loss, batch)
+        self.metrics["train" if training else "eval"].record(output.metrics)
+        if training and batch.entropy_weights_BT is not None and entropy_BT is not None:
+            self.window_entropy = self.window_entropy.merge(masked_mean(entropy_BT, entropy_mask_BT))
+        return output.loss
+
+    def _token_weights(self, inputs: Inputs, mask_BT: torch.Tensor, num_batches: int) -> torch.Tensor:
+        """Compute (B, T) weights from the counts that TRL divides by."""
+        world_size, name = self.accelerator.num_processes, OBJECTIVES[self.args.loss_type].normalizer
+        num_tokens = 0.0
+        if name == "token_mean" or "num_items_in_batch" in inputs:
+            # Loss tokens of the generation batch on all ranks, rescaled to one window.
+            num_tokens = float(inputs["num_items_in_batch"].clamp(min=1.0))
+            if self.model.training:
+                num_tokens *= num_batches / self.args.steps_per_generation  # type: ignore[operator]
+        counts = WindowCounts(
+            sequences=len(mask_BT) * num_batches * world_size,
+            tokens=num_tokens,  # type: ignore[arg-type]
+            micro_batches=num_batches,
+            world_size=world_size,
+            max_completion_length=self.args.max_completion_length,
+        )
+        return NORMALIZERS[name](mask_BT.float(), torch.arange(len(mask_BT), device=mask_BT.device), counts)
+
+    def _entropy_weights(self, entropy_mask_BT: torch.Tensor, num_batches: int) -> torch.Tensor | None:
+        """Compute (B, T) weights of the entropy bonus, a mean over the micro-batch; None without a bonus."""
+        if not self._has_entropy_bonus():
+            return None
+        target = self.args.entropy_target if self.args.use_adaptive_entropy else None
+        coef = self.entropy_control.applied(target)
+        return entropy_mask_BT * coef / (entropy_mask_BT.sum().clamp(min=1) * num_batches)
+
+    # Micro-batches are dictionaries, which are computed as they are (see BaseTrainer).
+
+    def num_tokens(self, inputs: Inputs) -> int:  # type: ignore[override]
+        return inputs["prompt_ids"].numel() + inputs["completion_ids"].numel()
+
+    def split_in_half(self, inputs: Inputs) -> list[Inputs]:  # type: ignore[override]
+        return [inputs]
+
+    def split_for_cache(self, inputs: Inputs) -> list[Inputs]:  # type: ignore[override]
+        return [inputs]
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Estimate 6 operations per parameter and token: forward and backward."""
+        return 6 * self.num_parameters * self.num_tokens(inputs)
+
+    # Logs.
+
+    @property
+    def _metrics(self) -> dict[str, defaultdict[str, list[float]]]:
+        """Values since the last log by mode and name, logged as their mean over all ranks."""
+        return {mode: metrics.lists for mode, metrics in self.metrics.items()}
+
+    def _drain_metrics(self, mode: str, label: str) -> dict[str, float]:
+        if self.args.log_completions and self.is_world_process_zero():
+            self.metrics[mode].rows = self._logged_rows()
+        return super()._drain_metrics(mode, label)
+
+    def _logged_rows(self) -> list[CompletionRow]:
+        """Return the rows of the completions table from the columns in ``_logs``."""
+        logs = self._logs
+        size = min(len(logs["prompt"]), len(logs["completion"]), len(logs["advantages"]))
+        if size == 0:
+            return []
+
+        def newest(values: Sequence[Any]) -> list[Any]:
+            return [None] * (size - len(values)) + list(values)[-size:]
+
+        rewards = {name: newest(values) for name, values in logs["rewards"].items()}
+        rows = [
+            [torch.nan if values[i] is None else values[i] for values in rewards.values()]
+            for i in range(size)
+        ]
+        table = GroupRewards(torch.tensor(rows), torch.ones(len(rewards)), 1)
+        prompts, texts = newest(logs["prompt"]), newest(logs["completion"])
+        return completion_rows(
+            RolloutBatch([{}] * size, prompts, [[]] * size, [Completion([])] * size, texts),
+            RewardBatch(
+                table, slice(0, size), {name: newest(column) for name, column in logs["extra"].items()}
+            ),
+            torch.tensor(newest(logs["advantages"])).unsqueeze(1),
+            list(rewards),
+            self.state.global_step,
+        )
+
+
+_NO_IMAGES = (
+    "groupwise.trl_hooks does not support images; use groupwise.GRPOTrainer, whose methods receive them as "
+    "records (docs/vlm.md)"
+)
+
+
+def _check_settings(args: GRPOConfig, processing_class: Any) -> None:
+    """Refuse settings that change the step in a way that TRL's hooks cannot express.
+
+    Raises:
+        ConfigError: with the way out.
+    """
+    out = "set it to its default, or override the methods of groupwise.GRPOTrainer (docs/migrating.md)"
+    for name in ("dynamic_sampling", "rollout_staleness", "use_liger_kernel"):
+        if getattr(args, name):
+            raise ConfigError(f"{name}={getattr(args, name)} has no counterpart in TRL's hooks; {out}")
+    if NORMALIZERS[OBJECTIVES[args.loss_type].normalizer].needs_group_tokens:
+        raise ConfigError(
+            f"loss_type={args.loss_type!r} counts the tokens of whole groups, which TRL's hooks may split; "
+            "use another loss_type, or groupwise.GRPOTrainer"
+        )
+    if is_processor(processing_class):
+        raise ConfigError(f"processing_class is a {type(processing_class).__name__}: {_NO_IMAGES}")
+
+
+def _model_inputs(batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return token ids and attention mask (B, L + T)."""
+    ids = torch.cat([batch.prompt_ids_BL, batch.completion_ids_BT], dim=1)
+    return ids, torch.cat([batch.prompt_mask_BL, batch.completion_mask_BT], dim=1)
+
+
+def _columns(extra: dict[str, Any], size: int) -> dict[str, list[Any]]:
+    """Return one list per column; a single value counts for all rows."""
+    return {
+        name: list(values) if isinstance(values, list) else [values] * size for name, values in extra.items()
+    }

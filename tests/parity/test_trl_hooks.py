@@ -1,0 +1,428 @@
+"""Subclasses written for TRL, each made from one class body for both libraries: the same run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.parity_runs import (
+    OBJECTIVES,
+    Policy,
+    Run,
+    Setting,
+    assert_same_log,
+    assert_same_update,
+    completion,
+    largest_difference,
+    train_groupwise,
+    train_trl,
+)
+
+from groupwise import trl_hooks
+
+trl = pytest.importorskip("trl")
+pytestmark = pytest.mark.parity
+
+#: Two optimizer steps on each generation, two micro-batches in each: rows are shuffled, ratios leave 1.
+SPLIT: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "steps_per_generation": 4,
+    "epsilon": 0.01,
+    "epsilon_high": 0.02,
+    "learning_rate": 0.03,
+}
+
+
+def train_both(policy: Policy, setting: Setting, directory: Path, prepare: Any = lambda trainer: None):
+    ours = train_groupwise(policy, setting, directory / "ours", prepare, trl_hooks.GRPOTrainer)
+    return ours, train_trl(policy, setting, directory / "theirs", prepare)
+
+
+@pytest.mark.parametrize("loss_type", OBJECTIVES)
+def test_without_an_override_rows_are_shuffled_and_the_loss_is_divided_as_in_trl(
+    loss_type: str, policy: Policy, tmp_path: Path
+) -> None:
+    setting = Setting({**SPLIT, **OBJECTIVES[loss_type], "beta": 0.04})
+    assert_same_update(*train_both(policy, setting, tmp_path), policy)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "several_generations_in_a_window": {"gradient_accumulation_steps": 4, "steps_per_generation": 2},
+    "iterations": {"num_iterations": 2},
+    "sequence_ratio": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    "top_entropy": {"top_entropy_quantile": 0.4},
+    "entropy_bonus": {"entropy_coef": 0.05, "loss_type": "grpo"},
+    "masked_truncated": {"mask_truncated_completions": True},
+    "off_policy_mask": {"off_policy_mask_threshold": 0.005},
+    "padded": {"sequence_layout": "padded"},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name: str, policy: Policy, tmp_path: Path) -> None:
+    options = {**SPLIT, **OPTIONS[name]}
+    ours = train_groupwise(policy, Setting(options), tmp_path / "ours", base=trl_hooks.GRPOTrainer)
+    theirs = {key: value for key, value in options.items() if key != "sequence_layout"}
+    assert_same_update(ours, train_trl(policy, Setting(theirs), tmp_path / "theirs"), policy)
+
+
+def no_std(base: type) -> type:
+    """Advantages without the division by the standard deviation, from rewards that a hook has kept."""
+
+    class Trainer(base):
+        def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+            self.rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+            return self.rewards
+
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            grouped = self.rewards.nansum(dim=1).view(-1, self.num_generations)
+            centred = (grouped - grouped.mean(dim=1, keepdim=True)).flatten()
+            start = self.accelerator.process_index * len(inputs)
+            output["advantages"] = 0.2 * centred[start : start + len(inputs)]
+            return output
+
+    return Trainer
+
+
+def shaped_rewards(base: type) -> type:
+    """A length penalty on the rewards of all ranks, which are gathered already."""
+
+    class Trainer(base):
+        def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+            lengths = torch.tensor([len(ids) for ids in completion_ids_list], device=rewards.device)
+            return rewards - 0.3 * self.accelerator.gather(lengths).unsqueeze(1) ** 1.5
+
+    return Trainer
+
+
+def own_rewards(base: type) -> type:
+    """Rewards without the reward functions, from the dataset's rows."""
+
+    class Trainer(base):
+        def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+            assert [row["prompt"] for row in inputs] == prompts
+            values = [[float(len(text) % 7)] for text in completions]
+            return self.accelerator.gather(torch.tensor(values, device=self.accelerator.device))
+
+    return Trainer
+
+
+def extra_metrics(base: type) -> type:
+    """Metrics of its own, and a metric of the trainer that it reads."""
+
+    class Trainer(base):
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            mode = "train" if self.model.training else "eval"
+            metrics = self._metrics[mode]
+            metrics["advantage/max"].append(output["advantages"].max().item())
+            metrics["reward_doubled"].append(2 * metrics["reward"][-1])
+            metrics["prompts_logged"].append(len(self._logs["prompt"]))
+            metrics["last_advantage"].append(self._logs["advantages"][-1])
+            return output
+
+        def _compute_loss(self, model, inputs):
+            loss = super()._compute_loss(model, inputs)
+            self._metrics["train"]["rows"].append(len(inputs["advantages"]))
+            self._metrics["train"]["step_seen"].append(self._step)
+            return loss
+
+    return Trainer
+
+
+def length_penalised_loss(base: type) -> type:
+    """A loss of its own, built with the trainer's helper, divided by the accumulation."""
+
+    class Trainer(base):
+        def _compute_loss(self, model, inputs):
+            ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+            attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+            mask = inputs["completion_mask"]
+            logps, entropies, _ = self._get_per_token_logps_and_entropies(
+                model, ids, attention, mask.size(1), compute_entropy=True
+            )
+            lengths = mask.sum(-1)
+            weight = inputs["advantages"] - 0.1 * (lengths - lengths.float().mean())
+            loss = -((logps * mask).sum(-1) / lengths.clamp(min=1) * weight).mean()
+            self._metrics["train"]["entropy_of_first"].append((entropies * mask)[0].sum().item())
+            return loss / self.current_gradient_accumulation_steps
+
+    return Trainer
+
+
+def kl_schedule(base: type) -> type:
+    """A KL term whose coefficient grows with the step, with log-probs of the reference in the inputs."""
+
+    class Trainer(base):
+        def _compute_loss(self, model, inputs):
+            loss = super()._compute_loss(model, inputs)
+            coefficient = 0.2 * self.state.global_step
+            ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+            attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+            mask = inputs["completion_mask"]
+            logps, _, _ = self._get_per_token_logps_and_entropies(model, ids, attention, mask.size(1))
+            gap = inputs["ref_per_token_logps"] - logps
+            kl = ((gap.exp() - gap - 1) * mask).sum() / mask.sum()
+            return loss + coefficient * kl / self.current_gradient_accumulation_steps
+
+    return Trainer
+
+
+def filtered_groups(base: type) -> type:
+    """Rows of groups without variance are dropped, and the others put in another order."""
+
+    class Trainer(base):
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            keep = output["advantages"].abs().argsort(descending=True, stable=True)
+            keep = keep[output["advantages"][keep] != 0]
+            return {
+                name: value[keep] if isinstance(value, torch.Tensor) and value.dim() else value
+                for name, value in output.items()
+            }
+
+    return Trainer
+
+
+def replay(base: type) -> type:
+    """Rows without an advantage are replaced by the best rows of earlier generations."""
+
+    class Trainer(base):
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            stored = self.__dict__.setdefault("stored", [])
+            names = [name for name, value in output.items() if value.dim() == 2]
+            fresh = [
+                {**{name: output[name][row] for name in names}, "advantages": output["advantages"][row]}
+                for row in range(len(inputs))
+            ]
+            for row, sample in enumerate(fresh):
+                if sample["advantages"] == 0 and stored:
+                    fresh[row] = stored[row % len(stored)]
+            stored += [sample for sample in fresh if sample["advantages"] > 0.8]
+            rebuilt = {"advantages": torch.stack([sample["advantages"] for sample in fresh])}
+            for name in names:
+                width = max(len(sample[name]) for sample in fresh)
+                side = -1 if name.startswith("prompt") else 1
+                rebuilt[name] = torch.stack(
+                    [
+                        torch.nn.functional.pad(sample[name], (width - len(sample[name]), 0)[::side])
+                        for sample in fresh
+                    ]
+                )
+            return {**rebuilt, "num_items_in_batch": rebuilt["completion_mask"].sum()}
+
+    return Trainer
+
+
+def fixed_sampler(base: type) -> type:
+    """A sampler of its own for one turn."""
+
+    class Trainer(base):
+        def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations):
+            seen, sampled = Counter(), []
+            for prompt in self.processing_class.batch_decode(prompt_ids):
+                sampled.append(completion(prompt, seen[prompt]))
+                seen[prompt] += 1
+            assert set(seen.values()) == {num_generations}
+            return sampled, None
+
+    return Trainer
+
+
+def rewritten_generation(base: type) -> type:
+    """Completions cut to four tokens after ``_generate``, and a column for the rewards."""
+
+    class Trainer(base):
+        def _generate(self, prompts):
+            prompt_ids, completion_ids, tool_mask, texts, logps, extra, *images = super()._generate(prompts)
+            completion_ids = [ids[:4] for ids in completion_ids]
+            texts = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
+            extra = {**extra, "bonus": [0.5 * len(ids) for ids in completion_ids]}
+            return prompt_ids, completion_ids, tool_mask, texts, logps, extra, *images
+
+        def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+            bonus = torch.tensor([row["bonus"] for row in inputs], device=rewards.device)
+            return rewards + self.accelerator.gather(bonus).unsqueeze(1)
+
+    return Trainer
+
+
+def entropy_filtered_tokens(base: type) -> type:
+    """Tokens of low entropy are masked in the dictionary that ``super()`` receives, attention included."""
+
+    class Trainer(base):
+        def _compute_loss(self, model, inputs):
+            ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+            attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+            mask = inputs["completion_mask"]
+            with torch.no_grad():
+                _, entropies, _ = self._get_per_token_logps_and_entropies(
+                    model, ids, attention, mask.size(1), compute_entropy=True
+                )
+            keep = self.get_high_entropy_mask(entropies, mask, 0.5)
+            return super()._compute_loss(model, {**inputs, "completion_mask": mask * keep})
+
+    return Trainer
+
+
+def distillation(base: type) -> type:
+    """A term that pulls the policy to the reference model, whose log-probs a hook computes."""
+
+    class Trainer(base):
+        def _compute_loss(self, model, inputs):
+            loss = super()._compute_loss(model, inputs)
+            ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+            attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+            mask = inputs["completion_mask"]
+            with torch.no_grad():
+                teacher, _, _ = self._get_per_token_logps_and_entropies(
+                    self.ref_model, ids, attention, mask.size(1), batch_size=2
+                )
+            logps, _, _ = self._get_per_token_logps_and_entropies(model, ids, attention, mask.size(1))
+            term = ((logps - teacher).square() * mask).sum() / mask.sum()
+            return loss + term / self.current_gradient_accumulation_steps
+
+    return Trainer
+
+
+def weaker_negatives(base: type) -> type:
+    """Rows with a negative advantage count less."""
+
+    class Trainer(base):
+        def _compute_loss(self, model, inputs):
+            advantages = inputs["advantages"]
+            inputs["advantages"] = torch.where(advantages < 0, 0.3 * advantages, advantages)
+            return super()._compute_loss(model, inputs)
+
+    return Trainer
+
+
+def own_keys(base: type) -> type:
+    """Keys of its own in the dictionary, a tensor, a list and a scalar, follow their rows to the loss."""
+
+    class Trainer(base):
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            output["weights"] = 1.0 + torch.arange(len(inputs)) / len(inputs)
+            output["texts"] = [row["prompt"] for row in inputs]
+            output["scale"] = torch.tensor(0.5)
+            return output
+
+        def _compute_loss(self, model, inputs):
+            decoded = self.processing_class.batch_decode(inputs["prompt_ids"], skip_special_tokens=True)
+            assert decoded == inputs["texts"]
+            scaled = inputs["advantages"] * inputs["weights"] * inputs["scale"]
+            return super()._compute_loss(model, {**inputs, "advantages": scaled})
+
+    return Trainer
+
+
+def token_advantages(base: type) -> type:
+    """Advantages per token, which grow along a completion."""
+
+    class Trainer(base):
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            ramp = torch.arange(output["completion_ids"].size(1)) / 5
+            output["advantages"] = output["advantages"].unsqueeze(1) * ramp
+            return output
+
+    return Trainer
+
+
+def regularised_outer_loss(base: type) -> type:
+    """``compute_loss`` with a term on the weights."""
+
+    class Trainer(base):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            norm = sum(parameter.square().sum() for parameter in model.parameters())
+            return loss + 0.01 * norm / self.current_gradient_accumulation_steps
+
+    return Trainer
+
+
+def bounded_logps(base: type) -> type:
+    """Log-probs bounded from below wherever the trainer computes them: old, reference and current."""
+
+    class Trainer(base):
+        def _get_per_token_logps_and_entropies(self, model, *given, **options):
+            logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(model, *given, **options)
+            return logps.clamp(min=-4.5), entropies, aux_loss
+
+    return Trainer
+
+
+SUBCLASSES: dict[Any, dict[str, Any]] = {
+    no_std: {},
+    shaped_rewards: {},
+    own_rewards: {},
+    extra_metrics: {},
+    length_penalised_loss: {},
+    kl_schedule: {"beta": 0.04},
+    filtered_groups: {"loss_type": "grpo"},
+    replay: {"steps_per_generation": 2},  # on-policy, so that no log-probs are stored
+    fixed_sampler: {},
+    rewritten_generation: {},
+    entropy_filtered_tokens: {"loss_type": "grpo"},
+    distillation: {"beta": 0.04},
+    weaker_negatives: {"num_iterations": 2},
+    own_keys: {},
+    token_advantages: {},
+    regularised_outer_loss: {},
+    bounded_logps: {"beta": 0.04},
+}
+
+#: Metrics over tokens are exact means over the log interval here, and means of micro-batches in TRL.
+TOKEN_METRICS = frozenset(
+    [
+        "entropy",
+        "kl",
+        *(f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")),
+    ]
+)
+
+
+@pytest.mark.parametrize("subclass", SUBCLASSES, ids=lambda subclass: subclass.__name__)
+def test_subclass(subclass: Any, policy: Policy, tmp_path: Path) -> None:
+    options = {**SPLIT, **SUBCLASSES[subclass]}
+    setting = Setting(options, subclass=subclass, scripted=subclass is not fixed_sampler)
+    ours, theirs = train_both(policy, setting, tmp_path)
+    assert_same_update(ours, theirs, policy)
+    # TRL counts lengths inside ``_generate``, before an override shortens completions; here those trained on.
+    lengths = {name for name in ours.log[0] if name.startswith("completions/")}
+    skipped = lengths if subclass is rewritten_generation else set()
+    assert_same_log(ours, theirs, but=TOKEN_METRICS | skipped)
+    assert_override_matters(ours, policy, tmp_path, options)
+    if subclass is extra_metrics:
+        own = ["advantage/max", "reward_doubled", "prompts_logged", "last_advantage", "rows", "step_seen"]
+        for name in own:
+            assert ours.logged(name) == pytest.approx(theirs.logged(name), abs=1e-5), name
+        assert ours.logged("step_seen") == [0.5, 2.5, 4.5, 6.5]  # two micro-batches in each of four steps
+
+
+def assert_override_matters(ours: Run, policy: Policy, tmp_path: Path, options: dict[str, Any]) -> None:
+    if ours.trainer.__class__.__qualname__.split(".")[0] in ("extra_metrics", "fixed_sampler"):
+        return
+    without = train_groupwise(policy, Setting(options), tmp_path / "without", base=trl_hooks.GRPOTrainer)
+    assert largest_difference(ours.parameters, without.parameters) > 1e-5
+
+
+def test_methods_replaced_on_the_instance(policy: Policy, tmp_path: Path) -> None:
+    def prepare(trainer: Any) -> None:
+        given_loss, given_rewards = trainer._compute_loss, trainer._calculate_rewards
+        trainer._compute_loss = lambda model, inputs: 2 * given_loss(model, inputs)
+        trainer._calculate_rewards = lambda *given: given_rewards(*given).clamp(max=1.0)
+
+    ours, theirs = train_both(policy, Setting(SPLIT), tmp_path, prepare)
+    assert_same_update(ours, theirs, policy)
+    without = train_groupwise(policy, Setting(SPLIT), tmp_path / "without", base=trl_hooks.GRPOTrainer)
+    assert largest_difference(ours.parameters, without.parameters) > 1e-4
