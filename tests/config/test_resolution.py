@@ -7,6 +7,7 @@ import dataclasses
 import json
 import pickle
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,6 +50,43 @@ def test_generation_kwargs_set_the_field_that_says_the_same(build):
     assert kwargs == {"temperature": 0.7, "max_new_tokens": 32, "do_sample": True}
 
 
+def test_generation_kwargs_override_fields_with_a_warning(build, caplog):
+    resolution._warn_overridden.cache_clear()
+    kwargs = {"temperature": 0.7, "max_tokens": 32, "top_k": None}
+    config = build(temperature=0.9, max_completion_length=64, top_k=0, generation_kwargs=kwargs)
+    assert (config.temperature, config.max_completion_length, config.top_k) == (0.7, 32, 0)
+    assert [record.getMessage() for record in caplog.records] == [
+        "generation_kwargs['temperature']=0.7 overrides temperature=0.9",
+        "generation_kwargs['max_tokens']=32 overrides max_completion_length=64",
+    ]
+
+
+@pytest.mark.parametrize("settings", [{"top_k": -1}, {"generation_kwargs": {"top_k": -1}}])
+def test_minus_one_turns_top_k_off(build, settings):
+    assert build(**settings).top_k == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "resolved"),
+    [
+        ("auto", "cpu", None),
+        ("auto", "neuron", 128),
+        ("None", "neuron", None),
+        (None, "neuron", None),
+        ("64", "cpu", 64),
+        (64, "neuron", 64),
+    ],
+)
+def test_padding(build, monkeypatch, given, device, resolved):
+    monkeypatch.setattr(GRPOConfig, "device", SimpleNamespace(type=device))
+    assert build(pad_to_multiple_of=given).pad_to_multiple_of == resolved
+
+
+def test_unknown_padding_is_refused(build):
+    with pytest.raises(ConfigError, match="pad_to_multiple_of='full' is unknown; allowed: auto, >= 1; "):
+        build(pad_to_multiple_of="full")
+
+
 def test_values_from_generation_kwargs_are_checked_too(build):
     with pytest.raises(ConfigError, match="temperature=-1 is out of range"):
         build(generation_kwargs={"temperature": -1})
@@ -60,7 +98,7 @@ def test_values_from_generation_kwargs_are_checked_too(build):
         ("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max", 2.0),
         ("wandb_log_unique_prompts", "log_unique_prompts", True),
         ("use_liger_loss", "use_liger_kernel", False),
-        ("use_transformers_paged", "use_transformers_continuous_batching", False),
+        ("use_transformers_paged", "use_transformers_continuous_batching", True),
     ],
 )
 def test_old_names_move_to_the_new(build, old, new, value):
@@ -79,7 +117,7 @@ def test_old_names_move_to_the_new(build, old, new, value):
     ("old", "new", "value", "reason"),
     [
         ("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max", -1.0, "is out of range"),
-        ("vllm_guided_decoding_regex", "vllm_structured_outputs_regex", "a+", "requires use_vllm=True"),
+        ("use_transformers_paged", "use_transformers_continuous_batching", 1, "is of type int"),
     ],
 )
 def test_old_names_are_judged_as_the_new(build, old, new, value, reason):

@@ -10,13 +10,14 @@ from support.configs import invalid
 from transformers.integrations import integration_utils
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.config.rules import RULES
+from groupwise.config.rules import CAUTIONS, RULES
+from groupwise.config.validation import violations, warnings_of
 from groupwise.core import objectives
 from groupwise.errors import ConfigError
 
 
 def test_rule_names_are_unique():
-    names = [*(rule.name for rule in RULES), *GRPOConfig.SETTINGS]
+    names = [*(rule.name for rule in [*RULES, *CAUTIONS]), *GRPOConfig.SETTINGS]
     assert len(names) == len(set(names))
 
 
@@ -32,9 +33,21 @@ def test_example_violates_its_rule_alone(build, rule):
     assert any(f"{field}=" in message or f"{field}[" in message for field in rule.example)
 
 
+@pytest.mark.parametrize("rule", CAUTIONS, ids=lambda rule: rule.name)
+def test_example_of_a_caution_is_valid_and_warned_of(build, rule):
+    config = build(**rule.example)
+    assert violations(config) == {}
+    (message,) = rule.check(config)
+    assert warnings_of(config) == [message]
+    assert all(f"{field}={value!r}" in message for field, value in rule.example.items())
+
+
 def test_delta_at_the_end_of_the_clip_range_never_binds_alone(build):
-    found, _ = invalid(build, epsilon=0.5, delta=1.5)
-    assert set(found) == {"delta_inside_clip_range"}
+    config = build(epsilon=0.5, delta=1.5)
+    assert config.delta == 1.5
+    (message,) = warnings_of(config)
+    assert message.startswith("delta=1.5 is inside the clip range, which ends at 1 + epsilon_high=0.5")
+    assert warnings_of(build(epsilon=0.5, delta=1.51)) == []
 
 
 @pytest.mark.parametrize(
@@ -102,7 +115,8 @@ def test_several_processes_share_the_groups(build, monkeypatch):
         {"num_generations_eval": 1, "eval_strategy": "steps", "per_device_eval_batch_size": 3},
         {"num_generations": 2, "per_device_train_batch_size": 2},
         {"top_p": 1.0, "min_p": 1.0, "top_k": 0, "repetition_penalty": 0.5},
-        {"off_policy_mask_threshold": 0.0, "top_entropy_quantile": 0.2},
+        {"off_policy_mask_threshold": 0.0, "top_entropy_quantile": 0.0},
+        {"use_bias_correction_kl": True, "beta": 0.0},
         {"reward_weights": [1, -0.5]},
         {"learning_rate": 0.0, "epsilon": 0.0},
         {"beta": 1, "temperature": 2},

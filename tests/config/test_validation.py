@@ -58,6 +58,10 @@ def test_rules_skip_settings_that_are_invalid_by_themselves(build):
         ({"delta": 4.0, "loss_type": "sapo"}, "delta=4.0 has no effect unless loss_type is grpo, bnpo"),
         ({"sapo_temperature_pos": 2.0}, "sapo_temperature_pos=2.0 has no effect unless loss_type='sapo'"),
         ({"kl_estimator": "k1"}, "kl_estimator='k1' has no effect unless beta > 0"),
+        (
+            {"vllm_structured_outputs_regex": "a+"},
+            "vllm_structured_outputs_regex='a+' has no effect unless use_vllm=True",
+        ),
         ({"entropy_target": 0.3}, "entropy_target=0.3 has no effect unless use_adaptive_entropy=True"),
         (
             {"include_num_input_tokens_seen": True},

@@ -195,7 +195,7 @@ def test_vespo_weights(scale: float, correction: tuple[Any, Any, str] | None) ->
     assert ours.std() > 0.05
 
 
-@pytest.mark.parametrize("top_quantile", [0.9, 0.5, 0.2, 0.03])
+@pytest.mark.parametrize("top_quantile", [0.9, 0.5, 0.2, 0.03, 0.0])
 def test_entropy_mask(top_quantile: float, trl_trainer: Any) -> None:
     """Which tokens are kept, among 40 values with ties."""
     _, logps_BT, _, mask_BT = random_rows(3)

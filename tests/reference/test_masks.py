@@ -24,7 +24,7 @@ from groupwise.core.corrections import CORRECTION_MODES, sampler_correction, sam
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.masks import entropy_threshold, off_policy_keep
 
-TOPS = [1.0, 0.8, 0.5, 0.2, 0.03]
+TOPS = [1.0, 0.8, 0.5, 0.2, 0.03, 0.0]
 
 
 def entropies() -> list[list[float]]:

@@ -411,9 +411,11 @@ def test_unusable_data_are_refused_before_the_model_loads(tmp_path, changes, sai
         trainer(tmp_path, model="nowhere/at-all", **changes)
 
 
-def test_a_model_without_settings_of_its_own_is_left_alone(tmp_path):
-    with pytest.raises(ConfigError, match="not a LlamaForCausalLM object"):
-        trainer(tmp_path, model_init_kwargs={"dtype": "float32"})
+def test_loading_options_beside_a_loaded_model_are_pointed_out(tmp_path, caplog):
+    model = trainer(tmp_path, model_init_kwargs={"dtype": "bfloat16"}).model
+    assert model.dtype == torch.float32
+    assert "model_init_kwargs has no effect: the model is a loaded LlamaForCausalLM" in caplog.text
+    assert "quantization_config" not in caplog.text
 
 
 def test_truncated_sampling_is_pointed_out(tmp_path, caplog):

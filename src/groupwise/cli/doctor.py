@@ -19,7 +19,7 @@ from groupwise.compat.transformers import attention_implementation
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.redact import redact
 from groupwise.config.settings import card_settings
-from groupwise.config.validation import without_effect
+from groupwise.config.validation import warnings_of
 from groupwise.errors import ConfigError
 from groupwise.generation.build import check_backend, chosen_backend
 from groupwise.tokenization.prompts import tokenize_prompt
@@ -140,7 +140,7 @@ def _settings(config: GRPOConfig) -> Iterable[Finding]:
     """Report the settings of the method, others that were changed, and those without effect."""
     shown = ", ".join(f"{name}={value}" for name, value in card_settings(config).items())
     yield ok("settings", f"every constraint holds: {shown}")
-    for message in without_effect(config):
+    for message in warnings_of(config):
         yield warn("settings", message)
 
 

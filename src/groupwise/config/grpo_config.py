@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from transformers import TrainingArguments
 
@@ -33,12 +33,16 @@ from groupwise.config.resolution import (
     resolve_sampling,
 )
 from groupwise.config.settings import Setting, with_settings
+from groupwise.config.trl import TRL_DEFAULTS
 from groupwise.config.validation import check
 from groupwise.core.advantages import ADVANTAGES, AGGREGATIONS
 from groupwise.core.corrections import CORRECTION_MODES
 from groupwise.core.kl import KL_ESTIMATORS
 from groupwise.core.objectives import OBJECTIVES
 from groupwise.core.ratios import RATIO_LEVELS
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Json = dict[str, Any] | str | None  # JSON text is parsed when the configuration is built
 
@@ -116,8 +120,9 @@ class GRPOConfig(TrainingArguments):
     max_prompt_length: Annotated[int | None, Setting(
         "Truncate longer prompts from the left. None: no truncation.",
         ge=1, example=0, card="if_changed")] = None
-    pad_to_multiple_of: Annotated[int | None, Setting(
-        "Pad prompts and completions to a multiple of this length.", ge=1, example=0)] = None
+    pad_to_multiple_of: Annotated[int | str | None, Setting(
+        "Pad prompts and completions to a multiple of this length. auto: 128 on Neuron, off elsewhere.",
+        ge=1, choices=("auto",), example=0)] = None
     shuffle_dataset: Annotated[bool, Setting("Shuffle the training prompts.", card="if_changed")] = True
     generation_batch_size: Annotated[int | None, Setting(
         "Completions generated at a time by all processes. Set this or steps_per_generation.",
@@ -134,15 +139,16 @@ class GRPOConfig(TrainingArguments):
         "Nucleus sampling: keep the smallest set of tokens with this total probability. 1: off.",
         gt=0, le=1, example=1.5, card="if_changed")] = 1.0
     top_k: Annotated[int | None, Setting(
-        "Keep this many of the most probable tokens. None or 0: off.",
-        ge=0, example=-1, card="if_changed")] = None
+        "Keep this many of the most probable tokens. None, 0 or -1: off.",
+        ge=0, example=-2, card="if_changed")] = None
     min_p: Annotated[float | None, Setting(
         "Drop tokens less probable than this fraction of the most probable one. None or 0: off.",
         ge=0, le=1, example=-0.1, card="if_changed")] = None
     repetition_penalty: Annotated[float, Setting(
         "Penalty on tokens that are already present. 1: off.", gt=0, example=0.0, card="if_changed")] = 1.0
     generation_kwargs: Annotated[Json, Setting(
-        "Further sampler arguments (dict or JSON); they override the fields above.")] = None
+        "Further sampler arguments (dict or JSON). They override the fields above, also for the trainer's "
+        "log-probs.")] = None
     chat_template_kwargs: Annotated[Json, Setting(
         "Further arguments (dict or JSON) of the chat template.")] = None
     cache_implementation: Annotated[str | None, Setting(
@@ -166,7 +172,7 @@ class GRPOConfig(TrainingArguments):
     vllm_enable_sleep_mode: Annotated[bool, Setting(
         "Free the memory of the engine during training.", no_effect_unless=COLOCATE)] = False
     vllm_structured_outputs_regex: Annotated[str | None, Setting(
-        "Regular expression that every completion matches.", requires=VLLM, example=r"\d+")] = None
+        "Regular expression that every completion matches.", no_effect_unless=VLLM)] = None
     vllm_server_base_url: Annotated[str | None, Setting(
         "Address of the server; overrides host and port.", no_effect_unless=SERVER)] = None
     vllm_server_host: Annotated[str, Setting(
@@ -220,7 +226,7 @@ class GRPOConfig(TrainingArguments):
         requires=KL, example=True, card="if_changed")] = False
     use_bias_correction_kl: Annotated[bool, Setting(
         "Multiply the KL by the importance ratio (DeepSeek-V3.2).",
-        requires=KL, example=True, card="if_changed")] = False
+        no_effect_unless=KL, card="if_changed")] = False
     num_iterations: Annotated[int, Setting(
         "Optimization epochs over each generation batch (mu).", ge=1, example=0, card="always")] = 1
     epsilon: Annotated[float, Setting(
@@ -264,8 +270,8 @@ class GRPOConfig(TrainingArguments):
     mask_truncated_completions: Annotated[bool, Setting(
         "Mask completions without an end token in the loss.", card="if_changed")] = False
     top_entropy_quantile: Annotated[float, Setting(
-        "Fraction of the tokens, those of highest entropy, in the policy loss.",
-        gt=0, le=1, example=0.0, card="if_changed")] = 1.0
+        "Fraction of the tokens, those of highest entropy, in the policy loss. 0: only the highest.",
+        ge=0, le=1, example=-0.1, card="if_changed")] = 1.0
     sync_ref_model: Annotated[bool, Setting(
         "Move the reference model towards the policy during training.",
         requires=KL, example=True, card="if_changed")] = False
@@ -381,6 +387,18 @@ class GRPOConfig(TrainingArguments):
         resolve_batch_sizes(self)
         check(self)
         reset_ignored(self)
+
+    @classmethod
+    def trl_defaults(cls, **overrides: Any) -> Self:
+        """Return a configuration with the defaults of TRL's GRPOConfig, and ``overrides``.
+
+        Args:
+            overrides: fields and their values, as in the constructor.
+
+        Raises:
+            ConfigError: as in the constructor.
+        """
+        return cls(**{**TRL_DEFAULTS, **overrides})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a dict; ``TrainingArguments`` rewrites nested dicts, so this reads a copy."""

@@ -15,6 +15,7 @@ from transformers.utils import is_torch_xla_available
 from groupwise.compat.torch import has_native_bf16_cpu
 from groupwise.config.sampling import SAMPLING_FIELDS
 from groupwise.config.settings import default_of
+from groupwise.config.trl import is_trl_default
 
 if TYPE_CHECKING:
     from groupwise.config.grpo_config import GRPOConfig
@@ -54,6 +55,9 @@ def move_old_names(config: GRPOConfig) -> None:
     for old, setting in config.SETTINGS.items():
         new, value = setting.renamed_to, getattr(config, old)
         if new is None or value is None:
+            continue
+        if is_trl_default(old, value):  # in every configuration that TRL wrote
+            setattr(config, old, None)
             continue
         warnings.warn(
             f"{old} is the old name of {new} and will be removed in the next release",
@@ -116,12 +120,25 @@ def resolve_precision(config: GRPOConfig) -> None:
 
 
 def resolve_sampling(config: GRPOConfig) -> None:
-    """Copy sampler arguments to the fields of the same meaning, which the trainer's log-probs use."""
+    """Copy sampler arguments to the fields of the same meaning, which the trainer's log-probs use.
+
+    Warns if a field is set to something else.
+    """
     if not isinstance(config.generation_kwargs, dict):
         return
     for key, name in SAMPLING_FIELDS.items():
-        if key in config.generation_kwargs and getattr(config, name) == default_of(config, name):
-            setattr(config, name, config.generation_kwargs[key])
+        if key not in config.generation_kwargs:
+            continue
+        value, given = config.generation_kwargs[key], getattr(config, name)
+        same = (value or 0) == (given or 0)  # None and 0 both mean off
+        if not same and given != default_of(config, name):
+            _warn_overridden(f"generation_kwargs[{key!r}]={value!r} overrides {name}={given!r}")
+        setattr(config, name, value)
+
+
+@functools.cache
+def _warn_overridden(message: str) -> None:
+    logger.warning(message)
 
 
 def resolve_defaults(config: GRPOConfig) -> None:
@@ -130,8 +147,12 @@ def resolve_defaults(config: GRPOConfig) -> None:
         config.epsilon_high = config.epsilon
     if config.num_generations_eval is None and _is_valid(config, "num_generations"):
         config.num_generations_eval = config.num_generations
-    if config.top_k is None:
+    if config.top_k in (None, -1):  # -1: vLLM's value for off
         config.top_k = 0
+    padding = str(config.pad_to_multiple_of).lower()
+    if padding in ("auto", "none", "null"):
+        # Neuron compiles once per shape; other devices gain nothing from padding.
+        config.pad_to_multiple_of = 128 if padding == "auto" and config.device.type == "neuron" else None
     scale = str(config.scale_rewards).lower()
     if scale in ("true", "false"):
         config.scale_rewards = "group" if scale == "true" else "none"

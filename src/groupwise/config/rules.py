@@ -14,7 +14,6 @@ from transformers.integrations import integration_utils
 
 from groupwise.config.conditions import COLOCATE, SERVER, uses_surrogate
 from groupwise.config.liger import LIGER_LIMITS
-from groupwise.config.sampling import SAMPLING_FIELDS
 from groupwise.config.settings import has_type, nearest_name, type_names, types_of, violation
 from groupwise.core import surrogates
 from groupwise.core.advantages import AGGREGATIONS
@@ -41,13 +40,22 @@ class Rule:
 
 
 RULES: list[Rule] = []
+CAUTIONS: list[Rule] = []  # their messages are logged as warnings
 
 
 def rule(**example: object) -> Callable[[Check], Check]:
     """Decorator: add a function to ``RULES``."""
+    return _add_to(RULES, example)
 
+
+def caution(**example: object) -> Callable[[Check], Check]:
+    """Decorator: add a function to ``CAUTIONS``."""
+    return _add_to(CAUTIONS, example)
+
+
+def _add_to(rules: list[Rule], example: Mapping[str, object]) -> Callable[[Check], Check]:
     def add(check: Check) -> Check:
-        RULES.append(Rule(check.__name__, check, example))
+        rules.append(Rule(check.__name__, check, example))
         return check
 
     return add
@@ -199,16 +207,6 @@ def eval_batch_in_whole_groups(c: GRPOConfig) -> Iterator[str]:
 # Generation
 
 
-@rule(temperature=0.7, generation_kwargs={"temperature": 0.9})
-def generation_kwargs_agree_with_fields(c: GRPOConfig) -> Iterator[str]:
-    kwargs = typing.cast("dict[str, object]", c.generation_kwargs or {})
-    for key, name in SAMPLING_FIELDS.items():
-        field = getattr(c, name)
-        if key in kwargs and (kwargs[key] or 0) != (field or 0):  # None and 0 both mean off
-            given = f"generation_kwargs[{key!r}]={kwargs[key]!r} contradicts {name}={field!r}"
-            yield violation(given, "one value", f"{name}={kwargs[key]!r}")
-
-
 @rule(eval_generation_kwargs={"temprature": 0.6})
 def eval_generation_kwargs_are_sampler_settings(c: GRPOConfig) -> Iterator[str]:
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -318,13 +316,16 @@ def staleness_with_dynamic_sampling(c: GRPOConfig) -> Iterator[str]:
 # Loss
 
 
-@rule(delta=1.1)
+@caution(delta=1.1)
 def delta_inside_clip_range(c: GRPOConfig) -> Iterator[str]:
     if c.delta is None or c.epsilon_high is None or not uses_surrogate(c, surrogates.clipped):
         return
     if c.delta <= 1 + c.epsilon_high:
-        given = f"delta={c.delta} is inside the clip range, which ends at 1 + epsilon_high={c.epsilon_high}"
-        yield violation(given, "None or > 1 + epsilon_high", "None")
+        yield (
+            f"delta={c.delta} is inside the clip range, which ends at 1 + epsilon_high={c.epsilon_high}: the "
+            "ratio is bounded by delta for every advantage, and epsilon_high has no effect; usual values are "
+            "above 1 + epsilon_high"
+        )
 
 
 @rule(kl_in_reward=True, beta=0.04, multi_objective_aggregation="normalize_then_sum")

@@ -66,10 +66,10 @@ class Setting:
 
     @property
     def allowed(self) -> str:
-        """Bounds or choices in words; empty if every value of the type is valid."""
+        """Choices and bounds in words; empty if every value of the type is valid."""
         lower = f"> {self.gt}" if self.gt > -math.inf else f">= {self.ge}" if self.ge > -math.inf else ""
         upper = f"<= {self.le}" if self.le < math.inf else ""
-        return ", ".join(self.choices) or " and ".join(filter(None, (lower, upper)))
+        return ", ".join(filter(None, (*self.choices, " and ".join(filter(None, (lower, upper))))))
 
     @property
     def description(self) -> str:

@@ -12,8 +12,9 @@ import logging
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, cast
 
-from groupwise.config.rules import RULES, Check
+from groupwise.config.rules import CAUTIONS, RULES, Check
 from groupwise.config.settings import Setting, default_of, violation
+from groupwise.config.trl import is_trl_default
 from groupwise.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def check(config: GRPOConfig) -> None:
-    """Raise one error for all violations; warn, once each, about settings without effect.
+    """Raise one error for all violations; warn, once each, about settings without effect and cautions.
 
     Raises:
         ConfigError: one line per violation.
@@ -32,7 +33,7 @@ def check(config: GRPOConfig) -> None:
     if found:
         lines = "".join(f"\n  - {message}" for message in found)
         raise ConfigError(f"{type(config).__name__}: {len(found)} invalid setting(s){lines}")
-    for message in without_effect(config):
+    for message in warnings_of(config):
         _warn_once(message)
 
 
@@ -61,12 +62,15 @@ def violations(config: GRPOConfig) -> dict[str, list[str]]:
     return found
 
 
-def without_effect(config: GRPOConfig) -> list[str]:
-    """Return a message for each setting that differs from its default and has no effect."""
-    messages = []
+def warnings_of(config: GRPOConfig) -> list[str]:
+    """Return the messages about a valid configuration: settings without effect, and cautions.
+
+    A setting has no effect if its condition does not hold; its default, and TRL's, are not mentioned.
+    """
+    messages = [message for caution in CAUTIONS for message in caution.check(config)]
     for name, setting in config.SETTINGS.items():
         value, unless = getattr(config, name), setting.no_effect_unless
-        if value == default_of(config, name):
+        if value == default_of(config, name) or is_trl_default(name, value):
             continue
         if setting.ignored:
             messages.append(f"{name}={value!r} is ignored: {setting.ignored}")

@@ -10,7 +10,7 @@ def entropy_threshold(entropies: torch.Tensor, top_quantile: float) -> torch.Ten
 
     Args:
         entropies: (n,) entropies of all loss tokens of the global batch, in nats.
-        top_quantile: share of tokens to keep, in (0, 1].
+        top_quantile: share of tokens to keep, in [0, 1]; at 0 those of highest entropy.
 
     Returns:
         Scalar, linearly interpolated between order statistics; +inf without tokens.

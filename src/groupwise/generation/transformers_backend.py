@@ -7,13 +7,14 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from groupwise.compat.transformers import is_zero3_enabled
 from groupwise.config.grpo_config import GRPOConfig
+from groupwise.config.sampling import SAMPLING_FIELDS
 from groupwise.core.images import ImageInputs, join_images
 from groupwise.core.padding import length_mask, pad_sequences
 from groupwise.cpu import cpu_generation
@@ -148,7 +149,8 @@ def make_backend(
             "the weights layer by layer; set it to False to silence this warning, or use_vllm=True for speed"
         )
     sampler = generation_config(config, policy(), text_tokenizer(processing_class), suppress_tokens)
-    return TransformersBackend(policy, sampler, config.pad_to_multiple_of)
+    multiple = cast("int | None", config.pad_to_multiple_of)  # "auto" is resolved
+    return TransformersBackend(policy, sampler, multiple)
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -167,7 +169,7 @@ def generation_config(
     tokenizer: PreTrainedTokenizerBase,
     suppress_tokens: Sequence[int] = (),
 ) -> GenerationConfig:
-    """Return the sampling settings of a run; ``config.generation_kwargs`` override single fields.
+    """Return the sampling settings of a run: the fields of ``config`` and further ``generation_kwargs``.
 
     Args:
         suppress_tokens: token ids that are not sampled, in addition to those of ``generation_kwargs``.
@@ -189,7 +191,8 @@ def generation_config(
     if config.cache_implementation is not None:
         # With a static cache generate would compile itself, again for every batch size and prompt length.
         settings["disable_compile"] = True
-    settings.update(json_dict(config.generation_kwargs))
+    given = json_dict(config.generation_kwargs)  # keys with a field of their own are resolved to it
+    settings.update({name: value for name, value in given.items() if name not in SAMPLING_FIELDS})
     if suppress_tokens:
         settings["suppress_tokens"] = sorted({*suppress_tokens, *(settings.get("suppress_tokens") or ())})
     return GenerationConfig(**settings)

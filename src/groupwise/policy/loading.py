@@ -42,7 +42,7 @@ def load_policy(
     config: GRPOConfig,
     quantization_config: QuantizationConfigMixin | None = None,
 ) -> PreTrainedModel:
-    """Load the policy from a Hub id or directory; return a model object unchanged.
+    """Load the policy from a Hub id or directory; return a model object unchanged, without loading options.
 
     The default dtype is float32, since half precision would round small updates to zero.
 
@@ -52,15 +52,17 @@ def load_policy(
         quantization_config: as in ``from_pretrained``.
 
     Raises:
-        ConfigError: an unknown dtype, or loading options for a model object.
+        ConfigError: an unknown dtype.
     """
     options = dict(cast(dict[str, Any], config.model_init_kwargs or {}))
     if not isinstance(model, str):
-        if options or quantization_config is not None:
-            raise ConfigError(
-                "model_init_kwargs and quantization_config require a Hub id or directory as model, not a "
-                f"{type(model).__name__} object; drop them, or pass its name"
-            )
+        for name, given in (("model_init_kwargs", options), ("quantization_config", quantization_config)):
+            if given:
+                logger.warning(
+                    "%s has no effect: the model is a loaded %s; pass its name to load it with these options",
+                    name,
+                    type(model).__name__,
+                )
         return model
     old_name = options.pop("torch_dtype", None)
     options["dtype"] = _dtype(options.get("dtype") or old_name or torch.float32)
