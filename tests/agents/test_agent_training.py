@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,11 @@ def test_a_run_with_a_tool_trains_on_sampled_tokens(tmp_path: Path) -> None:
     results = [m for rollout in seen for text in rollout.texts for m in text if m["role"] == "tool"]
     assert {m["name"] for m in results} == {"measure"}
     table = pq.read_table(tmp_path / "completions" / "completions_00001.parquet").to_pylist()
-    assert any('assistant: measure({"text": ' in row["completion"] for row in table)
-    assert any("\ntool: 1" in row["completion"] for row in table)
+    messages = [message for row in table for message in row["completion"]]
+    functions = [call["function"] for message in messages for call in message["tool_calls"] or ()]
+    assert {function["name"] for function in functions} == {"measure"}
+    assert all("text" in json.loads(function["arguments"]) for function in functions)
+    assert "1" in [message["content"] for message in messages if message["role"] == "tool"]
 
 
 def test_tool_results_have_loss_mask_0(tmp_path: Path) -> None:

@@ -68,6 +68,56 @@ def test_taken_names_and_broken_unicode(tmp_path, make_args, make_row):
     assert (saved["step"], saved["step_"], saved["step__"], saved["prompt_"]) == (3, 1.0, "x", "y")
 
 
+def message(role, content, **given):
+    """A message as parquet files hold it."""
+    return {
+        **{"role": role, "content": content, "reasoning_content": None, "thinking": None},
+        **{"name": None, "tool_calls": None, **given},
+    }
+
+
+def test_chats_are_saved_as_messages(tmp_path, make_args, make_row, capsys):
+    question = [{"role": "user", "content": "2+2?\ud800"}]
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 2}'}}
+    turns = [
+        {"role": "assistant", "content": "", "reasoning_content": "Use the tool.", "tool_calls": [call]},
+        {"role": "tool", "name": "add", "content": "4"},
+        {"role": "assistant", "content": "Four."},
+    ]
+    args = make_args(log_unique_prompts=True)
+    report_completions([make_row(question, turns), make_row(question, turns[2:])], 3, args, str(tmp_path))
+    (saved,) = read(tmp_path / "completions" / "completions_00003.parquet")
+    assert saved["prompt"] == [message("user", "2+2??")]
+    assert saved["completion"] == [
+        message("assistant", "", reasoning_content="Use the tool.", tool_calls=[call]),
+        message("tool", "4", name="add"),
+        message("assistant", "Four."),
+    ]
+    printed = "".join(capsys.readouterr().out.split())
+    for part in ("user:2+2??", '<think>Usethetool.</think>add({"a":2,"b":2})', "tool:4"):
+        assert part in printed
+
+
+def test_files_of_a_chat_load_together(tmp_path, make_args, make_row):
+    call = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
+    plain, calling = [{"role": "assistant", "content": "4"}], [{"role": "assistant", "tool_calls": [call]}]
+    for step, completion in ((3, plain), (13, calling)):
+        row = make_row([{"role": "user", "content": "?"}], completion, step=step)
+        row["completion"][0].setdefault("content", "")
+        report_completions([row], step, make_args(num_completions_to_print=0), str(tmp_path))
+    data = load_dataset("parquet", data_dir=str(tmp_path / "completions"), cache_dir=str(tmp_path / "cache"))
+    completions_of_run = [row[0] for row in data["train"]["completion"]]
+    assert [row["content"] for row in completions_of_run] == ["4", ""]
+    assert [bool(row["tool_calls"]) for row in completions_of_run] == [False, True]
+
+
+def test_chats_beside_texts_are_saved_as_text(tmp_path, make_args, make_row):
+    rows = [make_row([{"role": "user", "content": "a"}], "b"), make_row("c", "d")]
+    report_completions(rows, 3, make_args(num_completions_to_print=0), str(tmp_path))
+    saved = read(tmp_path / "completions" / "completions_00003.parquet")
+    assert [(row["prompt"], row["completion"]) for row in saved] == [("user: a", "b"), ("c", "d")]
+
+
 def test_unique_prompts_keep_the_first_row_of_each(tmp_path, make_args, make_row, capsys):
     rows = [make_row("p", "one"), make_row("p", "two"), make_row("q", "three"), make_row("p", "four", step=4)]
     report_completions(rows, 4, make_args(log_unique_prompts=True), str(tmp_path))

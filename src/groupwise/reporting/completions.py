@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import random
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,13 +17,22 @@ from groupwise.reporting.console import print_table
 from groupwise.reporting.dashboards import log_tables
 from groupwise.reporting.hub import push_folder
 from groupwise.reporting.table import (
-    Cell,
     CompletionRow,
-    Images,
     Table,
     as_table,
     image_column,
+    message_columns,
     reward_columns,
+    row_text,
+)
+
+_CALL = pa.struct({"name": pa.string(), "arguments": pa.string()})
+#: Type of a message, the same in every file of a run; keys that a message lacks are null.
+_MESSAGE = pa.struct(
+    {
+        **dict.fromkeys(("role", "content", "reasoning_content", "thinking", "name"), pa.string()),
+        "tool_calls": pa.list_(pa.struct({"type": pa.string(), "function": _CALL})),
+    }
 )
 
 
@@ -52,17 +62,19 @@ def report_completions(
         rows = first_of_each_prompt(rows)
     generator = random.getstate()  # the first import of rich draws random numbers; training must not change
     try:
-        _report(as_table(rows), image_column(rows), step, args, output_dir, re.sub(r"[^\w.-]", "_", mode))
+        _report(rows, step, args, output_dir, re.sub(r"[^\w.-]", "_", mode))
     finally:
         random.setstate(generator)
 
 
-def _report(table: Table, images: Images, step: int, args: GRPOConfig, output_dir: str, mode: str) -> None:
+def _report(rows: Sequence[CompletionRow], step: int, args: GRPOConfig, output_dir: str, mode: str) -> None:
+    table = as_table(rows)
     kind = "completions" if mode == "train" else f"completions_{mode}"
     print_table(evenly_spaced(table, args.num_completions_to_print), f"{kind}, step {step}")
     folder = Path(output_dir) / kind
-    write_parquet(table, folder / f"completions_{step:05d}.parquet", reward_columns(table))
-    log_tables(table, images, kind, step, args.report_to or [])
+    path = folder / f"completions_{step:05d}.parquet"
+    write_parquet({**table, **message_columns(rows)}, path, reward_columns(table))
+    log_tables(table, image_column(rows), kind, step, args.report_to or [])
     if args.log_completions_hub_repo:
         push_folder(folder, args.log_completions_hub_repo, mode, args.hub_token, args.hub_private_repo)
 
@@ -71,7 +83,7 @@ def first_of_each_prompt(rows: Sequence[CompletionRow]) -> list[CompletionRow]:
     """Return the first row of every prompt; prompts with different images are different."""
     first: dict[tuple[str | bytes, ...], CompletionRow] = {}
     for row in rows:
-        first.setdefault((row["prompt"], *row.get("images", ())), row)
+        first.setdefault((row_text(row["prompt"]), *row.get("images", ())), row)
     return list(first.values())
 
 
@@ -83,11 +95,12 @@ def evenly_spaced(table: Table, count: int | None) -> Table:
     return {name: [values[i * total // count] for i in range(count)] for name, values in table.items()}
 
 
-def write_parquet(table: Table, path: Path, numeric: Collection[str] = ()) -> None:
+def write_parquet(table: Mapping[str, Sequence[Any]], path: Path, numeric: Collection[str] = ()) -> None:
     """Write the table atomically: ``path`` is never a partial file.
 
-    Column types are int64 (steps), float64, bool and string only, so that the files of a run load as one
-    dataset. ``numeric`` columns are float64 even if all values are missing; other empty columns are strings.
+    Column types are int64 (steps), float64, bool, string and lists of messages only, so that the files of a
+    run load as one dataset. ``numeric`` columns are float64 even if all values are missing; other empty
+    columns are strings.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.tmp")
@@ -98,8 +111,10 @@ def write_parquet(table: Table, path: Path, numeric: Collection[str] = ()) -> No
     os.replace(partial, path)
 
 
-def _arrow_column(values: list[Cell], numeric: bool) -> pa.Array:
+def _arrow_column(values: Sequence[Any], numeric: bool) -> pa.Array:
     known = [value for value in values if value is not None]
+    if known and all(isinstance(value, list) for value in known):
+        return pa.array(values, pa.list_(_MESSAGE))
     if known and not numeric and all(isinstance(value, bool) for value in known):
         return pa.array(values, pa.bool_())
     if numeric or (known and all(isinstance(value, int | float) for value in known)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 
@@ -14,6 +14,10 @@ from groupwise.tokenization.images import prompt_images, row_images, thumbnail
 
 #: Value of a cell; None is an empty cell.
 Cell = str | int | float | bool | None
+
+#: Chat message of strings: "role", "content", and where the message has them "reasoning_content", "thinking",
+#: "name" and "tool_calls". The content of blocks is joined, images are "<image>"; arguments of calls are JSON.
+PlainMessage = dict[str, Any]
 
 #: Columns of equal length by name: step, prompt, completion, the rewards, advantage, extra columns.
 Table = dict[str, list[Cell]]
@@ -24,15 +28,15 @@ Images = list[list[bytes]]
 
 class _Row(TypedDict):
     step: int
-    prompt: str
-    completion: str
+    prompt: str | list[PlainMessage]
+    completion: str | list[PlainMessage]
     rewards: dict[str, float | None]
     advantage: float
     columns: dict[str, Cell]
 
 
 class CompletionRow(_Row, total=False):
-    """One completion: plain strings and numbers, and PNG bytes of the prompt's images."""
+    """One completion: strings or messages, numbers, and PNG bytes of the prompt's images."""
 
     images: list[bytes]
 
@@ -59,8 +63,8 @@ def completion_rows(
         named = zip(reward_names, rewards_F, strict=False)
         row: CompletionRow = {
             "step": step,
-            "prompt": _plain_text(rollouts.prompts[i]),
-            "completion": _plain_text(rollouts.texts[i]),
+            "prompt": _plain(rollouts.prompts[i]),
+            "completion": _plain(rollouts.texts[i]),
             "rewards": {name: None if math.isnan(reward) else reward for name, reward in named},
             "advantage": advantages[i].mean().item(),
             "columns": {name: _cell(values[i]) for name, values in rewards.columns.items()},
@@ -73,22 +77,44 @@ def completion_rows(
     return rows
 
 
-def _plain_text(text: str | Sequence[Mapping[str, object]]) -> str:
+def _plain(text: str | Sequence[Mapping[str, Any]]) -> str | list[PlainMessage]:
+    return text if isinstance(text, str) else [_plain_message(message) for message in text]
+
+
+def _plain_message(message: Mapping[str, Any]) -> PlainMessage:
+    plain: PlainMessage = {"role": str(message["role"]), "content": _content(message.get("content"))}
+    plain.update({key: str(message[key]) for key in (*_THOUGHTS, "name") if message.get(key)})
+    functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
+    if functions:
+        plain["tool_calls"] = [
+            {
+                "type": "function",
+                "function": {"name": str(call["name"]), "arguments": _json(call.get("arguments"))},
+            }
+            for call in functions
+        ]
+    return plain
+
+
+def _json(arguments: object) -> str:
+    if isinstance(arguments, str):
+        return arguments
+    return json.dumps(arguments, ensure_ascii=False, default=str)
+
+
+def row_text(text: str | Sequence[PlainMessage]) -> str:
     """Return a string unchanged, and chat messages as lines ``role: content``."""
     if isinstance(text, str):
         return text
     return "\n".join(f"{message['role']}: {_message_text(message)}" for message in text)
 
 
-def _message_text(message: Mapping[str, object]) -> str:
-    """Return the content of a message followed by its tool calls."""
-    calls = message.get("tool_calls") or []
-    functions = [call.get("function", call) for call in calls]  # type: ignore[attr-defined]
-    shown = [
-        f"{call['name']}({json.dumps(call['arguments'], ensure_ascii=False, default=str)})"
-        for call in functions
-    ]
-    return " ".join(part for part in (_content(message.get("content")), *shown) if part)
+def _message_text(message: PlainMessage) -> str:
+    """Return thoughts, content and tool calls of a message."""
+    thoughts = [f"<think>{message[key]}</think>" for key in _THOUGHTS if key in message]
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    calls = [f"{call['name']}({call['arguments']})" for call in functions]
+    return " ".join(part for part in (*thoughts, message["content"], *calls) if part)
 
 
 def _content(content: object) -> str:
@@ -102,6 +128,7 @@ def _cell(value: object) -> Cell:
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
+_THOUGHTS = ("reasoning_content", "thinking")  # "thinking" in the templates of GPT-OSS and LFM2.5
 _FIXED = ("step", "prompt", "completion", "advantage")
 
 
@@ -115,12 +142,28 @@ def as_table(rows: Sequence[CompletionRow]) -> Table:
     extra = _columns([row["columns"] for row in rows], taken)
     return {
         "step": [row["step"] for row in rows],
-        "prompt": [_utf8(row["prompt"]) for row in rows],
-        "completion": [_utf8(row["completion"]) for row in rows],
+        "prompt": [_utf8(row_text(row["prompt"])) for row in rows],
+        "completion": [_utf8(row_text(row["completion"])) for row in rows],
         **rewards,
         "advantage": [row["advantage"] for row in rows],
         **extra,
     }
+
+
+def message_columns(rows: Sequence[CompletionRow]) -> dict[str, list[list[PlainMessage]]]:
+    """Return "prompt" and "completion" as chat messages, each where all rows have messages."""
+    columns = {"prompt": [row["prompt"] for row in rows], "completion": [row["completion"] for row in rows]}
+    return {
+        name: [_utf8_messages(text) for text in texts if not isinstance(text, str)]
+        for name, texts in columns.items()
+        if not any(isinstance(text, str) for text in texts)
+    }
+
+
+def _utf8_messages(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _utf8_messages(item) for key, item in value.items()}
+    return [_utf8_messages(item) for item in value] if isinstance(value, list) else _utf8(value)
 
 
 def image_column(rows: Sequence[CompletionRow]) -> Images:
