@@ -6,7 +6,7 @@ import pytest
 from support.scripted import CHAT, byte_tokenizer, call
 from support.tool_chats import LOOK, look_call_message
 
-from groupwise.agents.parsing import TurnParser
+from groupwise.agents.parsing import TurnParser, split_thoughts
 from groupwise.errors import ConfigError
 
 USER = {"role": "user", "content": "What is it?"}
@@ -39,14 +39,14 @@ RESPONSE = {
             "",
             [("look", {"at": "it"}), ("see", {})],
         ),
-        (CHAT, "A cat. <|im_end|>", "A cat. ", []),
+        (CHAT, "A cat. <|im_end|>", "A cat.", []),
         ("ipython", '{"name": "look", "parameters": {"at": "it"}}<|eot_id|>', "", [("look", {"at": "it"})]),
         ("ipython", 'It is {"name": 3}.', 'It is {"name": 3}.', []),
         (
             "<|channel|>",
             "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.look<|channel|>"
             'commentary json<|message|>{"at": "it"}<|call|>',
-            "Hm.",
+            "",
             [("look", {"at": "it"})],
         ),
         (
@@ -65,6 +65,34 @@ def test_tool_calls_are_parsed_in_the_format_of_the_chat_template(template, text
     assert turn.message["content"] == content
     assert [(each.name, each.arguments) for each in turn.tool_calls] == calls
     assert all(each.error is None for each in turn.tool_calls)
+
+
+MARKS = ("<think>", "</think>")
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "expected"),
+    [
+        ("<think>\nHm.\n</think>\n\nA cat.", False, ("Hm.", "\n\nA cat.")),
+        ("Hm.\n</think>\n\nA cat.", True, ("Hm.", "\n\nA cat.")),
+        ("Hm.\n</think>\n\nA cat.", False, ("", "Hm.\n</think>\n\nA cat.")),
+        ("<think>Hm", False, ("Hm", "")),
+        ("A cat.<think>Hm.</think>\n", False, ("Hm.", "A cat.")),
+        ("A cat.", False, ("", "A cat.")),
+    ],
+)
+def test_thoughts_are_split_at_their_marks(text, opened, expected):
+    assert split_thoughts(text, MARKS, opened=opened) == expected
+
+
+def test_a_mark_in_the_arguments_of_a_call_is_no_thought():
+    tokenizer = byte_tokenizer()
+    text = call("look", at="<think>it</think>") + "<|im_end|>"
+    turn = TurnParser(tokenizer, CHAT)([], tokenizer(text)["input_ids"], [LOOK])
+    assert [(each.name, each.arguments) for each in turn.tool_calls] == [
+        ("look", {"at": "<think>it</think>"})
+    ]
+    assert "reasoning_content" not in turn.message
 
 
 @pytest.mark.parametrize(

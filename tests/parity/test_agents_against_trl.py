@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
+from support.mixin_hosts import host
 from support.scripted import ScriptedBackend, agents, byte_tokenizer
 
 from groupwise.agents import EnvironmentPool, Renderer
+from groupwise.agents.parsing import TurnParser
+from groupwise.mixins import RolloutMixin
+from groupwise.records import Completion, RolloutRequest
+from groupwise.tokenization.prompts import tokenize_prompt
 
 pytestmark = pytest.mark.parity
 
@@ -50,6 +55,99 @@ def tokenizer(family: str) -> Any:
     made.bos_token = "<|pad|>"
     made.padding_side = "left"
     return made
+
+
+HM = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+MULTIPLY_TAGS = (
+    "<tool_call>\n<function=multiply>\n<parameter=a>\n3\n</parameter>\n<parameter=b>\n4\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
+MULTIPLY_JSON = '<tool_call>\n{"name": "multiply", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
+THINKING = [
+    "<think>\nHm.\n</think>\n\nIt is 12. ",
+    "<think>Hm.</think>\nLet me see.\n" + MULTIPLY_JSON,
+    "<think>\nHm",
+    "Well. <think>Hm.</think>\n\nSo.",
+    " It is 12. ",
+    '<tool_call>{"name": "multi',
+]
+#: Turns of each family, with the end token that the policy samples.
+TURNS = {
+    **{family: [text + "<|im_end|>" for text in THINKING] for family in ("qwen2_5", "qwen3", "qwen3_vl")},
+    "qwen3_5_think": [
+        "Hm.\n</think>\n\nIt is 12.<|im_end|>",
+        f"Hm.\n</think>\n\n{MULTIPLY_TAGS}<|im_end|>",
+        "Hm<|im_end|>",
+    ],
+    "qwen3_5_nothink": ["It is 12.<|im_end|>", f"Let me see.\n{MULTIPLY_TAGS}<|im_end|>"],
+    "gptoss": [
+        f"{HM}<|channel|>final<|message|>It is 12.<|return|>",
+        HM + ' to=functions.multiply<|channel|>commentary json<|message|>{"a": 3, "b": 4}<|call|>',
+        "<|channel|>analysis<|message|>Hm",
+    ],
+    "gemma4": [
+        "<|channel>thought\nHm.<channel|>It is 12.<turn|>",
+        "<|channel>thought\nHm.<channel|><|tool_call>call:multiply{a:3,b:4}<tool_call|><|tool_response>",
+    ],
+}
+
+
+@pytest.mark.parametrize("family", TURNS)
+def test_messages_of_turns(family: str) -> None:
+    """Thoughts, content and tool calls."""
+    from transformers.utils import get_json_schema
+    from trl.chat_template_utils import add_response_schema, parse_response
+
+    text, known = tokenizer(family), add_response_schema(tokenizer(family))
+    schemas = [get_json_schema(multiply)]
+    messages = [{"role": "user", "content": "3 x 4?"}]
+    prompt = text.apply_chat_template(messages, tools=schemas, add_generation_prompt=True, return_dict=False)
+    parse = TurnParser(text, text.chat_template)
+    for turn in TURNS[family]:
+        ids = text(turn, add_special_tokens=False)["input_ids"]
+        theirs = parse_response(known, ids, prefix=prompt, tools=[multiply])
+        assert parse(prompt, ids, schemas).message == theirs, turn
+
+
+@pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "llama3_2"])
+def test_a_prompt_that_ends_with_an_assistant_message(family: str) -> None:
+    """Both open a new turn."""
+    from trl import GRPOTrainer
+
+    text = tokenizer(family)
+    prompt = [{"role": "user", "content": "3 x 4?"}, {"role": "assistant", "content": "It is"}]
+    trainer = SimpleNamespace(
+        _is_vlm=False,
+        environment_factories=None,
+        processing_class=text,
+        tools=[],
+        chat_template=None,
+        chat_template_kwargs={},
+    )
+    (theirs,), _, _ = GRPOTrainer._tokenize_prompts(trainer, [prompt])
+    assert tokenize_prompt(text, prompt) == theirs
+    opening = text.decode(theirs).rpartition("It is")[2]
+    assert FAMILIES[family] in opening and "assistant" in opening
+    continued = tokenize_prompt(text, prompt, {"continue_final_message": True})
+    assert text.decode(continued).endswith("It is")
+
+
+def test_completions_with_a_response_template(tmp_path: Path, policy: Any) -> None:
+    """Without tools, too, a tokenizer with a response template splits thoughts from content."""
+    from trl.chat_template_utils import add_response_schema
+
+    text = add_response_schema(tokenizer("qwen3"))
+    turns = TURNS["qwen3"][: len(QUESTIONS)]
+    trainer = their_trainer(tmp_path, policy, text, reward_funcs=lambda **_: [0.0])
+    scripted_turns(trainer, text, [[turn] for turn in turns])
+    prompt_ids, token_ids, _, theirs, *_ = trainer._generate(QUESTIONS)
+    settings = {"chat_template_kwargs": None, "max_prompt_length": None}
+    run = host(RolloutMixin, settings=settings, processing_class=text)
+    request = RolloutRequest([{"prompt": prompt} for prompt in QUESTIONS], 1)
+    completions = [Completion(ids) for ids in token_ids]
+    ours = run.make_rollouts(request, [list(ids) for ids in prompt_ids], completions).texts
+    assert same_messages(theirs, ours)
+    assert [text[0].get("reasoning_content") for text in ours][:3] == ["Hm."] * 2 + ["Hm"]
 
 
 ANSWERS = [

@@ -11,8 +11,14 @@ import threading
 import pytest
 
 from groupwise.errors import ConfigError
-from groupwise.rewards import accuracy, accuracy_reward, get_cosine_scaled_reward, reasoning_accuracy_reward
-from groupwise.rewards.texts import answer_text
+from groupwise.rewards import (
+    accuracy,
+    accuracy_reward,
+    get_cosine_scaled_reward,
+    reasoning_accuracy_reward,
+    think_format_reward,
+)
+from groupwise.rewards.texts import answer_text, text_with_thoughts
 
 
 def chat(text):
@@ -143,3 +149,25 @@ def test_importing_the_library_loads_no_optional_package():
 )
 def test_the_last_message_is_the_answer(completion, text):
     assert answer_text(completion) == text
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"content": "12"}, "12"),
+        ({"content": "12", "reasoning_content": "3 x 4"}, "<think>\n3 x 4\n</think>\n\n12"),
+        ({"content": "12", "thinking": "3 x 4"}, "<think>\n3 x 4\n</think>\n\n12"),
+        ({"content": "", "reasoning_content": "3 x"}, "<think>\n3 x\n"),
+        ({"content": "", "reasoning_content": "3", "tool_calls": [{}]}, "<think>\n3\n</think>\n\n"),
+    ],
+)
+def test_thoughts_of_a_message_come_before_its_content(message, text):
+    assert text_with_thoughts([{"role": "assistant", **message}]) == text
+
+
+@pytest.mark.usefixtures("math_verify")
+def test_rewards_on_reasoning_read_the_thoughts_of_a_message():
+    done = [{"role": "assistant", "content": r"$\boxed{12}$", "reasoning_content": "3 x 4"}]
+    cut = [{"role": "assistant", "content": "", "reasoning_content": "3 x"}]
+    assert reasoning_accuracy_reward([done, cut], ["$12$", "$12$"]) == [1.0, 0.0]
+    assert think_format_reward([done, cut]) == [1.0, 0.0]

@@ -32,8 +32,8 @@ from groupwise.tokenization.prompts import (
     Message,
     Prompt,
     content_text,
+    continues_final_message,
     format_completion,
-    has_prefill,
     is_conversational,
     tokenize_prompt,
     with_text_content,
@@ -210,7 +210,8 @@ class MultiTurnRollouts:
             return
         turn = self.parser(context_ids, token_ids, rollout.tools.schemas)
         message = turn.message
-        if not rollout.messages and has_prefill(prompt):
+        continued = continues_final_message(prompt, self.settings.template_kwargs)
+        if not rollout.messages and continued and not self.parser.reads_context:
             message = {**message, "content": content_text(prompt[-1]["content"]) + message["content"]}
         rollout.messages.append(message)
         if not rollout.trajectory.truncated and rollout.tools:
@@ -306,7 +307,7 @@ class MultiTurnRollouts:
         if rollout.messages:
             return rollout.messages
         decoded = self.tokenizer.decode(rollout.trajectory.token_ids, skip_special_tokens=True)
-        return format_completion(rollout.prompt, cast(str, decoded))
+        return format_completion(rollout.prompt, cast(str, decoded), self.settings.template_kwargs)
 
 
 def start_trajectory(

@@ -43,6 +43,20 @@ class ParsedTurn:
 #: Tokens that end a turn in the formats below.
 _END = re.compile(r"((<\|(im_end|eot_id|eom_id|call|return|end)\|>|<turn\|>|<\|tool_response>)\s*)+$")
 
+#: Marks of the thoughts of a turn, by a string that chat templates with these marks contain.
+_THOUGHT_MARKS = {
+    "<|channel|>": ("<|channel|>analysis<|message|>", "<|end|>"),
+    "<|channel>": ("<|channel>thought\n", "<channel|>"),
+    "<think>": ("<think>", "</think>"),
+    "<tool_call>": ("<think>", "</think>"),  # models of these families are trained to think, too
+}
+
+#: Strings that chat templates contain in which thoughts are the key "thinking", not "reasoning_content".
+_THINKING = ("<|channel|>", "<|tool_call_start|>")
+
+#: Prompt tokens that are searched for an opening mark, with which some templates begin a turn.
+_MARK_TOKENS = 16
+
 #: The text before the first call and, per call, a pair: the tool's name and its arguments as JSON, or None
 #: and a JSON object that has both.
 _Matches = tuple[str, list[tuple[str | None, str]]]
@@ -121,8 +135,28 @@ TOOL_CALL_FORMATS: dict[str, Callable[[str, Sequence[ToolSchema]], _Matches]] = 
 }
 
 
+def split_thoughts(text: str, marks: tuple[str, str], *, opened: bool = False) -> tuple[str, str]:
+    """Return the thoughts of a turn and the text without them.
+
+    Thoughts without a closing mark extend to the end. If no text follows them, the text before them is
+    returned.
+
+    Args:
+        marks: opening and closing mark.
+        opened: the prompt ends with the opening mark.
+    """
+    opening, closing = marks
+    before, mark, rest = ("", opening, text) if opened else text.partition(opening)
+    if not mark:
+        return "", text
+    thoughts, _, after = rest.partition(closing)
+    return thoughts.strip(), after if after.strip() else before
+
+
 class TurnParser:
     """Parse the tokens of a turn, with the tokenizer's response template or in the chat template's format.
+
+    Thoughts become the key ``reasoning_content`` (``thinking`` for GPT-OSS and LFM2.5) of the message.
 
     Args:
         tokenizer: its ``parse_response`` is used if it has a ``response_template`` (``response_schema`` in
@@ -145,12 +179,22 @@ class TurnParser:
         self.match = next(
             (match for marker, match in TOOL_CALL_FORMATS.items() if marker in chat_template), None
         )
+        self.thought_marks = next(
+            (marks for marker, marks in _THOUGHT_MARKS.items() if marker in chat_template), None
+        )
+        has_thinking = any(marker in chat_template for marker in _THINKING)
+        self.thoughts_key = "thinking" if has_thinking else "reasoning_content"
         if with_tools and self.response_attribute is None and self.match is None:
             raise ConfigError(
                 "the format of tool calls cannot be derived from the chat template; known are "
                 f"{', '.join(map(repr, TOOL_CALL_FORMATS))}; set tokenizer.response_template (see 'response "
                 "parsing' in the documentation of transformers)"
             )
+
+    @property
+    def reads_context(self) -> bool:
+        """True if the content of a turn includes the beginning of the turn in the prompt."""
+        return self.response_attribute == "response_template"
 
     def __call__(
         self, context_ids: Sequence[int], token_ids: Sequence[int], schemas: Sequence[ToolSchema]
@@ -164,41 +208,56 @@ class TurnParser:
             The turn; a malformed tool call is returned with its ``error``.
         """
         if self.response_attribute is None:
-            return self._parse_format(token_ids, schemas)
+            return self._parse_format(context_ids, token_ids, schemas)
         kwargs: dict[str, Any] = {}
-        if self.response_attribute == "response_template":
+        if self.reads_context:
             kwargs = {"prefix": list(context_ids), "tools": list(schemas)}
         try:
             parsed = cast(dict[str, Any], self.tokenizer.parse_response(list(token_ids), **kwargs) or {})
         except (ValueError, TypeError) as problem:
             call = ToolCall("unknown", {}, f"the tool call cannot be parsed: {problem}")
-            return self._text_turn(token_ids, [call], {})
-        entries = parsed.get("tool_calls") or []
-        if not entries:
-            return self._text_turn(token_ids, [], parsed)
-        calls = [_to_tool_call(entry.get("function", entry)) for entry in entries]
-        return ParsedTurn(_message(str(parsed.get("content") or ""), calls, parsed), calls)
+            return self._text_turn(token_ids, [call])
+        if not parsed:
+            return self._text_turn(token_ids, [])
+        calls = [_to_tool_call(entry.get("function", entry)) for entry in parsed.get("tool_calls") or []]
+        content = parsed.get("content") or ""
+        if isinstance(content, str):  # some templates leave the end token in it
+            content = content.removesuffix(cast(str, self.tokenizer.eos_token or ""))
+        return ParsedTurn(_message(content, calls, parsed), calls)
 
-    def _parse_format(self, token_ids: Sequence[int], schemas: Sequence[ToolSchema]) -> ParsedTurn:
+    def _parse_format(
+        self, context_ids: Sequence[int], token_ids: Sequence[int], schemas: Sequence[ToolSchema]
+    ) -> ParsedTurn:
         # Special tokens are kept, because they may delimit tool calls; only those that end the turn are
         # removed.
         text = _END.sub("", cast(str, self.tokenizer.decode(list(token_ids))))
         text = text.removesuffix(cast(str, self.tokenizer.eos_token or ""))
-        before, matches = (text, []) if self.match is None else self.match(text, schemas)
+        if self.match is None:
+            return self._text_turn(token_ids, [])
+        thoughts, rest = self._split_thoughts(context_ids, text)
+        before, matches = self.match(rest, schemas)
         calls = [_parse_call(name, body) for name, body in matches]
-        if calls and all(call.error is None for call in calls):
-            return ParsedTurn(_message(before.rstrip(), calls, {}), calls)
-        # Formats with a separate channel for the answer: the content is that channel.
-        return self._text_turn(token_ids, calls, {"content": before} if not calls and before != text else {})
+        if any(call.error is not None for call in calls):
+            return self._text_turn(token_ids, calls)
+        if before == text:  # nothing was split from it: without the special tokens
+            before = cast(str, self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return ParsedTurn(_message(before.strip(), calls, {self.thoughts_key: thoughts}), calls)
 
-    def _text_turn(
-        self, token_ids: Sequence[int], calls: list[ToolCall], parsed: Mapping[str, Any]
-    ) -> ParsedTurn:
+    def _split_thoughts(self, context_ids: Sequence[int], text: str) -> tuple[str, str]:
+        assert self.match is not None
+        if self.thought_marks is None:
+            return "", text
+        opening = self.thought_marks[0]
+        context = cast(str, self.tokenizer.decode(list(context_ids[-_MARK_TOKENS:])))
+        opened = context.rstrip().endswith(opening.rstrip())
+        if not opened and self.match(text.partition(opening)[0], ())[1]:
+            return "", text  # the mark is part of a tool call
+        return split_thoughts(text, self.thought_marks, opened=opened)
+
+    def _text_turn(self, token_ids: Sequence[int], calls: list[ToolCall]) -> ParsedTurn:
         """Return a turn whose text is its content: without calls, or with malformed ones."""
-        content = parsed.get("content")
-        if not isinstance(content, str):
-            content = cast(str, self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
-        return ParsedTurn(_message(content, [], parsed), calls)
+        content = cast(str, self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return ParsedTurn(_message(content, [], {}), calls)
 
 
 def _message(content: str, calls: list[ToolCall], parsed: Mapping[str, Any]) -> Message:

@@ -9,9 +9,10 @@ from typing import Any
 from transformers import TrainerState
 
 from groupwise.agents import EnvironmentDrivenRollouts, MultiTurnRollouts
+from groupwise.agents.parsing import TurnParser
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.images import ImageInputs
-from groupwise.generation.base import GenerationBackend
+from groupwise.generation.base import GenerationBackend, text_tokenizer
 from groupwise.generation.rollout_func import call_rollout_function
 from groupwise.records import Completion, RolloutBatch, RolloutFunction, RolloutRequest, Row, SamplingOptions
 from groupwise.tokenization.images import (
@@ -22,7 +23,13 @@ from groupwise.tokenization.images import (
     process_prompt,
     row_images,
 )
-from groupwise.tokenization.prompts import format_completion, prompts_equal, tokenize_prompt
+from groupwise.tokenization.prompts import (
+    Prompt,
+    format_completion,
+    is_conversational,
+    prompts_equal,
+    tokenize_prompt,
+)
 
 #: Receives the positions of finished rows in the request and their completions.
 OnFinished = Callable[[Sequence[int], list[Completion]], None]
@@ -86,21 +93,33 @@ class RolloutMixin:
             extra: further columns for the reward functions, B entries each.
         """
         prompts = [insert_images(row) for row in request.rows]
-        texts = self.processing_class.batch_decode(
-            [completion.token_ids for completion in completions], skip_special_tokens=True
-        )
         return RolloutBatch(
             rows=request.rows,
             prompts=prompts,
             prompt_ids=prompt_ids,
             completions=completions,
-            texts=[format_completion(prompt, text) for prompt, text in zip(prompts, texts, strict=True)],
+            texts=self._completion_texts(prompts, prompt_ids, completions),
             num_generations=request.num_generations,
             num_valid=request.num_valid,
             mode=request.mode,
             extra=extra or {},
             images=images,
         )
+
+    def _completion_texts(
+        self, prompts: list[Prompt], prompt_ids: list[list[int]], completions: list[Completion]
+    ) -> list[Prompt]:
+        """Decode completions; a tokenizer with a response template splits thoughts from content in chats."""
+        tokenizer = text_tokenizer(self.processing_class)
+        parse = TurnParser(tokenizer, "", with_tools=False)
+        token_ids = [completion.token_ids for completion in completions]
+        texts = self.processing_class.batch_decode(token_ids, skip_special_tokens=True)
+        return [
+            [parse(context_ids, ids, ()).message]
+            if parse.response_attribute is not None and is_conversational(prompt)
+            else format_completion(prompt, text, self.args.chat_template_kwargs)  # type: ignore[arg-type]
+            for prompt, context_ids, ids, text in zip(prompts, prompt_ids, token_ids, texts, strict=True)
+        ]
 
     def prefetch_rollouts(self, request: RolloutRequest, step: int) -> None:
         """Start generating the rollouts of optimizer step ``step`` on a server."""

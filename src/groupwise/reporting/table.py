@@ -15,8 +15,8 @@ from groupwise.tokenization.images import prompt_images, row_images, thumbnail
 #: Value of a cell; None is an empty cell.
 Cell = str | int | float | bool | None
 
-#: Chat message of strings: "role", "content", and where the message has them "reasoning_content", "thinking",
-#: "name" and "tool_calls". The content of blocks is joined, images are "<image>"; arguments of calls are JSON.
+#: Chat message of strings: "role", "content", and, if the message has them, "reasoning_content", "thinking",
+#: "name" and "tool_calls". Content blocks are joined, images are "<image>"; arguments of calls are JSON.
 PlainMessage = dict[str, Any]
 
 #: Columns of equal length by name: step, prompt, completion, the rewards, advantage, extra columns.

@@ -10,7 +10,14 @@ from typing import ClassVar, NamedTuple
 
 from groupwise.errors import ConfigError
 from groupwise.rewards.runtime.marking import per_sample_reward
-from groupwise.rewards.texts import Text, answer_text, check_number, check_whole, require
+from groupwise.rewards.texts import (
+    Text,
+    answer_text,
+    check_number,
+    check_whole,
+    require,
+    text_with_thoughts,
+)
 
 LogExtra = Callable[[str, list], None]
 
@@ -80,7 +87,7 @@ def reasoning_accuracy_reward(
         )
     grades = []
     for completion, gold in zip(completions, solution, strict=True):
-        text = answer_text(completion)
+        text = text_with_thoughts(completion)
         end = max(text.rfind(mark) + len(mark) if mark in text else -1 for mark in delimiters)
         unfinished = _Grade(0.0, "[incomplete reasoning]", "[incomplete reasoning]")
         grades.append(unfinished if end < 0 else _grade(text[end:], gold))

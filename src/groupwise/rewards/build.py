@@ -126,7 +126,11 @@ def load_rewards(rewards: RewardSetup, config: GRPOConfig, accelerator: Accelera
         if isinstance(function, PreTrainedModel):
             model = accelerator.prepare_model(function, evaluation_mode=True)
             reward_model = RewardModel(
-                model, tokenizer, config.per_device_train_batch_size, config.trust_remote_code
+                model,
+                tokenizer,
+                config.per_device_train_batch_size,
+                config.trust_remote_code,
+                config.chat_template_kwargs,  # type: ignore[arg-type]
             )
             callables.append(reward_model)
             tokenizers.append(reward_model.tokenizer)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from groupwise.rewards.runtime.marking import per_sample_reward
-from groupwise.rewards.texts import Text, answer_text, check_number, check_whole
+from groupwise.rewards.texts import Text, check_number, check_whole, text_with_thoughts
 
 
 @per_sample_reward
@@ -19,7 +19,7 @@ def think_format_reward(completions: Sequence[Text], **_: object) -> list[float]
     Args:
         completions: strings, or message lists of which the last message is scored.
     """
-    return [float(_has_think_format(answer_text(completion))) for completion in completions]
+    return [float(_has_think_format(text_with_thoughts(completion))) for completion in completions]
 
 
 def _has_think_format(text: str) -> bool:

@@ -26,6 +26,22 @@ def answer_text(completion: Text) -> str:
     return content or ""
 
 
+def text_with_thoughts(completion: Text) -> str:
+    """Return :func:`answer_text` with the message's thoughts before it, in ``<think>`` tags.
+
+    Thoughts without an answer have no closing tag: they may be incomplete.
+    """
+    answer = answer_text(completion)
+    if isinstance(completion, str) or not completion:
+        return answer
+    message = completion[-1]
+    thoughts = message.get("reasoning_content") or message.get("thinking")
+    if not thoughts:
+        return answer
+    ended = answer or message.get("tool_calls")
+    return f"<think>\n{thoughts}\n" + (f"</think>\n\n{answer}" if ended else "")
+
+
 def require(module: str, user: str) -> Any:
     """Import and return an optional package.
 

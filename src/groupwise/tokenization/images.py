@@ -17,7 +17,7 @@ from groupwise.tokenization.prompts import (
     ProcessingClass,
     Prompt,
     content_blocks,
-    has_prefill,
+    generation_options,
     is_conversational,
 )
 
@@ -165,18 +165,15 @@ def process_prompt(
         ConfigError: image tokens and images do not match, or truncation would remove image tokens.
     """
     if is_conversational(prompt):
-        prefill = has_prefill(prompt)
         messages = [{**message, "content": _load_blocks(content_blocks(message))} for message in prompt]
         if any(_is_empty(block) for message in messages for block in message["content"]):
             raise ConfigError(f"an image block of a prompt has no image: {_shorten(prompt)}")
         inputs = processor.apply_chat_template(
             messages,
-            add_generation_prompt=not prefill,
-            continue_final_message=prefill,
             tokenize=True,
             return_dict=True,
             return_tensors="pt",
-            **(template_kwargs or {}),
+            **generation_options(prompt, template_kwargs),
         )
         ids, read = _split_inputs(processor, cast(Mapping[str, Any], inputs), len(prompt_images(messages)))
     else:

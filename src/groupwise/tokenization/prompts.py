@@ -23,9 +23,28 @@ def is_conversational(prompt: Prompt) -> TypeGuard[list[Message]]:
     return not isinstance(prompt, str)
 
 
-def has_prefill(messages: Sequence[Message]) -> bool:
-    """Return True if the last message is the beginning of an assistant turn, which the model continues."""
-    return messages[-1]["role"] == "assistant"
+def continues_final_message(prompt: Sequence[Message], template_kwargs: Mapping[str, Any] | None) -> bool:
+    """Return True if the completion continues the last message of the prompt instead of opening a turn.
+
+    That requires ``continue_final_message`` among the variables of the chat template, and a message of the
+    assistant.
+    """
+    wanted = (template_kwargs or {}).get("continue_final_message", False)
+    return bool(wanted) and prompt[-1]["role"] == "assistant"
+
+
+def generation_options(
+    prompt: Sequence[Message], template_kwargs: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the arguments of ``apply_chat_template`` that end a prompt where its completion begins."""
+    options = dict(template_kwargs or {})
+    wanted = options.pop("continue_final_message", False)
+    if not wanted:
+        return {"add_generation_prompt": True, **options}
+    options["add_generation_prompt"] = not continues_final_message(prompt, template_kwargs)
+    if not options["add_generation_prompt"]:
+        options["continue_final_message"] = wanted  # True, or the name of the field to continue
+    return options
 
 
 def prompts_equal(one: object, other: object) -> bool:
@@ -45,8 +64,8 @@ def tokenize_prompt(
     """Tokenize a prompt up to the point where the completion begins.
 
     Args:
-        prompt: chat messages go through the chat template, with a generation prompt or, if the last message
-            is the assistant's, with ``continue_final_message``; text is tokenized as it is.
+        prompt: chat messages go through the chat template, with a generation prompt unless the completion
+            continues the last message (:func:`continues_final_message`); text is tokenized as it is.
         template_kwargs: further variables of the chat template.
         max_length: longer prompts are truncated on the left.
 
@@ -54,14 +73,8 @@ def tokenize_prompt(
         Token ids, without padding.
     """
     if is_conversational(prompt):
-        prefill = has_prefill(prompt)
         encoded = tokenizer.apply_chat_template(
-            prompt,
-            add_generation_prompt=not prefill,
-            continue_final_message=prefill,
-            tokenize=True,
-            return_dict=True,
-            **(template_kwargs or {}),
+            prompt, tokenize=True, return_dict=True, **generation_options(prompt, template_kwargs)
         )
     else:
         encoded = tokenizer(cast(str, prompt))
@@ -69,22 +82,25 @@ def tokenize_prompt(
     return ids if max_length is None else ids[-max_length:]
 
 
-def format_completion(prompt: Prompt, text: str) -> Prompt:
+def format_completion(prompt: Prompt, text: str, template_kwargs: Mapping[str, Any] | None = None) -> Prompt:
     """Return ``text`` in the format of its prompt: a string, or a list with one assistant message.
 
-    The message includes the text that an assistant message at the end of the prompt began with.
+    The message includes the text of a message that the completion continues.
     """
     if not is_conversational(prompt):
         return text
-    prefill = _message_text(prompt[-1]) if has_prefill(prompt) else ""
-    return [{"role": "assistant", "content": prefill + text}]
+    begun = _message_text(prompt[-1]) if continues_final_message(prompt, template_kwargs) else ""
+    return [{"role": "assistant", "content": begun + text}]
 
 
-def join_conversation(prompt: Prompt, completion: Prompt) -> Prompt:
+def join_conversation(
+    prompt: Prompt, completion: Prompt, template_kwargs: Mapping[str, Any] | None = None
+) -> Prompt:
     """Concatenate prompt and completion to one text or one list of messages."""
     if isinstance(prompt, str) or isinstance(completion, str):
         return cast(str, prompt) + cast(str, completion)
-    return [*(prompt[:-1] if has_prefill(prompt) else prompt), *completion]
+    continued = continues_final_message(prompt, template_kwargs)
+    return [*(prompt[:-1] if continued else prompt), *completion]
 
 
 def content_blocks(message: Mapping[str, Any]) -> list[dict[str, Any]]:

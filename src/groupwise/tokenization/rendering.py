@@ -125,6 +125,7 @@ class Renderer:
         if self.processor is not None:  # templates of vision-language models expect content blocks
             messages = [{**message, "content": content_blocks(message)} for message in messages]
         kwargs = {**self.template_kwargs, **template_kwargs}
+        kwargs.pop("continue_final_message", None)  # of prompts only
         return cast(str, self.tokenizer.apply_chat_template(messages, tokenize=False, **kwargs))
 
     def _tokenize(self, messages: list[Message], **template_kwargs: object) -> list[int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from transformers import (
@@ -31,6 +32,7 @@ class RewardModel:
         model: the classifier; set to evaluation mode.
         tokenizer: tokenizer of the classifier; None: loaded from the model's id.
         batch_size: texts per forward pass.
+        template_kwargs: further variables of the chat template.
 
     Raises:
         ConfigError: the classifier has more than one label.
@@ -42,6 +44,7 @@ class RewardModel:
         tokenizer: PreTrainedTokenizerBase | None,
         batch_size: int,
         trust_remote_code: bool,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         if model.config.num_labels != 1:
             raise ConfigError(
@@ -59,6 +62,7 @@ class RewardModel:
         self.model = model.eval()
         self.tokenizer: PreTrainedTokenizerBase = tokenizer
         self.batch_size = batch_size
+        self.template_kwargs = dict(template_kwargs or {})
 
     @torch.no_grad()
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Prompt], **_: object) -> list[float]:
@@ -79,7 +83,10 @@ class RewardModel:
         return scores
 
     def _text(self, prompt: Prompt, completion: Prompt) -> str:
-        whole = join_conversation(prompt, completion)
+        whole = join_conversation(prompt, completion, self.template_kwargs)
         if isinstance(whole, str):
             return whole
-        return str(self.tokenizer.apply_chat_template(whole, tokenize=False))
+        # Prompts end where a completion begins; here the completion is part of the conversation.
+        of_prompts = ("add_generation_prompt", "continue_final_message")
+        kwargs = {name: value for name, value in self.template_kwargs.items() if name not in of_prompts}
+        return str(self.tokenizer.apply_chat_template(whole, tokenize=False, **kwargs))
