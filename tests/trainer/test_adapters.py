@@ -77,12 +77,46 @@ def test_a_continued_adapter_is_measured_against_a_frozen_copy_of_itself(tmp_pat
     assert trainable and all(".default." in name for name in trainable)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"target_modules": ["q_proj", "lm_head"]}, {"modules_to_save": ["lm_head"]}]
-)
-def test_an_adapter_on_the_head_is_refused(tmp_path, changes):
+def test_an_adapter_on_the_head_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="lm_head"):
-        trainer(tmp_path, peft_config=lora(**changes))
+        trainer(tmp_path, peft_config=lora(target_modules=["q_proj", "lm_head"]))
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared_prefix"])
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_copy_of_the_head_trains_in_every_layout(tmp_path, layout, fresh):
+    """Values and gradients equal those of the model's own logits; the reference is the start."""
+    config = lora(modules_to_save=["lm_head"])
+    model = policy() if fresh else peft.get_peft_model(policy(), config)
+    run = trainer(
+        tmp_path,
+        model=model,
+        peft_config=config if fresh else None,
+        beta=0.04,
+        max_steps=2,
+        sequence_layout=layout,
+    )
+    (batch,) = experience(run, ROWS)
+    start = run.compute_logprobs(run.model, batch).logps_BT.detach()
+    torch.testing.assert_close(batch.ref_logps_BT * batch.loss_mask_BT, start * batch.loss_mask_BT)
+    run.train()
+    head = run.model.get_base_model().lm_head
+    assert (head.modules_to_save["default"].weight != head.original_module.weight).any()
+    assert torch.equal(head.original_module.weight, policy().lm_head.weight)
+    assert run.logprob_computer.layout == layout
+
+    def head_gradient(name):
+        run.logprob_computer.head = replace(run.logprob_computer.head, name=name)
+        logps_BT = run.compute_logprobs(run.model, batch).logps_BT * batch.loss_mask_BT
+        (gradient,) = torch.autograd.grad(logps_BT.sum(), head.modules_to_save["default"].weight)
+        return logps_BT.detach(), gradient
+
+    for ours, expected in zip(head_gradient("chunked"), head_gradient("dense"), strict=True):
+        assert expected.abs().max() > 1e-2
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
+    with torch.no_grad(), run.reference.scoring(run.model) as reference:
+        logps_BT = run.compute_logprobs(reference, batch).logps_BT
+    torch.testing.assert_close(logps_BT * batch.loss_mask_BT, start * batch.loss_mask_BT)
 
 
 def test_contradicting_adapter_settings_are_refused(tmp_path):

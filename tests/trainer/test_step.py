@@ -383,8 +383,9 @@ def test_verbs_can_be_overridden(tmp_path):
     assert run.state.log_history[0]["loss"] < 0  # a mean log-prob
 
 
-def test_chat_prompts_use_the_template_and_continue_an_unfinished_answer(tmp_path):
-    run = trainer(tmp_path, train_dataset=chats(), max_prompt_length=2)
+def test_chat_prompts_use_the_template_and_continue_an_unfinished_answer_if_set(tmp_path):
+    continued = {"continue_final_message": True}
+    run = trainer(tmp_path, train_dataset=chats(), max_prompt_length=2, chat_template_kwargs=continued)
     rollout = generate(run, [{"prompt": [{"role": "user", "content": "w5 w6 w7"}]}] * 4)
     # <user> w5 w6 w7 <assistant>, of which the last two tokens are kept
     assert rollout.prompt_ids[0] == [4 + 7, 3]
@@ -392,6 +393,10 @@ def test_chat_prompts_use_the_template_and_continue_an_unfinished_answer(tmp_pat
     answer = generate(run, [{"prompt": started}] * 4).texts[0]
     assert answer[0]["role"] == "assistant" and answer[0]["content"].startswith("w6")
     assert len(started) == 2
+    run.args.chat_template_kwargs = None
+    rollout = generate(run, [{"prompt": started}] * 4)
+    assert rollout.prompt_ids[0] == [4 + 6, 3]
+    assert not any(text[0]["content"].startswith("w6") for text in rollout.texts)
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,12 @@ class MultiTurnRollouts:
         message = turn.message
         continued = continues_final_message(prompt, self.settings.template_kwargs)
         if not rollout.messages and continued and not self.parser.reads_context:
-            message = {**message, "content": content_text(prompt[-1]["content"]) + message["content"]}
+            text = cast(str, self.tokenizer.decode(token_ids, skip_special_tokens=True))
+            space = text[: len(text) - len(text.lstrip())]  # the parser strips it
+            message = {
+                **message,
+                "content": f"{content_text(prompt[-1]['content'])}{space}{message['content']}",
+            }
         rollout.messages.append(message)
         if not rollout.trajectory.truncated and rollout.tools:
             rollout.tool_calls = turn.tool_calls

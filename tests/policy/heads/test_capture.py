@@ -154,6 +154,34 @@ def test_peft_model_trains_its_adapters_and_only_them():
     assert not torch.allclose(reference.outputs[0], captured.outputs[0], atol=1e-3)
 
 
+@pytest.mark.parametrize("head_name", HEADS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_trained_copy_of_the_head(head_name, tied):
+    base = build_model("llama")
+    if tied:
+        base.lm_head.weight = base.model.embed_tokens.weight
+        base.config.tie_word_embeddings = True
+    config = peft.LoraConfig(target_modules=["q_proj"], r=4, modules_to_save=["lm_head"])
+    model = peft.get_peft_model(base, config)
+    check_head(model)
+    head = model.get_base_model().lm_head
+    with torch.no_grad():
+        head.modules_to_save["default"].weight.add_(torch.randn_like(head.original_module.weight) / 10)
+    assert head_weights(model).weight_VH is head.modules_to_save["default"].weight
+    inputs, targets = batch()
+    expected = gradients(model, loss_of(*scores_of_logits(model(**inputs).logits, targets, 0.8)))
+    captured, output = captured_scores(model, HEADS[head_name], 0.8)
+    given = gradients(model, loss_of(*captured.read(output.logits)))
+    assert any("modules_to_save" in name for name in given)
+    assert_same_gradients(given, expected)
+    with model.disable_adapter(), torch.no_grad():
+        assert head_weights(model).weight_VH is head.original_module.weight
+        reference, _ = captured_scores(model, HEADS[head_name], 0.8)
+        expected_logps, _ = scores_of_logits(model(**inputs).logits, targets, 0.8)
+    torch.testing.assert_close(reference.outputs[0].double(), expected_logps, rtol=1e-5, atol=1e-5)
+    assert (reference.outputs[0] - captured.outputs[0]).abs().max() > 1e-2
+
+
 @pytest.mark.parametrize("use", ["read", "stash"])
 def test_every_parameter_is_reachable_from_the_models_output(use):
     """DDP walks the autograd graph from the outputs to find the parameters that will get a gradient."""
@@ -316,7 +344,10 @@ def test_a_head_described_otherwise_is_compared_again():
     ("settings", "field"),
     [
         ({"target_modules": ["q_proj", "lm_head"]}, "target_modules"),
-        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "modules_to_save"),
+        (
+            {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [1]}},
+            "trainable_token_indices",
+        ),
     ],
 )
 def test_an_adapter_on_the_head_is_refused(settings, field):

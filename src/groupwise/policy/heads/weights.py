@@ -50,10 +50,13 @@ class HeadWeights:
 def output_head(model: PreTrainedModel) -> nn.Linear:
     """Return the module that projects hidden states to logits, also of a PEFT model.
 
+    A head in ``modules_to_save`` is the copy of the active adapter, or the original while adapters are
+    disabled.
+
     Raises:
         ConfigError: the model has no such module.
     """
-    head = model.get_output_embeddings()
+    head = _in_use(model.get_output_embeddings())
     if head is None or getattr(head, "weight", None) is None:
         raise ConfigError(
             f"{type(model).__name__} has no language-model head with a weight (get_output_embeddings() "
@@ -62,25 +65,38 @@ def output_head(model: PreTrainedModel) -> nn.Linear:
     return cast(nn.Linear, head)
 
 
+def _in_use(head: nn.Module | None) -> nn.Module | None:
+    """Return the module that PEFT's wrapper of ``modules_to_save`` calls; other modules unchanged."""
+    copies = getattr(head, "modules_to_save", None)
+    if head is None or not isinstance(copies, nn.ModuleDict):
+        return head
+    active = head.active_adapters
+    if head.disable_adapters or not active or any(name not in copies for name in active):
+        return cast(nn.Module, head.original_module)
+    return copies[active[0]]
+
+
 def check_head(model: PreTrainedModel) -> None:
-    """Raise an error if an adapter changes the head, since log-prob heads read its plain weight.
+    """Raise an error if an adapter changes the head's weight, since log-prob heads read it.
+
+    A trained copy of the head (`modules_to_save`) has a weight of its own.
 
     Raises:
-        ConfigError: a PEFT adapter or a `modules_to_save` copy changes the head; the message names the
+        ConfigError: a PEFT adapter or `trainable_token_indices` change the head; the message names the
             entries of the PEFT config to drop.
     """
     head = model.get_output_embeddings()
     is_adapter = hasattr(head, "base_layer")
-    is_copy = hasattr(head, "original_module")
-    if not (is_adapter or is_copy):
+    has_trained_tokens = hasattr(head, "token_adapter")
+    if not (is_adapter or has_trained_tokens):
         return
     path = next((name for name, module in model.named_modules() if module is head), "lm_head")
     name = path.rpartition(".")[2]
-    settings = "target_modules" if is_adapter else "modules_to_save (or trainable_token_indices)"
+    settings = "target_modules" if is_adapter else "trainable_token_indices"
     raise ConfigError(
         f"a PEFT adapter ({type(head).__name__}) changes the language-model head {path!r}, but log-probs are "
-        f"computed from the head's plain weight; drop {name!r} from {settings} of the PEFT config "
-        f'(target_modules="all-linear" excludes the head)'
+        f"computed from the head's plain weight; drop {name!r} from {settings} of the PEFT config, or train a "
+        f'copy of the head with modules_to_save=["{name}"] (target_modules="all-linear" excludes the head)'
     )
 
 
