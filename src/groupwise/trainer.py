@@ -156,7 +156,7 @@ class GRPOTrainer(
         super().__init__(
             model=policy,
             args=args,
-            train_dataset=data.train_dataset,
+            train_dataset=train_dataset,  # as given: self.prompts reads checked rows of it
             eval_dataset=data.eval_dataset,
             processing_class=processing_class,
             callbacks=callbacks,

@@ -399,6 +399,38 @@ def test_chat_prompts_use_the_template_and_continue_an_unfinished_answer_if_set(
     assert not any(text[0]["content"].startswith("w6") for text in rollout.texts)
 
 
+class Drills(torch.utils.data.Dataset):
+    """Rows that are computed on access; a callback may change the level."""
+
+    level = 1
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return {"prompt": " ".join(["w1"] * self.level), "row": index}
+
+
+def test_a_torch_dataset_stays_what_it_is(tmp_path):
+    class Harder(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            run.train_dataset.level += 1
+
+    dataset, seen = Drills(), []
+
+    def reward(prompts, completions, **_):
+        seen.append(len(prompts[0].split()))
+        return [float(len(text)) for text in completions]
+
+    run = trainer(tmp_path, reward, train_dataset=dataset, callbacks=[Harder()], max_steps=3)
+    assert run.train_dataset is dataset
+    run.train()
+    assert seen == [1, 2, 3]
+    dataset.level = 0
+    with pytest.raises(ConfigError, match=r"train_dataset, row .*: the prompt is empty"):
+        run.train()
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -95,8 +95,8 @@ def check_head(model: PreTrainedModel) -> None:
     settings = "target_modules" if is_adapter else "trainable_token_indices"
     raise ConfigError(
         f"a PEFT adapter ({type(head).__name__}) changes the language-model head {path!r}, but log-probs are "
-        f"computed from the head's plain weight; drop {name!r} from {settings} of the PEFT config, or train a "
-        f'copy of the head with modules_to_save=["{name}"] (target_modules="all-linear" excludes the head)'
+        f"computed from the head's plain weight; drop {name!r} from {settings} of the PEFT config "
+        f'(target_modules="all-linear" excludes the head), or set modules_to_save=["{name}"]'
     )
 
 
