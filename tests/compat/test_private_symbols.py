@@ -331,6 +331,20 @@ def test_zero3_marks_its_parameters():
     assert hasattr(deepspeed.zero, "GatheredParameters")
 
 
+def test_forward_hooks_are_ordered_by_key_and_those_of_deepspeed_are_defined_there():
+    layer = nn.Linear(2, 2)
+    handle = layer.register_forward_pre_hook(print)
+    layer.register_forward_hook(print)
+    assert list(layer._forward_pre_hooks.values()) == list(layer._forward_hooks.values()) == [print]
+    assert handle.id in layer._forward_pre_hooks
+    pytest.importorskip("deepspeed")
+    from deepspeed.runtime.zero import parameter_offload
+
+    source = inspect.getsource(parameter_offload)
+    assert "register_forward_pre_hook(_pre_forward_module_hook)" in source
+    assert "register_forward_hook(_post_forward_module_hook)" in source
+
+
 def test_bitsandbytes_marks_its_parameters():
     assert not compat_bitsandbytes.is_quantized(nn.Parameter(torch.ones(1)))
     bitsandbytes = pytest.importorskip("bitsandbytes")

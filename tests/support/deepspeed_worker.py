@@ -14,8 +14,11 @@ from typing import Any
 os.environ["DS_ACCELERATOR"] = "cpu"
 
 import deepspeed
+import pytest
 import torch
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
+from groupwise.records import SamplingOptions
 from support import distributed_worker as worker
 
 LAYOUTS = ("padded", "shared_prefix")
@@ -58,13 +61,50 @@ def main(stage: int, output_dir: Path) -> None:
     resumed = _sampled(output_dir / "resumed", stage)
     resumed.train(resume_from_checkpoint=str(output_dir / "whole" / "checkpoint-2"))
     results["whole"], results["resumed"] = whole_weights(whole), whole_weights(resumed)
+    assert whole.backend.gather_weights == (stage == 3)
+    if stage == 3:
+        compare_generations(whole)
+        sharded = _sampled(output_dir / "sharded", stage, ds3_gather_for_generation=False)
+        assert not sharded.backend.gather_weights
+        sharded.train()
+        assert sharded.state.global_step == 4
     resumed.save_model(str(output_dir / "saved"))
     if torch.distributed.get_rank() == 0:
         torch.save(results, output_dir / "results.pt")
     torch.distributed.destroy_process_group()
 
 
-def _sampled(output_dir: Path, stage: int) -> Any:
+def compare_generations(trainer: Any) -> None:
+    """Whole weights are gathered once per generation, or by every layer; the completions are the same."""
+    gathered, fetched = [], []
+    enter, fetch = (
+        deepspeed.zero.GatheredParameters.__enter__,
+        PartitionedParameterCoordinator.fetch_sub_module,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            deepspeed.zero.GatheredParameters, "__enter__", lambda self: gathered.append(1) or enter(self)
+        )
+        patch.setattr(
+            PartitionedParameterCoordinator,
+            "fetch_sub_module",
+            lambda self, *given, **kwargs: fetched.append(1) or fetch(self, *given, **kwargs),
+        )
+        prompts = [[4 + torch.distributed.get_rank(), 5, 6]] * 2 + [[7, 8]] * 2
+        completions = {}
+        for gather in (True, False, True):
+            trainer.backend.gather_weights = gather
+            found = trainer.backend.generate(prompts, SamplingOptions(generation_kwargs={"temperature": 0}))
+            ids = [completion.token_ids for completion in found]
+            assert completions.setdefault(gather, ids) == ids  # the partitions are the same as before
+            assert (len(gathered), bool(fetched)) == (int(gather), not gather)
+            assert sum(parameter.numel() for parameter in trainer.model.parameters()) == 0
+            gathered.clear()
+            fetched.clear()
+    assert completions[True] == completions[False]
+
+
+def _sampled(output_dir: Path, stage: int, **settings: Any) -> Any:
     """A run that generates, with a checkpoint in the middle of a generation's use."""
     return worker.make_trainer(
         output_dir,
@@ -78,6 +118,7 @@ def _sampled(output_dir: Path, stage: int) -> Any:
         optim="sgd",
         learning_rate=0.1,
         deepspeed=zero(stage),
+        **settings,
     )
 
 

@@ -159,7 +159,8 @@ class GRPOConfig(TrainingArguments):
         "Settings (dict or JSON) of continuous batching.",
         requires=on("use_transformers_continuous_batching"), example={"max_batch_tokens": 256})] = None
     ds3_gather_for_generation: Annotated[bool, Setting(
-        "Accepted for TRL scripts. Under ZeRO-3 the weights are always gathered layer by layer.")] = True
+        "Under ZeRO-3, gather the whole policy on every device once per generation. False: layer by layer in "
+        "every forward, which takes less memory and is slower.")] = True
 
     # vLLM
     use_vllm: Annotated[bool, Setting("Generate with vLLM.", card="if_changed")] = False

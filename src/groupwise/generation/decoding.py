@@ -80,7 +80,8 @@ def can_decode_groups(model: CausalLM, config: GenerationConfig) -> bool:
     """Return True if ``decode_groups`` is known to sample like ``model.generate``.
 
     Requires the generation loop and the cache of transformers, a text model with attention layers only,
-    settings that act on each row independently, no prompt tuning, and parameters that are not sharded.
+    settings that act on each row independently, and no prompt tuning. Ranks whose parameters are sharded
+    leave the loop at different steps, so they must not use it.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     adapters = getattr(model, "peft_config", {}).values()
@@ -95,7 +96,6 @@ def can_decode_groups(model: CausalLM, config: GenerationConfig) -> bool:
         and "past_key_values" in inspect.signature(base.forward).parameters
         and all(type(layer) in SELECTABLE_LAYERS for layer in DynamicCache(config=base.config).layers)
         and _acts_on_rows(config, base.generation_config)
-        and not requires_lockstep_forwards(base)
     )
 
 

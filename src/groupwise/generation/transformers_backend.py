@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any, cast
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from groupwise.compat.deepspeed import gathered
 from groupwise.compat.transformers import is_zero3_enabled
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import SAMPLING_FIELDS
@@ -37,8 +37,6 @@ from groupwise.generation.decoding import (
 )
 from groupwise.records import Completion, SamplingOptions
 
-logger = logging.getLogger(__name__)
-
 
 class TransformersBackend(GenerationBackend):
     """Samples with ``model.generate``, always from the current weights.
@@ -50,6 +48,8 @@ class TransformersBackend(GenerationBackend):
         model: returns the unwrapped policy; called at every generation because training may wrap it again.
         generation_config: sampling settings; see :func:`generation_config`.
         pad_to_multiple_of: pad prompts to a multiple of this length; None: to the longest.
+        gather_weights: the model is partitioned by ZeRO-3, and each call gathers it once. Otherwise every
+            forward of a partitioned model gathers its layers one after the other.
     """
 
     supports_images = True
@@ -59,10 +59,13 @@ class TransformersBackend(GenerationBackend):
         model: Callable[[], PreTrainedModel],
         generation_config: GenerationConfig,
         pad_to_multiple_of: int | None = None,
+        *,
+        gather_weights: bool = False,
     ) -> None:
         self.model = model
         self.generation_config = generation_config
         self.pad_to_multiple_of = pad_to_multiple_of
+        self.gather_weights = gather_weights
         end = generation_config.eos_token_id
         self.end_tokens = frozenset([end] if isinstance(end, int) else end or [])
 
@@ -76,7 +79,8 @@ class TransformersBackend(GenerationBackend):
     ) -> list[Completion]:
         model: CausalLM = self.model()
         config = self._config_for(sampling)
-        by_group = sampling.images is None and can_decode_groups(model, config)
+        lockstep = requires_lockstep_forwards(model) and not self.gather_weights
+        by_group = sampling.images is None and not lockstep and can_decode_groups(model, config)
         distinct, copies = group_prompts(prompts) if by_group else (prompts, [])
         input_ids = pad_sequences(
             distinct, config.pad_token_id, left=True, multiple_of=self.pad_to_multiple_of, device=model.device
@@ -84,16 +88,21 @@ class TransformersBackend(GenerationBackend):
         attention_mask = length_mask(
             [len(prompt) for prompt in distinct], input_ids.shape[1], left=True, device=model.device
         )
-        lockstep = requires_lockstep_forwards(model)
         if lockstep and sampling.images is not None:
             _check_every_row_has_images(sampling.images)
         starts = [input_ids.shape[1] - len(prompt) for prompt in distinct]
         images = join_images(sampling.images or (), starts, input_ids.shape[1], model.device)
-        loop = {"custom_generate": partial(decode_groups, copies=copies)} if by_group else {}
+        loop: dict[str, Any] = {"synced_gpus": False} if self.gather_weights else {}
+        if by_group:
+            loop = {"custom_generate": partial(decode_groups, copies=copies)}
         was_training = model.training
         model.eval()  # no dropout; gradient checkpointing would disable the key-value cache
         try:
-            with cpu_generation(model), nullcontext() if lockstep else keep_autocast_weights(model.device):
+            with (
+                gathered(model) if self.gather_weights else nullcontext(),
+                cpu_generation(model),
+                nullcontext() if lockstep else keep_autocast_weights(model.device),
+            ):
                 sequences = model.generate(
                     input_ids=input_ids,
                     attention_mask=attention_mask,
@@ -143,14 +152,10 @@ def make_backend(
     suppress_tokens: Sequence[int] = (),
 ) -> TransformersBackend:
     """Construct the backend; see :class:`groupwise.generation.base.BackendFactory`."""
-    if is_zero3_enabled() and config.ds3_gather_for_generation:
-        logger.warning(
-            "ds3_gather_for_generation=True has no effect: under ZeRO-3 every forward of generation gathers "
-            "the weights layer by layer; set it to False to silence this warning, or use_vllm=True for speed"
-        )
     sampler = generation_config(config, policy(), text_tokenizer(processing_class), suppress_tokens)
     multiple = cast("int | None", config.pad_to_multiple_of)  # "auto" is resolved
-    return TransformersBackend(policy, sampler, multiple)
+    gather_weights = is_zero3_enabled() and config.ds3_gather_for_generation
+    return TransformersBackend(policy, sampler, multiple, gather_weights=gather_weights)
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
