@@ -73,12 +73,19 @@ def test_minus_one_turns_top_k_off(build, settings):
         ("auto", "neuron", 128),
         ("None", "neuron", None),
         (None, "neuron", None),
-        ("64", "cpu", 64),
         (64, "neuron", 64),
     ],
 )
-def test_padding(build, monkeypatch, given, device, resolved):
+def test_padding_of_devices(build, monkeypatch, given, device, resolved):
+    config = build()
     monkeypatch.setattr(GRPOConfig, "device", SimpleNamespace(type=device))
+    config.pad_to_multiple_of = given
+    resolution.resolve_defaults(config)
+    assert config.pad_to_multiple_of == resolved
+
+
+@pytest.mark.parametrize(("given", "resolved"), [("auto", None), ("64", 64), ("null", None)])
+def test_padding_of_flags(build, given, resolved):
     assert build(pad_to_multiple_of=given).pad_to_multiple_of == resolved
 
 

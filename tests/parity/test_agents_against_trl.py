@@ -51,7 +51,9 @@ SPECIAL = (
 
 
 def tokenizer(family: str) -> Any:
-    made = byte_tokenizer((TEMPLATES / f"{family}.jinja").read_text(), SPECIAL, FAMILIES[family])
+    made = byte_tokenizer(
+        (TEMPLATES / f"{family}.jinja").read_text(), SPECIAL, FAMILIES.get(family, "<|im_end|>")
+    )
     made.bos_token = "<|pad|>"
     made.padding_side = "left"
     return made
@@ -64,20 +66,20 @@ MULTIPLY_TAGS = (
 )
 MULTIPLY_JSON = '<tool_call>\n{"name": "multiply", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
 THINKING = [
-    "<think>\nHm.\n</think>\n\nIt is 12. ",
-    "<think>Hm.</think>\nLet me see.\n" + MULTIPLY_JSON,
-    "<think>\nHm",
-    "Well. <think>Hm.</think>\n\nSo.",
-    " It is 12. ",
-    '<tool_call>{"name": "multi',
+    "<think>\nHm.\n</think>\n\nIt is 12. <|im_end|>",
+    f"<think>Hm.</think>\nLet me see.\n{MULTIPLY_JSON}<|im_end|>",
+    "<think>\nHm",  # truncated
+    "Well. <think>Hm.</think>\n\nSo.<|im_end|>",
+    " It is 12. <|im_end|>",
+    '<tool_call>{"name": "multi<|im_end|>',
 ]
 #: Turns of each family, with the end token that the policy samples.
 TURNS = {
-    **{family: [text + "<|im_end|>" for text in THINKING] for family in ("qwen2_5", "qwen3", "qwen3_vl")},
+    **dict.fromkeys(("qwen2_5", "qwen3", "qwen3_vl"), THINKING),
     "qwen3_5_think": [
         "Hm.\n</think>\n\nIt is 12.<|im_end|>",
         f"Hm.\n</think>\n\n{MULTIPLY_TAGS}<|im_end|>",
-        "Hm<|im_end|>",
+        "Hm",
     ],
     "qwen3_5_nothink": ["It is 12.<|im_end|>", f"Let me see.\n{MULTIPLY_TAGS}<|im_end|>"],
     "gptoss": [
@@ -147,7 +149,7 @@ def test_completions_with_a_response_template(tmp_path: Path, policy: Any) -> No
     completions = [Completion(ids) for ids in token_ids]
     ours = run.make_rollouts(request, [list(ids) for ids in prompt_ids], completions).texts
     assert same_messages(theirs, ours)
-    assert [text[0].get("reasoning_content") for text in ours][:3] == ["Hm."] * 2 + ["Hm"]
+    assert [text[0].get("reasoning_content") for text in ours][:2] == ["Hm.", "Hm."]
 
 
 ANSWERS = [

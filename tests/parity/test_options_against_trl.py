@@ -37,7 +37,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "epsilon_high": ({"loss_type": "dapo"}, {"epsilon_high": 0.06}),
     "top_entropy": ({"loss_type": "dapo"}, {"top_entropy_quantile": 0.4}),
-    "top_entropy_of_one_token": ({"loss_type": "dapo"}, {"top_entropy_quantile": 0.0}),
+    "top_entropy_of_one_token": ({"loss_type": "dapo", "learning_rate": 0.3}, {"top_entropy_quantile": 0.0}),
     "top_entropy_with_kl": ({"loss_type": "grpo", "beta": 0.04}, {"top_entropy_quantile": 0.4}),
     "entropy_bonus": ({"loss_type": "dapo"}, {"entropy_coef": 0.05}),
     "entropy_bonus_grpo": ({"loss_type": "grpo", "top_entropy_quantile": 0.4}, {"entropy_coef": 0.05}),
@@ -65,8 +65,14 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-#: TRL reports groups without variance by the std it divides by, which here is that of the batch.
-OTHER_MEANING = {"scale_batch": frozenset({"frac_reward_zero_std"})}
+OTHER_MEANING = {
+    # TRL reports groups without variance by the std it divides by, which here is that of the batch.
+    "scale_batch": frozenset({"frac_reward_zero_std"}),
+    # TRL counts the ratios that exceed the clip range after it has bounded them by delta.
+    "delta_inside_the_clip_range": frozenset(
+        {"clip_ratio/high_mean", "clip_ratio/high_max", "clip_ratio/region_mean"}
+    ),
+}
 
 
 @pytest.mark.parametrize("name", OPTIONS)

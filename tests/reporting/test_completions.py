@@ -11,6 +11,7 @@ from datasets import load_dataset
 
 from groupwise.reporting import completions, report_completions
 from groupwise.reporting.completions import evenly_spaced, write_parquet
+from groupwise.reporting.table import row_text
 
 
 def read(path):
@@ -93,9 +94,10 @@ def test_chats_are_saved_as_messages(tmp_path, make_args, make_row, capsys):
         message("tool", "4", name="add"),
         message("assistant", "Four."),
     ]
-    printed = "".join(capsys.readouterr().out.split())
-    for part in ("user:2+2??", '<think>Usethetool.</think>add({"a":2,"b":2})', "tool:4"):
-        assert part in printed
+    assert "2+2??" in capsys.readouterr().out
+    assert row_text(turns) == (
+        'assistant: <think>Use the tool.</think> add({"a": 2, "b": 2})\ntool: 4\nassistant: Four.'
+    )
 
 
 def test_files_of_a_chat_load_together(tmp_path, make_args, make_row):
