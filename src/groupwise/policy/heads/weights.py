@@ -70,7 +70,7 @@ def _in_use(head: nn.Module | None) -> nn.Module | None:
     copies = getattr(head, "modules_to_save", None)
     if head is None or not isinstance(copies, nn.ModuleDict):
         return head
-    active = head.active_adapters
+    active = cast("list[str]", head.active_adapters)
     if head.disable_adapters or not active or any(name not in copies for name in active):
         return cast(nn.Module, head.original_module)
     return copies[active[0]]
