@@ -284,7 +284,7 @@ def test_logged_completions_have_the_images_of_their_prompts(multimodal, tmp_pat
     tiny.trainer(tmp_path, log_completions=True, log_multimodal=multimodal, max_steps=1).train()
     wanted = {question(row): row["images"] for row in tiny.rows()}
     for row in logged:
-        text = row["prompt"].removeprefix("user: ")
+        text = question(row)
         words, count = text.replace("<image>", ""), text.count("<image>")
         assert count == len(wanted[words])
         assert len(row.get("images", ())) == count * multimodal
