@@ -6,9 +6,10 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ sys.path = [entry for entry in sys.path if Path(entry).resolve() != HERE]
 sys.path += [str(HERE), str(HERE.parent / "examples")]
 
 RESULTS = HERE / "results"
+_RESULT = "RESULT "
 PACKAGES = (
     "torch",
     "transformers",
@@ -88,6 +90,40 @@ def ratio_summary(numerators: Sequence[float], denominators: Sequence[float]) ->
 def format_ratio(summary: dict[str, Any]) -> str:
     """Format a result of `ratio_summary` as text: median and range."""
     return f"{summary['median']:.3f} ({summary['low']:.3f} to {summary['high']:.3f}, n={summary['pairs']})"
+
+
+def measure_in_process(
+    script: str, *arguments: str, timeout: float | None = None, env: Mapping[str, str] | None = None
+) -> Any:
+    """Run ``script --worker *arguments`` in a process of its own and return what it passes to `print_result`.
+
+    Args:
+        script: path of the benchmark.
+        timeout: seconds after which the process is killed.
+        env: environment variables that the process gets beside those of this one.
+
+    Raises:
+        RuntimeError: the process took longer than `timeout` or printed no result; with the end of its output.
+    """
+    command = [sys.executable, script, "--worker", *arguments]
+    environment = {**os.environ, **(env or {})}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=timeout, env=environment
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{arguments[0]} was stopped after {timeout:.0f} s") from None
+    lines = [line for line in done.stdout.splitlines() if line.startswith(_RESULT)]
+    if not lines:
+        raise RuntimeError(
+            f"{arguments[0]} failed ({done.returncode}):\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        )
+    return json.loads(lines[-1].removeprefix(_RESULT))
+
+
+def print_result(result: Any) -> None:
+    """Print the measurement of a worker as one line that `measure_in_process` reads."""
+    print(_RESULT + json.dumps(result), flush=True)
 
 
 def write_results(name: str, results: dict[str, Any]) -> Path:

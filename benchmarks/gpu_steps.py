@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,7 +21,7 @@ from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
-from common import format_ratio, ratio_summary, write_results
+from common import format_ratio, measure_in_process, print_result, ratio_summary, write_results
 from head_memory import scoring_function
 from train_phase import METHODS, available_methods, print_summary, run_worker, summarise
 from training_work import FIRST_WORD, Spec, make_trainer
@@ -69,20 +67,8 @@ class Budget:
 
 
 def worker(kind: str, name: str, settings: dict[str, Any]) -> Callable[[float], Any]:
-    """Run one measurement of this file in its own process."""
-
-    def run(left: float) -> Any:
-        command = [sys.executable, __file__, "--worker", kind, name, json.dumps(settings)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=left)
-        except subprocess.TimeoutExpired:
-            raise RuntimeError("stopped, out of time") from None
-        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        if not lines:
-            raise RuntimeError(f"failed ({done.returncode}):\n{done.stderr[-3000:]}")
-        return json.loads(lines[-1].removeprefix("RESULT "))
-
-    return run
+    """Return a function that runs one measurement in its own process, within the given seconds."""
+    return lambda left: measure_in_process(__file__, kind, name, json.dumps(settings), timeout=left)
 
 
 def measure_step(library: str, spec: Spec) -> dict[str, Any]:
@@ -228,7 +214,7 @@ def main() -> None:
     if options.worker:
         kind, name, settings = options.worker[0], options.worker[1], json.loads(options.worker[2])
         measured = measure_head(name, settings) if kind == "head" else measure_step(name, Spec(**settings))
-        print("RESULT " + json.dumps(measured))
+        print_result(measured)
         return
     require_gpu("cpu" if options.tiny else options.device)
     run_all(options)

@@ -10,14 +10,11 @@ clock starts with training, after the model is loaded. Run it on an otherwise id
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 import tempfile
 import time
 from typing import Any
 
-from common import write_results
+from common import measure_in_process, print_result, write_results
 
 LIBRARIES = ("groupwise", "trl")
 
@@ -79,18 +76,7 @@ def run_worker(library: str, max_steps: int, seed: int) -> None:
             processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
             callbacks=[curve],
         ).train()
-    print("RESULT " + json.dumps(curve.points))
-
-
-def measure(library: str, max_steps: int, seed: int) -> dict[str, list[float]]:
-    """Run one worker and return its curve."""
-    command = [sys.executable, __file__, "--worker", library]
-    command += ["--max_steps", str(max_steps), "--seeds", str(seed)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if not lines:
-        raise SystemExit(f"{library} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return json.loads(lines[-1].removeprefix("RESULT "))
+    print_result(curve.points)
 
 
 def main() -> None:
@@ -109,7 +95,8 @@ def main() -> None:
     curves: dict[str, list[dict[str, list[float]]]] = {library: [] for library in LIBRARIES}
     for seed in options.seeds:
         for library in LIBRARIES:
-            curves[library].append(measure(library, options.max_steps, seed))
+            arguments = ("--max_steps", str(options.max_steps), "--seeds", str(seed))
+            curves[library].append(measure_in_process(__file__, library, *arguments))
             last = {name: values[-1] for name, values in curves[library][-1].items()}
             print(f"seed {seed} {library}: {last}", flush=True)
         if options.output != "none":  # after each seed, so that a later failure loses nothing

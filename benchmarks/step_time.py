@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import resource
-import subprocess
-import sys
 import tempfile
 import time
 from typing import TYPE_CHECKING
 
-from common import ratio_summary, write_results
+from common import measure_in_process, print_result, ratio_summary, write_results
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -48,8 +45,8 @@ def make_dataset(case: str, zero_variance: int) -> Dataset:
     """Return 64 questions; ``zero_variance`` percent, spread over the steps, get a constant reward."""
     from datasets import Dataset
 
-    num_padding_rows = WORDS * case_settings(case)["padding_sentences"]
-    questions = [f"{num_padding_rows}Write a short story about the number {n}." for n in range(64)]
+    padding = WORDS * case_settings(case)["padding_sentences"]
+    questions = [f"{padding}Write a short story about the number {n}." for n in range(64)]
     return Dataset.from_dict(
         {
             "prompt": [[{"role": "user", "content": text}] for text in questions],
@@ -108,18 +105,7 @@ def run_worker(library: str, case: str, timed_steps: int, zero_variance: int) ->
         ).train()
     seconds = [after - before for before, after in zip(clock.marks, clock.marks[1:], strict=False)]
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print("RESULT " + json.dumps({"seconds": seconds, "peak_mib": peak_mib}))
-
-
-def measure(library: str, options: argparse.Namespace) -> dict:
-    command = [sys.executable, __file__, "--worker", library]
-    for name in ("case", "timed_steps", "zero_variance"):
-        command += [f"--{name}", str(getattr(options, name))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if not lines:
-        raise SystemExit(f"{library} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return json.loads(lines[-1].removeprefix("RESULT "))
+    print_result({"seconds": seconds, "peak_mib": peak_mib})
 
 
 def main() -> None:
@@ -138,10 +124,11 @@ def main() -> None:
         run_worker(options.worker, options.case, options.timed_steps, options.zero_variance)
         return
 
+    arguments = [f"--{name}={getattr(options, name)}" for name in ("case", "timed_steps", "zero_variance")]
     runs: dict[str, list[dict]] = {library: [] for library in LIBRARIES}
     for round_index in range(options.rounds):
         for library in LIBRARIES:
-            runs[library].append(measure(library, options))
+            runs[library].append(measure_in_process(__file__, library, *arguments))
             print(f"round {round_index + 1} {library}: {runs[library][-1]}", flush=True)
         seconds = {library: [s for run in runs[library] for s in run["seconds"]] for library in LIBRARIES}
         peaks = {library: [run["peak_mib"] for run in runs[library]] for library in LIBRARIES}

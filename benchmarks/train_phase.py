@@ -20,8 +20,6 @@ import argparse
 import ctypes
 import gc
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -31,7 +29,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from common import format_ratio, ratio_summary, write_results
+from common import format_ratio, measure_in_process, print_result, ratio_summary, write_results
 from head_memory import resident_bytes
 from training_work import Spec, adapter_config, make_model, make_trainer, make_work
 
@@ -210,17 +208,7 @@ def run_worker(method: str, spec: Spec, timeout: float | None = None) -> dict[st
     Raises:
         RuntimeError: the process failed or took longer than `timeout` seconds.
     """
-    command = [sys.executable, __file__, "--worker", method, "--spec", json.dumps(asdict(spec))]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{method} was stopped after {timeout:.0f} s") from None
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if not lines:
-        raise RuntimeError(
-            f"{method} failed ({done.returncode}):\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
-        )
-    return json.loads(lines[-1].removeprefix("RESULT "))
+    return measure_in_process(__file__, method, "--spec", json.dumps(asdict(spec)), timeout=timeout)
 
 
 def summarise(spec: Spec, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -285,7 +273,7 @@ def main() -> None:
     if options.worker:
         spec = Spec(**json.loads(options.spec))
         measured = measure_floor(spec) if options.worker == "floor" else measure_trainer(options.worker, spec)
-        print("RESULT " + json.dumps(measured))
+        print_result(measured)
         return
     spec = replace(Spec(), **{field.name: getattr(options, field.name) for field in fields(Spec)})
     methods = available_methods(options.methods)

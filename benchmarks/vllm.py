@@ -17,7 +17,6 @@ import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import format_ratio, ratio_summary, write_results
+from common import format_ratio, measure_in_process, print_result, ratio_summary, write_results
 
 GROUP = 8
 SENTENCE = "The quick brown fox jumps over the lazy dog while seven wizards mix a strong potion. "
@@ -182,19 +181,7 @@ def run_worker(work: dict[str, Any]) -> None:
         for line in lines
     ]
     # The first step waits for a whole generation; nothing is generated during the last.
-    print("RESULT " + json.dumps(kept[1:-1]), flush=True)
-
-
-def train_apart(work: dict[str, Any], limit: float) -> list[dict[str, float]]:
-    command = [sys.executable, __file__, "--worker", json.dumps(work)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=limit, env=environment
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if not lines:
-        raise SystemExit(f"the run failed ({done.returncode}):\n{done.stderr[-4000:]}")
-    return json.loads(lines[-1].removeprefix("RESULT "))
+    print_result(kept[1:-1])
 
 
 def measure_pipeline(path: Path, given: argparse.Namespace) -> dict[str, Any]:
@@ -208,7 +195,9 @@ def measure_pipeline(path: Path, given: argparse.Namespace) -> dict[str, Any]:
     with serving(path, {server_core}) as url:
         for round_ in range(given.pairs):
             for staleness, name in enumerate(lines):
-                lines[name] += train_apart({**work, "url": url, "staleness": staleness}, given.run_seconds)
+                settings = json.dumps({**work, "url": url, "staleness": staleness})
+                limit, env = given.run_seconds, {"OMP_NUM_THREADS": "1"}
+                lines[name] += measure_in_process(__file__, settings, timeout=limit, env=env)
                 taken = [round(line["step_time"], 2) for line in lines[name][-given.steps :]]
                 print(f"round {round_ + 1} {name}: steps of {taken} s", flush=True)
     steps = {name: [line["step_time"] for line in runs] for name, runs in lines.items()}
