@@ -313,6 +313,18 @@ def test_out_of_memory_errors_are_recognised():
     assert not compat_accelerate.is_out_of_memory(RuntimeError("shape mismatch"))
 
 
+def test_hooks_of_accelerate_keep_the_forward_that_they_wrap():
+    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+
+    module = nn.Linear(1, 1)
+    assert compat_accelerate.forward_attribute(module) == "forward"
+    wrapper = vars(add_hook_to_module(module, ModelHook()))["forward"]
+    vars(module)[compat_accelerate.forward_attribute(module)] = torch.neg
+    assert vars(module)["forward"] is wrapper and module(torch.ones(1)).item() == -1
+    remove_hook_from_module(module)
+    assert compat_accelerate.forward_attribute(module) == "forward"
+
+
 def test_peft_types():
     pytest.importorskip("peft")
     from groupwise.compat import peft as compat_peft

@@ -197,6 +197,20 @@ def wrapped_symbols(source: str) -> set[tuple[str, str]]:
     return {(module, name) for module, name in symbols if "." in module}
 
 
+def key_of_vars(node: ast.AST) -> tuple[ast.expr, str] | None:
+    """The object and the name of ``"name" in vars(x)``, ``vars(x)["name"]`` and ``vars(x).get("name")``."""
+    container, key = None, None
+    if isinstance(node, ast.Compare):
+        container, key = node.comparators[0], node.left
+    elif isinstance(node, ast.Subscript):
+        container, key = node.value, node.slice
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+        container, key = node.func.value, node.args[0]
+    if isinstance(container, ast.Call) and called(container) == "vars" and isinstance(key, ast.Constant):
+        return container.args[0], str(key.value)
+    return None
+
+
 def private_uses(source: str, wrapped: set[tuple[str, str]]) -> set[str]:
     """Private names of other libraries in a file: attributes, imports, and imports of ``wrapped`` symbols.
 
@@ -211,6 +225,8 @@ def private_uses(source: str, wrapped: set[tuple[str, str]]) -> set[str]:
         elif isinstance(node, ast.Call) and called(node) in ("delattr", "getattr", "hasattr", "setattr"):
             if len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
                 owner, name = node.args[0], str(node.args[1].value)
+        elif looked_up := key_of_vars(node):
+            owner, name = looked_up
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names if any(map(is_private, alias.name.split(".")))}
         of_self = isinstance(owner, ast.Name) and owner.id in ("self", "cls")

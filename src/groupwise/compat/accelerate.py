@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
 
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Return True if ``error`` is an out-of-memory error of any device."""
@@ -15,3 +20,12 @@ def clear_device_cache() -> None:
     from accelerate.utils.memory import clear_device_cache
 
     clear_device_cache(garbage_collection=True)
+
+
+def forward_attribute(module: nn.Module) -> str:
+    """Return the name of the instance attribute that replaces the forward of ``module`` itself.
+
+    Hooks of accelerate (offloading, a model spread over devices) replace ``forward`` by a wrapper that calls
+    ``_old_forward``.
+    """
+    return "_old_forward" if "_old_forward" in vars(module) else "forward"

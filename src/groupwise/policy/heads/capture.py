@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from groupwise.compat.accelerate import forward_attribute
 from groupwise.errors import ConfigError
 from groupwise.policy.heads.weights import HeadWeights, output_head
 
@@ -161,18 +162,17 @@ def logprobs_at_head(
 
 @contextmanager
 def _forward_replaced(module: nn.Module, forward: Callable[..., torch.Tensor]) -> Iterator[None]:
-    # accelerate's device hooks replace `forward` by a wrapper and store the original as `_old_forward`.
-    slot = "_old_forward" if "_old_forward" in vars(module) else "forward"
-    before = vars(module).get(slot)
-    vars(module).update({_ACTIVE: True, slot: forward})
+    name = forward_attribute(module)
+    before = vars(module).get(name)
+    vars(module).update({_ACTIVE: True, name: forward})
     try:
         yield
     finally:
         del vars(module)[_ACTIVE]
         if before is None:
-            del vars(module)[slot]
+            del vars(module)[name]
         else:
-            vars(module)[slot] = before
+            vars(module)[name] = before
 
 
 def _carrier(outputs: Outputs, shape: torch.Size) -> torch.Tensor:
