@@ -10,7 +10,7 @@ from support.runs import prompts, trainer
 from torch.utils.data import DataLoader, Sampler
 
 from groupwise import ConfigError, GRPOTrainer
-from groupwise.data.prompt_source import DatasetPrompts, PromptSource, RankShare
+from groupwise.data.prompt_source import DatasetPrompts, LoaderPrompts, PromptSource, RankShare
 from groupwise.data.sampler import GroupSampler
 
 ONE = RankShare(num_generations=1)
@@ -40,6 +40,7 @@ def test_a_source_continues_from_every_state():
             first.take(taken)
         first.mark()
         second.load_state_dict(first.state_dict())
+        assert second.state_dict() == first.state_dict()
         assert second.take(11 - taken) == whole[taken:]
         second.mark()
         assert second.state_dict() == {"epoch": 2, "index": 3}
@@ -68,6 +69,16 @@ def test_a_rollback_returns_every_prompt_since_the_mark(actions):
             start = position + 2
             assert later == [expected[start + 2 * i : start + 2 * i + 2] for i in range(count)]
         assert source.state_dict()["epoch"] * 3 + source.state_dict()["index"] == mark
+
+
+def test_another_epoch_starts_at_its_first_prompt():
+    source = PromptSource(letters, ONE)
+    source.take(2)
+    assert list(source.upcoming(1, 1)) == [["1a"]]  # after the next one, "0c"
+    source.seek(3)
+    assert source.state_dict() == {"epoch": 3, "index": 0}
+    source.rollback()  # prompts of the other epoch do not come back
+    assert source.take(2) == ["3a", "3b"]
 
 
 def test_a_source_without_prompts_is_an_error():
@@ -139,6 +150,48 @@ def test_the_first_repeat_of_a_sampler_counts_and_the_order_is_that_of_its_indic
     assert taken == expected
 
 
+class Drawing(Sampler):
+    """Indices of batches of 3 prompts, 2 generations and 4 repeats; each epoch draws from one generator."""
+
+    def __init__(self, count):
+        self.count, self.generator = count, torch.Generator().manual_seed(3)
+
+    def __iter__(self):
+        order = torch.randperm(self.count, generator=self.generator).tolist()
+        for start in range(0, self.count, 3):
+            for _ in range(4):
+                yield from [index for index in order[start : start + 3] for _ in range(2)]
+
+
+def test_a_sampler_without_epochs_is_drawn_from_once_per_epoch():
+    def source(**given):
+        return dataset_prompts(Rows(8), sampler=Drawing(8), **given)
+
+    whole = source()
+    epochs = [[row["row"] for row in whole.take(6)[::2]] for _ in range(3)]  # 2 of 8 prompts are dropped
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    resumed = source()
+    resumed.load_state_dict({"epoch": 2, "index": 4})
+    assert [row["row"] for row in resumed.take(2)[::2]] == epochs[2][4:]
+    assert sorted(row["row"] for row in source(drop_last=False).take(8)[::2]) == list(range(8))
+
+
+def test_a_loader_is_made_once_and_the_first_repeat_of_an_item_counts():
+    epochs = []
+
+    class Loader(list):
+        def set_epoch(self, epoch):
+            epochs.append(epoch)
+
+    source = LoaderPrompts(lambda: Loader([["a"], ["a2"], ["b"], ["b2"], ["c"], ["c2"]]), ONE, repeats=2)
+    assert [source.take(5) for _ in range(4)] == [["a"], ["b"], ["c"], ["a"]]
+    assert list(source.upcoming(2, 5)) == [["c"], ["a"]]  # after the next one, "b"
+    assert epochs == [0, 1, 2]
+    made = [Loader([["first"]]), Loader([["second"]])]
+    source = LoaderPrompts(lambda: made.pop(0), ONE, repeats=1)
+    assert [source.take(1) for _ in range(2)] == [["first"]] * 2
+
+
 def test_a_rank_reads_only_the_rows_of_its_completions():
     rows = Rows(9)
     source = dataset_prompts(rows, rank=1, world_size=3)  # prompt 1 of each batch of three
@@ -152,11 +205,14 @@ def test_workers_read_the_same_rows(world_size):
         plain, workers = (
             dataset_prompts(Rows(11), rank, world_size, num_workers=number) for number in (0, 1)
         )
+        state = torch.get_rng_state()
         for _ in range(4):  # more than an epoch
             assert workers.take(3) == plain.take(3)
         workers.rollback()
         plain.rollback()
         assert workers.take(3) == plain.take(3)
+        assert workers.dataset.read == []  # in this process
+        assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_dynamic_sampling_drops_no_prompt():

@@ -98,6 +98,19 @@ class Counting(torch.utils.data.IterableDataset):
         return iter({"prompt": WORDS[i % 28], "row": i} for i in itertools.count())
 
 
+def test_rows_of_a_stream_are_checked_with_their_numbers():
+    seen = []
+    source = StreamPrompts(
+        Counting(),
+        RankShare(1),
+        check=lambda row, index: seen.append((row["row"], index)),
+        shuffle=False,
+        seed=0,
+    )
+    source.take(3)
+    assert seen == [(0, 0), (1, 1), (2, 2)]
+
+
 def test_an_endless_stream_of_any_kind_is_trained_on(tmp_path, caplog):
     seen: list[int] = []
 

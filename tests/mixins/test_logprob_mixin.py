@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -216,3 +217,10 @@ def test_the_entropy_quantile_is_that_of_all_ranks():
     # a token at the threshold is selected: the median of 1 to 5 is 3
     run = mixin(Ranks([[-1.0]]), top_entropy_quantile=0.5)
     assert [mask.tolist() for mask in run.compute_entropy_masks(window)] == [[[0, 0], [1, 0]], [[1, 1]]]
+
+
+def test_tokens_without_loss_are_never_selected_by_entropy():
+    tokens = replace(tokens_of([[1, 2], [3, 9]]), loss_mask_BT=torch.tensor([[1, 1], [1, 0]]))
+    # entropies 1, 2 and 3 of the loss tokens, median 2; the token of a tool has 9
+    run = mixin(Ranks([[-1.0]]), top_entropy_quantile=0.5)
+    assert [mask.tolist() for mask in run.compute_entropy_masks([tokens])] == [[[0, 1], [1, 0]]]

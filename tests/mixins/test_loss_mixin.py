@@ -74,15 +74,9 @@ def test_token_weights_follow_from_counts_of_all_ranks(loss_type, first, second)
 
 
 def test_loss_tokens_are_counted_by_prompt():
-    run = mixin()
+    run = mixin([[[6, 7], [9, 3]]])
     first = experience([[1, 1], [1, 0], [1, 0]], group_ids_B=torch.tensor([4, 5, 4]))
     second = experience([[1, 1], [1, 1]], group_ids_B=torch.tensor([5, 6]))
-    run.accelerator = SimpleNamespace(
-        pad_across_processes=lambda rows, pad_index: torch.nn.functional.pad(
-            rows, (0, 0, 0, 1), value=pad_index
-        ),
-        gather=lambda rows: torch.cat([rows, torch.tensor([[6, 7], [9, 3]])]),
-    )
     # the last row only pads an evaluation batch
     assert run._count_group_tokens([first, second], num_padding_rows=1) == {4: 3, 5: 3, 6: 7, 9: 3}
 
@@ -91,6 +85,17 @@ def test_padding_rows_are_no_sequences():
     first, second = mixin([OTHER]).set_token_weights(WINDOW, KEPT, num_padding_rows=1)
     for batch in (first, second):  # 2 ranks / (2 + 5 rows)
         torch.testing.assert_close(batch.sequence_weight_B1, torch.full((len(batch), 1), 2 / 7))
+
+
+def test_the_prompts_of_padding_rows_do_not_count():
+    window = [
+        experience([[1, 1], [1, 0]], group_ids_B=torch.tensor([4, 5])),
+        experience([[0, 0]], group_ids_B=torch.tensor([6])),
+    ]
+    run = mixin([OTHER, [[9, 5]]], loss_type="scalerl")
+    first, _ = run.set_token_weights(window, KEPT, num_padding_rows=1)
+    # 2 ranks / (prompts 4, 5 and 9 x loss tokens of the prompt)
+    torch.testing.assert_close(first.token_weights_BT, torch.tensor([[1 / 3, 1 / 3], [2 / 3, 0.0]]))
 
 
 def test_the_entropy_bonus_is_a_mean_over_the_kept_tokens_of_all_ranks():

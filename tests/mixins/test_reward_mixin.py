@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.mixin_hosts import Ranks, host
 
-from groupwise.core.advantages import GroupRewards
+from groupwise.core.advantages import GroupRewards, nan_std
 from groupwise.mixins import RewardMixin
 from groupwise.mixins import reward as reward_module
 from groupwise.mixins.reward import reward_metrics
@@ -153,6 +153,14 @@ def test_reward_metrics():
     assert metrics["frac_reward_zero_std"].count == 2
     empty = GroupRewards(torch.full((2, 1), NAN), torch.tensor([1.0]), 2)
     assert reward_metrics(empty, ["none"]) == {}
+
+
+def test_rounding_of_equal_rewards_is_no_spread():
+    equal, spread = [0.06] * 5, [0.06] * 4 + [0.060001]
+    table = torch.tensor([*equal, *spread])[:, None]
+    assert nan_std(table[:5], 0) > 0  # 5 · 0.06 / 5 is not 0.06 in float32
+    found = values(reward_metrics(GroupRewards(table, torch.tensor([1.0]), 5), ["one"]))
+    assert found["frac_reward_zero_std"] == 0.5
 
 
 def test_step_rewards_count_by_their_sum():

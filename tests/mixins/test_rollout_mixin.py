@@ -125,6 +125,7 @@ def test_a_rollout_function_replaces_the_backend():
     found = run.generate_rollouts(RolloutRequest(ROWS, 3, num_valid=2))
     assert run.backend.calls == [] and found.prompt_ids == [[5]] * 3
     assert [c.token_ids for c in found.completions] == [[6, 1]] * 3
+    assert [text.split() for text in found.texts] == [["w2"]] * 3  # without the end token
     assert found.extra == {"score": [1, 2, 3]}
     assert (found.num_generations, found.num_valid) == (3, 2)
 

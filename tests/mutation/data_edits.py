@@ -7,6 +7,12 @@ from mutation import Mutation, edits_of
 REBALANCING = ("tests/data/test_rebalancing_plan.py",)
 SAMPLING = ("tests/data/test_dynamic_sampling.py",)
 TRAINING = "tests/data/test_rebalancing.py"
+PROMPTS = (
+    "tests/data/test_prompt_source.py",
+    "-k",
+    "not subclass and not failed_step and not plain_loader",
+)
+STREAMS = ("tests/data/test_streaming.py", "-k", "pass_over or checked_with")
 EXCHANGE = ("tests/distributed/test_rebalancing_memory.py", "-k", "2")
 
 
@@ -18,7 +24,62 @@ def _sampling(*edits: tuple[str, str]) -> list[Mutation]:
     return edits_of("data/dynamic_sampling.py", *[(old, new, SAMPLING) for old, new in edits])
 
 
+def _prompts(*edits: tuple[str, str], tests: tuple[str, ...] = PROMPTS) -> list[Mutation]:
+    return edits_of("data/prompt_source.py", *[(old, new, tests) for old, new in edits])
+
+
 DATA = [
+    *_prompts(
+        ("num_prompts * self.num_generations // self.world_size", "num_prompts * self.num_generations"),
+        ("(self.rank + 1) * size)", "(self.rank + 2) * size)"),
+        ("sorted({row // self.num_generations for row", "sorted({row for row"),
+        ("        self._taken += taken\n", ""),
+        ("taken[-1][0][1] + 1", "taken[-1][0][1]"),
+        ("range(1, num_batches + 1)", "range(num_batches)"),
+        (
+            "self._mark = self.epoch, self.index\n        self._taken = []",
+            "self._mark = self.epoch, self.index",
+        ),
+        ("self._mark = self.epoch, self.index\n", "pass\n"),
+        ("extendleft(reversed(self._taken))", "extendleft(self._taken)"),
+        ("        self.epoch, self.index = self._mark\n", ""),
+        ('"epoch": self._mark[0]', '"epoch": self.epoch'),
+        ('"index": self._mark[1]', '"index": self.index'),
+        ('self.seek(state["epoch"])', "self.seek(0)"),
+        ('if epoch != state["epoch"]:', "if False:"),
+        ("self._mark = position", "position"),
+        ("        self._ahead.clear()\n", ""),
+        ("self._ahead.clear()\n        self._taken = []\n", "self._ahead.clear()\n"),
+        ("self._prompts, self._reading = None, (epoch, 0)", "self._reading = (epoch, 0)"),
+        ("                self._reading = epoch, index\n", ""),
+        ("self._prompts, self._reading = None, (epoch + 1, 0)", "self._prompts = None"),
+        ("            self._last_length = index\n", ""),
+        ("rows[row // size]", "rows[numbers[0]]"),
+        ("self.sampler.set_epoch(epoch)", "self.sampler.set_epoch(0)"),
+        ("while self._iterated <= epoch:", "if True:"),
+        ("order[:whole] if self.drop_last else order", "order[:whole]"),
+        ("batch = chunk[: len(chunk) // self.repeats]", "batch = chunk"),
+        ("len(set(group)) > 1 or len(group) < size", "len(group) < size"),
+        ("len(groups) == self.prompts_per_batch or not self.drop_last", "True"),
+        (" or not self.drop_last:", ":"),
+        ("if number == index and row is not None:", "if row is not None:"),
+        ("if place >= position]", "]"),
+        ("own += [start + number for", "own += [number for"),
+        ("            generator=torch.Generator(),  # starting workers", "            #"),
+        ("self._loader = self._loader or self.make_loader()", "self._loader = self.make_loader()"),
+        ("islice(self._loader, 0, None, self.repeats)", "iter(self._loader)"),
+        ("            self._loader.set_epoch(epoch)\n", "            pass\n"),
+        ("return super().take(1)", "return super().take(num_prompts)"),
+        ("super().upcoming(num_batches, 1)", "super().upcoming(num_batches, num_prompts)"),
+    ),
+    *_prompts(
+        ("            self.dataset.set_epoch(epoch)\n", "            pass\n"),
+        ("_shuffled(dataset, seed) if shuffle else dataset", "dataset"),
+        ("min(self.num_workers, 1)", "self.num_workers"),
+        ("        hide_dataloader_worker()\n", ""),
+        ("self.check(row, index)", "self.check(row, 0)"),
+        tests=STREAMS,
+    ),
     *_rebalancing(
         ("(advantages_BX != 0) & counts_BT", "(advantages_BX != 0)"),
         ("if skip_zero_advantage else counts_BT", "if skip_zero_advantage else counts_BT + True"),

@@ -31,7 +31,8 @@ class Ranks:
         return torch.cat(parts if self.process_index == 0 else parts[::-1])
 
     def pad_across_processes(self, local: torch.Tensor, pad_index: float) -> torch.Tensor:
-        return torch.nn.functional.pad(local, (0, 2), value=pad_index)
+        further_axes = [0, 0] * (local.dim() - 1)
+        return torch.nn.functional.pad(local, [*further_axes, 0, 2], value=pad_index)
 
 
 def host(mixin: type, accelerator: Any = None, *, settings: dict[str, Any], **attributes: Any) -> Any:
