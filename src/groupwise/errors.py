@@ -1,9 +1,10 @@
-"""The exceptions this package raises, and the one place where user code is entered."""
+"""The exceptions of this package, the nearest valid name for their messages, and calls of user code."""
 
 from __future__ import annotations
 
+import difflib
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 _SHORT = reprlib.Repr()
@@ -56,3 +57,9 @@ def boundary(error: type[GroupwiseError], name: str, **sample: object) -> Iterat
         given = ", ".join(f"{key}={_SHORT.repr(value)}" for key, value in sample.items())
         where = f"{name} (given {given})" if given else name
         raise error(f"{where} raised {type(cause).__name__}: {cause}") from cause
+
+
+def nearest_name(name: str, options: Iterable[str]) -> str:
+    """Return the option closest in spelling to ``name``, ignoring case."""
+    by_lower = {option.lower(): option for option in options}
+    return by_lower[difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0)[0]]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Iterator, Mapping
 from typing import Generic, TypeVar
 
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, nearest_name
 
 T = TypeVar("T")
 
@@ -38,7 +37,7 @@ class Registry(Generic[T]):
             ConfigError: no such component; the message lists the registered names and the nearest one.
         """
         if name not in self._entries:
-            nearest = difflib.get_close_matches(name, self._entries, n=1, cutoff=0)[0]
+            nearest = nearest_name(name, self)
             raise ConfigError(
                 f"unknown {self.kind} {name!r}; registered: {', '.join(self)}; nearest valid: {nearest!r}"
             )

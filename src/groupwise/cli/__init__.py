@@ -13,8 +13,7 @@ import traceback
 from collections.abc import Sequence
 
 from groupwise.config.redact import redact
-from groupwise.config.settings import nearest_name
-from groupwise.errors import GroupwiseError
+from groupwise.errors import GroupwiseError, nearest_name
 
 #: Command -> (module, summary).
 COMMANDS = {

@@ -15,8 +15,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from groupwise.config.grpo_config import GRPOConfig, Json
-from groupwise.config.settings import nearest_name
-from groupwise.errors import ConfigError, GroupwiseError, boundary
+from groupwise.errors import ConfigError, GroupwiseError, boundary, nearest_name
 
 
 def _opt(doc: str, default: Any = None) -> Any:

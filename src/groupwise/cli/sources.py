@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from groupwise import rewards
 from groupwise.cli.run_file import RunArguments
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.config.settings import nearest_name
-from groupwise.errors import ConfigError, boundary
+from groupwise.errors import ConfigError, boundary, nearest_name
 from groupwise.records import RewardFunction
 
 if TYPE_CHECKING:

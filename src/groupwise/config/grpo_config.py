@@ -307,10 +307,12 @@ class GRPOConfig(TrainingArguments):
         "Standard deviation that advantages are divided by. True: group. False: none.",
         choices=("group", "batch", "none"), example="groups", card="always")] = "group"
     multi_objective_aggregation: Annotated[str, Setting(
-        "Combination of several reward functions: normalize the weighted sum, or sum normalized rewards.",
+        "Combination of several reward functions: normalize the weighted sum, or sum normalized rewards; "
+        "register_aggregation adds further ones.",
         choices=AGGREGATIONS, example="sum", card="if_changed")] = "sum_then_normalize"
     advantage_baseline: Annotated[str, Setting(
-        "Baseline of the advantage: mean of the group, or of the other completions in it.",
+        "Baseline of the advantage: mean of the group, or of the other completions in it; register_advantage "
+        "adds further ones.",
         choices=ADVANTAGES, example="leave_out", card="always")] = "group_mean"
     reward_timeout: Annotated[float | None, Setting(
         "Time limit of a reward call in seconds. None: no limit.", gt=0, example=0.0)] = None

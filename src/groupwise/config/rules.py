@@ -14,10 +14,11 @@ from transformers.integrations import integration_utils
 
 from groupwise.config.conditions import COLOCATE, SERVER, uses_surrogate
 from groupwise.config.liger import LIGER_LIMITS
-from groupwise.config.settings import has_type, nearest_name, type_names, types_of, violation
+from groupwise.config.settings import has_type, type_names, types_of, violation
 from groupwise.core import surrogates
 from groupwise.core.advantages import AGGREGATIONS
 from groupwise.core.objectives import OBJECTIVES
+from groupwise.errors import nearest_name
 
 if TYPE_CHECKING:
     from groupwise.config.grpo_config import GRPOConfig

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
+
+from groupwise.errors import nearest_name
 
 if TYPE_CHECKING:
     from groupwise.config.grpo_config import GRPOConfig
@@ -105,12 +106,6 @@ class Setting:
 def violation(given: str, allowed: str, nearest: str) -> str:
     """Return the message of a violated constraint."""
     return f"{given}; allowed: {allowed}; nearest valid: {nearest}"
-
-
-def nearest_name(name: str, options: Iterable[str]) -> str:
-    """Return the option closest in spelling to ``name``, ignoring case."""
-    by_lower = {option.lower(): option for option in options}
-    return by_lower[difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0)[0]]
 
 
 def type_names(kinds: frozenset[type]) -> str:

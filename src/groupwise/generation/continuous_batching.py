@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from groupwise.compat.transformers import logits_processors
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.errors import BackendError, ConfigError
+from groupwise.errors import BackendError, ConfigError, nearest_name
 from groupwise.generation.base import RUN_SETTINGS, BackendEntry, ProcessingClass, json_dict, text_tokenizer
 from groupwise.generation.decoding import CausalLM, requires_lockstep_forwards
 from groupwise.generation.transformers_backend import TransformersBackend, generation_config
@@ -102,7 +101,7 @@ def batching_config(given: dict[str, Any]) -> ContinuousBatchingConfig:
     names = [field.name for field in dataclasses.fields(ContinuousBatchingConfig)]
     for name in given:
         if name not in names:
-            nearest = difflib.get_close_matches(name, names, n=1, cutoff=0)[0]
+            nearest = nearest_name(name, names)
             raise ConfigError(
                 f"transformers_continuous_batching_config has no setting {name!r}; nearest valid: {nearest!r}"
             )

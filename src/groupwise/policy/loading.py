@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,7 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from groupwise.compat.transformers import image_text_model_class, name_or_path
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, nearest_name
 from groupwise.policy.heads import check_head
 from groupwise.policy.heads.weights import output_head
 
@@ -79,7 +78,7 @@ def _dtype(given: object) -> torch.dtype | str:
     dtype = name if name == "auto" else getattr(torch, name, None)
     if dtype != "auto" and not isinstance(dtype, torch.dtype):
         known = [*_DTYPES, "auto"]
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
+        nearest = nearest_name(name, known)
         raise ConfigError(
             f"model_init_kwargs has dtype={given!r}; allowed: {', '.join(known)}; nearest valid: {nearest!r}"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import os
 from collections.abc import Iterable
@@ -12,7 +11,7 @@ from groupwise.compat.transformers import is_zero3_enabled
 from groupwise.compat.vllm import device_type, engine_argument_names
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import SAMPLING_FIELDS
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, nearest_name
 from groupwise.generation.base import json_dict
 from groupwise.generation.vllm.sampling import sampling_fields
 from groupwise.generation.vllm.transport import BACKEND
@@ -90,8 +89,7 @@ def _check_implementation(config: GRPOConfig) -> None:
 
 def unknown(field: str, name: str, known: Iterable[str]) -> str:
     """Return the message for an unknown key."""
-    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0)
-    return f"{field}[{name!r}] is unknown to vLLM; nearest valid: {nearest[0]!r}"
+    return f"{field}[{name!r}] is unknown to vLLM; nearest valid: {nearest_name(name, known)!r}"
 
 
 def require_vllm() -> None:
