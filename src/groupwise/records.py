@@ -67,8 +67,9 @@ class SamplingOptions:
         images: image inputs per row, B; None for prompts of text.
         generation_kwargs: sampler settings that replace the run's: temperature, top_p, top_k, min_p,
             repetition_penalty. Evaluation passes ``eval_generation_kwargs``.
-        on_finished: called with row indices and their completions as soon as these are finished while others
-            are still generated. Only backends that generate in the background call it.
+        on_finished: a backend that has the completions of some prompts before the others may call it, with
+            their row indices and completions; it starts the ``per_sample_reward`` functions on them. None:
+            there are none.
     """
 
     max_tokens: Sequence[int] | None = None

@@ -76,7 +76,7 @@ def trainer(
         name: given.pop(name)
         for name in (
             *("peft_config", "rollout_func", "callbacks", "reward_processing_classes", "optimizers"),
-            *("tools", "environment_factory"),
+            *("tools", "environment_factory", "backend"),
         )
         if name in given
     }

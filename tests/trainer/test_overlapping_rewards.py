@@ -1,4 +1,4 @@
-"""Rewards of finished prompts run while a server still generates the others, and nothing else changes."""
+"""Rewards of finished prompts run while the others are still generated, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import threading
 
 import pytest
 from support import runs
+from support.fake_backend import EchoBackend
 from support.fake_vllm import GENERATE, FakeVLLM, with_tokenizer
 
+from groupwise import register_backend
 from groupwise.errors import RewardError
 from groupwise.generation.vllm.http import HttpClient
 from groupwise.rewards import per_sample_reward
@@ -66,6 +68,32 @@ def test_a_prompt_is_scored_while_another_one_is_generated(fake, tmp_path, wrap)
     fake.failures[GENERATE] = [None, lambda: waited.append(scored.wait(LONG))]
     run_for(fake, tmp_path, per_sample_reward(wrap(note))).train()
     assert waited == [True] and seen == [4, 4]
+
+
+@pytest.mark.parametrize("wrap", [lambda function: function, as_async])
+def test_a_registered_backend_reports_finished_prompts(tmp_path, wrap):
+    scored, waited, seen = threading.Event(), [], []
+
+    class InTwoParts(EchoBackend):
+        """Generates the second prompt when the completions of the first one have rewards."""
+
+        def generate(self, prompts, sampling):
+            first = super().generate(prompts[:4], sampling)
+            sampling.on_finished(range(4), first)
+            waited.append(scored.wait(LONG))
+            second = super().generate(prompts[4:], sampling)
+            sampling.on_finished(range(4, 8), second)
+            return first + second
+
+    def note(completion_ids, row, **_):
+        seen.append(row)
+        scored.set()
+        return [float(len(ids)) for ids in completion_ids]
+
+    register_backend("in_two_parts", lambda *_: InTwoParts())
+    settings = {"per_device_train_batch_size": 8, "max_steps": 1, "shuffle_dataset": False}
+    runs.trainer(tmp_path, per_sample_reward(wrap(note)), backend="in_two_parts", **settings).train()
+    assert waited == [True] and seen == [[0] * 4, [1] * 4]
 
 
 @pytest.mark.parametrize("wrap", [lambda function: function, as_async])

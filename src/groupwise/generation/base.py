@@ -69,7 +69,8 @@ class GenerationBackend(ABC):
 
         Args:
             prompts: B token lists without padding; the rows of a group are adjacent.
-            sampling: settings of this call.
+            sampling: settings of this call. Calling its ``on_finished`` for prompts that are finished before
+                the others is optional.
 
         Returns:
             B completions in the order of ``prompts``. Equal prompts give independent samples. A completion

@@ -11,7 +11,6 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.config.sampling import chosen_backend
 from groupwise.errors import ConfigError
 from groupwise.rewards.runtime.calling import reward_name, unique_names
 from groupwise.rewards.runtime.marking import is_per_sample_reward
@@ -135,9 +134,8 @@ def load_rewards(rewards: RewardSetup, config: GRPOConfig, accelerator: Accelera
             callables.append(reward_model)
             tokenizers.append(reward_model.tokenizer)
         else:
-            # Other backends occupy the caller's thread until the whole batch is generated.
-            partial = is_per_sample_reward(function) and chosen_backend(config) == "server"
-            callables.append(with_partial_results(function) if partial else function)
+            # Partial calls start when a backend calls `SamplingOptions.on_finished`.
+            callables.append(with_partial_results(function) if is_per_sample_reward(function) else function)
             tokenizers.append(None)
     names = unique_names([reward_name(function) for function in functions])
     given = config.reward_weights or []  # rewards of environments follow with weight 1
