@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 
 from groupwise.errors import ConfigError, RewardError
+from groupwise.rewards import SandboxLimits, SandboxResult, get_code_execution_reward
 from groupwise.rewards import code as code_module
-from groupwise.rewards import get_code_execution_reward
 from groupwise.rewards.code import program_text
-from groupwise.rewards.runtime.sandbox import Limits, LinuxSandbox
+from groupwise.rewards.runtime.sandbox import LinuxSandbox
 
 MB = 1 << 20
 
 
 def isolation_works() -> bool:
     try:
-        return LinuxSandbox().run("", "", Limits(5.0, 512 * MB, 8, MB)).status == "ok"
+        return LinuxSandbox().run("", "", SandboxLimits(5.0, 512 * MB, 8, MB)).status == "ok"
     except RewardError:
         return False
 
@@ -34,7 +34,7 @@ needs_isolation = pytest.mark.skipif(not ISOLATED, reason="the kernel permits no
 
 
 def run(source: str, stdin: str = "", timeout: float = 20.0, memory: int = 256 * MB, output: int = 1 << 16):
-    return LinuxSandbox().run(source, stdin, Limits(timeout, memory, 8, output))
+    return LinuxSandbox().run(source, stdin, SandboxLimits(timeout, memory, 8, output))
 
 
 def block(source: str) -> list[dict[str, str]]:
@@ -127,10 +127,36 @@ def test_a_missing_column_is_named(reward):
         reward(["pass"], answers=[[]])
 
 
+class Remote:
+    """Runs programs in another way; ``failing``: cannot run any."""
+
+    def __init__(self, failing=False):
+        self.failing, self.calls = failing, []
+
+    def run(self, program, stdin, limits):
+        if self.failing:
+            return SandboxResult("failed", "")
+        self.calls.append((program, stdin, limits))
+        return SandboxResult("ok", "1\n" if program == "print(1)" else stdin.upper())
+
+
+def test_a_sandbox_of_the_user_runs_the_programs():
+    remote = Remote()
+    reward = get_code_execution_reward(sandbox=remote, memory_mb=64, max_workers=1)
+    tests = [[{"input": "a", "output": "A"}, {"input": "b", "output": "b"}]]
+    assert reward(["program"], tests=tests) == [0.5]
+    limits = SandboxLimits(5.0, 64 * MB, 8, MB)
+    assert remote.calls == [("print(1)", "", limits), ("program", "a", limits), ("program", "b", limits)]
+    with pytest.raises(ConfigError, match="a program of one line fails"):
+        get_code_execution_reward(sandbox=Remote(failing=True))
+    with pytest.raises(ConfigError, match="require_isolation=False has no effect"):
+        get_code_execution_reward(sandbox=remote, require_isolation=False)
+
+
 def refuse_namespaces(sandbox, program, stdin, limits):
     if sandbox.isolated:
         raise RewardError("the sandbox could not be set up: namespaces: Operation not permitted")
-    return code_module.Result("ok", "1\n")
+    return SandboxResult("ok", "1\n")
 
 
 def test_without_namespaces_it_refuses_unless_they_are_waived(monkeypatch, caplog):
@@ -282,7 +308,7 @@ def run_unisolated(monkeypatch):
     """Under limits only; as root, programs are run by another user, who may not reach this interpreter."""
 
     def run(source: str, timeout: float = 20.0):
-        return LinuxSandbox(isolated=False).run(source, "", Limits(timeout, 256 * MB, 8, 1 << 16))
+        return LinuxSandbox(isolated=False).run(source, "", SandboxLimits(timeout, 256 * MB, 8, 1 << 16))
 
     for executable in (sys.executable, "/usr/bin/python3"):
         monkeypatch.setattr(sys, "executable", executable)

@@ -13,6 +13,7 @@ from groupwise.rewards.reasoning_gym import (
 )
 from groupwise.rewards.runtime.isolation import isolated
 from groupwise.rewards.runtime.marking import per_sample_reward
+from groupwise.rewards.runtime.sandbox import Sandbox, SandboxLimits, SandboxResult
 from groupwise.rewards.shaping import (
     get_repetition_penalty_reward,
     get_soft_overlong_punishment,
@@ -20,6 +21,9 @@ from groupwise.rewards.shaping import (
 )
 
 __all__ = [
+    "Sandbox",
+    "SandboxLimits",
+    "SandboxResult",
     "accuracy_reward",
     "create_reasoning_gym",
     "get_code_execution_reward",

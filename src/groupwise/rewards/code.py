@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from groupwise.errors import ConfigError, RewardError
-from groupwise.rewards.runtime.sandbox import Limits, LinuxSandbox, Result, Sandbox
+from groupwise.rewards.runtime.sandbox import LinuxSandbox, Sandbox, SandboxLimits, SandboxResult
 from groupwise.rewards.texts import Text, answer_text, check_number, check_whole
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ def get_code_execution_reward(
     max_output_kb: int = 1024,
     max_workers: int | None = None,
     require_isolation: bool = True,
+    sandbox: Sandbox | None = None,
 ) -> Callable[..., list[float | None]]:
     """Create a reward that is the fraction of tests passed by the Python program in a completion.
 
@@ -62,6 +63,8 @@ def get_code_execution_reward(
             programs with time, memory, process and output limits only. **They can then use the network and
             read and write all files of the user**, and read the environment of the training process (programs
             of root run as an unprivileged user).
+        sandbox: runs the programs in another way, for example on another machine; see
+            :class:`groupwise.rewards.Sandbox`. None: on this machine, as described above.
 
     Returns:
         a reward function: one float in [0, 1] per completion, None for rows without tests. It raises
@@ -69,6 +72,7 @@ def get_code_execution_reward(
 
     Raises:
         ConfigError: an argument is out of range, or programs cannot be isolated here.
+        RewardError: the given sandbox could not be set up.
     """
     check_number("timeout", timeout, above=0.0)
     check_whole("memory_mb", memory_mb, 1)
@@ -76,12 +80,17 @@ def get_code_execution_reward(
     check_whole("max_output_kb", max_output_kb, 1)
     if max_workers is not None:
         check_whole("max_workers", max_workers, 1)
-    limits = Limits(timeout, memory_mb << 20, max_processes, max_output_kb << 10)
-    sandbox = _working_sandbox(limits, require_isolation)
+    limits = SandboxLimits(timeout, memory_mb << 20, max_processes, max_output_kb << 10)
+    if sandbox is None:
+        sandbox = _linux_sandbox(limits, require_isolation)
+    elif require_isolation:
+        _check_sandbox(sandbox, limits)
+    else:
+        raise ConfigError("require_isolation=False has no effect on the given sandbox; leave it out")
     return _CodeExecution(column, limits, sandbox, max_workers or os.cpu_count() or 1)
 
 
-def _working_sandbox(limits: Limits, require_isolation: bool) -> Sandbox:
+def _linux_sandbox(limits: SandboxLimits, require_isolation: bool) -> Sandbox:
     """Return the most isolated sandbox that runs a test program here.
 
     Raises:
@@ -89,7 +98,7 @@ def _working_sandbox(limits: Limits, require_isolation: bool) -> Sandbox:
     """
     sandbox = LinuxSandbox(isolated=True)
     try:
-        result = sandbox.run("print(1)", "", limits)
+        _check_sandbox(sandbox, limits)
     except RewardError as error:
         if require_isolation:
             raise ConfigError(
@@ -98,16 +107,26 @@ def _working_sandbox(limits: Limits, require_isolation: bool) -> Sandbox:
             ) from error
         try:
             sandbox = LinuxSandbox(isolated=False)
-            result = sandbox.run("print(1)", "", limits)
+            _check_sandbox(sandbox, limits)
         except RewardError as second:
             raise ConfigError(f"programs cannot be run here, isolated or not ({second})") from second
         logger.warning("programs run without isolation, with the network and the user's files (%s)", error)
-    if result != Result("ok", "1\n"):
+    return sandbox
+
+
+def _check_sandbox(sandbox: Sandbox, limits: SandboxLimits) -> None:
+    """Run a program of one line.
+
+    Raises:
+        ConfigError: the limits are too low for any program.
+        RewardError: the sandbox could not be set up.
+    """
+    result = sandbox.run("print(1)", "", limits)
+    if result != SandboxResult("ok", "1\n"):
         raise ConfigError(
             f"a program of one line fails under {limits} (status {result.status!r}); allow "
             "more memory, output, processes or time"
         )
-    return sandbox
 
 
 @dataclass(frozen=True)
@@ -116,7 +135,7 @@ class _CodeExecution:
     __name__: ClassVar[str] = "code_execution_reward"
 
     column: str
-    limits: Limits
+    limits: SandboxLimits
     sandbox: Sandbox
     max_workers: int
 

@@ -16,7 +16,7 @@ from groupwise.errors import RewardError
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """Resource limits of one program.
 
     timeout: seconds of wall-clock time, and of CPU time per process.
@@ -31,7 +31,7 @@ class Limits:
     output: int
 
 
-class Result(NamedTuple):
+class SandboxResult(NamedTuple):
     """Exit status and standard output of a program."""
 
     status: Literal["ok", "failed", "timeout"]
@@ -39,9 +39,9 @@ class Result(NamedTuple):
 
 
 class Sandbox(Protocol):
-    """Interface of a sandbox."""
+    """Runs the programs of ``get_code_execution_reward``, which calls it from several threads."""
 
-    def run(self, program: str, stdin: str, limits: Limits) -> Result:
+    def run(self, program: str, stdin: str, limits: SandboxLimits) -> SandboxResult:
         """Run a Python program and wait until it and all processes it started have ended.
 
         Raises:
@@ -59,12 +59,12 @@ class LinuxSandbox:
 
     isolated: bool = True
 
-    def run(self, program: str, stdin: str, limits: Limits) -> Result:
+    def run(self, program: str, stdin: str, limits: SandboxLimits) -> SandboxResult:
         """Run a Python program; see :class:`Sandbox`."""
         return _run(program, stdin, limits, self.isolated)
 
 
-def _run(source: str, stdin: str, limits: Limits, isolated: bool) -> Result:
+def _run(source: str, stdin: str, limits: SandboxLimits, isolated: bool) -> SandboxResult:
     if sys.platform != "linux":
         raise RewardError("the sandbox could not be set up: it needs Linux")
     # Imported here: its module needs Linux.
@@ -119,7 +119,7 @@ def _run(source: str, stdin: str, limits: Limits, isolated: bool) -> Result:
         }
         written.seek(0)
         output = written.read(limits.output).decode("utf-8", errors="replace")
-        return Result(statuses.get(process.returncode, "timeout"), output)
+        return SandboxResult(statuses.get(process.returncode, "timeout"), output)
 
 
 def _wait(process: subprocess.Popen[bytes], timeout: float) -> str:
