@@ -81,6 +81,14 @@ def test_another_epoch_starts_at_its_first_prompt():
     assert source.take(2) == ["3a", "3b"]
 
 
+def test_a_mark_after_a_rollback_is_the_same_mark():
+    source = PromptSource(letters, ONE)
+    source.take(2)
+    source.rollback()
+    source.mark()
+    assert source.state_dict() == {"epoch": 0, "index": 0}
+
+
 def test_a_source_without_prompts_is_an_error():
     with pytest.raises(ConfigError, match="train_dataset gave no rows in epoch 1;"):
         PromptSource(lambda epoch: [], ONE).take(1)
@@ -206,8 +214,11 @@ def test_workers_read_the_same_rows(world_size):
             dataset_prompts(Rows(11), rank, world_size, num_workers=number) for number in (0, 1)
         )
         state = torch.get_rng_state()
-        for _ in range(4):  # more than an epoch
+        for batch in range(4):  # more than an epoch
             assert workers.take(3) == plain.take(3)
+            if batch == 1:
+                workers.mark()
+                plain.mark()
         workers.rollback()
         plain.rollback()
         assert workers.take(3) == plain.take(3)
