@@ -203,7 +203,7 @@ CORE = [
         ("shift_BT >= -settings.delta_low", "shift_BT >= settings.delta_low", VARIANTS),
         ("is None else inputs.sampler_logps_BT", "is None else inputs.old_logps_BT", VARIANTS),
         ("len(counts.group_tokens) * tokens_B1", "counts.sequences * tokens_B1", VARIANTS),
-        ("max(counts.group_tokens[group], 1)", "counts.tokens", VARIANTS),
+        ("max(counts.group_tokens.get(group, 0), 1)", "counts.tokens", VARIANTS),
         (" - mean_P1) / mean_P1", ") / mean_P1", VARIANTS),
         ("nan_to_num(nan=0.0)", "nan_to_num(nan=1.0)", VARIANTS),
         ("bool((rewards_PG < 0).any())", "False", VARIANTS),

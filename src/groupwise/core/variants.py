@@ -82,7 +82,8 @@ def prompt_mean(rows: WeightInputs, counts: WindowCounts) -> torch.Tensor:
 
     The "prompt average" of arXiv 2510.13786, section 3.2; P prompts of the window over all ranks.
     """
-    tokens = [max(counts.group_tokens[group], 1) for group in rows.group_ids_B.tolist()]
+    # The prompt of rows that pad an evaluation batch is not counted.
+    tokens = [max(counts.group_tokens.get(group, 0), 1) for group in rows.group_ids_B.tolist()]
     tokens_B1 = rows.mask_BT.new_tensor(tokens).unsqueeze(1)
     return rows.mask_BT * counts.world_size / (len(counts.group_tokens) * tokens_B1)
 
