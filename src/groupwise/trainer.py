@@ -29,7 +29,7 @@ from groupwise.data.build import (
     prompts_per_batch,
 )
 from groupwise.data.dynamic_sampling import DynamicBatch, DynamicSamplingSettings, LeftoverGroups
-from groupwise.data.image_checks import check_vision
+from groupwise.data.image_checks import check_vision, has_image_columns
 from groupwise.data.prompt_source import PromptSource
 from groupwise.data.rebalancing import WindowStats, cache_sized
 from groupwise.generation.base import GenerationBackend
@@ -145,7 +145,7 @@ class GRPOTrainer(
         agents = check_agents(tools, environment_factory, rollout_func)
         train_dataset, eval_dataset = add_environment_rows(train_dataset, eval_dataset, agents, args)
         check_data(train_dataset, eval_dataset, args)
-        check_backend(args, backend)
+        check_backend(args, backend, with_images=has_image_columns(train_dataset, eval_dataset))
         rewards = check_rewards(reward_funcs, reward_processing_classes, args, agents.reward_funcs)
         processing_class = load_processing_class(processing_class, model, args)
         check_chat_template(agents, processing_class, args)

@@ -14,7 +14,8 @@ from support.fake_backend import EchoBackend
 from support.fake_vllm import FakeVLLM
 
 from groupwise import ConfigError, GRPOConfig, register_backend
-from groupwise.generation.base import BACKENDS, GenerationBackend
+from groupwise.core.images import ImageInputs
+from groupwise.generation.base import BACKENDS, GenerationBackend, check_images
 from groupwise.generation.build import check_backend, make_backend
 from groupwise.generation.weight_iterator import PolicyWeights
 from groupwise.records import SamplingOptions
@@ -220,9 +221,17 @@ def test_a_backend_is_chosen_by_instance_or_by_name(tmp_path, monkeypatch):
 
 def test_images_need_a_backend_that_supports_them(tmp_path):
     config = GRPOConfig(str(tmp_path), bf16=False, use_cpu=True, report_to="none")
-    processor = runs.tokenizer()
-    processor.image_processor = object()
+    with pytest.raises(ConfigError, match="a column of images, but the backend 'EchoBackend' samples from"):
+        check_backend(config, EchoBackend(), with_images=True)
+    check_backend(config, EchoBackend())
+    check_backend(config, with_images=True)  # the policy itself
     model = runs.policy()
-    with pytest.raises(ConfigError, match="EchoBackend does not support prompts with images"):
-        make_backend(lambda: model, config, processor, EchoBackend())
-    assert make_backend(lambda: model, config, processor).supports_images
+    assert make_backend(lambda: model, config, runs.tokenizer()).supports_images
+
+
+def test_prompts_with_images_are_refused_by_a_backend_of_text():
+    with_image = ImageInputs({"pixel_values": torch.zeros(1, 3, 2, 2)})
+    check_images(EchoBackend(), [ImageInputs(), ImageInputs()])
+    check_images(EchoBackend(), None)
+    with pytest.raises(ConfigError, match="a prompt has images, but the backend 'EchoBackend' samples from"):
+        check_images(EchoBackend(), [ImageInputs(), with_image])

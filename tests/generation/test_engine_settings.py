@@ -11,12 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
+from support import tiny_vlm
 from support.runs import policy, prompts, tokenizer, trainer
 
-from groupwise import ConfigError, GRPOConfig
+from groupwise import ConfigError, GRPOConfig, GRPOTrainer
 from groupwise.errors import BackendError
 from groupwise.generation.vllm import engine
-from groupwise.generation.vllm.colocate import ColocatedBackend, make_backend
+from groupwise.generation.vllm.colocate import ColocatedBackend
 from groupwise.generation.vllm.tensor_parallel import TensorParallelGroup
 from groupwise.generation.vllm.transport import LocalSender, SharedMemorySender
 from groupwise.generation.vllm.weight_sync import FullWeightSync, LocalReceiver
@@ -251,8 +253,26 @@ def test_the_engine_is_told_the_architecture_of_a_policy_that_names_none(tmp_pat
     assert told == [["LlamaForCausalLM"]] and model.config.architectures is None
 
 
-def test_images_are_not_swallowed(tmp_path, monkeypatch):
-    processor = tokenizer()
-    processor.image_processor = object()
-    with pytest.raises(ConfigError, match="does not pass images"):
-        make_backend(policy, SimpleNamespace(), processor)
+def test_a_processor_without_images_starts_an_engine_for_text_alone(tmp_path, monkeypatch):
+    vllm = pytest.importorskip("vllm")
+    given = []
+
+    def start(**arguments):
+        given.append(arguments)
+        raise RuntimeError("far enough")
+
+    monkeypatch.setattr(vllm, "LLM", start)
+    rows = Dataset.from_dict({"prompt": ["w1"] * 8})
+    vision, processor = tiny_vlm.build("gemma3")
+    for model, processing_class in ((vision, processor), (policy(), tokenizer())):
+        config = GRPOConfig(str(tmp_path), use_vllm=True, max_completion_length=8, bf16=False, use_cpu=True)
+        with pytest.raises(RuntimeError, match="far enough"):
+            GRPOTrainer(model, lambda **_: [], config, rows, processing_class=processing_class)
+    assert [arguments.get("language_model_only") for arguments in given] == [True, None]
+
+
+def test_a_column_of_images_is_refused_before_anything_is_loaded(tmp_path):
+    config = GRPOConfig(str(tmp_path), use_vllm=True, vllm_mode="server", bf16=False, use_cpu=True)
+    rows = Dataset.from_dict({"prompt": ["w1"] * 8, "image": [None] * 8})
+    with pytest.raises(ConfigError, match="a column of images, but the backend 'server' samples from text"):
+        GRPOTrainer("no/such/model", lambda **_: [], config, rows)

@@ -25,7 +25,7 @@ from groupwise.agents.trajectory import Trajectory
 from groupwise.core.images import ImageInputs
 from groupwise.core.metrics import Mean, Metrics
 from groupwise.errors import AgentError, ConfigError
-from groupwise.generation.base import GenerationBackend
+from groupwise.generation.base import GenerationBackend, check_images
 from groupwise.records import RolloutBatch, SamplingOptions
 from groupwise.tokenization.images import check_no_images, insert_images, process_prompt, prompt_images
 from groupwise.tokenization.prompts import (
@@ -196,7 +196,9 @@ class MultiTurnRollouts:
             return
         contexts = [rollout.trajectory.context_ids for rollout in ready]
         limits = [rollout.trajectory.remaining_tokens for rollout in ready]
-        sampling = SamplingOptions(limits, _images(ready), generation_kwargs)
+        images = _images(ready)
+        check_images(backend, images)
+        sampling = SamplingOptions(limits, images, generation_kwargs)
         completions = backend.generate(contexts, sampling)
         for rollout, context_ids, completion in zip(ready, contexts, completions, strict=True):
             rollout.trajectory.append_sampled(completion)

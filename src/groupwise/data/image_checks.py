@@ -28,6 +28,16 @@ _UNSUPPORTED = {
 }
 
 
+def has_image_columns(
+    train_dataset: Dataset | IterableDataset | None,
+    eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None,
+) -> bool:
+    """Return True if a dataset has a column of images."""
+    datasets = data_checks.named_datasets(train_dataset, eval_dataset).values()
+    columns = {name for dataset in datasets for name in getattr(dataset, "column_names", None) or []}
+    return bool(columns & set(IMAGE_COLUMNS))
+
+
 def check_vision(
     policy: PreTrainedModel,
     processing_class: ProcessingClass,

@@ -11,6 +11,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from groupwise.config.grpo_config import GRPOConfig
+from groupwise.core.images import ImageInputs
+from groupwise.errors import ConfigError
 from groupwise.records import Completion, SamplingOptions
 from groupwise.registry import Registry
 from groupwise.tokenization.prompts import ProcessingClass
@@ -53,7 +55,7 @@ class GenerationBackend(ABC):
         end_tokens: token ids that end a completion.
         version: optimizer step of the weights it samples from; None forces the next ``sync_weights``.
         context_length: maximum number of prompt and completion tokens; None: the model's own limit.
-        supports_images: ``SamplingOptions.images`` is respected.
+        supports_images: ``SamplingOptions.images`` is respected; prompts with images are refused otherwise.
     """
 
     end_tokens: frozenset[int]
@@ -116,6 +118,20 @@ class GenerationBackend(ABC):
         """Release processes, connections and memory. May be called more than once."""
 
 
+def check_images(backend: GenerationBackend, images: Sequence[ImageInputs] | None) -> None:
+    """Raise ConfigError if a prompt has images and ``backend`` would not pass them to the model."""
+    if not backend.supports_images and any(inputs.arrays for inputs in images or ()):
+        raise images_unsupported("a prompt has images", type(backend).__name__)
+
+
+def images_unsupported(problem: str, backend: str) -> ConfigError:
+    """Return the error for images that a backend does not pass to the model."""
+    return ConfigError(
+        f"{problem}, but the backend {backend!r} samples from text alone; set use_vllm=False and "
+        "use_transformers_continuous_batching=False to generate with the policy, or drop the images"
+    )
+
+
 class BackendFactory(Protocol):
     """Constructor of a backend.
 
@@ -143,10 +159,12 @@ class BackendEntry:
         factory: constructs the backend after the policy was loaded.
         check_settings: raises ConfigError for settings that the backend does not support, before anything is
             loaded; None: nothing to check.
+        supports_images: as in :class:`GenerationBackend`, known before the backend is constructed.
     """
 
     factory: BackendFactory
     check_settings: Callable[[GRPOConfig], None] | None = None
+    supports_images: bool = False
 
 
 def text_tokenizer(processing_class: ProcessingClass) -> PreTrainedTokenizerBase:

@@ -9,27 +9,34 @@ from transformers import PreTrainedModel
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import chosen_backend, truncating
-from groupwise.errors import ConfigError
-from groupwise.generation.base import BACKENDS, GenerationBackend, ProcessingClass
-from groupwise.tokenization.images import image_suppress_tokens, is_processor
+from groupwise.generation.base import BACKENDS, GenerationBackend, ProcessingClass, images_unsupported
+from groupwise.tokenization.images import image_suppress_tokens
 
 logger = logging.getLogger(__name__)
 
 
-def check_backend(config: GRPOConfig, backend: str | GenerationBackend | None = None) -> None:
+def check_backend(
+    config: GRPOConfig, backend: str | GenerationBackend | None = None, *, with_images: bool = False
+) -> None:
     """Check the settings of the chosen backend before anything is loaded.
 
     Args:
         backend: the trainer's argument; None: the backend that ``config`` chooses.
+        with_images: a dataset has a column of images.
 
     Raises:
-        ConfigError: the name is not registered, or the backend does not support a setting.
+        ConfigError: the name is not registered, or the backend does not support a setting or images.
     """
     if isinstance(backend, GenerationBackend):
-        return
-    check_settings = BACKENDS.get(backend or chosen_backend(config)).check_settings
-    if check_settings is not None:
-        check_settings(config)
+        name, supports_images = type(backend).__name__, backend.supports_images
+    else:
+        name = backend or chosen_backend(config)
+        entry = BACKENDS.get(name)
+        supports_images = entry.supports_images
+        if entry.check_settings is not None:
+            entry.check_settings(config)
+    if with_images and not supports_images:
+        raise images_unsupported("a dataset has a column of images", name)
 
 
 def make_backend(
@@ -48,23 +55,13 @@ def make_backend(
             ``config`` chooses.
 
     Raises:
-        ConfigError: the backend does not support the policy or images.
+        ConfigError: the backend does not support the policy.
     """
     _warn_about_truncated_sampling(config)
     if isinstance(backend, GenerationBackend):
-        made = backend
-    else:
-        entry = BACKENDS.get(backend or chosen_backend(config))
-        made = entry.factory(
-            policy, config, processing_class, image_suppress_tokens(policy(), processing_class)
-        )
-    if is_processor(processing_class) and not made.supports_images:
-        raise ConfigError(
-            f"processing_class is a {type(processing_class).__name__}, but {type(made).__name__} does not "
-            "support prompts with images; set use_vllm=False and use_transformers_continuous_batching=False "
-            "to generate with the policy, or pass the tokenizer alone to train on text"
-        )
-    return made
+        return backend
+    entry = BACKENDS.get(backend or chosen_backend(config))
+    return entry.factory(policy, config, processing_class, image_suppress_tokens(policy(), processing_class))
 
 
 def _warn_about_truncated_sampling(config: GRPOConfig) -> None:

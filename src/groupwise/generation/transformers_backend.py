@@ -203,4 +203,4 @@ def generation_config(
     return GenerationConfig(**settings)
 
 
-ENTRY = BackendEntry(make_backend)
+ENTRY = BackendEntry(make_backend, supports_images=True)

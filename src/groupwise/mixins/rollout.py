@@ -12,7 +12,7 @@ from groupwise.agents import EnvironmentDrivenRollouts, MultiTurnRollouts
 from groupwise.agents.parsing import TurnParser
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.images import ImageInputs
-from groupwise.generation.base import GenerationBackend, text_tokenizer
+from groupwise.generation.base import GenerationBackend, check_images, text_tokenizer
 from groupwise.generation.rollout_func import call_rollout_function
 from groupwise.records import Completion, RolloutBatch, RolloutFunction, RolloutRequest, Row, SamplingOptions
 from groupwise.tokenization.images import (
@@ -131,6 +131,9 @@ class RolloutMixin:
 
         Returns:
             token ids per row, and with a processor image inputs per row (else None).
+
+        Raises:
+            ConfigError: a prompt has images, but the backend samples from text alone.
         """
         pairs: list[tuple[list[int], Any]] = []
         for index, row in enumerate(rows):
@@ -139,7 +142,10 @@ class RolloutMixin:
             else:
                 pairs.append(self._tokenize_row(row))
         ids = [ids for ids, _ in pairs]
-        return ids, [images for _, images in pairs] if is_processor(self.processing_class) else None
+        images = [images for _, images in pairs] if is_processor(self.processing_class) else None
+        if self.rollout_func is None:  # its completions come from elsewhere
+            check_images(self.backend, images)
+        return ids, images
 
     def _tokenize_row(self, row: Row) -> tuple[list[int], ImageInputs | None]:
         prompt = insert_images(row)

@@ -39,6 +39,7 @@ from groupwise.generation.vllm.weight_sync import (
     adapter_arguments,
 )
 from groupwise.records import Completion, SamplingOptions
+from groupwise.tokenization.images import is_processor
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -199,7 +200,7 @@ def make_backend(
 ) -> ColocatedBackend:
     """Start an engine in this process; see :class:`groupwise.generation.base.BackendFactory`."""
     model: CausalLM = policy()
-    check_policy(model, processing_class)
+    check_policy(model)
     from vllm import LLM
 
     register()
@@ -215,6 +216,8 @@ def make_backend(
         processing_class.save_pretrained(directory)
         arguments = engine_arguments(config, directory, _dtype(config, base))
         only_adapter = bool(arguments.get("enable_lora"))
+        if is_processor(processing_class):  # a multimodal architecture, whose prompts here are text only
+            arguments.setdefault("language_model_only", True)
         if only_adapter:
             arguments |= adapter_arguments(model, directory)
         with preserve_model_classes(base):
@@ -232,13 +235,8 @@ def make_backend(
     )
 
 
-def check_policy(model: CausalLM, processing_class: ProcessingClass) -> None:
+def check_policy(model: CausalLM) -> None:
     """Raise ConfigError for a policy whose weights a vLLM engine cannot load."""
-    if hasattr(processing_class, "image_processor"):
-        raise ConfigError(
-            "use_vllm=True does not pass images to the engine; set use_vllm=False, or pass the tokenizer "
-            "alone as processing_class to train on text"
-        )
     if getattr(model, "is_quantized", False):
         raise ConfigError(
             "the policy is quantized, but use_vllm=True would load its weights into an engine that is not; "

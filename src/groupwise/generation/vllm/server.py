@@ -359,10 +359,10 @@ def make_backend(
     """Construct the backend; see :class:`groupwise.generation.base.BackendFactory`.
 
     Raises:
-        ConfigError: vLLM cannot load the policy's weights, or prompts may have images.
+        ConfigError: vLLM cannot load the policy's weights.
     """
     model = policy()
-    check_policy(model, processing_class)
+    check_policy(model)
     end_tokens = frozenset(find_end_tokens(model, text_tokenizer(processing_class)))
     return VLLMServerBackend(config, model.config, end_tokens, processing_class, suppress_tokens)
 
