@@ -43,7 +43,7 @@ def smollm2_path() -> Path:
 
 @pytest.fixture(autouse=True)
 def registrations_end_with_their_test():
-    """What a test registers is gone after it: other tests go through everything that is registered."""
+    """Remove the registrations of a test after it: other tests iterate over the registries."""
     from groupwise.core.advantages import ADVANTAGES, AGGREGATIONS
     from groupwise.core.objectives import OBJECTIVES
     from groupwise.core.weights import NORMALIZERS

@@ -23,7 +23,7 @@ def texts(findings, status: str) -> list[str]:
     return [finding.text for finding in findings if finding.status == status]
 
 
-def test_a_sound_run_passes(run_file, capfd):
+def test_a_valid_run_has_no_findings(run_file, capfd):
     assert main(["doctor", "--config", run_file(rewards=["my_rewards:even", "my_rewards:undecided"])]) == 0
     shown = " ".join(capfd.readouterr().out.split())  # lines are cut to the width of the terminal
     assert "4 completions at a time = 4 per device x 1 process(es) x 1 micro-batch(es)" in shown

@@ -34,7 +34,7 @@ def test_two_processes_train_one_run(run_file):
     assert "| world_size | 2 |" in card and "| generation_batch_size | 4 |" in card
 
 
-def test_a_mistake_is_told_by_rank(run_file):
+def test_invalid_input_is_reported_by_one_rank(run_file):
     # 4 x 2 processes make 8 completions at a time: no multiple of 3.
     done = launch("--config", run_file(num_generations=3))
     assert done.returncode != 0

@@ -84,7 +84,7 @@ def test_masking_goes_by_whole_names():
     }
 
 
-def test_short_values_of_secret_variables_do_not_eat_words(monkeypatch):
+def test_short_values_of_secret_variables_are_not_redacted(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "a")
     assert redact("a cat") == "a cat"
 

@@ -18,7 +18,7 @@ def usual_vllm(monkeypatch):
 
 
 def shown_command(capsys, *flags: str) -> tuple[list[str], str]:
-    """What a dry run prints: the words of the command, and the warnings."""
+    """Output of a dry run: the words of the command, and the warnings."""
     assert main(["vllm-serve", "--dry_run", *flags]) == 0
     shown = capsys.readouterr()
     return shlex.split(shown.out), shown.err

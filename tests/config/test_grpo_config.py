@@ -218,7 +218,7 @@ def test_json_flags(name):
 
 
 @pytest.mark.parametrize("text", ['{"revision": ', '["revision"]', "path/to/file.json"])
-def test_what_is_no_json_object_is_refused_by_name(text):
+def test_invalid_json_objects_are_refused_by_name(text):
     with pytest.raises(
         ConfigError, match=r"model_init_kwargs=.* is of type .*; allowed: None or dict or str"
     ):

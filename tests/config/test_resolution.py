@@ -43,7 +43,7 @@ def test_batch_and_steps_follow_from_each_other(build, given, size, steps):
     assert (config.generation_batch_size, config.steps_per_generation) == (size, steps)
 
 
-def test_generation_kwargs_set_the_field_that_says_the_same(build):
+def test_generation_kwargs_set_the_field_of_the_same_meaning(build):
     kwargs = {"temperature": 0.7, "max_new_tokens": 32, "do_sample": True}
     config = build(generation_kwargs=kwargs)
     assert (config.temperature, config.max_completion_length) == (0.7, 32)
@@ -156,7 +156,7 @@ def test_bf16_is_on_where_it_is_native(build, monkeypatch, caplog):
     assert "bf16" not in caplog.text
 
 
-def test_bf16_is_off_elsewhere_and_that_is_said_once(build, monkeypatch, caplog):
+def test_bf16_is_off_elsewhere_with_one_warning(build, monkeypatch, caplog):
     _on(monkeypatch, "cpu", native=False)
     assert [build(bf16=None).bf16, build(bf16=None).mixed_precision] == [False, "no"]
     said = [record.getMessage() for record in caplog.records if record.name == "groupwise.config.resolution"]
@@ -197,7 +197,7 @@ def test_cpus_with_avx512_bf16_or_amx_are_native(monkeypatch, avx512, amx, nativ
     assert computes_bf16_natively("cpu") is native
 
 
-def test_cuda_is_asked_without_emulation(monkeypatch):
+def test_cuda_bf16_support_is_queried_without_emulation(monkeypatch):
     # a device that only emulates bfloat16 answers True unless emulation is excluded
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     assert computes_bf16_natively("cuda") is False

@@ -1,4 +1,4 @@
-"""What must never change an update: padding, order, micro-batches, accumulation steps, ranks.
+"""Invariances of an update: padding, order, micro-batches, accumulation steps, ranks.
 
 The policy is linear, ℓ_it = x_it · θ: "the update" is one gradient with respect to θ however rows lie.
 Everything is float64: sums in another order differ by rounding only.

@@ -87,7 +87,7 @@ def test_a_checkpoint_does_not_repeat_the_last_product(monkeypatch):
         assert torch.equal(one, other)
 
 
-def test_other_precisions_and_vectors_take_the_usual_way():
+def test_other_dtypes_and_vectors_use_pytorch():
     layer = torch.nn.Linear(200, 130)
     plain = copy.deepcopy(layer)
     replace_linears(layer)
@@ -141,7 +141,7 @@ def test_nothing_is_packed_that_other_precisions_do_not_use():
         assert not layer.packing.weight_OI.is_mkldnn
 
 
-def test_only_large_plain_layers_change_and_the_rest_of_the_model_sees_nothing():
+def test_only_large_plain_linear_layers_are_replaced():
     model = torch.nn.Sequential(torch.nn.Linear(200, 130), torch.nn.Linear(200, 8), Quantised(200, 200))
     state = model.state_dict()
     assert replace_linears(model) == 1 and replace_linears(model) == 0

@@ -25,7 +25,7 @@ def test_training_replaces_linears_of_models_on_the_cpu(monkeypatch):
     assert called == ["malloc"]
 
 
-def test_training_leaves_linears_alone_where_something_else_rewrites_them(monkeypatch):
+def test_linears_are_not_replaced_where_another_library_replaces_them(monkeypatch):
     monkeypatch.setattr(cpu, "return_large_blocks", lambda: True)
     model = layers()
     cpu.install_cpu_training([model], onednn_linears=False)

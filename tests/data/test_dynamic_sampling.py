@@ -49,12 +49,12 @@ def group_rewards(rows, size, weights=(1.0,), **given):
         ([1e-3, 1.1e-3, 1e-3], True),
     ],
 )
-def test_groups_whose_rewards_differ(rewards, varies):
+def test_groups_with_reward_variance(rewards, varies):
     rows = [[reward] for reward in [0.0, 0.0, 1.0, *rewards]]
     assert has_variance(group_rewards(rows, 3)) == [True, varies]
 
 
-def test_functions_that_cancel_vary_only_one_by_one():
+def test_rewards_that_cancel_have_variance_only_when_normalized_first():
     rewards = group_rewards([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [1.0, 1.0]], 2, (1.0, 1.0))
     assert has_variance(rewards) == [False, False]
     assert has_variance(rewards, "normalize_then_sum") == [True, False]
@@ -247,7 +247,7 @@ def test_one_warning_per_run_names_the_groups_without_variance(caplog):
     assert caplog.text.count("after dynamic_sampling_max_rounds=1 rounds, 3 of the 3 groups") == 1
 
 
-def test_rounds_after_the_first_sample_what_the_shares_so_far_suggest():
+def test_later_rounds_are_sized_by_the_share_with_variance():
     # batches of 4: of the first 4 prompts two vary, so two missing groups need 4 more, of which all vary
     batch = DynamicBatch(LeftoverGroups(), settings_of(4, 2), list)
     prompts = Prompts({0, 1, 4, 5, 6, 7}, 2)
@@ -446,7 +446,7 @@ def test_groups_left_over_are_trained_on_next_with_the_log_probs_of_their_policy
     assert [line["dynamic_sampling/carried"] for line in logged] == [0, 2]
 
 
-def test_metrics_tell_of_everything_that_was_sampled(tmp_path):
+def test_metrics_count_every_sampled_group(tmp_path):
     run = trainer(
         tmp_path, planted({1}), train_dataset=numbered(28), dynamic_sampling=True, shuffle_dataset=False,
         rollout_func=by_place, max_steps=1,

@@ -248,7 +248,7 @@ def test_a_sampler_of_a_subclass_decides_the_order(tmp_path):
 
 
 @pytest.mark.parametrize("iterations", [1, 2])
-def test_a_loader_of_a_subclass_is_what_is_read(tmp_path, iterations):
+def test_prompts_come_from_the_loader_of_a_subclass(tmp_path, iterations):
     seen = []
 
     def reward(row, completion_ids, **_):

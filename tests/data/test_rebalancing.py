@@ -1,4 +1,4 @@
-"""A window cut anew: the same update, with less of it computed."""
+"""Rebalanced windows and skipped rows: the same update from less computation."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def assert_same_weights(run, other, tolerance):
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared_prefix"])
 @pytest.mark.parametrize("loss_type", LOSSES)
-def test_skipping_and_recutting_leave_the_update_as_it_is(tmp_path, loss_type, layout):
+def test_skipping_and_rebalancing_do_not_change_the_update(tmp_path, loss_type, layout):
     extra = {"epsilon_high": 2.0} if loss_type == "cispo" else {}
     settings = {"loss_type": loss_type, "num_iterations": 2, **extra}
     full = train(tmp_path, "full", sequence_layout="padded", skip_zero_advantage=False, **settings)
@@ -99,7 +99,7 @@ class Scored:
 
 @pytest.mark.parametrize("reuse", [{"num_iterations": 2}, {"steps_per_generation": 4}])
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared_prefix"])
-def test_a_reused_generation_is_scored_only_where_rows_will_be_computed(tmp_path, monkeypatch, layout, reuse):
+def test_old_log_probs_are_computed_only_for_rows_with_a_gradient(tmp_path, monkeypatch, layout, reuse):
     def run(name):
         model = policy()
         scored = Scored(model)
@@ -120,7 +120,7 @@ def test_a_reused_generation_is_scored_only_where_rows_will_be_computed(tmp_path
 
 
 @pytest.mark.parametrize("setting", [{"beta": 0.1}, {"beta": 0.1, "kl_in_reward": True}])
-def test_every_row_is_scored_where_the_reference_needs_it(tmp_path, setting):
+def test_log_probs_are_computed_for_all_rows_with_a_reference(tmp_path, setting):
     model = policy()
     scored = Scored(model)
     run = train(tmp_path, "run", model=model, max_steps=1, sequence_layout="padded", rewards=no_variance)
@@ -142,7 +142,7 @@ def test_rows_that_something_else_needs_are_computed(tmp_path, settings):
     assert run.state.log_history[0]["skipped_share"] == 0.0
 
 
-def test_an_objective_that_does_not_promise_to_be_flat_sees_every_row(tmp_path):
+def test_no_row_is_skipped_for_an_objective_without_zero_grad_at_zero_advantage(tmp_path):
     from groupwise import register_objective
 
     def pulled(terms, settings):

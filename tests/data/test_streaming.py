@@ -52,7 +52,7 @@ def stream(dataset: Dataset) -> IterableDataset:
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
-def test_a_stream_trains_as_the_same_rows_at_hand(tmp_path, workers):
+def test_a_stream_trains_as_a_dataset_of_the_same_rows(tmp_path, workers):
     common = {"max_steps": 5, "shuffle_dataset": False, "num_iterations": 2, "steps_per_generation": 2}
     assert_same_run(
         trained(tmp_path / "a", train_dataset=prompts(6), **common),
@@ -72,7 +72,7 @@ def test_a_stream_is_shuffled_by_its_own_buffer(tmp_path):
     )
 
 
-def test_every_pass_over_a_stream_has_an_order_of_its_own():
+def test_every_epoch_of_a_stream_has_a_different_order():
     def passes(workers):
         source = StreamPrompts(
             stream(prompts(8)),
@@ -228,7 +228,7 @@ def test_a_bad_row_of_a_stream_is_found_when_it_is_read(tmp_path, prompt, messag
     assert run.state.global_step == 2
 
 
-def test_a_bad_row_that_comes_to_be_when_it_is_read_is_named(tmp_path):
+def test_an_invalid_row_computed_on_access_is_named(tmp_path):
     class Made(torch.utils.data.Dataset):
         def __len__(self):
             return 6
@@ -257,7 +257,7 @@ def test_a_stream_needs_a_number_of_steps(tmp_path):
         trainer(tmp_path, train_dataset=Counting(), max_steps=-1)
 
 
-def test_prompts_that_are_cut_are_not_too_long(tmp_path):
+def test_max_prompt_length_applies_before_the_length_check(tmp_path):
     model = policy(max_position_embeddings=32)
     trainer(tmp_path, model=model, train_dataset=with_prompt(LONG), max_prompt_length=26)
     with pytest.raises(ConfigError, match="row 2: the prompt has 27 tokens"):

@@ -1,4 +1,4 @@
-"""One of two processes runs out of memory: the update is the same, or an error says why; nobody waits."""
+"""One of two processes runs out of memory: the update is the same, or every rank raises an error."""
 
 from __future__ import annotations
 

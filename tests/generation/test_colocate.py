@@ -109,7 +109,7 @@ def test_an_evaluation_samples_with_its_own_settings(run, monkeypatch):
     assert len(texts) > 1  # the run's own temperature again
 
 
-def test_prompts_beyond_what_the_engine_reads_at_once(run):
+def test_prompts_longer_than_a_prefill_batch(run):
     """Seeded requests on a CPU must be read whole."""
     prompts = [[4 + i, *range(4, 16)] * 8 for i in range(6)]  # 104 tokens each; 200 are read in one pass
     sync(run, run.model)
@@ -118,7 +118,7 @@ def test_prompts_beyond_what_the_engine_reads_at_once(run):
         torch.testing.assert_close(torch.tensor(completion.logps).double(), expected, atol=1e-4, rtol=0)
 
 
-def test_weights_are_sent_once_for_each_step_and_again_when_they_were_loaded(run):
+def test_weights_are_sent_once_per_step_and_after_loading(run):
     sync(run, run.model)
 
     class Unread(PolicyWeights):

@@ -22,7 +22,7 @@ def contains_e(completions, **_):
     return [float(completion[0]["content"].count("e")) for completion in completions]
 
 
-def test_two_steps_after_which_the_engine_answers_as_the_trainer(smollm2_path, tmp_path):
+def test_engine_and_trainer_agree_after_two_steps(smollm2_path, tmp_path):
     config = GRPOConfig(
         str(tmp_path),
         use_vllm=True,
@@ -60,7 +60,7 @@ def test_two_steps_after_which_the_engine_answers_as_the_trainer(smollm2_path, t
     assert old != new
 
 
-def test_rounding_for_the_engine_is_not_announced_for_every_weight():
+def test_dtype_conversion_warnings_of_the_engine_are_filtered():
     from vllm.model_executor.models import utils
 
     from groupwise.generation.vllm.receiver import ROUNDED

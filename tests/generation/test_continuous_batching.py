@@ -86,7 +86,7 @@ def test_an_unknown_setting_names_the_nearest(tmp_path):
     assert batching_config({"max_memory_percent": 0.2}).max_memory_percent == 0.2
 
 
-def test_what_it_would_leave_out_is_refused(tmp_path):
+def test_unsupported_sampling_settings_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="RepetitionPenalty"):
         backend(tmp_path, runs.policy(), repetition_penalty=1.2)
 

@@ -130,8 +130,8 @@ def test_greedy_completions_are_those_of_generate(name, seed, monkeypatch):
     assert by_groups(model, PROMPTS, settings()) == expected
 
 
-def test_the_cases_end_at_different_places():
-    """What the comparison above is worth: some rows end early, others reach the limit, and texts vary."""
+def test_compared_completions_have_different_lengths():
+    """The comparison above covers rows that end early, rows that reach the limit, and different texts."""
     lengths = {len(row.token_ids) for name in MODELS for row in by_groups(tiny(name), PROMPTS, settings())}
     assert len(lengths) >= 6 and 24 in lengths
 
@@ -217,14 +217,14 @@ def test_tokens_are_drawn_from_every_block_with_their_probabilities(size):
 
 @pytest.mark.skipif(not has_onednn(), reason="this PyTorch has no oneDNN")
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_logits_that_are_no_numbers_end_with_the_reason(value):
+def test_nan_logits_raise_a_backend_error(value):
     scores = torch.zeros(2, 600)
     scores[1, 3] = value
     with pytest.raises(BackendError, match="logits are NaN or infinite"):
         sample_tokens(scores, True)
 
 
-def test_every_generation_packs_the_weights_anew():
+def test_weights_are_packed_again_in_every_generation():
     changes = {**GROUPED, "vocab_size": 128, "hidden_size": 128, "head_dim": 64, "intermediate_size": 128}
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**changes, tie_word_embeddings=False)).eval()
@@ -318,7 +318,7 @@ def test_settings_beyond_single_rows_use_the_loop_of_generate(changes):
     assert not can_decode_groups(model, settings(use_cache=None))
 
 
-def test_a_generate_of_the_models_own_is_used():
+def test_an_overridden_generate_is_used():
     model = tiny("llama")
     assert can_decode_groups(model, settings())
     model.generate = partial(LlamaForCausalLM.generate, model)

@@ -1,4 +1,4 @@
-"""What a ``rollout_func`` may return, and what becomes of it."""
+"""Results of a ``rollout_func`` and the completions made of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def call(output: dict[str, Any], prompts: Any = CHATS) -> Any:
     return call_rollout_function(lambda prompts, trainer: output, prompts, None, frozenset([1]))
 
 
-def test_everything_it_may_return():
+def test_all_keys_of_a_rollout_function():
     prompt_ids, completions, extra = call(FULL)
     assert prompt_ids == [[5], [6, 7]]
     assert [completion.token_ids for completion in completions] == [[8, 9, 1], [8]]
@@ -37,13 +37,13 @@ def test_everything_it_may_return():
     assert extra == {"score": [0.25, 0.75]}
 
 
-def test_the_least_it_must_return():
+def test_required_keys_of_a_rollout_function():
     _, completions, extra = call({"prompt_ids": [[5], [6]], "completion_ids": [[1], [8, 1]]})
     assert [(c.logps, c.loss_mask, c.truncated) for c in completions] == [(None, None, False)] * 2
     assert extra == {}
 
 
-def test_it_may_append_messages_without_changing_the_data():
+def test_a_rollout_function_gets_copies_of_the_messages():
     prompts = [[dict(message) for message in prompt] for prompt in CHATS]
 
     def appends(given, trainer):
@@ -65,7 +65,7 @@ def test_it_may_append_messages_without_changing_the_data():
         ({"score": [1.0]}, "1 entries for 'score', but there are 2 prompts"),
     ],
 )
-def test_what_does_not_fit_is_named(changes, message):
+def test_invalid_results_are_named(changes, message):
     with pytest.raises(BackendError, match=re.escape(message)):
         call({**FULL, **changes})
 

@@ -44,14 +44,14 @@ def test_a_request_asks_for_all_samples_with_the_seed_and_the_sampled_tokens_log
     assert body == {"token_ids": [5, 6], "sampling_params": expected}
 
 
-def test_the_most_probable_tokens_are_asked_for_once(servers, fake):
+def test_greedy_samples_of_a_prompt_are_requested_once(servers, fake):
     (samples,) = ask(servers, samples=3, temperature=0.0)
     (body,) = [body for path, body in fake.bodies if path == GENERATE]
     assert body["sampling_params"]["n"] == 1  # vLLM refuses more
     assert [completion.token_ids for completion in samples] == [[6, 14, 0, 1]] * 3
 
 
-def test_a_log_prob_that_the_server_has_not_is_not_a_number(servers, fake):
+def test_a_missing_log_prob_is_nan(servers, fake):
     fake._generate = lambda body: {
         "choices": [
             {
@@ -75,7 +75,7 @@ def test_a_request_is_sent_again_when_its_answer_is_lost(servers, fake, failure)
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404])
-def test_a_refusal_is_not_repeated_and_says_why(servers, fake, status):
+def test_a_refused_request_is_not_repeated(servers, fake, status):
     fake.failures[GENERATE] = [status]
     with pytest.raises(BackendError, match=f"{status}: as planned") as caught:
         ask(servers)
@@ -83,14 +83,14 @@ def test_a_refusal_is_not_repeated_and_says_why(servers, fake, status):
     assert fake.seen[GENERATE] == 1
 
 
-def test_failing_again_and_again_ends_in_a_connection_error_with_the_servers_words(servers, fake):
+def test_repeated_server_errors_raise_a_connection_error_with_the_last_message(servers, fake):
     fake.failures[GENERATE] = [500] * 10
     with pytest.raises(ConnectionError, match=r"failed 4 times while generating 2 completions.*as planned"):
         ask(servers)
     assert fake.seen[GENERATE] == 4
 
 
-def test_without_a_server_the_error_says_how_to_start_one(fake):
+def test_without_a_server_the_error_has_the_start_command(fake):
     fake.close()
     client = VLLMServers([fake.url], timeout=0.5, start_command="vllm serve tiny")
     with pytest.raises(ConnectionError, match=r"vllm_server_timeout=0.5 s while connecting.*vllm serve tiny"):
@@ -139,7 +139,7 @@ def test_lost_weights_are_noticed_before_the_request_is_repeated(servers, fake):
     assert fake.seen[GENERATE] == 1
 
 
-def test_a_server_that_hangs_is_given_up(fake):
+def test_a_server_that_hangs_raises_an_error(fake):
     client = VLLMServers([fake.url], timeout=1.0)
     fake.failures[GENERATE] = ["hang"]
     with pytest.raises(ConnectionError, match="no progress for vllm_server_timeout=1 s while generating"):
@@ -147,7 +147,7 @@ def test_a_server_that_hangs_is_given_up(fake):
     client.close()
 
 
-def test_a_slow_server_is_waited_for_as_long_as_it_generates(fake):
+def test_a_slow_server_has_no_time_limit_while_it_generates(fake):
     client = VLLMServers([fake.url], timeout=3.0)
     fake.version = f"{client.run_id}:0"
 
@@ -230,7 +230,7 @@ def test_a_weight_call_is_sent_once(servers, fake):
     assert fake.seen["/update_weights"] == 1
 
 
-def test_an_address_must_be_one():
+def test_server_addresses_are_parsed():
     with pytest.raises(BackendError, match="ftp://x"):
         parse_url("ftp://x")
     assert parse_url("localhost:9000") == "http://localhost:9000"
@@ -248,7 +248,7 @@ def test_neighbouring_rows_of_a_prompt_are_one_request():
     assert requests[2].seed == requests[1].seed + 1
 
 
-def test_seeds_depend_on_what_they_should_and_on_nothing_else():
+def test_seeds_depend_on_run_seed_step_rank_and_prompt():
     def seed(prompts, at, **given):
         return group_requests(prompts, [4] * len(prompts), **{"seed": 0, "step": 2, "rank": 0, **given})[
             at

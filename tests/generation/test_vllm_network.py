@@ -60,18 +60,18 @@ def ask(client):
     return future
 
 
-def test_a_cut_that_heals_is_waited_for(far_away):
+def test_a_short_network_outage_delays_the_answer(far_away):
     client = VLLMServers([far_away], timeout=20.0)
     client.wait_until_up("connecting")
     future = ask(client)
     time.sleep(0.4)
     link("down")
-    threading.Timer(2.0, link, ["up"]).start()  # the answer is sent while nobody is there
+    threading.Timer(2.0, link, ["up"]).start()  # the answer is sent during the outage
     assert [completion.versions[0] for completion in future.result(timeout=60)] == [3, 3]
     client.close()
 
 
-def test_a_cut_that_lasts_ends_the_wait(far_away):
+def test_a_long_network_outage_raises_a_connection_error(far_away):
     client = VLLMServers([far_away], timeout=2.0)
     client.wait_until_up("connecting")
     future = ask(client)

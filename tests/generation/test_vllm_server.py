@@ -1,215 +1,337 @@
-"""Training on a real ``vllm serve``: weights arrive, and a server that is killed is no end of the run."""
+"""The server backend against stand-ins for vLLM: what it sends, and what it does when a server fails."""
 
 from __future__ import annotations
 
-import copy
-import importlib.util
+import logging
+import os
+import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
-from support.engine_runs import engine_greedy, greedy, policy, sync, trainer, trainer_logps
-from support.vllm_process import ServerProcess
-from transformers import TrainerCallback
+from safetensors.torch import load_file
+from support.fake_vllm import GENERATE, FakeVLLM
+from support.runs import policy, tokenizer
 
-from groupwise.generation.vllm import transport
-from groupwise.generation.vllm.client import fetch_num_tokens
+from groupwise import GRPOConfig
+from groupwise.errors import BackendError
+from groupwise.generation.vllm.server import VLLMServerBackend
 from groupwise.generation.weight_iterator import PolicyWeights
+from groupwise.records import SamplingOptions
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
+UPDATE = [
+    *("/pause", "/start_weight_update", "/update_weights", "/finish_weight_update"),
+    *("/reset_prefix_cache", "/resume"),
 ]
 
-PROMPTS = [[4, 5], [6], [7, 8, 9], [10, 11, 12, 13]]
-FOUR_STEPS = {"max_steps": 4, "per_device_train_batch_size": 8}  # of two prompts
+
+WEIGHTS = PolicyWeights(policy())
 
 
-@pytest.fixture(scope="module")
-def process(tmp_path_factory):
-    process = ServerProcess(tmp_path_factory.mktemp("server")).start()
-    yield process
-    process.kill()
+def backend_for(fake, tmp_path, **given):
+    settings = {"use_cpu": True, "bf16": False, "num_generations": 2, "max_completion_length": 8}
+    config = GRPOConfig(str(tmp_path), per_device_train_batch_size=4, **{**settings, **given})
+    config.vllm_server_base_url = (
+        ",".join(server.url for server in fake) if isinstance(fake, list) else fake.url
+    )
+    config.vllm_server_timeout = 2.0
+    return VLLMServerBackend(config, WEIGHTS.model.config, frozenset([1]))
 
 
 @pytest.fixture
-def server(process):
-    """Up when the test starts; if it died in it, its last words are shown and the next test has one again."""
-    yield process.revive()
-    process.revive()
-
-
-def run_for(server, directory, **given):
-    settings = {"vllm_mode": "server", "vllm_server_base_url": server.url, "vllm_server_timeout": 240.0}
-    return trainer(directory, **{**settings, "vllm_engine_kwargs": None, **given})
-
-
-def history(run):
-    kept = ("loss", "grad_norm", "reward", "completions/mean_length")
-    return [{name: line[name] for name in kept} for line in run.state.log_history if "loss" in line]
-
-
-@pytest.fixture(scope="module")
-def trained(process, tmp_path_factory):
-    """Two optimizer steps."""
-    made = run_for(process.wait(), tmp_path_factory.mktemp("run"))
-    made.train()
+def backend(fake, tmp_path):
+    made = backend_for(fake, tmp_path)
     yield made
-    made.backend.close()
+    made.close()
 
 
-def test_the_server_samples_from_the_weights_of_every_step(trained):
-    lines = [line for line in trained.state.log_history if "loss" in line]
-    assert len(lines) == 2 and trained.backend.version == 1
-    for line in lines:
-        assert line["staleness"] == 0 and line["time/sync"] > 0
-        assert line["sampling/sampling_logp_difference/max"] < 1e-3
+def wait_for(condition):
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
-def test_after_a_sync_greedy_output_is_the_trainers(trained):
-    before = engine_greedy(trained.backend, PROMPTS)
-    sync(trained, trained.model)
-    after = engine_greedy(trained.backend, PROMPTS)
-    assert after == greedy(trained.model, PROMPTS, 6, trained.backend.end_tokens)
-    assert after != before or trained.backend.version == 2
+def control_calls(fake):
+    """The calls that matter, in order; buckets of one update count once."""
+    calls = [path for path, _ in fake.bodies if path in (*UPDATE, GENERATE, "/init_weight_transfer_engine")]
+    same = zip(calls, ["", *calls], strict=False)
+    return [call for call, before in same if call != before or call != "/update_weights"]
 
 
-def test_log_probs_are_those_of_the_sampling_distribution(server, tmp_path):
-    run = run_for(server, tmp_path, temperature=0.7)
-    sync(run, run.model)
-    for prompt in PROMPTS[:2]:
-        for completion in run.backend.generate([prompt] * 2):
-            expected = trainer_logps(run.model, prompt, completion.token_ids, 0.7)
-            # Both compute in float32.
-            assert torch.tensor(completion.logps).double().sub(expected).abs().max() < 1e-4
-            assert completion.versions == [0] * len(completion.token_ids)
-    run.backend.close()
+def test_weights_come_first_and_once_per_step(backend, fake):
+    with pytest.raises(BackendError, match="call sync_weights"):
+        backend.generate([[3]])
+    backend.sync_weights(WEIGHTS, step=4)
+    backend.sync_weights(WEIGHTS, step=4)
+    completions = backend.generate([[3], [3], [5]])
+    assert control_calls(fake) == ["/init_weight_transfer_engine", *UPDATE, GENERATE, GENERATE]
+    assert [c.token_ids[0] for c in completions] == [3, 3, 5]
+    assert [c.token_ids[2] for c in completions] == [0, 1, 0]  # two samples of one request, one of another
+    assert completions[0].versions == [4] * 4
+    backend.sync_weights(WEIGHTS, step=5)
+    assert backend.generate([[3]])[0].versions == [5] * 4
 
 
-def test_weights_arrive_in_the_middle_of_completions_and_every_token_says_which_sampled_it(server, tmp_path):
-    run = run_for(server, tmp_path, max_completion_length=100, temperature=1.5)
-    sync(run, run.model)
-    run.backend.end_tokens, run.backend.sampling["stop_token_ids"] = frozenset(), []
-    run.backend.sampling["ignore_eos"] = True
-    # Eight times what the server runs at once: some are under way whenever the weights arrive.
-    prompts = [[4 + i] for i in range(16) for _ in range(16)]
-    weights = [copy.deepcopy(run.model)]
-    with torch.no_grad():
-        for parameter in run.model.parameters():  # keys and values change too
-            parameter.mul_(0.9)
-    weights.append(run.model)
-    (http,) = run.backend.servers.servers
-    client = run.backend.servers
-    before = client.run(fetch_num_tokens(http))
-    run.backend.prefetch(prompts, step=1)
-    end = time.monotonic() + 120
-    while client.run(fetch_num_tokens(http)) < before + 50 and time.monotonic() < end:
-        pass
-    client.pause()  # the tiny model would finish all of them while a busy machine prepares the weights
-    run.backend.sync_weights(PolicyWeights(run.model), step=1)
-    completions = run.backend.generate(prompts)
-    mixed = [(p, c) for p, c in zip(prompts, completions, strict=True) if len(set(c.versions)) == 2]
-    assert mixed
-    for prompt, completion in mixed:
-        assert completion.versions == sorted(completion.versions) and len(completion.versions) == 100
-        by_version = [trainer_logps(model, prompt, completion.token_ids, 1.5) for model in weights]
-        # Keys and values of the tokens before the swap are those of the new weights too.
-        expected = torch.stack([by_version[v][i] for i, v in enumerate(completion.versions)])
-        assert torch.tensor(completion.logps).double().sub(expected).abs().max() < 1e-4
-    run.backend.close()
+def test_weights_are_sent_under_checkpoint_names(backend, fake):
+    received = {}
+    answer = fake.answer
+
+    def load(path, query, body):
+        if path == "/update_weights" and body["update_info"].get("path"):
+            received.update(load_file(body["update_info"]["path"]))
+        return answer(path, query, body)
+
+    fake.answer = load
+    backend.sync_weights(WEIGHTS, step=0)
+    expected = WEIGHTS.model.state_dict()
+    assert received.keys() >= expected.keys() - {"lm_head.weight"}
+    assert all((received[name] == expected[name]).all() for name in received)
 
 
-def test_a_run_that_generates_ahead(server, tmp_path):
-    run = run_for(server, tmp_path, max_steps=3, rollout_staleness=1)
-    run.train()
-    behind = [line["staleness"] for line in run.state.log_history if "loss" in line]
-    assert behind[0] == 0 and all(0 < steps <= 1 for steps in behind[1:])
-    run.backend.close()
+def test_row_limits_and_the_context_of_the_server_are_respected(backend, fake):
+    backend.sync_weights(WEIGHTS, step=0)
+    assert [len(c.token_ids) for c in backend.generate([[3], [3], [4]], SamplingOptions([1, 4, 2]))] == [
+        1,
+        4,
+        2,
+    ]
+    assert len(backend.generate([[3] * 126])[0].token_ids) == 2  # of 128
+    with pytest.raises(BackendError, match=r"128 tokens leaves no room.*--max-model-len 128"):
+        backend.generate([[3] * 128])
 
 
-@pytest.fixture(scope="module")
-def undisturbed(process, tmp_path_factory):
-    """What a run is that nothing happens to."""
-    made = run_for(process.wait(), tmp_path_factory.mktemp("undisturbed"), **FOUR_STEPS)
-    made.train()
-    made.backend.close()
-    return made
+def test_a_server_restarted_empty_gets_the_weights_again_and_the_run_goes_on(backend, fake):
+    backend.sync_weights(WEIGHTS, step=4)
+    before = backend.state_dict()
+    undisturbed = backend.generate([[3], [3], [5]])
+    fake.version = "default"
+    backend.load_state_dict(before)
+    assert backend.generate([[3], [3], [5]]) == undisturbed
+    assert fake.seen["/start_weight_update"] == 2
 
 
-def assert_same_run(run, other):
-    assert history(run) == history(other)
-    for name, weight in other.model.state_dict().items():
-        assert torch.equal(weight, run.model.state_dict()[name])
+@pytest.mark.parametrize("path", ["/init_weight_transfer_engine", *UPDATE])
+@pytest.mark.parametrize("failure", [500, "drop"])
+def test_an_update_that_fails_is_made_again_from_its_start(backend, fake, path, failure):
+    fake.failures[path] = [failure]
+    backend.sync_weights(WEIGHTS, step=4)
+    assert control_calls(fake)[-len(UPDATE) :] == UPDATE and not fake.paused
+    assert backend.generate([[3]])[0].versions == [4] * 4
 
 
-@pytest.mark.timeout(1200)  # the server starts three times
-def test_a_server_that_is_killed_leaves_no_trace_in_the_history(server, undisturbed, tmp_path):
-    disturbed = run_for(server, tmp_path, **FOUR_STEPS)
-    ask, push = disturbed.backend._submit, transport.SharedMemorySender.send
-    killed = []
-
-    def kill_once(when):
-        if when not in killed:
-            killed.append(when)
-            server.kill()
-            server.start()
-
-    def ask_and_kill(requests, sampling):
-        ask(requests, sampling)
-        if disturbed.state.global_step == 1:
-            kill_once("generating")
-
-    def kill_and_send(sender, bucket, receiver):
-        if disturbed.state.global_step == 3:
-            kill_once("taking weights")
-        push(sender, bucket, receiver)
-
-    class KillBetween(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 2:
-                kill_once("doing nothing")
-
-    disturbed.add_callback(KillBetween())
-    disturbed.backend._submit = ask_and_kill
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transport.SharedMemorySender, "send", kill_and_send)
-        disturbed.train()
-    assert killed == ["generating", "doing nothing", "taking weights"]
-    assert_same_run(disturbed, undisturbed)
-    disturbed.backend.close()
+def test_updates_that_keep_failing_end_in_a_connection_error(backend, fake):
+    fake.failures["/update_weights"] = [500] * 20
+    with pytest.raises(ConnectionError, match=r"sending weights .* failed 4 times.*as planned"):
+        backend.sync_weights(WEIGHTS, step=4)
+    assert backend.version is None
 
 
-def test_one_of_two_servers_out_of_memory_for_good_and_the_run_goes_on_with_the_other(
-    server, undisturbed, tmp_path
-):
-    (tmp_path / "second").mkdir()
-    second = ServerProcess(tmp_path / "second").start().wait()
-    both = f"{server.url},{second.url}"
-    settings = {**FOUR_STEPS, "save_strategy": "steps", "save_steps": 100}
-    cut = run_for(server, tmp_path / "run", vllm_server_base_url=both, **settings)
-    ask = cut.backend._submit
+def test_a_server_that_loses_its_weights_repeatedly_raises_an_error(backend, fake):
+    backend.sync_weights(WEIGHTS, step=4)
+    answer = fake.answer
 
-    def ask_and_fail(requests, sampling):
-        if cut.state.global_step == 2:
-            second.out_of_memory.touch()
-            cut.backend.servers.servers[1].timeout = 5.0  # nobody starts it again
-        ask(requests, sampling)
+    def forget(path, query, body):
+        fake.version = "default" if path == GENERATE else fake.version
+        return answer(path, query, body)
 
-    cut.backend._submit = ask_and_fail
-    try:
-        with pytest.raises(ConnectionError, match=rf"{second.url} .*5 s while generating .*start it with"):
-            cut.train()
-        assert not second.out_of_memory.exists() and "OutOfMemoryError" in second.log.read_text()
-    finally:
-        second.kill()
-    resumed = run_for(server, tmp_path / "run", **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
-    assert_same_run(resumed, undisturbed)
-    resumed.backend.close()
+    fake.answer = forget
+    with pytest.raises(BackendError, match=r"lost their weights 4 times.*another run"):
+        backend.generate([[3]])
 
 
-def test_another_model_is_refused_before_training(server, tmp_path):
-    run = run_for(server, tmp_path, model=policy(hidden_size=128))
-    with pytest.raises(RuntimeError, match=r"hidden_size=64, but the policy has 128"):
-        run.train()
+def test_after_an_error_the_backend_can_be_used_again(backend, fake):
+    backend.sync_weights(WEIGHTS, step=4)
+    fake.failures[GENERATE] = [400]
+    with pytest.raises(BackendError, match="400"):
+        backend.generate([[3]])
+    backend.sync_weights(WEIGHTS, step=4)
+    assert backend.generate([[3]])[0].versions == [4] * 4
+
+
+@pytest.mark.distributed
+def test_two_processes_recover_together_and_end_together(tmp_path):
+    worker = Path(__file__).parents[1].joinpath("support", "server_worker.py")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    done = subprocess.run(
+        [*launcher, str(worker), str(port), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "ACCELERATE_USE_CPU": "true"},
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert all(f"process {rank} ended" in done.stdout for rank in (0, 1))
+
+
+def test_two_servers_return_the_completions_of_one(fake, tmp_path):
+    second = FakeVLLM()
+    second.info = fake.info
+    prompts = [[3], [3], [5], [7]]
+    answers = []
+    for servers in ([fake], [fake, second]):
+        backend = backend_for(servers, tmp_path)
+        backend.sync_weights(WEIGHTS, step=4)
+        answers.append(backend.generate(prompts))
+        backend.close()
+    assert answers[0] == answers[1] and second.seen[GENERATE] == 1
+    second.close()
+
+
+@pytest.mark.parametrize("path", [GENERATE, "/start_weight_update", "/update_weights"])
+def test_a_lost_server_is_named_and_the_other_can_be_used_alone(fake, tmp_path, path):
+    second = FakeVLLM()
+    second.info = fake.info
+    backend = backend_for([fake, second], tmp_path)
+    backend.config.vllm_server_timeout = 1.0
+
+    def die():
+        second.close()
+        return "drop"
+
+    second.failures[path] = [die]
+    with pytest.raises(ConnectionError, match=rf"no vLLM server was ready at {second.url} within .*1 s"):
+        backend.sync_weights(WEIGHTS, step=4)
+        backend.generate([[3], [3], [5]])
+    alone = backend_for(fake, tmp_path)
+    alone.sync_weights(WEIGHTS, step=4)
+    assert [c.versions for c in alone.generate([[3], [3], [5]])] == [[4] * 4] * 3 and not fake.paused
+    # No update was left open: each that began was finished.
+    assert fake.seen["/finish_weight_update"] >= fake.seen["/start_weight_update"]
+    alone.close()
+
+
+MISFITS = {
+    "raw log-probs at a temperature": (
+        {"logprobs_mode": "raw_logprobs"},
+        {"temperature": 0.7},
+        "--logprobs-mode processed_logprobs",
+    ),
+    "logits": ({"logprobs_mode": "processed_logits"}, {}, "--logprobs-mode processed_logprobs"),
+    "a short context": (
+        {"max_model_len": 16},
+        {"max_prompt_length": 9},
+        "--max-model-len 16 is less than 17",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_a_server_that_does_not_fit_is_refused_before_training(fake, tmp_path, name):
+    changes, settings, message = MISFITS[name]
+    fake.info["model_config"].update(changes)
+    with pytest.raises(BackendError, match=message):
+        backend_for(fake, tmp_path, **settings).sync_weights(WEIGHTS, step=0)
+    assert fake.seen["/pause"] == 0
+
+
+@pytest.mark.parametrize(
+    ("transfer", "message"),
+    [
+        (None, "takes no weights; start it with --weight-transfer-config"),
+        ({"backend": "sharded_rdt"}, "allowed: groupwise, nccl, ipc"),
+        ({"backend": "nccl"}, "trains on cpu; start it with the backend 'groupwise'"),
+    ],
+)
+def test_a_server_whose_weights_cannot_be_replaced_is_refused(backend, fake, transfer, message):
+    fake.info["weight_transfer_config"] = transfer
+    with pytest.raises(BackendError, match=message):
+        backend.sync_weights(WEIGHTS, step=0)
+
+
+def test_a_server_with_fewer_places_than_samples_is_refused(backend, fake):
+    fake.info["scheduler_config"]["max_num_seqs"] = 1
+    with pytest.raises(BackendError, match="raise --max-num-seqs"):
+        backend.sync_weights(WEIGHTS, step=0)
+
+
+def test_another_model_is_refused(backend, fake, tmp_path):
+    policy(vocab_size=99).config.save_pretrained(tmp_path / "other")
+    fake.info["model_config"]["model"] = str(tmp_path / "other")
+    with pytest.raises(
+        BackendError, match=r"other with vocab_size=99, but the policy has 32; serve that model"
+    ):
+        backend.sync_weights(WEIGHTS, step=0)
+
+
+def test_another_tokenizer_is_refused(backend, fake):
+    backend.tokenizer = tokenizer()
+    answer = fake.answer
+    fake.answer = lambda path, q, body: {"tokens": [7, 8]} if path == "/tokenize" else answer(path, q, body)
+    with pytest.raises(BackendError, match="tokenizer of tiny is not the policy's"):
+        backend.sync_weights(WEIGHTS, step=0)
+
+
+def test_raw_log_probs_are_accepted_at_temperature_one(fake, tmp_path):
+    fake.info["model_config"]["logprobs_mode"] = "raw_logprobs"
+    backend = backend_for(fake, tmp_path, temperature=1.0)
+    backend.sync_weights(WEIGHTS, step=0)
+    backend.close()
+
+
+def test_another_dtype_is_warned_of(backend, fake, caplog):
+    fake.info["model_config"]["dtype"] = "torch.bfloat16"
+    with caplog.at_level(logging.WARNING):
+        backend.sync_weights(WEIGHTS, step=0)
+    assert (
+        "computes in bfloat16 and the trainer in float32" in caplog.text and "--dtype float32" in caplog.text
+    )
+
+
+def test_without_a_server_the_error_names_the_command(fake, tmp_path):
+    fake.close()
+    backend = backend_for(fake, tmp_path)
+    backend.config.vllm_server_timeout = 0.3
+    with pytest.raises(ConnectionError, match=r"VLLM_SERVER_DEV_MODE=1.*vllm.* --weight-transfer-config"):
+        backend.sync_weights(WEIGHTS, step=0)
+
+
+def test_prefetched_requests_are_not_repeated(backend, fake):
+    backend.sync_weights(WEIGHTS, step=4)
+    backend.prefetch([[3], [3], [5]], step=5)
+    wait_for(lambda: len(backend.state_dict()["finished"]) == 2)
+    backend.sync_weights(WEIGHTS, step=5)
+    completions = backend.generate([[3], [3], [5]])
+    assert fake.seen[GENERATE] == 2
+    assert [c.versions[0] for c in completions] == [4] * 3  # the weights that sampled it, not the newest
+
+
+def test_a_prefetched_request_is_repeated_after_the_server_lost_its_weights(backend, fake):
+    backend.sync_weights(WEIGHTS, step=4)
+    fake.version = "default"
+    backend.prefetch([[3], [3]], step=5)
+    backend.sync_weights(WEIGHTS, step=5)
+    assert [c.versions[0] for c in backend.generate([[3], [3]])] == [5, 5]
+
+
+def test_a_prompt_repeated_within_a_step_gets_other_samples(backend, fake):
+    backend.sync_weights(WEIGHTS, step=4)
+    first, second = backend.generate([[3], [3]]), backend.generate([[3], [3]])
+    seeds = [body["sampling_params"]["seed"] for path, body in fake.bodies if path == GENERATE]
+    assert seeds[1] == seeds[0] + 2 and first != second
+    backend.sync_weights(WEIGHTS, step=5)
+    backend.generate([[3], [3]])
+    assert fake.bodies[-1][1]["sampling_params"]["seed"] not in (*seeds, seeds[1] + 2)
+
+
+def test_finished_prefetched_completions_are_restored_and_others_are_requested_again(backend, fake, tmp_path):
+    backend.sync_weights(WEIGHTS, step=4)
+    backend.prefetch([[3], [3], [5]], step=5)
+    wait_for(lambda: len(backend.state_dict()["finished"]) == 2)
+    state = backend.state_dict()
+    del state["finished"][1]
+    torch.save(state, tmp_path / "state.pt")
+    resumed = backend_for(fake, tmp_path)
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    resumed.sync_weights(WEIGHTS, step=5)
+    asked = fake.seen[GENERATE]
+    again = resumed.generate([[3], [3], [5]])
+    assert fake.seen[GENERATE] == asked + 1
+    assert [c.versions[0] for c in again] == [4, 4, 5]
+    resumed.close()

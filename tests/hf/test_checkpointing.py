@@ -79,7 +79,7 @@ def test_find_checkpoint_without_resuming(tmp_path: Path, nothing: Any) -> None:
     assert find_checkpoint(nothing, str(tmp_path)) is None
 
 
-def test_find_checkpoint_refuses_what_is_not_there(tmp_path: Path) -> None:
+def test_find_checkpoint_refuses_a_missing_directory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="contains no checkpoint"):
         find_checkpoint(True, str(tmp_path))
     with pytest.raises(ConfigError, match="contains no checkpoint"):
@@ -118,7 +118,7 @@ def test_resuming_from_weights_alone_is_refused(tmp_path: Path) -> None:
         make_trainer(tmp_path).train(resume_from_checkpoint=True)
 
 
-def test_a_resume_says_which_settings_have_reordered_the_prompts(tmp_path: Path, caplog: Any) -> None:
+def test_changed_settings_that_reorder_prompts_are_reported_on_resume(tmp_path: Path, caplog: Any) -> None:
     settings = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "steps_per_generation": 2}
     trainer(tmp_path, **settings).train()
     trainer(tmp_path, **{**settings, "max_steps": 2}).train(resume_from_checkpoint=True)
@@ -130,14 +130,14 @@ def test_a_resume_says_which_settings_have_reordered_the_prompts(tmp_path: Path,
     )
 
 
-def test_a_moving_reference_that_was_never_saved_is_refused(tmp_path: Path) -> None:
+def test_resuming_without_the_weights_of_a_synced_reference_is_refused(tmp_path: Path) -> None:
     settings = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "beta": 0.1}
     trainer(tmp_path, **settings).train()
     with pytest.raises(ConfigError, match=r"written without it.*resume with sync_ref_model=False"):
         trainer(tmp_path, **settings, sync_ref_model=True).train(resume_from_checkpoint=True)
 
 
-def test_a_moving_reference_that_is_not_resumed_is_told(tmp_path: Path, caplog: Any) -> None:
+def test_ignored_weights_of_a_synced_reference_are_reported(tmp_path: Path, caplog: Any) -> None:
     settings = {"save_strategy": "steps", "save_steps": 1, "beta": 0.1}
     trainer(tmp_path, **settings, max_steps=1, sync_ref_model=True).train()
     trainer(tmp_path, **settings, max_steps=2, sync_ref_model=True).train(resume_from_checkpoint=True)
@@ -250,7 +250,7 @@ def test_a_second_run_in_the_same_directory(tmp_path: Path) -> None:
     assert all(torch.equal(second.model.state_dict()[name], saved[name]) for name in saved)
 
 
-def test_what_a_crash_left_does_not_enter_the_next_checkpoint(tmp_path: Path) -> None:
+def test_files_left_by_a_crash_are_not_in_the_next_checkpoint(tmp_path: Path) -> None:
     _write(staging_dir(str(tmp_path)) / "checkpoint-1", rng_state_5="of a larger run")
     make_trainer(tmp_path, max_steps=1).train()
     assert "rng_state_5" not in _names(tmp_path / "checkpoint-1")

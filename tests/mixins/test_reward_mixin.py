@@ -45,7 +45,7 @@ def rollouts(lengths=(1, 3), **given):
 
 @pytest.fixture
 def other_rank(monkeypatch):
-    """What the other rank contributes when rewards are gathered; by default nothing."""
+    """Contribution of the other rank when rewards are gathered; by default none."""
     other = []
     monkeypatch.setattr(reward_module, "gather_object", lambda own: [*own, *other])
     return other

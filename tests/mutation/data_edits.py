@@ -12,7 +12,7 @@ PROMPTS = (
     "-k",
     "not subclass and not failed_step and not plain_loader",
 )
-STREAMS = ("tests/data/test_streaming.py", "-k", "pass_over or checked_with")
+STREAMS = ("tests/data/test_streaming.py", "-k", "different_order or checked_with")
 EXCHANGE = ("tests/distributed/test_rebalancing_memory.py", "-k", "2")
 
 
@@ -160,7 +160,7 @@ DATA = [
         (
             "zero_grad = zero_grad and OBJECTIVES",
             "zero_grad = zero_grad or OBJECTIVES",
-            (TRAINING, "-k", "flat or subclass"),
+            (TRAINING, "-k", "zero_grad or subclass"),
         ),
     ),
     *_sampling(

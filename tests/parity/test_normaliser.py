@@ -1,4 +1,4 @@
-"""Where TRL's update is an approximation: ours against the exact one in float64, and TRL's beside it."""
+"""Updates that TRL approximates: ours against the exact one in float64, and TRL's beside it."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ CORRECTED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CORRECTED)
 def test_corrected_training(name: str, policy: Policy, tmp_path: Path) -> None:
-    """TRL's trainer, told that another engine sampled, against ours; the correction makes a difference."""
+    """TRL's trainer, with log-probs of another sampler, against ours; the correction makes a difference."""
     options = {
         "learning_rate": 0.03,
         "vllm_importance_sampling_mode": name.split()[0],

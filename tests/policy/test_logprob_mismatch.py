@@ -40,7 +40,7 @@ def sharp_policy(seed=0):
 
 @torch.no_grad()
 def reported(model, rows, temperature=1.0, front=(), dropped=0, autocast=False, nucleus=None):
-    """What a sampler would report, one row at a time from the model's logits: (B, C)."""
+    """Log-probs of a sampler, one row at a time from the model's logits: (B, C)."""
     logps = []
     for prompt, mask, completion in zip(
         rows.prompt_ids_BL, rows.prompt_mask_BL, rows.completion_ids_BT, strict=True
@@ -61,7 +61,7 @@ def make_check(action="warn", every=20, temperature=1.0):
     return LogprobMismatchCheck(settings, HeadSettings("chunked", temperature), lambda total: total)
 
 
-def test_the_same_policy_passes_and_says_how_close_it_is(caplog):
+def test_the_same_policy_passes_and_the_difference_is_a_metric(caplog):
     model, rows = sharp_policy(), batch()
     rows = replace(rows, sampler_logps_BT=reported(model, rows))
     metrics = make_check("error").check(model, rows, FRESH)
@@ -127,7 +127,7 @@ def test_the_message_links_to_a_section_that_exists(caplog):
     assert "## Log-prob mismatch" in page.read_text().splitlines()
 
 
-def test_the_trainer_at_another_temperature_than_one(caplog):
+def test_a_sampling_temperature_other_than_one(caplog):
     model, rows = sharp_policy(), batch()
     right = replace(rows, sampler_logps_BT=reported(model, rows, temperature=0.8))
     make_check("error", temperature=0.8).check(model, right, FRESH)
@@ -136,7 +136,7 @@ def test_the_trainer_at_another_temperature_than_one(caplog):
         make_check("error", temperature=0.8).check(model, raw, FRESH)
 
 
-def test_it_looks_at_the_first_two_generations_and_then_every_so_often():
+def test_the_first_two_generations_are_checked_and_then_one_in_an_interval():
     model, rows = sharp_policy(), batch()
     rows = replace(rows, sampler_logps_BT=reported(model, rows))
     one = make_check(every=4)
@@ -185,7 +185,7 @@ def wrong_logps(prompts, trainer):
     }
 
 
-def test_a_run_stops_before_it_trains_on_them(tmp_path):
+def test_mode_error_stops_before_training_on_mismatched_completions(tmp_path):
     trainer = runs.trainer(tmp_path, rollout_func=wrong_logps, logprob_mismatch_check="error")
     with pytest.raises(BackendError, match="the sampler's log-probs differ from the trainer's"):
         trainer.train()

@@ -75,7 +75,7 @@ def test_the_epsilon_keeps_equal_rewards_at_zero_and_tiny_spreads_small():
     assert got.tolist() == pytest.approx([-0.2929, 0.2929], abs=1e-4)
 
 
-def test_none_reward_is_out_of_the_statistics():
+def test_a_none_reward_does_not_count_in_the_statistics():
     """1, None, 3: mean 2 and std √2 of the two that are there; the missing one gets 0."""
     got = ADVANTAGES["group_mean"](to_core([[1.0], [None], [3.0]], [1.0], 3), AdvantageSettings())
     value = 1 / (math.sqrt(2) + 1e-4)

@@ -59,14 +59,14 @@ def test_the_whole_quantile_keeps_every_token_even_when_all_are_equal():
         assert bool((values >= entropy_threshold(values, top)).all())
 
 
-def test_no_token_keeps_none():
+def test_the_entropy_threshold_without_tokens_is_infinite():
     assert entropy_threshold(torch.zeros(0), 0.2).item() == math.inf
 
 
 @pytest.mark.parametrize("sampler", [False, True])
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("threshold", [-0.2, 0.1, 0.45])
-def test_off_policy_keep(sampler, per_token, threshold):
+def test_off_policy_mask_by_threshold(sampler, per_token, threshold):
     b = cases.batch(per_token_advantages=per_token, sampler=sampler)
     advantages = cases.tensor(b.advantages)
     keep = off_policy_keep(

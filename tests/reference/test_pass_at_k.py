@@ -107,7 +107,7 @@ def test_the_interval_is_that_of_the_normal_distribution(values):
     )
 
 
-def test_what_cannot_be_known_is_nan():
+def test_undefined_statistics_are_nan():
     assert mean_with_interval([2.0])[0] == 2.0
     assert all(math.isnan(value) for value in (mean_with_interval([2.0])[1], *mean_with_interval([])))
 

@@ -108,7 +108,7 @@ def test_maxrl(rewards):
     assert got.tolist() == pytest.approx(oracle_variants.maxrl(rewards, 4), rel=1e-14)
 
 
-def test_maxrl_refuses_what_it_is_not_defined_for():
+def test_maxrl_refuses_negative_and_step_rewards():
     negative = GroupRewards(torch.tensor([[1.0], [-1.0]]), torch.ones(1), 2)
     steps = replace(negative, rewards_NF=torch.ones(2, 1), step_rewards={0: [[(0, 1.0)], [(0, 2.0)]]})
     for rewards in (negative, steps):

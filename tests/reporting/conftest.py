@@ -7,7 +7,7 @@ from groupwise import GRPOConfig
 
 @pytest.fixture
 def make_args(tmp_path):
-    """A configuration for this machine; reports go to nobody unless the test says so."""
+    """A configuration for this machine; without trackers unless the test sets them."""
 
     def make(**settings):
         return GRPOConfig(

@@ -61,7 +61,7 @@ def test_types_of_extra_columns(tmp_path):
     ]
 
 
-def test_taken_names_and_broken_unicode(tmp_path, make_args, make_row):
+def test_duplicate_column_names_and_invalid_unicode(tmp_path, make_args, make_row):
     row = make_row(completion="a\ud800b", rewards={"step": 1.0}, columns={"step": "x", "prompt": "y"})
     report_completions([row], 3, make_args(num_completions_to_print=0), str(tmp_path))
     (saved,) = read(tmp_path / "completions" / "completions_00003.parquet")

@@ -70,7 +70,7 @@ def test_a_table_without_rows_prints_nothing(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_the_bar_is_taken_away_while_printing(capsys):
+def test_the_bar_is_cleared_while_printing(capsys):
     with tqdm(total=2, file=sys.stdout, ncols=40) as bar:
         print_table({"step": [1], "completion": ["text"]}, "the title")
         bar.update(2)

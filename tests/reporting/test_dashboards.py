@@ -26,7 +26,7 @@ def rows(make_row):
 
 
 def recorder(active=True):
-    """What both dashboards have of each other's interface, as far as it is used."""
+    """The interface that both dashboards share, as far as it is used."""
     logged = []
     module = SimpleNamespace(
         __spec__=ModuleSpec("dashboard", None),  # transformers looks for it
@@ -89,7 +89,7 @@ def test_the_table_goes_to_an_active_run(name, tmp_path, monkeypatch, make_args,
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 @pytest.mark.parametrize(("active", "asked"), [(False, True), (True, False)])
-def test_nothing_is_logged_without_a_run_or_unasked(
+def test_no_table_without_an_active_run_or_report_to(
     name, active, asked, tmp_path, monkeypatch, make_args, rows
 ):
     module = recorder(active)

@@ -10,7 +10,7 @@ from groupwise.reporting import hub, report_completions
 
 @pytest.fixture
 def api(monkeypatch):
-    """A real client that nobody answers: nothing listens on the discard port of this machine."""
+    """A real client without a server: nothing listens on the discard port of this machine."""
     client = HfApi(endpoint="http://127.0.0.1:9")
     monkeypatch.setattr(hub, "_api", lambda: client)
     return client

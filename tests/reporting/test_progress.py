@@ -19,7 +19,7 @@ def start(handler, args, first=True):
     return state, callback
 
 
-def test_loss_and_reward_stand_beside_the_bar(handler, make_args, capsys):
+def test_the_bar_shows_loss_and_reward(handler, make_args, capsys):
     args = make_args()
     state, callback = start(handler, args)
     state.global_step = 2

@@ -31,7 +31,7 @@ def math_verify():
 
 
 @pytest.mark.usefixtures("math_verify")
-def test_equal_values_in_other_words_are_right():
+def test_equal_values_in_other_notation_are_correct():
     texts = [
         r"It is \boxed{\frac{1}{3}}",
         r"\boxed{\frac{2}{6}}",
@@ -47,7 +47,7 @@ def test_equal_values_in_other_words_are_right():
 
 
 @pytest.mark.usefixtures("math_verify")
-def test_unknown_solutions_leave_the_decision_to_others_and_are_logged():
+def test_solutions_that_cannot_be_parsed_have_no_reward_and_are_logged():
     logged = {}
     gold = ["6", None, "", 6]
     assert accuracy_reward([r"\boxed{6}"] * 4, gold, log_extra=logged.__setitem__) == [1.0, None, None, 1.0]

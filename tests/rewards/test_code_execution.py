@@ -70,7 +70,7 @@ def test_spaces_at_line_ends_do_not_matter_and_lines_do(reward):
     assert reward(["print('1 2 3')"], tests=tests) == [0.0]
 
 
-def test_a_program_that_leaves_before_the_test_does_not_pass(reward):
+def test_a_program_that_exits_before_the_test_does_not_pass(reward):
     for leave in ("import sys; sys.exit(0)", "import os; os._exit(0)", "raise SystemExit"):
         assert reward([leave], tests=[["assert True"]]) == [0.0]
 
@@ -111,13 +111,13 @@ def test_bad_arguments_are_refused(arguments, said):
 
 
 @needs_isolation
-def test_limits_that_no_program_can_live_with_are_refused():
+def test_limits_too_low_for_any_program_are_refused():
     with pytest.raises(ConfigError, match="allow more memory"):
         get_code_execution_reward(memory_mb=2)
 
 
 @pytest.mark.parametrize("tests", [[["assert 1", 3]], [[{"input": "1"}]]])
-def test_what_is_no_test_is_named(reward, tests):
+def test_invalid_tests_are_named(reward, tests):
     with pytest.raises(RewardError, match="of row 0 is invalid; allowed: a statement, or"):
         reward(["pass"], tests=tests)
 
@@ -159,7 +159,7 @@ def refuse_namespaces(sandbox, program, stdin, limits):
     return SandboxResult("ok", "1\n")
 
 
-def test_without_namespaces_it_refuses_unless_they_are_waived(monkeypatch, caplog):
+def test_missing_namespaces_are_refused_unless_require_isolation_is_false(monkeypatch, caplog):
     monkeypatch.setattr(code_module.LinuxSandbox, "run", refuse_namespaces)
     with pytest.raises(ConfigError, match=r"Operation not permitted.*require_isolation=False"):
         get_code_execution_reward()
@@ -178,7 +178,7 @@ def test_waiting_ends():
 
 
 @needs_isolation
-def test_signals_are_ignored_in_vain():
+def test_ignoring_signals_does_not_prevent_the_kill():
     source = "import signal, time\nfor n in range(1, 65):\n  try: signal.signal(n, signal.SIG_IGN)\n"
     source += "  except (OSError, ValueError): pass\ntime.sleep(60)"
     assert run(source, timeout=0.5).status == "timeout"
@@ -205,7 +205,7 @@ def test_threads_are_limited():
 
 
 @needs_isolation
-def test_huge_output_is_cut():
+def test_huge_output_is_truncated():
     status, output = run("import sys\nwhile True: sys.stdout.write('x' * 10000)", output=50_000)
     assert status == "failed" and set(output) == {"x"} and len(output) <= 50_000
     status, _ = run("import sys\nwhile True:\n  try: print('x' * 10000)\n  except OSError: pass", timeout=0.5)
@@ -245,7 +245,7 @@ def test_writing_outside_fails_and_inside_is_limited(tmp_path):
 
 
 @needs_isolation
-def test_the_users_files_are_not_there(tmp_path):
+def test_files_of_the_user_are_not_visible(tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("hf_secret")
     secret.chmod(0o644)
@@ -265,7 +265,7 @@ def test_there_is_no_network():
 
 
 @needs_isolation
-def test_rights_cannot_be_won_back():
+def test_privileges_cannot_be_regained():
     source = "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
     source += "for flags in (0x10000000, 0x20000, 0x40000000): print(libc.unshare(flags))\n"
     source += "print(libc.mount(b'x', b'/tmp', b'tmpfs', 0, None), libc.chroot(b'/tmp'))\n"

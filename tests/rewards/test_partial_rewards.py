@@ -64,7 +64,7 @@ def test_rewards_of_parts_are_put_in_the_order_of_the_whole(is_async, timeout):
     assert sorted(token for tokens in calls for token in tokens) == [3, 4, 5]
 
 
-def test_what_came_for_another_rollout_or_for_a_part_of_it_is_not_used():
+def test_partial_results_of_other_rollouts_are_not_used():
     function, calls = recorded()
     function.begin(part(3), None)
     whole = part(3, 5)  # equal tokens, another generation
@@ -84,7 +84,7 @@ def test_what_came_for_another_rollout_or_for_a_part_of_it_is_not_used():
         lambda whole: replace(whole, extra={"tool_calls": [0, 0]}),
     ],
 )
-def test_a_rollout_that_was_changed_since_is_judged_anew(changed):
+def test_a_changed_rollout_is_rewarded_again(changed):
     function, calls = recorded()
     first = part(3, 5)
     function.begin(first, None)
@@ -123,7 +123,7 @@ def test_a_function_that_changes_its_arguments_changes_no_tokens(wrap):
     assert rollouts.prompts == ["p3", "p5"]
 
 
-def test_a_failure_early_is_that_of_the_call_on_all():
+def test_a_failed_partial_call_is_repeated_on_the_complete_batch():
     def fails_at_five(completion_ids, **_):
         if [5] in completion_ids:
             raise ValueError(f"five among {len(completion_ids)}")
@@ -162,7 +162,7 @@ def test_logs_of_parts_become_those_of_the_whole():
     assert metrics == [("tokens", 3.5), ("tokens", 5.5)]
 
 
-def test_an_async_function_is_called_once_at_a_time_and_what_waits_is_one_call():
+def test_async_partial_calls_do_not_overlap_and_are_merged():
     entered, leave, calls = threading.Event(), threading.Event(), []
 
     async def judge(completion_ids, **_):
@@ -195,7 +195,7 @@ def test_an_async_function_that_is_cancelled_is_not_waited_for():
     assert call(function, concatenated([first, second]), timeout=LONG) == [1.0, 1.0]
 
 
-def test_a_call_that_is_given_up_leaves_a_function_that_can_be_called_again():
+def test_a_function_can_be_called_again_after_a_timeout():
     leave = threading.Event()
 
     async def judge(completion_ids, **_):
@@ -216,7 +216,7 @@ def test_a_call_that_is_given_up_leaves_a_function_that_can_be_called_again():
     assert call(function, second, timeout=LONG) == [4.0]
 
 
-def test_what_promises_to_be_independent():
+def test_per_sample_reward_marks_functions_and_partials():
     @per_sample_reward
     def marked(**_): ...
 

@@ -49,7 +49,7 @@ def test_a_system_prompt_makes_chats():
     assert reasoning_gym_dataset(Sums(size=1), "")[0]["prompt"] == [user]
 
 
-def test_the_dataset_scores_what_the_completion_answers():
+def test_the_answer_of_the_completion_is_scored_by_the_dataset():
     tasks = Sums(seed=5)
     reward = get_reasoning_gym_reward(tasks)
     texts = [

@@ -82,7 +82,7 @@ def test_threads_keep_the_callers_gradient_mode(grad):
     assert seen == [grad, grad]
 
 
-def test_a_limit_that_nothing_reaches_changes_nothing():
+def test_an_unreached_time_limit_changes_nothing():
     assert call(good, good_async, timeout=FOREVER)[:2] == call(good, good_async)[:2]
     assert call(good, good_async).rewards_FB == [[1.0, 2.0], [3.0, 4.0]]
 
@@ -111,7 +111,7 @@ def test_an_async_function_that_takes_too_long_is_cancelled():
 
 
 @pytest.mark.timeout(60)
-def test_async_functions_that_cannot_be_cancelled_hold_nobody_up(release):
+def test_async_functions_that_ignore_cancellation_do_not_block(release):
     async def blocking(**_):
         release.wait(FOREVER)
         return [0.0, 0.0]
@@ -126,7 +126,7 @@ def test_async_functions_that_cannot_be_cancelled_hold_nobody_up(release):
             call(function, timeout=0.2)
 
 
-def test_each_call_has_the_whole_time():
+def test_the_time_limit_applies_to_each_call():
     def half(**_):
         time.sleep(1.0)
         return [1.0, 1.0]
@@ -201,7 +201,7 @@ def test_a_slow_function_gives_none(release):
     assert "reward_timeout=1.5" in str(failures[0])
 
 
-def test_the_first_failure_of_each_function_is_said_with_its_cause(caplog):
+def test_the_first_failure_of_each_function_is_logged_with_its_cause(caplog):
     def flaky(trial, **_):
         raise ValueError(f"trial {trial}")
 
@@ -263,7 +263,7 @@ def test_each_function_has_its_own_seconds(monkeypatch, release):
     assert call(quick).seconds_F == [0.5]
 
 
-def test_a_function_that_was_given_up_has_the_seconds_until_then(release):
+def test_a_function_that_timed_out_has_its_seconds_until_then(release):
     def endless(**_):
         release.wait(FOREVER)
 

@@ -1,4 +1,4 @@
-"""What each process of a DeepSpeed run does; the first one leaves its results in OUTPUT_DIR.
+"""Process of a DeepSpeed run; the first one writes its results to OUTPUT_DIR.
 
 torchrun --nproc_per_node 2 deepspeed_worker.py STAGE OUTPUT_DIR
 """
@@ -27,7 +27,7 @@ PATIENCE = 280
 
 
 def zero(stage: int) -> dict[str, Any]:
-    """Everything is partitioned, however small; the loss is scaled by nobody but us."""
+    """Everything is partitioned, however small; only groupwise scales the loss."""
     partition = {"stage": stage, "stage3_param_persistence_threshold": 0}
     return {
         "zero_optimization": {**partition, "stage3_gather_16bit_weights_on_model_save": True},

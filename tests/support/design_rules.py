@@ -241,7 +241,7 @@ def private_uses(source: str, wrapped: set[tuple[str, str]]) -> set[str]:
 
 
 def reads(source: str, name: str) -> int:
-    """How often a file reads the attribute, by a dot or by ``getattr`` with its name."""
+    """Number of reads of an attribute in a file, by a dot or by ``getattr`` with its name."""
     return sum(
         (isinstance(node, ast.Attribute) and node.attr == name)
         or (

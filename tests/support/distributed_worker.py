@@ -1,4 +1,4 @@
-"""What each process of a launch does; also the runs themselves, which the tests repeat in one process.
+"""Process of a launch, and the runs, which the tests repeat in one process.
 
     torchrun --nproc_per_node 2 worker.py updates OUTPUT_DIR
     accelerate launch --multi_gpu --num_processes 2 worker.py train OUTPUT_DIR

@@ -45,7 +45,7 @@ class FakeVLLM:
 
     @property
     def seen(self) -> Counter[str]:
-        """How often each path was asked for."""
+        """Number of requests per path."""
         return Counter(path for path, _ in list(self.bodies))  # counting among threads would miss some
 
     def answer(self, path: str, query: dict[str, list[str]], body: Any) -> Any:

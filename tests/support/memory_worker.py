@@ -1,4 +1,4 @@
-"""What each process of a launch does whose second process runs out of memory once.
+"""Process of a launch whose second process runs out of memory once.
 
     torchrun --nproc_per_node 2 memory_worker.py OUTPUT_DIR
 

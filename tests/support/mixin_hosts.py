@@ -1,4 +1,4 @@
-"""What a mixin uses of a trainer, without a trainer."""
+"""Attributes of a trainer that a mixin uses, without a trainer."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def weighted_sum(rewards: list, weights: list[float]) -> float | None:
 
 
 def baselines(group: list, kind: str) -> list:
-    """What is subtracted from each reward of a group."""
+    """Baseline that is subtracted from each reward of a group."""
     out = []
     for i, reward in enumerate(group):
         others = present(group[:i] + group[i + 1 :])

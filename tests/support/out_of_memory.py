@@ -28,4 +28,4 @@ GPUModelRunner._model_forward = _forward_or_fail
 
 
 class Extension:
-    """What vLLM asks for."""
+    """Interface that vLLM requires."""

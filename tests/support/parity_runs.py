@@ -114,7 +114,7 @@ def patchy_reward(completion_ids: list[list[int]], **_: Any) -> list[float | Non
 
 
 def very_patchy_reward(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
-    """Where this and :func:`patchy_reward` are both silent, a completion has no reward at all."""
+    """A completion for which this and :func:`patchy_reward` return None has no reward."""
     return [None if sum(ids) % 2 == 0 else float(sum(ids) % 7) for ids in completion_ids]
 
 
@@ -159,7 +159,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """What a run leaves: parameters by name, the log, and the trainer for a closer look."""
+    """Results of a run: parameters by name, the log, and the trainer."""
 
     parameters: dict[str, torch.Tensor]
     log: list[dict[str, float]]

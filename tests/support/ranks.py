@@ -22,7 +22,7 @@ def on_ranks(world_size: int, function: Callable[[int, Any, Any], T]) -> list[T]
         board[rank] = values
         barrier.wait()
         everything = [board[other] for other in range(world_size)]
-        barrier.wait()  # nobody overwrites the board before all have read it
+        barrier.wait()  # the board is not overwritten before all ranks have read it
         return everything
 
     def call(rank: int) -> T:

@@ -107,7 +107,7 @@ def train_in_a_process(
 ) -> None:
     """One run in a process of its own.
 
-    With ``stop`` it tells of every moment at which a kill could do harm and goes on when it is answered.
+    With ``stop`` it reports every point at which a kill could do harm and continues when it gets an answer.
     """
     torch.set_num_threads(1)
     trainer = make_trainer(output_dir, num_iterations=2, steps_per_generation=2, save_total_limit=2)

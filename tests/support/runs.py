@@ -64,7 +64,7 @@ def chats(count: int = 8) -> Dataset:
 
 
 def count_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """How many tokens of a completion have an even id: varies within groups."""
+    """Number of tokens with an even id: varies within groups."""
     return [float(sum(token % 2 == 0 for token in ids)) for ids in completion_ids]
 
 

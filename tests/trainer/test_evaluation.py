@@ -73,11 +73,11 @@ def test_pass_at_k_of_an_evaluation(tmp_path):
     assert not [name for name in metrics if "maj@1" in name or "gain" in name]
 
 
-def test_nothing_is_added_unless_it_is_asked_for(tmp_path):
+def test_no_pass_at_k_metrics_by_default(tmp_path):
     assert not [name for name in run_of(tmp_path, eval_pass_at_k=None).evaluate() if "@" in name]
 
 
-def test_answers_that_a_reward_extracts_vote(tmp_path):
+def test_majority_votes_use_the_answers_of_a_reward(tmp_path):
     def with_answers(number, completion_ids, log_extra, **_):
         # Prompt 0: three say x, which is right; prompt 1: two of three, which is wrong; prompt 2: no answer.
         answers = {0: ["x", "x", "y", "x"], 1: ["x", "y", "x", None], 2: [None, "[unparseable]", None, None]}
@@ -105,7 +105,7 @@ def test_the_threshold_and_missing_rewards(tmp_path):
     assert metrics["eval_avg@4"] == pytest.approx((0.45 + 0.75) / 2)
 
 
-def test_several_functions_have_their_own_passes(tmp_path):
+def test_pass_at_k_of_several_reward_functions(tmp_path):
     def polite(completion_ids, **_):
         return [0.5 for _ in completion_ids]
 

@@ -15,7 +15,7 @@ from groupwise.policy.loading import load_policy
 
 
 @pytest.mark.parametrize("name", TRL_METHODS)
-def test_an_override_that_nothing_would_call_is_refused_with_the_verb_that_is(tmp_path, name):
+def test_overrides_of_trl_methods_are_refused_with_the_name_to_use(tmp_path, name):
     subclass = type("Theirs", (GRPOTrainer,), {name: lambda self, *given: None})
     with pytest.raises(
         ConfigError, match=f"Theirs defines {name} .here: {TRL_METHODS[name].split(',')[0]}"
@@ -31,7 +31,7 @@ def test_a_method_of_trl_that_a_script_sets_on_the_trainer_is_refused(tmp_path):
         patched.train()
 
 
-def test_the_verbs_named_instead_exist_and_the_names_refused_do_not():
+def test_suggested_verbs_exist_and_refused_names_do_not():
     verbs = {
         verb
         for text in TRL_METHODS.values()
@@ -54,12 +54,12 @@ def test_an_output_directory_below_a_file_is_refused_before_the_model_is_loaded(
         trainer(tmp_path / "file" / "run", model="a-model/that-is-not-there")
 
 
-def test_a_directory_that_is_not_there_is_not_taken_for_a_hub_id(tmp_path):
+def test_a_missing_directory_is_not_read_as_a_hub_id(tmp_path):
     with pytest.raises(ConfigError, match="nothing' is not a directory"):
         trainer(tmp_path, model=str(tmp_path / "nothing"))
 
 
-def test_a_model_from_nowhere_needs_a_tokenizer(tmp_path):
+def test_a_model_without_name_or_path_needs_a_tokenizer(tmp_path):
     with pytest.raises(ConfigError, match="pass the tokenizer or processor as processing_class"):
         GRPOTrainer(policy(), count_reward, GRPOConfig(str(tmp_path), bf16=False), prompts(64))
 
@@ -75,7 +75,7 @@ def test_a_model_from_nowhere_needs_a_tokenizer(tmp_path):
     ],
     ids=["splits", "name"],
 )
-def test_what_is_nearly_a_dataset_is_refused(tmp_path, dataset, message):
+def test_datasets_of_a_wrong_type_are_refused(tmp_path, dataset, message):
     with pytest.raises(ConfigError, match=message):
         trainer(tmp_path, train_dataset=dataset)
 
@@ -85,7 +85,7 @@ def test_evaluation_without_a_dataset_is_refused_at_once(tmp_path):
         trainer(tmp_path, eval_strategy="steps")
 
 
-def test_evaluate_says_what_its_dataset_lacks(tmp_path):
+def test_evaluate_names_the_missing_column(tmp_path):
     made = trainer(tmp_path)
     with pytest.raises(ConfigError, match="there is no eval_dataset"):
         made.evaluate()
@@ -111,7 +111,7 @@ def test_a_reward_that_takes_no_further_arguments_is_refused_at_once(tmp_path):
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 @pytest.mark.parametrize("given", ["bfloat16", "torch.bfloat16", torch.bfloat16])
-def test_the_dtype_of_the_weights_is_heard_under_both_names(tmp_path, key, given):
+def test_dtype_and_torch_dtype_set_the_dtype_of_the_weights(tmp_path, key, given):
     policy().save_pretrained(tmp_path)
     config = GRPOConfig(str(tmp_path / "run"), bf16=False, model_init_kwargs={key: given})
     assert load_policy(str(tmp_path), config).dtype is torch.bfloat16

@@ -18,7 +18,7 @@ from groupwise.rewards import isolated
 
 
 def judge(reward, texts, **given):
-    """What a reward function gives, called as the trainer does."""
+    """Rewards of a function that is called as the trainer does."""
     return reward(prompts=[f"p{i}" for i in range(len(texts))], completions=texts, **given)
 
 
@@ -85,7 +85,7 @@ def test_the_slowest_completion_is_in_the_table():
     assert metrics["rewards/slow/slowest_seconds"] == pytest.approx(max(seconds), abs=1e-3)
 
 
-def test_what_a_call_leaves_behind_is_gone():
+def test_state_and_memory_of_a_call_do_not_persist():
     kept = []
 
     def leaking(completions, **_):

@@ -218,7 +218,7 @@ def test_step_rewards_are_refused_when_they_appear(tmp_path):
 
 
 @needs_liger
-def test_padding_far_from_the_reference_gives_no_nan(tmp_path):
+def test_padding_far_from_the_reference_is_finite(tmp_path):
     """Liger multiplies by the mask last: e^(ℓ_ref - ℓ) must be finite on padding as well."""
     model = policy()
     model.lm_head.weight.data *= 3e4  # log-probs in the hundreds; the reference has the same
@@ -245,7 +245,7 @@ EXAMPLES = (
 
 
 @pytest.mark.parametrize("place", range(len(LIGER_LIMITS)), ids=lambda place: next(iter(EXAMPLES[place])))
-def test_what_liger_cannot_do_is_refused_before_anything_loads(tmp_path, place):
+def test_settings_without_liger_support_are_refused_before_loading(tmp_path, place):
     from groupwise.core.objectives import OBJECTIVES, register_objective
 
     register_objective("mine", OBJECTIVES["dapo"].surrogate, "token_mean")

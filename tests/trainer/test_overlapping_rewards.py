@@ -55,7 +55,7 @@ def lines(run):
 
 
 @pytest.mark.parametrize("wrap", [lambda function: function, as_async])
-def test_a_prompt_is_scored_while_another_one_is_generated(fake, tmp_path, wrap):
+def test_a_prompt_is_rewarded_while_another_one_is_generated(fake, tmp_path, wrap):
     scored, seen = threading.Event(), []
 
     def note(completion_ids, **_):
@@ -97,7 +97,7 @@ def test_a_registered_backend_reports_finished_prompts(tmp_path, wrap):
 
 
 @pytest.mark.parametrize("wrap", [lambda function: function, as_async])
-def test_history_and_table_are_those_of_one_call(fake, tmp_path, wrap):
+def test_partial_calls_do_not_change_history_and_table(fake, tmp_path, wrap):
     histories, tables = [], []
     for mark in (lambda function: function, per_sample_reward):
         run = run_for(fake, tmp_path, [mark(wrap(even_tokens)), runs.count_reward], max_steps=2)
@@ -112,7 +112,7 @@ def test_history_and_table_are_those_of_one_call(fake, tmp_path, wrap):
     assert tables[0] == tables[1] and len(tables[0][0][0]["row"]) == 8
 
 
-def test_an_error_is_that_of_one_call(fake, tmp_path):
+def test_partial_calls_do_not_change_the_error(fake, tmp_path):
     def wrong(completion_ids, row, **_):
         return ["bad" if number == row[-1] else 0.0 for number in row]
 
@@ -135,7 +135,7 @@ def test_other_functions_are_called_once_with_everything(fake, tmp_path):
     assert sizes == [8]
 
 
-def test_a_trainer_with_its_own_score_calls_rewards_itself(fake, tmp_path):
+def test_an_overridden_compute_rewards_gets_no_partial_calls(fake, tmp_path):
     class Own(runs.GRPOTrainer):
         def compute_rewards(self, rollout, *given):
             sizes.clear()

@@ -46,7 +46,7 @@ def test_prompts_are_the_models_own_chat_format(run):
     assert all("<|im_end|>" not in answer[0]["content"] for answer in rollout.texts)
 
 
-def test_chunked_scores_are_the_models_log_softmax(run):
+def test_chunked_log_probs_are_the_models_log_softmax(run):
     rollout = generate(run, [{"prompt": row["prompt"]} for row in run.train_dataset for _ in range(2)])
     batch = run.collate(rollout)
     with torch.no_grad():

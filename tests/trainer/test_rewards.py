@@ -110,7 +110,7 @@ def test_a_failing_async_reward_is_named_too(tmp_path):
         first_batch(trainer(tmp_path, failing))
 
 
-def test_a_failing_reward_is_counted_and_leaves_the_decision_to_others(tmp_path):
+def test_a_failing_reward_is_counted_and_has_no_value(tmp_path):
     def failing(**_):
         raise KeyError("answer")
 
@@ -157,7 +157,7 @@ def test_async_rewards_wait_together(tmp_path):
     assert scored.rewards.rewards_NF.shape == (4, 2)
 
 
-def test_none_leaves_the_decision_to_the_others(tmp_path):
+def test_none_is_no_reward(tmp_path):
     run = trainer(
         tmp_path,
         [lambda **_: [1.0, None, 3.0, None], lambda **_: [1.0, 5.0, None, None]],

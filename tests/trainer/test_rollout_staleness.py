@@ -42,7 +42,7 @@ def staleness(run):
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])  # an epoch has 8 steps
-def test_batches_are_asked_for_ahead_and_each_once(fake, tmp_path, depth):
+def test_batches_are_prefetched_once(fake, tmp_path, depth):
     run_for(fake, tmp_path / "on_policy", max_steps=10).train()
     on_policy = asked(fake)
     fake.bodies.clear()
@@ -53,7 +53,7 @@ def test_batches_are_asked_for_ahead_and_each_once(fake, tmp_path, depth):
     assert staleness(ahead) == [min(step, depth) for step in range(10)]
 
 
-def test_the_next_batch_is_asked_for_before_this_one_is_trained(fake, tmp_path):
+def test_the_next_batch_is_requested_before_training(fake, tmp_path):
     seen = []
 
     class Count(TrainerCallback):
@@ -106,7 +106,7 @@ def test_a_resumed_run_loses_nothing_and_trains_nothing_twice(fake, tmp_path, st
         assert torch.equal(weight, resumed.model.state_dict()[name])
 
 
-def test_a_server_that_stays_away_leaves_a_checkpoint_from_which_the_run_goes_on(fake, tmp_path):
+def test_an_unavailable_server_leaves_a_checkpoint_to_resume_from(fake, tmp_path):
     whole = run_for(fake, tmp_path / "whole")
     whole.train()
     cut = run_for(fake, tmp_path / "cut", save_strategy="steps", save_steps=100)
@@ -128,7 +128,7 @@ def test_a_server_that_stays_away_leaves_a_checkpoint_from_which_the_run_goes_on
         assert torch.equal(weight, resumed.model.state_dict()[name])
 
 
-def test_no_checkpoint_where_none_are_wanted(fake, tmp_path):
+def test_an_unavailable_server_leaves_no_checkpoint_without_save_strategy(fake, tmp_path):
     cut = run_for(fake, tmp_path)
     fake.failures["/update_weights"] = [200, 200] + [500] * 8
     with pytest.raises(ConnectionError):

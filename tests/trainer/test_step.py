@@ -74,7 +74,7 @@ def test_sampling_settings_reach_the_sampler(tmp_path):
     assert sampler.do_sample and sampler.max_new_tokens == 6
 
 
-def test_sampled_frequencies_are_those_of_the_scored_distribution(tmp_path):
+def test_sampled_frequencies_are_those_of_the_computed_log_probs(tmp_path):
     """The log-probs of the trainer are the distribution the completions were drawn from (chi-square test)."""
     run = trainer(tmp_path, max_completion_length=1, temperature=2.0, model=policy(initializer_range=0.6))
     rollout = generate(run, [{"prompt": "w3 w4"}] * 4000)
@@ -93,7 +93,7 @@ def test_sampled_frequencies_are_those_of_the_scored_distribution(tmp_path):
     assert chi_square < 61.1
 
 
-def test_scores_equal_the_models_own_log_softmax_whatever_the_padding(tmp_path):
+def test_log_probs_equal_the_models_log_softmax_for_any_padding(tmp_path):
     run = trainer(tmp_path, temperature=0.7)
     rollout = generate(run, [{"prompt": text} for text in ["w1", "w2 w3 w4 w5", "w6 w7"]] * 2)
     batch = run.collate(rollout)
@@ -455,7 +455,7 @@ def test_loading_options_beside_a_loaded_model_are_pointed_out(tmp_path, caplog)
     assert "quantization_config" not in caplog.text
 
 
-def test_truncated_sampling_is_pointed_out(tmp_path, caplog):
+def test_truncated_sampling_is_warned_of(tmp_path, caplog):
     trainer(tmp_path, top_p=0.9)
     assert "top_p=0.9" in caplog.text and "biases the importance ratio" in caplog.text
 
@@ -488,13 +488,13 @@ def test_the_saved_model_loads_and_the_card_is_written(tmp_path):
     assert "GRPO" in (tmp_path / "README.md").read_text()
 
 
-def test_an_evaluation_batch_that_cuts_groups_is_refused(tmp_path):
+def test_an_evaluation_batch_of_incomplete_groups_is_refused(tmp_path):
     run = trainer(tmp_path, eval_dataset=prompts(4), per_device_eval_batch_size=6, num_generations_eval=4)
     with pytest.raises(ConfigError, match=r"6 completions.*num_generations_eval=4; nearest valid: 4 or 8"):
         run.evaluate()
 
 
-def test_a_reference_that_scores_first_leaves_the_layout_alone(tmp_path):
+def test_a_reference_forward_before_the_policy_keeps_the_layout(tmp_path):
     run = trainer(tmp_path, beta=0.1, max_steps=1)
     run.train()  # on-policy, so the reference is the first model that scores
     assert run.logprob_computer.layout == "shared_prefix"

@@ -103,7 +103,7 @@ def assert_same_gradients(given, expected):
 
 @pytest.mark.parametrize("head_name", HEADS)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_scores_and_gradients_are_those_of_the_models_own_logits(name, head_name):
+def test_log_probs_and_gradients_are_those_of_the_models_logits(name, head_name):
     model = build_model(name)
     inputs, targets = batch()
     expected_logps, expected_entropy = scores_of_logits(model(**inputs).logits, targets, 0.8)
@@ -118,7 +118,7 @@ def test_scores_and_gradients_are_those_of_the_models_own_logits(name, head_name
 
 
 @pytest.mark.parametrize("name", ["gemma2_softcap", "cohere_scale"])
-def test_stashed_and_routed_scores_are_the_same_values_with_the_same_gradients(name):
+def test_captured_and_routed_log_probs_have_the_same_values_and_gradients(name):
     model = build_model(name)
     captured, _ = captured_scores(model, chunked_head, 1.3)
     direct = gradients(model, loss_of(captured.outputs[0], captured.outputs[1]))
@@ -200,7 +200,7 @@ def test_every_parameter_is_reachable_from_the_models_output(use):
     assert found == {id(parameter) for parameter in model.parameters()}
 
 
-def test_loss_on_read_scores_runs_backward_hooks_of_the_models_output():
+def test_loss_on_read_log_probs_runs_backward_hooks_of_the_models_output():
     """FSDP starts its backward from hooks on the tensors a model returns."""
     model = build_model("gemma2_softcap")
     calls = []
@@ -295,7 +295,7 @@ def test_a_wrong_number_of_positions_is_an_internal_error():
 
 
 @pytest.mark.parametrize("wrong", [{"softcap": None}, {"scale": 0.5}])
-def test_a_logit_transform_the_head_does_not_know_is_refused(wrong):
+def test_an_unknown_logit_transform_is_refused(wrong):
     model = build_model("gemma2_softcap")
     inputs, targets = batch()
     described = {"softcap": 2.0, "scale": 1.0, **wrong}
@@ -328,7 +328,7 @@ def test_only_the_first_reading_of_a_model_waits_for_the_device(monkeypatch):
         read_without_values(copy.deepcopy(model))
 
 
-def test_a_head_described_otherwise_is_compared_again():
+def test_a_changed_head_description_is_checked_again():
     model = build_model("gemma2_softcap")
     captured, output = captured_scores(model, chunked_head, 1.0)
     captured.read(output.logits)

@@ -75,7 +75,7 @@ def assert_close(given_values, expected, rtol=1e-10):
 
 
 @pytest.mark.parametrize("head_fn", HEADS.values())
-def test_a_row_worked_by_hand(head_fn):
+def test_a_row_computed_by_hand(head_fn):
     # h = 2, W = [0, 1, -1], b = [0, 0, ln 3]: raw logits 0, 2, -2 + ln 3. Scale 1/2: 0, 1, -1 + ln(3)/2.
     # Temperature 1/2: x = 0, 2, -2 + ln 3, so e^x = 1, e², 3/e².
     weight, bias = torch.tensor([[0.0], [1.0], [-1.0]]), torch.tensor([0.0, 0.0, math.log(3)])

@@ -1,4 +1,4 @@
-"""`packed` with attention that tells sequences apart by positions: flash and flex attention of transformers.
+"""`packed` with attention that separates sequences by positions: flash and flex attention of transformers.
 
 Flash attention needs a GPU: here its function for sequences of several lengths is plain attention, sequence
 by sequence, with the arguments that it documents.
@@ -111,7 +111,7 @@ def test_flex_attention_gives_the_log_probs_of_padded_rows(name, monkeypatch):
 
 
 @pytest.mark.parametrize("implementation", ["flash_attention_2", "flash_attention_3", "flex_attention"])
-def test_they_pack_and_share_no_prompts(implementation):
+def test_flash_and_flex_attention_use_the_packed_layout(implementation):
     model = with_attention("llama", implementation)
     for wanted in ("auto", "packed"):
         assert choose_layout(wanted, model, group_size=4, with_aux_loss=False) == "packed"

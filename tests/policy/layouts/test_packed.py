@@ -205,7 +205,7 @@ def test_auto_takes_the_layout_that_computes_least():
         choose_layout("packed", model, group_size=4, with_aux_loss=True)
 
 
-def test_the_first_use_finds_a_model_that_looks_beyond_its_attention(caplog):
+def test_the_first_use_check_finds_computation_across_packed_sequences(caplog):
     class Neighbours(torch.nn.Module):
         """Mixes in the previous token, which depends on the order of packed tokens."""
 
@@ -224,7 +224,7 @@ def test_the_first_use_finds_a_model_that_looks_beyond_its_attention(caplog):
     assert torch.equal(scores.logps_BT, padded.logps_BT)
 
 
-def test_the_first_use_finds_a_wrong_gradient():
+def test_the_first_use_check_finds_a_wrong_gradient():
     class Detached(torch.nn.Module):
         """Correct values without a gradient, but only for a single row, as in a packed sequence."""
 
@@ -244,7 +244,7 @@ def test_every_rank_falls_back_when_one_does():
     assert computer.layout == "padded"
 
 
-def test_the_first_use_keeps_a_layout_that_is_right_and_disturbs_nothing():
+def test_the_first_use_check_keeps_a_correct_layout_and_the_random_state():
     model = build(*RIGHT["llama"])
     assert choose_layout("auto", model, group_size=4, with_aux_loss=False) == "shared_prefix"
     computer = LogprobComputer("shared_prefix", HeadSettings("chunked"))

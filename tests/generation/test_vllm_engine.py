@@ -34,7 +34,7 @@ def refused(tmp_path, **settings):
 @pytest.mark.parametrize(
     "spec", [None, ModuleSpec("vllm", None, is_package=True)], ids=["nothing", "directory"]
 )
-def test_without_vllm_the_error_says_what_to_install(tmp_path, monkeypatch, spec):
+def test_missing_vllm_error_names_the_package_to_install(tmp_path, monkeypatch, spec):
     """Python finds a directory called vllm in the working directory, too: a package without code."""
     find = importlib.util.find_spec
     monkeypatch.setattr(
@@ -68,14 +68,14 @@ def test_settings_are_refused_before_anything_is_built(tmp_path, settings, messa
 
 
 @pytest.mark.vllm
-def test_transformers_would_partition_an_engine_that_it_builds(tmp_path, monkeypatch):
+def test_zero3_with_a_transformers_engine_is_refused(tmp_path, monkeypatch):
     pytest.importorskip("vllm")
     monkeypatch.setattr(engine, "is_zero3_enabled", lambda: True)
     assert "set vllm_model_impl='vllm'" in refused(tmp_path, vllm_model_impl="transformers")
 
 
 @pytest.mark.vllm
-def test_completions_may_be_asked_to_be_long():
+def test_min_tokens_above_the_default_max_tokens_is_valid():
     pytest.importorskip("vllm")
     config = GRPOConfig(
         "unused", use_vllm=True, generation_kwargs={"min_tokens": 64}, use_cpu=True, bf16=False
@@ -90,7 +90,7 @@ def test_an_engine_in_another_process_is_refused(tmp_path, monkeypatch):
     assert "use vllm_mode='server'" in refused(tmp_path)
 
 
-def test_what_the_user_set_in_the_environment_stays(monkeypatch):
+def test_environment_variables_of_the_user_are_kept(monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
     cpu = SimpleNamespace(device=torch.device("cpu"), vllm_tensor_parallel_size=1, world_size=1)
@@ -156,7 +156,7 @@ def test_the_engine_sleeps_while_the_trainer_trains(sleeping):
         engine.names()
 
 
-def test_a_failed_push_leaves_no_version_and_ends_the_update(sleeping):
+def test_a_failed_weight_update_resets_the_version_and_finishes(sleeping):
     sleeping.engine.names()
 
     def broken():
@@ -195,7 +195,7 @@ class Receiver:
         self.infos.append(weight_version)
 
 
-def test_buckets_travel_through_shared_memory_and_leave_nothing(tmp_path):
+def test_buckets_pass_through_shared_memory_files_that_are_removed(tmp_path):
     sender, receiver = SharedMemorySender(tmp_path), Receiver()
     sender.connect(receiver)
     weights = {name: tensor.detach() for name, tensor in policy().state_dict().items()}
@@ -216,14 +216,14 @@ def test_a_bucket_that_shared_memory_cannot_hold_is_refused(tmp_path, monkeypatc
     sender.close()
 
 
-def test_the_local_sender_hands_over_the_tensors_themselves():
+def test_local_sender_passes_tensors_without_copies():
     engine, tensor = FakeEngine(), torch.ones(3)
     LocalSender().push([[("w", tensor)]], LocalReceiver(engine), version=1)
     (_, given) = next(call for call in engine.calls if call[0] == "update_weights")
     assert given["update_info"]["weights"][0][1] is tensor
 
 
-def test_processes_of_one_engine_answer_for_all_and_keep_their_own(monkeypatch):
+def test_tensor_parallel_ranks_generate_all_requests_and_return_their_own(monkeypatch):
     asked = []
 
     def answer(requests):
@@ -239,18 +239,18 @@ def test_processes_of_one_engine_answer_for_all_and_keep_their_own(monkeypatch):
 
 
 @pytest.mark.vllm
-def test_the_engine_is_told_the_architecture_of_a_policy_that_names_none(tmp_path, monkeypatch):
+def test_the_engine_gets_the_architecture_of_a_policy_whose_config_has_none(tmp_path, monkeypatch):
     vllm = pytest.importorskip("vllm")
-    told, model = [], policy()
+    given, model = [], policy()
 
     def start(model, **_):
-        told.append(json.loads((Path(model) / "config.json").read_text())["architectures"])
+        given.append(json.loads((Path(model) / "config.json").read_text())["architectures"])
         raise RuntimeError("far enough")
 
     monkeypatch.setattr(vllm, "LLM", start)
     with pytest.raises(RuntimeError, match="far enough"):
         trainer(tmp_path, model=model, use_vllm=True)
-    assert told == [["LlamaForCausalLM"]] and model.config.architectures is None
+    assert given == [["LlamaForCausalLM"]] and model.config.architectures is None
 
 
 def test_a_processor_without_images_starts_an_engine_for_text_alone(tmp_path, monkeypatch):

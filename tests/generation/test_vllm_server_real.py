@@ -1,0 +1,213 @@
+"""Training on a real ``vllm serve``: weights arrive, and a server that is killed is no end of the run."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import time
+
+import pytest
+import torch
+from support.engine_runs import engine_greedy, greedy, policy, sync, trainer, trainer_logps
+from support.vllm_process import ServerProcess
+from transformers import TrainerCallback
+
+from groupwise.generation.vllm import transport
+from groupwise.generation.vllm.client import fetch_num_tokens
+from groupwise.generation.weight_iterator import PolicyWeights
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
+]
+
+PROMPTS = [[4, 5], [6], [7, 8, 9], [10, 11, 12, 13]]
+FOUR_STEPS = {"max_steps": 4, "per_device_train_batch_size": 8}  # of two prompts
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory):
+    process = ServerProcess(tmp_path_factory.mktemp("server")).start()
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+def server(process):
+    """Up when the test starts; if it died in it, its last words are shown and the next test has one again."""
+    yield process.revive()
+    process.revive()
+
+
+def run_for(server, directory, **given):
+    settings = {"vllm_mode": "server", "vllm_server_base_url": server.url, "vllm_server_timeout": 240.0}
+    return trainer(directory, **{**settings, "vllm_engine_kwargs": None, **given})
+
+
+def history(run):
+    kept = ("loss", "grad_norm", "reward", "completions/mean_length")
+    return [{name: line[name] for name in kept} for line in run.state.log_history if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def trained(process, tmp_path_factory):
+    """Two optimizer steps."""
+    made = run_for(process.wait(), tmp_path_factory.mktemp("run"))
+    made.train()
+    yield made
+    made.backend.close()
+
+
+def test_the_server_samples_from_the_weights_of_every_step(trained):
+    lines = [line for line in trained.state.log_history if "loss" in line]
+    assert len(lines) == 2 and trained.backend.version == 1
+    for line in lines:
+        assert line["staleness"] == 0 and line["time/sync"] > 0
+        assert line["sampling/sampling_logp_difference/max"] < 1e-3
+
+
+def test_after_a_sync_greedy_output_is_the_trainers(trained):
+    before = engine_greedy(trained.backend, PROMPTS)
+    sync(trained, trained.model)
+    after = engine_greedy(trained.backend, PROMPTS)
+    assert after == greedy(trained.model, PROMPTS, 6, trained.backend.end_tokens)
+    assert after != before or trained.backend.version == 2
+
+
+def test_log_probs_are_those_of_the_sampling_distribution(server, tmp_path):
+    run = run_for(server, tmp_path, temperature=0.7)
+    sync(run, run.model)
+    for prompt in PROMPTS[:2]:
+        for completion in run.backend.generate([prompt] * 2):
+            expected = trainer_logps(run.model, prompt, completion.token_ids, 0.7)
+            # Both compute in float32.
+            assert torch.tensor(completion.logps).double().sub(expected).abs().max() < 1e-4
+            assert completion.versions == [0] * len(completion.token_ids)
+    run.backend.close()
+
+
+def test_weights_updated_in_mid_completion_are_recorded_per_token(server, tmp_path):
+    run = run_for(server, tmp_path, max_completion_length=100, temperature=1.5)
+    sync(run, run.model)
+    run.backend.end_tokens, run.backend.sampling["stop_token_ids"] = frozenset(), []
+    run.backend.sampling["ignore_eos"] = True
+    # Eight times what the server runs at once: some are under way whenever the weights arrive.
+    prompts = [[4 + i] for i in range(16) for _ in range(16)]
+    weights = [copy.deepcopy(run.model)]
+    with torch.no_grad():
+        for parameter in run.model.parameters():  # keys and values change too
+            parameter.mul_(0.9)
+    weights.append(run.model)
+    (http,) = run.backend.servers.servers
+    client = run.backend.servers
+    before = client.run(fetch_num_tokens(http))
+    run.backend.prefetch(prompts, step=1)
+    end = time.monotonic() + 120
+    while client.run(fetch_num_tokens(http)) < before + 50 and time.monotonic() < end:
+        pass
+    client.pause()  # the tiny model would finish all of them while a busy machine prepares the weights
+    run.backend.sync_weights(PolicyWeights(run.model), step=1)
+    completions = run.backend.generate(prompts)
+    mixed = [(p, c) for p, c in zip(prompts, completions, strict=True) if len(set(c.versions)) == 2]
+    assert mixed
+    for prompt, completion in mixed:
+        assert completion.versions == sorted(completion.versions) and len(completion.versions) == 100
+        by_version = [trainer_logps(model, prompt, completion.token_ids, 1.5) for model in weights]
+        # Keys and values of the tokens before the swap are those of the new weights too.
+        expected = torch.stack([by_version[v][i] for i, v in enumerate(completion.versions)])
+        assert torch.tensor(completion.logps).double().sub(expected).abs().max() < 1e-4
+    run.backend.close()
+
+
+def test_a_run_that_generates_ahead(server, tmp_path):
+    run = run_for(server, tmp_path, max_steps=3, rollout_staleness=1)
+    run.train()
+    behind = [line["staleness"] for line in run.state.log_history if "loss" in line]
+    assert behind[0] == 0 and all(0 < steps <= 1 for steps in behind[1:])
+    run.backend.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(process, tmp_path_factory):
+    """An undisturbed run."""
+    made = run_for(process.wait(), tmp_path_factory.mktemp("undisturbed"), **FOUR_STEPS)
+    made.train()
+    made.backend.close()
+    return made
+
+
+def assert_same_run(run, other):
+    assert history(run) == history(other)
+    for name, weight in other.model.state_dict().items():
+        assert torch.equal(weight, run.model.state_dict()[name])
+
+
+@pytest.mark.timeout(1200)  # the server starts three times
+def test_a_killed_server_does_not_change_the_history(server, undisturbed, tmp_path):
+    disturbed = run_for(server, tmp_path, **FOUR_STEPS)
+    ask, push = disturbed.backend._submit, transport.SharedMemorySender.send
+    killed = []
+
+    def kill_once(when):
+        if when not in killed:
+            killed.append(when)
+            server.kill()
+            server.start()
+
+    def ask_and_kill(requests, sampling):
+        ask(requests, sampling)
+        if disturbed.state.global_step == 1:
+            kill_once("generating")
+
+    def kill_and_send(sender, bucket, receiver):
+        if disturbed.state.global_step == 3:
+            kill_once("taking weights")
+        push(sender, bucket, receiver)
+
+    class KillBetween(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                kill_once("doing nothing")
+
+    disturbed.add_callback(KillBetween())
+    disturbed.backend._submit = ask_and_kill
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport.SharedMemorySender, "send", kill_and_send)
+        disturbed.train()
+    assert killed == ["generating", "doing nothing", "taking weights"]
+    assert_same_run(disturbed, undisturbed)
+    disturbed.backend.close()
+
+
+def test_a_run_continues_with_the_remaining_server(server, undisturbed, tmp_path):
+    (tmp_path / "second").mkdir()
+    second = ServerProcess(tmp_path / "second").start().wait()
+    both = f"{server.url},{second.url}"
+    settings = {**FOUR_STEPS, "save_strategy": "steps", "save_steps": 100}
+    cut = run_for(server, tmp_path / "run", vllm_server_base_url=both, **settings)
+    ask = cut.backend._submit
+
+    def ask_and_fail(requests, sampling):
+        if cut.state.global_step == 2:
+            second.out_of_memory.touch()
+            cut.backend.servers.servers[1].timeout = 5.0  # it is not started again
+        ask(requests, sampling)
+
+    cut.backend._submit = ask_and_fail
+    try:
+        with pytest.raises(ConnectionError, match=rf"{second.url} .*5 s while generating .*start it with"):
+            cut.train()
+        assert not second.out_of_memory.exists() and "OutOfMemoryError" in second.log.read_text()
+    finally:
+        second.kill()
+    resumed = run_for(server, tmp_path / "run", **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert_same_run(resumed, undisturbed)
+    resumed.backend.close()
+
+
+def test_another_model_is_refused_before_training(server, tmp_path):
+    run = run_for(server, tmp_path, model=policy(hidden_size=128))
+    with pytest.raises(RuntimeError, match=r"hidden_size=64, but the policy has 128"):
+        run.train()
