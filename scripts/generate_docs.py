@@ -30,13 +30,26 @@ def configuration_page() -> str:
         "Building a configuration validates all settings: one error lists every violation with the allowed",
         "values and the nearest valid one. Settings without effect are logged as a warning.",
         "",
+        "Scripts and callbacks may change settings of a built trainer: `trainer.beta = 0.1` for the names of",
+        "TRL's attributes, `trainer.args.beta = 0.1` for all; the later one counts. The last column says",
+        "when it takes effect: at the next optimizer *step*, or at the first step that begins with a new",
+        "*generation*, or with the next *run*. Where it is empty, the setting is read when the trainer is",
+        "built: assigning the attribute is an error, changing `trainer.args` has no effect and is logged.",
+        "",
         START,
     ]
-    inherited = [name for name in INHERITED if GRPOConfig.SETTINGS[name].help]
-    for title, names in {**field_groups(), "Constraints on TrainingArguments": inherited}.items():
+    for title, names in field_groups().items():
         lines += ["", f"## {title}", ""]
-        lines += ["| field | type | default | allowed | meaning |", "|---|---|---|---|---|"]
+        lines += ["| field | type | default | allowed | meaning | changes |", "|---|---|---|---|---|---|"]
         lines += [_field_row(name) for name in names]
+    lines += ["", "## Fields of TrainingArguments", ""]
+    lines += ["Their defaults are unchanged. A value without effect is replaced by the default, with a"]
+    lines += ["warning; an unsupported value is an error.", ""]
+    lines += ["| field | allowed | meaning | changes |", "|---|---|---|---|"]
+    settings = {name: GRPOConfig.SETTINGS[name] for name in INHERITED if name in GRPOConfig.SETTINGS}
+    for name, setting in settings.items():
+        cells = (_cell(setting.allowed), _cell(setting.description), setting.changes or "")
+        lines += [f"| `{name}` | {' | '.join(cells)} |"]
     return "\n".join([*lines, "", END, ""])
 
 
@@ -61,8 +74,14 @@ def _field_row(name: str) -> str:
     hint = typing.get_type_hints(GRPOConfig)[name]
     kind = getattr(hint, "__name__", str(hint)) if isinstance(hint, type) else str(hint)
     kind = kind.replace("dict[str, typing.Any] | str", "dict")
-    meaning = f"{setting.description} Ignored: {setting.ignored}." if setting.ignored else setting.description
-    return f"| `{name}` | {_cell(kind)} | `{default!r}` | {_cell(setting.allowed)} | {_cell(meaning)} |"
+    cells = (
+        _cell(kind),
+        f"`{default!r}`",
+        _cell(setting.allowed),
+        _cell(setting.description),
+        setting.changes or "",
+    )
+    return f"| `{name}` | {' | '.join(cells)} |"
 
 
 def objectives_page() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Any, Literal
 
 import torch
@@ -17,6 +17,8 @@ from groupwise.agents.build import AgentSetup, check_agents, check_chat_template
 from groupwise.agents.environment_rows import add_environment_rows
 from groupwise.config.arguments import TRL_METHODS, check_arguments, check_methods
 from groupwise.config.grpo_config import GRPOConfig
+from groupwise.config.sampling import sampler_settings
+from groupwise.config.step_settings import BuiltAttribute, SettingAttribute, StepSettings
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean
 from groupwise.data.budget import micro_batch_budget
@@ -32,6 +34,7 @@ from groupwise.data.dynamic_sampling import DynamicBatch, DynamicSamplingSetting
 from groupwise.data.image_checks import check_vision, has_image_columns
 from groupwise.data.prompt_source import PromptSource
 from groupwise.data.rebalancing import WindowStats, cache_sized
+from groupwise.errors import ConfigError
 from groupwise.generation.base import GenerationBackend
 from groupwise.generation.build import check_backend, make_backend
 from groupwise.generation.weight_iterator import PolicyWeights, gatherable
@@ -58,7 +61,7 @@ from groupwise.policy.build import (
 from groupwise.policy.liger import LigerLoss
 from groupwise.policy.loading import load_processing_class
 from groupwise.policy.loss import ObjectiveLoss, PolicyLoss
-from groupwise.policy.reference import make_reference
+from groupwise.policy.reference import SeparateReference, make_reference
 from groupwise.records import (
     Experience,
     MicroBatch,
@@ -73,7 +76,13 @@ from groupwise.records import (
 from groupwise.reporting.evaluation import EvaluationMetrics
 from groupwise.reporting.metrics import MetricBuffer, rollout_metrics
 from groupwise.reporting.table import completion_rows
-from groupwise.rewards.build import RewardSetup, check_rewards, load_rewards
+from groupwise.rewards.build import (
+    LoadedRewards,
+    check_rewards,
+    load_rewards,
+    reload_rewards,
+    with_default_weights,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +131,47 @@ class GRPOTrainer(
     window_entropy: Mean
     _mode: Mode = "train"  # "eval" inside an evaluation batch, for record_metric
 
+    # Public attributes that read and change settings; ``Setting.changes`` says when a change takes effect.
+    num_generations = SettingAttribute()
+    num_generations_eval = SettingAttribute()
+    num_iterations = SettingAttribute()
+    max_completion_length = SettingAttribute()
+    max_tool_calling_iterations = SettingAttribute()
+    chat_template_kwargs = SettingAttribute()
+    pad_to_multiple_of = SettingAttribute()
+    shuffle_dataset = SettingAttribute()
+    temperature = SettingAttribute()
+    top_p = SettingAttribute()
+    top_k = SettingAttribute()
+    min_p = SettingAttribute()
+    repetition_penalty = SettingAttribute()
+    use_transformers_continuous_batching = SettingAttribute()
+    use_vllm = SettingAttribute()
+    vllm_mode = SettingAttribute()
+    vllm_gpu_memory_utilization = SettingAttribute()
+    vllm_tensor_parallel_size = SettingAttribute()
+    vllm_importance_sampling_correction = SettingAttribute()
+    vllm_importance_sampling_mode = SettingAttribute()
+    vllm_importance_sampling_clip_max = SettingAttribute()
+    vllm_importance_sampling_clip_min = SettingAttribute()
+    epsilon_low = SettingAttribute("epsilon")
+    epsilon_high = SettingAttribute()
+    loss_type = SettingAttribute()
+    importance_sampling_level = SettingAttribute()
+    off_policy_mask_threshold = SettingAttribute()
+    mask_truncated_completions = SettingAttribute()
+    top_entropy_quantile = SettingAttribute()
+    use_adaptive_entropy = SettingAttribute()
+    scale_rewards = SettingAttribute()
+    multi_objective_aggregation = SettingAttribute()
+    log_completions = SettingAttribute()
+    log_multimodal = SettingAttribute()
+    log_unique_prompts = SettingAttribute()
+    num_completions_to_print = SettingAttribute()
+    tools = BuiltAttribute("pass tools to the trainer")
+    router_aux_loss_coef = BuiltAttribute("set GRPOConfig(router_aux_loss_coef=…)")
+    aux_loss_enabled = BuiltAttribute("set GRPOConfig(router_aux_loss_coef=…)")
+
     def __init__(
         self,
         model: str | PreTrainedModel,
@@ -164,16 +214,20 @@ class GRPOTrainer(
         )
         set_seed(args.seed, device_specific=True)  # ranks must not sample the same completions
         self.prepared_data = data
-        self._set_rewards(rewards)
+        self.step_settings = StepSettings(args)
+        self.settings = self.step_settings.current
+        self._built_sampler = sampler_settings(args)
+        self._set_rewards(load_rewards(rewards, args, self.accelerator))
         self._set_policy_state(rollout_func, agents, backend)
         self._set_run_state()
 
-    def _set_rewards(self, rewards: RewardSetup) -> None:
-        loaded = load_rewards(rewards, self.args, self.accelerator)
-        self.reward_funcs = loaded.functions
+    def _set_rewards(self, loaded: LoadedRewards) -> None:
+        self._loaded_rewards = loaded
+        # Copies: scripts may also change the lists in place.
+        self.reward_funcs = list(loaded.functions)
         self.reward_callables = loaded.callables
-        self.reward_func_names = loaded.names
-        self.reward_processing_classes = loaded.processing_classes
+        self.reward_func_names = list(loaded.names)
+        self.reward_processing_classes = list(loaded.processing_classes)
         self.reward_weights = torch.tensor(loaded.weights)
 
     def _set_policy_state(
@@ -205,15 +259,61 @@ class GRPOTrainer(
         self.router_aux_loss_coef = router_aux_loss_coef(self.model, args)
         self.aux_loss_enabled = self.router_aux_loss_coef != 0.0
         check_loss_override(type(self), args)
-        self._read_step_settings()
+        self.entropy_control = EntropyControl(args.entropy_coef)
+        self._apply_settings()
+
+    def refresh_settings(self, *, new_run: bool = False) -> None:
+        """Let the changes take effect that scripts and callbacks made to settings and rewards.
+
+        Sampler settings change when no completions of an earlier generation are left to train on: log-probs
+        of a completion have the temperature that it was sampled with.
+
+        Raises:
+            ConfigError: a changed setting is invalid or contradicts another one.
+        """
+        before = self.settings
+        self.settings = self.step_settings.begin_step(
+            new_generation=self.buffer.is_empty, new_run=new_run or not self.is_in_train
+        )
+        self._check_beta(self.settings.beta)
+        if self.settings.reward_weights != before.reward_weights:
+            self.reward_weights = torch.tensor(with_default_weights(self.settings, self.reward_funcs))
+        rewards = reload_rewards(
+            self._loaded_rewards,
+            self.reward_funcs,
+            self.reward_func_names,
+            self.reward_processing_classes,
+            torch.as_tensor(self.reward_weights).tolist(),
+            self.settings,
+            self.accelerator,
+        )
+        if rewards is not self._loaded_rewards:
+            self._set_rewards(rewards)
+        if self.settings.entropy_coef != before.entropy_coef:
+            self.entropy_control = EntropyControl(self.settings.entropy_coef)
+        self.evaluation.ks = self.settings.eval_pass_at_k or []
+        self.evaluation.threshold = self.settings.eval_pass_threshold
+        self.evaluation.functions = self.reward_func_names
+        self.evaluation.aggregation = self.settings.multi_objective_aggregation
+        self._apply_settings()
+
+    def _apply_settings(self) -> None:
+        """Give the settings of the step to the parts that hold a copy: log-probs, loss, micro-batches."""
+        settings = self.settings
+        # The backend has the sampler settings that it was built with; requests contain the others.
+        now = sampler_settings(settings)
+        self.sampler_changes = {name: now[name] for name in now if now[name] != self._built_sampler[name]}
+        head = replace(self.logprob_computer.head, temperature=settings.temperature)
+        self.logprob_computer.head = self.logprob_mismatch.head = head
+        self.objective_settings = objective_settings(settings)
+        self.micro_batch_budget = micro_batch_budget(
+            type(self), settings, aux_loss=self.aux_loss_enabled, has_reference=self.reference.exists
+        )
         self.policy_loss: PolicyLoss = (
             LigerLoss(
-                self.router_aux_loss_coef,
-                self.logprob_computer.head,
-                args.max_completion_length,
-                lambda: self.objective_settings,
+                self.router_aux_loss_coef, head, settings.max_completion_length, self.objective_settings
             )
-            if args.use_liger_kernel
+            if settings.use_liger_kernel
             else ObjectiveLoss(
                 self.router_aux_loss_coef,
                 # Looked up at each call: scripts may replace a method on the instance.
@@ -221,26 +321,25 @@ class GRPOTrainer(
                 lambda batch, logprobs: self.compute_policy_loss(batch, logprobs),
             )
         )
-        self.entropy_control = EntropyControl(args.entropy_coef)
 
-    def _read_step_settings(self) -> None:
-        """Read the settings that the loss and the micro-batches use, which a callback may have changed."""
-        self.objective_settings = objective_settings(self.args)
-        self.micro_batch_budget = micro_batch_budget(type(self), self.args, aux_loss=self.aux_loss_enabled)
+    def _check_beta(self, beta: float) -> None:
+        if beta > 0 and not self.reference.exists:
+            raise ConfigError(
+                f"beta={beta} needs a reference model, and a trainer that was built with beta=0 has none; "
+                "build it with GRPOConfig(beta=…), after which beta may change at any step, also to 0 and "
+                "back, or assign trainer.ref_model first"
+            )
 
     def _set_run_state(self) -> None:
         args = self.args
         self.evaluation = EvaluationMetrics(
-            args.eval_pass_at_k or [],
-            args.eval_pass_threshold,
-            self.reward_func_names,
-            args.multi_objective_aggregation,
+            args.eval_pass_at_k or [], args.eval_pass_threshold, self.reward_func_names
         )
         self.step_state = StepState(lambda: self.state.global_step, self._stateful_components)
         self._reset_run_state(None)
         self.num_parameters = self.model.num_parameters(exclude_embeddings=True)
         reporting.show_rewards_in_progress(self)
-        if self.args.sync_ref_model:
+        if self.settings.sync_ref_model:
             self.add_callback(SyncRefModelCallback(self.reference, self.args, self.accelerator))
 
     # One optimizer step, in the order in which it happens.
@@ -258,13 +357,15 @@ class GRPOTrainer(
         """
         self.restore_pending_rng()  # Trainer would restore it only after this hook, too late for sampling
         self.step_state.begin_step()  # a failure, and a checkpoint before the update, return to this state
-        self._read_step_settings()
+        self.refresh_settings()
         with self.rollback_on_failure():
             window: list[Experience] = []  # one entry per micro-batch of this rank
             while len(window) < num_batches:  # a window may span generations, and a generation windows
                 if self.buffer.is_empty:
                     experience = self.make_train_experience()
-                    self.buffer.fill(experience, self.args.num_iterations, prompts_per_batch(self.args))
+                    self.buffer.fill(
+                        experience, self.settings.num_iterations, prompts_per_batch(self.settings)
+                    )
                 window += self.buffer.take(num_batches - len(window))
             batches = self.make_micro_batches(window)
         self.metrics["train"].record(self.window_stats.metrics())
@@ -283,7 +384,7 @@ class GRPOTrainer(
         self.sync_sampler("train")
         for step, rows in self.upcoming_rows():  # rollout_staleness: a server generates them meanwhile
             self.prefetch_rollouts(self.make_request(rows), step=step)
-        settings = DynamicSamplingSettings.from_config(self.args)
+        settings = DynamicSamplingSettings.from_config(self.settings)
         batch = DynamicBatch(self.leftover_groups, settings)  # one round unless dynamic_sampling
         while not batch.is_full:  # the same decision on every rank
             rows = self.prompts.take(batch.num_to_sample)  # B rows of this rank, G per prompt
@@ -292,7 +393,7 @@ class GRPOTrainer(
         rollouts, rewards, surplus = batch.finish()
         self.leftover_groups = self.add_behavior_logps(surplus)  # before the policy changes
         self.backend.release()  # memory of a colocated engine goes to training
-        return self.make_experience(rollouts, rewards, self.args.per_device_train_batch_size)
+        return self.make_experience(rollouts, rewards, self.settings.per_device_train_batch_size)
 
     def sample(self, request: RolloutRequest) -> tuple[RolloutBatch, RewardBatch]:
         """Generate completions, B rows of this rank, and compute the rewards of all ranks, N rows."""
@@ -315,21 +416,21 @@ class GRPOTrainer(
             if rollouts.mode == "train":
                 metrics.record(self.check_logprob_mismatch(rollouts, tokens))
             # With kl_in_reward the KL is part of every reward, so log-probs come before advantages.
-            logps = self.old_and_ref_logps(tokens) if self.args.kl_in_reward else None
+            logps = self.old_and_ref_logps(tokens) if self.settings.kl_in_reward else None
             rewards = self.apply_kl_penalty(rewards, tokens, logps)
             advantages = rewards.local_rows(
                 self.compute_advantages(rewards)
             )  # (N,) or (N, T) -> (B,) or (B, T)
             only = self.select_rows_for_logprobs(tokens, advantages, micro_batch_size)
             logps = logps or self.old_and_ref_logps(tokens, only, on_policy=self.is_on_policy(rollouts.mode))
-        if self.args.log_completions:
+        if self.settings.log_completions:
             rows = completion_rows(
                 rollouts,
                 rewards,
                 advantages,
                 self.reward_func_names,
                 self.state.global_step,
-                multimodal=self.args.log_multimodal,
+                multimodal=self.settings.log_multimodal,
             )
             metrics.rows = [*metrics.rows, *rows]
         return Experience.from_tokens(tokens, advantages, logps).split(micro_batch_size)
@@ -393,7 +494,12 @@ class GRPOTrainer(
 
     def make_request(self, rows: list[Row]) -> RolloutRequest:
         """Build the request for training rollouts of these rows of this rank."""
-        return RolloutRequest(rows, self.num_generations, on_partial_rollout=self.start_partial_rewards())
+        return RolloutRequest(
+            rows,
+            self.settings.num_generations,
+            generation_kwargs=self.sampler_changes,
+            on_partial_rollout=self.start_partial_rewards(),
+        )
 
     def make_eval_request(self, rows: list[Row]) -> RolloutRequest:
         """Build the request for the rollouts of an evaluation batch, these rows of this rank."""
@@ -402,10 +508,10 @@ class GRPOTrainer(
         remainder = gradient_state.remainder if gradient_state.end_of_dataloader else 0
         return RolloutRequest(
             rows,
-            num_generations=num_generations_eval(self.args),
+            num_generations=num_generations_eval(self.settings),
             num_valid=remainder if remainder > 0 else None,
             mode="eval",
-            generation_kwargs=self.args.eval_generation_kwargs or {},  # type: ignore[arg-type]
+            generation_kwargs={**self.sampler_changes, **(self.settings.eval_generation_kwargs or {})},  # type: ignore[dict-item]
             on_partial_rollout=self.start_partial_rewards(),
         )
 
@@ -417,10 +523,10 @@ class GRPOTrainer(
 
     def upcoming_rows(self) -> Iterator[tuple[int, list[Row]]]:
         """Yield this rank's rows of the generations to prefetch, with the optimizer step that each begins."""
-        args = self.args
-        depth = 0 if self.agents or self.rollout_func else args.rollout_staleness
-        steps = micro_batches_per_generation(args) // args.gradient_accumulation_steps  # per generation
-        for ahead, rows in enumerate(self.prompts.upcoming(depth, prompts_per_batch(args)), start=1):
+        settings = self.settings
+        depth = 0 if self.agents or self.rollout_func else settings.rollout_staleness
+        steps = micro_batches_per_generation(settings) // settings.gradient_accumulation_steps
+        for ahead, rows in enumerate(self.prompts.upcoming(depth, prompts_per_batch(settings)), start=1):
             step = self.state.global_step + ahead * steps
             if step >= self.state.max_steps:
                 return
@@ -430,12 +536,12 @@ class GRPOTrainer(
         """Return True if the policy does not change before it trains on its rollouts: ℓ_old = sg(ℓ)."""
         # Every generation is then used within one optimizer step.
         return mode == "eval" or (
-            self.args.gradient_accumulation_steps % micro_batches_per_generation(self.args) == 0
+            self.settings.gradient_accumulation_steps % micro_batches_per_generation(self.settings) == 0
         )
 
     def add_behavior_logps(self, surplus: LeftoverGroups) -> LeftoverGroups:
         """Compute the log-probs of leftover groups under the policy that sampled them, the current one."""
-        rollouts = surplus.local_rollouts(DynamicSamplingSettings.from_config(self.args))
+        rollouts = surplus.local_rollouts(DynamicSamplingSettings.from_config(self.settings))
         if rollouts is None:
             return surplus
         logps_BT = self.old_and_ref_logps(self.collate(rollouts)).old_logps_BT
@@ -485,7 +591,8 @@ class GRPOTrainer(
         """Start a run from its beginning, or from the checkpoint in ``directory``."""
         self.buffer = self.buffer_class(self.accelerator.device)
         self.leftover_groups = LeftoverGroups()
-        self.entropy_control = EntropyControl(self.args.entropy_coef)
+        self.refresh_settings(new_run=True)
+        self.entropy_control = EntropyControl(self.settings.entropy_coef)
         self.metrics = {"train": self.metrics_class(), "eval": self.metrics_class()}
         self.window_entropy, self.window_stats = Mean(0.0, 0.0), WindowStats()
         if self.train_dataset is not None:
@@ -497,11 +604,13 @@ class GRPOTrainer(
         if directory is None:
             return
         state = checkpointing.load_state(directory, self.args.process_index, self.args.world_size)
-        checkpointing.warn_if_prompt_order_changed(state["order"], self.args, self.train_dataset)
+        checkpointing.warn_if_prompt_order_changed(state["order"], self.settings, self.train_dataset)
         self.step_state.load_state_dict(state)
         if self.args.ignore_data_skip:
             self.prompts.seek(self.prompts.epoch)
-        checkpointing.load_reference(directory, self.reference.model, sync_ref_model=self.args.sync_ref_model)
+        checkpointing.load_reference(
+            directory, self.reference.model, sync_ref_model=self.settings.sync_ref_model
+        )
 
     def _stateful_components(self) -> dict[str, Stateful]:
         return self._components
@@ -528,9 +637,9 @@ class GRPOTrainer(
 
     def save_rollout_state(self, directory: str) -> None:
         state = self.step_state.state_dict()
-        state["order"] = checkpointing.prompt_order_settings(self.args, self.train_dataset)
+        state["order"] = checkpointing.prompt_order_settings(self.settings, self.train_dataset)
         checkpointing.save_state(directory, self.args.process_index, self.args.world_size, state)
-        if self.args.sync_ref_model and self.args.should_save:
+        if self.settings.sync_ref_model and self.args.should_save:
             checkpointing.save_reference(directory, self.accelerator.unwrap_model(self.reference.model))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -545,29 +654,37 @@ class GRPOTrainer(
     # Public attributes.
 
     @property
-    def num_generations(self) -> int:
-        """Completions per prompt, G."""
-        return self.args.num_generations
-
-    @property
-    def temperature(self) -> float:
-        """Sampling temperature, that of the log-probs too."""
-        return self.args.temperature
-
-    @property
     def beta(self) -> float:
         """Weight of the KL to the reference model."""
-        return self.args.beta
+        return self.step_settings.value("beta")
+
+    @beta.setter
+    def beta(self, beta: float) -> None:
+        self._check_beta(self.step_settings.checked("beta", beta, "beta"))
+        self.step_settings.assign("beta", beta, "beta")
 
     @property
     def entropy_coef(self) -> float:
-        """Current coefficient of the entropy bonus."""
-        return self.entropy_control.coef
+        """Coefficient of the entropy bonus, the current one under adaptive control."""
+        changed = self.step_settings.value("entropy_coef") != self.settings.entropy_coef
+        return self.step_settings.value("entropy_coef") if changed else self.entropy_control.coef
+
+    @entropy_coef.setter
+    def entropy_coef(self, coef: float) -> None:
+        self.step_settings.assign("entropy_coef", coef, "entropy_coef")
 
     @property
     def ref_model(self) -> PreTrainedModel | None:
         """Reference model, if it is a separate model."""
         return self.reference.model
+
+    @ref_model.setter
+    def ref_model(self, model: PreTrainedModel) -> None:
+        reference = SeparateReference(self.accelerator.prepare_model(model, evaluation_mode=True))
+        if isinstance(self.reference, SeparateReference):
+            self.reference.model = reference.model  # the callback of sync_ref_model holds the reference
+        else:
+            self.reference = reference
 
     @property
     def environments(self) -> list[Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import transformers
 from support import design_rules as rules
 
-from groupwise import mixins
+from groupwise import GRPOConfig, mixins
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "groupwise"
@@ -254,3 +255,14 @@ def test_an_unknown_name_is_an_attribute_error():
 
     with pytest.raises(AttributeError, match="GRPOtrainer"):
         groupwise.GRPOtrainer  # noqa: B018
+
+
+def test_settings_of_a_step_are_not_read_from_the_configuration() -> None:
+    """Scripts may change them on the trainer: ``self.settings`` has the values of the step."""
+    names = [
+        name for name, setting in GRPOConfig.SETTINGS.items() if setting.changes in ("step", "generation")
+    ]
+    reads = re.compile(rf"\bself\.args\.(?:{'|'.join(names)})\b")
+    found = [f"{name}: {match[0]}" for name, source in FILES.items() for match in reads.finditer(source)]
+    assert len(names) > 40 and found == []
+    assert reads.search("loss(self.args.beta)") and not reads.search("loss(self.settings.beta)")

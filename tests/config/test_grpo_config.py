@@ -150,9 +150,15 @@ def test_every_field_is_described():
     assert described["use_liger_loss"] == "Old name of use_liger_kernel."
 
 
-def test_inherited_settings_are_fields_of_training_arguments():
-    assert set(INHERITED) <= {item.name for item in dataclasses.fields(TrainingArguments)}
-    assert not set(INHERITED) & set(CONTRACT)
+def test_every_field_of_training_arguments_is_described():
+    """Each has a documented effect, or is refused, or is reported as ignored."""
+    fields = {item.name for item in dataclasses.fields(TrainingArguments)}
+    assert set(INHERITED) == fields - set(CONTRACT)
+    for name, setting in INHERITED.items():
+        assert setting.description.endswith("."), name
+        assert setting.description.startswith("No effect.") == bool(setting.ignored) or name == (
+            "dataloader_pin_memory"  # TrainingArguments itself changes it on a CPU
+        ), name
 
 
 def test_help_can_be_printed():

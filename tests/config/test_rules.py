@@ -215,3 +215,42 @@ def test_loss_kwargs_without_settings_name_the_objectives_that_have_some(build, 
     _, text = invalid(build, loss_type="grpo", loss_kwargs={"tau": 1.0})
     assert "loss_kwargs={'tau': 1.0} with loss_type='grpo', which has no hyperparameters" in text
     assert "tempered" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"split_batches": True}, "allowed: split_batches=False"),
+        ({"even_batches": False}, "all processes must evaluate equally many completions"),
+        (
+            {"gradient_accumulation_kwargs": {"num_steps": 4}},
+            "nearest valid: gradient_accumulation_steps=4",
+        ),
+    ],
+)
+def test_settings_of_accelerate_that_would_break_batches_are_refused(build, given, said):
+    found, _ = invalid(build, accelerator_config=given)
+    assert [said in message for message in found["accelerator_config_of_rows"]] == [True]
+
+
+def test_other_settings_of_accelerate_are_accepted(build):
+    build(
+        accelerator_config={
+            "dispatch_batches": False,
+            "gradient_accumulation_kwargs": {"sync_each_batch": True},
+        }
+    )
+
+
+@pytest.mark.parametrize("given", [{"n": 2}, {"return_dict_in_generate": True}])
+def test_sampler_arguments_that_change_the_result_are_refused(build, given):
+    found, _ = invalid(build, generation_kwargs=given)
+    (message,) = found["generation_kwargs_of_one_completion"]
+    assert "changes the result of the sampler" in message
+    build(generation_kwargs={"num_return_sequences": 1, "return_dict_in_generate": False})
+
+
+def test_sampler_settings_of_an_evaluation_obey_the_bounds_of_the_fields(build):
+    found, _ = invalid(build, eval_generation_kwargs={"repetition_penalty": 0})
+    (message,) = found["eval_generation_kwargs_are_sampler_settings"]
+    assert "eval_generation_kwargs['repetition_penalty']=0 is out of range; allowed: > 0" in message

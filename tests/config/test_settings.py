@@ -11,7 +11,9 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.objectives import OBJECTIVES, register_objective
 
 SETTINGS = GRPOConfig.SETTINGS
-CONSTRAINED = sorted(name for name, setting in SETTINGS.items() if setting.allowed or setting.requires)
+CONSTRAINED = sorted(
+    name for name, setting in SETTINGS.items() if setting.allowed or setting.requires or setting.unsupported
+)
 
 CHOICES = {
     "loss_type": ("DR-GRPO", "dr_grpo"),

@@ -38,7 +38,7 @@ class Ranks:
 def host(mixin: type, accelerator: Any = None, *, settings: dict[str, Any], **attributes: Any) -> Any:
     """An instance of ``mixin`` with the given settings and attributes."""
     made = mixin()
-    made.args = SimpleNamespace(**settings)
+    made.settings = SimpleNamespace(**settings)
     made.accelerator = accelerator
     for name, value in attributes.items():
         setattr(made, name, value)

@@ -46,6 +46,23 @@ def test_an_adapter_trains_saves_and_loads_while_the_base_stays(tmp_path):
         assert torch.equal(tensor, trained[name])
 
 
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"])
+def test_an_adapter_of_virtual_tokens_trains_in_the_padded_layout(tmp_path, kind):
+    adapter = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    checkpointing = kind != "PrefixTuningConfig"
+    if not checkpointing:
+        with pytest.raises(ConfigError, match=r"is a cache of keys and values.*gradient_checkpointing=False"):
+            trainer(tmp_path, peft_config=adapter)
+    run = trainer(tmp_path, peft_config=adapter, beta=0.04, max_steps=2, gradient_checkpointing=checkpointing)
+    start = {name: p.detach().clone() for name, p in run.model.named_parameters() if p.requires_grad}
+    run.train()
+    assert run.logprob_computer.layout == "padded"
+    trained = dict(run.model.named_parameters())
+    assert start and all((trained[name] != start[name]).any() for name in start)
+    with pytest.raises(ConfigError, match="its adapter adds virtual tokens to every prompt"):
+        trainer(tmp_path, peft_config=adapter, sequence_layout="packed", gradient_checkpointing=checkpointing)
+
+
 def test_a_fresh_adapter_is_measured_against_the_base(tmp_path):
     run = trainer(tmp_path, peft_config=lora(), beta=0.04)
     assert run.ref_model is None

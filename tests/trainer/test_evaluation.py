@@ -246,3 +246,18 @@ def test_evaluation_samples_with_its_own_settings(tmp_path):
 def test_settings_of_evaluation_are_checked(tmp_path, given, message):
     with pytest.raises(ConfigError, match=message):
         trainer(tmp_path, eval_generation_kwargs=given)
+
+
+def test_a_prediction_is_an_evaluation_of_other_rows(tmp_path):
+    """Completions of a prompt form a group, and the metrics carry the prefix of a test."""
+    evaluated = run_of(tmp_path).evaluate()
+    output = run_of(tmp_path, eval_dataset=None).predict(questions())
+    assert output.predictions is None and output.label_ids is None
+    timed = ("time", "second", "epoch")
+    wanted = {
+        name.replace("eval_", "test_", 1): value
+        for name, value in evaluated.items()
+        if not any(part in name for part in timed)
+    }
+    assert wanted["test_pass@4"] == pytest.approx(2 / 3)
+    assert {name: output.metrics[name] for name in wanted} == pytest.approx(wanted)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import datasets
 import pytest
 import torch
@@ -9,7 +11,7 @@ import transformers
 from support.runs import chats, count_reward, policy, prompts, tokenizer, trainer
 
 from groupwise import ConfigError, GRPOConfig, GRPOTrainer, TrainingError
-from groupwise.config.arguments import TRL_METHODS
+from groupwise.config.arguments import TRL_METHODS, check_processes
 from groupwise.config.validation import _warn_once
 from groupwise.policy.loading import load_policy
 
@@ -99,6 +101,23 @@ def test_the_stock_count_of_tokens_is_left_to_num_tokens(tmp_path, caplog):
     made.train()
     assert "include_num_input_tokens_seen='all' is ignored" in caplog.text
     assert made.state.log_history[0]["num_tokens"] > 0
+
+
+def test_several_gpus_of_one_process_are_refused_with_the_command_to_use(tmp_path, monkeypatch):
+    """``Trainer`` would wrap the model in ``DataParallel``, with twice the updates per generation."""
+    monkeypatch.setattr(GRPOConfig, "n_gpu", 2)
+    with pytest.raises(ConfigError, match=r"sees 2 GPUs, .*`accelerate launch --num_processes 2 SCRIPT`"):
+        trainer(tmp_path, model="a/model that is never loaded")
+    spread = policy()
+    spread.hf_device_map = {"": "cpu"}  # not over several GPUs
+    with pytest.raises(ConfigError, match="sees 2 GPUs"):
+        trainer(tmp_path, model=spread)
+
+
+def test_parallelism_that_the_launcher_sets_is_refused(tmp_path):
+    check_processes(GRPOConfig(str(tmp_path), bf16=False), SimpleNamespace(cp_size=1, tp_size=None))
+    with pytest.raises(ConfigError, match=r"parallelism_config=\(tp_size=2\): log-probs are"):
+        check_processes(GRPOConfig(str(tmp_path), bf16=False), SimpleNamespace(tp_size=2))
 
 
 def test_a_reward_that_takes_no_further_arguments_is_refused_at_once(tmp_path):

@@ -12,7 +12,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from groupwise import ConfigError, GRPOConfig, GRPOTrainer
 from groupwise.config.liger import LIGER_LIMITS
-from groupwise.policy.build import prepare_liger
+from groupwise.policy.build import check_liger
 
 needs_liger = pytest.mark.skipif(
     importlib.util.find_spec("liger_kernel") is None, reason="liger-kernel is not installed"
@@ -264,14 +264,14 @@ def test_a_softcap_is_refused_before_the_weights_load(tmp_path, monkeypatch):
     args = GRPOConfig(str(tmp_path), bf16=False, use_cpu=True, use_liger_kernel=True)
     for model in (str(tmp_path), Gemma2ForCausalLM(config)):
         with pytest.raises(ConfigError, match="final_logit_softcapping=30"):
-            prepare_liger(model, args)
+            check_liger(model, args)
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     args = GRPOConfig(str(tmp_path), bf16=False, use_cpu=True, use_liger_kernel=True)
     with pytest.raises(ConfigError, match="groupwise\\[liger\\]"):
-        prepare_liger("nowhere", args)
+        check_liger("nowhere", args)
 
 
 @needs_liger

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from groupwise.compat.transformers import name_or_path
 from groupwise.config.grpo_config import GRPOConfig
+from groupwise.config.rules import unsupported_parallelism
 from groupwise.errors import ConfigError
 
 #: Methods of TRL's trainer that are never called here, and the method to override or call instead.
@@ -78,7 +79,37 @@ def check_arguments(model: str | PreTrainedModel, args: GRPOConfig | None) -> GR
         raise ConfigError(f"model={model!r} is not a directory; give a checkpoint directory or a hub id")
     if args.should_save and args.output_dir is not None:
         _check_writable(args.output_dir)
+    if _device_map(model, args) is None:
+        check_processes(args)
     return args
+
+
+def _device_map(model: str | PreTrainedModel, args: GRPOConfig) -> object:
+    """Return the map that spreads the model over the devices of this process, or None."""
+    if isinstance(model, str):
+        kwargs: dict[str, object] = args.model_init_kwargs or {}  # type: ignore[assignment]
+        return kwargs.get("device_map")
+    return getattr(model, "hf_device_map", None)
+
+
+def check_processes(args: GRPOConfig, parallelism: object = None) -> None:
+    """Check that every device has a process, and that no sequence or layer is split over processes.
+
+    Args:
+        parallelism: ``ParallelismConfig`` of accelerate, which the launcher may have set.
+
+    Raises:
+        ConfigError: ``Trainer`` would use several GPUs through ``DataParallel``, which splits micro-batches
+            and drops their token weights; or a split that is not supported.
+    """
+    if args.n_gpu > 1:
+        raise ConfigError(
+            f"one process sees {args.n_gpu} GPUs, and training uses one process per GPU; start it with "
+            f"`accelerate launch --num_processes {args.n_gpu} SCRIPT`, or show the process one GPU with "
+            "CUDA_VISIBLE_DEVICES=0"
+        )
+    for message in unsupported_parallelism(parallelism):
+        raise ConfigError(message)
 
 
 def _check_writable(directory: str) -> None:

@@ -22,6 +22,7 @@ from groupwise.config.conditions import (
     VLLM,
     on,
 )
+from groupwise.config.inherited import INHERITED
 from groupwise.config.redact import masked
 from groupwise.config.resolution import (
     move_old_names,
@@ -29,6 +30,7 @@ from groupwise.config.resolution import (
     reset_ignored,
     resolve_batch_sizes,
     resolve_defaults,
+    resolve_liger,
     resolve_precision,
     resolve_sampling,
 )
@@ -45,24 +47,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 Json = dict[str, Any] | str | None  # JSON text is parsed when the configuration is built
-
-#: Fields of ``TrainingArguments`` whose default is unchanged.
-INHERITED = {
-    "per_device_train_batch_size": Setting(
-        "Completions per device and micro-batch.", ge=1, example=0, card="always"
-    ),
-    "per_device_eval_batch_size": Setting("Completions per device in evaluation.", ge=1, example=0),
-    "gradient_accumulation_steps": Setting(
-        "Micro-batches per optimizer step.", ge=1, example=0, card="always"
-    ),
-    "include_num_input_tokens_seen": Setting(
-        "Count of input tokens.", ignored="the metric num_tokens counts the tokens"
-    ),
-    **{name: Setting(card="always") for name in ("lr_scheduler_type", "optim", "num_train_epochs", "seed")},
-    **{name: Setting(card="if_changed") for name in ("weight_decay", "max_grad_norm", "warmup_steps")},
-    **{name: Setting(card="if_changed") for name in ("adam_beta1", "adam_beta2", "adam_epsilon")},
-    **{name: Setting(card="if_changed") for name in ("max_steps", "fp16")},
-}
 
 
 @dataclass(repr=False)
@@ -85,7 +69,7 @@ class GRPOConfig(TrainingArguments):
 
     # Changed defaults of TrainingArguments
     learning_rate: Annotated[float, Setting(
-        "Initial learning rate.", ge=0, example=-1e-6, card="always")] = 1e-6
+        "Initial learning rate.", ge=0, example=-1e-6, card="always", changes="run")] = 1e-6
     logging_steps: Annotated[float, Setting(
         "Optimizer steps between logs; a value below 1 is a fraction of all steps.")] = 10
     gradient_checkpointing: Annotated[bool, Setting(
@@ -114,7 +98,8 @@ class GRPOConfig(TrainingArguments):
     num_generations: Annotated[int, Setting(
         "Completions per prompt (G); divides generation_batch_size.", ge=2, example=1, card="always")] = 8
     num_generations_eval: Annotated[int | None, Setting(
-        "Completions per prompt in evaluation. None: num_generations.", ge=1, example=0)] = None
+        "Completions per prompt in evaluation. None: num_generations.", ge=1, example=0,
+        changes="step")] = None
     max_completion_length: Annotated[int, Setting(
         "Maximum number of tokens generated per completion.", ge=1, example=0, card="always")] = 256
     max_prompt_length: Annotated[int | None, Setting(
@@ -134,18 +119,20 @@ class GRPOConfig(TrainingArguments):
 
     # Generation
     temperature: Annotated[float, Setting(
-        "Sampling temperature, also of the trainer's log-probs.", gt=0, example=0.0, card="always")] = 1.0
+        "Sampling temperature, also of the trainer's log-probs.", gt=0, example=0.0, card="always",
+        changes="generation")] = 1.0
     top_p: Annotated[float, Setting(
         "Nucleus sampling: keep the smallest set of tokens with this total probability. 1: off.",
-        gt=0, le=1, example=1.5, card="if_changed")] = 1.0
+        gt=0, le=1, example=1.5, card="if_changed", changes="generation")] = 1.0
     top_k: Annotated[int | None, Setting(
         "Keep this many of the most probable tokens. None, 0 or -1: off.",
-        ge=0, example=-2, card="if_changed")] = None
+        ge=0, example=-2, card="if_changed", changes="generation")] = None
     min_p: Annotated[float | None, Setting(
         "Drop tokens less probable than this fraction of the most probable one. None or 0: off.",
-        ge=0, le=1, example=-0.1, card="if_changed")] = None
+        ge=0, le=1, example=-0.1, card="if_changed", changes="generation")] = None
     repetition_penalty: Annotated[float, Setting(
-        "Penalty on tokens that are already present. 1: off.", gt=0, example=0.0, card="if_changed")] = 1.0
+        "Penalty on tokens that are already present. 1: off.", gt=0, example=0.0, card="if_changed",
+        changes="generation")] = 1.0
     generation_kwargs: Annotated[Json, Setting(
         "Further sampler arguments (dict or JSON). They override the fields above, also for the trainer's "
         "log-probs.")] = None
@@ -198,17 +185,17 @@ class GRPOConfig(TrainingArguments):
         "Further arguments (dict or JSON) of the engine.", no_effect_unless=COLOCATE)] = None
     vllm_importance_sampling_correction: Annotated[bool, Setting(
         "Importance-sampling correction for the difference between the log-probs of sampler and trainer.",
-        card="if_changed")] = True
+        card="if_changed", changes="step")] = True
     vllm_importance_sampling_mode: Annotated[str, Setting(
         "Correct per token or per sequence; truncate the ratio at the bounds, or mask it beyond them.",
         choices=CORRECTION_MODES, example="sequence_maks", no_effect_unless=CORRECTION,
-        card="if_changed")] = "sequence_mask"
+        card="if_changed", changes="step")] = "sequence_mask"
     vllm_importance_sampling_clip_max: Annotated[float | None, Setting(
         "Upper bound of the correction. None: no bound.",
-        gt=0, example=-3.0, no_effect_unless=CORRECTION, card="if_changed")] = 3.0
+        gt=0, example=-3.0, no_effect_unless=CORRECTION, card="if_changed", changes="step")] = 3.0
     vllm_importance_sampling_clip_min: Annotated[float | None, Setting(
         "Lower bound of the correction. None: no bound.",
-        ge=0, example=-0.5, no_effect_unless=CORRECTION, card="if_changed")] = None
+        ge=0, example=-0.5, no_effect_unless=CORRECTION, card="if_changed", changes="step")] = None
     logprob_mismatch_check: Annotated[str, Setting(
         "Compare the log-probs of a separate sampler with those of the trainer.",
         choices=("off", "warn", "error"), example="warm")] = "warn"
@@ -218,61 +205,63 @@ class GRPOConfig(TrainingArguments):
     # Loss
     beta: Annotated[float, Setting(
         "Weight of the KL to the reference model. 0: no reference model in memory.",
-        ge=0, example=-1.0, card="always")] = 0.0
+        ge=0, example=-1.0, card="always", changes="step")] = 0.0
     kl_estimator: Annotated[str, Setting(
         "Estimator of the KL per token.",
-        choices=KL_ESTIMATORS, example="k4", no_effect_unless=KL, card="if_changed")] = "k3"
+        choices=KL_ESTIMATORS, example="k4", no_effect_unless=KL, card="if_changed", changes="step")] = "k3"
     kl_in_reward: Annotated[bool, Setting(
         "Subtract the KL from the reward instead of adding it to the loss.",
-        requires=KL, example=True, card="if_changed")] = False
+        requires=KL, example=True, card="if_changed", changes="step")] = False
     use_bias_correction_kl: Annotated[bool, Setting(
         "Multiply the KL by the importance ratio (DeepSeek-V3.2).",
-        no_effect_unless=KL, card="if_changed")] = False
+        no_effect_unless=KL, card="if_changed", changes="step")] = False
     num_iterations: Annotated[int, Setting(
-        "Optimization epochs over each generation batch (mu).", ge=1, example=0, card="always")] = 1
+        "Optimization epochs over each generation batch (mu).", ge=1, example=0, card="always",
+        changes="generation")] = 1
     epsilon: Annotated[float, Setting(
         "Clip range of the ratio below 1, and above 1 unless epsilon_high is set.",
-        ge=0, example=-0.2, card="always")] = 0.2
+        ge=0, example=-0.2, card="always", changes="step")] = 0.2
     epsilon_high: Annotated[float | None, Setting(
         "Clip range of the ratio above 1; for cispo the upper bound of the ratio. None: epsilon.",
-        ge=0, example=-0.2, card="always")] = None
+        ge=0, example=-0.2, card="always", changes="step")] = None
     delta: Annotated[float | None, Setting(
         "Upper bound of the unclipped ratio (INTELLECT-2). None: no bound.",
-        gt=0, example=0.0, no_effect_unless=CLIPPED_RATIO, card="if_changed")] = None
+        gt=0, example=0.0, no_effect_unless=CLIPPED_RATIO, card="if_changed", changes="step")] = None
     loss_type: Annotated[str, Setting(
         "Objective; register_objective adds further ones.",
-        choices=OBJECTIVES, example="grop", card="always")] = "dapo"
+        choices=OBJECTIVES, example="grop", card="always", changes="generation")] = "dapo"
     loss_kwargs: Annotated[Json, Setting(
-        "Hyperparameters (dict or JSON) of a registered objective, validated by its dataclass.")] = None
+        "Hyperparameters (dict or JSON) of a registered objective, validated by its dataclass.",
+        changes="generation")] = None
     importance_sampling_level: Annotated[str, Setting(
         "Ratio per token, or per sequence (GSPO).",
-        choices=RATIO_LEVELS, example="tokens", card="always")] = "token"
+        choices=RATIO_LEVELS, example="tokens", card="always", changes="step")] = "token"
     sapo_temperature_pos: Annotated[float, Setting(
         "Gate temperature for positive advantages.",
-        gt=0, example=0.0, no_effect_unless=SAPO, card="if_changed")] = 1.0
+        gt=0, example=0.0, no_effect_unless=SAPO, card="if_changed", changes="step")] = 1.0
     sapo_temperature_neg: Annotated[float, Setting(
         "Gate temperature for the other advantages.",
-        gt=0, example=-1.0, no_effect_unless=SAPO, card="if_changed")] = 1.05
+        gt=0, example=-1.0, no_effect_unless=SAPO, card="if_changed", changes="step")] = 1.05
     vespo_k_pos: Annotated[float, Setting(
         "Power of the weight for positive advantages.",
-        gt=0, example=0.0, no_effect_unless=VESPO, card="if_changed")] = 2.0
+        gt=0, example=0.0, no_effect_unless=VESPO, card="if_changed", changes="step")] = 2.0
     vespo_lambda_pos: Annotated[float, Setting(
         "Decay of the weight for positive advantages.",
-        gt=0, example=0.0, no_effect_unless=VESPO, card="if_changed")] = 3.0
+        gt=0, example=0.0, no_effect_unless=VESPO, card="if_changed", changes="step")] = 3.0
     vespo_k_neg: Annotated[float, Setting(
         "Power of the weight for negative advantages.",
-        gt=0, example=-1.0, no_effect_unless=VESPO, card="if_changed")] = 3.0
+        gt=0, example=-1.0, no_effect_unless=VESPO, card="if_changed", changes="step")] = 3.0
     vespo_lambda_neg: Annotated[float, Setting(
         "Decay of the weight for negative advantages.",
-        gt=0, example=-1.0, no_effect_unless=VESPO, card="if_changed")] = 2.0
+        gt=0, example=-1.0, no_effect_unless=VESPO, card="if_changed", changes="step")] = 2.0
     off_policy_mask_threshold: Annotated[float | None, Setting(
         "Mask sequences of negative advantage whose mean log-ratio to the sampler exceeds this.",
-        ge=0, example=-0.1, card="if_changed")] = None
+        ge=0, example=-0.1, card="if_changed", changes="step")] = None
     mask_truncated_completions: Annotated[bool, Setting(
-        "Mask completions without an end token in the loss.", card="if_changed")] = False
+        "Mask completions without an end token in the loss.", card="if_changed", changes="step")] = False
     top_entropy_quantile: Annotated[float, Setting(
         "Fraction of the tokens, those of highest entropy, in the policy loss. 0: only the highest.",
-        ge=0, le=1, example=-0.1, card="if_changed")] = 1.0
+        ge=0, le=1, example=-0.1, card="if_changed", changes="step")] = 1.0
     sync_ref_model: Annotated[bool, Setting(
         "Move the reference model towards the policy during training.",
         requires=KL, example=True, card="if_changed")] = False
@@ -283,49 +272,53 @@ class GRPOConfig(TrainingArguments):
         "Optimizer steps between updates of the reference model.",
         ge=1, example=0, no_effect_unless=on("sync_ref_model"), card="if_changed")] = 512
     entropy_coef: Annotated[float, Setting(
-        "Weight of the entropy bonus; the initial weight under adaptive control.", card="if_changed")] = 0.0
+        "Weight of the entropy bonus; the initial weight under adaptive control.", card="if_changed",
+        changes="step")] = 0.0
     use_adaptive_entropy: Annotated[bool, Setting(
         "Control entropy_coef so that the entropy stays at entropy_target (Skywork-OR1).",
-        card="if_changed")] = False
+        card="if_changed", changes="step")] = False
     entropy_coef_min: Annotated[float, Setting(
         "Smallest weight of the entropy bonus.",
-        no_effect_unless=on("use_adaptive_entropy"), card="if_changed")] = 0.0
+        no_effect_unless=on("use_adaptive_entropy"), card="if_changed", changes="step")] = 0.0
     entropy_coef_max: Annotated[float, Setting(
         "Largest weight of the entropy bonus.",
-        no_effect_unless=on("use_adaptive_entropy"), card="if_changed")] = 1.0
+        no_effect_unless=on("use_adaptive_entropy"), card="if_changed", changes="step")] = 1.0
     entropy_coef_delta: Annotated[float, Setting(
         "Change of the weight per optimizer step.",
-        gt=0, example=0.0, no_effect_unless=on("use_adaptive_entropy"), card="if_changed")] = 0.005
+        gt=0, example=0.0, no_effect_unless=on("use_adaptive_entropy"), card="if_changed",
+        changes="step")] = 0.005
     entropy_target: Annotated[float, Setting(
         "Entropy in nats up to which the bonus applies.",
-        ge=0, example=-0.2, no_effect_unless=on("use_adaptive_entropy"), card="if_changed")] = 0.2
+        ge=0, example=-0.2, no_effect_unless=on("use_adaptive_entropy"), card="if_changed",
+        changes="step")] = 0.2
 
     # Rewards and advantages
     reward_weights: Annotated[list[float] | None, Setting(
-        "One weight per reward function. None: all 1.", card="if_changed")] = None
+        "One weight per reward function. None: all 1.", card="if_changed", changes="step")] = None
     scale_rewards: Annotated[str, Setting(
         "Standard deviation that advantages are divided by. True: group. False: none.",
-        choices=("group", "batch", "none"), example="groups", card="always")] = "group"
+        choices=("group", "batch", "none"), example="groups", card="always", changes="step")] = "group"
     multi_objective_aggregation: Annotated[str, Setting(
         "Combination of several reward functions: normalize the weighted sum, or sum normalized rewards; "
         "register_aggregation adds further ones.",
-        choices=AGGREGATIONS, example="sum", card="if_changed")] = "sum_then_normalize"
+        choices=AGGREGATIONS, example="sum", card="if_changed", changes="step")] = "sum_then_normalize"
     advantage_baseline: Annotated[str, Setting(
         "Baseline of the advantage: mean of the group, or of the other completions in it; register_advantage "
         "adds further ones.",
-        choices=ADVANTAGES, example="leave_out", card="always")] = "group_mean"
+        choices=ADVANTAGES, example="leave_out", card="always", changes="step")] = "group_mean"
     reward_timeout: Annotated[float | None, Setting(
-        "Time limit of a reward call in seconds. None: no limit.", gt=0, example=0.0)] = None
+        "Time limit of a reward call in seconds. None: no limit.", gt=0, example=0.0, changes="step")] = None
     reward_on_error: Annotated[str, Setting(
         "Failing reward function: raise an error, or treat the rewards as missing.",
-        choices=("raise", "none"), example="ignore", card="if_changed")] = "raise"
+        choices=("raise", "none"), example="ignore", card="if_changed", changes="step")] = "raise"
     eval_pass_at_k: Annotated[list[int] | None, Setting(
-        "Values of k: evaluation reports pass@k, maj@k and avg@n with confidence intervals.")] = None
+        "Values of k: evaluation reports pass@k, maj@k and avg@n with confidence intervals.",
+        changes="step")] = None
     eval_pass_threshold: Annotated[float, Setting(
-        "A completion passes if its reward is above this.", no_effect_unless=PASS_AT_K)] = 0.0
+        "A completion passes if its reward is above this.", no_effect_unless=PASS_AT_K, changes="step")] = 0.0
     eval_generation_kwargs: Annotated[Json, Setting(
         "Sampler settings (dict or JSON) of evaluation: temperature (0: greedy), top_p, top_k, min_p, "
-        "repetition_penalty.")] = None
+        "repetition_penalty.", changes="step")] = None
 
     # Agents
     max_tool_calling_iterations: Annotated[int | None, Setting(
@@ -341,7 +334,7 @@ class GRPOConfig(TrainingArguments):
         "Layout of the model inputs.",
         choices=("auto", "padded", "packed", "shared_prefix"), example="padding", card="if_changed")] = "auto"
     skip_zero_advantage: Annotated[bool, Setting(
-        "Skip rows that cannot contribute to the gradient.", card="if_changed")] = True
+        "Skip rows that cannot contribute to the gradient.", card="if_changed", changes="generation")] = True
     dynamic_sampling: Annotated[bool, Setting(
         "Resample groups whose rewards do not vary (DAPO).", card="if_changed")] = False
     dynamic_sampling_max_rounds: Annotated[int, Setting(
@@ -353,17 +346,18 @@ class GRPOConfig(TrainingArguments):
 
     # Logging
     log_completions: Annotated[bool, Setting(
-        "Log prompts and completions as a table and a parquet file.")] = False
+        "Log prompts and completions as a table and a parquet file.", changes="step")] = False
     num_completions_to_print: Annotated[int | None, Setting(
         "Rows of the printed table. None: all.",
-        ge=0, example=-1, no_effect_unless=on("log_completions"))] = None
+        ge=0, example=-1, no_effect_unless=on("log_completions"), changes="step")] = None
     log_unique_prompts: Annotated[bool, Setting(
-        "Log one completion per prompt.", no_effect_unless=on("log_completions"))] = False
+        "Log one completion per prompt.", no_effect_unless=on("log_completions"), changes="step")] = False
     log_multimodal: Annotated[bool, Setting(
-        "Include images in logged completions.", no_effect_unless=on("log_completions"))] = True
+        "Include images in logged completions.", no_effect_unless=on("log_completions"),
+        changes="step")] = True
     log_completions_hub_repo: Annotated[str | None, Setting(
         "Hub dataset that the completions are uploaded to.",
-        requires=on("log_completions"), example="me/completions")] = None
+        requires=on("log_completions"), example="me/completions", changes="step")] = None
 
     # Old names
     use_transformers_paged: Annotated[bool | None, Setting(
@@ -390,6 +384,7 @@ class GRPOConfig(TrainingArguments):
         resolve_batch_sizes(self)
         check(self)
         reset_ignored(self)
+        resolve_liger(self)
 
     @classmethod
     def trl_defaults(cls, **overrides: Any) -> Self:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from transformers.utils import is_torch_xla_available
 
+from groupwise.compat.liger import layer_switches
 from groupwise.compat.torch import has_native_bf16_cpu
 from groupwise.config.sampling import SAMPLING_FIELDS
 from groupwise.config.settings import default_of
@@ -171,6 +172,26 @@ def resolve_batch_sizes(config: GRPOConfig) -> None:
         config.generation_batch_size = micro_batch * steps
     elif size is not None and steps is None and size % micro_batch == 0:
         config.steps_per_generation = size // micro_batch
+
+
+def resolve_liger(config: GRPOConfig) -> None:
+    """Select the layer kernels of Liger, which ``Trainer`` applies to the model.
+
+    They need Triton: all stay off unless the device is a GPU. Liger's cross-entropy stays off, because it
+    replaces the model's forward.
+    """
+    if not config.use_liger_kernel:
+        return
+    given = config.liger_kernel_config or {}
+    if config.device.type == "cuda":
+        config.liger_kernel_config = {"fused_linear_cross_entropy": False, **given}
+        return
+    if any(given.values()):
+        logger.warning("liger_kernel_config is ignored: Liger's layers need a GPU; its loss is used alone")
+    try:
+        config.liger_kernel_config = dict.fromkeys(sorted(layer_switches()), False)
+    except ImportError:  # named when the trainer is built
+        return
 
 
 def reset_ignored(config: GRPOConfig) -> None:

@@ -8,6 +8,7 @@ import re
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from transformers.integrations import integration_utils
@@ -205,7 +206,69 @@ def eval_batch_in_whole_groups(c: GRPOConfig) -> Iterator[str]:
         )
 
 
+# Processes
+
+
+@rule(accelerator_config={"dispatch_batches": True})
+def accelerator_config_of_rows(c: GRPOConfig) -> Iterator[str]:
+    given = c.accelerator_config
+    refused = {
+        "dispatch_batches": (True, "accelerate can only send tensors to other processes, and rows are none"),
+        "split_batches": (True, "it would split the completions of a prompt over evaluation batches"),
+        "even_batches": (False, "all processes must evaluate equally many completions"),
+    }
+    for name, (value, reason) in refused.items():
+        if getattr(given, name, None) is value:
+            yield violation(
+                f"accelerator_config={{{name!r}: {value}}}: {reason}",
+                f"{name}={not value}",
+                f"{name}={not value}",
+            )
+    steps = (getattr(given, "gradient_accumulation_kwargs", None) or {}).get("num_steps", 1)
+    if steps != 1:
+        yield violation(
+            f"accelerator_config={{'num_steps': {steps}}} changes gradient_accumulation_steps after the "
+            "generation batch was derived from it",
+            "gradient_accumulation_steps",
+            f"gradient_accumulation_steps={steps}",
+        )
+
+
+@rule(parallelism_config=SimpleNamespace(cp_size=2))
+def parallelism_of_one_sequence(c: GRPOConfig) -> Iterator[str]:
+    yield from unsupported_parallelism(c.parallelism_config)
+
+
+def unsupported_parallelism(given: object) -> Iterator[str]:
+    """Yield a message for each size of a ``ParallelismConfig`` that splits a sequence or a layer."""
+    for name in ("cp_size", "sp_size", "tp_size"):
+        size = getattr(given, name, None) or 1
+        if size > 1:
+            yield violation(
+                f"parallelism_config=({name}={size}): log-probs are computed from whole sequences and layers",
+                f"{name}=1; dp_replicate_size and dp_shard_size are free",
+                f"{name}=1",
+            )
+
+
 # Generation
+
+
+#: Sampler arguments that must keep a value: each row of a batch has one completion, as a list of tokens.
+_ONE_COMPLETION = {
+    "num_return_sequences": 1,
+    "n": 1,
+    "return_dict_in_generate": False,
+}
+
+
+@rule(generation_kwargs={"num_return_sequences": 2})
+def generation_kwargs_of_one_completion(c: GRPOConfig) -> Iterator[str]:
+    kwargs = typing.cast("dict[str, object]", c.generation_kwargs or {})
+    for key, value in _ONE_COMPLETION.items():
+        if kwargs.get(key, value) != value:
+            given = f"generation_kwargs={{{key!r}: {kwargs[key]!r}}} changes the result of the sampler"
+            yield violation(given, f"{value}; num_generations sets the completions per prompt", f"no {key!r}")
 
 
 @rule(eval_generation_kwargs={"temprature": 0.6})

@@ -26,6 +26,17 @@ def chosen_backend(config: GRPOConfig) -> str:
     return config.vllm_mode if config.use_vllm else own
 
 
+def sampler_settings(config: GRPOConfig) -> dict[str, float]:
+    """Return the sampler settings that may change during a run, as arguments of any backend."""
+    return {
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "top_k": config.top_k or 0,
+        "min_p": config.min_p or 0.0,
+        "repetition_penalty": config.repetition_penalty,
+    }
+
+
 def truncating(config: GRPOConfig) -> str:
     """Return the settings that truncate the sampling distribution: ``"top_p=0.9, top_k=50"``."""
     on = {"top_p": config.top_p < 1, "top_k": bool(config.top_k), "min_p": bool(config.min_p)}

@@ -43,10 +43,13 @@ class Setting:
         with it.
     no_effect_unless: the value is ignored otherwise; building the configuration logs a warning.
     requires: a value other than the default is an error otherwise.
+    unsupported: reason why a value other than the default is an error.
     ignored: reason why the value is never used; it is replaced by the default, with a warning.
     renamed_to: present name of a field that is an old name.
     card: listed in the model card always, or if it differs from the default. Fields that can hold addresses,
         paths, credentials or free text are never listed.
+    changes: when a change takes effect: at the next optimizer step, at the first step that begins with a new
+        generation, or with the next run; None: the setting is read when the trainer is built.
     optional_value: the flag alone means True; ``HfArgumentParser`` does this only if the default is a bool.
     types: accepted types; filled in from the annotation, empty if the type is not checked.
     """
@@ -59,9 +62,11 @@ class Setting:
     example: object = None
     no_effect_unless: Condition | None = None
     requires: Condition | None = None
+    unsupported: str | None = None
     ignored: str | None = None
     renamed_to: str | None = None
     card: Literal["always", "if_changed"] | None = None
+    changes: Literal["step", "generation", "run"] | None = None
     optional_value: bool = False
     types: frozenset[type] = frozenset()
 
@@ -78,11 +83,18 @@ class Setting:
         parts = [f"Old name of {self.renamed_to}." if self.renamed_to else self.help]
         parts += [f"No effect unless {self.no_effect_unless.text}."] if self.no_effect_unless else []
         parts += [f"Requires {self.requires.text}."] if self.requires else []
+        parts += [
+            f"{reason[0].upper()}{reason[1:]}." for reason in (self.unsupported, self.ignored) if reason
+        ]
         return " ".join(parts)
 
     def violation(self, name: str, value: object, default: object) -> str | None:
         """Return a message if ``value`` is invalid by itself: its type, not finite, out of range, unknown."""
         hint = f"{default!r} (the default)"
+        if self.unsupported and value != default:
+            return violation(
+                f"{name}={value!r} is not supported: {self.unsupported}", repr(default), f"{name}={default!r}"
+            )
         if self.types and not has_type(value, self.types):
             return violation(
                 f"{name}={value!r} is of type {type(value).__name__}", type_names(self.types), hint
@@ -133,7 +145,8 @@ def types_of(hint: object) -> frozenset[type]:
 
 def default_of(config: GRPOConfig, name: str) -> object:
     """Return the default of a field in the class of ``config``; subclasses may change it."""
-    return config.__dataclass_fields__[name].default
+    field = config.__dataclass_fields__[name]
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def card_settings(config: GRPOConfig) -> dict[str, object]:
@@ -158,7 +171,7 @@ def with_settings(inherited: Mapping[str, Setting]) -> Callable[[Config], Config
     the help text of a flag is stored there.
 
     Args:
-        inherited: settings of fields that a base class declares.
+        inherited: settings of fields that a base class declares; others are skipped.
     """
 
     def decorate(config_class: Config) -> Config:
@@ -174,6 +187,8 @@ def with_settings(inherited: Mapping[str, Setting]) -> Callable[[Config], Config
                 field: object = dataclasses.field(default=default, metadata={"help": text, **flag})
                 setattr(config_class, name, field)
         for name, setting in inherited.items():
+            if name not in hints:
+                continue
             kinds = types_of(hints[name]) if setting.allowed else frozenset()
             settings[name] = dataclasses.replace(setting, types=kinds)
         config_class.SETTINGS = settings  # type: ignore[attr-defined]

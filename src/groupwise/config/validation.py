@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, cast
 
 from groupwise.config.rules import CAUTIONS, RULES, Check
@@ -29,12 +29,36 @@ def check(config: GRPOConfig) -> None:
     Raises:
         ConfigError: one line per violation.
     """
-    found = [message for messages in violations(config).values() for message in messages]
-    if found:
-        lines = "".join(f"\n  - {message}" for message in found)
-        raise ConfigError(f"{type(config).__name__}: {len(found)} invalid setting(s){lines}")
+    _raise_for(violations(config), type(config).__name__)
     for message in warnings_of(config):
         _warn_once(message)
+
+
+def check_changes(config: GRPOConfig, changed: Collection[str]) -> None:
+    """Raise one error for all violations after some settings changed; warn about those without effect.
+
+    A setting that requires another one is not checked again when the other one changes: β may go to 0.
+
+    Raises:
+        ConfigError: one line per violation.
+    """
+    found = {
+        name: messages
+        for name, messages in violations(config).items()
+        if name in changed or name not in config.SETTINGS
+    }
+    _raise_for(found, f"{', '.join(sorted(changed))} changed during the run")
+    for name in sorted(changed):
+        unless = config.SETTINGS[name].no_effect_unless
+        if unless is not None and not unless.holds(config):
+            _warn_once(f"{name} was changed, but has no effect unless {unless.text}")
+
+
+def _raise_for(violations: Mapping[str, list[str]], subject: str) -> None:
+    found = [message for messages in violations.values() for message in messages]
+    if found:
+        lines = "".join(f"\n  - {message}" for message in found)
+        raise ConfigError(f"{subject}: {len(found)} invalid setting(s){lines}")
 
 
 def violations(config: GRPOConfig) -> dict[str, list[str]]:
@@ -42,7 +66,7 @@ def violations(config: GRPOConfig) -> dict[str, list[str]]:
     found = {}
     for item in dataclasses.fields(config):
         setting = config.SETTINGS.get(item.name, Setting())
-        message = setting.violation(item.name, getattr(config, item.name), item.default)
+        message = setting.violation(item.name, getattr(config, item.name), default_of(config, item.name))
         if message is not None:
             found[item.name] = [message]
     checks: dict[str, Check] = {

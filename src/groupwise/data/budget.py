@@ -7,7 +7,9 @@ from groupwise.core.objectives import OBJECTIVES
 from groupwise.data.rebalancing import MicroBatchBudget
 
 
-def micro_batch_budget(trainer: type, config: GRPOConfig, *, aux_loss: bool) -> MicroBatchBudget:
+def micro_batch_budget(
+    trainer: type, config: GRPOConfig, *, aux_loss: bool, has_reference: bool
+) -> MicroBatchBudget:
     """Derive the limits of a micro-batch from the configuration.
 
     Rows with zero advantage are skipped unless they have another gradient: the KL to the reference, an
@@ -18,8 +20,10 @@ def micro_batch_budget(trainer: type, config: GRPOConfig, *, aux_loss: bool) -> 
         trainer: class of the trainer.
         config: the configuration.
         aux_loss: the model has a balancing loss (mixture of experts).
+        has_reference: there is a reference model. β may become positive before the rows of a generation are
+            used up, so their log-probs are computed even while it is 0.
     """
-    kl_in_loss = config.beta != 0.0 and not config.kl_in_reward
+    kl_in_loss = has_reference and not config.kl_in_reward
     bonus = config.use_adaptive_entropy or config.entropy_coef != 0.0
     methods = ("compute_loss", "compute_policy_loss")
     zero_grad = all(_declares_zero_grad(trainer, method) for method in methods)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel
 
@@ -47,9 +50,6 @@ def check_vision(
 ) -> None:
     """Refuse images that the run cannot use, before anything is generated.
 
-    Also sets ``ddp_find_unused_parameters``, because a micro-batch of text has no gradient in the vision
-    tower.
-
     Raises:
         ConfigError: a dataset has two image columns, or images without a processor; or the model has no image
             tokens in its prompts.
@@ -74,7 +74,15 @@ def check_vision(
             f"processing_class is a {type(processing_class).__name__}, but the config of {model} names "
             "no image token (image_token_id); pass the tokenizer alone to train on text"
         )
+
+
+def allow_unused_vision_tower(accelerator: Accelerator, config: GRPOConfig) -> None:
+    """Let DDP accept parameters without gradient: a micro-batch of text has none in the vision tower.
+
+    ``ddp_find_unused_parameters`` has precedence. Reentrant checkpointing does not support such parameters.
+    """
     checkpointing = config.gradient_checkpointing_kwargs
     reentrant = isinstance(checkpointing, dict) and checkpointing.get("use_reentrant")
     if config.ddp_find_unused_parameters is None and not reentrant:
-        config.ddp_find_unused_parameters = True
+        handler = accelerator.ddp_handler or DistributedDataParallelKwargs()
+        accelerator.ddp_handler = replace(handler, find_unused_parameters=True)

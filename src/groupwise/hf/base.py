@@ -19,6 +19,7 @@ from transformers.trainer_utils import EvalLoopOutput, SaveStrategy, TrainOutput
 
 from groupwise import reporting
 from groupwise.compat import transformers as compat_transformers
+from groupwise.config.arguments import check_processes
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.data.build import (
     PreparedData,
@@ -28,6 +29,7 @@ from groupwise.data.build import (
     num_generations_eval,
     num_micro_batches,
 )
+from groupwise.data.image_checks import allow_unused_vision_tower
 from groupwise.data.prompt_source import PromptSource, StepCounterDataset, is_streaming
 from groupwise.data.sampler import as_rows
 from groupwise.errors import TrainingError
@@ -38,6 +40,7 @@ from groupwise.hf.step_state import RngState, StepState
 from groupwise.records import MicroBatch
 from groupwise.reporting.evaluation import EvaluationMetrics
 from groupwise.reporting.metrics import MetricBuffer
+from groupwise.tokenization.images import is_processor
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +62,7 @@ class BaseTrainer(Trainer):
     ``get_train_dataloader``              5.2    counts micro-batches; the prompt source reads the rows
     ``num_examples``                      5.2    prompts of the dataset, not positions
     ``get_eval_dataloader``               5.2    every row is repeated ``num_generations_eval`` times
+    ``get_test_dataloader``               5.2    the same for ``predict``
     ``_get_train_sampler``                5.2    rows of a group are adjacent
     ``_set_signature_columns_if_needed``  5.2    columns of the dataset are not arguments of ``model.forward``
     ``_prepare_inputs``                   5.2    micro-batches are already on the device
@@ -74,6 +78,7 @@ class BaseTrainer(Trainer):
     """
 
     args: GRPOConfig  # type: ignore[assignment]
+    settings: GRPOConfig  # of the current step, with the changes of scripts and callbacks
     metrics: dict[str, MetricBuffer]
     evaluation: EvaluationMetrics
     reward_func_names: list[str]
@@ -101,6 +106,9 @@ class BaseTrainer(Trainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
+        check_processes(args, getattr(self.accelerator, "parallelism_config", None))
+        if is_processor(processing_class):
+            allow_unused_vision_tower(self.accelerator, args)
         compat_transformers.mark_loss_as_scaled(self)  # token weights add up over the accumulation window
         self.pending_rng_checkpoint: str | None = None
         self.rng = RngState()
@@ -114,6 +122,7 @@ class BaseTrainer(Trainer):
             mark_window=self.mark_window,
         )
         self._window_loss: torch.Tensor | None = None
+        self._logged_step = 0  # metrics up to this step are logged
 
     # Implemented by GRPOTrainer.
 
@@ -133,6 +142,10 @@ class BaseTrainer(Trainer):
         """Return a function that restores what a window changes besides gradients to its present state."""
         raise NotImplementedError
 
+    def refresh_settings(self, *, new_run: bool = False) -> None:
+        """Let the changes take effect that scripts and callbacks made to settings."""
+        raise NotImplementedError
+
     def save_rollout_state(self, directory: str) -> None:
         """Add state that ``Trainer`` does not save to the checkpoint in `directory`."""
         raise NotImplementedError
@@ -148,6 +161,7 @@ class BaseTrainer(Trainer):
         """Train as ``Trainer.train``, without state of an earlier call."""
         self.splitter.reset()
         self._window_loss = None
+        self._logged_step = 0
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def training_step(
@@ -202,9 +216,14 @@ class BaseTrainer(Trainer):
     # Logs, metrics, model card.
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log; a training log also contains the metrics of all ranks since the previous one."""
-        if "loss" in logs:
-            logs.update(self._drain_metrics("train", "train"))
+        """Log; training logs, also the last one of a run, contain the pending metrics of all ranks."""
+        last = "train_loss" in logs
+        if "loss" in logs or (last and self.state.global_step > self._logged_step):
+            self._logged_step = self.state.global_step
+            metrics = self._drain_metrics("train", "train")
+            if last:
+                metrics.pop("loss", None)  # train_loss is the mean over all steps
+            logs.update(metrics)
         super().log(logs, start_time)
 
     def evaluation_loop(
@@ -222,7 +241,7 @@ class BaseTrainer(Trainer):
             )
         values = self._drain_metrics("eval", metric_key_prefix)
         values.update(
-            self.evaluation.compute(metric_key_prefix, num_generations_eval(self.args), gather_object)
+            self.evaluation.compute(metric_key_prefix, num_generations_eval(self.settings), gather_object)
         )
         ours = {f"{metric_key_prefix}_{name}": value for name, value in values.items()}
         return output._replace(metrics={**(output.metrics or {}), **ours})
@@ -231,7 +250,7 @@ class BaseTrainer(Trainer):
         values, rows = self.metrics[mode].drain(lambda part: gather_object([part]))
         if rows and self.is_world_process_zero():
             reporting.report_completions(
-                rows, self.state.global_step, self.args, str(self.args.output_dir), label
+                rows, self.state.global_step, self.settings, str(self.args.output_dir), label
             )
         return values
 
@@ -255,7 +274,7 @@ class BaseTrainer(Trainer):
         rows of a whole generation batch, repeated once per micro-batch that is trained on it.
         """
         count = num_micro_batches(
-            self.train_dataset, self.args, lambda: self._get_train_sampler(self.train_dataset)
+            self.train_dataset, self.settings, lambda: self._get_train_sampler(self.train_dataset)
         )
         return DataLoader(StepCounterDataset(count), collate_fn=as_rows, generator=self.loader_generator())
 
@@ -265,14 +284,16 @@ class BaseTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[Any]:
         """Return the order of the prompts; an override yields indices in the order of ``GroupSampler``."""
-        return make_group_sampler(self.train_dataset if train_dataset is None else train_dataset, self.args)
+        return make_group_sampler(
+            self.train_dataset if train_dataset is None else train_dataset, self.settings
+        )
 
     def make_prompt_source(self) -> PromptSource:
         """Build the source of training prompts at its beginning, from the loader or sampler of a subclass."""
         own_loader = type(self).get_train_dataloader is not BaseTrainer.get_train_dataloader
         return make_prompt_source(
             self.prepared_data,
-            self.args,
+            self.settings,
             make_sampler=lambda: self._get_train_sampler(self.train_dataset),
             make_loader=self.get_train_dataloader if own_loader else None,
         )
@@ -284,17 +305,22 @@ class BaseTrainer(Trainer):
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset[Any] | None = None) -> DataLoader[Any]:
         """Return a loader of the evaluation rows, each ``num_generations_eval`` times in a row."""
+        self.refresh_settings()
         named = isinstance(eval_dataset, str)
         dataset: Any = self.eval_dataset if named or eval_dataset is None else eval_dataset
         if dataset is None or (not named and dataset is not self.eval_dataset):
             dataset = self.prepared_data.checked_eval(dataset)
         return self._get_dataloader(
-            dataset=evaluation_rows(dataset[eval_dataset] if named else dataset, self.args),
+            dataset=evaluation_rows(dataset[eval_dataset] if named else dataset, self.settings),
             description="Evaluation",
             batch_size=self.args.eval_batch_size,
             sampler_fn=self._get_eval_sampler,  # type: ignore[arg-type]
             dataloader_key=eval_dataset if isinstance(eval_dataset, str) else "eval",
         )
+
+    def get_test_dataloader(self, test_dataset: Dataset[Any]) -> DataLoader[Any]:
+        """Return the loader of ``predict``: the same rows as for an evaluation."""
+        return self.get_eval_dataloader(test_dataset)
 
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns = ["prompt", "image", "images"]  # type: ignore[assignment]

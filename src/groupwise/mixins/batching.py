@@ -8,7 +8,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from groupwise.config.grpo_config import GRPOConfig
 from groupwise.data.exchange import all_to_all_objects
 from groupwise.data.rebalancing import MicroBatchBudget, WindowStats, rebalance, rows_needing_logps
 from groupwise.records import MicroBatch, TokenBatch
@@ -17,7 +16,6 @@ from groupwise.records import MicroBatch, TokenBatch
 class BatchingMixin:
     """Split the rows of an accumulation window over micro-batches and ranks."""
 
-    args: GRPOConfig
     accelerator: Accelerator
     micro_batch_budget: MicroBatchBudget
 

@@ -34,7 +34,7 @@ from groupwise.records import (
 class LogprobMixin:
     """Compute log-probs of completions under the policy, the behaviour policy and the reference model."""
 
-    args: GRPOConfig
+    settings: GRPOConfig
     accelerator: Accelerator
     model: PreTrainedModel
     processing_class: Any
@@ -51,7 +51,7 @@ class LogprobMixin:
         """
         completions, device = rollouts.completions, self.accelerator.device
         token_ids = [completion.token_ids for completion in completions]
-        pad: dict[str, Any] = {"multiple_of": self.args.pad_to_multiple_of, "device": device}
+        pad: dict[str, Any] = {"multiple_of": self.settings.pad_to_multiple_of, "device": device}
         pad_token = getattr(self.processing_class, "tokenizer", self.processing_class).pad_token_id
         prompt_ids_BL = pad_sequences(rollouts.prompt_ids, pad_token, left=True, **pad)
         completion_ids_BT = pad_sequences(token_ids, pad_token, **pad)
@@ -90,7 +90,7 @@ class LogprobMixin:
         )
 
     def _loss_mask(self, completion: Completion) -> list[int]:
-        if completion.truncated and self.args.mask_truncated_completions:
+        if completion.truncated and self.settings.mask_truncated_completions:
             return [0] * len(completion.token_ids)
         return completion.loss_mask or [1] * len(completion.token_ids)
 
@@ -121,9 +121,9 @@ class LogprobMixin:
         Returns:
             old (B, T) and reference (B, T) log-probs; known old log-probs are kept.
         """
-        if self.args.use_liger_kernel:
+        if self.settings.use_liger_kernel:
             # Liger takes the sampler correction as a factor, which needs old log-probs before the loss.
-            on_policy = on_policy and tokens.sampler_logps_BT is None and not self.args.dynamic_sampling
+            on_policy = on_policy and tokens.sampler_logps_BT is None and not self.settings.dynamic_sampling
         model = self.model
         was_training = model.training
         model.eval()
@@ -144,7 +144,7 @@ class LogprobMixin:
         """(B, T) log-probs of the rows in ``only``, computed by micro-batch; zero in the others."""
         chosen = set(range(len(tokens)) if only is None else only)
         logps_BT = torch.zeros(tokens.completion_ids_BT.shape, device=tokens.completion_ids_BT.device)
-        size = self.args.per_device_train_batch_size
+        size = self.settings.per_device_train_batch_size
         for start in range(0, len(tokens), size):
             rows = [row for row in range(start, min(start + size, len(tokens))) if row in chosen]
             if rows:
@@ -169,11 +169,11 @@ class LogprobMixin:
                 "kl_in_reward=True applies to rewards of whole completions, but a reward function returned "
                 "step rewards; put the KL into the loss (kl_in_reward=False)"
             )
-        kl_BT = KL_ESTIMATORS[self.args.kl_estimator](logps.old_logps_BT, logps.ref_logps_BT)
+        kl_BT = KL_ESTIMATORS[self.settings.kl_estimator](logps.old_logps_BT, logps.ref_logps_BT)
         local_kl_B = kl_BT.masked_fill(tokens.loss_mask_BT == 0, 0.0).sum(-1)
         table = rewards.rewards
         kl_N = self.accelerator.gather(local_kl_B)[: len(table.rewards_NF)].to(table.rewards_NF)
-        return replace(rewards, rewards=replace(table, penalty_N=self.args.beta * kl_N))
+        return replace(rewards, rewards=replace(table, penalty_N=self.settings.beta * kl_N))
 
     @torch.no_grad()
     def compute_entropy_masks(self, window: Sequence[TokenBatch]) -> list[torch.Tensor]:
@@ -184,7 +184,7 @@ class LogprobMixin:
         Returns:
             one mask (B, T) of ones and zeros per batch.
         """
-        if self.args.top_entropy_quantile >= 1.0:
+        if self.settings.top_entropy_quantile >= 1.0:
             return [batch.loss_mask_BT for batch in window]
         model = self.model
         outputs = [self.compute_logprobs(model, batch, with_entropy=True) for batch in window]
@@ -194,7 +194,7 @@ class LogprobMixin:
         padded = self.accelerator.pad_across_processes(local, pad_index=-1.0)
         gathered = self.accelerator.gather(padded)
         # An entropy is never negative, so padding cannot be mistaken for one.
-        threshold = entropy_threshold(gathered[gathered >= 0], self.args.top_entropy_quantile)
+        threshold = entropy_threshold(gathered[gathered >= 0], self.settings.top_entropy_quantile)
         return [
             (entropy >= threshold.to(entropy)).long() * batch.loss_mask_BT
             for batch, entropy in zip(window, entropies, strict=True)

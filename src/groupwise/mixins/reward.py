@@ -23,7 +23,7 @@ class RewardMixin:
     """Compute rewards: call the reward functions and gather their results from all ranks."""
 
     accelerator: Accelerator
-    args: GRPOConfig
+    settings: GRPOConfig
     state: TrainerState
     reward_callables: list[Callable[..., Any]]
     reward_func_names: list[str]
@@ -57,19 +57,19 @@ class RewardMixin:
             self.reward_callables,
             self.reward_func_names,
             rollouts,
-            timeout=self.args.reward_timeout,
-            on_error=self.args.reward_on_error,
+            timeout=self.settings.reward_timeout,
+            on_error=self.settings.reward_on_error,
             trainer_state=self.state,
             log_extra=log_extra,
             log_metric=log_metric,
         )
         rewards = self._gather_rewards(rewards_FB, rollouts)
         start = self.accelerator.process_index * len(rollouts)
-        metrics = reward_metrics(rewards, self.reward_func_names, self.args.multi_objective_aggregation)
+        metrics = reward_metrics(rewards, self.reward_func_names, self.settings.multi_objective_aggregation)
         for name, seconds in zip(self.reward_func_names, seconds_F, strict=True):
             if not math.isnan(seconds):
                 metrics[f"time/reward/{name}"] = Mean(seconds)
-        if self.args.reward_on_error == "none":
+        if self.settings.reward_on_error == "none":
             for i, name in enumerate(self.reward_func_names):
                 metrics[f"rewards/{name}/errors"] = Sum(float(i in failures))
         return RewardBatch(
@@ -91,7 +91,7 @@ class RewardMixin:
 
         def start(part: RolloutBatch) -> None:
             for function in partial:
-                function.begin(part, self.args.reward_timeout, trainer_state=self.state)
+                function.begin(part, self.settings.reward_timeout, trainer_state=self.state)
 
         return start
 

@@ -38,7 +38,7 @@ OnFinished = Callable[[Sequence[int], list[Completion]], None]
 class RolloutMixin:
     """Generate completions with the backend, the agent loop or the user's ``rollout_func``."""
 
-    args: GRPOConfig
+    settings: GRPOConfig
     state: TrainerState
     processing_class: Any
     backend: GenerationBackend
@@ -117,14 +117,15 @@ class RolloutMixin:
         return [
             [parse(context_ids, ids, ()).message]
             if parse.response_attribute is not None and is_conversational(prompt)
-            else format_completion(prompt, text, self.args.chat_template_kwargs)  # type: ignore[arg-type]
+            else format_completion(prompt, text, self.settings.chat_template_kwargs)  # type: ignore[arg-type]
             for prompt, context_ids, ids, text in zip(prompts, prompt_ids, token_ids, texts, strict=True)
         ]
 
     def prefetch_rollouts(self, request: RolloutRequest, step: int) -> None:
         """Start generating the rollouts of optimizer step ``step`` on a server."""
         prompt_ids, images = self.tokenize(request.rows)
-        self.backend.prefetch(prompt_ids, SamplingOptions(images=images), step=step)
+        sampling = SamplingOptions(images=images, generation_kwargs=request.generation_kwargs)
+        self.backend.prefetch(prompt_ids, sampling, step=step)
 
     def tokenize(self, rows: list[Row]) -> tuple[list[list[int]], list[ImageInputs] | None]:
         """Tokenize the prompts of B rows and process their images; equal neighbours are processed once.
@@ -149,7 +150,7 @@ class RolloutMixin:
 
     def _tokenize_row(self, row: Row) -> tuple[list[int], ImageInputs | None]:
         prompt = insert_images(row)
-        template_kwargs, max_length = self.args.chat_template_kwargs, self.args.max_prompt_length
+        template_kwargs, max_length = self.settings.chat_template_kwargs, self.settings.max_prompt_length
         if is_processor(self.processing_class):
             return process_prompt(self.processing_class, prompt, row_images(row), template_kwargs, max_length)  # type: ignore[arg-type]
         check_no_images(row, prompt, self.processing_class)

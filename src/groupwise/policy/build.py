@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,7 +13,6 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from groupwise.compat.bitsandbytes import disable_cpu_packing
-from groupwise.compat.liger import layer_switches
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.cpu import install_cpu_training
 from groupwise.errors import ConfigError
@@ -25,8 +23,6 @@ from groupwise.policy.logprobs import LogprobComputer, choose_layout
 
 if TYPE_CHECKING:
     from peft import PeftConfig
-
-logger = logging.getLogger(__name__)
 
 
 def prepare_policy(
@@ -46,7 +42,7 @@ def prepare_policy(
         ConfigError: the settings, the model and the adapter do not fit together.
     """
     if config.use_liger_kernel:
-        prepare_liger(model, config)
+        check_liger(model, config)
     policy = load_policy(model, config, quantization_config)
     if config.disable_dropout:
         disable_dropout(policy)
@@ -54,10 +50,28 @@ def prepare_policy(
         cast_head_to_fp32(policy)
     keep_weights_trainable_through(policy)
     policy = apply_peft(policy, peft_config)
+    check_prefix_tuning(policy, config)
     if config.gradient_checkpointing and hasattr(policy, "peft_config"):
         # Embeddings are frozen: without a gradient at its inputs, checkpointing computes no gradients.
         policy.enable_input_require_grads()
     return policy
+
+
+def check_prefix_tuning(policy: PreTrainedModel, config: GRPOConfig) -> None:
+    """Refuse gradient checkpointing with an adapter whose virtual tokens are a key-value cache.
+
+    Raises:
+        ConfigError: transformers would drop the cache, and with it the adapter.
+    """
+    cached = ("PREFIX_TUNING", "CARTRIDGE")
+    kinds = [
+        str(getattr(a.peft_type, "value", a.peft_type)) for a in getattr(policy, "peft_config", {}).values()
+    ]
+    if config.gradient_checkpointing and any(kind in cached for kind in kinds):
+        raise ConfigError(
+            f"the adapter ({', '.join(kinds)}) is a cache of keys and values, which gradient checkpointing "
+            "drops; set gradient_checkpointing=False"
+        )
 
 
 def keep_weights_trainable_through(model: PreTrainedModel) -> None:
@@ -79,11 +93,8 @@ def speed_up(models: list[nn.Module | None], config: GRPOConfig, accelerator: Ac
         )
 
 
-def prepare_liger(model: str | PreTrainedModel, config: GRPOConfig) -> None:
-    """Check that Liger's loss supports the model, and select the layer kernels that ``Trainer`` applies.
-
-    Layer kernels need Triton: all stay off unless the device is a GPU. Liger's cross-entropy stays off,
-    because it replaces the model's forward.
+def check_liger(model: str | PreTrainedModel, config: GRPOConfig) -> None:
+    """Check that Liger's loss supports the model.
 
     Raises:
         ConfigError: liger-kernel is not installed, or the model bounds its logits by a softcap.
@@ -99,15 +110,6 @@ def prepare_liger(model: str | PreTrainedModel, config: GRPOConfig) -> None:
             f"use_liger_kernel=True, but the model bounds its logits (final_logit_softcapping={softcap}), "
             "which Liger's loss does not; set use_liger_kernel=False"
         )
-    if config.device.type == "cuda":
-        chosen = {"fused_linear_cross_entropy": False, **(config.liger_kernel_config or {})}
-    else:
-        if config.liger_kernel_config is not None:
-            logger.warning(
-                "liger_kernel_config is ignored: Liger's layers need a GPU; its loss is used alone"
-            )
-        chosen = dict.fromkeys(layer_switches(), False)
-    config.liger_kernel_config = chosen
 
 
 def text_config(model: str | PreTrainedModel, config: GRPOConfig) -> PretrainedConfig:

@@ -55,12 +55,12 @@ class LigerLoss(PolicyLoss):
 
     head: settings of the head; precision and temperature are read.
     max_completion_length: divisor of ``dr_grpo``.
-    get_settings: returns the settings of the current step.
+    settings: settings of the loss in this step.
     """
 
     head: HeadSettings
     max_completion_length: int
-    get_settings: Callable[[], ObjectiveSettings]
+    settings: ObjectiveSettings
 
     def __call__(self, model: nn.Module, batch: MicroBatch) -> LossOutput:
         """Compute the loss of ``batch``.
@@ -76,7 +76,7 @@ class LigerLoss(PolicyLoss):
         metrics: Metrics = {}
 
         def compute(hidden_BKH: torch.Tensor, weights: HeadWeights) -> Outputs:
-            loss, found = self._fused_loss(hidden_BKH, weights, batch, self.get_settings())
+            loss, found = self._fused_loss(hidden_BKH, weights, batch, self.settings)
             metrics.update(found)
             return (loss,)
 

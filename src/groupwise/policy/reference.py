@@ -26,6 +26,11 @@ class Reference:
 
     model: PreTrainedModel | None = None
 
+    @property
+    def exists(self) -> bool:
+        """True if there is a reference policy."""
+        return type(self) is not Reference
+
     def scoring(self, policy: nn.Module) -> AbstractContextManager[nn.Module | None]:
         """Context manager that yields the model which computes reference log-probs, or None.
 
@@ -42,10 +47,10 @@ class Reference:
 
 
 class SeparateReference(Reference):
-    """Frozen copy of the whole policy."""
+    """Frozen model: a copy of the whole policy, or a model that a script assigned."""
 
-    def __init__(self, policy: PreTrainedModel) -> None:
-        self.model = copy.deepcopy(policy).eval().requires_grad_(False)
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model.eval().requires_grad_(False)
 
     def scoring(self, policy: nn.Module) -> AbstractContextManager[nn.Module | None]:
         return nullcontext(self.model)
@@ -110,7 +115,7 @@ def make_reference(policy: PreTrainedModel, config: GRPOConfig, *, fresh_adapter
     if config.beta == 0.0:
         return Reference()
     if not hasattr(policy, "peft_config"):
-        return SeparateReference(policy)
+        return SeparateReference(copy.deepcopy(policy))
     if config.sync_ref_model:
         raise ConfigError(
             "sync_ref_model=True needs a separate reference model, but the reference of a PEFT policy is its "

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -72,25 +73,16 @@ def check_rewards(
     if not functions and not environment_rewards:
         raise ConfigError("reward_funcs is missing; pass a reward function, a reward model or a list of them")
     for function in functions:
-        if not (callable(function) or isinstance(function, str)):
-            raise ConfigError(
-                f"reward_funcs holds {function!r} ({type(function).__name__}); allowed: callables, "
-                "sequence-classification models and ids of such models"
-            )
-        _check_signature(function)
+        _check_function(function)
     tokenizers = (
         list(processing_classes)
         if isinstance(processing_classes, (list, tuple))
         else [processing_classes] * len(functions)
     )
-    for name, given in (
-        ("reward_processing_classes", tokenizers),
-        ("reward_weights", config.reward_weights or functions),
-    ):
-        if len(given) != len(functions):
-            raise ConfigError(
-                f"{name} has {len(given)} entries for {len(functions)} reward functions; give one for each"
-            )
+    _check_lengths(
+        functions,
+        {"reward_processing_classes": tokenizers, "reward_weights": config.reward_weights or functions},
+    )
     return RewardSetup([*functions, *environment_rewards], [*tokenizers, *[None] * len(environment_rewards)])
 
 
@@ -98,7 +90,20 @@ def check_rewards(
 _ALWAYS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
-def _check_signature(function: RewardFunc) -> None:
+def _check_lengths(functions: Sequence[object], lists: Mapping[str, Sequence[object]]) -> None:
+    for name, given in lists.items():
+        if len(given) != len(functions):
+            raise ConfigError(
+                f"{name} has {len(given)} entries for {len(functions)} reward functions; give one for each"
+            )
+
+
+def _check_function(function: RewardFunc) -> None:
+    if not (callable(function) or isinstance(function, str)):
+        raise ConfigError(
+            f"reward_funcs holds {function!r} ({type(function).__name__}); allowed: callables, "
+            "sequence-classification models and ids of such models"
+        )
     if isinstance(function, (str, PreTrainedModel)):
         return
     try:
@@ -115,29 +120,103 @@ def _check_signature(function: RewardFunc) -> None:
 
 def load_rewards(rewards: RewardSetup, config: GRPOConfig, accelerator: Accelerator) -> LoadedRewards:
     """Load reward models given by id and move all reward models to their device."""
-    functions: list[RewardFunc] = []
-    callables: list[Callable[..., Any]] = []
-    tokenizers: list[Tokenizer] = []
-    for function, tokenizer in zip(rewards.functions, rewards.processing_classes, strict=True):
-        if isinstance(function, str):
-            function = load_reward_model(function, config.trust_remote_code)
-        functions.append(function)
-        if isinstance(function, PreTrainedModel):
-            model = accelerator.prepare_model(function, evaluation_mode=True)
-            reward_model = RewardModel(
-                model,
-                tokenizer,
-                config.per_device_train_batch_size,
-                config.trust_remote_code,
-                config.chat_template_kwargs,  # type: ignore[arg-type]
-            )
-            callables.append(reward_model)
-            tokenizers.append(reward_model.tokenizer)
-        else:
-            # Partial calls start when a backend calls `SamplingOptions.on_finished`.
-            callables.append(with_partial_results(function) if is_per_sample_reward(function) else function)
-            tokenizers.append(None)
-    names = unique_names([reward_name(function) for function in functions])
-    given = config.reward_weights or []  # rewards of environments follow with weight 1
-    weights = given + [1.0] * (len(functions) - len(given))
-    return LoadedRewards(functions, callables, names, tokenizers, weights)
+    pairs = zip(rewards.functions, rewards.processing_classes, strict=True)
+    entries = [_load(function, tokenizer, config, accelerator) for function, tokenizer in pairs]
+    functions, callables, tokenizers = (list(column) for column in zip(*entries, strict=True))
+    return LoadedRewards(
+        functions, callables, _names(functions), tokenizers, with_default_weights(config, functions)
+    )
+
+
+def _load(
+    function: RewardFunc, tokenizer: Tokenizer, config: GRPOConfig, accelerator: Accelerator
+) -> tuple[RewardFunc, Callable[..., Any], Tokenizer]:
+    """Return the loaded function, the callable of its rewards and the tokenizer of a reward model."""
+    if isinstance(function, str):
+        function = load_reward_model(function, config.trust_remote_code)
+    if isinstance(function, PreTrainedModel):
+        model = accelerator.prepare_model(function, evaluation_mode=True)
+        reward_model = RewardModel(
+            model,
+            tokenizer,
+            config.per_device_train_batch_size,
+            config.trust_remote_code,
+            config.chat_template_kwargs,  # type: ignore[arg-type]
+        )
+        return function, reward_model, reward_model.tokenizer
+    # Partial calls start when a backend calls `SamplingOptions.on_finished`.
+    return function, with_partial_results(function) if is_per_sample_reward(function) else function, None
+
+
+def _names(functions: Sequence[RewardFunc]) -> list[str]:
+    return unique_names([reward_name(function) for function in functions])
+
+
+def with_default_weights(config: GRPOConfig, functions: Sequence[object]) -> list[float]:
+    """Return ``reward_weights``; rewards of environments follow with weight 1."""
+    given = config.reward_weights or []
+    return given + [1.0] * (len(functions) - len(given))
+
+
+def reload_rewards(
+    loaded: LoadedRewards,
+    functions: RewardFunc | Sequence[RewardFunc],
+    names: Sequence[str],
+    processing_classes: Sequence[Tokenizer],
+    weights: Sequence[float],
+    config: GRPOConfig,
+    accelerator: Accelerator,
+) -> LoadedRewards:
+    """Return the reward functions after a script replaced some of them, their names or their weights.
+
+    Names, tokenizers and weights that are as before follow from the functions.
+
+    Args:
+        loaded: the reward functions of the step before; returned if nothing was replaced.
+        functions, names, processing_classes, weights: attributes of the trainer.
+        config: settings of the step.
+
+    Raises:
+        ConfigError: an entry is not a reward function, or lengths differ.
+    """
+    chosen: list[RewardFunc] = (
+        list(functions) if isinstance(functions, (list, tuple)) else [cast("RewardFunc", functions)]
+    )
+    same_names = list(names) == loaded.names
+    same_weights = list(weights) == torch.tensor(loaded.weights).tolist()  # both rounded to float32
+    same_functions = _identical(chosen, loaded.functions)
+    same_tokenizers = _identical(processing_classes, loaded.processing_classes)
+    if same_functions and same_names and same_weights and same_tokenizers:
+        return loaded
+    if not chosen:
+        raise ConfigError("reward_funcs is empty; give it at least one reward function")
+    for function in chosen:
+        _check_function(function)
+    columns = zip(loaded.functions, loaded.callables, loaded.processing_classes, strict=True)
+    before = {id(entry[0]): entry for entry in columns}
+    if same_tokenizers:
+        processing_classes = [before[id(f)][2] if id(f) in before else None for f in chosen]
+    if same_names and not same_functions:
+        names = _names(chosen)
+    if same_weights and set(loaded.weights) == {1.0}:
+        weights = [1.0] * len(chosen)
+    _check_lengths(
+        chosen,
+        {
+            "reward_func_names": names,
+            "reward_processing_classes": processing_classes,
+            "reward_weights": weights,
+        },
+    )
+    entries = []
+    for function, tokenizer in zip(chosen, processing_classes, strict=True):
+        entry = before.get(id(function))
+        if entry is None or entry[2] is not tokenizer:
+            entry = _load(function, tokenizer, config, accelerator)
+        entries.append(entry)
+    made, callables, tokenizers = (list(column) for column in zip(*entries, strict=True))
+    return LoadedRewards(made, callables, list(names), tokenizers, [float(weight) for weight in weights])
+
+
+def _identical(one: Sequence[object], other: Sequence[object]) -> bool:
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))

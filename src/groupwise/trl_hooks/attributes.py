@@ -17,7 +17,7 @@ from groupwise.trl_hooks.state import InputsBuffer
 class TrlAttributes:
     """Attributes under TRL's names."""
 
-    args: Any
+    settings: Any
     processing_class: Any
     backend: GenerationBackend
     buffer: InputsBuffer
@@ -38,7 +38,7 @@ class TrlAttributes:
     @property
     def generation_kwargs(self) -> dict[str, Any]:
         """Arguments of ``model.generate`` for a hook that samples itself."""
-        args, tokenizer = self.args, self._tokenizer
+        args, tokenizer = self.settings, self._tokenizer
         return {
             "max_new_tokens": args.max_completion_length,
             "do_sample": True,

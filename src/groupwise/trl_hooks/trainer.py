@@ -102,7 +102,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         self._check_overrides()
         super().__init__(*args, **kwargs)
         _check_settings(self.args, self.processing_class)
-        size = self.args.generation_batch_size
+        size = self.settings.generation_batch_size
         #: Columns of the completions table, the newest generation batch; hooks may extend them.
         self._logs: dict[str, Any] = {
             "images": deque(maxlen=size),
@@ -163,11 +163,11 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         """Generate and reward a generation batch, shuffle its rows and split it into micro-batches."""
         self._step = self.buffer.num_taken  # that of the micro-batch which needs the completions
         self.sync_sampler("train")
-        rows = self.prompts.take(prompts_per_batch(self.args))  # B rows of this rank, G per prompt
+        rows = self.prompts.take(prompts_per_batch(self.settings))  # B rows of this rank, G per prompt
         self._request = self.make_request(rows)
         inputs = self._generate_and_score_completions(rows)
         self.backend.release()  # memory of a colocated engine goes to training
-        return split_rows(shuffle_rows(inputs), self.args.steps_per_generation)  # type: ignore[arg-type]
+        return split_rows(shuffle_rows(inputs), self.settings.steps_per_generation)  # type: ignore[arg-type]
 
     def make_micro_batches(self, window: list[Inputs]) -> list[Inputs | None]:  # type: ignore[override]
         """Return ``window`` as it is, and count its tokens."""
@@ -305,7 +305,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
     def _request_of(self, prompts: list[Any]) -> RolloutRequest:
         """Return the request of the batch in progress with these prompts in its rows."""
         mode: Mode = "train" if self.model.training else "eval"
-        generations = self.num_generations if mode == "train" else num_generations_eval(self.args)
+        generations = self.num_generations if mode == "train" else num_generations_eval(self.settings)
         request = self._request or RolloutRequest([], generations, mode=mode)
         rows: list[Row] = request.rows if len(request.rows) == len(prompts) else [{} for _ in prompts]
         return replace(request, rows=[{**row, "prompt": p} for row, p in zip(rows, prompts, strict=True)])
@@ -392,7 +392,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             weights_F=self.reward_weights,
             num_generations=rollouts.num_generations,
         )
-        computed = reward_metrics(rewards, self.reward_func_names, self.args.multi_objective_aggregation)
+        computed = reward_metrics(rewards, self.reward_func_names, self.settings.multi_objective_aggregation)
         return RewardBatch(
             rewards,
             local=slice(rank * len(rollouts), (rank + 1) * len(rollouts)),
@@ -466,10 +466,10 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
                 experience.old_logps_BT, experience.sampler_logps_BT, mask_BT, self.objective_settings
             )
             metrics.record({name: value for name, value in values.items() if "ratio" in name})
-        if correction_BX is not None and OBJECTIVES[self.args.loss_type].applies_sampler_correction:
+        if correction_BX is not None and OBJECTIVES[self.settings.loss_type].applies_sampler_correction:
             raise ConfigError(
-                f"loss_type={self.args.loss_type!r} applies the sampler correction inside its weights, which "
-                "importance_sampling_ratio in the inputs of a hook cannot express; set "
+                f"loss_type={self.settings.loss_type!r} applies the sampler correction inside its weights, "
+                "which importance_sampling_ratio in the inputs of a hook cannot express; set "
                 "vllm_importance_sampling_correction=False, or use groupwise.GRPOTrainer"
             )
         return make_inputs(
@@ -519,7 +519,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         self, model: nn.Module, tokens: TokenBatch, only: Sequence[int] | None
     ) -> torch.Tensor:
         """(B, T) log-probs of all rows, by the hook."""
-        args = self.args
+        args = self.settings
         size = args.per_device_train_batch_size if self._mode == "train" else args.per_device_eval_batch_size
         logps_BT, _, _ = self._get_per_token_logps_and_entropies(
             model, *_model_inputs(tokens), tokens.completion_ids_BT.shape[1], batch_size=size
@@ -627,8 +627,8 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             compute_aux_loss=self.aux_loss_enabled,
         )
         entropy_mask_BT = mask_BT.float()
-        if self.args.top_entropy_quantile < 1.0:
-            quantile = 1 - self.args.top_entropy_quantile
+        if self.settings.top_entropy_quantile < 1.0:
+            quantile = 1 - self.settings.top_entropy_quantile
             entropy_mask_BT = entropy_mask_BT * self.get_high_entropy_mask(entropy_BT, mask_BT, quantile)  # type: ignore[arg-type]
         training = self.model.training
         num_batches = self.current_gradient_accumulation_steps if training else 1  # of the window
@@ -656,19 +656,19 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
 
     def _token_weights(self, inputs: Inputs, mask_BT: torch.Tensor, num_batches: int) -> torch.Tensor:
         """Compute (B, T) weights from the counts that TRL divides by."""
-        world_size, name = self.accelerator.num_processes, OBJECTIVES[self.args.loss_type].normalizer
+        world_size, name = self.accelerator.num_processes, OBJECTIVES[self.settings.loss_type].normalizer
         num_tokens = 0.0
         if name == "token_mean" or "num_items_in_batch" in inputs:
             # Loss tokens of the generation batch on all ranks, rescaled to one window.
             num_tokens = float(inputs["num_items_in_batch"].clamp(min=1.0))
             if self.model.training:
-                num_tokens *= num_batches / self.args.steps_per_generation  # type: ignore[operator]
+                num_tokens *= num_batches / self.settings.steps_per_generation  # type: ignore[operator]
         counts = WindowCounts(
             sequences=len(mask_BT) * num_batches * world_size,
             tokens=num_tokens,  # type: ignore[arg-type]
             micro_batches=num_batches,
             world_size=world_size,
-            max_completion_length=self.args.max_completion_length,
+            max_completion_length=self.settings.max_completion_length,
         )
         return NORMALIZERS[name](mask_BT.float(), torch.arange(len(mask_BT), device=mask_BT.device), counts)
 
@@ -676,7 +676,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         """Compute (B, T) weights of the entropy bonus, a mean over the micro-batch; None without a bonus."""
         if not self._has_entropy_bonus():
             return None
-        target = self.args.entropy_target if self.args.use_adaptive_entropy else None
+        target = self.settings.entropy_target if self.settings.use_adaptive_entropy else None
         coef = self.entropy_control.applied(target)
         return entropy_mask_BT * coef / (entropy_mask_BT.sum().clamp(min=1) * num_batches)
 
@@ -703,7 +703,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         return {mode: metrics.lists for mode, metrics in self.metrics.items()}
 
     def _drain_metrics(self, mode: str, label: str) -> dict[str, float]:
-        if self.args.log_completions and self.is_world_process_zero():
+        if self.settings.log_completions and self.is_world_process_zero():
             self.metrics[mode].rows = self._logged_rows()
         return super()._drain_metrics(mode, label)
 

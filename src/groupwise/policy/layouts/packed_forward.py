@@ -14,6 +14,7 @@ from groupwise.policy.layouts.forward import (
     base_model,
     forward_logprobs,
     is_text_only,
+    unwrapped,
 )
 from groupwise.policy.layouts.packed import PackedSequences
 from groupwise.records import LogprobOutput, TokenBatch
@@ -35,6 +36,8 @@ def unsupported(model: nn.Module, *, shared: bool = True) -> str | None:
     config = base.config.get_text_config(decoder=True)
     other_layers = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
     missing = {"position_ids", "logits_to_keep"} - accepted_arguments(model)
+    if has_prompt_learning(model):
+        return "its adapter adds virtual tokens to every prompt"
     if not is_text_only(model):
         return "it has a vision or audio part"
     if getattr(config, "is_encoder_decoder", False) or is_stateful(base):
@@ -50,6 +53,12 @@ def unsupported(model: nn.Module, *, shared: bool = True) -> str | None:
     if not supports_packing(base, shared=shared):
         return f"its attention implementation is {attention_implementation(base)!r} and not 'sdpa'"
     return None
+
+
+def has_prompt_learning(model: nn.Module) -> bool:
+    """Return True for an adapter of virtual tokens (prompt tuning, prefix tuning, p-tuning)."""
+    adapters = getattr(unwrapped(model), "peft_config", {}).values()
+    return any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters)
 
 
 def supports_packing(model: nn.Module, *, shared: bool) -> bool:

@@ -1,0 +1,70 @@
+"""A configuration stays as the user built it: construction, training and evaluation change nothing in it."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+from peft import LoraConfig
+from support import tiny_vlm
+from support.runs import prompts, trainer
+
+from groupwise import GRPOConfig, GRPOTrainer
+
+needs_liger = pytest.mark.skipif(
+    importlib.util.find_spec("liger_kernel") is None, reason="needs liger-kernel"
+)
+
+
+def plain(directory, **given: Any) -> GRPOTrainer:
+    return trainer(
+        directory, max_steps=2, eval_dataset=prompts(2), eval_strategy="steps", eval_steps=1,
+        per_device_eval_batch_size=8, save_strategy="steps", save_steps=1, **given,
+    )  # fmt: skip
+
+
+CASES = {
+    "plain": plain,
+    "reference": lambda directory: plain(directory, beta=0.1, sync_ref_model=True, ref_model_sync_steps=1),
+    "lora": lambda directory: plain(directory, peft_config=LoraConfig(r=2, target_modules="all-linear")),
+    "liger": lambda directory: plain(directory, use_liger_kernel=True, liger_kernel_config={"rope": True}),
+    "vision": tiny_vlm.trainer,
+}
+
+
+def snapshot(config: GRPOConfig) -> dict[str, Any]:
+    return {
+        name: value.copy() if isinstance(value, dict | list) else value
+        for name, value in vars(config).items()
+    }
+
+
+@pytest.mark.parametrize(
+    "case", ["plain", "reference", "lora", pytest.param("liger", marks=needs_liger), "vision"]
+)
+def test_a_run_leaves_its_configuration_as_it_was(case, tmp_path, monkeypatch):
+    built: list[dict[str, Any]] = []
+    construct = GRPOTrainer.__init__
+
+    def remember(self, model, reward_funcs, args, *rest, **given):
+        built.append(snapshot(args))
+        construct(self, model, reward_funcs, args, *rest, **given)
+
+    monkeypatch.setattr(GRPOTrainer, "__init__", remember)
+    run = CASES[case](tmp_path)
+    assert snapshot(run.args) == built[0]
+    run.beta = run.beta  # assigned attributes are kept by the trainer
+    run.temperature = 0.9
+    run.train()
+    assert run.settings.temperature == 0.9
+    assert snapshot(run.args) == built[0]
+
+
+def test_a_model_with_images_may_leave_its_vision_tower_without_gradient(tmp_path):
+    run = tiny_vlm.trainer(tmp_path / "default")
+    assert run.accelerator.ddp_handler.find_unused_parameters
+    run = tiny_vlm.trainer(tmp_path / "given", ddp_find_unused_parameters=False)
+    assert not run.accelerator.ddp_handler.find_unused_parameters
+    run = tiny_vlm.trainer(tmp_path / "reentrant", gradient_checkpointing_kwargs={"use_reentrant": True})
+    assert not run.accelerator.ddp_handler.find_unused_parameters
