@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import reprlib
+import signal
+import threading
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -35,6 +39,36 @@ class AgentError(GroupwiseError, RuntimeError):
     """An environment or the running of tools failed, in a way that no message to the model can mend."""
 
 
+#: Signals that ask a process to end, or to save and end.
+_INTERRUPTS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Return True for exceptions that end or cancel the caller, False for failures of the raising code.
+
+    Interrupts are Ctrl-C (``KeyboardInterrupt`` in the main thread), exceptions of a signal handler, such as
+    the ``SystemExit`` of one for SIGTERM, and the cancellation of the current task.
+    """
+    if isinstance(error, asyncio.CancelledError):
+        return _is_being_cancelled()
+    if isinstance(error, Exception) or threading.current_thread() is not threading.main_thread():
+        return False
+    if isinstance(error, KeyboardInterrupt):
+        return True
+    handlers = [signal.getsignal(getattr(signal, name)) for name in _INTERRUPTS if hasattr(signal, name)]
+    codes = {getattr(handler, "__code__", None) for handler in handlers} - {None}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _is_being_cancelled() -> bool:
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop
+        return False
+    # Python 3.10 does not count requests to cancel: any cancellation within a task is taken for one.
+    return task is not None and getattr(task, "cancelling", lambda: 1)() > 0
+
+
 @contextmanager
 def boundary(error: type[GroupwiseError], name: str, **sample: object) -> Iterator[None]:
     """Run user code; whatever it raises comes out as ``error``, naming the code and what it was given.
@@ -48,12 +82,14 @@ def boundary(error: type[GroupwiseError], name: str, **sample: object) -> Iterat
         sample: what was being processed; long values are shortened.
 
     Raises:
-        error: with the original exception as its ``__cause__``. ``KeyboardInterrupt``, ``SystemExit`` and the
-            cancellation of a task are no failures of user code and pass through.
+        error: with the original exception as its ``__cause__``, also for ``SystemExit``: ``sys.exit(0)`` in
+            user code must not end training as if it had succeeded. Interrupts pass (:func:`is_interrupt`).
     """
     try:
         yield
-    except Exception as cause:
+    except BaseException as cause:
+        if is_interrupt(cause) or isinstance(cause, GeneratorExit):  # raised where a generator is closed
+            raise
         given = ", ".join(f"{key}={_SHORT.repr(value)}" for key, value in sample.items())
         where = f"{name} (given {given})" if given else name
         raise error(f"{where} raised {type(cause).__name__}: {cause}") from cause

@@ -192,7 +192,7 @@ class GRPOTrainer(
     ) -> None:
         check_methods(self, self.uncalled_methods)
         args = check_arguments(model, args)
-        agents = check_agents(tools, environment_factory, rollout_func)
+        agents = check_agents(tools, environment_factory, rollout_func, args.tool_timeout)
         train_dataset, eval_dataset = add_environment_rows(train_dataset, eval_dataset, agents, args)
         check_data(train_dataset, eval_dataset, args)
         check_backend(args, backend, with_images=has_image_columns(train_dataset, eval_dataset))

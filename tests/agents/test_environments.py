@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import threading
 from typing import Any
 
 import pytest
 from support.scripted import ScriptedBackend, agents, byte_tokenizer, call, question
 
-from groupwise.agents import EnvironmentPool, time_limit
+from groupwise.agents import EnvironmentPool
 from groupwise.agents.environments import add_observation
+from groupwise.agents.executor import ToolExecutor
 from groupwise.errors import AgentError, ConfigError, RewardError
+from groupwise.rewards.runtime.calling import call_rewards
 
 
 class Counter:
@@ -95,7 +98,7 @@ def test_get_reward_becomes_one_reward_function_per_class():
     count, silent = environments.reward_funcs()
     assert (count.__name__, silent.__name__) == ("Counter", "Silent")
     assert count(**rollout.extra, prompts=[]) == [None, 0.0, 1.0]
-    assert asyncio.run(silent(**rollout.extra, prompts=[])) == [0.5, None, None]
+    assert silent(**rollout.extra, prompts=[]) == [0.5, None, None]
     assert "environment" not in loop.environments[1].row
 
 
@@ -173,9 +176,18 @@ class Failing(Counter):
 
 
 class Stuck(Counter):
-    @time_limit(0.05)
-    def reset(self, **row: Any) -> None:
+    def reset(self, goal: int = 0, **row: Any) -> None:
+        if goal:
+            threading.Event().wait(5)
+
+    def get_reward(self) -> float:
         threading.Event().wait(5)
+        return 0.0
+
+
+class Leaving(Counter):
+    async def reset(self, **row: Any) -> None:
+        raise SystemExit(0)
 
 
 @pytest.mark.parametrize(
@@ -187,13 +199,82 @@ class Stuck(Counter):
             r"environment 'Failing', method 'reset' \(given sample=1.*raised OSError: no such level",
         ),
         (Failing, 2, r"method 'reset'.*it returned int; allowed: None, str, a list of content blocks"),
-        (Stuck, 1, r"environment 'Stuck', method 'reset'.*longer than 0.05 seconds"),
+        (Stuck, 1, r"environment 'Stuck', method 'reset' \(given sample=1.*longer than 0.05 seconds"),
+        (Leaving, 1, r"environment 'Leaving', method 'reset'.*SystemExit: 0"),
     ],
 )
 def test_a_failing_reset_names_environment_method_and_row(cls, goal, message):
-    rows = [{**question("?"), "goal": 0 if cls is Failing else goal}, {**question("?"), "goal": goal}]
+    rows = [{**question("?"), "goal": 0}, {**question("?"), "goal": goal}]
     with pytest.raises(AgentError, match=message):
-        generate_rollouts(EnvironmentPool(cls), [["x"], ["y"]], rows)
+        generate_rollouts(EnvironmentPool(cls, ToolExecutor(0.05)), [["x"], ["y"]], rows)
+
+
+def test_tool_timeout_limits_get_reward():
+    environments = EnvironmentPool(Stuck, ToolExecutor(0.05))
+    _, rollout = generate_rollouts(environments, [["x"]], [question("?")])
+    with pytest.raises(RewardError, match=r"'Stuck', method 'get_reward'.*longer than 0.05 seconds"):
+        environments.reward_funcs()[0](**rollout.extra)
+
+
+class Ledger:
+    """An sqlite connection belongs to the thread that opened it."""
+
+    def reset(self, **row: Any) -> None:
+        self.database = sqlite3.connect(":memory:")
+        self.database.execute("CREATE TABLE entries (amount INTEGER)")
+
+    def book(self, amount: int) -> list[Any]:
+        """Book an amount.
+
+        Args:
+            amount: how much.
+        """
+        self.database.execute("INSERT INTO entries VALUES (?)", (amount,))
+        return self.database.execute("SELECT amount FROM entries").fetchall()
+
+    def get_reward(self) -> float:
+        return float(self.database.execute("SELECT SUM(amount) FROM entries").fetchone()[0])
+
+
+def test_reset_tools_and_get_reward_share_a_thread():
+    environments = EnvironmentPool(Ledger)
+    scripts = [[call("book", amount=2), call("book", amount=3), "x"], [call("book", amount=7), "y"]]
+    _, rollout = generate_rollouts(environments, scripts, [question("a"), question("b")])
+    results = [[m["content"] for m in text if m["role"] == "tool"] for text in rollout.texts]
+    assert results == [[[(2,)], [(2,), (3,)]], [[(7,)]]]
+    assert rollout.metrics["tools/failure_frequency"].value() == 0
+    # With reward_timeout, other sync reward functions run in a thread.
+    called = call_rewards(environments.reward_funcs(), ["Ledger"], rollout, timeout=30.0)
+    assert called.rewards_FB == [[5.0, 7.0]]
+
+
+def test_async_methods_share_an_event_loop():
+    loops = []
+
+    class Session(Silent):
+        async def reset(self, **row: Any) -> None:
+            self.loop = asyncio.get_running_loop()
+
+        async def get_reward(self) -> float:
+            loops.append(asyncio.get_running_loop() is self.loop)
+            return 1.0
+
+    environments = EnvironmentPool(Session)
+    _, rollout = generate_rollouts(environments, [["x"]], [question("?")])
+    assert environments.reward_funcs()[0](**rollout.extra) == [1.0] and loops == [True]
+
+
+def test_async_and_sync_methods_of_an_environment_run_in_the_order_of_the_calls():
+    class Mixed(Counter):
+        async def double(self) -> str:
+            """Double the number."""
+            await asyncio.sleep(0.01)
+            self.number *= 2
+            return str(self.number)
+
+    text = call("increase", by=1) + call("double") + call("increase", by=1) + call("double")
+    loop, _ = generate_rollouts(EnvironmentPool(Mixed), [[text, "x"]], [question("?")])
+    assert loop.environments[0].number == ((0 + 1) * 2 + 1) * 2
 
 
 def test_a_failing_get_reward_names_environment_method_and_row():

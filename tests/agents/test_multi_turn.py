@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import math
+import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
+from PIL import Image
 from support.scripted import CHAT, ScriptedBackend, agents, byte_tokenizer, call, question, run
 
-from groupwise.agents import time_limit
-from groupwise.errors import AgentError, ConfigError
+from groupwise.agents import ToolSet, allow_image_paths, make_tool, thread_safe
+from groupwise.agents.executor import ToolExecutor
+from groupwise.agents.parsing import ToolCall
+from groupwise.agents.tools import ToolResult, _warn_about_images, tool_result
+from groupwise.errors import ConfigError
 from groupwise.records import RolloutBatch, SamplingOptions
 
 
@@ -44,29 +53,7 @@ def broken(a: int) -> int:
     raise ValueError(f"no {a} today")
 
 
-@time_limit(0.05)
-def slow(a: int) -> int:
-    """Take long.
-
-    Args:
-        a: anything.
-    """
-    time.sleep(5)
-    return a
-
-
-@time_limit(0.05)
-async def slow_async(a: int) -> int:
-    """Take long, too.
-
-    Args:
-        a: anything.
-    """
-    await asyncio.sleep(5)
-    return a
-
-
-TOOLS = [add, double, broken, slow, slow_async]
+TOOLS = [add, double, broken]
 
 
 @pytest.mark.parametrize(
@@ -75,9 +62,7 @@ TOOLS = [add, double, broken, slow, slow_async]
         (call("add", a=2, b=3), "add", "5", 0),
         (call("double", a=4), "double", "8", 0),
         (call("broken", a=7), "broken", "{'error': 'no 7 today'}", 1),
-        (call("slow", a=1), "slow", "{'error': 'slow took longer than 0.05 seconds.'}", 1),
-        (call("slow_async", a=1), "slow_async", "{'error': 'slow_async took longer than 0.05 seconds.'}", 1),
-        (call("ad", a=1), "ad", "Tool ad not found. Available: add, double, broken, slow, slow_async.", 1),
+        (call("ad", a=1), "ad", "Tool ad not found. Available: add, double, broken.", 1),
         (call("add", a=1), "add", "missing 1 required positional argument: 'b'", 1),
         (call("add", c=1), "add", "got an unexpected keyword argument 'c'", 1),
         ('<tool_call>{"name": "add", "argu</tool_call>', "unknown", "is not valid JSON", 1),
@@ -123,10 +108,49 @@ def test_results_are_in_the_order_of_the_calls():
     ]
 
 
-def test_calls_of_a_turn_are_concurrent():
+def test_sync_tools_run_in_this_thread_in_order_and_async_ones_concurrently():
+    """The async calls meet: each waits for the other. They start first and run beside the sync calls."""
+    events: list[tuple[str, bool]] = []
+    met = asyncio.Event()
+
+    def note(a: str) -> str:
+        """Note.
+
+        Args:
+            a: anything.
+        """
+        events.append((a, threading.current_thread() is threading.main_thread()))
+        return a
+
+    async def wait_for_other(a: int) -> str:
+        """Wait.
+
+        Args:
+            a: anything.
+        """
+        await asyncio.wait_for(met.wait(), 20)
+        return "met"
+
+    async def come(a: int) -> str:
+        """Come.
+
+        Args:
+            a: anything.
+        """
+        met.set()
+        return "came"
+
+    first = call("note", a="1") + call("wait_for_other", a=1) + call("note", a="2") + call("come", a=1)
+    rollout, _ = run([[first, "x"], [call("note", a="3"), "y"]], [note, wait_for_other, come])
+    assert [message["content"] for message in rollout.texts[0][1:-1]] == ["1", "met", "2", "came"]
+    assert events == [("1", True), ("2", True), ("3", True)]
+
+
+def test_sync_tools_marked_thread_safe_run_concurrently():
     """Each call waits for the other: sequential calls would fail."""
     meeting = threading.Barrier(2)
 
+    @thread_safe
     def meet(a: int) -> str:
         """Meet.
 
@@ -138,6 +162,175 @@ def test_calls_of_a_turn_are_concurrent():
 
     rollout, _ = run([[call("meet", a=1) + call("meet", a=2), "x"]], [meet])
     assert [message["content"] for message in rollout.texts[0][1:-1]] == ["met", "met"]
+
+
+@pytest.mark.parametrize("limit", [None, 20.0])
+def test_a_tool_may_use_signal_alarm(limit):
+    """Only the main thread can set signal handlers; the time limit uses another signal."""
+
+    def query(a: int) -> str:
+        """Query.
+
+        Args:
+            a: anything.
+        """
+
+        def expire(*_: object) -> None:
+            raise ValueError("query interrupted")
+
+        previous = signal.signal(signal.SIGALRM, expire)
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        try:
+            time.sleep(5)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, previous)
+        return "late"
+
+    rollout, _ = run([[call("query", a=1), "x"]], [query], tool_timeout=limit)
+    assert rollout.texts[0][1]["content"] == "{'error': 'query interrupted'}"
+
+
+def slow(a: int) -> int:
+    """Take long, and try again after an error.
+
+    Args:
+        a: anything.
+    """
+    for _ in range(3):
+        with contextlib.suppress(Exception):
+            time.sleep(5)
+    return a
+
+
+async def slow_async(a: int) -> int:
+    """Take long, too.
+
+    Args:
+        a: anything.
+    """
+    await asyncio.sleep(5)
+    return a
+
+
+@thread_safe
+def slow_thread(a: int) -> int:
+    """Take long in a thread.
+
+    Args:
+        a: anything.
+    """
+    time.sleep(5)
+    return a
+
+
+@pytest.mark.parametrize("tool", [slow, slow_async, slow_thread])
+def test_tool_timeout_limits_a_call(tool):
+    previous = signal.getsignal(signal.SIGVTALRM)
+    text = call(tool.__name__, a=1) + call("add", a=1, b=2)
+    rollout, _ = run([[text, "x"]], [tool, add], tool_timeout=0.05)
+    assert [message["content"] for message in rollout.texts[0][1:-1]] == [
+        "{'error': 'the call took longer than 0.05 seconds (tool_timeout)'}",
+        "3",
+    ]
+    assert signal.getsignal(signal.SIGVTALRM) == previous
+
+
+def test_sync_tools_have_a_time_limit_outside_the_main_thread_too():
+    with ThreadPoolExecutor(1) as pool:
+        rollout, _ = pool.submit(run, [[call("slow", a=1), "x"]], [slow], tool_timeout=0.05).result(20)
+    assert "took longer than 0.05 seconds" in rollout.texts[0][1]["content"]
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), asyncio.CancelledError(), GeneratorExit()], ids=repr)
+@pytest.mark.parametrize("kind", ["sync", "async", "thread"])
+def test_exceptions_that_end_a_process_or_task_are_failures_of_the_tool(error, kind):
+    def end(a: int) -> int:
+        """End.
+
+        Args:
+            a: anything.
+        """
+        raise error
+
+    async def end_async(a: int) -> int:
+        """End.
+
+        Args:
+            a: anything.
+        """
+        raise error
+
+    end_async.__name__ = "end"
+    tool = {"sync": lambda: end, "async": lambda: end_async, "thread": lambda: thread_safe(end)}[kind]()
+    rollout, _ = run([[call("end", a=1), call("add", a=1, b=2), "x"]], [tool, add])
+    assert type(error).__name__ in rollout.texts[0][1]["content"]
+    assert rollout.texts[0][3]["content"] == "3"
+    assert rollout.metrics["tools/failure_frequency"].value() == 1 / 2
+
+
+def leave(*_: object) -> None:
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    ("name", "handler", "error"),
+    [("SIGINT", signal.default_int_handler, KeyboardInterrupt), ("SIGTERM", leave, SystemExit)],
+)
+def test_a_signal_during_a_sync_tool_ends_the_rollouts(name, handler, error):
+    """Ctrl-C, and a handler that exits on SIGTERM."""
+
+    def interrupted(a: int) -> str:
+        """Wait.
+
+        Args:
+            a: anything.
+        """
+        signal.raise_signal(getattr(signal, name))
+        return "not interrupted"
+
+    previous = signal.signal(getattr(signal, name), handler)
+    try:
+        with pytest.raises(error):
+            run([[call("interrupted", a=1), "x"]], [interrupted])
+    finally:
+        signal.signal(getattr(signal, name), previous)
+
+
+def test_a_task_that_exits_does_not_end_the_event_loop():
+    async def spawn(a: int) -> str:
+        """Start a task.
+
+        Args:
+            a: anything.
+        """
+
+        async def leave() -> None:
+            raise SystemExit(0)
+
+        await asyncio.wait({asyncio.ensure_future(leave())})
+        return "spawned"
+
+    rollout, _ = run([[call("spawn", a=1), call("double", a=2), "x"]], [spawn, double])
+    assert [m["content"] for m in rollout.texts[0] if m["role"] == "tool"] == ["spawned", "4"]
+
+
+def test_one_warning_shows_the_first_error_when_every_call_of_a_generation_fails(caplog):
+    tokenizer = byte_tokenizer()
+    loop = agents(tokenizer, TOOLS)
+
+    def generate(*scripts: list[str]) -> list[str]:
+        caplog.clear()
+        loop.generate_rollouts([question("?")] * len(scripts), ScriptedBackend(tokenizer, scripts))
+        return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+    failing = [call("broken", a=7) + call("broken", a=8), "x"]
+    assert generate(failing, [call("add", a=1, b=1), "y"]) == []
+    assert generate(["z"], failing) == [
+        "all 2 tool calls of a generation failed; the first one: broken(a=7): 'ValueError: no 7 today'"
+    ]
+    assert generate(failing) == []  # once per tool and kind of error
+    assert len(generate([call("add", a=1), "x"])) == 1
 
 
 def test_tokens_are_those_of_the_rendered_conversation_and_the_mask_those_of_the_policy():
@@ -209,6 +402,7 @@ def test_a_slow_tool_delays_its_own_rollout_only():
     tokenizer = byte_tokenizer()
     others_went_on = threading.Event()
 
+    @thread_safe
     def wait_for_others(a: int) -> str:
         """Wait.
 
@@ -355,11 +549,11 @@ def test_later_turns_open_a_turn_after_a_continued_message():
     assert [message["content"] for message in rollout.texts[0]] == ["Well. So:", "5", "5."]
 
 
-def test_a_blocked_event_loop_is_reported(monkeypatch):
-    monkeypatch.setattr("groupwise.agents.multi_turn.BLOCKED_MARGIN", 0.2)
+def test_calls_fail_while_an_async_tool_blocks_the_event_loop(monkeypatch, caplog):
+    """Later calls have a new event loop."""
+    monkeypatch.setattr("groupwise.agents.executor.BLOCKED_MARGIN", 0.2)
     release = threading.Event()
 
-    @time_limit(0.1)
     async def blocks(a: int) -> str:
         """Block.
 
@@ -370,36 +564,171 @@ def test_a_blocked_event_loop_is_reported(monkeypatch):
         return "too late"
 
     try:
-        with pytest.raises(AgentError, match="no results of the tools blocks"):
-            run([[call("blocks", a=1), "x"]], [blocks])
+        script = [call("blocks", a=1) + call("double", a=1), call("double", a=2), "x"]
+        rollout, _ = run([script], [blocks, double], tool_timeout=0.1)
     finally:
         release.set()
+    results = [message["content"] for message in rollout.texts[0] if message["role"] == "tool"]
+    assert results == ["{'error': 'no result within 0.3 seconds'}"] * 2 + ["4"]
+    assert "an async function blocks the event loop" in caplog.text
 
 
-def test_a_tool_may_return_text_blocks_or_any_list():
-    def blocks(a: int) -> list:
-        """Give blocks.
-
-        Args:
-            a: anything.
-        """
-        return [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}] if a else [1, 2]
-
-    rollout, _ = run([[call("blocks", a=1) + call("blocks", a=0), "x"]], [blocks])
-    assert [message["content"] for message in rollout.texts[0][1:-1]] == ["one two", "[1, 2]"]
-
-
-def test_images_without_a_processor_are_refused():
-    def picture(a: int) -> list:
-        """Give an image.
+def returning(value: object):
+    def give(a: int) -> object:
+        """Give something.
 
         Args:
             a: anything.
         """
-        return [{"type": "image", "image": "?"}]
+        return value
 
-    with pytest.raises(ConfigError, match=r"a tool returned .*reads text only"):
-        run([[call("picture", a=1), "x"]], [picture])
+    return give
+
+
+@pytest.mark.parametrize(
+    ("value", "content", "rendered"),
+    [
+        ([{"type": "text", "text": "one "}, {"type": "text", "text": "two"}], None, "one two"),
+        ([1, (2, "x")], None, "[1, (2, 'x')]"),
+        ([], None, "[]"),
+        ([{"type": "folder", "name": "a"}], None, "[{'type': 'folder', 'name': 'a'}]"),
+        ([{"type": "text"}], None, "[{'type': 'text'}]"),
+        ((1, 2), "(1, 2)", "(1, 2)"),
+        ({"a": None}, "{'a': None}", "{'a': None}"),
+        ("caf\u00e9 \ud83d!", "caf\u00e9 \ufffd!", "caf\u00e9 \ufffd!"),
+        (["\udfff"], ["\ufffd"], "['\ufffd']"),
+    ],
+)
+def test_a_list_that_a_tool_returns_stays_a_list_for_rewards(value, content, rendered):
+    """``content`` None: the value itself."""
+    tokenizer = byte_tokenizer()
+    rollout, _ = run([[call("give", a=1), "x"]], [returning(value)], tokenizer)
+    assert rollout.texts[0][1]["content"] == (value if content is None else content)
+    completion = rollout.completions[0]
+    seen = [token for token, mask in zip(completion.token_ids, completion.loss_mask, strict=True) if not mask]
+    assert f"<|im_start|>tool\n{rendered}<|im_end|>" in tokenizer.decode(seen)
+
+
+def test_a_later_change_of_the_list_does_not_change_the_record():
+    items: list[int] = []
+
+    def push(a: int) -> list[int]:
+        """Push.
+
+        Args:
+            a: what to push.
+        """
+        items.append(a)
+        return items
+
+    rollout, _ = run([[call("push", a=1), call("push", a=2), "x"]], [push])
+    assert [m["content"] for m in rollout.texts[0] if m["role"] == "tool"] == [[1], [1, 2]]
+
+
+class Unprintable:
+    def __str__(self) -> str:
+        raise SystemExit(0)
+
+
+@pytest.mark.parametrize("value", [10**5000, Unprintable()], ids=["number", "object"])
+def test_a_result_without_a_text_is_a_failure(value):
+    rollout, _ = run([[call("give", a=1), "x"]], [returning(value)])
+    assert rollout.texts[0][1]["content"].startswith("{'error': ")
+    assert rollout.metrics["tools/failure_frequency"].value() == 1
+
+
+def test_lone_surrogates_in_tool_calls_are_replaced():
+    given = []
+
+    def keep(a: str) -> str:
+        """Keep.
+
+        Args:
+            a: anything.
+        """
+        given.append(a)
+        return a
+
+    text = '<tool_call>{"name": "keep", "arguments": {"a": "x\\ud800y"}}</tool_call>'
+    unknown = '<tool_call>{"name": "k\\udfff", "arguments": {"\\ud800": 1}}</tool_call>'
+    rollout, _ = run([[text + unknown, "done"]], [keep])
+    assert given == ["x\ufffdy"]
+    assert [m["name"] for m in rollout.texts[0][1:-1]] == ["keep", "k\ufffd"]
+    json.dumps(rollout.texts[0], ensure_ascii=False).encode()  # every text can be written
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": "add", "arguments": ' + "[" * 100_000 + "</tool_call>",
+        '<tool_call>{"name": "add", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>",
+    ],
+    ids=["nested", "digits"],
+)
+def test_json_that_python_cannot_parse_is_a_failed_call(text):
+    rollout, _ = run([[text, "done"]], TOOLS, max_completion_length=200_000)
+    assert "error" in rollout.texts[0][1]["content"] and rollout.texts[0][2]["content"] == "done"
+
+
+def test_a_result_of_many_megabytes_is_not_tokenized(monkeypatch):
+    """Each token has at most 12 characters ("<|im_start|>"): more cannot fit into the completion."""
+    tokenizer = byte_tokenizer()
+    tokenized: list[int] = []
+    encode = type(tokenizer).__call__
+
+    def measured(self, text, *arguments, **options):
+        tokenized.append(len(text))
+        return encode(self, text, *arguments, **options)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", measured)
+    script = [call("give", a=1), "x"]
+    rollout, backend = run([script], [returning("x" * 54_000_000)], tokenizer)
+    assert rollout.completions[0].truncated and len(backend.calls) == 1
+    assert [message["role"] for message in rollout.texts[0]] == ["assistant"]
+    assert max(tokenized) < 10_000
+    longest = 12 * (1000 - len(rollout.completions[0].token_ids))
+    run([script], [returning("x" * longest)], tokenizer)
+    assert max(tokenized) > longest  # within the bound, the tokens decide
+
+
+def result_of(function, **options) -> ToolResult:
+    tools = ToolSet([make_tool(function)])
+    (future,) = ToolExecutor().run_all([lambda: function(1)])
+    return tool_result(ToolCall("give", {}), tools, future, images=True, **options)
+
+
+@pytest.mark.parametrize(
+    "image", ["?", "http://127.0.0.1:9/a.png", {"path": "/etc/hostname"}, [[0, 1]], None]
+)
+@pytest.mark.parametrize("key", ["image", "path", "url", "base64"])
+def test_image_blocks_with_paths_and_urls_are_text(image, key, caplog):
+    _warn_about_images.cache_clear()
+    value = [{"type": "image", key: image}]
+    assert result_of(returning(value)) == ToolResult(str(value))
+    assert "allow_image_paths" in caplog.text
+
+
+def test_image_objects_are_images_and_paths_only_where_the_tool_allows_them(tmp_path):
+    path, image = tmp_path / "a.png", Image.new("RGB", (3, 2))
+    image.save(path)
+    pixels = np.zeros((2, 2, 3))
+    for value in (image, pixels, {"bytes": path.read_bytes(), "path": "/etc/hostname"}):
+        (block,) = result_of(returning([{"type": "image", "image": value}])).content
+        assert block["image"] is value or block["image"].size == (3, 2)
+    value = [{"type": "image", "path": str(path)}]
+    (block,) = result_of(allow_image_paths(returning(value))).content
+    assert block["image"].size == (3, 2)
+    missing = result_of(allow_image_paths(returning([{"type": "image", "path": str(tmp_path / "b.png")}])))
+    assert "cannot be opened" in missing.failure
+
+
+def test_images_without_a_processor_are_failed_calls_or_refused():
+    rollout, _ = run(
+        [[call("give", a=1), "x"]], [returning([{"type": "image", "image": np.zeros((2, 2, 3))}])]
+    )
+    assert rollout.texts[0][1]["content"] == (
+        "{'error': 'the tool returned an image, but the model reads text only'}"
+    )
     row = {**question("?"), "image": "cat.png"}
     with pytest.raises(ConfigError, match=r"1 image\(s\).*reads text only"):
         agents(byte_tokenizer(), TOOLS).generate_rollouts([row], ScriptedBackend(byte_tokenizer(), [["x"]]))

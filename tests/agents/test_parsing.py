@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from support.scripted import CHAT, byte_tokenizer, call
 from support.tool_chats import LOOK, look_call_message
 
+from groupwise.agents import parsing
 from groupwise.agents.parsing import TurnParser, split_thoughts
 from groupwise.errors import ConfigError
 
@@ -123,3 +126,48 @@ def test_a_response_template_takes_precedence_over_the_known_formats():
 def test_a_chat_template_with_an_unknown_tool_call_format_is_refused():
     with pytest.raises(ConfigError, match=r"format of tool calls cannot be derived.*response_template"):
         TurnParser(byte_tokenizer(), CHAT.replace("tool_call>", "act>"))
+
+
+MANY = 50_000
+FUNCTIONS = "<function=look>" + "<parameter=at>" * MANY
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("function", "text", "expected"),
+    [
+        (parsing._without_end, "<|end|> " * MANY + "x", "<|end|> " * MANY + "x"),
+        (parsing._without_end, "x" + "<|end|> \n" * MANY, "x"),
+        (partial(parsing._match_tagged_json, _schemas=[]), "<tool_call>" * MANY, ("", [(None, "")] * MANY)),
+        (
+            partial(parsing._match_harmony, _schemas=[]),
+            "to=functions.look" + "<|channel|>analysis<|message|>" * MANY,
+            ("", [("look", "")]),
+        ),
+        (partial(parsing._match_parameter_tags, schemas=[]), "<function=" * MANY, ("<function=" * MANY, [])),
+        (partial(parsing._match_parameter_tags, schemas=[]), FUNCTIONS, (FUNCTIONS, [("look", "{}")])),
+        (
+            partial(parsing._match_braces, _schemas=[]),
+            "<|tool_call>call:look{" + "a" * 4 * MANY,
+            ("", [("look", "{" + "a" * 4 * MANY)]),
+        ),
+    ],
+    ids=["end", "ends", "tagged", "harmony", "functions", "parameters", "braces"],
+)
+def test_parsing_takes_time_linear_in_the_text(function, text, expected):
+    """With time quadratic in the length, each of these texts takes minutes."""
+    assert function(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "values"),
+    [
+        ("<parameter=a>\nx\n</parameter><parameter=b> y </parameter>", [("a", "x"), ("b", " y ")]),
+        ("<parameter=a>\n\nx\n\n</parameter>", [("a", "\nx\n")]),
+        ("<parameter=a><parameter=b>x</parameter>", [("a", "<parameter=b>x")]),
+        ("<parameter=a>x</parameter><parameter=b>y", [("a", "x")]),
+        ("<parameter=a\n>x</parameter>", []),
+    ],
+)
+def test_parameters_of_a_call(body, values):
+    assert list(parsing._parameters(body)) == values

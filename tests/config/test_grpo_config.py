@@ -93,6 +93,7 @@ CONTRACT = {
     "entropy_coef_delta": (float, 0.005),
     "entropy_target": (float, 0.2),
     "max_tool_calling_iterations": (int, None),
+    "tool_timeout": (float, None),
     "use_liger_kernel": (bool, False),
     "logprob_head": (str, "auto"),
     "sequence_layout": (str, "auto"),

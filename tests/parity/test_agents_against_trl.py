@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -262,7 +267,7 @@ def their_trainer(directory: Path, policy: Any, text: Any, **given: Any) -> Any:
     return GRPOTrainer(model, given.pop("reward_funcs", None), args, rows, processing_class=text, **given)
 
 
-def scripted_turns(trainer: Any, text: Any, scripts: list[list[str]]) -> None:
+def scripted_turns(trainer: Any, text: Any, scripts: list[list[str]]) -> ScriptedBackend:
     """Replace the turns of TRL's trainer by those of a scripted backend."""
     from groupwise.records import SamplingOptions
 
@@ -273,6 +278,7 @@ def scripted_turns(trainer: Any, text: Any, scripts: list[list[str]]) -> None:
         return [completion.token_ids for completion in backend.generate(prompt_ids, limits)], None
 
     trainer._generate_single_turn = generate
+    return backend
 
 
 def same_messages(theirs: list[list[dict[str, Any]]], ours: list[list[dict[str, Any]]]) -> bool:
@@ -334,3 +340,85 @@ def test_conversations_with_an_environment(tmp_path: Path, policy: Any) -> None:
     assert trainer.reward_func_names == [reward.__name__]
     assert reward(**rollout.extra) == [float(2 * i) for i in range(len(QUESTIONS))]
     assert [e.get_reward() for e in trainer.environments] == reward(**rollout.extra)
+
+
+@contextmanager
+def limited(seconds: int) -> Iterator[None]:
+    """Interrupt the body by an alarm signal, which only the main thread can receive."""
+
+    def expire(*_: object) -> None:
+        raise TimeoutError(f"no result after {seconds} seconds")
+
+    previous = signal.signal(signal.SIGALRM, expire)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def evidence_reward(completions: list[list[dict[str, Any]]], **_: Any) -> list[float]:
+    """Rows that the queries found, less one for each query that failed."""
+    results = [[m["content"] for m in messages if m["role"] == "tool"] for messages in completions]
+    return [sum(len(rows) if isinstance(rows, list) else -1.0 for rows in every) for every in results]
+
+
+def test_an_agent_that_queries_a_database_under_an_alarm(tmp_path: Path, policy: Any) -> None:
+    """After TRL's published agent example: SQL on a read-only database, with ``signal.alarm`` in the tool."""
+    path = tmp_path / "genes.db"
+    with sqlite3.connect(path) as database:
+        database.execute("CREATE TABLE interactions (gene TEXT, partner TEXT)")
+        database.executemany(
+            "INSERT INTO interactions VALUES (?, ?)", [("TP53", "MDM2"), ("TP53", "EP300"), ("EGFR", "GRB2")]
+        )
+    database.close()
+
+    def query(sql: str) -> list[tuple]:
+        """Run a query on the table of interactions.
+
+        Args:
+            sql: a SELECT statement.
+
+        Returns:
+            The rows.
+        """
+        with limited(5):
+            connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+            try:
+                return connection.execute(sql).fetchall()
+            finally:
+                connection.close()
+
+    def ask(sql: str) -> str:
+        return call("query", json.dumps({"sql": sql}))
+
+    partners = "SELECT partner FROM interactions WHERE gene = 'TP53'"
+    scripts = [
+        [ask("SELECT name FROM sqlite_master"), ask(partners), "MDM2 and EP300."],
+        [ask("SELECT x FROM interactions"), ask("SELECT * FROM interactions WHERE gene = '?'"), "None."],
+        [ask("DROP TABLE interactions"), "I could not."],
+        ["No idea."],
+        [ask(partners) + "\n" + ask(partners.replace("TP53", "EGFR")), "Three."],
+        [ask("SELECT COUNT(*) FROM interactions"), "Three interactions."],
+    ]
+    text = tokenizer("qwen2_5")
+    trainer = their_trainer(tmp_path, policy, text, tools=[query], reward_funcs=evidence_reward)
+    theirs = scripted_turns(trainer, text, scripts)
+    trainer._sync_tool_dicts = [{"query": query}] * len(scripts)
+    trainer._async_tool_dicts = [{}] * len(scripts)
+    prompt_ids, token_ids, masks, messages, *_ = trainer._generate(QUESTIONS)
+    backend = ScriptedBackend(text, scripts)
+    loop = agents(text, [query], max_tool_calling_iterations=2)
+    rollout = loop.generate_rollouts([{"prompt": prompt} for prompt in QUESTIONS], backend)
+    assert backend.calls == theirs.calls  # the context of every turn
+    assert rollout.prompt_ids == [list(ids) for ids in prompt_ids]
+    assert [completion.token_ids for completion in rollout.completions] == token_ids
+    assert [completion.loss_mask for completion in rollout.completions] == masks
+    assert same_messages(messages, rollout.texts)
+    assert messages[0][3]["content"] == [("MDM2",), ("EP300",)]
+    assert evidence_reward(rollout.texts) == evidence_reward(messages) == [3.0, -1.0, -1.0, 0.0, 3.0, 1.0]
+    metrics = trainer._metrics["train" if trainer.model.training else "eval"]
+    for name in ("tools/call_frequency", "tools/failure_frequency"):
+        assert rollout.metrics[name].value() == pytest.approx(metrics[name][-1])
+    assert rollout.metrics["tools/failure_frequency"].value() == pytest.approx(2 / 8)

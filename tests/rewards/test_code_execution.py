@@ -87,6 +87,8 @@ def test_the_right_output_of_a_failing_program_does_not_pass(reward):
         ("so\n```python\nx = 1\n", "x = 1\n"),
         ("print(1)", "print(1)"),
         ("```python\ns = '```'\n```", "s = '```'\n"),
+        ("``` py \t\na\n```", "a\n"),
+        pytest.param("```" + " " * 200_000 + "x", "```" + " " * 200_000 + "x", id="long"),  # not quadratic
     ],
 )
 def test_the_program_is_the_last_block_or_the_text(text, program):

@@ -85,6 +85,9 @@ def test_something_that_cannot_score_is_refused():
         ("3", "3"),
         ("<answer> </answer>", None),
         ("<think>1</think>", None),
+        ("<answer><answer>1</answer></answer>", "<answer>1"),
+        ("<answer>1</answer> <answer>2", "1"),
+        pytest.param("<answer>" * 100_000, "<answer>" * 100_000, id="long"),  # not quadratic
     ],
 )
 def test_the_answer_is_tagged_or_follows_the_reasoning(text, answer):

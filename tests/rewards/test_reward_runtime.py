@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import math
+import signal
 import threading
 import time
 
@@ -80,6 +81,24 @@ def test_threads_keep_the_callers_gradient_mode(grad):
     with torch.set_grad_enabled(grad):
         call(plain, waiting, timeout=FOREVER)
     assert seen == [grad, grad]
+
+
+@pytest.mark.parametrize(
+    "error", [SystemExit(0), asyncio.CancelledError(), StopIteration(), pytest.exit.Exception("x")]
+)
+@pytest.mark.parametrize("timeout", [None, FOREVER])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_exceptions_that_end_a_process_or_task_are_failures_of_the_function(error, timeout, is_async):
+    def leaves(**_):
+        raise error
+
+    async def leaves_async(**_):
+        raise error
+
+    function = leaves_async if is_async else leaves
+    with pytest.raises(RewardError, match=rf"'{function.__name__}' raised"):
+        call(good, good_async, function, timeout=timeout)
+    assert call(function, good, timeout=timeout, on_error="none").rewards_FB[1] == [1.0, 2.0]
 
 
 def test_an_unreached_time_limit_changes_nothing():
@@ -215,11 +234,18 @@ def test_the_first_failure_of_each_function_is_logged_with_its_cause(caplog):
 
 @pytest.mark.parametrize("timeout", [None, FOREVER])
 def test_an_interrupt_is_no_failure(timeout):
-    def interrupted(**_):
-        raise KeyboardInterrupt
+    """Python handles the signal in the main thread, which calls the function or waits for it."""
 
-    with pytest.raises(KeyboardInterrupt):
-        call(interrupted, timeout=timeout, on_error="none")
+    def interrupted(**_):
+        signal.raise_signal(signal.SIGINT)
+        return [0.0, 0.0] if timeout is None else time.sleep(2)
+
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            call(interrupted, timeout=timeout, on_error="none")
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def test_partials_of_async_functions_are_async():

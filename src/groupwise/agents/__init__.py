@@ -10,8 +10,9 @@ from groupwise.agents.environment_driven import (
     RolloutEnvironment,
 )
 from groupwise.agents.environments import EnvironmentPool
+from groupwise.agents.executor import thread_safe
 from groupwise.agents.multi_turn import MultiTurnRollouts, MultiTurnSettings
-from groupwise.agents.tools import Tool, ToolSet, make_tool, time_limit
+from groupwise.agents.tools import Tool, ToolSet, allow_image_paths, make_tool
 from groupwise.agents.trajectory import Trajectory
 from groupwise.tokenization.rendering import Renderer
 
@@ -28,6 +29,7 @@ __all__ = [
     "Tool",
     "ToolSet",
     "Trajectory",
+    "allow_image_paths",
     "make_tool",
-    "time_limit",
+    "thread_safe",
 ]

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from groupwise.agents.environment_driven import EnvironmentDrivenRollouts, RolloutEnvironment
 from groupwise.agents.environments import EnvironmentFactory, EnvironmentPool
+from groupwise.agents.executor import ToolExecutor
 from groupwise.agents.multi_turn import MultiTurnRollouts, MultiTurnSettings
 from groupwise.agents.parsing import TurnParser
 from groupwise.agents.tools import Tool, ToolSet, make_tool
@@ -58,8 +59,12 @@ def check_agents(
     tools: Sequence[Callable[..., Any]] | None,
     environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | RolloutEnvironment | None,
     rollout_func: RolloutFunction | None,
+    tool_timeout: float | None = None,
 ) -> AgentSetup:
     """Validate tools and environments, before anything is loaded.
+
+    Args:
+        tool_timeout: seconds per call of a tool, ``reset`` or ``get_reward``; None: no limit.
 
     Raises:
         ConfigError: an invalid tool or environment, or arguments that exclude each other.
@@ -83,7 +88,8 @@ def check_agents(
     if environment_factory is None:
         ToolSet(common)
         return AgentSetup(common)
-    pool = EnvironmentPool(cast("EnvironmentFactory | Mapping[str, EnvironmentFactory]", environment_factory))
+    factories = cast("EnvironmentFactory | Mapping[str, EnvironmentFactory]", environment_factory)
+    pool = EnvironmentPool(factories, ToolExecutor(tool_timeout))
     pool.tool_sets(common)
     return AgentSetup(common, pool)
 
@@ -154,6 +160,7 @@ def make_agents(
         config.max_prompt_length,
         _template_kwargs(config),
         None if context is None else context.tokens,
+        config.tool_timeout,
     )
     renderer = make_renderer(setup, processing_class, config, backend.end_tokens)
     sync = bool if is_independent else any_rank

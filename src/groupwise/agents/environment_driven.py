@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from groupwise.agents.executor import ToolExecutor, as_exception
 from groupwise.agents.multi_turn import (
     MIN_WAIT,
     MultiTurnSettings,
@@ -18,13 +19,12 @@ from groupwise.agents.multi_turn import (
     start_trajectory,
 )
 from groupwise.agents.parsing import ToolSchema, TurnParser
-from groupwise.agents.tools import ToolExecutor
 from groupwise.agents.trajectory import Trajectory
 from groupwise.core.metrics import Mean
 from groupwise.errors import AgentError, boundary
 from groupwise.generation.base import GenerationBackend
 from groupwise.records import RolloutBatch, SamplingOptions
-from groupwise.tokenization.prompts import Message
+from groupwise.tokenization.prompts import Message, replace_surrogates
 from groupwise.tokenization.rendering import PrefixMismatchError, Renderer
 
 
@@ -98,7 +98,7 @@ class _TurnRequest:
 @dataclass(frozen=True)
 class _RolloutEnd:
     index: int
-    error: Exception | None
+    error: BaseException | None
 
 
 class EnvironmentDrivenRollouts:
@@ -157,12 +157,12 @@ class EnvironmentDrivenRollouts:
                 events.put(_TurnRequest(rollouts[index], list(messages), list(schemas), response))
                 return await response
 
-            error = None
+            error: BaseException | None = None
             try:
                 rollouts[index].columns = await self.environment.run_rollout(rows[index], chat)
             except MaxLengthReachedError:
                 pass  # the completion is complete, without columns
-            except Exception as problem:
+            except BaseException as problem:  # SystemExit would end the event loop
                 error = problem
             events.put(_RolloutEnd(index, error))
 
@@ -206,7 +206,7 @@ class EnvironmentDrivenRollouts:
                 num_running -= 1
                 if event.error is not None:
                     with boundary(AgentError, f"{self.title}, method 'run_rollout'", sample=event.index):
-                        raise event.error
+                        raise as_exception(event.error)
             ready = [
                 (request, trajectory)
                 for request in requests
@@ -223,7 +223,7 @@ class EnvironmentDrivenRollouts:
         Returns:
             The trajectory; None if no token remains for a turn, which becomes the error of the request.
         """
-        rollout, messages = request.rollout, request.messages
+        rollout, messages = request.rollout, replace_surrogates(request.messages)
         previous, rollout.messages = rollout.messages, messages
         if rollout.trajectory is None:
             rollout.prompt = messages
@@ -235,20 +235,26 @@ class EnvironmentDrivenRollouts:
         new = messages[len(previous) :]
         if not all(map(_same_message, previous, messages)):
             new = []
-        if self._append_or_fork(rollout.trajectory, new, request):
-            return rollout.trajectory
+        trajectory = rollout.trajectory
+        if self.renderer.may_fit(new, trajectory.remaining_tokens):
+            if self._append_or_fork(trajectory, new, messages, request.schemas):
+                return trajectory
+        else:
+            trajectory.truncated = True
         self.executor.call_soon(_settle, request.response, MaxLengthReachedError())
         return None
 
-    def _append_or_fork(self, trajectory: Trajectory, new: list[Message], request: _TurnRequest) -> bool:
-        """Append ``new`` messages, or fork if there are none because the history has changed."""
+    def _append_or_fork(
+        self, trajectory: Trajectory, new: list[Message], messages: list[Message], schemas: list[ToolSchema]
+    ) -> bool:
+        """Append ``new`` messages, or fork to ``messages`` if none is new because the history has changed."""
         if new and trajectory.token_ids:
             try:
                 tokens, _ = self.renderer.render_next_messages(new, trajectory.token_ids[-1])
                 return trajectory.append_observed(tokens)
             except PrefixMismatchError:
                 pass
-        return trajectory.continue_from(self.renderer.render_prompt(request.messages, request.schemas))
+        return trajectory.continue_from(self.renderer.render_prompt(messages, schemas))
 
     def _generate(
         self,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+from groupwise.agents.executor import ToolExecutor
 from groupwise.agents.parsing import ToolSchema
-from groupwise.agents.tools import Content, Tool, ToolExecutor, ToolSet, is_async, make_tool, time_limit_of
+from groupwise.agents.tools import Content, Tool, ToolSet, make_tool
 from groupwise.errors import AgentError, ConfigError, RewardError, boundary
 from groupwise.tokenization.prompts import Message, Prompt, content_blocks, content_text, is_conversational
 
@@ -69,13 +69,19 @@ class EnvironmentPool:
     Args:
         factory: callable that returns an instance, or a dict of them by name; the ``environment`` column of a
             row selects the name.
+        executor: calls ``reset``, ``get_reward`` and the tools.
 
     Raises:
         ConfigError: ``factory`` does not return environments, or a public method cannot be a tool.
         AgentError: a factory raised.
     """
 
-    def __init__(self, factory: EnvironmentFactory | Mapping[str, EnvironmentFactory]) -> None:
+    def __init__(
+        self,
+        factory: EnvironmentFactory | Mapping[str, EnvironmentFactory],
+        executor: ToolExecutor | None = None,
+    ) -> None:
+        self.executor = executor or ToolExecutor()
         self.is_routed = isinstance(factory, Mapping)
         factories: dict[Any, EnvironmentFactory] = (
             dict(factory) if isinstance(factory, Mapping) else {None: factory}
@@ -101,7 +107,7 @@ class EnvironmentPool:
         classes = {
             each.cls: each for each in self.types.values() if callable(getattr(each.cls, "get_reward", None))
         }
-        return [_reward_func(cls, each.title) for cls, each in classes.items()]
+        return [_reward_func(cls, each.title, self.executor) for cls, each in classes.items()]
 
     def acquire(self, rows: Sequence[Mapping[str, Any]]) -> list[tuple[Environment, list[Tool]]]:
         """Return an instance and its tools for each row; every batch reuses the same instances.
@@ -120,29 +126,22 @@ class EnvironmentPool:
         return acquired
 
     def reset(
-        self, instances: Sequence[Environment], rows: Sequence[Mapping[str, Any]], executor: ToolExecutor
+        self, instances: Sequence[Environment], rows: Sequence[Mapping[str, Any]]
     ) -> list[Content | None]:
-        """Reset all instances concurrently and return their observations.
+        """Reset the instances and return their observations.
 
         Raises:
             AgentError: a ``reset`` failed; names the environment, the method and the row.
         """
         columns = [self._columns(row) for row in rows]
-        calls = [partial(each.reset, **row) for each, row in zip(instances, columns, strict=True)]
-        limit = max(time_limit_of(instance.reset) for instance in instances)
-        observations = executor.run_all(calls, limit, "reset of the environments")
-        for index, observation in enumerate(observations):
+        futures = self.executor.run_all(
+            [partial(each.reset, **row) for each, row in zip(instances, columns, strict=True)]
+        )
+        observations: list[Content | None] = []
+        for index, future in enumerate(futures):
             title = self.types[self._name(rows[index], index)].title
             with boundary(AgentError, f"{title}, method 'reset'", sample=index, row=columns[index]):
-                if isinstance(observation, TimeoutError | asyncio.TimeoutError):
-                    raise TimeoutError(f"it took longer than {limit:g} seconds")
-                if isinstance(observation, BaseException):
-                    raise observation
-                if not isinstance(observation, str | list | None):
-                    raise TypeError(
-                        f"it returned {type(observation).__name__}; allowed: None, str, a list of content "
-                        "blocks"
-                    )
+                observations.append(_checked_observation(future.result()))
         return observations
 
     def _name(self, row: Mapping[str, Any], index: int) -> str | None:
@@ -186,37 +185,29 @@ def _create_type(name: str | None, factory: EnvironmentFactory) -> _EnvironmentT
     return _EnvironmentType(factory, title, cls, [instance], schemas)
 
 
-def _reward_func(cls: type, title: str) -> Callable[..., Any]:
+def _checked_observation(observation: Any) -> Content | None:
+    if not isinstance(observation, str | list | None):
+        raise TypeError(
+            f"it returned {type(observation).__name__}; allowed: None, str, a list of content blocks"
+        )
+    return observation
+
+
+def _reward_func(cls: type, title: str, executor: ToolExecutor) -> Callable[..., Any]:
     """Return a reward function that calls ``get_reward`` of the instances of one class."""
 
-    def entering(index: int) -> Any:
-        return boundary(RewardError, f"{title}, method 'get_reward'", sample=index)
+    def get_rewards(environments: list[Any], **_: object) -> list[float | None]:
+        positions = [index for index, environment in enumerate(environments) if type(environment) is cls]
+        futures = executor.run_all([environments[index].get_reward for index in positions])
+        rewards: list[float | None] = [None] * len(environments)
+        for index, future in zip(positions, futures, strict=True):
+            with boundary(RewardError, f"{title}, method 'get_reward'", sample=index):
+                rewards[index] = future.result()
+        return rewards
 
-    if is_async(cls.get_reward):  # type: ignore[attr-defined]
-
-        async def get_reward(index: int, environment: Any) -> float | None:
-            with entering(index):
-                return await environment.get_reward()
-
-        async def gather_rewards(environments: list[Any], **_: object) -> list[float | None]:
-            calls = {i: get_reward(i, e) for i, e in enumerate(environments) if type(e) is cls}
-            rewards = dict(zip(calls, await asyncio.gather(*calls.values()), strict=True))
-            return [rewards.get(i) for i in range(len(environments))]
-
-        reward_func: Callable[..., Any] = gather_rewards
-    else:
-
-        def get_rewards(environments: list[Any], **_: object) -> list[float | None]:
-            rewards: list[float | None] = []
-            for index, environment in enumerate(environments):
-                is_own = type(environment) is cls
-                with entering(index):
-                    rewards.append(environment.get_reward() if is_own else None)
-            return rewards
-
-        reward_func = get_rewards
-    reward_func.__name__ = cls.__name__
-    return reward_func
+    get_rewards.__name__ = cls.__name__
+    get_rewards.runs_in_caller_thread = True  # type: ignore[attr-defined]  # as the tools of the environment
+    return get_rewards
 
 
 def add_observation(prompt: Prompt, observation: Content | None) -> Prompt:

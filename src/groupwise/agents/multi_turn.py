@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
+import logging
+import reprlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from groupwise.agents.environments import Environment, EnvironmentPool, add_observation, empty_prompt
+from groupwise.agents.executor import ToolExecutor
 from groupwise.agents.parsing import ToolCall, TurnParser
 from groupwise.agents.tools import (
-    BLOCKED_MARGIN,
-    MAX_CONCURRENT_CALLS,
-    Content,
     Tool,
-    ToolExecutor,
     ToolResult,
     ToolSet,
+    failed_result,
+    start_tool_calls,
+    tool_result,
 )
 from groupwise.agents.trajectory import Trajectory
 from groupwise.core.images import ImageInputs
 from groupwise.core.metrics import Mean, Metrics
-from groupwise.errors import AgentError, ConfigError
+from groupwise.errors import ConfigError
 from groupwise.generation.base import GenerationBackend, check_images
 from groupwise.records import RolloutBatch, SamplingOptions
-from groupwise.tokenization.images import check_no_images, insert_images, process_prompt, prompt_images
+from groupwise.tokenization.images import check_no_images, insert_images, process_prompt
 from groupwise.tokenization.prompts import (
     Message,
     Prompt,
@@ -36,13 +38,19 @@ from groupwise.tokenization.prompts import (
     format_completion,
     is_conversational,
     tokenize_prompt,
+    with_rendered_results,
     with_text_content,
 )
 from groupwise.tokenization.rendering import PrefixMismatchError, Renderer
 
+logger = logging.getLogger(__name__)
+
 #: Minimum time in seconds that finished tool calls wait for slower ones, so that one generate call serves
 #: both.
 MIN_WAIT = 1.0
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 300
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,7 @@ class MultiTurnSettings:
         max_prompt_length: longer prompts are truncated on the left; None: unlimited.
         template_kwargs: further variables of the chat template.
         context_length: tokens of prompt and completion that the model supports; None: unlimited.
+        tool_timeout: seconds per call of a tool, ``reset`` or ``get_reward``; None: no limit.
     """
 
     max_completion_length: int
@@ -62,6 +71,7 @@ class MultiTurnSettings:
     max_prompt_length: int | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     context_length: int | None = None
+    tool_timeout: float | None = None
 
 
 @dataclass
@@ -73,6 +83,7 @@ class _Rollout:
         tool_calls: tool calls of the latest turn.
         results: their results, once started.
         images: image inputs of the model for the tokens so far; None without a processor.
+        first_failure: first call that failed, and its error.
     """
 
     prompt: Prompt
@@ -81,14 +92,11 @@ class _Rollout:
     images: ImageInputs | None = None
     messages: list[Message] = field(default_factory=list)
     tool_calls: list[ToolCall] = field(default_factory=list)
-    results: Future[list[ToolResult]] | None = None
+    results: list[Future[Any]] = field(default_factory=list)
     iterations: int = 0
     num_calls: int = 0
     num_failures: int = 0
-
-    def time_limit(self) -> float:
-        """Return the time limit of the latest tool calls in seconds, if they are sequential."""
-        return sum(self.tools[call.name].time_limit for call in self.tool_calls if call.name in self.tools)
+    first_failure: tuple[ToolCall, str] | None = None
 
 
 class MultiTurnRollouts:
@@ -122,7 +130,8 @@ class MultiTurnRollouts:
         self.tokenizer, self.processor = tokenizer, processor
         self.settings, self.renderer, self.any_rank = settings, renderer, any_rank
         self.parser = None if renderer is None else TurnParser(tokenizer, renderer.chat_template)
-        self.executor = ToolExecutor()
+        self.executor = ToolExecutor(settings.tool_timeout) if pool is None else pool.executor
+        self._reported: set[tuple[str, str]] = set()
         self.environments: list[Environment] | None = None
 
     def generate_rollouts(
@@ -144,7 +153,7 @@ class MultiTurnRollouts:
 
         Raises:
             ConfigError: a row cannot be used.
-            AgentError: an environment failed, or tool calls did not end.
+            AgentError: an environment failed.
         """
         prompts = [insert_images({"prompt": empty_prompt(), **row}) for row in rows]
         tool_sets = [ToolSet(self.tools)] * len(rows)
@@ -153,7 +162,7 @@ class MultiTurnRollouts:
             acquired = self.pool.acquire(rows)
             self.environments = [environment for environment, _ in acquired]
             tool_sets = [ToolSet([*self.tools, *own]) for _, own in acquired]
-            observations = self.pool.reset(self.environments, rows, self.executor)
+            observations = self.pool.reset(self.environments, rows)
             prompts = [add_observation(prompt, o) for prompt, o in zip(prompts, observations, strict=True)]
             extra = {"environments": self.environments}
         rollouts = []
@@ -162,6 +171,7 @@ class MultiTurnRollouts:
             trajectory = start_trajectory(prompt_ids, self.settings, backend, f"row {index}")
             rollouts.append(_Rollout(prompt, tools, trajectory, images))
         self._run(rollouts, backend, generation_kwargs or {})
+        self._report_failures(rollouts)
         return RolloutBatch(
             rows=rows,
             prompts=prompts,
@@ -184,7 +194,7 @@ class MultiTurnRollouts:
             # A rollout that misses a batch costs one more generate call: waiting that long does not cost
             # more.
             patience = max(MIN_WAIT, time.monotonic() - started)
-            waiting += [rollout for rollout in ready if self._start_tool_calls(rollout)]
+            waiting += self._start_tool_calls(ready)
             ready, waiting = self._wait_for_results(waiting, patience)
 
     def _generate(
@@ -224,14 +234,19 @@ class MultiTurnRollouts:
         if not rollout.trajectory.truncated and rollout.tools:
             rollout.tool_calls = turn.tool_calls
 
-    def _start_tool_calls(self, rollout: _Rollout) -> bool:
-        """Start the tool calls of the latest turn; return False if the rollout has ended."""
+    def _start_tool_calls(self, rollouts: list[_Rollout]) -> list[_Rollout]:
+        """Start the tool calls of the latest turns; return the rollouts that have any."""
         limit = self.settings.max_tool_calling_iterations
-        if not rollout.tool_calls or (limit is not None and rollout.iterations >= limit):
-            return False
-        rollout.iterations += 1
-        rollout.results = self.executor.submit_calls(rollout.tool_calls, rollout.tools)
-        return True
+        calling = [
+            rollout
+            for rollout in rollouts
+            if rollout.tool_calls and (limit is None or rollout.iterations < limit)
+        ]
+        turns = [(rollout.tool_calls, rollout.tools) for rollout in calling]
+        for rollout, results in zip(calling, start_tool_calls(turns, self.executor), strict=True):
+            rollout.iterations += 1
+            rollout.results = results
+        return calling
 
     def _wait_for_results(
         self, waiting: list[_Rollout], patience: float
@@ -243,39 +258,45 @@ class MultiTurnRollouts:
             the second is.
         """
         ready: list[_Rollout] = []
-        num_calls = sum(len(rollout.tool_calls) for rollout in waiting)
-        longest = max((rollout.time_limit() for rollout in waiting), default=0.0)
-        limit = BLOCKED_MARGIN + longest * (1 + num_calls // MAX_CONCURRENT_CALLS)
-        if waiting:
-            wait(_futures(waiting), timeout=patience)
+        wait(_futures(waiting), timeout=patience)
         while waiting and not ready:
-            done, _ = wait(_futures(waiting), timeout=limit, return_when=FIRST_COMPLETED)
-            if not done:
-                names = sorted({call.name for rollout in waiting for call in rollout.tool_calls})
-                raise AgentError(
-                    f"no results of the tools {', '.join(names)} within {limit:g} seconds, although each "
-                    "call has a limit: an async tool blocks the event loop (time.sleep, requests); use "
-                    "await, or make it a plain function"
-                )
-            finished = [rollout for rollout in waiting if rollout.results in done]
-            waiting = [rollout for rollout in waiting if rollout.results not in done]
+            is_done = [all(future.done() for future in rollout.results) for rollout in waiting]
+            finished = [rollout for rollout, done in zip(waiting, is_done, strict=True) if done]
+            waiting = [rollout for rollout, done in zip(waiting, is_done, strict=True) if not done]
             ready = [rollout for rollout in finished if self._append_results(rollout)]
+            if not finished:
+                self.executor.wait_for_next(_futures(waiting))
         return ready, waiting
 
     def _append_results(self, rollout: _Rollout) -> bool:
         """Append tool results to messages and tokens; return False if no token remains for the next turn."""
-        assert rollout.results is not None and self.renderer is not None
-        results, rollout.results = rollout.results.result(), None
-        rollout.num_calls += len(results)
-        rollout.num_failures += sum(result.failed for result in results)
-        messages = [
-            {"role": "tool", "name": call.name, "content": _tool_content(result.content)}
-            for call, result in zip(rollout.tool_calls, results, strict=True)
+        results = [
+            tool_result(call, rollout.tools, future, images=self.processor is not None)
+            for call, future in zip(rollout.tool_calls, rollout.results, strict=True)
         ]
-        trajectory = rollout.trajectory
+        try:
+            fits = self._append_messages(rollout, _tool_messages(rollout, results))
+        except Exception as problem:  # an image that the processor rejects, content that the template rejects
+            results = [result if result.failure else failed_result(problem) for result in results]
+            fits = self._append_messages(rollout, _tool_messages(rollout, results))
+        rollout.results = []
+        rollout.num_calls += len(results)
+        rollout.num_failures += sum(bool(result.failure) for result in results)
+        for call, result in zip(rollout.tool_calls, results, strict=True):
+            if result.failure and rollout.first_failure is None:
+                rollout.first_failure = call, result.failure
+        return fits
+
+    def _append_messages(self, rollout: _Rollout, messages: list[Message]) -> bool:
+        """Append tool messages; return False if no token remains for the next turn: they are omitted."""
+        assert self.renderer is not None
+        trajectory, rendered = rollout.trajectory, with_rendered_results(messages)
+        if not self.renderer.may_fit(rendered, trajectory.remaining_tokens):
+            trajectory.truncated = True
+            return False
         try:
             start = len(trajectory.context_ids)
-            tokens, images = self.renderer.render_next_messages(messages, trajectory.token_ids[-1])
+            tokens, images = self.renderer.render_next_messages(rendered, trajectory.token_ids[-1])
             fits = trajectory.append_observed(tokens)
             if fits and images is not None and rollout.images is not None:
                 rollout.images = rollout.images.followed_by(images, start)
@@ -284,11 +305,31 @@ class MultiTurnRollouts:
                 trajectory.truncated = True
                 return False
             prompt = cast(list[Message], rollout.prompt)
-            history = cast(list[Message], with_text_content([*prompt, *rollout.messages, *messages]))
-            fits = trajectory.continue_from(self.renderer.render_prompt(history, rollout.tools.schemas))
+            history = with_rendered_results([*prompt, *rollout.messages, *messages])
+            text = cast(list[Message], with_text_content(history))
+            fits = trajectory.continue_from(self.renderer.render_prompt(text, rollout.tools.schemas))
         if fits:
             rollout.messages += messages
         return fits
+
+    def _report_failures(self, rollouts: list[_Rollout]) -> None:
+        """Warn if every tool call of a generation failed, once per tool and kind of error."""
+        num_calls = sum(rollout.num_calls for rollout in rollouts)
+        failures = [rollout.first_failure for rollout in rollouts if rollout.first_failure is not None]
+        if not failures or sum(rollout.num_failures for rollout in rollouts) < num_calls:
+            return
+        call, error = failures[0]
+        is_known = any(call.name in rollout.tools for rollout in rollouts)
+        key = call.name if is_known else "", error.partition(":")[0]
+        if key not in self._reported:
+            self._reported.add(key)
+            logger.warning(
+                "all %d tool calls of a generation failed; the first one: %s(%s): %s",
+                num_calls,
+                call.name,
+                ", ".join(f"{name}={_SHORT.repr(value)}" for name, value in call.arguments.items()),
+                _SHORT.repr(error),
+            )
 
     def _encode_prompt(
         self, index: int, prompt: Prompt, tools: ToolSet
@@ -343,18 +384,20 @@ def join_collective_generate(backend: GenerationBackend) -> None:
     backend.generate([sorted(backend.end_tokens)[:1]], SamplingOptions([1]))
 
 
-def _futures(rollouts: list[_Rollout]) -> list[Future[list[ToolResult]]]:
-    return [rollout.results for rollout in rollouts if rollout.results is not None]
+def _futures(rollouts: list[_Rollout]) -> list[Future[Any]]:
+    return [future for rollout in rollouts for future in rollout.results]
+
+
+def _tool_messages(rollout: _Rollout, results: list[ToolResult]) -> list[Message]:
+    return [
+        {"role": "tool", "name": call.name, "content": result.content}
+        for call, result in zip(rollout.tool_calls, results, strict=True)
+    ]
 
 
 def _images(rollouts: list[_Rollout]) -> list[ImageInputs] | None:
     images = [rollout.images for rollout in rollouts if rollout.images is not None]
     return images if len(images) == len(rollouts) else None
-
-
-def _tool_content(content: Content) -> Content:
-    """Return a tool result as one text, unless it contains images."""
-    return content if prompt_images([{"content": content}]) else content_text(content)
 
 
 def _metrics(rollouts: list[_Rollout]) -> Metrics:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
 from groupwise.errors import ConfigError
-from groupwise.tokenization.prompts import Message
+from groupwise.tokenization.prompts import Message, replace_surrogates
 
 #: JSON schema of a tool: ``{"type": "function", "function": {"name": ..., "parameters": ...}}``.
 ToolSchema = dict[str, Any]
@@ -40,8 +41,16 @@ class ParsedTurn:
     tool_calls: list[ToolCall]
 
 
+# The policy writes these texts: every pattern below takes time linear in their length.
+
 #: Tokens that end a turn in the formats below.
-_END = re.compile(r"((<\|(im_end|eot_id|eom_id|call|return|end)\|>|<turn\|>|<\|tool_response>)\s*)+$")
+_END_TOKENS = (
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|call|>", "<|return|>", "<|end|>"),
+    *("<turn|>", "<|tool_response>"),
+)
+
+_FUNCTION = re.compile(r"<function=([^>\n]{1,200})>")
+_PARAMETER = re.compile(r"<parameter=([^>\n]{1,200})>")
 
 #: Marks of the thoughts of a turn, by a string that chat templates with these marks contain.
 _THOUGHT_MARKS = {
@@ -81,8 +90,8 @@ def _match_harmony(text: str, _schemas: Sequence[ToolSchema]) -> _Matches:
     if name is None:
         final = text.rpartition("<|channel|>final<|message|>")
         return (final[2] if final[1] else text), []
-    analysis = re.search(r"<\|channel\|>analysis<\|message\|>(.*?)<\|end\|>", text, flags=re.DOTALL)
-    return analysis[1] if analysis else "", [(name[1], text[name.end() :].rpartition("<|message|>")[2])]
+    analysis, end, _ = text.partition("<|channel|>analysis<|message|>")[2].partition("<|end|>")
+    return analysis if end else "", [(name[1], text[name.end() :].rpartition("<|message|>")[2])]
 
 
 def _match_parameter_tags(text: str, schemas: Sequence[ToolSchema]) -> _Matches:
@@ -100,16 +109,27 @@ def _match_parameter_tags(text: str, schemas: Sequence[ToolSchema]) -> _Matches:
             return value
         try:
             return json.loads(value)
-        except ValueError:  # the tool itself reports the wrong type
+        except (ValueError, RecursionError):  # the tool itself reports the wrong type
             return value
 
     calls: list[tuple[str | None, str]] = []
-    for name, body in re.findall(
-        r"<function=([^>\n]+)>(.*?)(?:</function>|(?=<function=)|$)", text, flags=re.DOTALL
-    ):
-        found = re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", body, flags=re.DOTALL)
-        calls.append((name, json.dumps({key: convert(name, key, value) for key, value in found})))
+    openings = list(_FUNCTION.finditer(text))
+    for opening, following in zip_longest(openings, openings[1:]):
+        end = len(text) if following is None else following.start()
+        body = text[opening.end() : end].partition("</function>")[0]
+        values = {key: convert(opening[1], key, value) for key, value in _parameters(body)}
+        calls.append((opening[1], json.dumps(values)))
     return (text.partition("<tool_call>")[0], calls) if calls else _match_tagged_json(text, schemas)
+
+
+def _parameters(body: str) -> Iterator[tuple[str, str]]:
+    """Yield names and values of ``<parameter=name>value</parameter>``, without a line break at either end."""
+    position = 0
+    while (opening := _PARAMETER.search(body, position)) is not None:
+        position = body.find("</parameter>", opening.end())
+        if position < 0:
+            return
+        yield opening[1], body[opening.end() : position].removeprefix("\n").removesuffix("\n")
 
 
 def _match_braces(text: str, _schemas: Sequence[ToolSchema]) -> _Matches:
@@ -118,7 +138,7 @@ def _match_braces(text: str, _schemas: Sequence[ToolSchema]) -> _Matches:
     call = r"<\|tool_call>call:([\w.-]+)(.*?)(?:<tool_call\|>|$)"
     for name, body in re.findall(call, text, flags=re.DOTALL):
         parts = body.split('<|"|>')  # every second part is a string
-        parts[::2] = [re.sub(r"([\w-]+)\s*:", r'"\1":', part) for part in parts[::2]]
+        parts[::2] = [re.sub(r"(?<![\w-])([\w-]+)\s*:", r'"\1":', part) for part in parts[::2]]
         parts[1::2] = [json.dumps(part) for part in parts[1::2]]
         calls.append((name, "".join(parts)))
     return text.partition("<|tool_call>")[0], calls
@@ -207,16 +227,22 @@ class TurnParser:
         Returns:
             The turn; a malformed tool call is returned with its ``error``.
         """
-        if self.response_attribute is None:
-            return self._parse_format(context_ids, token_ids, schemas)
+        try:
+            if self.response_attribute is None:
+                return self._parse_format(context_ids, token_ids, schemas)
+            return self._parse_response(context_ids, token_ids, schemas)
+        except Exception as problem:  # any: the policy can write anything, such as deeply nested JSON
+            call = ToolCall("unknown", {}, f"the tool call cannot be parsed: {problem}")
+            return self._text_turn(token_ids, [call])
+
+    def _parse_response(
+        self, context_ids: Sequence[int], token_ids: Sequence[int], schemas: Sequence[ToolSchema]
+    ) -> ParsedTurn:
         kwargs: dict[str, Any] = {}
         if self.reads_context:
             kwargs = {"prefix": list(context_ids), "tools": list(schemas)}
-        try:
-            parsed = cast(dict[str, Any], self.tokenizer.parse_response(list(token_ids), **kwargs) or {})
-        except (ValueError, TypeError) as problem:
-            call = ToolCall("unknown", {}, f"the tool call cannot be parsed: {problem}")
-            return self._text_turn(token_ids, [call])
+        parsed = cast(dict[str, Any], self.tokenizer.parse_response(list(token_ids), **kwargs) or {})
+        parsed = replace_surrogates(parsed)
         if not parsed:
             return self._text_turn(token_ids, [])
         calls = [_to_tool_call(entry.get("function", entry)) for entry in parsed.get("tool_calls") or []]
@@ -230,7 +256,7 @@ class TurnParser:
     ) -> ParsedTurn:
         # Special tokens are kept, because they may delimit tool calls; only those that end the turn are
         # removed.
-        text = _END.sub("", cast(str, self.tokenizer.decode(list(token_ids))))
+        text = _without_end(cast(str, self.tokenizer.decode(list(token_ids))))
         text = text.removesuffix(cast(str, self.tokenizer.eos_token or ""))
         if self.match is None:
             return self._text_turn(token_ids, [])
@@ -260,6 +286,19 @@ class TurnParser:
         return ParsedTurn(_message(content, [], {}), calls)
 
 
+def _without_end(text: str) -> str:
+    """Remove the tokens that end a turn, and the whitespace after each, from the end of a text."""
+    end = len(text)
+    while True:
+        stripped = end
+        while stripped > 0 and text[stripped - 1].isspace():
+            stripped -= 1
+        token = next((token for token in _END_TOKENS if text.endswith(token, 0, stripped)), None)
+        if token is None:
+            return text[:end]
+        end = stripped - len(token)
+
+
 def _message(content: str, calls: list[ToolCall], parsed: Mapping[str, Any]) -> Message:
     message: Message = {"role": "assistant", "content": content}
     message.update({key: parsed[key] for key in ("reasoning_content", "thinking") if parsed.get(key)})
@@ -273,8 +312,8 @@ def _message(content: str, calls: list[ToolCall], parsed: Mapping[str, Any]) -> 
 
 def _parse_call(name: str | None, body: str) -> ToolCall:
     try:
-        value = json.loads(body)
-    except ValueError as problem:
+        value = replace_surrogates(json.loads(body))
+    except (ValueError, RecursionError) as problem:
         return ToolCall(name or "unknown", {}, f"the tool call is not valid JSON: {problem}")
     return _to_tool_call(value if name is None else {"name": name, "arguments": value})
 
@@ -287,8 +326,8 @@ def _to_tool_call(value: object) -> ToolCall:
     arguments = value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
-        except ValueError as problem:
+            arguments = replace_surrogates(json.loads(arguments))
+        except (ValueError, RecursionError) as problem:
             return ToolCall(value["name"], {}, f"the arguments are not valid JSON: {problem}")
     if arguments is not None and not isinstance(arguments, dict):
         return ToolCall(value["name"], {}, "the arguments are not an object")

@@ -1,57 +1,40 @@
-"""Tools that the policy may call, and their execution: concurrent, with a time limit, errors as results."""
+"""Tools that the policy may call: their schemas, markers and results."""
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import inspect
-import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from transformers.utils import get_json_schema
 
+from groupwise.agents.executor import Invocation, ToolExecutor
 from groupwise.agents.parsing import ToolCall, ToolSchema
-from groupwise.errors import AgentError, ConfigError
+from groupwise.errors import ConfigError, is_interrupt
+from groupwise.tokenization.images import open_result_images
+from groupwise.tokenization.prompts import is_content_blocks, replace_surrogates
 
-#: Default time limit of a call in seconds.
-TIME_LIMIT = 60.0
+logger = logging.getLogger(__name__)
 
-#: Maximum number of concurrent calls.
-MAX_CONCURRENT_CALLS = 64
-
-#: Content of a message: text or content blocks.
-Content = str | list[dict[str, Any]]
-
-#: Seconds after the time limit of every call at which the event loop must be blocked.
-BLOCKED_MARGIN = 10.0
-
-_LIMIT_NAME = "time_limit"
+#: Content of a message: text, content blocks, or another list that a tool returned.
+Content = str | list[Any]
 
 F = TypeVar("F", bound=Callable[..., object])
-T = TypeVar("T")
+
+_PATHS_NAME = "allow_image_paths"
 
 
-def time_limit(seconds: float) -> Callable[[F], F]:
-    """Decorate a tool or a method of an environment with the time limit of its calls.
+def allow_image_paths(function: F) -> F:
+    """Decorate a tool whose image blocks may name local files and URLs, which the trainer opens.
 
-    >>> @time_limit(5.0)
-    ... def search(query: str) -> str: ...
+    Without it only image objects (PIL, arrays, tensors, bytes) are images: a tool that returns JSON from
+    elsewhere cannot make the trainer read a file or fetch an address.
     """
-
-    def mark(function: F) -> F:
-        setattr(function, _LIMIT_NAME, seconds)
-        return function
-
-    return mark
-
-
-def time_limit_of(function: Callable[..., object]) -> float:
-    """Return the time limit of a function's calls in seconds."""
-    return getattr(function, _LIMIT_NAME, TIME_LIMIT)
+    setattr(function, _PATHS_NAME, True)
+    return function
 
 
 @dataclass(frozen=True)
@@ -70,17 +53,18 @@ class Tool:
     schema: ToolSchema
     owner: object = None
 
-    @property
-    def time_limit(self) -> float:
-        return time_limit_of(self.function)
-
 
 @dataclass(frozen=True)
 class ToolResult:
-    """Result of a call: content of the tool message, and True in ``failed`` for an error."""
+    """Result of a call.
+
+    Attributes:
+        content: content of the tool message.
+        failure: type and message of the error; empty for a successful call.
+    """
 
     content: Content
-    failed: bool = False
+    failure: str = ""
 
 
 def make_tool(function: Callable[..., Any], owner: object = None) -> Tool:
@@ -126,145 +110,84 @@ class ToolSet(dict[str, Tool]):
         return [tool.schema for tool in self.values()]
 
 
-class ToolExecutor:
-    """Execute calls in the event loop of a daemon thread: async functions there, others in threads.
+def start_tool_calls(
+    turns: Sequence[tuple[Sequence[ToolCall], ToolSet]], executor: ToolExecutor
+) -> list[list[Future[Any]]]:
+    """Start the tool calls of several rollouts; return one list of futures per rollout.
 
-    The loop lives as long as the run, because async clients are bound to the loop in which they were created.
-    Python cannot stop a thread: after the time limit a sync call keeps running and its result is discarded.
+    Sync tools have been called when this returns. A future holds what the tool returned or raised, in the
+    order of the calls; that of an invalid call holds its error.
     """
 
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._semaphore: asyncio.Semaphore | None = None
-
-    def submit_calls(self, calls: Sequence[ToolCall], tools: ToolSet) -> Future[list[ToolResult]]:
-        """Start the tool calls of one turn.
-
-        Calls of one environment's methods are sequential, others concurrent.
-
-        Returns:
-            Future of the results, in the order of the calls.
-        """
-        return self.submit(self._run_calls(calls, tools))
-
-    def run_all(self, functions: Sequence[Callable[[], Any]], limit: float, what: str) -> list[Any]:
-        """Call functions without arguments concurrently; return their results or exceptions.
-
-        Args:
-            limit: time limit of each call in seconds.
-            what: name of the calls, for messages.
-
-        Raises:
-            AgentError: the calls did not end within their limits.
-        """
-
-        async def gather() -> list[Any]:
-            calls = [self._limited(function, limit, is_async(function)) for function in functions]
-            return await asyncio.gather(*calls, return_exceptions=True)
-
-        return wait_for(self.submit(gather()), limit * (1 + len(functions) // MAX_CONCURRENT_CALLS), what)
-
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine in the event loop."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._running_loop())
-
-    def call_soon(self, function: Callable[..., object], *arguments: object) -> None:
-        """Call a function in the thread of the event loop."""
-        self._running_loop().call_soon_threadsafe(function, *arguments)
-
-    async def _run_calls(self, calls: Sequence[ToolCall], tools: ToolSet) -> list[ToolResult]:
-        results: dict[int, ToolResult] = {}
-
-        async def run_sequentially(indices: list[int]) -> None:
-            for index in indices:
-                results[index] = await self._run_call(calls[index], tools)
-
-        sequences: dict[int, list[int]] = {}
-        for index, call in enumerate(calls):
-            owner = tools[call.name].owner if call.name in tools else None
-            sequences.setdefault(-index - 1 if owner is None else id(owner), []).append(index)
-        await asyncio.gather(*map(run_sequentially, sequences.values()))
-        return [results[index] for index in range(len(calls))]
-
-    async def _run_call(self, call: ToolCall, tools: ToolSet) -> ToolResult:
-        """Execute one call; an error becomes its result, so that the policy can react to it."""
-        if call.error is not None:
-            return _failure(call.error)
+    def invocation(call: ToolCall, tools: ToolSet) -> Invocation:
         tool = tools.get(call.name)
-        if tool is None:
-            return _failure(f"Tool {call.name} not found. Available: {', '.join(tools) or 'none'}.")
-        try:
-            result = await self._limited(
-                lambda: tool.function(**call.arguments), tool.time_limit, is_async(tool.function)
-            )
-        except (asyncio.TimeoutError, TimeoutError):
-            return _failure(f"{call.name} took longer than {tool.time_limit:g} seconds.")
-        except Exception as problem:
-            return _failure(str(problem) or type(problem).__name__)
-        is_blocks = isinstance(result, list) and all(isinstance(b, dict) and "type" in b for b in result)
-        return ToolResult(result if is_blocks and result else str(result))
+        if call.error is not None or tool is None:
+            unknown = f"Tool {call.name} not found. Available: {', '.join(tools) or 'none'}."
+            return Invocation(functools.partial(_refuse, call.error or unknown))
+        return Invocation(functools.partial(tool.function, **call.arguments), tool.owner)
 
-    async def _limited(self, function: Callable[[], Any], limit: float, returns_coroutine: bool) -> Any:
-        if self._semaphore is None:
-            self._semaphore = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
-        async with self._semaphore:
-            return await asyncio.wait_for(function() if returns_coroutine else _in_thread(function), limit)
-
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            # A daemon thread: a call that never ends must not keep the process from exiting.
-            threading.Thread(target=self._loop.run_forever, name="groupwise-tools", daemon=True).start()
-        return self._loop
+    futures = iter(executor.start([invocation(call, tools) for calls, tools in turns for call in calls]))
+    return [[next(futures) for _ in calls] for calls, _ in turns]
 
 
-def is_async(function: Callable[..., object]) -> bool:
-    """Return True if calling ``function`` returns a coroutine."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+class InvalidCallError(ValueError):
+    """The policy's tool call is malformed, or names no tool."""
 
 
-def _in_thread(function: Callable[[], T]) -> Awaitable[T]:
-    """Call ``function`` in a daemon thread of its own."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():  # the time limit has cancelled it
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
-
-    def run() -> None:
-        try:
-            loop.call_soon_threadsafe(settle, function(), None)
-        except BaseException as problem:  # SystemExit in a tool must not end the thread without a result
-            error = problem
-            if not isinstance(problem, Exception) or isinstance(problem, StopIteration):  # futures refuse it
-                error = RuntimeError(f"{type(problem).__name__}: {problem}")
-            loop.call_soon_threadsafe(settle, None, error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
+def _refuse(error: str) -> None:
+    raise InvalidCallError(error)
 
 
-def wait_for(future: Future[T], seconds: float, what: str) -> T:
-    """Return the result of a future that limits itself to ``seconds``.
+def tool_result(
+    call: ToolCall, tools: Mapping[str, Tool], future: Future[Any], *, images: bool
+) -> ToolResult:
+    """Convert what a tool returned or raised to the content of a tool message.
 
-    Raises:
-        AgentError: there is no result 10 s after the limit, because something blocks the event loop.
+    A list stays a list, so that reward functions receive the tool's values; others become text. An error
+    becomes the result, so that the policy can react to it.
+
+    Args:
+        future: a finished future of :func:`start_tool_calls`.
+        images: the model reads images.
     """
     try:
-        return future.result(seconds + BLOCKED_MARGIN)
-    except FutureTimeoutError:
-        raise AgentError(
-            f"{what} did not end within {seconds + BLOCKED_MARGIN:g} seconds: an async function blocks the "
-            "event loop of the tools (time.sleep, requests); use await, or make it a plain function"
-        ) from None
+        value = future.result()
+        if not isinstance(value, list):
+            return ToolResult(replace_surrogates(str(value)))
+        content = replace_surrogates(list(value))
+        if not is_content_blocks(content):
+            return ToolResult(content)
+        if not any(block["type"] == "image" for block in content):
+            return ToolResult(content)
+        if not images:
+            raise TypeError("the tool returned an image, but the model reads text only")
+        paths = getattr(tools[call.name].function, _PATHS_NAME, False)
+        opened = open_result_images(content, paths=paths)
+        if opened is None:
+            _warn_about_images(call.name)
+        return ToolResult(str(content) if opened is None else opened)
+    except BaseException as problem:  # str() of a result or of an error is code of the user, too
+        if is_interrupt(problem):
+            raise
+        return failed_result(problem)
 
 
-def _failure(message: str) -> ToolResult:
-    return ToolResult(str({"error": message}), failed=True)
+def failed_result(problem: BaseException) -> ToolResult:
+    """Return the result of a call that raised ``problem``."""
+    try:
+        message = str(problem)
+    except Exception:
+        message = ""
+    kind = type(problem).__name__
+    text = message if message and isinstance(problem, Exception) else f"{kind}: {message}".removesuffix(": ")
+    return ToolResult(replace_surrogates(str({"error": text})), f"{kind}: {message}")
+
+
+@functools.cache  # once per tool
+def _warn_about_images(name: str) -> None:
+    logger.warning(
+        "tool %r returned an image block with a path or a URL, which is not opened: the policy sees it as "
+        "text; return an image object, or decorate the tool with "
+        "groupwise.agents.allow_image_paths if its results can be trusted with the trainer's files",
+        name,
+    )

@@ -323,6 +323,9 @@ class GRPOConfig(TrainingArguments):
     # Agents
     max_tool_calling_iterations: Annotated[int | None, Setting(
         "Maximum number of tool-calling turns per completion.", ge=1, example=0, card="if_changed")] = None
+    tool_timeout: Annotated[float | None, Setting(
+        "Time limit in seconds of a call of a tool, reset or get_reward. None: no limit.",
+        gt=0, example=0.0)] = None
 
     # Efficiency
     use_liger_kernel: Annotated[bool, Setting(

@@ -120,6 +120,8 @@ def _message_text(message: PlainMessage) -> str:
 def _content(content: object) -> str:
     if not isinstance(content, list):
         return str(content or "")
+    if not all(isinstance(block, Mapping) and "type" in block for block in content):
+        return str(content)  # a list that a tool returned
     blocks = [block.get("text") if block["type"] == "text" else f"<{block['type']}>" for block in content]
     return "".join(block or "" for block in blocks)
 

@@ -172,7 +172,9 @@ class _CodeExecution:
 
 def program_text(text: str) -> str:
     """Return the last fenced code block (Python or unlabelled, possibly unclosed), else the text."""
-    fences = re.findall(r"^```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)(?:^```|\Z)", text, re.DOTALL | re.MULTILINE)
+    fences = re.findall(
+        r"^```[ \t]*(?:(?:python3?|py)[ \t]*)?\n(.*?)(?:^```|\Z)", text, re.DOTALL | re.MULTILINE
+    )
     return fences[-1] if fences else text
 
 

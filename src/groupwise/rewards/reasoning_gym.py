@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -75,8 +74,11 @@ def reasoning_gym_dataset(tasks: Tasks, system_prompt: str | None = None) -> Dat
 
 def last_answer(text: str) -> str | None:
     """Return the last ``<answer>...</answer>``, else the text after ``</think>``; None if empty."""
-    tagged = re.findall(r"<answer>(.*?)</answer>", text, flags=re.DOTALL)
-    answer = tagged[-1] if tagged else text.rpartition("</think>")[2]
+    answer, start = text.rpartition("</think>")[2], text.find("<answer>")
+    # A regular expression would take quadratic time for many tags that are not closed.
+    while start >= 0 and (end := text.find("</answer>", start)) >= 0:
+        answer = text[start + len("<answer>") : end]
+        start = text.find("<answer>", end)
     return answer.strip() or None
 
 

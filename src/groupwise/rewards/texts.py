@@ -16,13 +16,13 @@ Text = str | Sequence[Mapping[str, Any]]
 def answer_text(completion: Text) -> str:
     """Return the text to score: a string, or the content of the last message of a chat completion.
 
-    The text of content blocks is joined; blocks without text are skipped.
+    The text of content blocks is joined; blocks without text, and other values in a list, are skipped.
     """
     if isinstance(completion, str):
         return completion
     content = completion[-1].get("content") if completion else None
     if isinstance(content, list):
-        return "".join(block.get("text") or "" for block in content)
+        return "".join(block.get("text") or "" for block in content if isinstance(block, Mapping))
     return content or ""
 
 

@@ -325,6 +325,29 @@ def _image_of(block: Mapping[str, Any]) -> Image:
     return next(block[key] for key in _IMAGE_KEYS if block.get(key) is not None)
 
 
+def open_result_images(content: list[dict[str, Any]], *, paths: bool) -> list[dict[str, Any]] | None:
+    """Open the images in the content blocks that a tool returned.
+
+    Args:
+        paths: images may be paths and URLs. Otherwise only image objects: PIL images, arrays, tensors and
+            ``{"bytes": ...}``, none of which JSON can represent.
+
+    Returns:
+        The blocks; None if one is not allowed.
+
+    Raises:
+        ConfigError: an image cannot be opened.
+    """
+    for block in filter(_is_image, content):
+        image = _image_of(block) if _has_image(block) else None
+        is_object = not isinstance(image, (Mapping, str, list, tuple, int, float, type(None)))
+        if isinstance(image, Mapping):
+            is_object = isinstance(image.get("bytes"), bytes)
+        if not is_object and not (paths and isinstance(image, (str, Mapping))):
+            return None
+    return _load_blocks(content)
+
+
 def _is_empty(block: Mapping[str, Any]) -> bool:
     return _is_image(block) and not _has_image(block)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeGuard, TypeVar, cast
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
@@ -13,6 +13,8 @@ from groupwise.errors import ConfigError
 Message = dict[str, Any]
 
 Prompt = str | list[Message]
+
+T = TypeVar("T")
 
 #: A tokenizer, or the processor of a vision-language model.
 ProcessingClass = PreTrainedTokenizerBase | ProcessorMixin
@@ -101,6 +103,54 @@ def join_conversation(
         return cast(str, prompt) + cast(str, completion)
     continued = continues_final_message(prompt, template_kwargs)
     return [*(prompt[:-1] if continued else prompt), *completion]
+
+
+def is_content_blocks(content: object) -> TypeGuard[list[dict[str, Any]]]:
+    """Return True for a non-empty list of text and image blocks; tools may return other lists."""
+    return (
+        isinstance(content, list)
+        and bool(content)
+        and all(
+            isinstance(block, dict)
+            and (
+                block.get("type") == "image"
+                or (block.get("type") == "text" and isinstance(block.get("text"), str))
+            )
+            for block in content
+        )
+    )
+
+
+def with_rendered_results(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with tool results as chat templates render them: text, or blocks with an image."""
+
+    def rendered(content: Any) -> Any:
+        if not is_content_blocks(content):
+            return str(content)
+        return content if any(block["type"] == "image" for block in content) else content_text(content)
+
+    return [
+        {**message, "content": rendered(message["content"])} if message["role"] == "tool" else message
+        for message in messages
+    ]
+
+
+def replace_surrogates(value: T) -> T:
+    """Return a copy of JSON-like data without lone surrogates, which JSON can carry but no tokenizer encodes.
+
+    Each becomes U+FFFD, in strings at any depth of lists, tuples and dicts.
+    """
+    given: Any = value
+    if isinstance(given, str):
+        return cast(
+            T,
+            given if given.isascii() else given.encode("utf-16", "surrogatepass").decode("utf-16", "replace"),
+        )
+    if type(given) in (list, tuple):
+        return type(given)(map(replace_surrogates, given))
+    if type(given) is dict:
+        return cast(T, {replace_surrogates(key): replace_surrogates(each) for key, each in given.items()})
+    return value
 
 
 def content_blocks(message: Mapping[str, Any]) -> list[dict[str, Any]]:

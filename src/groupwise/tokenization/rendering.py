@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Sequence
 from typing import Any, cast
 
@@ -71,6 +72,21 @@ class Renderer:
         # Some templates announce tools for an empty list.
         tools = {self.turn_template.tools_variable: schemas} if schemas else {}
         return {**self.template_kwargs, **tools}
+
+    def may_fit(self, messages: Sequence[Message], num_tokens: int) -> bool:
+        """Return False if the messages have more text than ``num_tokens`` tokens can encode.
+
+        A result of many megabytes is refused by its length, before it is tokenized.
+        """
+        texts = [
+            block["text"] for message in messages for block in content_blocks(message) if "text" in block
+        ]
+        return sum(map(len, texts)) <= num_tokens * self._max_token_length
+
+    @functools.cached_property
+    def _max_token_length(self) -> int:
+        """Maximum number of characters of a token."""
+        return max(map(len, self.tokenizer.get_vocab()))
 
     def render_next_messages(
         self, messages: list[Message], end_token: int

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+from groupwise.agents.executor import thread_safe
 from groupwise.errors import ConfigError
 
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")  # a proxy cannot reach this machine
@@ -24,6 +25,7 @@ class OpenEnvSession:
         self._client = (_WebSocketClient if url.startswith("ws") else _HttpClient)(url, timeout)
         self._done, self._reward = True, 0.0
 
+    @thread_safe
     def reset(self, **row: object) -> str:
         arguments = {"seed": row["seed"]} if isinstance(row.get("seed"), int) else {}
         self._done, self._reward = False, 0.0
@@ -67,6 +69,7 @@ def openenv_factory(
     schema = _fetch_action_schema(servers[0], timeout)
     fields = {key: value for key, value in schema.get("properties", {}).items() if key != "metadata"}
 
+    @thread_safe
     def act(self: OpenEnvSession, **action: object) -> str:
         return self._step(action)
 

@@ -171,7 +171,9 @@ def is_async(function: object) -> bool:
 def call_function(
     function: Callable[..., T], title: str, arguments: dict[str, Any], timeout: float | None
 ) -> T:
-    """Call a synchronous reward function; with a timeout in a thread, except for reward models.
+    """Call a synchronous reward function; with a timeout in a thread.
+
+    Reward models, and functions with ``runs_in_caller_thread``, run in the caller's thread without the limit.
 
     Raises:
         RewardError: the function raised or exceeded the time limit.
@@ -181,7 +183,8 @@ def call_function(
         with boundary(RewardError, title):
             return function(**arguments)
 
-    if timeout is None or isinstance(function, RewardModel):
+    in_caller_thread = isinstance(function, RewardModel) or getattr(function, "runs_in_caller_thread", False)
+    if timeout is None or in_caller_thread:
         return call()
     future: Future[T] = Future()
 
@@ -267,13 +270,19 @@ async def await_function(
     Raises:
         RewardError: the function raised or exceeded the time limit.
     """
-    with boundary(RewardError, title):
-        task = asyncio.ensure_future(function(**arguments))
-        done, _ = await asyncio.wait({task}, timeout=timeout)
-        if done:
-            return task.result()
-    task.cancel()
-    raise _timeout_error(title, timeout)
+
+    async def call() -> object:
+        with boundary(RewardError, title):  # within the task: SystemExit would leave the event loop
+            return await function(**arguments)
+
+    task = asyncio.ensure_future(call())
+    done, _ = await asyncio.wait({task}, timeout=timeout)
+    if not done:
+        task.cancel()
+        raise _timeout_error(title, timeout)
+    if task.cancelled():
+        raise RewardError(f"{title} raised CancelledError")
+    return task.result()
 
 
 def checked_rewards(output: object, name: str, rollouts: RolloutBatch) -> list[Reward]:

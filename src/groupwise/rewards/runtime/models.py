@@ -15,7 +15,7 @@ from transformers import (
 
 from groupwise.compat.transformers import name_or_path
 from groupwise.errors import ConfigError
-from groupwise.tokenization.prompts import Prompt, join_conversation
+from groupwise.tokenization.prompts import Prompt, join_conversation, with_rendered_results
 
 
 def load_reward_model(name: str, trust_remote_code: bool) -> PreTrainedModel:
@@ -89,4 +89,4 @@ class RewardModel:
         # Prompts end where a completion begins; here the completion is part of the conversation.
         of_prompts = ("add_generation_prompt", "continue_final_message")
         kwargs = {name: value for name, value in self.template_kwargs.items() if name not in of_prompts}
-        return str(self.tokenizer.apply_chat_template(whole, tokenize=False, **kwargs))
+        return str(self.tokenizer.apply_chat_template(with_rendered_results(whole), tokenize=False, **kwargs))
