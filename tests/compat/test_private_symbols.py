@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from torch import nn
 
 from groupwise import GRPOTrainer, compat
@@ -403,3 +404,17 @@ def test_every_module_of_compat_is_imported_without_its_library():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_products_with_another_dtype_are_known_by_their_overloads():
+    assert compat_torch.has_out_dtype() == (Version(torch.__version__) >= Version("2.8"))
+
+
+def test_half_precision_products_are_not_rounded_where_they_cannot_have_another_dtype(monkeypatch):
+    monkeypatch.setattr(compat_torch, "has_out_dtype", lambda: False)
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(shape, generator=generator).bfloat16() for shape in ((5, 64), (64, 7)))
+    exact = left.double() @ right.double()
+    assert ((left @ right).double() - exact).abs().max() > 1e-3
+    torch.testing.assert_close(compat_torch.mm_into(torch.empty(5, 7), left, right), exact.float())
+    torch.testing.assert_close(compat_torch.addmm_into(torch.ones(5, 7), left, right), (1 + exact).float())

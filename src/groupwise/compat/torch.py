@@ -64,6 +64,31 @@ def cuda_ipc_handle(tensor: torch.Tensor) -> tuple[object, ...]:
     return reduce_tensor(tensor)[1]
 
 
+def has_out_dtype() -> bool:
+    """Return True if products of half-precision matrices can have a float32 result on CUDA (since 2.8)."""
+    import torch
+
+    return all("dtype_out" in product.overloads() for product in (torch.ops.aten.mm, torch.ops.aten.addmm))
+
+
+def mm_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Write ``left @ right`` of half-precision CUDA matrices to the wider ``out`` without rounding."""
+    import torch
+
+    if has_out_dtype():
+        return torch.mm(left, right, out_dtype=out.dtype, out=out)
+    return torch.mm(left.to(out.dtype), right.to(out.dtype), out=out)
+
+
+def addmm_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Add ``left @ right`` of half-precision CUDA matrices to the wider ``out`` without rounding."""
+    import torch
+
+    if has_out_dtype():
+        return torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
+    return out.addmm_(left.to(out.dtype), right.to(out.dtype))
+
+
 def has_onednn_linear() -> bool:
     """Return True if this build has the operators of ``onednn_linear`` and ``onednn_pack``."""
     import torch

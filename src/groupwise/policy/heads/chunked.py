@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from groupwise.compat.torch import addmm_into, mm_into
 from groupwise.cpu.linear import has_onednn, onednn_product
 from groupwise.policy.heads.dense import projection_dtype, statistics_dtype
 from groupwise.policy.heads.tiles import LogitTransform, RowSlopes, RowStatistics, Tiles
@@ -212,7 +213,7 @@ def _project(tiles: Tiles, hidden_RH, weight_CH, bias_C) -> tuple[torch.Tensor, 
     if not hidden_RH.is_cuda:
         return raw_RC.copy_(F.linear(hidden_RH, weight_CH, bias_C)), None
     if weight_CH.dtype in _LOW_PRECISION:
-        torch.mm(hidden_RH, weight_CH.t(), out_dtype=raw_RC.dtype, out=raw_RC)  # no rounding of the logits
+        mm_into(raw_RC, hidden_RH, weight_CH.t())  # no rounding of the logits
     else:
         torch.mm(hidden_RH, weight_CH.t(), out=raw_RC)
     return raw_RC, bias_C
@@ -238,5 +239,5 @@ def _accumulate(sum_: torch.Tensor | None, left, right) -> torch.Tensor:
     if sum_ is None:
         sum_ = torch.zeros(left.shape[0], right.shape[1], dtype=dtype, device=left.device)
     if right.dtype in _LOW_PRECISION:
-        return torch.addmm(sum_, left.to(right.dtype), right, out_dtype=dtype, out=sum_)
+        return addmm_into(sum_, left.to(right.dtype), right)
     return sum_.addmm_(left, right)
