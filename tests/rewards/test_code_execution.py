@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -17,6 +20,7 @@ from groupwise.rewards import SandboxLimits, SandboxResult, get_code_execution_r
 from groupwise.rewards import code as code_module
 from groupwise.rewards.code import program_text
 from groupwise.rewards.runtime.sandbox import LinuxSandbox
+from groupwise.rewards.runtime.sandbox_launcher import links_on
 
 MB = 1 << 20
 
@@ -264,6 +268,155 @@ def test_there_is_no_network():
         with pytest.raises(TimeoutError):
             server.accept()
     assert run("import socket; print(socket.if_nameindex())") == ("ok", "[(1, 'lo')]\n")
+
+
+#: Runs programs, given as JSON on stdin, in the sandbox; the user's session keyring contains a secret. The
+#: packages are entered without their ``__init__``, which needs what an interpreter of the system lacks.
+DRIVER = """
+import ctypes, json, os, sys, types
+
+given = json.load(sys.stdin)
+for name in ("groupwise", "groupwise.rewards", "groupwise.rewards.runtime"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [os.path.join(given["source"], *name.split("."))]
+from groupwise.rewards.runtime.sandbox import LinuxSandbox, SandboxLimits
+
+for name, value in given["interpreter"].items():
+    setattr(sys, name, value)
+libc = ctypes.CDLL(None, use_errno=True)
+key = -1
+if os.uname().machine == "x86_64":
+    libc.syscall(250, 1, None)  # a session keyring of its own
+    key = libc.syscall(248, b"user", b"groupwise", b"hf_secret", 9, -3)
+limits = SandboxLimits(20.0, 256 << 20, 8, 1 << 16)
+print(json.dumps([LinuxSandbox().run(p.replace("KEY", str(key)), "", limits) for p in given["programs"]]))
+"""
+
+
+class SandboxUser(NamedTuple):
+    """Runs programs in the sandbox as another user.
+
+    number: of the user; None: that of the tests.
+    python: an interpreter that the user can run.
+    """
+
+    number: int | None
+    python: str
+
+    def run(self, programs: list[str], **interpreter: str) -> list[tuple[str, str]]:
+        """Status and output of each program; ``interpreter`` replaces attributes of ``sys``."""
+        given = {"programs": programs, "interpreter": interpreter, "source": SOURCE}
+        user = {} if self.number is None else {"user": self.number, "group": self.number, "extra_groups": []}
+        command = [self.python, "-c", DRIVER]
+        done = subprocess.run(
+            command, input=json.dumps(given), capture_output=True, text=True, timeout=60, cwd="/", **user
+        )
+        assert done.returncode == 0, done.stderr
+        return [tuple(result) for result in json.loads(done.stdout)]
+
+
+SOURCE = str(Path(code_module.__file__).parents[2])
+
+
+@pytest.fixture(scope="module", params=["the user of the tests", "another user"])
+def user(request):
+    """The user of the tests, often root, and one without privileges."""
+    if request.param == "the user of the tests":
+        return SandboxUser(None, sys.executable)
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    for python in (sys.executable, "/usr/bin/python3"):
+        other = SandboxUser(23456, python)
+        try:
+            assert other.run(["print(1)"]) == [("ok", "1\n")]
+        except (AssertionError, OSError):
+            continue
+        return other
+    pytest.skip("no interpreter that another user can run in the sandbox")
+
+
+#: Programs that try to use memory, disk or secrets that no limit covers, with what they print in vain.
+PROBES = {
+    # Space on the disk of stdin and stdout beyond the end of the file, which the limit of file sizes permits.
+    "allocate disk": (
+        "import ctypes\nlibc = ctypes.CDLL(None)\nbig = ctypes.c_long(1 << 26)\n"
+        "print(*(libc.fallocate(fd, 1, ctypes.c_long(0), big) for fd in (0, 1)))",
+        "-1 -1\n",
+    ),
+    "write to stdin": (
+        "import os\ntry: print(os.write(0, b'x'))\nexcept OSError: print('refused')",
+        "refused\n",
+    ),
+    # Shared memory of 1 GB, a message queue, a semaphore, a file in memory.
+    "shared memory": (
+        "import ctypes\nlibc = ctypes.CDLL(None)\nsize = ctypes.c_size_t(1 << 30)\n"
+        "print(libc.shmget(0, size, 0o1600), libc.msgget(0, 0o1600), libc.semget(0, 1, 0o1600), "
+        "libc.memfd_create(b'x', 0))",
+        "-1 -1 -1 -1\n",
+    ),
+    # Read a key of the session by its number, and search the session keyring for it.
+    "session keyring": (
+        "import ctypes\nlibc = ctypes.CDLL(None)\nbuffer = ctypes.create_string_buffer(64)\n"
+        "print(libc.syscall(250, 11, KEY, buffer, 64), buffer.value)\n"
+        "print(libc.syscall(250, 10, -3, b'user', b'groupwise', 0))",
+        "-1 b''\n-1\n",
+    ),
+}
+
+
+@needs_isolation
+def test_a_program_has_no_memory_disk_or_keys_beside_its_limits(user):
+    programs = [program for program, _ in PROBES.values()]
+    results = user.run(programs)
+    assert dict(zip(PROBES, results, strict=True)) == {
+        name: ("ok", expected) for name, (_, expected) in PROBES.items()
+    }
+
+
+@pytest.fixture
+def project(user):
+    """A directory that any user can read, with a virtual environment made in it and a file of settings."""
+    with tempfile.TemporaryDirectory(prefix="groupwise_project_") as name:
+        os.chmod(name, 0o755)
+        project = Path(name, "project")
+        subprocess.run([user.python, "-m", "venv", "--without-pip", project], check=True)
+        (project / ".env").write_text("HF_TOKEN=hf_secret")
+        (project / "src").mkdir()
+        (project / "src" / "settings.py").write_text("token = 'hf_secret'")
+        yield project
+
+
+@needs_isolation
+def test_an_environment_in_the_project_directory_shows_no_file_of_the_project(user, project):
+    looking = f"import os, sys\nprint(sys.prefix, sorted(os.listdir({str(project)!r})))"
+    reading = f"print(open({str(project / '.env')!r}).read())"
+    interpreter = {"executable": str(project / "bin" / "python"), "prefix": str(project)}
+    shown = [name for name in ("bin", "lib", "lib64", "pyvenv.cfg") if (project / name).exists()]
+    assert user.run([looking, reading], **interpreter) == [("ok", f"{project} {shown}\n"), ("failed", "")]
+
+
+@needs_isolation
+def test_an_environment_behind_symbolic_links_is_used(user, project):
+    # A link to the environment, behind a link to its directory.
+    (project.parent / "alias").symlink_to(project.parent, target_is_directory=True)
+    (project.parent / "link").symlink_to("project", target_is_directory=True)
+    prefix = project.parent / "alias" / "link"
+    interpreter = {"executable": str(prefix / "bin" / "python"), "prefix": str(prefix)}
+    source = "import sys, json, ctypes\nprint(sys.prefix != sys.base_prefix)"
+    assert user.run([source], **interpreter) == [("ok", "True\n")]
+
+
+def test_every_link_on_a_path_is_found(tmp_path):
+    base = tmp_path.resolve()
+    (base / "real" / "bin").mkdir(parents=True)
+    (base / "alias").symlink_to("real")
+    (base / "real" / "bin" / "python").symlink_to("../../alias/bin/python3")
+    (base / "real" / "bin" / "python3").symlink_to(base / "alias" / "python3.11")
+    links = [str(base / name) for name in ("alias", "real/bin/python", "real/bin/python3")]
+    found = links_on(str(base / "alias" / "bin" / "python"))
+    assert list(dict.fromkeys(found)) == links
+    (base / "loop").symlink_to("loop")
+    assert set(links_on(str(base / "loop"))) == {str(base / "loop")}
 
 
 @needs_isolation

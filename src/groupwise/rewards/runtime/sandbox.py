@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
@@ -70,11 +71,7 @@ def _run(source: str, stdin: str, limits: SandboxLimits, isolated: bool) -> Sand
     # Imported here: its module needs Linux.
     from groupwise.rewards.runtime import sandbox_launcher
 
-    with (
-        tempfile.TemporaryDirectory(prefix="groupwise_sandbox_", ignore_cleanup_errors=True) as name,
-        tempfile.TemporaryFile() as given,
-        tempfile.TemporaryFile() as written,
-    ):
+    with tempfile.TemporaryDirectory(prefix="groupwise_sandbox_", ignore_cleanup_errors=True) as name:
         directory = Path(name)
         (directory / "program.py").write_text(source, encoding="utf-8", errors="replace")
         (directory / "root").mkdir()
@@ -83,43 +80,91 @@ def _run(source: str, stdin: str, limits: SandboxLimits, isolated: bool) -> Sand
             # The program runs as an unprivileged user, which needs access to its working directory.
             directory.chmod(0o711)
             os.chown(directory / "work", sandbox_launcher.UNPRIVILEGED_ID, sandbox_launcher.UNPRIVILEGED_ID)
-        given.write(stdin.encode("utf-8", errors="replace"))
-        given.seek(0)
         job = {
             **vars(limits),
             "isolated": isolated,
             "directory": str(directory),
             "executable": sys.executable,
-            # with the targets: a virtual environment may be a symbolic link
-            "prefixes": sorted(
-                {
-                    path
-                    for prefix in (sys.base_prefix, sys.prefix)
-                    for path in (prefix, os.path.realpath(prefix))
-                }
-            ),
+            "paths": _interpreter_paths(),
         }
         # -S skips site-packages: start-up dominates the cost of a short program.
         command = [sys.executable, "-I", "-S", sandbox_launcher.__file__, json.dumps(job)]
-        process = subprocess.Popen(
-            command,
-            stdin=given,
-            stdout=written,
-            stderr=subprocess.PIPE,
-            env={},
-            cwd="/",
-            start_new_session=True,
-        )
+        given = _sealed(stdin.encode("utf-8", errors="replace"))
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=given,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={},
+                cwd="/",
+                start_new_session=True,
+            )
+        finally:
+            os.close(given)
+        written = _Output(process, limits.output)
         errors = _wait(process, limits.timeout)
+        output = written.result()
         if errors:
             raise RewardError(f"the sandbox could not be set up: {errors.strip().splitlines()[-1]}")
         statuses: dict[int, Literal["ok", "failed", "timeout"]] = {
-            0: "ok",
+            0: "failed" if written.is_truncated else "ok",
             sandbox_launcher.FAILED: "failed",
         }
-        written.seek(0)
-        output = written.read(limits.output).decode("utf-8", errors="replace")
-        return SandboxResult(statuses.get(process.returncode, "timeout"), output)
+        text = output.decode("utf-8", errors="replace")
+        return SandboxResult(statuses.get(process.returncode, "timeout"), text)
+
+
+def _interpreter_paths() -> list[str]:
+    """Return the parts of the Python installation and of its virtual environment that programs need.
+
+    The prefixes themselves may be project directories with other files.
+    """
+    parts = ("bin", "lib", "lib64", "pyvenv.cfg")
+    prefixes = dict.fromkeys((sys.base_prefix, sys.prefix))
+    return [sys.executable, *(os.path.join(prefix, part) for prefix in prefixes for part in parts)]
+
+
+def _sealed(content: bytes) -> int:
+    """Return a file descriptor in memory that cannot be written to, nor be given space on a disk."""
+    import fcntl
+
+    descriptor = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(content)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
+
+
+class _Output:
+    """Reads the standard output of a process in a thread, up to a number of bytes; then closes the pipe.
+
+    Attributes:
+        is_truncated: there was more output.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], limit: int) -> None:
+        assert process.stdout is not None
+        self.pipe, self.limit = process.stdout, limit
+        process.stdout = None  # communicate() would read all of it
+        self.is_truncated, self.content = False, bytearray()
+        self.thread = threading.Thread(target=self._read, daemon=True)
+        self.thread.start()
+
+    def _read(self) -> None:
+        with self.pipe:
+            while chunk := os.read(self.pipe.fileno(), 1 << 16):
+                self.content += chunk
+                if len(self.content) > self.limit:
+                    self.is_truncated = True
+                    return
+
+    def result(self) -> bytes:
+        """Return the output after the process has ended, with all processes that it started."""
+        self.thread.join(5)  # a process that outlived its launcher may hold the pipe open
+        return bytes(self.content[: self.limit])
 
 
 def _wait(process: subprocess.Popen[bytes], timeout: float) -> str:

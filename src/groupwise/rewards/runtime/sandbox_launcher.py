@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import math
 import os
 import resource
 import signal
+import struct
 import sys
 
 FAILED, TIMED_OUT = 10, 11
@@ -25,10 +27,20 @@ _NEW_NS, _NEW_UTS, _NEW_IPC = 0x00020000, 0x04000000, 0x08000000
 _NEW_USER, _NEW_PID, _NEW_NET = 0x10000000, 0x20000000, 0x40000000
 _NOSUID, _NODEV, _BIND, _REC, _PRIVATE = 2, 4, 4096, 16384, 1 << 18
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER, _SET_NO_NEW_PRIVS = 1, 36, 38
+_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
 _SYS_MOUNT_SETATTR, _AT_RECURSIVE = 442, 0x8000  # the same number on every architecture
 _READ_ONLY = 1
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+
+#: By machine: its number for seccomp, and the numbers of the system calls that fail with EPERM. They would
+#: give access to keys of the user (add_key, request_key, keyctl) or memory that no limit counts (System V
+#: shared memory, message queues and semaphores, memfd_create, memfd_secret, io_uring_setup).
+_REFUSED_CALLS = {
+    "x86_64": (0xC000003E, (248, 249, 250, 29, 68, 64, 319, 447, 425)),
+    "aarch64": (0xC00000B7, (217, 218, 219, 194, 186, 190, 279, 447, 425)),
+    "riscv64": (0xC00000F3, (217, 218, 219, 194, 186, 190, 279, 447, 425)),
+}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -71,12 +83,16 @@ def build_root(root: str, job: dict) -> None:
     os.mkdir(root + "/tmp")
     # Mounted before the prefixes: a virtual environment may be in /tmp.
     _mount("tmpfs", root + "/tmp", "tmpfs", _NOSUID | _NODEV, f"size={size},nr_inodes=1000,mode=1777")
+    needed = [path for path in (*_SYSTEM, *job["paths"]) if os.path.exists(path)]
     bound: list[str] = []
-    for path in (*_SYSTEM, *job["prefixes"]):
-        inside = any(path == other or path.startswith(other + "/") for other in bound)
-        if not inside and os.path.lexists(path):
-            _show(path, root)
+    for path in sorted({os.path.realpath(path) for path in needed}):  # a directory before its contents
+        if not any(path == other or path.startswith(other + "/") for other in bound):
+            _bind(path, root)
             bound.append(path)
+    for link in {link for path in needed for link in links_on(path)}:
+        if not os.path.lexists(root + link):
+            os.makedirs(os.path.dirname(root + link), exist_ok=True)
+            os.symlink(os.readlink(link), root + link)
     for device in _DEVICES:
         _placeholder(root + device)
     _set_attributes(root, _AT_RECURSIVE, added=_READ_ONLY | _NOSUID | _NODEV)
@@ -93,11 +109,29 @@ def _set_attributes(path: str, how: int, added: int = 0, removed: int = 0) -> No
     _checked("mount_setattr (Linux 5.12)", done)
 
 
-def _show(path: str, root: str) -> None:
+def links_on(path: str) -> list[str]:
+    """Return the symbolic links that resolving an absolute path goes through; each in a real directory."""
+    links: list[str] = []
+    current, rest = "/", [part for part in path.split("/") if part]
+    while rest and len(links) < 40:  # the kernel's own limit
+        part = rest.pop(0)
+        if part == "..":
+            current = os.path.dirname(current)
+            continue
+        step = os.path.join(current, part)
+        if not os.path.islink(step):
+            current = step
+            continue
+        links.append(step)
+        target = os.readlink(step)
+        current = "/" if target.startswith("/") else current
+        rest = [part for part in target.split("/") if part not in ("", ".")] + rest
+    return links
+
+
+def _bind(path: str, root: str) -> None:
+    """Show a file or directory at the same path below ``root``; no component of the path is a link."""
     os.makedirs(os.path.dirname(root + path), exist_ok=True)
-    if os.path.islink(path):
-        os.symlink(os.readlink(path), root + path)
-        return
     if os.path.isdir(path):
         os.makedirs(root + path, exist_ok=True)
     else:
@@ -148,10 +182,13 @@ def become_program(job: dict, work: str) -> None:
         hard = hard if known == resource.RLIM_INFINITY else min(hard, known)
         resource.setrlimit(limit, (min(soft, hard), hard))
     _checked("no new privileges", _libc.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    refuse_calls(required=job["isolated"])
     for number in (signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
     os.closerange(3, 1024)
     devnull = os.open("/dev/null", os.O_WRONLY)
+    if not os.path.exists(job["executable"]):
+        raise FileNotFoundError(f"{job['executable']} is not in the file system of the sandbox")
     if not os.access(job["executable"], os.X_OK):
         raise PermissionError(f"the user of the sandbox cannot run {job['executable']}")
     os.dup2(devnull, 2)
@@ -159,6 +196,42 @@ def become_program(job: dict, work: str) -> None:
     # numpy would start one thread per CPU and exceed the process limit.
     environment["OMP_NUM_THREADS"] = "1"
     os.execve(job["executable"], [job["executable"], "-I", "-B", "main.py"], environment)
+
+
+class _Filter(ctypes.Structure):
+    """``struct sock_fprog``."""
+
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+
+def refuse_calls(*, required: bool) -> None:
+    """Make the system calls of ``_REFUSED_CALLS`` fail in this process and in those that it starts.
+
+    Args:
+        required: raise on machines whose numbers are not known.
+    """
+    machine = os.uname().machine
+    if machine not in _REFUSED_CALLS:
+        if required:
+            raise OSError(f"the system calls of {machine} are not known")
+        return
+    number, calls = _REFUSED_CALLS[machine]
+    load, equal, greater, answer = 0x20, 0x15, 0x35, 0x06  # struct sock_filter: code, jt, jf, k
+    permit, refuse = 0x7FFF0000, 0x00050000 | errno.EPERM
+    last = len(calls) + 5  # index of the instruction that refuses; the one before it permits
+    program = [
+        (load, 0, 0, 4),  # seccomp_data.arch
+        (equal, 0, last - 2, number),  # other tables of system calls, such as those of 32 bits, are refused
+        (load, 0, 0, 0),  # seccomp_data.nr
+        (greater, last - 4, 0, 0x40000000),  # those of x32 too
+        *((equal, last - 5 - i, 0, call) for i, call in enumerate(calls)),
+        (answer, 0, 0, permit),
+        (answer, 0, 0, refuse),
+    ]
+    packed = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
+    filters = _Filter(len(program), packed)
+    done = _libc.prctl(_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(filters), 0, 0)
+    _checked("system call filter", done)
 
 
 def _tasks_of(user: int) -> int:
@@ -201,6 +274,7 @@ def main(job: dict) -> int:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
+    os.umask(0o022)  # the user of the sandbox needs access to the directories that lead to its files
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGALRM, stop)
     _checked("parent death signal", _libc.prctl(_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0))
