@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing.connection
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from support.runs import trainer
 
 from groupwise import ConfigError, RewardError
 from groupwise.rewards import isolated
+from groupwise.rewards.runtime import isolation
 
 
 def judge(reward, texts, **given):
@@ -33,6 +35,8 @@ def by_text(completions, log_extra, log_metric, trainer_state=None, **_):
         os._exit(3)
     if text == "hang":
         time.sleep(60)
+    if text == "two":
+        log_extra("said", ["a", "b"])
     if text == "raise":
         raise KeyError("no such answer")
     if text == "none":
@@ -58,6 +62,7 @@ def test_completions_are_judged_one_by_one_in_order():
         ("exit", r"ended its process \(exit code 3\)"),
         ("hang", "took longer than 2.0 seconds and was killed"),
         ("raise", "raised KeyError: 'no such answer'"),
+        ("two", r"raised ValueError: log_extra\('said', ...\) has 2 values for one completion"),
     ],
 )
 def test_a_failure_is_that_of_one_completion(text, said):
@@ -71,6 +76,85 @@ def test_a_failure_is_that_of_one_completion(text, said):
     assert judge(tolerant, ["dddd"]) == [4.0]  # and it goes on
     with pytest.raises(RewardError, match=f"'by_text' {said}, for row 1; prompt: 'p1'; completion: '{text}'"):
         judge(isolated(by_text, timeout=timeout), texts)
+
+
+def die_while_sending(completions, log_extra, **_):
+    """Reward and a large column; a message of that size through a pipe ends the process half-way."""
+    (text,) = completions
+
+    def send(self, buffer, write=os.write):
+        if len(buffer) > 10_000:
+            write(self._handle, buffer[: len(buffer) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(self._handle, buffer)
+
+    if text == "large":
+        multiprocessing.connection.Connection._send = send
+        log_extra("text", ["x" * 1_000_000])
+    if text == "dies":
+        log_extra("text", [DiesWhenSent()])
+    return [float(len(text))]
+
+
+class DiesWhenSent:
+    def __reduce__(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+        return (str, ())
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("processes", [1, 3])
+def test_a_worker_that_dies_while_it_sends_takes_no_other_result_with_it(processes):
+    texts = ["a", "large", "bb", "dies", "ccc", "large", "dddd"]
+    reward = isolated(die_while_sending, timeout=30.0, processes=processes, on_error="none")
+    columns = {}
+    found = judge(reward, texts, log_extra=columns.__setitem__)
+    assert found == [1.0, 5.0, 2.0, None, 3.0, 5.0, 4.0]
+    assert [value and len(value) for value in columns["text"]] == [None, 10**6, None, None, None, 10**6, None]
+    assert judge(reward, ["ccc", "a"]) == [3.0, 1.0]
+
+
+@pytest.mark.timeout(60)
+def test_a_call_that_was_given_up_leaves_its_rewards_to_no_other():
+    def slow(completions, **_):
+        time.sleep(1.0 if completions == ["slow"] else 0.0)
+        return [float(len(completions[0]))]
+
+    reward = isolated(slow)
+    presses = []
+
+    def press(*_):
+        presses.append(1)
+        if len(presses) == 1:
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, press)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            try:
+                judge(reward, ["slow"])
+            finally:  # a second press while the first one is handled
+                while len(presses) < 2:
+                    time.sleep(0.01)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert judge(reward, ["a", "bbb"]) == [1.0, 3.0]
+    assert judge(reward, ["bb"]) == [2.0]
+
+
+@pytest.mark.timeout(60)
+def test_a_pool_that_hangs_is_stopped_and_the_next_one_works(monkeypatch):
+    def stops_the_pool(completions, **_):
+        if completions == ["stop"]:
+            os.kill(os.getppid(), signal.SIGSTOP)  # the process that keeps the time limits
+        return [float(len(completions[0]))]
+
+    monkeypatch.setattr(isolation, "_POOL_SECONDS", 2.0)
+    reward = isolated(stops_the_pool, timeout=1.0, on_error="none")
+    assert judge(reward, ["a", "stop", "bb"])[0] == 1.0
+    assert judge(reward, ["a", "bb"]) == [1.0, 2.0]
 
 
 def test_the_slowest_completion_is_in_the_table():

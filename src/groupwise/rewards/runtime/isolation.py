@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import math
 import multiprocessing
 import os
 import pickle
 import signal
 import sys
+import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from groupwise.errors import ConfigError, RewardError
@@ -97,7 +101,8 @@ class _Isolated:
         self.__name__ = reward_name(reward)
         self.on_error = on_error
         self.lock = threading.Lock()
-        # Workers are forked from this process, which has no model, no threads and no GPU.
+        self.numbers = itertools.count()
+        # Workers descend from this process, which has no model, no threads and no GPU.
         self.connection, theirs = multiprocessing.Pipe()
         if os.fork() == 0:
             try:
@@ -110,6 +115,8 @@ class _Isolated:
     def __call__(
         self, log_extra: LogExtra | None = None, log_metric: LogMetric | None = None, **columns: Any
     ) -> list[Any]:
+        from groupwise.rewards.runtime.calling import start_thread
+
         shared = {name: columns.pop(name) for name in _SHARED if name in columns}
         columns = {name: values for name, values in columns.items() if name not in _NOT_SENT}
         # Pickled here, so that an object that cannot be sent raises in the caller.
@@ -118,8 +125,16 @@ class _Isolated:
             for i in range(len(columns["prompts"]))
         ]
         # In a thread: an interrupt of the main thread must not end an exchange half-way.
-        with self.lock, ThreadPoolExecutor(1) as pool:
-            results = pool.submit(self._exchange, rows).result()
+        answer: Future[list[RowResult]] = Future()
+
+        def exchange() -> None:
+            try:
+                answer.set_result(self._exchange(rows))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        start_thread(exchange)
+        results = answer.result()
         self._log(results, log_extra, log_metric)
         for i, result in enumerate(results):
             if result.failure is not None and self.on_error == "raise":
@@ -130,11 +145,17 @@ class _Isolated:
         return [result.reward for result in results]
 
     def _exchange(self, rows: list[bytes]) -> list[RowResult]:
-        try:
-            self.connection.send(rows)
-            return self.connection.recv()
-        except (EOFError, OSError) as error:
-            raise RewardError("the process that starts isolated rewards has ended") from error
+        """Send rows and return their results; a call that was given up does not disturb the next one."""
+        with self.lock:
+            number = next(self.numbers)
+            try:
+                self.connection.send((number, rows))
+                answered, pickled = self.connection.recv()
+                while answered != number:
+                    answered, pickled = self.connection.recv()
+            except (EOFError, OSError) as error:
+                raise RewardError("the process that starts isolated rewards has ended") from error
+        return [_unpickled(result) for result in pickled]
 
     def _log(
         self, results: Sequence[RowResult], log_extra: LogExtra | None, log_metric: LogMetric | None
@@ -154,10 +175,16 @@ class _Isolated:
                 log_metric(f"rewards/{self.__name__}/failed_rows", float(failed))
 
 
+def _unpickled(result: bytes) -> RowResult:
+    try:
+        return pickle.loads(result)
+    except Exception as error:
+        return RowResult(None, f"returned an object that cannot be sent: {error}", math.nan)
+
+
 def _serve(connection: Connection, reward: Callable[..., Any], timeout: float | None, processes: int) -> None:
-    """Answer each list of rows with a list of results, from a new pool of workers, until the trainer ends."""
-    import torch
-    from pebble import ProcessPool
+    """Answer each numbered list of rows with a list of results, until the trainer ends."""
+    import pebble  # noqa: F401  # once: each pool is a fork of this process
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is handled by the trainer
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -165,25 +192,72 @@ def _serve(connection: Connection, reward: Callable[..., Any], timeout: float | 
     _reward = reward  # inherited by fork: closures cannot be pickled
     while True:
         try:
-            rows = connection.recv()
+            number, rows = connection.recv()
         except EOFError:
             return
-        # One thread per worker: torch's thread pool does not survive a fork.
-        with ProcessPool(
-            min(processes, len(rows)),
-            initializer=torch.set_num_threads,
-            initargs=(1,),
-            context=multiprocessing.get_context("fork"),
-        ) as pool:
-            futures = [pool.schedule(_score_row, args=(row,), timeout=timeout) for row in rows]
-            results = [_row_result(future, timeout) for future in futures]
-        connection.send(results)
+        connection.send((number, _score_rows(rows, timeout, processes)))
 
+
+def _score_rows(rows: list[bytes], timeout: float | None, processes: int) -> list[bytes]:
+    """Score rows in a new pool of workers, and return a pickled ``RowResult`` for each.
+
+    Rows reach the workers by fork and results come back as files. Through pipes that the workers share, a
+    worker that dies while it writes would block the others or shift their results to other rows.
+    """
+    global _rows
+    _rows = rows
+    deadline = None
+    if timeout is not None:  # the pool keeps the time limit of each row; this limit is for the pool itself
+        deadline = time.monotonic() + timeout * math.ceil(len(rows) / processes) + _POOL_SECONDS
+    with tempfile.TemporaryDirectory(prefix="groupwise-") as directory:
+        pool = os.fork()
+        if pool == 0:
+            status = 1
+            try:
+                os.setsid()
+                _run_pool(directory, timeout, processes)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        while os.waitpid(pool, os.WNOHANG)[0] == 0:
+            if deadline is not None and time.monotonic() > deadline:
+                os.killpg(pool, signal.SIGKILL)  # and its workers
+                deadline = None
+            time.sleep(0.002)
+        lost = pickle.dumps(RowResult(None, "has no result: its pool of processes was stopped", math.nan))
+        paths = [Path(directory, str(i)) for i in range(len(rows))]
+        return [path.read_bytes() if path.is_file() else lost for path in paths]
+
+
+#: Seconds that a pool may take besides the time limits of its rows.
+_POOL_SECONDS = 60.0
 
 _reward: Callable[..., Any]
+_rows: list[bytes]
 
 
-def _row_result(future: Future[RowResult], timeout: float | None) -> RowResult:
+def _run_pool(directory: str, timeout: float | None, processes: int) -> None:
+    """Write the results of all rows as files named by their number."""
+    import torch
+    from pebble import ProcessPool
+
+    # One thread per worker: torch's thread pool does not survive a fork.
+    with ProcessPool(
+        min(processes, len(_rows)),
+        initializer=torch.set_num_threads,
+        initargs=(1,),
+        context=multiprocessing.get_context("fork"),
+    ) as pool:
+        futures = [pool.schedule(_score_row, args=(directory, i), timeout=timeout) for i in range(len(_rows))]
+        for i, future in enumerate(futures):
+            failure = _failure(future, timeout)
+            if failure is not None:
+                _write_result(directory, i, failure)
+
+
+def _failure(future: Future[None], timeout: float | None) -> RowResult | None:
     from pebble import ProcessExpired
 
     try:
@@ -194,20 +268,38 @@ def _row_result(future: Future[RowResult], timeout: float | None) -> RowResult:
         code = error.exitcode
         ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return RowResult(None, f"ended its process ({ending})", math.nan)
-    except Exception as error:  # the reward or a logged value cannot be pickled
-        return RowResult(None, f"returned an object that cannot be sent: {error}", math.nan)
+    except Exception as error:
+        return RowResult(None, f"failed: {type(error).__name__}: {error}", math.nan)
 
 
-def _score_row(pickled: bytes) -> RowResult:
+def _write_result(directory: str, i: int, result: RowResult) -> None:
+    try:
+        pickled = pickle.dumps(result)
+    except Exception as error:
+        pickled = pickle.dumps(
+            RowResult(None, f"returned an object that cannot be sent: {error}", result.seconds)
+        )
+    partial = Path(directory, f"{i}.partial")
+    partial.write_bytes(pickled)
+    os.replace(partial, Path(directory, str(i)))
+
+
+def _score_row(directory: str, i: int) -> None:
     """Call the reward function on one completion, in a worker."""
     columns: dict[str, Any] = {}
     metrics: list[tuple[str, float]] = []
     start = time.monotonic()
     value, failure = None, None
+
+    def log_extra(column: str, values: Sequence[Any]) -> None:
+        if len(values) != 1:
+            raise ValueError(f"log_extra({column!r}, ...) has {len(values)} values for one completion")
+        columns[column] = values[0]
+
     try:
         output = _reward(
-            **pickle.loads(pickled),
-            log_extra=lambda column, values: columns.update({column: values[0]}),
+            **pickle.loads(_rows[i]),
+            log_extra=log_extra,
             log_metric=lambda name, value: metrics.append((name, float(value))),
         )
         if inspect.isawaitable(output):
@@ -218,7 +310,7 @@ def _score_row(pickled: bytes) -> RowResult:
         (value,) = output
     except Exception as error:
         failure = f"raised {type(error).__name__}: {error}"
-    return RowResult(value, failure, time.monotonic() - start, columns, metrics)
+    _write_result(directory, i, RowResult(value, failure, time.monotonic() - start, columns, metrics))
 
 
 async def _awaited(output: Any) -> Any:
