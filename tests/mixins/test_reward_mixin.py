@@ -9,6 +9,7 @@ import torch
 from support.mixin_hosts import Ranks, host
 
 from groupwise.core.advantages import GroupRewards, nan_std
+from groupwise.errors import RewardError
 from groupwise.mixins import RewardMixin
 from groupwise.mixins import reward as reward_module
 from groupwise.mixins.reward import reward_metrics
@@ -96,6 +97,12 @@ def test_a_function_with_step_rewards_on_any_rank_has_step_rewards(other_rank):
     assert found.rewards.step_rewards == {0: [[], [], [(0, 1.0)], [(1, 2.0)]]}
     assert found.rewards.rewards_NF[:, 0].isnan().all()
     assert found.rewards.rewards_NF[:, 1].tolist() == [1.0, 3.0, 1.0, 1.0]
+
+
+def test_numbers_on_one_rank_and_steps_on_another_are_refused(other_rank):
+    other_rank.append(([[[(0, 1.0)], []]], [True], 2))
+    with pytest.raises(RewardError, match="'length' returned step rewards on some processes and numbers"):
+        mixin([length]).compute_rewards(rollouts())
 
 
 def test_errors_are_counted_by_function(other_rank):

@@ -79,8 +79,15 @@ def test_numbers_of_any_kind_are_rewards(tmp_path, returned):
         ([1.0, 2.0, math.inf, 4.0], "row 2"),
         ([1.0, 2.0, 3.0, "4"], "row 3"),
         ([[(99, 1.0)], [], [], []], "row 0"),
+        ([1.0, 1e17, 3.0, 4.0], r"returned 1e+17 (float) for row 1; allowed: a finite number of magnitude"),
+        ([1.0, 2.0, 3.0, -(10**400)], "returned an integer of many digits (int) for row 3"),
+        ([[(0, 10**400)], [], [], []], "row 0"),
+        ([[(0, 1.0)], 0.5, [], None], "the number 0.5 for row 1; return None or an empty list"),
     ],
-    ids=["length", "scalar", "none", "nan", "inf", "string", "step out of range"],
+    ids=[
+        *("length", "scalar", "none", "nan", "inf", "string", "step out of range", "beyond float32"),
+        *("beyond float", "step beyond float", "number among steps"),
+    ],
 )
 def test_unusable_rewards_name_function_row_prompt_and_completion(tmp_path, returned, said):
     def broken(**_):
@@ -209,6 +216,85 @@ def test_logged_columns_and_metrics_arrive(tmp_path):
     assert "length" in pandas.read_parquet(table).columns
 
 
+@pytest.mark.parametrize("values", [[1, 2, 3], [1, 2, 3, 4, 5], []], ids=len)
+def test_a_logged_column_of_another_length_names_the_function(tmp_path, values):
+    def labelling(log_extra, **_):
+        log_extra("label", values)
+        return [1.0, 2.0, 3.0, 4.0]
+
+    message = rf"'labelling' raised ValueError: log_extra\('label', ...\) has {len(values)} values for 4"
+    with pytest.raises(RewardError, match=message):
+        first_batch(trainer(tmp_path, labelling))
+
+
+def test_numpy_values_that_rewards_log_are_plain_in_a_checkpoint(tmp_path):
+    def reward(completions, log_extra, log_metric, **_):
+        log_extra("score", list(np.linspace(0, 1, 4)))
+        log_extra("index", np.arange(4))
+        log_extra("right", list(np.arange(4) > 1))
+        log_extra(np.str_("word"), [np.str_("w"), None, torch.tensor(2.5), object])
+        log_metric(np.str_("seen"), np.float64(2.5))
+        return [1.0, 2.0, 3.0, 4.0]
+
+    # No log before the checkpoint, which therefore contains the rows of the table.
+    settings = {"log_completions": True, "num_completions_to_print": 0, "logging_steps": 2}
+    settings |= {"save_strategy": "steps", "save_steps": 1}
+    trainer(tmp_path, reward, **settings, max_steps=1).train()
+    resumed = trainer(tmp_path, reward, **settings, max_steps=2)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    from pyarrow import parquet
+
+    table = parquet.read_table(tmp_path / "completions" / "completions_00002.parquet").to_pydict()
+    assert table["score"] == [0.0, 1 / 3, 2 / 3, 1.0] * 2
+    assert table["index"] == [0.0, 1.0, 2.0, 3.0] * 2
+    assert table["right"] == [False, False, True, True] * 2
+    assert table["word"][:3] == ["w", None, "2.5"]
+
+
+def test_a_reward_that_changes_its_arguments_changes_nothing_else(tmp_path):
+    seen = []
+
+    def spoiling(prompts, completions, completion_ids, **_):
+        for messages in (*prompts, *completions):
+            messages[0]["content"] = "spoiled"
+            messages.clear()
+        for ids in completion_ids:
+            ids.clear()
+        return [0.0] * 4
+
+    def looking(prompts, completions, completion_ids, **_):
+        seen.append([(p[0]["content"], c[0]["role"]) for p, c in zip(prompts, completions, strict=True)])
+        assert all(completion_ids)
+        return [0.0] * 4
+
+    rows = list(chats())
+    run = trainer(tmp_path, [spoiling, looking], train_dataset=rows)
+    rollouts = generate(run, [rows[1]] * 4)
+    before = [list(completion.token_ids) for completion in rollouts.completions]
+    run.compute_rewards(rollouts)
+    assert seen == [[("w1 w2", "assistant")] * 4]
+    assert [completion.token_ids for completion in rollouts.completions] == before
+    assert rows == list(chats())
+
+
+def test_a_batch_in_which_no_steps_are_found_has_no_rewards(tmp_path):
+    def steps_of(found):
+        def stepwise(completions, **_):
+            return found
+
+        return stepwise
+
+    for found in ([[], [], [], []], [[], None, [], []]):
+        run = trainer(tmp_path, steps_of(found), max_steps=1)
+        _, advantages = first_batch(run)
+        assert not advantages.any()
+        run.train()
+        assert "rewards/stepwise/mean" not in run.state.log_history[0]
+    # Completions without steps are left out of the mean: (1 + 2) / 2.
+    scored, _ = first_batch(trainer(tmp_path, steps_of([[(0, 1.0)], [], None, [(0, 2.0)]])))
+    assert scored.metrics["rewards/stepwise/mean"].value() == 1.5
+
+
 def test_names_come_from_functions_partials_and_objects(tmp_path):
     def named(**_):
         return [0.0] * 4
@@ -285,6 +371,17 @@ def test_a_reward_model_scores_chats_through_its_template(tmp_path):
 def test_unusable_reward_arguments_are_refused_before_the_model_loads(tmp_path, rewards, changes, said):
     with pytest.raises(ConfigError, match=said):
         trainer(tmp_path, rewards, model="nowhere/at-all", **changes)
+
+
+def test_one_tokenizer_for_several_reward_models_is_refused(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"reward_processing_classes is one \w+ for 2 reward models; give a list"
+    ):
+        trainer(tmp_path, [reward_model(), count_reward, "judge"], reward_processing_classes=tokenizer())
+    # Functions take no tokenizer: that of the only model is meant.
+    own = tokenizer()
+    run = trainer(tmp_path, [count_reward, reward_model()], reward_processing_classes=own)
+    assert run.reward_processing_classes == [None, own]
 
 
 def test_a_reward_model_with_two_labels_is_refused(tmp_path):

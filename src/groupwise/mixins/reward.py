@@ -14,6 +14,7 @@ from transformers import TrainerState
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.advantages import GroupRewards, nan_std, total_rewards
 from groupwise.core.metrics import Mean, Metrics, Sum, merge_metrics
+from groupwise.errors import RewardError
 from groupwise.records import RewardBatch, RolloutBatch
 from groupwise.rewards.runtime.calling import Reward, call_rewards
 from groupwise.rewards.runtime.partial import PartialReward
@@ -42,16 +43,23 @@ class RewardMixin:
             None; weights, step rewards and logged columns.
 
         Raises:
-            RewardError: a function failed, timed out, or returned a wrong number or type of values.
+            RewardError: a function failed, timed out, or returned a wrong number or type of values; or it
+                returned numbers on some ranks and step rewards on others.
         """
         columns: dict[str, list[Any]] = {}
         logged: list[Metrics] = []
 
         def log_extra(column: str, values: list[Any]) -> None:
-            columns[column] = list(values)
+            values = list(values)
+            if len(values) != len(rollouts):
+                raise ValueError(
+                    f"log_extra({column!r}, ...) has {len(values)} values for {len(rollouts)} completions; "
+                    "give one for each"
+                )
+            columns[str(column)] = values
 
         def log_metric(name: str, value: float) -> None:
-            logged.append({name: Mean(float(value))})
+            logged.append({str(name): Mean(float(value))})
 
         rewards_FB, failures, seconds_F = call_rewards(
             self.reward_callables,
@@ -106,6 +114,12 @@ class RewardMixin:
             for i in range(len(rewards_FB))
         ]
         stepwise = [i for i in range(len(columns)) if any(flags[i] for _, flags, _ in gathered)]
+        for i in stepwise:  # checked on every rank: numbers would be ignored
+            if any(isinstance(reward, float) and not math.isnan(reward) for reward in columns[i]):
+                raise RewardError(
+                    f"reward function {self.reward_func_names[i]!r} returned step rewards on some processes "
+                    "and numbers on others; return None or an empty list for a completion without steps"
+                )
         matrix_FN = [[math.nan] * len(c) if i in stepwise else c for i, c in enumerate(columns)]
         return GroupRewards(
             rewards_NF=torch.tensor(matrix_FN, dtype=torch.float32).T,
@@ -129,7 +143,8 @@ def reward_metrics(
     for column, name in enumerate(names):
         values_N = rewards.rewards_NF[:, column]
         if column in rewards.step_rewards:
-            values_N = torch.tensor([sum(r for _, r in steps) for steps in rewards.step_rewards[column]])
+            sums = [sum(r for _, r in steps) if steps else math.nan for steps in rewards.step_rewards[column]]
+            values_N = torch.tensor(sums, dtype=torch.float32)  # without steps, the reward is missing
         scored = (~values_N.isnan()).sum().item()
         if scored:
             metrics[f"rewards/{name}/mean"] = Mean(values_N.nansum().item(), scored)

@@ -91,7 +91,7 @@ class MetricBuffer:
         if number is None:
             raise ValueError(f"record_metric({name!r}, {value!r:.80}): the value must be one finite number")
         try:
-            self.record({name: REDUCTIONS[reduction](number)})
+            self.record({str(name): REDUCTIONS[reduction](number)})
         except TypeError as error:
             raise ValueError(f"record_metric({name!r}, ..., {reduction!r}): {error}") from error
 
@@ -127,7 +127,7 @@ def _as_number(value: object) -> float | None:
     """Return a number, or a one-element tensor or array, as a finite float; None for anything else."""
     try:
         number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several elements
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several elements
         return None
     return number if math.isfinite(number) and not isinstance(value, str) else None
 

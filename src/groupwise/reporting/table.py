@@ -105,7 +105,7 @@ def _json(arguments: object) -> str:
 def row_text(text: str | Sequence[PlainMessage]) -> str:
     """Return a string unchanged, and chat messages as lines ``role: content``."""
     if isinstance(text, str):
-        return text
+        return str(text)  # of a subclass, such as numpy's, too
     return "\n".join(f"{message['role']}: {_message_text(message)}" for message in text)
 
 
@@ -127,7 +127,12 @@ def _content(content: object) -> str:
 
 
 def _cell(value: object) -> Cell:
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+    """Return a plain value: a checkpoint that contains numpy scalars cannot be loaded."""
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        value = value.item()
+    kinds: tuple[type[str | int | float], ...] = (bool, int, float)
+    plain = (kind(value) for kind in kinds if isinstance(value, kind))  # subclasses too
+    return next(plain, None if value is None else str(value))
 
 
 _THOUGHTS = ("reasoning_content", "thinking")  # "thinking" in the templates of GPT-OSS and LFM2.5

@@ -63,7 +63,8 @@ def check_rewards(
         environment_rewards: reward functions of environments; appended with weight 1.
 
     Raises:
-        ConfigError: there is no function, an entry is not one, or lengths differ.
+        ConfigError: there is no function, an entry is not one, lengths differ, or one tokenizer is given for
+            several reward models.
     """
     functions: list[RewardFunc] = []
     if isinstance(reward_funcs, (list, tuple)):
@@ -74,6 +75,13 @@ def check_rewards(
         raise ConfigError("reward_funcs is missing; pass a reward function, a reward model or a list of them")
     for function in functions:
         _check_function(function)
+    num_models = sum(isinstance(function, (str, PreTrainedModel)) for function in functions)
+    if num_models > 1 and not isinstance(processing_classes, (list, tuple, type(None))):
+        raise ConfigError(
+            f"reward_processing_classes is one {type(processing_classes).__name__} for {num_models} reward "
+            "models; give a list with one entry per reward function (None for the model's own tokenizer, and "
+            "for functions)"
+        )
     tokenizers = (
         list(processing_classes)
         if isinstance(processing_classes, (list, tuple))

@@ -31,6 +31,10 @@ Reward = float | list[tuple[int, float]]
 
 T = TypeVar("T")
 
+#: Largest magnitude of a reward: the squares of a batch of larger ones overflow in float32, their standard
+#: deviation is infinite, and every advantage is 0.
+MAX_REWARD = 1e16
+
 #: Dataset columns that are passed under another name.
 _RESERVED = ("prompt", "completion", "completion_ids")
 
@@ -57,17 +61,24 @@ def unique_names(names: Sequence[str]) -> list[str]:
 def reward_arguments(rollouts: RolloutBatch) -> dict[str, Any]:
     """Return the columns that reward functions receive as keyword arguments, B entries each.
 
-    All lists are copies: a function that changes its arguments cannot change the tokens that are trained on
-    or the arguments of another function.
+    Lists, and the messages of chats, are copies: a function that changes its arguments cannot change the
+    prompts and tokens that are trained on or the arguments of another function.
     """
     columns = {key: None for row in rollouts.rows for key in row if key not in _RESERVED}
     return {
         **{key: [row.get(key) for row in rollouts.rows] for key in columns},
         **{key: list(values) for key, values in rollouts.extra.items()},
-        "prompts": list(rollouts.prompts),
-        "completions": list(rollouts.texts),
+        "prompts": copied(rollouts.prompts),
+        "completions": copied(rollouts.texts),
         "completion_ids": [list(completion.token_ids) for completion in rollouts.completions],
     }
+
+
+def copied(value: Any) -> Any:
+    """Copy lists and dictionaries at any depth; other values, such as images, are shared."""
+    if isinstance(value, list):
+        return [copied(entry) for entry in value]
+    return {key: copied(entry) for key, entry in value.items()} if type(value) is dict else value
 
 
 class RewardCalls(NamedTuple):
@@ -289,7 +300,8 @@ def checked_rewards(output: object, name: str, rollouts: RolloutBatch) -> list[R
     """Convert the output of one reward function to numbers, NaN for None.
 
     Raises:
-        RewardError: naming the function, the row, its prompt and its completion.
+        RewardError: naming the function, the row, its prompt and its completion. A function that returns
+            step rewards must not also return numbers.
     """
     if hasattr(output, "tolist"):  # tensors and arrays
         output = output.tolist()
@@ -303,7 +315,15 @@ def checked_rewards(output: object, name: str, rollouts: RolloutBatch) -> list[R
             f"reward function {name!r} returned {len(output)} rewards for {len(rollouts)} completions; "
             "it must return one number or None for each"
         )
-    return [_checked_reward(value, name, row, rollouts) for row, value in enumerate(output)]
+    rewards = [_checked_reward(value, name, row, rollouts) for row, value in enumerate(output)]
+    numbers = [row for row, reward in enumerate(rewards) if isinstance(reward, float) and reward == reward]
+    if numbers and any(isinstance(reward, list) for reward in rewards):
+        raise RewardError(
+            f"reward function {name!r} returned step rewards for some completions and the number "
+            f"{rewards[numbers[0]]} for row {numbers[0]}; return None or an empty list for a completion "
+            f"without steps{_sample(numbers[0], rollouts)}"
+        )
+    return rewards
 
 
 def _checked_reward(value: object, name: str, row: int, rollouts: RolloutBatch) -> Reward:
@@ -311,15 +331,25 @@ def _checked_reward(value: object, name: str, row: int, rollouts: RolloutBatch) 
         return math.nan
     if hasattr(value, "item") and hasattr(value, "tolist"):
         value = value.item() if getattr(value, "ndim", 0) == 0 else value.tolist()
-    if isinstance(value, Real) and math.isfinite(value):
-        return float(value)
+    if _is_reward(value):
+        return float(value)  # type: ignore[arg-type]
     if isinstance(value, (list, tuple)) and all(_is_step(step, row, rollouts) for step in value):
         return [(int(end), float(reward)) for end, reward in value]
+    shown = "an integer of many digits" if isinstance(value, int) else f"{value!r:.80}"
     raise RewardError(
-        f"reward function {name!r} returned {value!r:.80} ({type(value).__name__}) for row {row}; allowed: a "
-        "finite number, None, or a list of (index of the step's last token, reward); "
-        f"prompt: {rollouts.prompts[row]!r:.300}; completion: {rollouts.texts[row]!r:.300}"
+        f"reward function {name!r} returned {shown} ({type(value).__name__}) for row {row}; allowed: a "
+        f"finite number of magnitude up to {MAX_REWARD:.0e}, None, or a list of (index of the step's last "
+        f"token, reward){_sample(row, rollouts)}"
     )
+
+
+def _sample(row: int, rollouts: RolloutBatch) -> str:
+    return f"; prompt: {rollouts.prompts[row]!r:.300}; completion: {rollouts.texts[row]!r:.300}"
+
+
+def _is_reward(value: object) -> bool:
+    # False for NaN and infinities; exact for integers that no float can hold.
+    return isinstance(value, Real) and abs(value) <= MAX_REWARD  # type: ignore[operator]
 
 
 def _is_step(step: object, row: int, rollouts: RolloutBatch) -> bool:
@@ -327,4 +357,4 @@ def _is_step(step: object, row: int, rollouts: RolloutBatch) -> bool:
         return False
     end, reward = step
     in_range = isinstance(end, int) and 0 <= end < len(rollouts.completions[row].token_ids)
-    return in_range and isinstance(reward, Real) and math.isfinite(reward)
+    return in_range and _is_reward(reward)
