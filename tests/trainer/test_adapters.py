@@ -78,6 +78,51 @@ def test_a_fresh_adapter_is_measured_against_the_base(tmp_path):
     assert (current - base).abs().max() > 1e-2
 
 
+def experts(seed=0):
+    """A mixture of experts over the words of the tiny policy."""
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
+    return MixtralForCausalLM(
+        MixtralConfig(vocab_size=32, **sizes, pad_token_id=0, eos_token_id=1, bos_token_id=None)
+    )
+
+
+EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+
+
+@pytest.mark.parametrize("by_trainer", [True, False], ids=["peft_config", "PeftModel"])
+@pytest.mark.parametrize(
+    ("make", "target"), [(policy, {}), (experts, EXPERTS)], ids=["dense", "mixture of experts"]
+)
+def test_a_fresh_adapter_needs_no_second_one_as_its_reference(tmp_path, make, target, by_trainer):
+    given = {"model": make(), "peft_config": lora(**target)}
+    if not by_trainer:
+        given = {"model": peft.get_peft_model(make(), lora(**target))}
+    run = trainer(tmp_path, **given, beta=0.04, max_steps=2)
+    assert list(run.model.peft_config) == ["default"]
+    adapters = [parameter for name, parameter in run.model.named_parameters() if "lora_" in name]
+    assert adapters and all(parameter.requires_grad for parameter in adapters)
+    start = adapter_weights(run.model)
+    run.train()
+    trained = adapter_weights(run.model)
+    assert all((trained[name] != start[name]).any() for name in trained if "lora_B" in name)
+    (batch,) = experience(run, ROWS)
+    with torch.no_grad():
+        base = run.compute_logprobs(make(), batch).logps_BT
+        current = run.compute_logprobs(run.model, batch).logps_BT
+    torch.testing.assert_close(batch.ref_logps_BT, base)
+    assert (current - base).abs().max() > 1e-3
+
+
+def test_an_adapter_that_was_trained_on_one_matrix_is_not_fresh(tmp_path):
+    model = peft.get_peft_model(experts(), lora(**EXPERTS))
+    with torch.no_grad():
+        next(p for name, p in model.named_parameters() if "experts.lora_B" in name).fill_(0.1)
+    run = trainer(tmp_path, model=model, beta=0.04)
+    assert list(run.model.peft_config) == ["default", "reference"]
+
+
 def test_a_continued_adapter_is_measured_against_a_frozen_copy_of_itself(tmp_path):
     model = peft.get_peft_model(policy(), lora())
     with torch.no_grad():

@@ -284,3 +284,14 @@ def test_an_overridden_loss_is_refused(tmp_path):
     args = GRPOConfig(str(tmp_path), use_liger_kernel=True, **options)
     with pytest.raises(ConfigError, match=r"OwnLoss overrides compute_policy_loss.*use_liger_kernel=False"):
         OwnLoss(policy(), count_reward, args, prompts(), processing_class=tokenizer())
+
+
+@needs_liger
+def test_an_adapter_of_virtual_tokens_is_refused(tmp_path):
+    peft = pytest.importorskip("peft")
+    tuning = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    message = "use_liger_kernel=True with a PromptTuningConfig, whose virtual tokens"
+    with pytest.raises(ConfigError, match=message):
+        trainer(tmp_path, model="nowhere/at-all", peft_config=tuning, use_liger_kernel=True)
+    with pytest.raises(ConfigError, match=message):
+        trainer(tmp_path, model=peft.get_peft_model(policy(), tuning), use_liger_kernel=True)

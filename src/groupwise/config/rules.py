@@ -392,6 +392,19 @@ def delta_inside_clip_range(c: GRPOConfig) -> Iterator[str]:
         )
 
 
+@caution(importance_sampling_level="sequence")
+def sequence_ratio_with_token_sum(c: GRPOConfig) -> Iterator[str]:
+    objective = OBJECTIVES[c.loss_type]
+    sums_tokens = objective.normalizer in ("token_mean", "local_token_mean", "constant_length")
+    reads_ratio = objective.surrogate in (surrogates.clipped, surrogates.cispo)
+    if c.importance_sampling_level == "sequence" and sums_tokens and reads_ratio:
+        yield (
+            f"importance_sampling_level='sequence' with loss_type={c.loss_type!r}: the loss is a sum over "
+            "tokens, so that a sequence counts in proportion to its length; loss_type='grpo' weighs "
+            "sequences equally (GSPO)"
+        )
+
+
 @rule(kl_in_reward=True, beta=0.04, multi_objective_aggregation="normalize_then_sum")
 def kl_in_reward_normalized_away(c: GRPOConfig) -> Iterator[str]:
     if c.kl_in_reward and c.beta > 0 and AGGREGATIONS[c.multi_objective_aggregation].normalize_first:

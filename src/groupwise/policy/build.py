@@ -42,7 +42,7 @@ def prepare_policy(
         ConfigError: the settings, the model and the adapter do not fit together.
     """
     if config.use_liger_kernel:
-        check_liger(model, config)
+        check_liger(model, config, peft_config)
     policy = load_policy(model, config, quantization_config)
     if config.disable_dropout:
         disable_dropout(policy)
@@ -93,11 +93,14 @@ def speed_up(models: list[nn.Module | None], config: GRPOConfig, accelerator: Ac
         )
 
 
-def check_liger(model: str | PreTrainedModel, config: GRPOConfig) -> None:
-    """Check that Liger's loss supports the model.
+def check_liger(
+    model: str | PreTrainedModel, config: GRPOConfig, peft_config: PeftConfig | None = None
+) -> None:
+    """Check that Liger's loss supports the model and its adapter.
 
     Raises:
-        ConfigError: liger-kernel is not installed, or the model bounds its logits by a softcap.
+        ConfigError: liger-kernel is not installed, the model bounds its logits by a softcap, or an adapter
+            adds virtual tokens.
     """
     if importlib.util.find_spec("liger_kernel") is None:
         raise ConfigError(
@@ -110,6 +113,13 @@ def check_liger(model: str | PreTrainedModel, config: GRPOConfig) -> None:
             f"use_liger_kernel=True, but the model bounds its logits (final_logit_softcapping={softcap}), "
             "which Liger's loss does not; set use_liger_kernel=False"
         )
+    adapters = getattr(model, "peft_config", {}).values() if peft_config is None else [peft_config]
+    for adapter in adapters:
+        if adapter.is_prompt_learning:
+            raise ConfigError(
+                f"use_liger_kernel=True with a {type(adapter).__name__}, whose virtual tokens Liger's fused "
+                "loss would count as tokens of the prompt; set use_liger_kernel=False, or use LoRA"
+            )
 
 
 def text_config(model: str | PreTrainedModel, config: GRPOConfig) -> PretrainedConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -107,7 +107,8 @@ def make_reference(policy: PreTrainedModel, config: GRPOConfig, *, fresh_adapter
     Args:
         policy: the unwrapped policy, with its adapter.
         config: ``beta`` and ``sync_ref_model`` are read.
-        fresh_adapter: the adapter is new, so that the initial policy is the base model.
+        fresh_adapter: the adapter is new, so that the initial policy is the base model. True is also found
+            out for a LoRA adapter that was added before the trainer was built.
 
     Raises:
         ConfigError: ``sync_ref_model=True`` with a PEFT policy.
@@ -121,4 +122,27 @@ def make_reference(policy: PreTrainedModel, config: GRPOConfig, *, fresh_adapter
             "sync_ref_model=True needs a separate reference model, but the reference of a PEFT policy is its "
             "own base weights; set sync_ref_model=False or train without an adapter"
         )
-    return DisabledAdapter() if fresh_adapter else FrozenAdapter(cast("PeftModel", policy))
+    adapters = cast("PeftModel", policy)
+    return DisabledAdapter() if fresh_adapter or _changes_nothing(adapters) else FrozenAdapter(adapters)
+
+
+def _changes_nothing(policy: PeftModel) -> bool:
+    """Return True if the active adapter is a LoRA adapter whose products B·A are zero, as at its start.
+
+    False for adapters that train other weights too, and for weights that are not on this rank (ZeRO-3).
+    """
+    settings: Any = policy.peft_config[policy.active_adapter]
+    others = ("modules_to_save", "trainable_token_indices")
+    if (
+        settings.peft_type != "LORA"
+        or settings.bias != "none"
+        or any(getattr(settings, o, None) for o in others)
+    ):
+        return False
+    # One factor of each product starts at zero: B of linear layers and experts, A of embeddings.
+    zeros = [
+        parameter
+        for name, parameter in policy.named_parameters()
+        if (".lora_B." in name or ".lora_embedding_A." in name) and f".{policy.active_adapter}" in name
+    ]
+    return bool(zeros) and all(factor.numel() > 0 and not factor.any() for factor in zeros)
