@@ -72,7 +72,9 @@ def test_copies_and_pickles_of_a_configuration_have_no_token():
         assert other.hub_token is None and other.model_init_kwargs == {"token": None, "revision": "c"}
         assert other.beta == config.beta
     assert config.hub_token == "a" and config.model_init_kwargs["token"] == "b"
-    assert "'b'" not in str(config.to_dict()) and "'b'" not in config.to_json_string()
+    for shown in (repr(config), str(config), f"{config}", str(config.to_dict()), config.to_json_string()):
+        assert "'b'" not in shown and "beta" in shown
+    assert repr(config).startswith("GRPOConfig(\n") and "'revision': 'c'" in repr(config)
 
 
 def test_masking_goes_by_whole_names():

@@ -43,10 +43,21 @@ def test_model_and_port_come_from_the_run(capsys, run_file, tiny):
     assert command[command.index("--port") + 1] == "1"
 
 
-@pytest.mark.parametrize("key", [["--api-key", "planted"], ["--api-key=planted"]])
-def test_keys_are_not_shown(capsys, key):
-    command, _ = shown_command(capsys, "--model", "some/model", *key)
-    assert "planted" not in " ".join(command) and "API_KEY" in command[-1]
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        (["--api-key", "planted"], ["--api-key", "<API_KEY>"]),
+        (["--api-key=planted"], ["--api-key=<API_KEY>"]),
+        (["--api_key", "planted"], ["--api_key", "<API_KEY>"]),
+        (["--api-key", "planted", "planted2"], ["--api-key", "<API_KEY>", "<API_KEY>"]),
+        (["--api-key=planted", "planted2"], ["--api-key=<API_KEY>", "<API_KEY>"]),
+        (["--hf-token", "planted"], ["--hf-token", "<HF_TOKEN>"]),
+    ],
+    ids=" ".join,
+)
+def test_keys_are_not_shown(capsys, given, shown):
+    command, _ = shown_command(capsys, "--model", "some/model", *given, "--max-num-seqs", "9")
+    assert command[-len(shown) - 2 :] == [*shown, "--max-num-seqs", "9"]
 
 
 def test_the_process_becomes_the_server(monkeypatch, capsys):

@@ -14,6 +14,8 @@ from groupwise.config.redact import redact
 from groupwise.errors import ConfigError
 
 _LOCAL = ("127.0.0.1", "localhost", "::1")
+#: Options of ``vllm serve`` whose values are not printed.
+_SECRET_OPTIONS = {"--api-key": "<API_KEY>", "--hf-token": "<HF_TOKEN>"}
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -85,14 +87,15 @@ def _device() -> str:
 
 
 def _without_keys(command: Sequence[str]) -> list[str]:
-    """Return the command with the value of --api-key replaced, for display."""
-    shown = []
-    for position, part in enumerate(command):
-        name, separator, _ = part.partition("=")
-        if position and command[position - 1] == "--api-key":
-            shown.append("<API_KEY>")
-        else:
-            shown.append(f"{name}=<API_KEY>" if name == "--api-key" and separator else part)
+    """Return the command with the values of options for credentials replaced, for display."""
+    shown, placeholder = [], ""
+    for part in command:
+        if part.startswith("-"):
+            name, separator, _ = part.partition("=")
+            placeholder = _SECRET_OPTIONS.get(name.replace("_", "-"), "")
+            shown.append(f"{name}={placeholder}" if separator and placeholder else part)
+        else:  # an option may have several values: --api-key KEY KEY
+            shown.append(placeholder or part)
     return shown
 
 
