@@ -32,7 +32,7 @@ from groupwise.data.build import (
 )
 from groupwise.data.dynamic_sampling import DynamicBatch, DynamicSamplingSettings, LeftoverGroups
 from groupwise.data.image_checks import check_vision, has_image_columns
-from groupwise.data.prompt_source import PromptSource
+from groupwise.data.prompt_source import PromptSource, num_valid_rows
 from groupwise.data.rebalancing import WindowStats, cache_sized
 from groupwise.errors import ConfigError
 from groupwise.generation.base import GenerationBackend
@@ -129,7 +129,6 @@ class GRPOTrainer(
     buffer: ExperienceBuffer
     leftover_groups: LeftoverGroups
     window_entropy: Mean
-    _mode: Mode = "train"  # "eval" inside an evaluation batch, for record_metric
 
     # Public attributes that read and change settings; ``Setting.changes`` says when a change takes effect.
     num_generations = SettingAttribute()
@@ -207,7 +206,7 @@ class GRPOTrainer(
             model=policy,
             args=args,
             train_dataset=train_dataset,  # as given: self.prompts reads checked rows of it
-            eval_dataset=data.eval_dataset,
+            eval_dataset=eval_dataset,
             processing_class=processing_class,
             callbacks=callbacks,
             optimizers=optimizers,
@@ -474,7 +473,6 @@ class GRPOTrainer(
     ) -> tuple[torch.Tensor, None, None]:
         """Generate, reward and evaluate the loss of one evaluation batch, B rows of this rank."""
         request = self.make_eval_request(inputs)
-        self._mode = "eval"
         with torch.no_grad():
             self.sync_sampler("eval")
             rollouts, rewards = self.sample(request)
@@ -484,7 +482,6 @@ class GRPOTrainer(
             num_padding_rows = len(inputs) - rewards.num_valid
             (batch,) = self.set_token_weights(window, self.compute_entropy_masks(window), num_padding_rows)
             loss = self.compute_loss(model, batch)
-        self._mode = "train"
         # The losses of the ranks average to that of the batch, which counts by its rows.
         share = len(rewards.rewards.rewards_NF) / self.args.world_size
         self.metrics["eval"].record({"loss": Mean(loss.detach() * share, share)})
@@ -503,13 +500,11 @@ class GRPOTrainer(
 
     def make_eval_request(self, rows: list[Row]) -> RolloutRequest:
         """Build the request for the rollouts of an evaluation batch, these rows of this rank."""
-        gradient_state = self.accelerator.gradient_state
-        # The last batch is padded so that all ranks get the same number of rows; the padding does not count.
-        remainder = gradient_state.remainder if gradient_state.end_of_dataloader else 0
         return RolloutRequest(
             rows,
             num_generations=num_generations_eval(self.settings),
-            num_valid=remainder if remainder > 0 else None,
+            # The last batch is padded so that all ranks get as many rows; the padding does not count.
+            num_valid=num_valid_rows(rows, self.accelerator.gradient_state),
             mode="eval",
             generation_kwargs={**self.sampler_changes, **(self.settings.eval_generation_kwargs or {})},  # type: ignore[dict-item]
             on_partial_rollout=self.start_partial_rewards(),
@@ -585,7 +580,10 @@ class GRPOTrainer(
         check_methods(self, self.uncalled_methods)  # a script may have replaced methods on the instance
         directory = checkpointing.find_checkpoint(resume_from_checkpoint, str(self.args.output_dir))
         self._reset_run_state(directory)
-        return super().train(directory, *args, **kwargs)
+        try:
+            return super().train(directory, *args, **kwargs)
+        finally:
+            self.backend.disconnect()
 
     def _reset_run_state(self, directory: str | None) -> None:
         """Start a run from its beginning, or from the checkpoint in ``directory``."""

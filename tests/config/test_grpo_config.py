@@ -107,6 +107,7 @@ CONTRACT = {
     "reward_on_error": (str, "raise"),
     "eval_pass_at_k": (list, None),
     "eval_pass_threshold": (float, 0.0),
+    "eval_max_samples": (int, None),
     "eval_generation_kwargs": (dict, None),
     "log_completions": (bool, False),
     "num_completions_to_print": (int, None),

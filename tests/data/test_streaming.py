@@ -14,7 +14,6 @@ from support.resume_runs import prompts as lettered
 from support.runs import WORDS, chats, policy, prompts, tokenizer, trainer
 
 from groupwise import ConfigError
-from groupwise.data.build import MOST_EVALUATION_ROWS
 from groupwise.data.prompt_source import RankShare, StreamPrompts
 
 _TIMING = re.compile(
@@ -139,23 +138,94 @@ def test_a_streamed_run_resumes(tmp_path, given):
         assert history(resumed) == history(whole)
 
 
-def test_evaluation_reads_a_stream_once(tmp_path):
-    reads = []
+class Recorded(torch.utils.data.IterableDataset):
+    """A stream that remembers the rows that were read from it."""
 
-    class Read(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            reads.append(1)
-            return iter(list(prompts(3)))
+    def __init__(self, rows):
+        self.rows, self.read = rows, []
 
-    common = {"num_generations_eval": 2, "per_device_eval_batch_size": 4}
-    expected = trainer(tmp_path / "a", eval_dataset=prompts(3), **common).evaluate()
-    streamed = trainer(tmp_path / "b", eval_dataset=Read(), **common)
-    found = streamed.evaluate()
-    kept = [name for name in expected if not _TIMING.fullmatch(name)]
-    assert {name: found[name] for name in kept} == {name: expected[name] for name in kept}
-    streamed.evaluate()
-    assert len(reads) == 1
-    assert streamed.evaluate(eval_dataset=stream(chats(2)))["eval_reward"] >= 0
+    def __iter__(self):
+        for row in self.rows:
+            self.read.append(row["row"])
+            yield row
+
+
+def metrics_without_time(metrics):
+    return {name: value for name, value in metrics.items() if not _TIMING.fullmatch(name)}
+
+
+# 3 prompts, 2 completions each, in batches of 4: the last one has 2. Greedy: a dataloader draws a seed.
+EVALUATION = {
+    "num_generations_eval": 2,
+    "per_device_eval_batch_size": 4,
+    "eval_generation_kwargs": {"temperature": 0.0},
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_evaluation_of_a_stream_is_that_of_the_same_rows_at_hand(tmp_path, workers):
+    expected = trainer(tmp_path / "a", eval_dataset=prompts(3), **EVALUATION).evaluate()
+    given = stream(prompts(3))
+    run = trainer(tmp_path / "b", eval_dataset=given, dataloader_num_workers=workers, **EVALUATION)
+    assert run.eval_dataset is given
+    found = run.evaluate()
+    assert metrics_without_time(found) == metrics_without_time(expected)
+    assert found["eval_samples_per_second"] * found["eval_runtime"] == pytest.approx(6, rel=0.01)
+    assert run.evaluate(eval_dataset=stream(chats(2)))["eval_reward"] >= 0
+
+
+def test_an_evaluation_reads_a_stream_batch_by_batch_and_again_each_time(tmp_path):
+    recorded, seen = Recorded(list(prompts(5))), []
+
+    def reward(row, **_):
+        seen.append((list(row), list(recorded.read)))
+        return [0.0] * len(row)
+
+    run = trainer(tmp_path, reward, eval_dataset=recorded, **EVALUATION)
+    assert recorded.read == []  # nothing is read before it is evaluated
+    run.evaluate()
+    assert seen == [
+        ([0, 0, 1, 1], [0, 1]),
+        ([2, 2, 3, 3], [0, 1, 2, 3]),
+        ([4, 4], [0, 1, 2, 3, 4]),
+    ]
+    run.evaluate()
+    assert recorded.read == [0, 1, 2, 3, 4] * 2
+
+
+@pytest.mark.parametrize("limit", [2, 3, 4])
+def test_an_evaluation_ends_after_the_most_rows(tmp_path, limit):
+    given = {**EVALUATION, "eval_max_samples": limit}
+    expected = trainer(tmp_path / "a", eval_dataset=prompts(limit), **EVALUATION).evaluate()
+    recorded = Recorded(itertools.chain(list(prompts(limit)), itertools.repeat({"prompt": "", "row": -1})))
+    for name, dataset in {"set": prompts(6), "stream": recorded}.items():
+        found = trainer(tmp_path / name, eval_dataset=dataset, **given).evaluate()
+        assert metrics_without_time(found) == metrics_without_time(expected)
+    assert recorded.read == list(range(limit))
+
+
+def test_prompts_beyond_the_most_rows_are_not_checked(tmp_path):
+    rows = [*prompts(2), {"prompt": "", "row": 2}]
+    run = trainer(tmp_path, eval_dataset=rows, eval_max_samples=2, **EVALUATION)
+    assert run.evaluate()["eval_reward"] >= 0
+    with pytest.raises(ConfigError, match="eval_dataset, row 2: the prompt is empty"):
+        trainer(tmp_path, eval_dataset=rows, **EVALUATION)
+
+
+def test_a_long_evaluation_of_a_stream_names_the_limit(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("groupwise.data.prompt_source._MANY_ROWS", 3)
+    trainer(tmp_path / "a", eval_dataset=stream(prompts(5)), eval_max_samples=5, **EVALUATION).evaluate()
+    assert "eval_max_samples" not in caplog.text
+    trainer(tmp_path / "b", eval_dataset=stream(prompts(5)), **EVALUATION).evaluate()
+    assert caplog.text.count("eval_dataset has given 3 rows and is read to its end; eval_max_samples") == 1
+
+
+def test_an_evaluation_of_a_stream_that_can_be_read_once(tmp_path):
+    once = iter(list(prompts(3)))
+    run = trainer(tmp_path, eval_dataset={"far": once}, **EVALUATION)
+    run.evaluate()
+    with pytest.raises(ConfigError, match=r"eval_dataset\['far'\] gave no rows; .*iterated again"):
+        run.evaluate()
 
 
 def test_several_evaluation_sets_some_of_them_streams(tmp_path):
@@ -170,13 +240,6 @@ def test_several_evaluation_sets_some_of_them_streams(tmp_path):
     run.train()
     logged = {name for line in run.state.log_history for name in line}
     assert {"eval_near_reward", "eval_far_reward"} <= logged
-
-
-def test_an_endless_evaluation_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("groupwise.data.build.MOST_EVALUATION_ROWS", 50)
-    assert MOST_EVALUATION_ROWS > 50
-    with pytest.raises(ConfigError, match=r"eval_dataset gave more than 50 rows; .*dataset.take\(500\)"):
-        trainer(tmp_path, eval_dataset=Counting())
 
 
 # Rows that cannot be trained on.
@@ -226,6 +289,9 @@ def test_a_bad_row_of_a_stream_is_found_when_it_is_read(tmp_path, prompt, messag
     with pytest.raises(ConfigError, match="train_dataset, " + message):
         run.train()
     assert run.state.global_step == 2
+    run = trainer(tmp_path, model=model, eval_dataset={"far": Rows()}, num_generations_eval=4)
+    with pytest.raises(ConfigError, match=r"eval_dataset\['far'\], " + message):
+        run.evaluate()
 
 
 def test_an_invalid_row_computed_on_access_is_named(tmp_path):

@@ -173,6 +173,14 @@ def test_evaluation_counts_every_row_once(trained: Path, tmp_path: Path) -> None
     assert {k: two.get(k) for k in own} == pytest.approx(own, abs=1e-6)
 
 
+def test_evaluation_of_a_stream_is_that_of_the_same_rows_at_hand(trained: Path) -> None:
+    found, expected = (
+        {k: v for k, v in json.loads((trained / name).read_text()).items() if not _TIMING.fullmatch(k)}
+        for name in ("evaluation_of_stream.json", "evaluation.json")
+    )
+    assert found == expected
+
+
 _ALONE = {"eval_strategy": "no"}  # an evaluation batch of 3 rows is half a group when there is one process
 
 

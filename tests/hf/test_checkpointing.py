@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import HfApi
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file
 from support.resume_runs import make_trainer, vowels
 from support.runs import prompts, trainer
+from transformers import TrainerCallback
 
 from groupwise.errors import ConfigError
 from groupwise.hf.checkpointing import (
@@ -60,12 +65,40 @@ def test_clear_staging_leaves_checkpoints(tmp_path: Path) -> None:
     clear_staging(str(tmp_path))
 
 
-def test_find_checkpoint_takes_the_highest_step(tmp_path: Path) -> None:
+_COMPLETE = {"trainer_state.json": "{}", "groupwise_state_0.pt": "x"}
+
+
+def test_find_checkpoint_takes_the_highest_step(tmp_path: Path, caplog: Any) -> None:
     for name in ("checkpoint-9", "checkpoint-10", "checkpoint-best", "checkpoint-11.old"):
-        _write(tmp_path / name)
+        _write(tmp_path / name, **_COMPLETE)
     (tmp_path / "checkpoint-50").write_text("a file")
-    _write(staging_dir(str(tmp_path)) / "checkpoint-99")
+    _write(staging_dir(str(tmp_path)) / "checkpoint-99", **_COMPLETE)
     assert find_checkpoint(True, str(tmp_path)) == str(tmp_path / "checkpoint-10")
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    "files", [{}, {"checkpoint-is-incomplete.txt": "x"}, {"trainer_state.json": "{}"}], ids=list
+)
+def test_find_checkpoint_skips_what_cannot_be_resumed(
+    tmp_path: Path, caplog: Any, files: dict[str, str]
+) -> None:
+    _write(tmp_path / "checkpoint-3", **_COMPLETE)
+    _write(tmp_path / "checkpoint-4", **_COMPLETE)
+    for step in (5, 6):
+        _write(tmp_path / f"checkpoint-{step}", **files)
+    assert find_checkpoint(True, str(tmp_path)) == str(tmp_path / "checkpoint-4")
+    assert "checkpoint-6, checkpoint-5 skipped: the state of the run is not complete there" in caplog.text
+
+
+def test_rotation_deletes_incomplete_checkpoints_first(tmp_path: Path) -> None:
+    _checkpoints_of_age(tmp_path, 1, 2, 3, 4)
+    for step in (1, 2, 4):
+        for name, content in _COMPLETE.items():
+            (tmp_path / f"checkpoint-{step}" / name).write_text(content)
+        os.utime(tmp_path / f"checkpoint-{step}", (1000 + step, 1000 + step))
+    rotate(tmp_path / "checkpoint-4", 2, None)
+    assert _names(tmp_path) == ["checkpoint-2", "checkpoint-4"]
 
 
 def test_find_checkpoint_takes_a_directory_as_given(tmp_path: Path) -> None:
@@ -261,12 +294,63 @@ def test_a_failed_write_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest
     trainer = make_trainer(tmp_path, max_steps=2)
 
     def full_disk(*_: Any, **__: Any) -> None:
-        raise OSError("No space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("groupwise.hf.checkpointing.save_state", full_disk)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(
+        OSError, match=r"checkpoint-1 could not be written \(OSError: .*No space left"
+    ) as caught:
         trainer.train()
-    assert list(tmp_path.glob("checkpoint-*")) == []
+    assert caught.value.errno == errno.ENOSPC
+    assert _names(tmp_path) == []
+
+
+def test_an_interrupted_write_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("groupwise.hf.checkpointing.save_state", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(tmp_path, max_steps=2).train()
+    assert _names(tmp_path) == []
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt"])
+def test_a_disk_without_space_is_named_with_the_space_needed(tmp_path: Path, file: str) -> None:
+    """No file of this process can become as large as ``file``, the first of its size to be written."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    class LimitFiles(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                size = (tmp_path / "checkpoint-1" / file).stat().st_size
+                resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, before[1]))
+
+    trainer = make_trainer(tmp_path, max_steps=3)
+    trainer.add_callback(LimitFiles())
+    message = rf"{tmp_path}/checkpoint-2 could not be written .*about [0-9.]+ MB, and [0-9.,]+ MB are free"
+    try:
+        with pytest.raises(OSError, match=message):
+            trainer.train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert _names(tmp_path) == ["checkpoint-1"]
+    # Weights, and as much again for each of the two moments of Adam.
+    size = sum(parameter.nbytes for parameter in trainer.model.parameters())
+    assert 3 * size <= trainer._estimate_checkpoint_bytes() < 3.1 * size
+
+
+def test_uploads_leave_out_what_a_crash_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uploads: list[dict[str, Any]] = []
+    monkeypatch.setattr(HfApi, "upload_folder", lambda self, **given: uploads.append(given))
+    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer.hub_model_id = "me/model"  # the repository exists
+    _write(staging_dir(str(tmp_path)) / "checkpoint-1", **{"optimizer.pt": "half"})
+    trainer.push_to_hub()
+    files = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
+    sent = set(filter_repo_objects(files, ignore_patterns=uploads[0]["ignore_patterns"]))
+    assert {"model.safetensors", "README.md"} <= sent
+    assert [name for name in files if "optimizer.pt" in name and name in sent] == []
 
 
 def test_checkpoints_load_with_transformers(tmp_path: Path) -> None:

@@ -217,10 +217,19 @@ def _by_prompt(texts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
     return {"prompt_ids": prompt_ids, "completion_ids": completion_ids}
 
 
-def evaluate(output_dir: str | Path, rows: int) -> dict[str, float]:
+class StreamOfFirstProcess(torch.utils.data.IterableDataset):
+    """Prompts without end that other processes must not read."""
+
+    def __iter__(self) -> Any:
+        assert not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+        return iter(prompts(99))
+
+
+def evaluate(output_dir: str | Path, rows: int, **settings: Any) -> dict[str, float]:
     """Metrics of 5 prompts with 2 completions each, ``rows`` of them per batch and process."""
     trainer = make_trainer(
         output_dir,
+        **settings,
         rollout_func=_by_prompt,
         num_generations_eval=2,
         per_device_eval_batch_size=rows,
@@ -285,6 +294,9 @@ def main(mode: str, output_dir: Path, *arguments: str) -> None:
         (output_dir / f"seen_{torch.distributed.get_rank()}.json").write_text(json.dumps(seen))
         metrics = evaluate(output_dir / "evaluation", rows=3)
         (output_dir / "evaluation.json").write_text(json.dumps(metrics))
+        streamed = {"eval_dataset": StreamOfFirstProcess(), "eval_max_samples": 5}
+        metrics = evaluate(output_dir / "evaluation of a stream", rows=3, **streamed)
+        (output_dir / "evaluation_of_stream.json").write_text(json.dumps(metrics))
     elif mode == "resume":
         (single,) = arguments
         trainer, _ = sampled_run(output_dir / "resumed")

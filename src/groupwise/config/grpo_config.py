@@ -316,6 +316,8 @@ class GRPOConfig(TrainingArguments):
         changes="step")] = None
     eval_pass_threshold: Annotated[float, Setting(
         "A completion passes if its reward is above this.", no_effect_unless=PASS_AT_K, changes="step")] = 0.0
+    eval_max_samples: Annotated[int | None, Setting(
+        "Most rows read of an evaluation set or stream. None: all.", ge=1, example=0, changes="step")] = None
     eval_generation_kwargs: Annotated[Json, Setting(
         "Sampler settings (dict or JSON) of evaluation: temperature (0: greedy), top_p, top_k, min_p, "
         "repetition_penalty.", changes="step")] = None
@@ -404,6 +406,12 @@ class GRPOConfig(TrainingArguments):
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a dict; ``TrainingArguments`` rewrites nested dicts, so this reads a copy."""
         return super(GRPOConfig, copy.copy(self)).to_dict()
+
+    def __repr__(self) -> str:
+        """Return the fields without tokens, also those within dicts."""
+        return super(GRPOConfig, copy.copy(self)).__repr__()  # __getstate__ makes the copy
+
+    __str__ = __repr__
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle or copy, without tokens: ``training_args.bin`` is pushed to the Hub."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import Dataset, Sampler
@@ -15,35 +15,30 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.data.prompt_checks import PromptCheck, context_length, known_prompts
 from groupwise.data.prompt_source import (
     DatasetPrompts,
+    EvaluationStream,
     LoaderPrompts,
     PromptSource,
     RankShare,
     StreamPrompts,
-    broadcast_from_first,
     is_streaming,
 )
 from groupwise.data.sampler import GroupSampler, repeat_rows
 from groupwise.errors import ConfigError
 from groupwise.records import Row
 
-#: Evaluation streams are read completely; a longer one counts as endless.
-MOST_EVALUATION_ROWS = 100_000
-
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Datasets of a trainer, checked as far as possible before they are read.
+    """Data of a trainer, checked as far as possible before they are read.
 
     train_dataset: as given; rows that are computed on access are checked when they are read.
-    eval_dataset: as given, streams read completely.
-    check_train_row: check of a row of a training stream, by row and number.
-    checked_eval: checks and reads another evaluation set in the same way.
+    eval_datasets: evaluation sets whose prompts have been checked.
+    make_check: returns the check of the rows of a dataset, by its name in messages.
     """
 
     train_dataset: Any
-    eval_dataset: Any
-    check_train_row: Callable[[Row, int], None]
-    checked_eval: Callable[[Any], Any]
+    eval_datasets: tuple[Any, ...]
+    make_check: Callable[[str], PromptCheck]
 
 
 def check_data(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> None:
@@ -137,30 +132,22 @@ def prepare_data(
     def check(name: str) -> PromptCheck:
         return PromptCheck(name, processing_class, config, context)
 
-    def ready(name: str, dataset: Any) -> Any:
-        if dataset is None or (name == "train_dataset" and is_streaming(dataset)):
-            return dataset
-        if is_streaming(dataset):
-            return read_whole(dataset, config, name, check(name))
-        prompts = known_prompts(dataset)
+    if train_dataset is not None and not is_streaming(train_dataset):
+        prompts = known_prompts(train_dataset)
         if prompts is None:
-            return CheckedRows(dataset, check(name))
-        check(name).check_all(prompts)
-        return dataset
+            train_dataset = CheckedRows(train_dataset, check("train_dataset"))
+        else:
+            check("train_dataset").check_all(prompts)
+    eval_datasets = named_datasets(None, eval_dataset)
+    for name, dataset in eval_datasets.items():
+        _check_evaluation_prompts(dataset, check(name), config)
+    return PreparedData(train_dataset, tuple(eval_datasets.values()), check)
 
-    train_dataset = ready("train_dataset", train_dataset)
-    if isinstance(eval_dataset, dict):
-        eval_dataset = {key: ready(f"eval_dataset[{key!r}]", given) for key, given in eval_dataset.items()}
-    else:
-        eval_dataset = ready("eval_dataset", eval_dataset)
 
-    def checked_eval(dataset: Any) -> Any:
-        if dataset is None:
-            raise ConfigError("there is no eval_dataset; give one to the trainer or to evaluate()")
-        _check_dataset("eval_dataset", dataset)
-        return ready("eval_dataset", dataset)
-
-    return PreparedData(train_dataset, eval_dataset, check("train_dataset"), checked_eval)
+def _check_evaluation_prompts(dataset: Any, check: PromptCheck, config: GRPOConfig) -> None:
+    """Check the prompts that an evaluation reads, unless they are computed on access."""
+    prompts = None if is_streaming(dataset) else known_prompts(dataset)
+    check.check_all(islice(prompts or (), config.eval_max_samples))
 
 
 class CheckedRows(Dataset[Row]):
@@ -218,7 +205,7 @@ def make_prompt_source(
         return StreamPrompts(
             data.train_dataset,
             share,
-            check=data.check_train_row,
+            check=data.make_check("train_dataset"),
             shuffle=config.shuffle_dataset,
             seed=_data_seed(config),
             num_workers=config.dataloader_num_workers,
@@ -262,35 +249,29 @@ def num_micro_batches(train_dataset: Any, config: GRPOConfig, make_sampler: Call
     return num_batches * repeats
 
 
-def read_whole(dataset: Any, config: GRPOConfig, name: str, check: Callable[[Any, int], None]) -> list[Any]:
-    """Read all rows of an evaluation stream on rank 0 and broadcast them.
-
-    Raises:
-        ConfigError: it has no rows, or more than the limit.
-    """
-
-    def rows() -> Iterator[Any]:
-        for index, row in enumerate(itertools.islice(dataset, MOST_EVALUATION_ROWS + 1)):
-            check(row, index)
-            yield row
-
-    whole = broadcast_from_first(lambda: list(rows()), config.process_index == 0, config.world_size)
-    if not whole:
-        raise ConfigError(f"{name} is empty")
-    if len(whole) > MOST_EVALUATION_ROWS:
-        raise ConfigError(
-            f"{name} gave more than {MOST_EVALUATION_ROWS} rows; an evaluation goes over all of them: end "
-            "the stream, for example with dataset.take(500)"
-        )
-    return whole
-
-
-def evaluation_rows(dataset: Any, config: GRPOConfig) -> Dataset[Row]:
+def evaluation_rows(
+    dataset: Any, name: str, data: PreparedData, config: GRPOConfig
+) -> Dataset[Row] | EvaluationStream:
     """Repeat every row ``num_generations_eval`` times in a row, so that batches contain whole groups.
 
+    At most ``eval_max_samples`` rows are read.
+
+    Args:
+        dataset: evaluation set; one that was not given to the trainer is checked first.
+        name: its name in messages.
+
+    Returns:
+        An indexed dataset of completions; for a stream, the batches of this rank.
+
     Raises:
-        ConfigError: the evaluation batch cuts a group; names the nearest valid sizes.
+        ConfigError: the dataset is missing or cannot be used, or the evaluation batch cuts a group.
     """
+    if dataset is None:
+        raise ConfigError("there is no eval_dataset; give one to the trainer or to evaluate()")
+    check = data.make_check(name)
+    if all(dataset is not known for known in data.eval_datasets):
+        _check_dataset(name, dataset)
+        _check_evaluation_prompts(dataset, check, config)
     size, group = config.eval_batch_size * config.world_size, num_generations_eval(config)
     if size % group:
         below = size // group * group
@@ -300,4 +281,16 @@ def evaluation_rows(dataset: Any, config: GRPOConfig) -> Dataset[Row]:
             f"num_generations_eval={group}; nearest valid: {nearest} "
             "(per_device_eval_batch_size times the number of processes)"
         )
-    return repeat_rows(dataset, group)
+    if is_streaming(dataset):
+        return EvaluationStream(
+            dataset,
+            RankShare(group, config.process_index, config.world_size),
+            check=check,
+            batch_size=size,
+            max_rows=config.eval_max_samples,
+            drop_last=config.dataloader_drop_last,
+            num_workers=config.dataloader_num_workers,
+        )
+    if known_prompts(dataset) is None:
+        dataset = CheckedRows(dataset, check)
+    return repeat_rows(dataset, group, config.eval_max_samples)

@@ -10,14 +10,16 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any, TypeVar
 
 import torch
+from accelerate.state import GradientState
 from accelerate.utils import broadcast_object_list
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from groupwise.compat.torch import hide_dataloader_worker
+from groupwise.data.prompt_checks import PromptCheck
 from groupwise.data.sampler import GroupSampler
 from groupwise.errors import ConfigError
 from groupwise.records import Row
@@ -25,6 +27,9 @@ from groupwise.records import Row
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+#: Rows of an evaluation stream without a limit after which a warning names the limit.
+_MANY_ROWS = 10_000
 
 
 @dataclass(frozen=True)
@@ -304,16 +309,7 @@ class StreamPrompts(PromptSource):
     def _read_stream(self, epoch: int) -> Iterator[Row]:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
-        rows = DataLoader(
-            _IterableRows(self.dataset),
-            batch_size=None,
-            num_workers=min(self.num_workers, 1),
-            collate_fn=_identity,
-            generator=torch.Generator(),  # starting a worker must not draw from the RNG that samples
-        )
-        for index, row in enumerate(rows):
-            self.check(row, index)
-            yield row
+        return read_stream(self.dataset, self.check, self.num_workers)
 
 
 class LoaderPrompts(PromptSource):
@@ -341,6 +337,104 @@ class LoaderPrompts(PromptSource):
 
     def _rows(self, prompts: Sequence[Any]) -> list[Row]:
         return list(prompts[0])
+
+
+class EvaluationRows(list[Row]):
+    """Rows of this rank in a batch of an evaluation stream.
+
+    num_valid: rows of the global batch that count; later ones are padding. None: all.
+    """
+
+    def __init__(self, rows: Iterable[Row], num_valid: int | None) -> None:
+        super().__init__(rows)
+        self.num_valid = num_valid
+
+
+class EvaluationStream:
+    """Batches of a streaming evaluation set: rank 0 reads and broadcasts the prompts of each batch.
+
+    The batches are those of an indexed dataset with the same rows: every row G times in a row, divided
+    equally over ranks in rank order. With several ranks the last batch is padded with the first rows.
+
+    Args:
+        check: called with every row and its number.
+        batch_size: completions of all ranks; a multiple of G.
+        max_rows: rows read at most; None: to the end of the stream.
+        drop_last: drop an incomplete last batch.
+        num_workers: more than 0: one process reads ahead.
+
+    Attributes:
+        num_samples: completions of all ranks that were read in the newest pass, padding excluded.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        share: RankShare,
+        *,
+        check: PromptCheck,
+        batch_size: int,
+        max_rows: int | None = None,
+        drop_last: bool = False,
+        num_workers: int = 0,
+    ) -> None:
+        self.stream, self.share, self.check = dataset, share, check
+        self.batch_size, self.max_rows = batch_size, max_rows
+        self.drop_last, self.num_workers = drop_last, num_workers
+        self.num_samples = 0
+
+    def __iter__(self) -> Iterator[EvaluationRows]:
+        share, self.num_samples = self.share, 0
+        prompts = read_stream(self.stream, self.check, self.num_workers, self.max_rows)
+        size = self.batch_size // share.world_size
+        first: list[Row] = []
+        while rows := self._next_rows(prompts):
+            missing = self.batch_size - len(rows)
+            if missing and self.drop_last:
+                return
+            first = first or list(rows)
+            if share.world_size > 1:
+                rows += islice(cycle(first), missing)
+            self._count(self.batch_size - missing)
+            own = rows[share.rank * size : (share.rank + 1) * size]
+            yield EvaluationRows(own, self.batch_size - missing if missing else None)
+            if missing:
+                return
+        if not first:
+            raise ConfigError(
+                f"{self.check.name} gave no rows; pass a dataset with rows that can be iterated again"
+            )
+
+    def _next_rows(self, prompts: Iterator[Row]) -> list[Row]:
+        """Return all ranks' rows of the next batch; an incomplete batch is the last one."""
+        count = self.batch_size // self.share.num_generations
+        batch = broadcast_from_first(
+            lambda: list(islice(prompts, count)), self.share.rank == 0, self.share.world_size
+        )
+        return [row for row in batch for _ in range(self.share.num_generations)]
+
+    def _count(self, samples: int) -> None:
+        limit = _MANY_ROWS * self.share.num_generations
+        if self.max_rows is None and self.num_samples < limit <= self.num_samples + samples:
+            logger.warning(
+                "%s has given %d rows and is read to its end; eval_max_samples limits an evaluation",
+                self.check.name,
+                _MANY_ROWS,
+            )
+        self.num_samples += samples
+
+
+def num_valid_rows(rows: Sequence[Row], gradient_state: GradientState) -> int | None:
+    """Return how many rows of the global evaluation batch count, or None for all.
+
+    Args:
+        rows: rows of this rank.
+        gradient_state: accelerate's, which knows the padding of its own dataloaders.
+    """
+    if isinstance(rows, EvaluationRows):
+        return rows.num_valid
+    remainder = gradient_state.remainder if gradient_state.end_of_dataloader else 0
+    return remainder if remainder > 0 else None
 
 
 class StepCounterDataset(Dataset[Row]):
@@ -384,6 +478,22 @@ def is_streaming(dataset: Any) -> bool:
     return isinstance(dataset, IterableDataset) or not (
         hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     )
+
+
+def read_stream(
+    dataset: Any, check: Callable[[Row, int], None], num_workers: int = 0, max_rows: int | None = None
+) -> Iterator[Row]:
+    """Read and check the rows of a stream, with ``num_workers`` > 0 in one process that reads ahead."""
+    rows = DataLoader(
+        _IterableRows(dataset),
+        batch_size=None,
+        num_workers=min(num_workers, 1),
+        collate_fn=_identity,
+        generator=torch.Generator(),  # starting a worker must not draw from the RNG that samples
+    )
+    for index, row in enumerate(islice(rows, max_rows)):
+        check(row, index)
+        yield row
 
 
 class _IndexedRows(Dataset[tuple[int, Row]]):

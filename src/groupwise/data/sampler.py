@@ -64,9 +64,10 @@ class GroupSampler(Sampler[int]):
         return batches * self.prompts_per_batch * self.num_generations * self.repeats
 
 
-def repeat_rows(dataset: Dataset[Any], times: int) -> Subset[Any]:
-    """Return the dataset with every row ``times`` times in a row."""
-    return Subset(dataset, [index for index in range(len(dataset)) for _ in range(times)])  # type: ignore[arg-type]
+def repeat_rows(dataset: Dataset[Any], times: int, max_rows: int | None = None) -> Subset[Any]:
+    """Return the first ``max_rows`` rows of the dataset (None: all), each ``times`` times in a row."""
+    rows = range(len(dataset))[:max_rows]  # type: ignore[arg-type]
+    return Subset(dataset, [index for index in rows for _ in range(times)])
 
 
 def as_rows(rows: Sequence[Row]) -> Any:

@@ -107,6 +107,12 @@ class GenerationBackend(ABC):
     def release(self) -> None:
         """Free memory that is not needed before the next ``sync_weights``."""
 
+    def disconnect(self) -> None:
+        """Close the connections and remove the files of ``sync_weights``, which opens them again.
+
+        Called when ``train`` ends, also with an error.
+        """
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of a checkpoint, as plain containers of numbers and strings."""
         return {}

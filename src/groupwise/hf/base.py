@@ -30,14 +30,19 @@ from groupwise.data.build import (
     num_micro_batches,
 )
 from groupwise.data.image_checks import allow_unused_vision_tower
-from groupwise.data.prompt_source import PromptSource, StepCounterDataset, is_streaming
+from groupwise.data.prompt_source import (
+    EvaluationStream,
+    PromptSource,
+    StepCounterDataset,
+    is_streaming,
+)
 from groupwise.data.sampler import as_rows
 from groupwise.errors import TrainingError
 from groupwise.hf import checkpointing
 from groupwise.hf.checkpointing import CheckpointWriter
 from groupwise.hf.out_of_memory import OutOfMemorySplitter, TrainingStep
 from groupwise.hf.step_state import RngState, StepState
-from groupwise.records import MicroBatch
+from groupwise.records import MicroBatch, Mode
 from groupwise.reporting.evaluation import EvaluationMetrics
 from groupwise.reporting.metrics import MetricBuffer
 from groupwise.tokenization.images import is_processor
@@ -84,6 +89,7 @@ class BaseTrainer(Trainer):
     reward_func_names: list[str]
     prepared_data: PreparedData
     step_state: StepState
+    _mode: Mode = "train"  # "eval" during an evaluation, for record_metric
 
     def __init__(
         self,
@@ -160,7 +166,7 @@ class BaseTrainer(Trainer):
     ) -> TrainOutput:
         """Train as ``Trainer.train``, without state of an earlier call."""
         self.splitter.reset()
-        self._window_loss = None
+        self._window_loss, self.current_flos = None, 0
         self._logged_step = 0
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
@@ -235,15 +241,21 @@ class BaseTrainer(Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Evaluate; the metrics also contain those of generation, rewards and loss."""
-        with self.step_state.rollback_on_failure():
-            output = super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
+        self._mode = "eval"
+        try:
+            with self.step_state.rollback_on_failure():
+                output = super().evaluation_loop(
+                    dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+                )
+        finally:
+            self._mode = "train"
         values = self._drain_metrics("eval", metric_key_prefix)
         values.update(
             self.evaluation.compute(metric_key_prefix, num_generations_eval(self.settings), gather_object)
         )
         ours = {f"{metric_key_prefix}_{name}": value for name, value in values.items()}
+        if isinstance(dataloader, EvaluationStream):  # Trainer cannot count the samples of one
+            output = output._replace(num_samples=dataloader.num_samples)
         return output._replace(metrics={**(output.metrics or {}), **ours})
 
     def _drain_metrics(self, mode: str, label: str) -> dict[str, float]:
@@ -304,14 +316,19 @@ class BaseTrainer(Trainer):
         return super().num_examples(dataloader) if is_streaming(dataset) else len(dataset)
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset[Any] | None = None) -> DataLoader[Any]:
-        """Return a loader of the evaluation rows, each ``num_generations_eval`` times in a row."""
+        """Return a loader of the evaluation rows, each ``num_generations_eval`` times in a row.
+
+        For a stream these are the batches of this rank, read while they are evaluated.
+        """
         self.refresh_settings()
-        named = isinstance(eval_dataset, str)
-        dataset: Any = self.eval_dataset if named or eval_dataset is None else eval_dataset
-        if dataset is None or (not named and dataset is not self.eval_dataset):
-            dataset = self.prepared_data.checked_eval(dataset)
+        name, dataset = "eval_dataset", self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(eval_dataset, str):
+            name, dataset = f"eval_dataset[{eval_dataset!r}]", cast(Any, self.eval_dataset)[eval_dataset]
+        rows = evaluation_rows(dataset, name, self.prepared_data, self.settings)
+        if isinstance(rows, EvaluationStream):
+            return cast("DataLoader[Any]", rows)  # Trainer only iterates it
         return self._get_dataloader(
-            dataset=evaluation_rows(dataset[eval_dataset] if named else dataset, self.settings),
+            dataset=rows,
             description="Evaluation",
             batch_size=self.args.eval_batch_size,
             sampler_fn=self._get_eval_sampler,  # type: ignore[arg-type]
@@ -340,9 +357,20 @@ class BaseTrainer(Trainer):
             self.state,
             write=partial(super()._save_checkpoint, model, trial),
             write_rollout_state=self.save_rollout_state,
+            estimate_bytes=self._estimate_checkpoint_bytes,
         )
         if self.args.push_to_hub:
             super()._push_from_checkpoint(directory)
+
+    def _estimate_checkpoint_bytes(self) -> int:
+        """Return the size of the weights (with adapters, of these alone) and of the optimizer state."""
+        model = cast(nn.Module, self.model)
+        only_adapters = hasattr(model, "peft_config")
+        tensors: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad or not only_adapters]
+        if not self.args.save_only_model:
+            states = getattr(self.optimizer, "state", {}).values()
+            tensors += [value for state in states for value in state.values() if torch.is_tensor(value)]
+        return sum(tensor.nbytes for tensor in tensors)
 
     def _save_rng_state(self, output_dir: str) -> None:
         with self.rng.marked() if self.step_state.is_inside_step else nullcontext():
@@ -368,7 +396,7 @@ class BaseTrainer(Trainer):
         if step == 0 or self.args.save_strategy == SaveStrategy.NO:
             return
         directory = Path(self._get_output_dir(None), f"{compat_transformers.checkpoint_prefix()}-{step}")
-        if not directory.exists():
+        if not checkpointing.is_complete(directory):
             self._save_checkpoint(cast(nn.Module, self.model), None)
         logger.warning(
             "step %d is saved in %s; continue with train(resume_from_checkpoint=True)", step, directory

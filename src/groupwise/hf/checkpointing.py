@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -13,19 +14,20 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel, TrainerState
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from groupwise.compat.transformers import checkpoint_prefix, trainer_state_name
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, GroupwiseError
 
 logger = logging.getLogger(__name__)
 
-#: Subdirectory of ``output_dir`` in which a checkpoint is written before it is renamed.
-STAGING = ".incomplete"
+#: Subdirectory of ``output_dir`` in which a checkpoint is written before it is renamed. ``Trainer`` uploads
+#: ``output_dir`` without files whose path starts with an underscore.
+STAGING = "_incomplete"
 _STATE = "groupwise_state_{rank}.pt"
 _REFERENCE = "groupwise_reference.pt"
 
@@ -55,6 +57,7 @@ class CheckpointWriter:
         *,
         write: Callable[[], None],
         write_rollout_state: Callable[[str], None],
+        estimate_bytes: Callable[[], int],
     ) -> str:
         """Write, rename and rotate. Collective: every rank calls it.
 
@@ -64,15 +67,46 @@ class CheckpointWriter:
             state: the trainer's; its ``best_model_checkpoint`` is corrected to the final name.
             write: ``Trainer._save_checkpoint`` with its arguments bound; writes under ``output_dir``.
             write_rollout_state: adds files to the directory that it is given.
+            estimate_bytes: returns about the size of the checkpoint, for the message of a failure.
 
         Returns:
             The directory of the checkpoint.
+
+        Raises:
+            OSError: a file could not be written, for example because the disk is full. The files that were
+                written are removed.
         """
         name = f"{checkpoint_prefix()}-{state.global_step}"
         staged, final = staging_dir(run_dir) / name, Path(run_dir, name)
         if args.should_save:
             clear_staging(run_dir)
         self.accelerator.wait_for_everyone()
+        try:
+            self._write(staged, final, args, state, write, write_rollout_state)
+        except BaseException as cause:
+            if args.should_save:
+                clear_staging(run_dir)
+            # A full disk is a RuntimeError in torch and an error of its own in safetensors.
+            known = isinstance(cause, (OSError, RuntimeError, SafetensorError))
+            if known and not isinstance(cause, GroupwiseError):
+                raise _write_error(final, estimate_bytes(), cause) from cause
+            raise
+        if args.should_save:
+            publish(staged, final)
+            rotate(final, args.save_total_limit, state.best_model_checkpoint)
+        self.accelerator.wait_for_everyone()
+        return str(final)
+
+    def _write(
+        self,
+        staged: Path,
+        final: Path,
+        args: GRPOConfig,
+        state: TrainerState,
+        write: Callable[[], None],
+        write_rollout_state: Callable[[str], None],
+    ) -> None:
+        """Write all files of all ranks to the staging directory, and flush them to disk."""
         self.is_staging = True
         try:
             write()
@@ -85,10 +119,23 @@ class CheckpointWriter:
         self.accelerator.wait_for_everyone()
         if args.should_save:
             state.save_to_json(str(staged / trainer_state_name()))
-            publish(staged, final)
-            rotate(final, args.save_total_limit, state.best_model_checkpoint)
-        self.accelerator.wait_for_everyone()
-        return str(final)
+            for path in [*staged.rglob("*"), staged]:
+                _flush(path)
+
+
+def _write_error(final: Path, needed: int, cause: BaseException) -> OSError:
+    free = shutil.disk_usage(final.parent).free
+    reason = f"{type(cause).__name__}: {next(iter(str(cause).splitlines()), '')}"
+    return OSError(
+        getattr(cause, "errno", None) or errno.EIO,
+        f"checkpoint {final} could not be written ({reason:.300}). It needs about {_megabytes(needed)}, and "
+        f"{_megabytes(free)} are free there; make space, or choose another output_dir. The files that were "
+        "written are removed",
+    )
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 2**20:,.1f} MB"
 
 
 def staging_dir(run_dir: str) -> Path:
@@ -102,10 +149,7 @@ def clear_staging(run_dir: str) -> None:
 
 
 def publish(staged: Path, final: Path) -> None:
-    """Flush a complete checkpoint to disk and rename it atomically, replacing one of the same name."""
-    for path in staged.rglob("*"):
-        _flush(path)
-    _flush(staged)
+    """Rename a complete checkpoint atomically, replacing one of the same name."""
     if final.exists():
         os.replace(final, staged.with_name(f"{final.name}.old"))
     os.replace(staged, final)
@@ -114,7 +158,7 @@ def publish(staged: Path, final: Path) -> None:
 
 
 def rotate(newest: Path, limit: int | None, best: str | None) -> None:
-    """Delete the oldest checkpoints beside ``newest`` until ``limit`` are left.
+    """Delete the oldest checkpoints beside ``newest`` until ``limit`` are left, incomplete ones first.
 
     A checkpoint is renamed before its files are deleted, so that ``checkpoint-N`` is never incomplete.
 
@@ -127,7 +171,9 @@ def rotate(newest: Path, limit: int | None, best: str | None) -> None:
         return
     protected = {newest.resolve()} | ({Path(best).resolve()} if best else set())
     # By time, not by step number: the directory may hold checkpoints of an earlier, longer run.
-    paths = sorted(_checkpoints(newest.parent).values(), key=lambda path: path.stat().st_mtime)
+    paths = sorted(
+        _checkpoints(newest.parent).values(), key=lambda path: (is_complete(path), path.stat().st_mtime)
+    )
     surplus = len(paths) - max(limit, len(protected))
     for path in [path for path in paths if path.resolve() not in protected][: max(surplus, 0)]:
         discarded = staging_dir(str(newest.parent)) / path.name
@@ -146,6 +192,15 @@ def _checkpoints(run_dir: str | Path) -> dict[int, Path]:
     }
 
 
+def is_complete(directory: Path) -> bool:
+    """Return True if a run can be resumed from ``directory``.
+
+    ``enable_jit_checkpoint`` creates the directory before anything is saved.
+    """
+    has_state = any(directory.glob(_STATE.format(rank="*")))
+    return has_state and (directory / trainer_state_name()).is_file()
+
+
 def _flush(path: Path) -> None:
     """Sync a file or directory to disk, so that after a power failure no rename precedes its contents."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -159,7 +214,7 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) 
     """Return the directory to resume from, or None.
 
     Args:
-        resume_from_checkpoint: a directory, or True for the newest checkpoint in ``output_dir``.
+        resume_from_checkpoint: a directory, or True for the newest complete checkpoint in ``output_dir``.
         output_dir: directory of the run.
 
     Raises:
@@ -177,7 +232,13 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) 
             f"resume_from_checkpoint=True, but {output_dir!r} contains no checkpoint; pass the directory of "
             "one, or start a new run with resume_from_checkpoint=None"
         )
-    return str(found[max(found)])
+    newest_first = [found[step] for step in sorted(found, reverse=True)]
+    complete = next((path for path in newest_first if is_complete(path)), None)
+    if complete is None:
+        return str(newest_first[0])  # load_state explains what is missing
+    if skipped := [path.name for path in newest_first[: newest_first.index(complete)]]:
+        logger.warning("%s skipped: the state of the run is not complete there", ", ".join(skipped))
+    return str(complete)
 
 
 def has_converted_names(directory: str, model: nn.Module) -> bool:

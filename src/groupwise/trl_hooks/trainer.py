@@ -188,7 +188,6 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[torch.Tensor, None, None]:
         """Generate, reward and evaluate the loss of one evaluation batch, B rows of this rank."""
-        self._mode = "eval"
         self._request = request = self.make_eval_request(inputs)
         with torch.no_grad():
             self.sync_sampler("eval")
@@ -196,7 +195,6 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             self.backend.release()
             with self.compute_loss_context_manager():
                 loss = self.compute_loss(model, batch).mean().detach()
-        self._mode = "train"
         # The losses of the ranks average to that of the batch, which counts by its rows.
         share = len(inputs) if request.num_valid is None else request.num_valid / self.args.world_size
         self.metrics["eval"].record({"loss": Mean(loss * share, share)})

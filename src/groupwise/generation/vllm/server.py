@@ -119,6 +119,10 @@ class VLLMServerBackend(GenerationBackend):
         self._servers = self.version = self._source = None
         self._pending = {}
 
+    def disconnect(self) -> None:
+        """Close the sender of weights; a server that restarts later gets another one."""
+        self._close_sender()
+
     def state_dict(self) -> dict[str, Any]:
         """Return finished prefetched completions, and the number of samples per prompt in this step."""
         finished = {key: future.result() for key, future in self._pending.items() if _succeeded(future)}
@@ -311,9 +315,9 @@ class VLLMServerBackend(GenerationBackend):
         return transport.SharedMemorySender()
 
     def _close_sender(self) -> None:
-        if self._sender is not None:
-            self._sender.close()
-        self._sender = None
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.close()
 
     # Ranks.
 

@@ -14,6 +14,7 @@ import pickle
 import shutil
 import tempfile
 import uuid
+import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -123,6 +124,8 @@ class SharedMemorySender(WeightSender):
         if not parent.is_dir():
             parent = Path(tempfile.gettempdir())
         self.directory = Path(tempfile.mkdtemp(prefix="groupwise-", dir=parent))
+        # At the latest when the process ends: shared memory would stay occupied.
+        self._remove = weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
 
     def send(self, bucket: Bucket, receiver: WeightReceiver) -> None:
         from safetensors.torch import save_file
@@ -142,7 +145,7 @@ class SharedMemorySender(WeightSender):
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self._remove()
 
 
 class NcclSender(WeightSender):

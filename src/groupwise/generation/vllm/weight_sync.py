@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+import weakref
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,6 +88,7 @@ class LoRAWeightSync(WeightSync):
     def __init__(self, engine: LLM) -> None:
         self.engine = engine
         self.directory = Path(tempfile.mkdtemp(prefix="groupwise-"))
+        self._remove = weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
         self.num_pushes = 0
         self.request: Any = None  # vllm.lora.request.LoRARequest
 
@@ -105,7 +107,7 @@ class LoRAWeightSync(WeightSync):
         return {"lora_request": self.request}
 
     def close(self) -> None:
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self._remove()
 
 
 def save_adapter(adapter: LoRAWeights, directory: Path) -> None:
