@@ -280,6 +280,14 @@ def test_what_cannot_change_is_refused_at_the_assignment(tmp_path, name, value):
     assert getattr(run, name) == before
 
 
+def test_another_training_set_is_refused_when_training_starts(tmp_path):
+    """The prompts would be those of the first set, with the length of the second."""
+    run = trainer(tmp_path)
+    run.train_dataset = prompts(4)
+    with pytest.raises(ConfigError, match=r"trainer\.train_dataset was replaced"):
+        run.train()
+
+
 def test_a_fixed_setting_changed_through_the_configuration_is_reported_and_not_used(tmp_path, caplog):
     run = trainer(tmp_path, max_steps=2)
     with caplog.at_level(logging.WARNING):

@@ -37,7 +37,7 @@ from groupwise.data.prompt_source import (
     is_streaming,
 )
 from groupwise.data.sampler import as_rows
-from groupwise.errors import TrainingError
+from groupwise.errors import ConfigError, TrainingError
 from groupwise.hf import checkpointing
 from groupwise.hf.checkpointing import CheckpointWriter
 from groupwise.hf.out_of_memory import OutOfMemorySplitter, TrainingStep
@@ -129,6 +129,7 @@ class BaseTrainer(Trainer):
         )
         self._window_loss: torch.Tensor | None = None
         self._logged_step = 0  # metrics up to this step are logged
+        self._built_train_dataset = self.train_dataset
 
     # Implemented by GRPOTrainer.
 
@@ -301,7 +302,16 @@ class BaseTrainer(Trainer):
         )
 
     def make_prompt_source(self) -> PromptSource:
-        """Build the source of training prompts at its beginning, from the loader or sampler of a subclass."""
+        """Build the source of training prompts at its beginning, from the loader or sampler of a subclass.
+
+        Raises:
+            ConfigError: ``train_dataset`` was replaced after the trainer was built.
+        """
+        if self.train_dataset is not self._built_train_dataset:
+            raise ConfigError(
+                "trainer.train_dataset was replaced, but its prompts are checked when the trainer is built; "
+                "build a trainer with the other dataset and model=trainer.model"
+            )
         own_loader = type(self).get_train_dataloader is not BaseTrainer.get_train_dataloader
         return make_prompt_source(
             self.prepared_data,
