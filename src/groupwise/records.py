@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from groupwise.core.advantages import GroupRewards
 from groupwise.core.images import ImageInputs
+from groupwise.core.kept_tokens import KeptTokens
 from groupwise.core.metrics import Mean, Metrics
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Completion:
     truncated: the length limit ended the completion, not an end token.
     old_logps: log-probs under the policy that sampled the tokens; None: that is the current policy.
     versions: optimizer step of the weights that sampled each token; None: the sampler is the policy itself.
+    kept_tokens: token sets that truncated sampling kept, C positions; None: the whole vocabulary, or unknown.
     """
 
     token_ids: list[int]
@@ -52,10 +54,21 @@ class Completion:
     truncated: bool = False
     old_logps: list[float] | None = None
     versions: list[int] | None = None
+    kept_tokens: KeptTokens | None = None
 
     def sampled_at(self, step: int) -> bool:
         """Return True if the weights of optimizer step ``step`` sampled every token."""
         return self.old_logps is None and all(version == step for version in self.versions or ())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values and tensors."""
+        kept = self.kept_tokens
+        return {**vars(self), "kept_tokens": None if kept is None else kept.state_dict()}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Completion:
+        kept = state.get("kept_tokens")
+        return cls(**{**state, "kept_tokens": None if kept is None else KeptTokens(**kept)})
 
 
 @dataclass(frozen=True)
@@ -228,6 +241,8 @@ class TokenBatch:
     sampler_logps_BT: float32 log-probs that the sampler reported, NaN where it reported none; None: there is
         no separate sampler.
     images: image inputs per row; None without a processor.
+    kept_tokens: token sets that truncated sampling kept, per row one entry for each completion token, in host
+        memory (see ``KeptTokens`` for the cost); a row of None, and None for all rows: the whole vocabulary.
     """
 
     prompt_ids_BL: torch.Tensor = field(metadata=_PROMPT)
@@ -239,6 +254,7 @@ class TokenBatch:
     old_logps_BT: torch.Tensor = field(metadata=_COMPLETION_NAN)
     sampler_logps_BT: torch.Tensor | None = field(default=None, metadata=_COMPLETION_NAN)
     images: tuple[ImageInputs, ...] | None = None
+    kept_tokens: tuple[KeptTokens | None, ...] | None = None
 
     def __len__(self) -> int:
         return self.completion_ids_BT.shape[0]
@@ -253,14 +269,20 @@ class TokenBatch:
         if self.images is not None:
             distinct = {id(row): row.state_dict() for row in self.images}
             state["images"] = [distinct[id(row)] for row in self.images]
+        if self.kept_tokens is not None:
+            state["kept_tokens"] = [None if row is None else row.state_dict() for row in self.kept_tokens]
         return state
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Self:
-        if "images" not in state:
-            return cls(**state)
-        distinct = {id(row): ImageInputs(**row) for row in state["images"]}
-        return cls(**{**state, "images": tuple(distinct[id(row)] for row in state["images"])})
+        changed: dict[str, Any] = {}
+        if "images" in state:
+            distinct = {id(row): ImageInputs(**row) for row in state["images"]}
+            changed["images"] = tuple(distinct[id(row)] for row in state["images"])
+        if "kept_tokens" in state:
+            rows = state["kept_tokens"]
+            changed["kept_tokens"] = tuple(None if row is None else KeptTokens(**row) for row in rows)
+        return cls(**{**state, **changed})
 
     def num_tokens(self) -> int:
         """Return the number of input tokens of the padded layout, padding included."""
@@ -282,14 +304,16 @@ class TokenBatch:
         part: dict[str, Any] = {name: tensor[index] for name, tensor in self.tensors().items()}
         if self.images is not None:
             part["images"] = tuple(self.images[row] for row in rows)
+        if self.kept_tokens is not None:
+            part["kept_tokens"] = tuple(self.kept_tokens[row] for row in rows)
         return self._replace(**part).trimmed()
 
     @classmethod
     def concatenate(cls, batches: Sequence[Self]) -> Self:
         """Concatenate the rows of batches, padded to common widths.
 
-        A field that some batches lack gets its fill value there; advantages per sequence are expanded to
-        tokens beside token-wise ones.
+        A field that some batches lack gets its fill value there (kept tokens: the whole vocabulary);
+        advantages per sequence are expanded to tokens beside token-wise ones.
         """
         joined: dict[str, Any] = {}
         for name, axis in axes(cls).items():
@@ -302,6 +326,10 @@ class TokenBatch:
             joined[name] = torch.cat(_padded_to_common_width(parts, batches, axis))
         if batches[0].images is not None:
             joined["images"] = tuple(row for batch in batches for row in batch.images or ())
+        if any(batch.kept_tokens is not None for batch in batches):
+            joined["kept_tokens"] = tuple(
+                row for batch in batches for row in batch.kept_tokens or (None,) * len(batch)
+            )
         return batches[0]._replace(**joined)
 
     def trimmed(self) -> Self:
@@ -312,13 +340,17 @@ class TokenBatch:
 
     def shortened(self, prompt_tokens: int, completion_tokens: int) -> Self:
         """Keep the last columns of the prompts and the first columns of the completions."""
-        part = {}
+        part: dict[str, Any] = {}
         for name, tensor in self.tensors().items():
             side = axes(self)[name].side
             if side == "prompt":
                 part[name] = tensor[:, -prompt_tokens:]
             elif side == "completion":
                 part[name] = tensor[:, :completion_tokens]
+        if self.kept_tokens is not None:
+            part["kept_tokens"] = tuple(
+                None if row is None else row.first(completion_tokens) for row in self.kept_tokens
+            )
         return self._replace(**part)
 
     def _replace(self, **changes: Any) -> Self:

@@ -17,7 +17,7 @@ from groupwise.agents.build import AgentSetup, check_agents, check_chat_template
 from groupwise.agents.environment_rows import add_environment_rows
 from groupwise.config.arguments import TRL_METHODS, check_arguments, check_methods
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.config.sampling import sampler_settings
+from groupwise.config.sampling import sampler_settings, truncated_logprob_bound
 from groupwise.config.step_settings import BuiltAttribute, SettingAttribute, StepSettings
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean
@@ -36,7 +36,7 @@ from groupwise.data.prompt_source import PromptSource, num_valid_rows
 from groupwise.data.rebalancing import WindowStats, cache_sized
 from groupwise.errors import ConfigError
 from groupwise.generation.base import GenerationBackend
-from groupwise.generation.build import check_backend, make_backend
+from groupwise.generation.build import check_backend, make_backend, unreported_truncation
 from groupwise.generation.weight_iterator import PolicyWeights, gatherable
 from groupwise.hf import checkpointing
 from groupwise.hf.base import BaseTrainer
@@ -123,6 +123,8 @@ class GRPOTrainer(
     model: PreTrainedModel  # type: ignore[assignment]
     zero_grad_at_zero_advantage = True  # of compute_loss, see LossMixin
     uncalled_methods: Mapping[str, str] = TRL_METHODS  # refused in subclasses and on instances
+    records_kept_tokens = True  # log-probs of truncated samples are those of the truncated distribution
+    truncation_warning = ""  # the newest warning that the kept tokens are unknown
     buffer_class = ExperienceBuffer
     metrics_class = MetricBuffer
     prompts: PromptSource
@@ -304,7 +306,21 @@ class GRPOTrainer(
         self.sampler_changes = {name: now[name] for name in now if now[name] != self._built_sampler[name]}
         head = replace(self.logprob_computer.head, temperature=settings.temperature)
         self.logprob_computer.head = self.logprob_mismatch.head = head
-        self.objective_settings = objective_settings(settings)
+        before, self.truncation_warning = (
+            self.truncation_warning,
+            unreported_truncation(
+                settings,
+                self.backend,
+                self.sampler_changes,
+                rollout_func=self.rollout_func is not None,
+                trl_hooks=not self.records_kept_tokens,
+            ),
+        )
+        if self.truncation_warning not in ("", before):
+            logger.warning("%s", self.truncation_warning)
+        unknown = bool(self.truncation_warning)
+        self.logprob_mismatch.truncation = truncated_logprob_bound(settings) if unknown else 0.0
+        self.objective_settings = objective_settings(settings, truncation_unknown=unknown)
         self.micro_batch_budget = micro_batch_budget(
             type(self), settings, aux_loss=self.aux_loss_enabled, has_reference=self.reference.exists
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import re
 import subprocess
@@ -220,6 +221,44 @@ def test_two_processes_with_an_engine_each_or_one_over_both(size):
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 def test_partitioned_weights_are_streamed_whole_and_the_engine_follows_them(tmp_path):
     assert on_two_processes("zero_worker.py", tmp_path).count("followed") == 2
+
+
+def test_truncated_samples_carry_their_kept_tokens_with_top_k_alone(tmp_path):
+    settings = {"top_k": 6, "top_p": 0.8, "temperature": 0.7, "max_steps": 1}
+    run = trainer(tmp_path, **settings, eval_generation_kwargs={"top_k": 25})
+    run.train()
+    log = run.state.log_history[0]
+    # Truncated on both sides: float32 by other kernels
+    assert log["sampling/sampling_logp_difference/max"] < 1e-4 and log["sampling/logprob_mismatch"] < 1e-4
+    assert "sampling/truncated_mass/mean" not in log
+
+    sync(run, run.model)
+    for options, size in (({}, 6), ({"top_p": 1.0, "top_k": 25}, 25), ({"min_p": 0.9}, 6)):
+        sampling = SamplingOptions(generation_kwargs=options)
+        for prompt, completion in zip(PROMPTS, run.backend.generate(PROMPTS, sampling), strict=True):
+            ids = torch.tensor([prompt + completion.token_ids])
+            with torch.no_grad():
+                logits = run.model.eval()(ids).logits[0, len(prompt) - 1 : -1] / 0.7
+            parts = completion.kept_tokens.ids.split(completion.kept_tokens.counts.tolist())
+            for values, part, token, logp in zip(
+                logits, parts, completion.token_ids, completion.logps, strict=True
+            ):
+                assert token in part.tolist() and len(part) <= size
+                most_probable = values.topk(len(part)).indices
+                assert set(part.tolist()) == set(most_probable.tolist())
+                own = values[token] - values[part.long()].logsumexp(0)
+                assert own.item() == pytest.approx(logp, abs=1e-4)
+
+    # With top_p alone the set may be of any size and is not reported; the bias is bounded by top_p.
+    sampling = SamplingOptions(generation_kwargs={"top_k": 0, "top_p": 0.7})
+    gaps = []
+    for prompt, completion in zip(PROMPTS, run.backend.generate(PROMPTS, sampling), strict=True):
+        assert completion.kept_tokens is None
+        full = trainer_logps(run.model, prompt, completion.token_ids, 0.7)
+        gaps.append(torch.tensor(completion.logps).double() - full)
+    gaps = torch.cat(gaps)
+    assert gaps.min() > -1e-4 and 0.1 < gaps.max() < -math.log(0.7) + 1e-4
+    run.backend.close()
 
 
 def test_a_resumed_run_repeats_the_run(tmp_path):

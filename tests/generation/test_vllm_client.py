@@ -23,9 +23,12 @@ def servers(fake):
     client.close()
 
 
-def ask(client, count=1, samples=2, limit=8, temperature=1.0):
+def ask(client, count=1, samples=2, limit=8, temperature=1.0, **sampling):
     requests = [Request([5, 6 + i], range(samples), seed=10 + i, max_tokens=limit) for i in range(count)]
-    return [future.result(timeout=30) for future in client.submit(requests, {"temperature": temperature})]
+    return [
+        future.result(timeout=30)
+        for future in client.submit(requests, {"temperature": temperature, **sampling})
+    ]
 
 
 def test_answers_become_completions_in_order(servers):
@@ -42,6 +45,19 @@ def test_a_request_asks_for_all_samples_with_the_seed_and_the_sampled_tokens_log
     (body,) = [body for path, body in fake.bodies if path == GENERATE]
     expected = {"temperature": 1.0, "n": 4, "seed": 10, "max_tokens": 8, "logprobs": 0}
     assert body == {"token_ids": [5, 6], "sampling_params": expected}
+
+
+def test_with_top_k_the_kept_tokens_are_requested(servers, fake):
+    ((completion,),) = ask(servers, samples=1, top_k=3, top_p=0.9)
+    assert completion.token_ids == [6, 14, 0, 1]
+    assert completion.kept_tokens.ids.tolist() == [6, 7, 14, 15, 0, 1, 1, 2]
+    assert completion.kept_tokens.counts.tolist() == [2, 2, 2, 2]
+    # Without top_k any number of tokens may be kept, greedy decoding keeps one, and 20 is the server's limit.
+    for sampling in ({"top_p": 0.9}, {"top_k": 3, "temperature": 0.0}, {"top_k": 21}, {"top_k": -1}):
+        ((completion,),) = ask(servers, samples=1, **sampling)
+        assert completion.kept_tokens is None
+    logprobs = [body["sampling_params"]["logprobs"] for path, body in fake.bodies if path == GENERATE]
+    assert logprobs == [3, 0, 0, 0, 0]
 
 
 def test_greedy_samples_of_a_prompt_are_requested_once(servers, fake):

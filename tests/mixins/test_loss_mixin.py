@@ -194,7 +194,7 @@ def test_every_setting_of_the_objective_comes_from_its_own_field():
     settings = objective_settings(SimpleNamespace(**given, **switches))
     values = {**vars(settings), **vars(settings.surrogate)}
     assert (values.pop("objective"), values.pop("kl_in_loss")) == ("sapo", True)
-    assert values.pop("surrogate") is settings.surrogate
+    assert values.pop("surrogate") is settings.surrogate and values.pop("truncation_unknown") is False
     assert values == {name: f"value of {names.get(name, name)}" for name in values}
     assert {f.name for f in fields(settings.surrogate)} <= values.keys()
     switches = {"kl_in_reward": True, "vllm_importance_sampling_correction": False}

@@ -1,6 +1,7 @@
 """The sampler's log-probs against the trainer's: every planted fault exceeds the tolerance."""
 
 import logging
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from support import runs
 from support.batches import token_batch
 
 from groupwise import BackendError
+from groupwise.core.kept_tokens import KeptTokens
 from groupwise.core.metrics import Mean
 from groupwise.policy.layouts import HeadSettings
 from groupwise.policy.logprob_mismatch import LogprobMismatchCheck, LogprobMismatchSettings
@@ -56,9 +58,10 @@ def reported(model, rows, temperature=1.0, front=(), dropped=0, autocast=False, 
     return torch.stack(logps)
 
 
-def make_check(action="warn", every=20, temperature=1.0):
+def make_check(action="warn", every=20, temperature=1.0, truncation=0.0):
     settings = LogprobMismatchSettings(action, every)
-    return LogprobMismatchCheck(settings, HeadSettings("chunked", temperature), lambda total: total)
+    head = HeadSettings("chunked", temperature)
+    return LogprobMismatchCheck(settings, head, lambda total: total, truncation=truncation)
 
 
 def test_the_same_policy_passes_and_the_difference_is_a_metric(caplog):
@@ -156,6 +159,38 @@ def test_tokens_without_a_report_do_not_count_and_nothing_reported_is_nothing_co
     masked[0] = 0
     partly = replace(rows, sampler_logps_BT=logps, loss_mask_BT=masked)
     assert make_check("error").check(model, partly, FRESH)["sampling/logprob_mismatch"].value() < 1e-4
+
+
+def test_truncated_log_probs_are_compared_with_truncated_ones():
+    model, rows = sharp_policy(), batch()
+    kept = []
+    for row in range(ROWS):  # as in `reported`: the taken token and those more probable
+        prompt = rows.prompt_ids_BL[row][rows.prompt_mask_BL[row].bool()]
+        completion = rows.completion_ids_BT[row]
+        with torch.no_grad():
+            logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
+        taken = logits.gather(1, completion[:, None])
+        kept.append(KeptTokens.from_lists([(part.nonzero()[:, 0]).tolist() for part in logits >= taken]))
+    sampled = replace(rows, sampler_logps_BT=truncated(model, rows))
+    known = replace(sampled, kept_tokens=tuple(kept))
+    gap = make_check("error").check(model, known, FRESH)["sampling/logprob_mismatch"].value()
+    assert gap < 1e-4
+    with pytest.raises(BackendError):
+        make_check("error").check(model, replace(known, kept_tokens=(*kept[1:], None)), FRESH)
+
+
+def test_without_the_kept_tokens_only_differences_that_truncation_cannot_explain_count():
+    model, rows = sharp_policy(), batch()
+    exact = reported(model, rows)
+    bound = -math.log(0.8)  # of top_p=0.8
+    above = replace(rows, sampler_logps_BT=exact + 0.9 * bound)
+    gap = make_check("error", truncation=bound).check(model, above, FRESH)["sampling/logprob_mismatch"]
+    assert gap.value() < 1e-4
+    for difference, counted in ((bound + 0.3, 0.3), (-0.2, 0.2)):
+        other = replace(rows, sampler_logps_BT=exact + difference)
+        gap = make_check(truncation=bound).check(model, other, FRESH)["sampling/logprob_mismatch"]
+        assert gap.value() == pytest.approx(counted, abs=1e-4)
+    assert make_check("error", truncation=math.inf).check(model, above, FRESH)
 
 
 def test_rows_of_earlier_weights_are_not_compared():

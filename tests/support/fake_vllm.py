@@ -70,7 +70,14 @@ class FakeVLLM:
         choices = []
         for index in range(sampling["n"]):
             tokens = [body["token_ids"][-1], sampling["seed"] % 28 + 4, index, 1][: sampling["max_tokens"]]
-            content = [{"token_id": token, "logprob": self.logprob(i)} for i, token in enumerate(tokens)]
+            content: list[dict[str, Any]] = [
+                {"token_id": token, "logprob": self.logprob(i)} for i, token in enumerate(tokens)
+            ]
+            if sampling["logprobs"]:  # the sampled token, the one after it, and tokens that were not kept
+                for entry in content:
+                    token = entry["token_id"]
+                    others = [{"token_id": token + 1, "logprob": -2.0}, {"token_id": 99, "logprob": -9999.0}]
+                    entry["top_logprobs"] = [dict(entry), *others]
             choices.append(
                 {
                     "index": index,

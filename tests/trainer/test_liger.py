@@ -239,6 +239,7 @@ EXAMPLES = (
     {"off_policy_mask_threshold": 0.5},
     {"top_entropy_quantile": 0.5},
     {"use_adaptive_entropy": True},
+    {"top_p": 0.9},
     {"sequence_layout": "packed"},
     {"logprob_head": "dense"},
 )

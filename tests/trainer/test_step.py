@@ -455,11 +455,6 @@ def test_loading_options_beside_a_loaded_model_are_pointed_out(tmp_path, caplog)
     assert "quantization_config" not in caplog.text
 
 
-def test_truncated_sampling_is_warned_of(tmp_path, caplog):
-    trainer(tmp_path, top_p=0.9)
-    assert "top_p=0.9" in caplog.text and "biases the importance ratio" in caplog.text
-
-
 def test_callbacks_see_a_normal_trainer(tmp_path):
     events = []
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         LogitsProcessorList,
         PretrainedConfig,
         PreTrainedModel,
+        StoppingCriteriaList,
         Trainer,
     )
     from transformers._typing import GenerativePreTrainedModel
@@ -115,6 +116,24 @@ def has_stock_sampling_loop(model: nn.Module) -> bool:
     return all(
         getattr(getattr(model, name, None), "__func__", None) is getattr(GenerationMixin, name)
         for name in ("generate", "_sample")
+    )
+
+
+def sampling_loop(
+    model: GenerativePreTrainedModel,
+    input_ids: torch.Tensor,
+    processors: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """Run the decoding loop that ``generate`` runs to sample; returns prompts and completions."""
+    return model._sample(  # type: ignore[return-value]
+        input_ids,
+        logits_processor=processors,
+        stopping_criteria=stopping_criteria,
+        generation_config=config,
+        **model_kwargs,
     )
 
 

@@ -122,13 +122,15 @@ class GRPOConfig(TrainingArguments):
         "Sampling temperature, also of the trainer's log-probs.", gt=0, example=0.0, card="always",
         changes="generation")] = 1.0
     top_p: Annotated[float, Setting(
-        "Nucleus sampling: keep the smallest set of tokens with this total probability. 1: off.",
+        "Nucleus sampling: keep the smallest set of tokens with this total probability. 1: off. Log-probs "
+        "are those of the truncated distribution where the sampler reports the kept tokens.",
         gt=0, le=1, example=1.5, card="if_changed", changes="generation")] = 1.0
     top_k: Annotated[int | None, Setting(
-        "Keep this many of the most probable tokens. None, 0 or -1: off.",
+        "Keep this many of the most probable tokens. None, 0 or -1: off. Truncates like top_p.",
         ge=0, example=-2, card="if_changed", changes="generation")] = None
     min_p: Annotated[float | None, Setting(
-        "Drop tokens less probable than this fraction of the most probable one. None or 0: off.",
+        "Drop tokens less probable than this fraction of the most probable one. None or 0: off. Truncates "
+        "like top_p.",
         ge=0, le=1, example=-0.1, card="if_changed", changes="generation")] = None
     repetition_penalty: Annotated[float, Setting(
         "Penalty on tokens that are already present. 1: off.", gt=0, example=0.0, card="if_changed",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
+from groupwise.config.sampling import truncating
+
 if TYPE_CHECKING:
     from groupwise.config.grpo_config import GRPOConfig
 
@@ -73,6 +75,13 @@ LIGER_LIMITS = (
         "entropy_coef={c.entropy_coef} with use_adaptive_entropy={c.use_adaptive_entropy}",
         "0.0 and False",
         "Liger computes no entropy",
+        "use_liger_kernel=False",
+    ),
+    LigerLimit(
+        lambda c: bool(truncating(c)),
+        "top_p={c.top_p} with top_k={c.top_k} and min_p={c.min_p}",
+        "1.0 with 0 and None",
+        "Liger's log-probs are of the full distribution",
         "use_liger_kernel=False",
     ),
     LigerLimit(

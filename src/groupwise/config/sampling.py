@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -41,3 +42,11 @@ def truncating(config: GRPOConfig) -> str:
     """Return the settings that truncate the sampling distribution: ``"top_p=0.9, top_k=50"``."""
     on = {"top_p": config.top_p < 1, "top_k": bool(config.top_k), "min_p": bool(config.min_p)}
     return ", ".join(f"{name}={getattr(config, name)}" for name, used in on.items() if used)
+
+
+def truncated_logprob_bound(config: GRPOConfig) -> float:
+    """Return the most by which truncation raises the log-prob of a sampled token.
+
+    Truncation divides its probability by the kept mass: at least ``top_p``, and unknown with top_k or min_p.
+    """
+    return math.inf if config.top_k or config.min_p else -math.log(config.top_p)

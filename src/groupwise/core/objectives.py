@@ -60,6 +60,7 @@ class ObjectiveSettings:
     bias_correction_kl: multiply the KL by ρ (DeepSeek-V3.2).
     off_policy_threshold: bound of the off-policy mask; None: no mask.
     correction_mode, correction_clip_min, correction_clip_max: sampler correction; mode None: none.
+    truncation_unknown: sampler log-probs are of a truncated distribution, all others of the full one.
     surrogate: second argument of the surrogate, from :meth:`Objective.surrogate_settings`.
     """
 
@@ -73,6 +74,7 @@ class ObjectiveSettings:
     correction_mode: str | None = "sequence_mask"
     correction_clip_min: float | None = None
     correction_clip_max: float | None = 3.0
+    truncation_unknown: bool = False
     surrogate: Any = field(default_factory=SurrogateSettings)
 
 
@@ -200,6 +202,10 @@ def correction(
         "sampling/sampling_logp_difference/mean": masked_mean(gap_BT.abs(), reported_BT),
         "sampling/sampling_logp_difference/max": Max(gap_BT.abs().max()),
     }
+    if settings.truncation_unknown:  # the sampler divided probabilities by the kept mass: d = log(kept mass)
+        truncated_BT = -torch.expm1(gap_BT.clamp(max=0.0))
+        metrics["sampling/truncated_mass/mean"] = masked_mean(truncated_BT, reported_BT)
+        metrics["sampling/truncated_mass/max"] = Max(truncated_BT.max())
     if settings.correction_mode is None:
         return None, metrics
     correction_BX = sampler_correction(

@@ -21,6 +21,7 @@ from accelerate.utils import gather_object
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.advantages import AGGREGATIONS, GroupRewards, total_rewards
 from groupwise.core.images import ImageInputs
+from groupwise.core.kept_tokens import KeptTokens
 from groupwise.core.metrics import Mean, Metrics
 from groupwise.records import Completion, RewardBatch, RolloutBatch, Row
 
@@ -122,7 +123,10 @@ class LeftoverGroups:
     def from_state(cls, state: dict[str, Any]) -> LeftoverGroups:
         """Restore the groups of a checkpoint."""
         groups = [
-            [Sample(**{**sample, "completion": Completion(**sample["completion"])}) for sample in group]
+            [
+                Sample(**{**sample, "completion": Completion.from_state(sample["completion"])})
+                for sample in group
+            ]
             for group in state["groups"]
         ]
         return cls(groups, state["share_with_variance"], state["has_warned"])
@@ -378,6 +382,8 @@ def _to_batches(
 
 
 def _is_plain(value: object) -> bool:
+    if isinstance(value, KeptTokens):
+        return True
     if isinstance(value, Completion):
         value = vars(value)
     if isinstance(value, dict):

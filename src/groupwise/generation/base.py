@@ -82,6 +82,16 @@ class GenerationBackend(ABC):
             BackendError: generation failed; a ``ConnectionError`` too if a server is unavailable.
         """
 
+    def reports_kept_tokens(self, generation_kwargs: Mapping[str, Any]) -> bool:
+        """Return True if completions have ``kept_tokens`` with top_p, top_k or min_p.
+
+        Otherwise the trainer's log-probs are of the full distribution, which biases the importance ratio.
+
+        Args:
+            generation_kwargs: sampler settings of a request, see ``SamplingOptions``.
+        """
+        return False
+
     @property
     def requires_all_ranks(self) -> bool:
         """True if ``generate`` contains collectives, so that all ranks must call it equally often."""

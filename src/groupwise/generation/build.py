@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -11,8 +11,6 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import chosen_backend, truncating
 from groupwise.generation.base import BACKENDS, GenerationBackend, ProcessingClass, images_unsupported
 from groupwise.tokenization.images import image_suppress_tokens
-
-logger = logging.getLogger(__name__)
 
 
 def check_backend(
@@ -57,17 +55,42 @@ def make_backend(
     Raises:
         ConfigError: the backend does not support the policy.
     """
-    _warn_about_truncated_sampling(config)
     if isinstance(backend, GenerationBackend):
         return backend
     entry = BACKENDS.get(backend or chosen_backend(config))
     return entry.factory(policy, config, processing_class, image_suppress_tokens(policy(), processing_class))
 
 
-def _warn_about_truncated_sampling(config: GRPOConfig) -> None:
-    if used := truncating(config):
-        logger.warning(
-            "%s: completions are sampled from a truncated distribution, but log-probs are those of the full "
-            "one, which biases the importance ratio; top_p=1.0 with top_k=0 and min_p=None is unbiased",
-            used,
-        )
+def unreported_truncation(
+    config: GRPOConfig,
+    backend: GenerationBackend,
+    generation_kwargs: Mapping[str, Any],
+    *,
+    rollout_func: bool,
+    trl_hooks: bool,
+) -> str:
+    """Return a warning if completions are truncated samples without a record of the kept tokens, else "".
+
+    The trainer's log-probs are then those of the full distribution.
+
+    Args:
+        generation_kwargs: sampler settings of requests that replace those of the backend.
+        rollout_func: completions come from a ``rollout_func``, which returns no kept tokens.
+        trl_hooks: completions pass through TRL's hooks, as token ids alone.
+    """
+    used = truncating(config)
+    if not used:
+        return ""
+    if trl_hooks:
+        reason = "TRL's hooks pass completions without the kept tokens (groupwise.GRPOTrainer records them)"
+    elif rollout_func:
+        reason = "a rollout_func returns completions without the kept tokens"
+    elif not backend.reports_kept_tokens(generation_kwargs):
+        reason = f"{type(backend).__name__} does not report the kept tokens"
+    else:
+        return ""
+    return (
+        f"{used}: completions are sampled from a truncated distribution, but log-probs are those of the full "
+        f"one, which biases the importance ratio, because {reason}. The metric sampling/truncated_mass shows "
+        "by how much, if the sampler reports log-probs; top_p=1.0 with top_k=0 and min_p=None is unbiased"
+    )

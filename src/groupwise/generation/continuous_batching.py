@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +44,10 @@ class ContinuousBatchingBackend(TransformersBackend):
     ) -> None:
         super().__init__(model, generation_config)
         self.batching = batching
+
+    def reports_kept_tokens(self, generation_kwargs: Mapping[str, Any]) -> bool:
+        """Return False: the scheduler applies logits processors to rows of several requests."""
+        return False
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions = RUN_SETTINGS

@@ -126,6 +126,7 @@ def decode_groups(
     generation_config: GenerationConfig,
     *,
     copies: Sequence[int],
+    record: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor:
     """Sample ``copies[i]`` completions of prompt i.
@@ -135,6 +136,8 @@ def decode_groups(
     Args:
         input_ids: P distinct prompts, padded on the left: (P, L).
         copies: number of completions per prompt, P.
+        record: called at every step with the scores (R, V) that are sampled from and the completion of each
+            row, (R,).
 
     Returns:
         prompts and completions, padded on the right: (sum of copies, longest).
@@ -152,6 +155,8 @@ def decode_groups(
     with optimize_for_decode(model):
         while True:
             scores_RV = logits_processor(batch.tokens_RS, batch.logits_RV)  # type: ignore[arg-type]
+            if record is not None:
+                record(scores_RV, output_index_R)
             next_R = sample_tokens(scores_RV, generation_config.do_sample)
             batch.append(next_R.where(running_R, pad))
             running_R &= ~stopping_criteria(batch.tokens_RS, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
@@ -16,6 +16,7 @@ from groupwise.compat.transformers import is_zero3_enabled
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import SAMPLING_FIELDS
 from groupwise.core.images import ImageInputs, join_images
+from groupwise.core.kept_tokens import KeptTokens
 from groupwise.core.padding import length_mask, pad_sequences
 from groupwise.cpu import cpu_generation
 from groupwise.errors import BackendError
@@ -35,6 +36,7 @@ from groupwise.generation.decoding import (
     keep_autocast_weights,
     requires_lockstep_forwards,
 )
+from groupwise.generation.truncation import can_record, make_recorder, sample_and_record
 from groupwise.records import Completion, SamplingOptions
 
 
@@ -73,6 +75,10 @@ class TransformersBackend(GenerationBackend):
     def requires_all_ranks(self) -> bool:
         return requires_lockstep_forwards(self.model())
 
+    def reports_kept_tokens(self, generation_kwargs: Mapping[str, Any]) -> bool:
+        """Return True unless the model has a decoding loop of its own."""
+        return can_record(self.model())
+
     @torch.no_grad()
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions = RUN_SETTINGS
@@ -92,9 +98,13 @@ class TransformersBackend(GenerationBackend):
             _check_every_row_has_images(sampling.images)
         starts = [input_ids.shape[1] - len(prompt) for prompt in distinct]
         images = join_images(sampling.images or (), starts, input_ids.shape[1], model.device)
+        recorder = make_recorder(model, config)
         loop: dict[str, Any] = {"synced_gpus": False} if self.gather_weights else {}
         if by_group:
-            loop = {"custom_generate": partial(decode_groups, copies=copies)}
+            record = None if recorder is None else recorder.record
+            loop = {"custom_generate": partial(decode_groups, copies=copies, record=record)}
+        elif recorder is not None:
+            loop = {"custom_generate": partial(sample_and_record, recorder=recorder, synced_gpus=lockstep)}
         was_training = model.training
         model.eval()  # no dropout; gradient checkpointing would disable the key-value cache
         try:
@@ -114,7 +124,11 @@ class TransformersBackend(GenerationBackend):
             model.train(was_training)
         new_tokens = sequences[:, input_ids.shape[1] :].tolist()
         limits = sampling.max_tokens or [config.max_new_tokens] * len(prompts)
-        return [self._completion(tokens[:limit]) for tokens, limit in zip(new_tokens, limits, strict=True)]
+        kept = [None] * len(prompts) if recorder is None else recorder.completions(len(prompts))
+        return [
+            self._completion(tokens[:limit], kept_tokens)
+            for tokens, limit, kept_tokens in zip(new_tokens, limits, kept, strict=True)
+        ]
 
     def _config_for(self, sampling: SamplingOptions) -> GenerationConfig:
         """Return the settings of a call. The batch runs until the row with the highest limit has ended."""
@@ -128,11 +142,11 @@ class TransformersBackend(GenerationBackend):
             config.update(do_sample=False, temperature=1.0)
         return config
 
-    def _completion(self, tokens: list[int]) -> Completion:
-        for position, token in enumerate(tokens):
-            if token in self.end_tokens:
-                return Completion(tokens[: position + 1])
-        return Completion(tokens, truncated=True)
+    def _completion(self, tokens: list[int], kept: KeptTokens | None = None) -> Completion:
+        end = next((place + 1 for place, token in enumerate(tokens) if token in self.end_tokens), None)
+        tokens = tokens[:end]
+        kept = None if kept is None else kept.first(len(tokens))
+        return Completion(tokens, truncated=end is None, kept_tokens=kept)
 
 
 def _check_every_row_has_images(images: Sequence[ImageInputs]) -> None:

@@ -72,6 +72,9 @@ class LogprobMixin:
             return pad_sequences(rows, math.nan, dtype=torch.float32, **pad)
 
         sampler_logps = [completion.logps for completion in completions]
+        kept_tokens = tuple(completion.kept_tokens for completion in completions)
+        if self.settings.use_liger_kernel:  # its log-probs are of the full distribution, so all must be
+            kept_tokens = (None,) * len(completions)
         return TokenBatch(
             prompt_ids_BL=prompt_ids_BL,
             prompt_mask_BL=length_mask(prompt_lengths, prompt_ids_BL.shape[1], left=True, device=device),
@@ -87,6 +90,7 @@ class LogprobMixin:
             if all(logps is None for logps in sampler_logps)
             else padded_logps(sampler_logps),
             images=None if rollouts.images is None else tuple(rollouts.images),
+            kept_tokens=None if all(row is None for row in kept_tokens) else kept_tokens,
         )
 
     def _loss_mask(self, completion: Completion) -> list[int]:
@@ -103,7 +107,10 @@ class LogprobMixin:
     def compute_logprobs(
         self, model: nn.Module, batch: TokenBatch, *, with_entropy: bool = False
     ) -> LogprobOutput:
-        """Compute token log-probs under ``model`` at the sampling temperature. Returns (B, T) float32."""
+        """Compute token log-probs under ``model`` at the sampling temperature. Returns (B, T) float32.
+
+        With ``batch.kept_tokens``, log-probs and entropy are those of the truncated distribution.
+        """
         with_aux_loss = self.aux_loss_enabled and model.training
         return self.logprob_computer(model, batch, with_entropy=with_entropy, with_aux_loss=with_aux_loss)
 

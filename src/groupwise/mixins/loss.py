@@ -143,8 +143,12 @@ class LossMixin:
         return self.settings.use_adaptive_entropy or self.settings.entropy_coef != 0.0
 
 
-def objective_settings(args: GRPOConfig) -> ObjectiveSettings:
-    """Collect the settings of the loss from the configuration."""
+def objective_settings(args: GRPOConfig, *, truncation_unknown: bool = False) -> ObjectiveSettings:
+    """Collect the settings of the loss from the configuration.
+
+    Args:
+        truncation_unknown: the sampler truncates its distribution and does not report the kept tokens.
+    """
     built_in = SurrogateSettings(
         epsilon_low=args.epsilon,
         epsilon_high=args.epsilon if args.epsilon_high is None else args.epsilon_high,
@@ -170,6 +174,7 @@ def objective_settings(args: GRPOConfig) -> ObjectiveSettings:
         else None,
         correction_clip_min=args.vllm_importance_sampling_clip_min,
         correction_clip_max=args.vllm_importance_sampling_clip_max,
+        truncation_unknown=truncation_unknown,
         surrogate=OBJECTIVES[args.loss_type].surrogate_settings(built_in, loss_kwargs),
     )
 

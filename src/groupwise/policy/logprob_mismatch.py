@@ -49,6 +49,9 @@ class LogprobMismatchCheck:
         head: settings of the log-prob head.
         reduce: sums a tensor over all ranks.
         mixed_precision: dtype of matrix products under autocast; None: that of the weights.
+        truncation: the most by which the sampler's log-prob of a token exceeds the trainer's because the
+            sampler truncates its distribution without reporting the kept tokens; such differences do not
+            count.
     """
 
     def __init__(
@@ -57,9 +60,11 @@ class LogprobMismatchCheck:
         head: HeadSettings,
         reduce: Callable[[torch.Tensor], torch.Tensor],
         mixed_precision: torch.dtype | None = None,
+        truncation: float = 0.0,
     ) -> None:
         self.settings, self.head, self.reduce = settings, head, reduce
         self.mixed_precision = mixed_precision
+        self.truncation = truncation
         self.generations = 0
 
     def check(self, model: nn.Module, batch: TokenBatch, fresh: Sequence[bool]) -> Metrics:
@@ -91,7 +96,9 @@ class LogprobMismatchCheck:
         if not tokens:
             return {}
         trainer_BT = self._trainer_logps(model, batch)
-        gap = self._total((trainer_BT - sampler_BT.nan_to_num()).abs() * compared_BT) / tokens
+        excess_BT = sampler_BT.nan_to_num() - trainer_BT
+        unexplained_BT = excess_BT - excess_BT.clamp(0.0, self.truncation)
+        gap = self._total(unexplained_BT.abs() * compared_BT) / tokens
         tolerance = TOLERANCES[self.mixed_precision or next(model.parameters()).dtype]
         if not gap <= tolerance:  # also for NaN
             self._report(gap, tolerance)

@@ -88,6 +88,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
     """
 
     uncalled_methods = REFUSED
+    records_kept_tokens = False  # hooks pass token ids alone
     buffer_class = InputsBuffer
     metrics_class = ListMetricBuffer
     buffer: InputsBuffer  # type: ignore[assignment]

@@ -17,6 +17,7 @@ import pytest
 import torch
 from test_heads import LOW, assert_close, outcome, outcome_of_truth, rows, truth, upstream
 
+from groupwise.core.kept_tokens import KeptTokens
 from groupwise.policy.heads import HeadWeights, chunked, chunked_head, dense_head
 from groupwise.policy.heads.tiles import LogitTransform, RowSlopes, RowStatistics, Tiles
 
@@ -95,10 +96,11 @@ def test_the_kernels_compile_without_a_gpu(optional, dtype, tmp_path, monkeypatc
         "gain": "fp32",
         "BLOCK": "constexpr",
         "targets_ptr": "*i64",
+        "kept_ptr": "*u8",
     }
     kinds |= {"grad_ptr": f"*{dtype}", "bias_ptr": f"*{dtype}", "bound": "fp32"}
     if not optional:  # an argument that is None is known to the compiler
-        kinds |= dict.fromkeys(["bias_ptr", "bound", "weighted_ptr", "b_ptr"], "constexpr")
+        kinds |= dict.fromkeys(["bias_ptr", "bound", "weighted_ptr", "b_ptr", "kept_ptr"], "constexpr")
     for kernel in (kernels._statistics_kernel, kernels._gradient_kernel):
         signature = {name: kinds.get(name, "*fp32") for name in kernel.arg_names}
         fixed = {name: None for name, kind in signature.items() if kind == "constexpr"} | {"BLOCK": 1024}
@@ -148,6 +150,20 @@ def test_rows_longer_than_a_block_of_columns():
     targets[0], targets[1] = 9000, 4096
     arguments = (hidden, weight, bias, targets, 1.0, {})
     assert_close(outcome_on_device(chunked_head, *arguments), outcome_of_truth(*arguments[:5]), rtol=1e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_truncated_distributions(transform):
+    hidden, weight, bias, targets = rows(9, 131, 16, torch.float32)
+    kept = [sorted({target, (5 * target) % 131, 130}) for target in targets.tolist()]
+    kept[4] = []  # the whole vocabulary
+    options = {"kept": KeptTokens.from_lists(kept), "chunk_rows": 4, "chunk_columns": 50}
+    fused = outcome_on_device(chunked_head, hidden, weight, bias, targets, 0.9, transform, **options)
+    doubles = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
+    reference = HeadWeights(*doubles[1:], **transform)
+    expected = outcome(chunked_head, doubles, doubles[0], reference, targets, 0.9, **options)
+    assert_close(fused, expected, rtol=1e-5)
 
 
 @needs_kernels

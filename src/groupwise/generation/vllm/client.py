@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from groupwise.errors import BackendError
 from groupwise.generation.vllm.background import EventLoopThread
 from groupwise.generation.vllm.http import HttpClient, LostAnswerError, ServerUnavailableError
-from groupwise.generation.vllm.sampling import Request
+from groupwise.generation.vllm.sampling import DEFAULT_MAX_LOGPROBS, Request, kept_tokens, num_logprobs
 from groupwise.records import Completion
 
 T = TypeVar("T")
@@ -80,7 +80,9 @@ class VLLMServers:
     async def _generate(self, index: int, request: Request, sampling: dict[str, Any]) -> list[Completion]:
         server = self.servers[index]
         count = request.num_samples(sampling.get("temperature", 1.0))
-        own = {"n": count, "seed": request.seed, "max_tokens": request.max_tokens, "logprobs": 0}
+        wanted = num_logprobs(sampling)
+        logprobs = wanted if wanted <= DEFAULT_MAX_LOGPROBS else 0  # more would be refused
+        own = {"n": count, "seed": request.seed, "max_tokens": request.max_tokens, "logprobs": logprobs}
         body: dict[str, Any] = {"token_ids": list(request.prompt), "sampling_params": {**sampling, **own}}
         async with self._slots[index]:
             response = await server.call(
@@ -92,15 +94,23 @@ class VLLMServers:
                 check=_check_complete,
             )
         choices = sorted(response["choices"], key=lambda choice: choice["index"])
-        return [self._completion(choices[row % count]) for row in range(len(request.rows))]
+        return [self._completion(choices[row % count], logprobs > 0) for row in range(len(request.rows))]
 
-    def _completion(self, choice: dict[str, Any]) -> Completion:
-        logps = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    def _completion(self, choice: dict[str, Any], is_truncated: bool) -> Completion:
+        content = choice["logprobs"]["content"]
+        logps = [entry["logprob"] for entry in content]
+        kept = None
+        if is_truncated:
+            positions = (
+                [(one["token_id"], one["logprob"]) for one in entry["top_logprobs"]] for entry in content
+            )
+            kept = kept_tokens(positions, excluded=_NO_LOGPROB)
         return Completion(
             token_ids=choice["token_ids"],
             logps=[float("nan") if logp <= _NO_LOGPROB else logp for logp in logps],
             truncated=choice["finish_reason"] == "length",
             versions=list(self._versions(choice)),
+            kept_tokens=kept,
         )
 
     def _versions(self, choice: dict[str, Any]) -> Iterator[int]:

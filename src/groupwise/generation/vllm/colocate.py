@@ -7,8 +7,9 @@ and after each optimizer step, from the memory of this process.
 from __future__ import annotations
 
 import copy
+import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +31,7 @@ from groupwise.generation.transformers_backend import end_tokens as find_end_tok
 from groupwise.generation.vllm.engine import check_engine, engine_arguments, sampling_arguments
 from groupwise.generation.vllm.isolation import preserve_model_classes, preserve_rng_state
 from groupwise.generation.vllm.plugin import register
-from groupwise.generation.vllm.sampling import Request, group_requests
+from groupwise.generation.vllm.sampling import Request, group_requests, kept_tokens, num_logprobs
 from groupwise.generation.vllm.tensor_parallel import TensorParallelGroup
 from groupwise.generation.vllm.weight_sync import (
     FullWeightSync,
@@ -82,8 +83,13 @@ class ColocatedBackend(GenerationBackend):
         self.seed, self.process_index = seed, process_index
         self._num_samples: dict[int, int] = {}  # by prompt, at step _num_samples_step
         self._num_samples_step: int | None = None
+        self._max_logprobs: int = engine.model_config.max_logprobs
         self.asleep: set[str] = set()
         self.release()
+
+    def reports_kept_tokens(self, generation_kwargs: Mapping[str, Any]) -> bool:
+        """Return True with top_k: log-probs of all kept tokens are requested."""
+        return 0 < num_logprobs({**self.sampling, **generation_kwargs}) <= self._max_logprobs
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions = RUN_SETTINGS
@@ -123,24 +129,33 @@ class ColocatedBackend(GenerationBackend):
 
         prompts = [{"prompt_token_ids": list(request.prompt)} for request in requests]
         counts = [request.num_samples(settings["temperature"]) for request in requests]
+        wanted = num_logprobs(settings)
+        logprobs = wanted if wanted <= self._max_logprobs else 0  # a script may have raised top_k since
         params = [
-            SamplingParams(**settings, n=count, max_tokens=request.max_tokens, seed=request.seed)
+            SamplingParams(
+                **settings, logprobs=logprobs, n=count, max_tokens=request.max_tokens, seed=request.seed
+            )
             for request, count in zip(requests, counts, strict=True)
         ]
         outputs = self._engine.generate(prompts, params, use_tqdm=False, **self.weight_sync.generate_kwargs())
         return [
-            [self._completion(output.outputs[row % count]) for row in range(len(request.rows))]
+            [self._completion(output.outputs[row % count], logprobs > 0) for row in range(len(request.rows))]
             for request, count, output in zip(requests, counts, outputs, strict=True)
         ]
 
-    def _completion(self, sample: CompletionOutput) -> Completion:
+    def _completion(self, sample: CompletionOutput, is_truncated: bool) -> Completion:
         tokens = list(sample.token_ids)
         logps = [entry[token].logprob for token, entry in zip(tokens, sample.logprobs, strict=True)]
+        kept = None
+        if is_truncated:
+            positions = ([(token, one.logprob) for token, one in entry.items()] for entry in sample.logprobs)
+            kept = kept_tokens(positions, excluded=-math.inf)
         return Completion(
             tokens,
             logps=logps,
             truncated=sample.finish_reason == "length",
             versions=[self.version] * len(tokens),  # type: ignore[list-item]  # generate checked it
+            kept_tokens=kept,
         )
 
     def sync_weights(self, source: WeightSource, *, step: int) -> None:

@@ -13,7 +13,7 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import SAMPLING_FIELDS
 from groupwise.errors import ConfigError, nearest_name
 from groupwise.generation.base import json_dict
-from groupwise.generation.vllm.sampling import sampling_fields
+from groupwise.generation.vllm.sampling import DEFAULT_MAX_LOGPROBS, num_logprobs, sampling_fields
 from groupwise.generation.vllm.transport import BACKEND
 
 _GIB = 2**30
@@ -134,6 +134,7 @@ def engine_arguments(config: GRPOConfig, model: str, dtype: str) -> dict[str, An
     """
     from vllm.config import WeightTransferConfig
 
+    evaluation = json_dict(config.eval_generation_kwargs)
     arguments: dict[str, Any] = {
         "model": model,
         "runner": "generate",
@@ -144,6 +145,7 @@ def engine_arguments(config: GRPOConfig, model: str, dtype: str) -> dict[str, An
         "trust_remote_code": config.trust_remote_code,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": max(DEFAULT_MAX_LOGPROBS, config.top_k or 0, num_logprobs(evaluation)),
         "max_model_len": config.vllm_max_model_length,
         "gpu_memory_utilization": config.vllm_gpu_memory_utilization,
         "enable_sleep_mode": config.vllm_enable_sleep_mode,
@@ -180,9 +182,7 @@ def sampling_arguments(
             )
         if name not in known | set(SAMPLING_FIELDS):
             raise ConfigError(unknown("generation_kwargs", name, known))
-    fields = sampling_fields(config, end_tokens, suppress_tokens) | {
-        "logprobs": 0
-    }  # only of the sampled token
+    fields = sampling_fields(config, end_tokens, suppress_tokens)
     if "structured_outputs" in fields:
         fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
     return fields

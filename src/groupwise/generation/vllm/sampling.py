@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import SAMPLING_FIELDS
+from groupwise.core.kept_tokens import KeptTokens
 from groupwise.generation.base import json_dict
 
 #: Fields of the config that have the same name in vLLM.
 _SAME_NAME = ("temperature", "top_p", "top_k", "repetition_penalty")
+
+#: Most tokens per position whose log-probs vLLM reports, unless ``--max-logprobs`` raises it.
+DEFAULT_MAX_LOGPROBS = 20
 
 #: (seed, number of samples, max_tokens); requests with equal keys have equal results under the same weights.
 RequestKey: TypeAlias = tuple[int, int, int]
@@ -64,6 +68,28 @@ def sampling_fields(
         fields["logit_bias"] = {**fields.get("logit_bias", {}), **dict.fromkeys(suppress_tokens, -100.0)}
     fields["detokenize"] = bool(fields.get("stop"))  # stop strings are searched in the text
     return fields
+
+
+def num_logprobs(sampling: Mapping[str, Any]) -> int:
+    """Return vLLM's ``logprobs``: the number of tokens per position whose log-probs it reports.
+
+    With top_k these include all kept tokens; top_p and min_p keep a part of them. Otherwise only the log-prob
+    of the sampled token is requested (0): top_p and min_p alone may keep any number of tokens.
+    """
+    greedy = sampling.get("temperature", 1.0) == 0
+    return 0 if greedy else max(sampling.get("top_k") or 0, 0)
+
+
+def kept_tokens(positions: Iterable[Iterable[tuple[int, float]]], excluded: float) -> KeptTokens:
+    """Return the kept tokens of a completion from processed log-probs.
+
+    Args:
+        positions: (token id, log-prob) of the sampled and the ``top_k`` most probable tokens, per position.
+        excluded: log-prob of a token that was not kept.
+    """
+    return KeptTokens.from_lists(
+        [[token for token, logp in position if logp > excluded] for position in positions]
+    )
 
 
 def group_requests(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -34,7 +34,14 @@ from groupwise.generation.vllm.client import LostWeightsError, VLLMServers
 from groupwise.generation.vllm.colocate import check_policy
 from groupwise.generation.vllm.http import LostAnswerError, ServerUnavailableError, parse_url
 from groupwise.generation.vllm.preflight import ServerInfo, check_servers
-from groupwise.generation.vllm.sampling import Request, RequestKey, group_requests, sampling_fields
+from groupwise.generation.vllm.sampling import (
+    DEFAULT_MAX_LOGPROBS,
+    Request,
+    RequestKey,
+    group_requests,
+    num_logprobs,
+    sampling_fields,
+)
 from groupwise.generation.vllm.serve import as_shell_line, serve_command
 from groupwise.generation.weight_iterator import buckets
 from groupwise.records import Completion, SamplingOptions
@@ -75,6 +82,10 @@ class VLLMServerBackend(GenerationBackend):
         self._num_samples_step: int | None = None
         self._source: WeightSource | None = None  # for servers that restart before the next sync
         self._sender: transport.WeightSender | None = None
+
+    def reports_kept_tokens(self, generation_kwargs: Mapping[str, Any]) -> bool:
+        """Return True with a top_k of at most 20: a server reports no more log-probs by default."""
+        return 0 < num_logprobs({**self.sampling, **generation_kwargs}) <= DEFAULT_MAX_LOGPROBS
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions = RUN_SETTINGS
@@ -127,7 +138,7 @@ class VLLMServerBackend(GenerationBackend):
         """Return finished prefetched completions, and the number of samples per prompt in this step."""
         finished = {key: future.result() for key, future in self._pending.items() if _succeeded(future)}
         return {
-            "finished": [(key, [vars(c) for c in samples]) for key, samples in finished.items()],
+            "finished": [(key, [c.state_dict() for c in samples]) for key, samples in finished.items()],
             "num_samples": (self._num_samples_step, dict(self._num_samples)),
         }
 
@@ -137,7 +148,7 @@ class VLLMServerBackend(GenerationBackend):
         self._num_samples_step, self._num_samples = state["num_samples"]
         for key, samples in state["finished"]:
             future: Future[list[Completion]] = Future()
-            future.set_result([Completion(**fields) for fields in samples])
+            future.set_result([Completion.from_state(fields) for fields in samples])
             self._pending[tuple(key)] = future
 
     # Requests.

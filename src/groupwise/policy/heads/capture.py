@@ -18,10 +18,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from groupwise.compat.accelerate import forward_attribute
+from groupwise.core.kept_tokens import KeptTokens
 from groupwise.errors import ConfigError
 from groupwise.policy.heads.weights import HeadWeights, output_head
 
-#: ``(hidden_NH, head, targets_N, temperature, with_entropy=...)`` -> log-probs (N,) and entropy (N,) or None.
+#: ``(hidden_NH, head, targets_N, temperature, with_entropy=..., kept=...)`` -> log-probs (N,), entropy (N,)
+#: or None.
 HeadFunction = Callable[..., tuple[torch.Tensor, "torch.Tensor | None"]]
 Outputs = tuple["torch.Tensor | None", ...]
 #: ``(hidden_BKH, head with live weights)`` -> tensors (B, K) or scalars; None entries stay None.
@@ -129,6 +131,7 @@ def logprobs_at_head(
     targets_BK: torch.Tensor,
     temperature: float = 1.0,
     with_entropy: bool = True,
+    kept: KeptTokens | None = None,
 ) -> AbstractContextManager[HeadOutputs]:
     """Context manager in which the model's head computes log-probs of ``targets_BK`` (and entropies).
 
@@ -148,13 +151,14 @@ def logprobs_at_head(
         targets_BK: token ids in [0, V), one per kept position.
         temperature: positive divisor of the logits.
         with_entropy: also compute the entropy.
+        kept: tokens of the truncated distribution, one entry per target in row-major order; None: all tokens.
     """
 
     def compute(hidden_BKH: torch.Tensor, live: HeadWeights) -> Outputs:
         given, wanted = tuple(hidden_BKH.shape[:-1]), tuple(targets_BK.shape)
         assert given == wanted, f"the head received positions {given} for targets {wanted}"
         rows = hidden_BKH.flatten(0, -2), live, targets_BK.flatten(), temperature
-        logps_N, entropy_N = head_fn(*rows, with_entropy=with_entropy)
+        logps_N, entropy_N = head_fn(*rows, with_entropy=with_entropy, kept=kept)
         return logps_N.view(wanted), None if entropy_N is None else entropy_N.view(wanted)
 
     return compute_at_head(model, head, compute)

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from groupwise.compat.torch import addmm_into, mm_into
+from groupwise.core.kept_tokens import KeptMask, KeptTokens
 from groupwise.cpu.linear import has_onednn, onednn_product
 from groupwise.policy.heads.dense import projection_dtype, statistics_dtype
 from groupwise.policy.heads.tiles import LogitTransform, RowSlopes, RowStatistics, Tiles
@@ -34,13 +35,18 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class _Plan:
-    """Tiling and precision, the same in the forward and the backward pass."""
+    """Tiling, precision and kept tokens, the same in the forward and the backward pass."""
 
     transform: LogitTransform
     dtype: torch.dtype  # of the projection's operands
     rows: int
     columns: int
     tiles: type[Tiles]
+    kept: KeptMask | None
+
+    def kept_tile(self, rows: slice, columns: slice) -> torch.Tensor | None:
+        """Return the mask (R, C) of kept tokens in a tile; None: all are kept."""
+        return None if self.kept is None else self.kept.tile(rows, columns)
 
     def make_tiles(self, device: torch.device) -> Tiles:
         """Allocate the tile operations of one pass; buffers are allocated at first use."""
@@ -56,6 +62,7 @@ def chunked_head(
     temperature: float = 1.0,
     with_entropy: bool = True,
     *,
+    kept: KeptTokens | None = None,
     chunk_rows: int | None = None,
     chunk_columns: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -70,6 +77,7 @@ def chunked_head(
         targets_N: token ids in [0, V).
         temperature: positive divisor of the logits, applied after the model's own scale and softcap.
         with_entropy: also return the entropy.
+        kept: tokens of the truncated distribution at each of the N positions; None: all tokens.
         chunk_rows: rows of a tile; None picks a size for the device.
         chunk_columns: columns (vocabulary entries) of a tile; None picks a size for the device.
 
@@ -87,6 +95,7 @@ def chunked_head(
         rows=rows,
         columns=min(columns, head.weight_VH.shape[0]),
         tiles=_tile_operations(hidden_NH.device, dtype),
+        kept=None if kept is None else KeptMask.on(hidden_NH.device, kept),
     )
     return _ChunkedHead.apply(hidden_NH, head.weight_VH, head.bias_V, targets_N, plan, with_entropy)
 
@@ -143,7 +152,8 @@ def _forward_tiles(hidden_NH, weight_VH, bias_V, targets_N, plan: _Plan, with_en
         for rows in _spans(total, plan.rows):
             raw_RC, missing_bias_C = _project(tiles, hidden_NH[rows].to(plan.dtype), weight_CH, bias_C)
             local_targets_R = targets_N[rows] - columns.start
-            tiles.update_statistics(raw_RC, missing_bias_C, local_targets_R, statistics.part(rows))
+            kept_RC = plan.kept_tile(rows, columns)
+            tiles.update_statistics(raw_RC, missing_bias_C, local_targets_R, statistics.part(rows), kept_RC)
     max_N, sum_N, weighted_N = statistics.max_N, statistics.sum_N, statistics.weighted_N
     log_sum_N = sum_N.log()
     entropy_N = None if weighted_N is None else log_sum_N - weighted_N / sum_N
@@ -179,7 +189,8 @@ def _backward_tiles(saved, grad_logps_N, grad_entropy_N, plan: _Plan, needed):
             hidden_RH = hidden_NH[rows].to(plan.dtype)
             raw_RC, missing_bias_C = _project(tiles, hidden_RH, weight_CH, bias_C)
             local_targets_R = targets_N[rows] - columns.start
-            grad_RC = tiles.gradient(raw_RC, missing_bias_C, local_targets_R, slopes.part(rows))
+            kept_RC = plan.kept_tile(rows, columns)
+            grad_RC = tiles.gradient(raw_RC, missing_bias_C, local_targets_R, slopes.part(rows), kept_RC)
             if grad_hidden_NH is not None:
                 _accumulate(grad_hidden_NH[rows], grad_RC, weight_CH)
             if needs_weight:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from groupwise.core.kept_tokens import EXCLUDED_LOGIT, KeptMask, KeptTokens
 from groupwise.policy.heads.weights import HeadWeights
 
 
@@ -27,7 +28,11 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def logps_from_logits(
-    logits_NV: torch.Tensor, targets_N: torch.Tensor, temperature: float = 1.0, with_entropy: bool = True
+    logits_NV: torch.Tensor,
+    targets_N: torch.Tensor,
+    temperature: float = 1.0,
+    with_entropy: bool = True,
+    kept: KeptTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute the log-prob of each target and the entropy of softmax(logits / temperature).
 
@@ -36,12 +41,13 @@ def logps_from_logits(
         targets_N: token ids in [0, V).
         temperature: positive divisor of the logits.
         with_entropy: also return `-Σ p log p`, in nats.
+        kept: tokens of the truncated distribution at each position, in row-major order; None: all tokens.
 
     Returns:
         Log-probs and entropy (or None), shaped like `targets_N`, float32 (float64 for float64 logits).
     """
     logits_NV = logits_NV.to(statistics_dtype(logits_NV.dtype))
-    return _scores(_all_logps(logits_NV, temperature), targets_N, with_entropy)
+    return _scores(_all_logps(logits_NV, temperature, kept), targets_N, with_entropy)
 
 
 def dense_head(
@@ -50,6 +56,8 @@ def dense_head(
     targets_N: torch.Tensor,
     temperature: float = 1.0,
     with_entropy: bool = True,
+    *,
+    kept: KeptTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute log-probs and entropy from hidden states, with all N x V logits in memory.
 
@@ -59,6 +67,7 @@ def dense_head(
         targets_N: token ids in [0, V).
         temperature: positive divisor of the logits, applied after the model's own scale and softcap.
         with_entropy: also return the entropy.
+        kept: tokens of the truncated distribution at each of the N positions; None: all tokens.
 
     Returns:
         Log-probs and entropy (or None), shape (N,), float32 (float64 for float64 hidden states), in nats.
@@ -70,13 +79,18 @@ def dense_head(
             statistics_dtype(dtype)
         )
         logits_NV = head.shape_logits(logits_NV)
-        all_logps_NV = _all_logps(logits_NV, temperature)
+        all_logps_NV = _all_logps(logits_NV, temperature, kept)
         del logits_NV  # frees N x V values before the entropy allocates as many
         return _scores(all_logps_NV, targets_N, with_entropy)
 
 
-def _all_logps(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    return torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
+def _all_logps(logits: torch.Tensor, temperature: float, kept: KeptTokens | None) -> torch.Tensor:
+    if temperature != 1.0:
+        logits = logits / temperature
+    if kept is not None:
+        mask_NV = KeptMask.on(logits.device, kept).tile(slice(0, len(kept)), slice(0, logits.shape[-1]))
+        logits = logits.masked_fill(~mask_NV.view(logits.shape), EXCLUDED_LOGIT)
+    return torch.log_softmax(logits, dim=-1)
 
 
 def _scores(

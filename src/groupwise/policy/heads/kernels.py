@@ -12,11 +12,13 @@ import torch
 import triton
 import triton.language as tl
 
+from groupwise.core.kept_tokens import EXCLUDED_LOGIT
 from groupwise.policy.heads.tiles import RowSlopes, RowStatistics, Tiles
 
 _STATISTICS_BLOCK = 4096  # columns per iteration of a program, which loops over the whole row
 _GRADIENT_BLOCK = 2048  # columns per program
 _ELEMENTS_PER_WARP = 512
+_EXCLUDED: tl.constexpr = tl.constexpr(EXCLUDED_LOGIT)
 
 
 @triton.jit
@@ -52,6 +54,7 @@ def _statistics_kernel(
     raw_ptr,
     bias_ptr,
     targets_ptr,
+    kept_ptr,
     max_ptr,
     sum_ptr,
     weighted_ptr,
@@ -77,6 +80,9 @@ def _statistics_kernel(
         offsets = start + tl.arange(0, BLOCK)
         inside = offsets < columns
         x = _logits(raw_ptr, bias_ptr, offsets, inside, gain, bound)
+        if kept_ptr is not None:
+            is_kept = tl.load(kept_ptr + row * columns + offsets, mask=inside, other=0) != 0
+            x = tl.where(is_kept, x, _EXCLUDED)
         x = tl.where(inside, x, float("-inf"))
         new_top = tl.maximum(top, tl.max(x, 0))
         drop = top - new_top
@@ -100,6 +106,7 @@ def _gradient_kernel(
     grad_ptr,
     bias_ptr,
     targets_ptr,
+    kept_ptr,
     max_ptr,
     a_ptr,
     b_ptr,
@@ -123,6 +130,9 @@ def _gradient_kernel(
     if bound is not None:
         tanh = x / bound
         grad *= 1.0 - tanh * tanh
+    if kept_ptr is not None:
+        is_kept = tl.load(kept_ptr + row * columns + offsets, mask=inside, other=0) != 0
+        grad = tl.where(is_kept, grad, 0.0)
     tl.store(grad_ptr + row * columns + offsets, grad.to(grad_ptr.dtype.element_ty), mask=inside)
 
 
@@ -138,6 +148,7 @@ class TritonTiles(Tiles):
         bias_C: torch.Tensor | None,
         local_targets_R: torch.Tensor,
         statistics: RowStatistics,
+        kept_RC: torch.Tensor | None = None,
     ) -> None:
         rows, columns = raw_RC.shape
         block, warps = _block(columns, _STATISTICS_BLOCK)
@@ -146,6 +157,7 @@ class TritonTiles(Tiles):
                 raw_RC,
                 bias_C,
                 local_targets_R,
+                _bytes(kept_RC),
                 statistics.max_N,
                 statistics.sum_N,
                 statistics.weighted_N,
@@ -162,6 +174,7 @@ class TritonTiles(Tiles):
         bias_C: torch.Tensor | None,
         local_targets_R: torch.Tensor,
         slopes: RowSlopes,
+        kept_RC: torch.Tensor | None = None,
     ) -> torch.Tensor:
         in_place = self.operand_dtype == raw_RC.dtype
         grad_RC = raw_RC if in_place else self.buffer("gradient", raw_RC.shape, self.operand_dtype)
@@ -173,6 +186,7 @@ class TritonTiles(Tiles):
                 grad_RC,
                 bias_C,
                 local_targets_R,
+                _bytes(kept_RC),
                 slopes.max_N,
                 slopes.a_N,
                 slopes.b_N,
@@ -187,6 +201,11 @@ class TritonTiles(Tiles):
     def _transform_arguments(self) -> tuple[float, float | None]:
         gain, bound = self.transform.gain, self.transform.bound
         return (gain, None) if bound is None else (gain / bound, bound)
+
+
+def _bytes(mask_RC: torch.Tensor | None) -> torch.Tensor | None:
+    """View a boolean mask as uint8, which every Triton version loads."""
+    return None if mask_RC is None else mask_RC.view(torch.uint8)
 
 
 def _block(columns: int, most: int) -> tuple[int, int]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from groupwise.core.kept_tokens import EXCLUDED_LOGIT
+
 
 @dataclass(frozen=True)
 class LogitTransform:
@@ -109,6 +111,7 @@ class Tiles:
         bias_C: torch.Tensor | None,
         local_targets_R: torch.Tensor,
         statistics: RowStatistics,
+        kept_RC: torch.Tensor | None = None,
     ) -> None:
         """Update the statistics of the rows with one more tile; overwrites the tile.
 
@@ -117,10 +120,13 @@ class Tiles:
             bias_C: bias to be added to them, or None.
             local_targets_R: column of each row's target, int64; outside [0, C) for targets in other tiles.
             statistics: statistics of these rows, updated in place.
+            kept_RC: True for tokens of the truncated distribution; None: all tokens.
         """
         x_RC = self._logits(raw_RC, bias_C)
         local_R1, inside_R1 = _within(local_targets_R, x_RC.shape[1])
         statistics.target_logit_N.add_((x_RC.gather(1, local_R1) * inside_R1).squeeze(1))
+        if kept_RC is not None:
+            x_RC.masked_fill_(~kept_RC, EXCLUDED_LOGIT)
 
         old_max_R = statistics.max_N.clone()
         new_max_R = torch.maximum(old_max_R, x_RC.amax(1), out=statistics.max_N)
@@ -143,11 +149,12 @@ class Tiles:
         bias_C: torch.Tensor | None,
         local_targets_R: torch.Tensor,
         slopes: RowSlopes,
+        kept_RC: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute the gradient (R, C) of the raw projections, valid until the next tile; overwrites the tile.
 
         Args:
-            raw_RC, bias_C, local_targets_R: as in :meth:`update_statistics`.
+            raw_RC, bias_C, local_targets_R, kept_RC: as in :meth:`update_statistics`.
             slopes: coefficients of these rows.
         """
         x_RC = self._logits(raw_RC, bias_C)
@@ -156,6 +163,8 @@ class Tiles:
         if bound is not None:  # d(bound tanh(y / bound))/dy = 1 - tanh² = 1 - (x / bound)²
             slope_RC = torch.mul(x_RC, 1 / bound, out=self.buffer("slope", raw_RC.shape))
             slope_RC.square_().neg_().add_(1.0)
+        if kept_RC is not None:
+            x_RC.masked_fill_(~kept_RC, EXCLUDED_LOGIT)
         x_RC.sub_(slopes.max_N.unsqueeze(1))
         if slopes.b_N is None:
             grad_RC = x_RC.exp_().mul_(-slopes.a_N.unsqueeze(1))

@@ -11,6 +11,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from transformers import PreTrainedModel
 
+from groupwise.core.kept_tokens import KeptTokens
 from groupwise.policy.attention import without_adapter
 from groupwise.policy.heads import (
     HEADS,
@@ -47,6 +48,7 @@ def forward_logprobs(
     *,
     with_entropy: bool,
     with_aux_loss: bool = False,
+    kept: KeptTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Compute log-probs and entropies at the K positions that ``inputs["logits_to_keep"]`` selects.
 
@@ -59,6 +61,7 @@ def forward_logprobs(
         head: settings of the head.
         with_entropy: also compute entropies.
         with_aux_loss: also return the balancing loss of a mixture-of-experts model.
+        kept: tokens of the truncated distribution at the B · K positions; None: all tokens.
 
     Returns:
         log-probs (B, K) and entropies (B, K), float32, and the balancing loss, a scalar; the latter two are
@@ -66,12 +69,12 @@ def forward_logprobs(
     """
     if head.name == "dense":
         output = model(**_arguments(inputs, with_aux_loss))
-        logps, entropy = logps_from_logits(output.logits, targets_BK, head.temperature, with_entropy)
+        logps, entropy = logps_from_logits(output.logits, targets_BK, head.temperature, with_entropy, kept)
     else:
         inner = unwrapped(model)
         weights = head_weights(inner, fp32=head.fp32)
         with logprobs_at_head(
-            inner, HEADS[head.name], weights, targets_BK, head.temperature, with_entropy
+            inner, HEADS[head.name], weights, targets_BK, head.temperature, with_entropy, kept
         ) as captured:
             output = model(**_arguments(inputs, with_aux_loss))
         logps, entropy = captured.read_logprobs(output.logits)

@@ -19,6 +19,7 @@ from typing import TypedDict, TypeVar
 import torch
 import torch.nn.functional as F
 
+from groupwise.core.kept_tokens import KeptTokens, join_kept_tokens
 from groupwise.core.padding import pad_sequences
 from groupwise.policy.attention import grouped_query_attention
 from groupwise.records import TokenBatch
@@ -121,6 +122,7 @@ class PackedSequences:
     logit_index_N: index of the token whose logits predict a completion token; repeated for shared prompts.
     target_N: the completion tokens.
     output_index_N: index of each completion token in the flattened (B, T) of the batch.
+    kept: tokens of the truncated distribution at each of the N tokens; None: all tokens.
     attention: replaces the model's attention if the hook is installed.
     cu_seqlens: layout `packed`: 0 and the end of each sequence, int32.
     max_seqlen: length of the longest of these sequences.
@@ -134,6 +136,7 @@ class PackedSequences:
     attention: PackedAttention
     cu_seqlens: torch.Tensor
     max_seqlen: int
+    kept: KeptTokens | None = None
 
     def varlen_kwargs(self) -> VarlenKwargs:
         """Return sequence boundaries as model arguments; transformers else derives them in every layer."""
@@ -244,6 +247,7 @@ def pack_sequences(batch: TokenBatch, *, shared: bool) -> PackedSequences:
         ),
         cu_seqlens=torch.tensor([0, *(rows.stop for rows in sequences)], dtype=torch.int32).to(device),
         max_seqlen=max(map(len, sequences)),
+        kept=None if batch.kept_tokens is None else join_kept_tokens(batch.kept_tokens, shape.completions),
     )
 
 

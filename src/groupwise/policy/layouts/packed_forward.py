@@ -99,7 +99,9 @@ def compute_packed_logprobs(
     else:
         inputs.update(packed.varlen_kwargs())
     targets_1N = packed.target_N.unsqueeze(0)
-    logps_1N, entropy_1N, _ = forward_logprobs(model, inputs, targets_1N, head, with_entropy=with_entropy)
+    logps_1N, entropy_1N, _ = forward_logprobs(
+        model, inputs, targets_1N, head, with_entropy=with_entropy, kept=packed.kept
+    )
     shape = batch.completion_ids_BT.shape
 
     def unpack(values_1N: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from groupwise.core.images import join_images
+from groupwise.core.kept_tokens import KeptTokens, join_kept_tokens
 from groupwise.policy.layouts.forward import (
     HeadSettings,
     ModelInputs,
@@ -39,13 +40,27 @@ def compute_padded_logprobs(
     """
     inputs, targets_BK = padded_inputs(model, batch)
     logps_BK, entropy_BK, aux_loss = forward_logprobs(
-        model, inputs, targets_BK, head, with_entropy=with_entropy, with_aux_loss=with_aux_loss
+        model,
+        inputs,
+        targets_BK,
+        head,
+        with_entropy=with_entropy,
+        with_aux_loss=with_aux_loss,
+        kept=_padded_kept_tokens(batch, targets_BK.shape[1]),
     )
     # The logits at position j - 1 predict the token at j; those of the last position are not used.
     predictors = slice(-(batch.completion_ids_BT.shape[1] + 1), -1)
     return LogprobOutput(
         logps_BK[:, predictors], None if entropy_BK is None else entropy_BK[:, predictors], aux_loss
     )
+
+
+def _padded_kept_tokens(batch: TokenBatch, num_positions: int) -> KeptTokens | None:
+    """Return kept tokens at the B x K positions of the head; see :func:`padded_inputs`."""
+    if batch.kept_tokens is None:
+        return None
+    start = num_positions - 1 - batch.completion_ids_BT.shape[1]
+    return join_kept_tokens(batch.kept_tokens, [num_positions] * len(batch), start)
 
 
 def padded_inputs(model: nn.Module, batch: TokenBatch) -> tuple[ModelInputs, torch.Tensor]:

@@ -1,0 +1,113 @@
+"""Record of the tokens that truncated sampling keeps in the decoding loops of transformers.
+
+Axes: R rows (completions being decoded), V vocabulary, E kept tokens of all rows in one step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+
+from groupwise.compat.transformers import has_stock_sampling_loop, sampling_loop
+from groupwise.core.kept_tokens import KeptTokens
+from groupwise.generation.decoding import CausalLM
+
+#: Settings that remove tokens from the sampling distribution, and their neutral value; None is neutral too.
+TRUNCATING = {
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "top_h": None,
+}
+
+
+def make_recorder(model: CausalLM, config: GenerationConfig) -> KeptTokensRecorder | None:
+    """Return a recorder if ``config`` truncates the sampling distribution of ``model.generate``.
+
+    Returns:
+        None without truncation, with greedy decoding, and if the model has its own decoding loop.
+    """
+    defaults = _below_adapter(model).generation_config
+
+    def setting(name: str) -> Any:
+        own = getattr(config, name, None)
+        return getattr(defaults, name, None) if own is None else own
+
+    truncates = any(setting(name) not in (None, neutral) for name, neutral in TRUNCATING.items())
+    samples = setting("do_sample") and setting("num_beams") in (None, 1)
+    return KeptTokensRecorder() if truncates and samples and can_record(model) else None
+
+
+def can_record(model: CausalLM) -> bool:
+    """Return True if ``model`` samples with the decoding loop of transformers."""
+    return has_stock_sampling_loop(_below_adapter(model))
+
+
+def _below_adapter(model: CausalLM) -> CausalLM:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+class KeptTokensRecorder(LogitsProcessor):
+    """Record of the tokens with a finite score, by row and step. As the last logits processor, it sees the
+    distribution that is sampled from.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[torch.Tensor, torch.Tensor]] = []  # rows and ids of kept tokens, (E,) each
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.record(scores, torch.arange(len(scores), device=scores.device))
+        return scores
+
+    def record(self, scores_RV: torch.Tensor, rows_R: torch.Tensor) -> None:
+        """Record one step.
+
+        Args:
+            scores_RV: scores that are sampled from, -inf for removed tokens.
+            rows_R: completion of each score.
+        """
+        kept_RV = scores_RV > -torch.inf
+        kept_RV &= ~kept_RV.all(-1, keepdim=True)  # no ids stand for the whole vocabulary
+        place_E, id_E = kept_RV.nonzero(as_tuple=True)
+        self._steps.append((rows_R[place_E].cpu(), id_E.int().cpu()))
+
+    def completions(self, num_rows: int) -> list[KeptTokens]:
+        """Return the kept tokens of every completion, one position per recorded step."""
+        if not self._steps:
+            return [KeptTokens.whole_vocabulary(0)] * num_rows
+        counts_TR = torch.stack([torch.bincount(row_E, minlength=num_rows) for row_E, _ in self._steps])
+        row_E, id_E = (torch.cat(parts) for parts in zip(*self._steps, strict=True))
+        ids = id_E[row_E.sort(stable=True).indices].split(counts_TR.sum(0).tolist())
+        return [
+            KeptTokens(ids_of_row.clone(), counts_T.int())
+            for ids_of_row, counts_T in zip(ids, counts_TR.T, strict=True)
+        ]
+
+
+def sample_and_record(
+    model: CausalLM,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    *,
+    recorder: KeptTokensRecorder,
+    synced_gpus: bool,
+    **model_kwargs: Any,
+) -> torch.Tensor:
+    """Run the decoding loop of transformers with ``recorder`` as the last logits processor.
+
+    The other arguments are those of the decoding loop.
+
+    Args:
+        synced_gpus: sharded parameters: continue until all ranks have finished. ``generate`` does not pass it
+            to a ``custom_generate``.
+    """
+    processors = LogitsProcessorList([*logits_processor, recorder])
+    kwargs = {"synced_gpus": synced_gpus, **model_kwargs}
+    return sampling_loop(model, input_ids, processors, stopping_criteria, generation_config, kwargs)

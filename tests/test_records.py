@@ -1,0 +1,84 @@
+"""Kept tokens travel with their rows: selection, concatenation, truncation, checkpoints, exchange."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import torch
+from support.batches import token_batch
+
+from groupwise.core.kept_tokens import KeptTokens
+from groupwise.data.rebalancing import _row_state
+from groupwise.records import Completion, Experience, MicroBatch, OldAndRefLogps, TokenBatch
+
+ROWS = [[[3, 4], [], [5]], [[6, 7, 8]], None, [[9], [1, 2]]]
+
+
+def lists(kept):
+    return None if kept is None else [part.tolist() for part in kept.ids.split(kept.counts.tolist())]
+
+
+def batch(rows=ROWS, width=4):
+    """Completions as long as their kept tokens; two tokens where those are unknown."""
+    lengths = torch.tensor([2 if row is None else len(row) for row in rows])
+    mask = (torch.arange(width) < lengths[:, None]).long()
+    ones = torch.ones(len(rows), 2).long()
+    kept = tuple(None if row is None else KeptTokens.from_lists(row) for row in rows)
+    return token_batch(ones, ones, mask, mask, kept_tokens=kept)
+
+
+def kept_of(tokens: TokenBatch):
+    return [lists(row) for row in tokens.kept_tokens]
+
+
+def test_rows_are_selected_split_and_joined_with_their_kept_tokens():
+    tokens = batch()
+    assert kept_of(tokens.select([3, 0])) == [ROWS[3], ROWS[0]]
+    parts = tokens.split(3)
+    assert [kept_of(part) for part in parts] == [ROWS[:3], ROWS[3:]]
+    assert kept_of(TokenBatch.concatenate(parts)) == ROWS
+    assert kept_of(tokens.to("cpu")) == ROWS
+
+
+def test_a_batch_without_kept_tokens_beside_one_with_them_keeps_the_whole_vocabulary():
+    plain = token_batch(*[torch.ones(2, 3).long()] * 4)
+    assert plain.kept_tokens is None
+    assert TokenBatch.concatenate([plain, plain]).kept_tokens is None
+    assert kept_of(TokenBatch.concatenate([plain, batch()])) == [None, None, *ROWS]
+
+
+def test_shortened_completions_lose_the_kept_tokens_behind_them():
+    short = batch().shortened(1, 1)
+    assert kept_of(short) == [[[3, 4]], [[6, 7, 8]], None, [[9]]]
+
+
+def test_experience_and_checkpoints_hold_them(tmp_path):
+    tokens = batch()
+    logps = OldAndRefLogps(tokens.old_logps_BT, None)
+    entry = Experience.from_tokens(tokens, torch.zeros(4), logps)
+    assert kept_of(entry) == ROWS
+    torch.save(entry.state_dict(), tmp_path / "entry.pt")
+    loaded = Experience.from_state(torch.load(tmp_path / "entry.pt", weights_only=True))
+    assert kept_of(loaded) == ROWS
+    assert Experience.from_state(entry.select([2]).state_dict()).kept_tokens == (None,)
+
+
+def test_rows_sent_to_another_rank_carry_theirs_alone():
+    tokens = batch()
+    fields = dict.fromkeys(("token_weights_BT", "entropy_mask_BT"), tokens.completion_mask_BT)
+    window = MicroBatch(
+        **vars(tokens), **fields, advantages_BX=torch.zeros(4, 1), sequence_weight_B1=torch.ones(4, 1)
+    )
+    state = _row_state(window, [1, 2])
+    assert state["kept_tokens"][1] is None
+    assert state["kept_tokens"][0]["ids"].untyped_storage().nbytes() == 4 * 3
+    assert kept_of(MicroBatch.from_state(state)) == [ROWS[1], None]
+
+
+def test_the_state_of_a_completion_is_plain(tmp_path):
+    completion = Completion([5, 6], kept_tokens=KeptTokens.from_lists([[5, 7], [6]]))
+    for state in (completion.state_dict(), asdict(completion)):
+        torch.save(state, tmp_path / "completion.pt")
+        loaded = Completion.from_state(torch.load(tmp_path / "completion.pt", weights_only=True))
+        assert loaded.token_ids == [5, 6] and lists(loaded.kept_tokens) == [[5, 7], [6]]
+    assert Completion.from_state(Completion([5]).state_dict()) == Completion([5])
