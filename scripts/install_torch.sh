@@ -12,11 +12,11 @@ if "$python" -c "import torch, sys; sys.exit(torch.__version__.split('+')[0] != 
     exit 0
 fi
 if command -v nvidia-smi >/dev/null || [ "$(uname -s)" != Linux ]; then
-    exec "$python" -m pip install "torch==$version"
+    exec "$python" -m pip install --no-compile "torch==$version"
 fi
 # A local or configured source may have the CPU build; PyTorch's own index has it for everybody else.
-"$python" -m pip install "torch==$version+cpu" 2>/dev/null ||
-    "$python" -m pip install "torch==$version" --index-url https://download.pytorch.org/whl/cpu || {
+"$python" -m pip install --no-compile "torch==$version+cpu" 2>/dev/null ||
+    "$python" -m pip install --no-compile "torch==$version" --index-url https://download.pytorch.org/whl/cpu || {
     echo "No CPU build of torch $version was found for $("$python" --version). Install one into $1, then run make again." >&2
     exit 1
 }

@@ -18,7 +18,7 @@ from support.runs import policy, prompts, tokenizer, trainer
 from groupwise import ConfigError, GRPOConfig, GRPOTrainer
 from groupwise.errors import BackendError
 from groupwise.generation.vllm import engine
-from groupwise.generation.vllm.colocate import ColocatedBackend
+from groupwise.generation.vllm.colocate import ColocatedBackend, check_policy
 from groupwise.generation.vllm.tensor_parallel import TensorParallelGroup
 from groupwise.generation.vllm.transport import LocalSender, SharedMemorySender
 from groupwise.generation.vllm.weight_sync import FullWeightSync, LocalReceiver
@@ -276,3 +276,12 @@ def test_a_column_of_images_is_refused_before_anything_is_loaded(tmp_path):
     rows = Dataset.from_dict({"prompt": ["w1"] * 8, "image": [None] * 8})
     with pytest.raises(ConfigError, match="a column of images, but the backend 'server' samples from text"):
         GRPOTrainer("no/such/model", lambda **_: [], config, rows)
+
+
+def test_a_trained_copy_of_a_tied_head_is_refused():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model = peft.get_peft_model(policy(tie_word_embeddings=True), config)
+    with pytest.raises(ConfigError, match="would not use the trained copy"):
+        check_policy(model)
+    check_policy(peft.get_peft_model(policy(), config))

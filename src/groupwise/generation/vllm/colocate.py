@@ -262,6 +262,13 @@ def check_policy(model: CausalLM) -> None:
             "the adapter adds virtual tokens to prompts, which cannot be merged into weights; use LoRA or "
             "another adapter of weights, or set use_vllm=False"
         )
+    tied = model.config.get_text_config().tie_word_embeddings
+    if tied and hasattr(model.get_output_embeddings(), "modules_to_save"):
+        raise ConfigError(
+            "modules_to_save has the output layer of a model that ties it to its embeddings: vLLM ties them, "
+            "too, and would not use the trained copy; set tie_word_embeddings=False in the model's config, "
+            "or use_vllm=False"
+        )
 
 
 def _dtype(config: GRPOConfig, model: PreTrainedModel) -> str:
