@@ -40,8 +40,11 @@ def get_code_execution_reward(
 
     On Linux (5.12 or newer) with user namespaces, a program
 
-    - has a read-only file system with the interpreter, ``/usr`` and four devices, without user files and
-      ``/proc``, and a temporary, writable ``/tmp`` of 8 times ``max_output_kb``;
+    - has a read-only file system with the interpreter (``bin``, ``lib`` and ``pyvenv.cfg`` of its prefixes),
+      ``/usr`` and four devices, without user files and ``/proc``, and a temporary, writable ``/tmp`` of 8
+      times ``max_output_kb``;
+    - has a pipe as its standard output, and cannot use the kernel's keyrings, System V IPC, ``memfd_create``
+      or ``io_uring``;
     - has no network, not even loopback to the machine, and sees only its own processes;
     - has no environment variables of the training process and no root privileges;
     - is killed with all its processes after ``timeout``.
