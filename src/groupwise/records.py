@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
-from groupwise.core.advantages import GroupRewards
+from groupwise.core.advantages import GroupRewards, StepRewards
 from groupwise.core.images import ImageInputs
 from groupwise.core.kept_tokens import KeptTokens
 from groupwise.core.metrics import Mean, Metrics
@@ -46,6 +46,8 @@ class Completion:
     old_logps: log-probs under the policy that sampled the tokens; None: that is the current policy.
     versions: optimizer step of the weights that sampled each token; None: the sampler is the policy itself.
     kept_tokens: token sets that truncated sampling kept, C positions; None: the whole vocabulary, or unknown.
+    dropped: the rollout failed (``rollout_on_error``): the completion has no reward and no loss, and its
+        group consists of the others.
     """
 
     token_ids: list[int]
@@ -55,6 +57,7 @@ class Completion:
     old_logps: list[float] | None = None
     versions: list[int] | None = None
     kept_tokens: KeptTokens | None = None
+    dropped: bool = False
 
     def sampled_at(self, step: int) -> bool:
         """Return True if the weights of optimizer step ``step`` sampled every token."""
@@ -166,6 +169,24 @@ class RolloutBatch:
     def __len__(self) -> int:
         return len(self.completions)
 
+    def select(self, rows: Sequence[int]) -> RolloutBatch:
+        """Select rows; groups may become incomplete."""
+
+        def chosen(values: Sequence[Any]) -> list[Any]:
+            return [values[row] for row in rows]
+
+        return replace(
+            self,
+            rows=chosen(self.rows),
+            prompts=chosen(self.prompts),
+            prompt_ids=chosen(self.prompt_ids),
+            completions=chosen(self.completions),
+            texts=chosen(self.texts),
+            extra={name: chosen(values) for name, values in self.extra.items()},
+            images=None if self.images is None else chosen(self.images),
+            row_ids=chosen(self.row_ids),
+        )
+
 
 @dataclass(frozen=True)
 class RewardBatch:
@@ -190,6 +211,18 @@ class RewardBatch:
     def num_valid(self) -> int:
         """Number of completions of this rank that count; later ones pad an evaluation batch."""
         return len(self.rewards.rewards_NF[self.local])
+
+    def without(self, dropped_N: torch.Tensor | None) -> RewardBatch:
+        """Remove the rewards of dropped completions, a boolean per completion of all ranks; None: of none."""
+        if dropped_N is None or not dropped_N.any():
+            return self
+        table, dropped = self.rewards, dropped_N.tolist()
+        steps: dict[int, StepRewards] = {
+            column: [[] if gone else list(row) for row, gone in zip(rows, dropped, strict=True)]
+            for column, rows in table.step_rewards.items()
+        }
+        rewards_NF = table.rewards_NF.masked_fill(dropped_N.to(table.rewards_NF.device)[:, None], math.nan)
+        return replace(self, rewards=replace(table, rewards_NF=rewards_NF, step_rewards=steps))
 
     def local_rows(self, values_N: torch.Tensor) -> torch.Tensor:
         """Select this rank's rows of a tensor of all ranks; padding rows of an evaluation batch are zero."""
@@ -236,7 +269,8 @@ class TokenBatch:
     prompt_ids_BL, prompt_mask_BL: left-padded prompts; the mask is 1 on real tokens.
     completion_ids_BT, completion_mask_BT: right-padded completions.
     loss_mask_BT: 1 on tokens with loss: sampled by the policy, in a completion that is not masked.
-    group_ids_B: number of the prompt that a row belongs to, the same for its G completions on all ranks.
+    group_ids_B: number of the prompt that a row belongs to, the same for its G completions on all ranks;
+        negative for a dropped completion, which counts in no normalizer.
     old_logps_BT: float32 log-probs under the behaviour policy; NaN where that is the current policy.
     sampler_logps_BT: float32 log-probs that the sampler reported, NaN where it reported none; None: there is
         no separate sampler.

@@ -414,9 +414,9 @@ class GRPOTrainer(
         """Generate completions, B rows of this rank, and compute the rewards of all ranks, N rows."""
         metrics = self.metrics[request.mode]
         with metrics.phase("generate"):
-            rollouts = self.generate_rollouts(request)
+            rollouts, dropped_N = self.drop_failed(self.generate_rollouts(request))
         with metrics.phase("reward"):
-            rewards = self.compute_rewards(rollouts)
+            rewards = self.compute_rewards(rollouts).without(dropped_N)
         metrics.record(rollout_metrics(rollouts, rewards.num_valid, self.state.global_step))
         metrics.record(rewards.metrics)
         return rollouts, rewards

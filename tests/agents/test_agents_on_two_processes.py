@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,20 +18,24 @@ pytestmark = pytest.mark.distributed
 TIMEOUT = 240  # seconds
 
 
-def main(directory: str) -> None:
-    """Run one rank: the maximum number of turns depends on the rank, generate calls must not."""
+def main(directory: str, case: str) -> None:
+    """Run one rank: its number of turns and its faults differ from the other's, generate calls must not."""
     import torch
-    from support.agent_runs import measure, trainer
+    from support.agent_runs import FlakyEnvironment, measure, trainer
 
-    run = trainer(directory, tools=[measure], per_device_train_batch_size=2, max_steps=2)
+    given = {"tools": [measure], "max_steps": 2}
+    if case == "faults":
+        FlakyEnvironment.seed(int(os.environ["RANK"]))
+        given = {"environment_factory": FlakyEnvironment, "max_steps": 4, "rollout_on_error": "retry"}
+        given["max_tool_calling_iterations"] = 1
+    run = trainer(directory, per_device_train_batch_size=2, rollout_retries=1, **given)
     assert run.accelerator.num_processes == 2
     rank = run.accelerator.process_index
     # As with an engine that all ranks share: every generate call is a collective.
     agents, backend = run.agents, run.backend
     agents.any_rank = lambda here: _any(run.accelerator, here)
-    agents.settings = type(agents.settings)(
-        **{**vars(agents.settings), "max_tool_calling_iterations": 1 + 3 * rank}
-    )
+    if case == "turns":
+        agents.settings = replace(agents.settings, max_tool_calling_iterations=1 + 3 * rank)
     counts, generate = [], backend.generate
 
     def counting_generate(prompts, sampling):
@@ -46,6 +51,7 @@ def main(directory: str) -> None:
     if rank == 0:
         logs = [log for log in run.state.log_history if "tools/call_frequency" in log]
         result = {"calls": calls, "sums": sums, "frequency": [log["tools/call_frequency"] for log in logs]}
+        result["dropped"] = [log.get("rollouts/dropped_share", 0.0) for log in logs]
         Path(directory, "result.json").write_text(json.dumps(result))
 
 
@@ -55,13 +61,15 @@ def _any(accelerator, here: bool) -> bool:
     return accelerator.reduce(torch.tensor(int(here)), "sum").item() > 0
 
 
-def test_ranks_make_the_same_number_of_generate_calls(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["turns", "faults"])
+def test_ranks_make_the_same_number_of_generate_calls(tmp_path: Path, case: str) -> None:
+    """Also with faults in 20 % of the calls of an environment; a group has completions of both ranks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_addr", "127.0.0.1"]
     process = subprocess.Popen(
-        [sys.executable, *launch, "--master_port", port, __file__, str(tmp_path)],
+        [sys.executable, *launch, "--master_port", port, __file__, str(tmp_path), case],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -78,8 +86,11 @@ def test_ranks_make_the_same_number_of_generate_calls(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["calls"][0] == result["calls"][1] > 2
     assert result["sums"][0] == result["sums"][1]
-    assert all(frequency > 0 for frequency in result["frequency"])
+    assert case == "faults" or all(frequency > 0 for frequency in result["frequency"])
+    # Groups of four completions: none has exactly three dropped ones.
+    assert {"turns": {0.0}, "faults": {0.0, 0.25, 0.5, 1.0}}[case] >= set(result["dropped"])
+    assert (sum(result["dropped"]) > 0) == (case == "faults")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

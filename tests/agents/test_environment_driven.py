@@ -221,6 +221,33 @@ def test_failures_raise_with_the_name_of_the_environment(cls, message):
         generate_rollouts(cls(), [["x"]], [{"question": "a"}])
 
 
+def test_failed_rollouts_are_repeated_and_then_dropped():
+    attempts: dict[str, int] = {}
+
+    class Faulty(Dialogue):
+        time_limit = 0.2
+
+        async def run_rollout(self, row: dict[str, Any], chat: Any) -> dict[str, Any]:
+            name = row["question"]
+            attempts[name] = attempts.get(name, 0) + 1
+            if name == "stuck" and attempts[name] == 1:
+                await asyncio.sleep(30)
+            result = await super().run_rollout(row, chat)
+            if name == "gone" or (name == "once" and attempts[name] == 1):
+                raise SystemExit(0)
+            return result
+
+    rows = [{"question": name} for name in ("good", "gone", "once", "stuck")]
+    scripts = [["1"], ["2", "3"], ["4", "5"], ["6"]]
+    rollout, backend, tokenizer = generate_rollouts(Faulty(), scripts, rows, max_retries=1)
+    assert [completion.dropped for completion in rollout.completions] == [False, True, False, False]
+    assert rollout.completions[1].token_ids == rollout.prompt_ids[1] == [tokenizer.eos_token_id]
+    assert [text[-1]["content"] for text in rollout.texts if text] == ["1", "3", "5", "6"]
+    assert [len(prompts) for prompts in backend.calls] == [3, 3]
+    assert rollout.extra == {"turns": [1, None, 1, 1]}
+    assert rollout.metrics["rollouts/retry_frequency"].value() == 3 / 4
+
+
 def test_a_slow_rollout_does_not_block_the_others():
     """It requests a turn only after the other has ended: waiting for it would raise."""
     ended = threading.Event()

@@ -99,6 +99,56 @@ def test_a_mark_in_the_arguments_of_a_call_is_no_thought():
 
 
 @pytest.mark.parametrize(
+    ("template", "text", "content", "calls"),
+    [
+        (
+            "<arg_key>",
+            "Well.\n<tool_call>look\n<arg_key>at</arg_key>\n<arg_value>it</arg_value>\n<arg_key>times</arg_key>\n"
+            "<arg_value>3</arg_value>\n</tool_call>\n<tool_call>see\n</tool_call><|observation|>",
+            "Well.",
+            [("look", {"at": "it", "times": 3}), ("see", {})],
+        ),
+        ("<arg_key>", '<tool_call>{"name": "look", "arguments": {}}</tool_call>', "", [("look", {})]),
+        ("<arg_key>", "<tool_call>look<arg_key>at</arg_key>", "", [("look", {"at": ""})]),
+        (
+            "<|tool_call_start|>",
+            "Well.<|tool_call_start|>[look(at='it''s, (a) \"b\"', times=3), see(a=[1, 'x'], b={\"c\": true}, "
+            "d=False, e=None, f=word)]<|tool_call_end|><|im_end|>",
+            "Well.",
+            [
+                ("look", {"at": "it''s, (a) \"b\"", "times": 3}),
+                ("see", {"a": [1, "x"], "b": {"c": True}, "d": False, "e": None, "f": "word"}),
+            ],
+        ),
+        ("<|tool_call_start|>", "<|tool_call_start|>[see()]", "", [("see", {})]),
+        ("<|tool_call_start|>", "No call: f(x).", "No call: f(x).", []),
+        (
+            "<|tool_call_start|>",
+            '<|tool_call_start|>{"name": "look", "arguments": {}}<|tool_call_end|>',
+            "",
+            [("look", {})],
+        ),
+    ],
+)
+def test_calls_of_glm_and_lfm(template, text, content, calls):
+    tokenizer = byte_tokenizer()
+    turn = TurnParser(tokenizer, template)([], tokenizer(text)["input_ids"], [LOOK])
+    assert [(each.name, each.arguments, each.error) for each in turn.tool_calls] == [
+        (*c, None) for c in calls
+    ]
+    assert turn.message["content"] == content
+
+
+@pytest.mark.parametrize("text", ["[look(at='it", "[look(at=[1, 2", "[look]", "[look(at='it', 3)]", "look"])
+def test_malformed_calls_of_lfm_have_an_error(text):
+    tokenizer = byte_tokenizer()
+    turn = TurnParser(tokenizer, "<|tool_call_start|>")(
+        [], tokenizer(f"<|tool_call_start|>{text}")["input_ids"], []
+    )
+    assert len(turn.tool_calls) == 1 and "not valid JSON" in turn.tool_calls[0].error
+
+
+@pytest.mark.parametrize(
     "text", ["<tool_call>\n<parameter=at>\nit\n</parameter>\n</tool_call>", "<tool_call>look"]
 )
 def test_a_call_without_a_function_name_has_an_error(text):
@@ -151,8 +201,18 @@ FUNCTIONS = "<function=look>" + "<parameter=at>" * MANY
             "<|tool_call>call:look{" + "a" * 4 * MANY,
             ("", [("look", "{" + "a" * 4 * MANY)]),
         ),
+        (
+            partial(parsing._match_argument_tags, schemas=[]),
+            "<tool_call>look" + "<arg_key>a<arg_value>" * MANY,
+            ("", [("look", '{"a<arg_value>": ""}')]),
+        ),
+        (
+            partial(parsing._match_python_calls, _schemas=[]),
+            "<|tool_call_start|>[look(at=" + "[" * MANY,
+            ("", [("look", "at=" + "[" * MANY)]),
+        ),
     ],
-    ids=["end", "ends", "tagged", "harmony", "functions", "parameters", "braces"],
+    ids=["end", "ends", "tagged", "harmony", "functions", "parameters", "braces", "arguments", "python"],
 )
 def test_parsing_takes_time_linear_in_the_text(function, text, expected):
     """With time quadratic in the length, each of these texts takes minutes."""

@@ -94,6 +94,8 @@ CONTRACT = {
     "entropy_target": (float, 0.2),
     "max_tool_calling_iterations": (int, None),
     "tool_timeout": (float, None),
+    "rollout_on_error": (str, "raise"),
+    "rollout_retries": (int, 2),
     "use_liger_kernel": (bool, False),
     "logprob_head": (str, "auto"),
     "sequence_layout": (str, "auto"),

@@ -73,6 +73,24 @@ def test_token_weights_follow_from_counts_of_all_ranks(loss_type, first, second)
         assert batch.completion_ids_BT is given.completion_ids_BT
 
 
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "luspo"])
+def test_dropped_completions_count_in_no_normalizer(loss_type):
+    """The weights of the others are those of a window without the dropped row."""
+    kept = experience([[1, 1], [1, 0]], group_ids_B=torch.tensor([0, 0]))
+    window = experience([[1, 1], [0, 0], [1, 0]], group_ids_B=torch.tensor([0, -1, 0]))
+    (expected,) = mixin([[5, 6, 6]], loss_type=loss_type).set_token_weights([kept], [kept.loss_mask_BT])
+    (found,) = mixin([[5, 6, 6]], loss_type=loss_type).set_token_weights([window], [window.loss_mask_BT])
+    assert torch.equal(found.token_weights_BT[[0, 2]], expected.token_weights_BT)
+    assert torch.equal(found.sequence_weight_B1[[0, 2]], expected.sequence_weight_B1)
+    assert not found.token_weights_BT[1].any() and found.sequence_weight_B1[1] == 0
+
+
+def test_a_window_of_dropped_completions_has_no_weights():
+    window = experience([[0, 0], [0, 0]], group_ids_B=torch.tensor([-1, -1]))
+    (found,) = mixin([[0, 0, 0]], loss_type="grpo").set_token_weights([window], [window.loss_mask_BT])
+    assert not found.token_weights_BT.any() and not found.sequence_weight_B1.any()
+
+
 def test_loss_tokens_are_counted_by_prompt():
     run = mixin([[[6, 7], [9, 3]]])
     first = experience([[1, 1], [1, 0], [1, 0]], group_ids_B=torch.tensor([4, 5, 4]))

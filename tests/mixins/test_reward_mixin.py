@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from groupwise.errors import RewardError
 from groupwise.mixins import RewardMixin
 from groupwise.mixins import reward as reward_module
 from groupwise.mixins.reward import reward_metrics
-from groupwise.records import Completion, RolloutBatch
+from groupwise.records import Completion, RewardBatch, RolloutBatch
 from groupwise.rewards.runtime.partial import PartialReward
 
 NAN = math.nan
@@ -103,6 +104,65 @@ def test_numbers_on_one_rank_and_steps_on_another_are_refused(other_rank):
     other_rank.append(([[[(0, 1.0)], []]], [True], 2))
     with pytest.raises(RewardError, match="'length' returned step rewards on some processes and numbers"):
         mixin([length]).compute_rewards(rollouts())
+
+
+def test_functions_get_no_dropped_completions(other_rank):
+    other_rank.append(([[2.0, 7.0, NAN], [NAN, NAN, NAN]], [False, False], 5))
+    batch = rollouts((1, 2, 3), extra={"seed": [5, 6, 7]})
+    batch.completions[1] = replace(batch.completions[1], dropped=True)
+    seen = []
+
+    def length_of_kept(completion_ids, seed, log_extra, **_):
+        seen.extend(seed)
+        log_extra("size", [len(ids) for ids in completion_ids])
+        return [float(len(ids)) for ids in completion_ids]
+
+    found = mixin([length_of_kept, sometimes]).compute_rewards(batch)
+    expected = torch.tensor([[1.0, NAN], [NAN, NAN], [3.0, 0.5], [2.0, NAN], [7.0, NAN], [NAN, NAN]])
+    torch.testing.assert_close(found.rewards.rewards_NF, expected, equal_nan=True)
+    assert seen == [5, 7] and found.columns == {"size": [1, None, 3], "seen": [0, None, 2]}
+
+
+def test_functions_are_not_called_if_all_completions_are_dropped(other_rank):
+    batch = rollouts()
+    batch.completions[:] = [replace(completion, dropped=True) for completion in batch.completions]
+
+    def called(**_):
+        raise AssertionError
+
+    found = mixin([called, length]).compute_rewards(batch)
+    assert found.rewards.rewards_NF.isnan().all() and found.rewards.rewards_NF.shape == (2, 2)
+
+
+def test_a_group_with_fewer_than_two_others_is_dropped():
+    """Two ranks with 4 completions each, groups of 4: the second group has one completion left."""
+    batch = rollouts([1] * 4, num_generations=4)
+    batch.completions[1] = replace(batch.completions[1], dropped=True)
+    first = mixin([length], rollout_on_error="retry")
+    first.accelerator.others = [[True, True, False, True]]
+    kept, dropped_N = first.drop_failed(batch)
+    assert [completion.dropped for completion in kept.completions] == [False, True, False, False]
+    assert dropped_N.tolist() == [False, True, False, False] + [True] * 4
+    assert values(kept.metrics) == {"rollouts/dropped_share": 5 / 8, "rollouts/dropped_groups": 1}
+    batch = rollouts([1] * 4, num_generations=4)
+    batch.completions[:] = [replace(c, dropped=i != 2) for i, c in enumerate(batch.completions)]
+    second = mixin([length], rank=1, rollout_on_error="retry")
+    second.accelerator.others = [[False, True, False, False]]
+    kept, same_N = second.drop_failed(batch)
+    assert all(completion.dropped for completion in kept.completions) and torch.equal(same_N, dropped_N)
+    assert values(kept.metrics)["rollouts/dropped_groups"] == 0  # counted by the first rank
+    assert mixin([length], rollout_on_error="raise").drop_failed(batch) == (batch, None)
+
+
+def test_dropped_completions_lose_the_rewards_that_an_override_gives_them():
+    table = GroupRewards(
+        torch.tensor([[1.0, NAN], [2.0, NAN]]), torch.ones(2), 2, {1: [[(0, 1.0)], [(0, 2.0)]]}
+    )
+    batch = RewardBatch(table, slice(0, 2))
+    assert batch.without(None) is batch and batch.without(torch.tensor([False, False])) is batch
+    found = batch.without(torch.tensor([True, False])).rewards
+    torch.testing.assert_close(found.rewards_NF, torch.tensor([[NAN, NAN], [2.0, NAN]]), equal_nan=True)
+    assert found.step_rewards == {1: [[], [(0, 2.0)]]} and table.step_rewards[1][0] == [(0, 1.0)]
 
 
 def test_errors_are_counted_by_function(other_rank):

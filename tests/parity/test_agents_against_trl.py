@@ -15,6 +15,7 @@ import pytest
 from datasets import Dataset
 from support.mixin_hosts import host
 from support.scripted import ScriptedBackend, agents, byte_tokenizer
+from support.tool_chats import LOOK
 
 from groupwise.agents import EnvironmentPool, Renderer
 from groupwise.agents.parsing import TurnParser
@@ -189,6 +190,28 @@ def test_tokens_of_tool_messages(family: str, messages: list[dict[str, Any]]) ->
     if family == "gemma4" and theirs[0] == text.eos_token_id:
         theirs = theirs[1:]  # TRL appends it a second time: the policy has sampled it
     assert ours == theirs
+
+
+@pytest.mark.parametrize("family", ["glm4moe", "lfm2_2_5", "lfm2_2_5_v2"])
+def test_calls_are_parsed_as_the_template_renders_them(family: str) -> None:
+    end = {"glm4moe": "<|observation|>"}.get(family, "<|im_end|>")
+    text = byte_tokenizer((TEMPLATES / f"{family}.jinja").read_text(), (*SPECIAL, "<|observation|>"), end)
+    text.bos_token = "<|pad|>"
+    user = {"role": "user", "content": "?"}
+    arguments = {"at": "it, (now)", "times": 3}
+    function = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+    turn = {"role": "assistant", "content": "Well.", "tool_calls": [function, function]}
+    prompt = text.apply_chat_template([user], tools=[LOOK], tokenize=False, add_generation_prompt=True)
+    whole = text.apply_chat_template([user, turn], tools=[LOOK], tokenize=False)
+    pairs = enumerate(zip(prompt, whole, strict=False))
+    start = next((i for i, (one, other) in pairs if one != other), len(prompt))
+    said = whole[start:].removesuffix("\n").removesuffix(end) + end
+    renderer = Renderer(text, frozenset([text.eos_token_id]))
+    parsed = TurnParser(text, renderer.chat_template)([], text(said)["input_ids"], [LOOK])
+    assert [(each.name, each.arguments, each.error) for each in parsed.tool_calls] == [
+        ("look", arguments, None)
+    ] * 2
+    assert parsed.message["content"].endswith("Well.")
 
 
 def multiply(a: int, b: int) -> int:

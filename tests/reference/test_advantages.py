@@ -168,3 +168,51 @@ def test_a_penalty_is_subtracted_from_the_aggregated_reward():
     assert got.tolist() == pytest.approx([-0.75, 0.0, 0.75])
     weighted = replace(to_core([[1.0], [3.0]], [2.0], 2), penalty_N=torch.tensor([0.5, 1.0]))
     assert core.total_rewards(weighted).tolist() == [1.5, 5.0]
+
+
+def test_small_groups_are_dropped():
+    given = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 1, 1], [0, 0, 0]]).bool().flatten()
+    expected = torch.tensor([[1, 0, 0], [1, 1, 1], [1, 1, 1], [0, 0, 0]]).bool().flatten()
+    assert torch.equal(core.with_small_groups(given, 3), expected)
+    assert torch.equal(core.with_small_groups(given, 1), given)  # evaluation with one completion per prompt
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_dropped_completions_leave_the_gradient_unbiased(size):
+    """Expected gradient by enumeration: a policy of one bit, faults it does not cause.
+
+    Leave-one-out advantages, divided by the completions that remain, give p (1 - p) (r_1 - r_0) for every
+    pattern of faults that leaves two completions.
+    """
+    p, rewards = 0.3, torch.tensor([0.25, 1.5], dtype=torch.float64)
+    expected = p * (1 - p) * (1.5 - 0.25)
+    for pattern in itertools.product([False, True], repeat=size):
+        dropped = core.with_small_groups(torch.tensor(pattern), size)
+        if dropped.all():
+            continue
+        gradient = 0.0
+        for bits in itertools.product([0, 1], repeat=size):
+            probability = math.prod(p if bit else 1 - p for bit in bits)
+            table = rewards[list(bits)].masked_fill(dropped, math.nan)
+            group = GroupRewards(table[:, None], torch.ones(1, dtype=torch.float64), size)
+            advantages_N = ADVANTAGES["leave_one_out"](group, AdvantageSettings(scale="none"))
+            assert not advantages_N[dropped].any()
+            scores_N = torch.tensor(bits) - p  # derivative of the log-prob by the logit
+            gradient += probability * (advantages_N * scores_N).sum().item() / (~dropped).sum().item()
+        assert gradient == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_group_with_dropped_completions_is_a_smaller_group(kind, scale, aggregation):
+    """The rewards of 4 completions, 2 of them dropped, against a group of 2 in a batch of its own."""
+    settings = AdvantageSettings(scale, aggregation)
+    kept = torch.tensor([[0.0, 1.0], [2.0, 0.5]], dtype=torch.float64)
+    whole = torch.full((4, 2), math.nan, dtype=torch.float64)
+    whole[[0, 3]] = kept
+    weights = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    found = ADVANTAGES[kind](GroupRewards(whole, weights, 4), settings)
+    expected = ADVANTAGES[kind](GroupRewards(kept, weights, 2), settings)
+    torch.testing.assert_close(found[[0, 3]], expected)
+    assert not found[[1, 2]].any()

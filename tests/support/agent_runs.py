@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from groupwise import GRPOConfig, GRPOTrainer
+from groupwise.errors import AgentError
 from support.scripted import byte_tokenizer
 
 LETTERS = "abcdefgh"
@@ -65,6 +67,38 @@ def measure(text: str) -> int:
     if not text:
         raise ValueError("nothing to measure")
     return len(text)
+
+
+class FlakyEnvironment:
+    """An environment with a random fault in 20 % of the calls of ``reset``, its tool and ``get_reward``."""
+
+    random = random.Random(0)
+
+    @classmethod
+    def seed(cls, seed: int) -> None:
+        cls.random.seed(seed)
+
+    def _call(self) -> None:
+        if self.random.random() < 0.2:
+            raise AgentError("the server is gone")
+
+    def reset(self, **row: Any) -> None:
+        self._call()
+        self.total = 0
+
+    def measure(self, text: str) -> int:
+        """Measure a text.
+
+        Args:
+            text: what to measure.
+        """
+        self._call()
+        self.total += len(text)
+        return len(text)
+
+    def get_reward(self) -> float:
+        self._call()
+        return float(self.total)
 
 
 def calls_reward(completions: list[Any], **_: Any) -> list[float]:

@@ -161,6 +161,7 @@ def make_agents(
         _template_kwargs(config),
         None if context is None else context.tokens,
         config.tool_timeout,
+        config.rollout_retries if config.rollout_on_error == "retry" else None,
     )
     renderer = make_renderer(setup, processing_class, config, backend.end_tokens)
     sync = bool if is_independent else any_rank

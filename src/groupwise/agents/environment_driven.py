@@ -19,8 +19,9 @@ from groupwise.agents.multi_turn import (
     start_trajectory,
 )
 from groupwise.agents.parsing import ToolSchema, TurnParser
+from groupwise.agents.retries import RolloutRetries, dropped_completion
 from groupwise.agents.trajectory import Trajectory
-from groupwise.core.metrics import Mean
+from groupwise.core.metrics import Mean, Metrics
 from groupwise.errors import AgentError, boundary
 from groupwise.generation.base import GenerationBackend
 from groupwise.records import RolloutBatch, SamplingOptions
@@ -79,12 +80,16 @@ class _Rollout:
         prompt: messages before the policy's first turn.
         messages: all messages so far, the policy's included.
         columns: values for the reward functions, once the rollout has ended.
+        error: the environment has failed the rollout.
+        has_ended: ``run_rollout`` has returned or raised.
     """
 
     prompt: list[Message] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     columns: dict[str, Any] = field(default_factory=dict)
     trajectory: Trajectory | None = None
+    error: AgentError | None = None
+    has_ended: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,7 @@ class EnvironmentDrivenRollouts:
         self.any_rank = any_rank
         self.parser = TurnParser(tokenizer, renderer.chat_template, with_tools=False)
         self.title = f"environment {type(environment).__name__!r}"
+        self.retries = RolloutRetries(settings.max_retries, lambda here: self.any_rank(here))
         self.executor = ToolExecutor()
 
     def generate_rollouts(
@@ -146,9 +152,30 @@ class EnvironmentDrivenRollouts:
             returned.
 
         Raises:
-            AgentError: the environment failed, exceeded its time limit, or ended without a turn.
+            AgentError: the environment failed, exceeded its time limit, or ended without a turn, and there
+                are no retries.
         """
-        rollouts = [_Rollout() for _ in rows]
+        rollouts: dict[int, _Rollout] = {}
+
+        def attempt(indices: list[int]) -> list[int]:
+            rollouts.update(self._attempt({i: rows[i] for i in indices}, backend, generation_kwargs or {}))
+            return [index for index in indices if rollouts[index].error is not None]
+
+        metrics = self.retries.run(attempt, len(rows))
+        return self._make_batch(rows, [rollouts[index] for index in range(len(rows))], backend, metrics)
+
+    def _attempt(
+        self,
+        rows: Mapping[int, dict[str, Any]],
+        backend: GenerationBackend,
+        generation_kwargs: Mapping[str, Any],
+    ) -> dict[int, _Rollout]:
+        """Run the rollouts of some rows by position; failed ones have an ``error``.
+
+        Raises:
+            AgentError: a rollout failed, and there are no retries.
+        """
+        rollouts = {index: _Rollout() for index in rows}
         events: queue.Queue[_TurnRequest | _RolloutEnd] = queue.Queue()
 
         async def run(index: int) -> None:
@@ -166,18 +193,18 @@ class EnvironmentDrivenRollouts:
                 error = problem
             events.put(_RolloutEnd(index, error))
 
-        futures = [self.executor.submit(run(index)) for index in range(len(rows))]
+        futures = [self.executor.submit(run(index)) for index in rows]
         try:
-            self._serve(events, len(rows), backend, generation_kwargs or {})
+            self._serve(events, rollouts, backend, generation_kwargs)
         finally:
             for future in futures:
                 future.cancel()
-        return self._make_batch(rows, rollouts)
+        return rollouts
 
     def _serve(
         self,
         events: queue.Queue[_TurnRequest | _RolloutEnd],
-        num_running: int,
+        rollouts: Mapping[int, _Rollout],
         backend: GenerationBackend,
         generation_kwargs: Mapping[str, Any],
     ) -> None:
@@ -186,6 +213,7 @@ class EnvironmentDrivenRollouts:
         Requests that arrive within the duration of the previous generate call share the next one.
         """
         patience = MIN_WAIT
+        num_running = len(rollouts)
         while self.any_rank(num_running > 0):
             requests: list[_TurnRequest] = []
             started = time.monotonic()
@@ -196,17 +224,15 @@ class EnvironmentDrivenRollouts:
                 except queue.Empty:
                     if requests:
                         break
-                    raise AgentError(
-                        f"{self.title}: none of {num_running} rollouts requested a turn or ended within "
-                        f"{self.environment.time_limit:g} seconds (its time_limit)"
-                    ) from None
+                    self._time_out([rollout for rollout in rollouts.values() if not rollout.has_ended])
+                    num_running = 0
+                    break
                 if isinstance(event, _TurnRequest):
                     requests.append(event)
                     continue
                 num_running -= 1
-                if event.error is not None:
-                    with boundary(AgentError, f"{self.title}, method 'run_rollout'", sample=event.index):
-                        raise as_exception(event.error)
+                rollouts[event.index].has_ended = True
+                self._end(event, rollouts[event.index])
             ready = [
                 (request, trajectory)
                 for request in requests
@@ -216,6 +242,27 @@ class EnvironmentDrivenRollouts:
                 started = time.monotonic()
                 self._generate(ready, backend, generation_kwargs)
                 patience = max(MIN_WAIT, time.monotonic() - started)
+
+    def _end(self, event: _RolloutEnd, rollout: _Rollout) -> None:
+        """Set the error of a rollout that has ended; without retries, raise it."""
+        try:
+            if event.error is not None:
+                with boundary(AgentError, f"{self.title}, method 'run_rollout'", sample=event.index):
+                    raise as_exception(event.error)
+            if rollout.trajectory is None:
+                raise AgentError(f"{self.title}: rollout {event.index} ended without a turn of the policy")
+        except AgentError as error:
+            self.retries.check(error)
+            rollout.error = error
+
+    def _time_out(self, rollouts: list[_Rollout]) -> None:
+        error = AgentError(
+            f"{self.title}: none of {len(rollouts)} rollouts requested a turn or ended within "
+            f"{self.environment.time_limit:g} seconds (its time_limit)"
+        )
+        self.retries.check(error)
+        for rollout in rollouts:
+            rollout.error = error
 
     def _append_messages(self, request: _TurnRequest, backend: GenerationBackend) -> Trajectory | None:
         """Append the new messages of a request to its trajectory.
@@ -276,21 +323,25 @@ class EnvironmentDrivenRollouts:
             request.rollout.messages = [*request.rollout.messages, message]
             self.executor.call_soon(_settle, request.response, ChatResponse(message, trajectory.truncated))
 
-    def _make_batch(self, rows: list[dict[str, Any]], rollouts: list[_Rollout]) -> RolloutBatch:
-        trajectories = [rollout.trajectory for rollout in rollouts if rollout.trajectory is not None]
-        if len(trajectories) < len(rollouts):
-            index = next(i for i, rollout in enumerate(rollouts) if rollout.trajectory is None)
-            raise AgentError(f"{self.title}: rollout {index} ended without a turn of the policy")
+    def _make_batch(
+        self,
+        rows: list[dict[str, Any]],
+        rollouts: list[_Rollout],
+        backend: GenerationBackend,
+        metrics: Metrics,
+    ) -> RolloutBatch:
+        dropped = dropped_completion(backend)
+        trajectories = [None if rollout.error else rollout.trajectory for rollout in rollouts]
         names = dict.fromkeys(name for rollout in rollouts for name in rollout.columns)
-        num_forks = float(sum(trajectory.num_forks for trajectory in trajectories))
+        num_forks = float(sum(each.num_forks for each in trajectories if each is not None))
         return RolloutBatch(
             rows=rows,
             prompts=[rollout.prompt for rollout in rollouts],
-            prompt_ids=[trajectory.prompt_ids for trajectory in trajectories],
-            completions=[trajectory.completion() for trajectory in trajectories],
+            prompt_ids=[dropped.token_ids if each is None else each.prompt_ids for each in trajectories],
+            completions=[dropped if each is None else each.completion() for each in trajectories],
             texts=[rollout.messages[len(rollout.prompt) :] for rollout in rollouts],
             extra={name: [rollout.columns.get(name) for rollout in rollouts] for name in names},
-            metrics={"tools/fork_frequency": Mean(num_forks, float(len(rollouts)))},
+            metrics={**metrics, "tools/fork_frequency": Mean(num_forks, float(len(rollouts)))},
         )
 
 

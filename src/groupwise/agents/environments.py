@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from groupwise.agents.executor import ToolExecutor
 from groupwise.agents.parsing import ToolSchema
@@ -42,25 +43,61 @@ class _EnvironmentType:
 
     Attributes:
         title: name of the environment in messages.
-        instances: all instances created so far; a batch uses as many as it has rollouts of this type.
+        instances: all instances created so far, None for discarded ones; a batch uses as many as it has
+            rollouts of this type.
         schemas: tool schemas by the name of the public method.
     """
 
     factory: EnvironmentFactory
     title: str
     cls: type
-    instances: list[Environment]
+    instances: list[Environment | None]
     schemas: dict[str, ToolSchema] = field(default_factory=dict)
-
-    def instance(self, index: int) -> Environment:
-        while index >= len(self.instances):
-            self.instances.append(_create(self.factory, self.title))
-        return self.instances[index]
 
     def tools(self, instance: Environment) -> list[Tool]:
         return [
             Tool(name, getattr(instance, name), schema, instance) for name, schema in self.schemas.items()
         ]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Place of one rollout in the pool; its instance is reused by the rollouts of later batches.
+
+    Attributes:
+        environment_type: type of the environment.
+        number: position among the instances of the type.
+        columns: columns of the row that ``reset`` is called with.
+    """
+
+    environment_type: _EnvironmentType
+    number: int
+    columns: dict[str, Any]
+
+    @property
+    def instance(self) -> Environment | None:
+        """The instance; None if it is discarded."""
+        return self.environment_type.instances[self.number]
+
+    @property
+    def tools(self) -> list[Tool]:
+        return [] if self.instance is None else self.environment_type.tools(self.instance)
+
+    def create(self) -> Environment:
+        """Return the instance, which is created if it is missing.
+
+        Raises:
+            AgentError: the factory raised.
+        """
+        environment_type = self.environment_type
+        if self.instance is None:
+            instance = _create(environment_type.factory, environment_type.title)
+            environment_type.instances[self.number] = instance
+        return cast(Environment, self.instance)
+
+    def discard(self) -> None:
+        """Discard the instance; the next rollout gets a fresh one."""
+        self.environment_type.instances[self.number] = None
 
 
 class EnvironmentPool:
@@ -89,10 +126,11 @@ class EnvironmentPool:
         if not factories:
             raise ConfigError("environment_factory is an empty dict; give it at least one name and factory")
         self.types = {name: _create_type(name, each) for name, each in factories.items()}
+        self._rewards: dict[int, Future[Any]] = {}  # results of get_reward, by id of the instance
 
     def tools(self) -> list[Tool]:
         """Return the tools of the first instance of every type."""
-        return [tool for each in self.types.values() for tool in each.tools(each.instances[0])]
+        return [tool for each in self.types.values() for tool in Slot(each, 0, {}).tools]
 
     def tool_sets(self, common: Sequence[Tool]) -> list[ToolSet]:
         """Return, for each type, the tools of its rollouts: ``common`` ones and its own.
@@ -100,49 +138,81 @@ class EnvironmentPool:
         Raises:
             ConfigError: two tools of a rollout have the same name.
         """
-        return [ToolSet([*common, *each.tools(each.instances[0])]) for each in self.types.values()]
+        return [ToolSet([*common, *Slot(each, 0, {}).tools]) for each in self.types.values()]
 
     def reward_funcs(self) -> list[Callable[..., Any]]:
         """Return one reward function per class with ``get_reward``; it returns None for other rollouts."""
         classes = {
             each.cls: each for each in self.types.values() if callable(getattr(each.cls, "get_reward", None))
         }
-        return [_reward_func(cls, each.title, self.executor) for cls, each in classes.items()]
+        return [_reward_func(cls, each.title, self) for cls, each in classes.items()]
 
-    def acquire(self, rows: Sequence[Mapping[str, Any]]) -> list[tuple[Environment, list[Tool]]]:
-        """Return an instance and its tools for each row; every batch reuses the same instances.
+    def acquire(self, rows: Sequence[Mapping[str, Any]]) -> list[Slot]:
+        """Return a place in the pool for each row; every batch reuses the same instances.
 
         Raises:
             ConfigError: a row selects an unknown environment.
         """
         used: dict[str | None, int] = {}
-        acquired = []
+        slots = []
         for index, row in enumerate(rows):
             name = self._name(row, index)
-            environment_type = self.types[name]
-            instance = environment_type.instance(used.get(name, 0))
-            used[name] = used.get(name, 0) + 1
-            acquired.append((instance, environment_type.tools(instance)))
-        return acquired
+            number, environment_type = used.get(name, 0), self.types[name]
+            if number == len(environment_type.instances):
+                environment_type.instances.append(None)
+            used[name] = number + 1
+            slots.append(Slot(environment_type, number, self._columns(row)))
+        self._rewards = {}
+        return slots
 
-    def reset(
-        self, instances: Sequence[Environment], rows: Sequence[Mapping[str, Any]]
-    ) -> list[Content | None]:
-        """Reset the instances and return their observations.
+    def reset(self, slots: Sequence[Slot]) -> list[Content | AgentError | None]:
+        """Reset the instances, which are created if they are missing.
 
-        Raises:
-            AgentError: a ``reset`` failed; names the environment, the method and the row.
+        Returns:
+            Observations; an error where the factory or ``reset`` failed, which names the environment, the
+            method and the row.
         """
-        columns = [self._columns(row) for row in rows]
-        futures = self.executor.run_all(
-            [partial(each.reset, **row) for each, row in zip(instances, columns, strict=True)]
-        )
-        observations: list[Content | None] = []
-        for index, future in enumerate(futures):
-            title = self.types[self._name(rows[index], index)].title
-            with boundary(AgentError, f"{title}, method 'reset'", sample=index, row=columns[index]):
-                observations.append(_checked_observation(future.result()))
-        return observations
+        outcomes: list[Content | AgentError | None] = [None] * len(slots)
+        resets: dict[int, Callable[[], Any]] = {}
+        for index, slot in enumerate(slots):
+            try:
+                resets[index] = partial(slot.create().reset, **slot.columns)
+            except AgentError as error:
+                outcomes[index] = error
+        for index, future in zip(resets, self.executor.run_all(list(resets.values())), strict=True):
+            title, columns = slots[index].environment_type.title, slots[index].columns
+            try:
+                with boundary(AgentError, f"{title}, method 'reset'", sample=index, row=columns):
+                    outcomes[index] = _checked_observation(future.result())
+            except AgentError as error:
+                outcomes[index] = error
+        return outcomes
+
+    def compute_rewards(self, slots: Sequence[Slot]) -> list[AgentError | None]:
+        """Call ``get_reward`` of the instances, for the reward functions; return the error of each."""
+        scored = [callable(getattr(slot.environment_type.cls, "get_reward", None)) for slot in slots]
+        instances = [slot.instance for slot, has_reward in zip(slots, scored, strict=True) if has_reward]
+        # Also of a known id: it may have belonged to an instance that is discarded.
+        self._rewards |= zip(map(id, instances), self._call_get_reward(instances), strict=True)
+        errors: list[AgentError | None] = [None] * len(slots)
+        for index, slot in enumerate(slots):
+            title = slot.environment_type.title
+            try:
+                with boundary(AgentError, f"{title}, method 'get_reward'", sample=index):
+                    if scored[index]:
+                        self._rewards[id(slot.instance)].result()
+            except AgentError as error:
+                errors[index] = error
+        return errors
+
+    def rewards_of(self, instances: Sequence[Any]) -> list[Future[Any]]:
+        """Return the finished calls of ``get_reward``, which is called where it has not been."""
+        missing = [instance for instance in instances if id(instance) not in self._rewards]
+        known = self._rewards | dict(zip(map(id, missing), self._call_get_reward(missing), strict=True))
+        return [known[id(instance)] for instance in instances]
+
+    def _call_get_reward(self, instances: Sequence[Any]) -> list[Future[Any]]:
+        return self.executor.run_all([instance.get_reward for instance in instances])
 
     def _name(self, row: Mapping[str, Any], index: int) -> str | None:
         name = row.get("environment") if self.is_routed else None
@@ -193,12 +263,12 @@ def _checked_observation(observation: Any) -> Content | None:
     return observation
 
 
-def _reward_func(cls: type, title: str, executor: ToolExecutor) -> Callable[..., Any]:
+def _reward_func(cls: type, title: str, pool: EnvironmentPool) -> Callable[..., Any]:
     """Return a reward function that calls ``get_reward`` of the instances of one class."""
 
     def get_rewards(environments: list[Any], **_: object) -> list[float | None]:
         positions = [index for index, environment in enumerate(environments) if type(environment) is cls]
-        futures = executor.run_all([environments[index].get_reward for index in positions])
+        futures = pool.rewards_of([environments[index] for index in positions])
         rewards: list[float | None] = [None] * len(environments)
         for index, future in zip(positions, futures, strict=True):
             with boundary(RewardError, f"{title}, method 'get_reward'", sample=index):

@@ -7,14 +7,21 @@ import reprlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from groupwise.agents.environments import Environment, EnvironmentPool, add_observation, empty_prompt
+from groupwise.agents.environments import (
+    Environment,
+    EnvironmentPool,
+    Slot,
+    add_observation,
+    empty_prompt,
+)
 from groupwise.agents.executor import ToolExecutor
 from groupwise.agents.parsing import ToolCall, TurnParser
+from groupwise.agents.retries import RolloutRetries, dropped_completion
 from groupwise.agents.tools import (
     Tool,
     ToolResult,
@@ -26,7 +33,7 @@ from groupwise.agents.tools import (
 from groupwise.agents.trajectory import Trajectory
 from groupwise.core.images import ImageInputs
 from groupwise.core.metrics import Mean, Metrics
-from groupwise.errors import ConfigError
+from groupwise.errors import AgentError, ConfigError
 from groupwise.generation.base import GenerationBackend, check_images
 from groupwise.records import RolloutBatch, SamplingOptions
 from groupwise.tokenization.images import check_no_images, insert_images, process_prompt
@@ -64,6 +71,8 @@ class MultiTurnSettings:
         template_kwargs: further variables of the chat template.
         context_length: tokens of prompt and completion that the model supports; None: unlimited.
         tool_timeout: seconds per call of a tool, ``reset`` or ``get_reward``; None: no limit.
+        max_retries: repetitions of a failed rollout, after which its completion is dropped; None: the error
+            of a rollout is raised.
     """
 
     max_completion_length: int
@@ -72,6 +81,7 @@ class MultiTurnSettings:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     context_length: int | None = None
     tool_timeout: float | None = None
+    max_retries: int | None = None
 
 
 @dataclass
@@ -83,13 +93,16 @@ class _Rollout:
         tool_calls: tool calls of the latest turn.
         results: their results, once started.
         images: image inputs of the model for the tokens so far; None without a processor.
+        prompt_images: image inputs of the prompt alone.
         first_failure: first call that failed, and its error.
+        error: the environment or a tool has failed the rollout.
     """
 
     prompt: Prompt
     tools: ToolSet
     trajectory: Trajectory
     images: ImageInputs | None = None
+    prompt_images: ImageInputs | None = None
     messages: list[Message] = field(default_factory=list)
     tool_calls: list[ToolCall] = field(default_factory=list)
     results: list[Future[Any]] = field(default_factory=list)
@@ -97,6 +110,7 @@ class _Rollout:
     num_calls: int = 0
     num_failures: int = 0
     first_failure: tuple[ToolCall, str] | None = None
+    error: AgentError | None = None
 
 
 class MultiTurnRollouts:
@@ -131,8 +145,9 @@ class MultiTurnRollouts:
         self.settings, self.renderer, self.any_rank = settings, renderer, any_rank
         self.parser = None if renderer is None else TurnParser(tokenizer, renderer.chat_template)
         self.executor = ToolExecutor(settings.tool_timeout) if pool is None else pool.executor
+        self.retries = RolloutRetries(settings.max_retries, lambda here: self.any_rank(here))
         self._reported: set[tuple[str, str]] = set()
-        self.environments: list[Environment] | None = None
+        self.environments: list[Environment | None] | None = None
 
     def generate_rollouts(
         self,
@@ -153,35 +168,62 @@ class MultiTurnRollouts:
 
         Raises:
             ConfigError: a row cannot be used.
-            AgentError: an environment failed.
+            AgentError: an environment failed, and ``max_retries`` is None.
         """
-        prompts = [insert_images({"prompt": empty_prompt(), **row}) for row in rows]
-        tool_sets = [ToolSet(self.tools)] * len(rows)
-        extra: dict[str, list[Any]] = {}
-        if self.pool is not None:
-            acquired = self.pool.acquire(rows)
-            self.environments = [environment for environment, _ in acquired]
-            tool_sets = [ToolSet([*self.tools, *own]) for _, own in acquired]
-            observations = self.pool.reset(self.environments, rows)
-            prompts = [add_observation(prompt, o) for prompt, o in zip(prompts, observations, strict=True)]
-            extra = {"environments": self.environments}
-        rollouts = []
-        for index, (prompt, tools) in enumerate(zip(prompts, tool_sets, strict=True)):
+        slots = self.pool.acquire(rows) if self.pool is not None else []
+        rollouts: dict[int, _Rollout] = {}
+
+        def attempt(indices: list[int]) -> list[int]:
+            rollouts.update(self._attempt(indices, rows, slots, backend, generation_kwargs or {}))
+            failed = [index for index in indices if rollouts[index].error is not None]
+            for index in failed if slots else []:
+                slots[index].discard()
+            return failed
+
+        metrics = self.retries.run(attempt, len(rows))
+        ordered = [rollouts[index] for index in range(len(rows))]
+        return self._make_batch(rows, ordered, slots, backend, metrics)
+
+    def _attempt(
+        self,
+        indices: list[int],
+        rows: list[dict[str, Any]],
+        slots: Sequence[Slot],
+        backend: GenerationBackend,
+        generation_kwargs: Mapping[str, Any],
+    ) -> dict[int, _Rollout]:
+        """Sample the rollouts of some rows, in environments that are reset; failed ones have an ``error``.
+
+        Raises:
+            AgentError: a rollout failed, and ``max_retries`` is None.
+        """
+        used = [slots[index] for index in indices] if slots else []
+        outcomes = self.pool.reset(used) if self.pool is not None else [None] * len(indices)
+        rollouts: dict[int, _Rollout] = {}
+        for place, (index, outcome) in enumerate(zip(indices, outcomes, strict=True)):
+            prompt = insert_images({"prompt": empty_prompt(), **rows[index]})
+            tools = ToolSet([*self.tools, *(used[place].tools if used else [])])
+            error = None
+            if isinstance(outcome, AgentError):
+                self.retries.check(outcome)
+                error = outcome
+            else:
+                prompt = add_observation(prompt, outcome)
             prompt_ids, images = self._encode_prompt(index, prompt, tools)
             trajectory = start_trajectory(prompt_ids, self.settings, backend, f"row {index}")
-            rollouts.append(_Rollout(prompt, tools, trajectory, images))
-        self._run(rollouts, backend, generation_kwargs or {})
-        self._report_failures(rollouts)
-        return RolloutBatch(
-            rows=rows,
-            prompts=prompts,
-            prompt_ids=[rollout.trajectory.prompt_ids for rollout in rollouts],
-            completions=[rollout.trajectory.completion() for rollout in rollouts],
-            texts=[self._completion_text(rollout) for rollout in rollouts],
-            extra=extra,
-            metrics=_metrics(rollouts) if self.parser is not None else {},
-            images=_images(rollouts),
-        )
+            rollouts[index] = _Rollout(prompt, tools, trajectory, images, images, error=error)
+        running = [rollout for rollout in rollouts.values() if rollout.error is None]
+        self._run(running, backend, generation_kwargs)
+        self._report_failures(running)
+        if self.pool is not None and self.retries.enabled:
+            # Before the reward functions are called, so that a failure here repeats the rollout, too.
+            ended = [place for place, index in enumerate(indices) if rollouts[index].error is None]
+            errors = self.pool.compute_rewards([used[place] for place in ended])
+            for place, error in zip(ended, errors, strict=True):
+                if error is not None:
+                    self.retries.check(error)
+                    rollouts[indices[place]].error = error
+        return rollouts
 
     def _run(
         self, rollouts: list[_Rollout], backend: GenerationBackend, generation_kwargs: Mapping[str, Any]
@@ -269,17 +311,26 @@ class MultiTurnRollouts:
         return ready, waiting
 
     def _append_results(self, rollout: _Rollout) -> bool:
-        """Append tool results to messages and tokens; return False if no token remains for the next turn."""
-        results = [
-            tool_result(call, rollout.tools, future, images=self.processor is not None)
-            for call, future in zip(rollout.tool_calls, rollout.results, strict=True)
-        ]
+        """Append tool results to messages and tokens; return False if the rollout has ended.
+
+        Raises:
+            AgentError: a tool failed the rollout, and ``max_retries`` is None.
+        """
+        futures, rollout.results = rollout.results, []
+        try:
+            results = [
+                tool_result(call, rollout.tools, future, images=self.processor is not None)
+                for call, future in zip(rollout.tool_calls, futures, strict=True)
+            ]
+        except AgentError as error:
+            self.retries.check(error)
+            rollout.error = error
+            return False
         try:
             fits = self._append_messages(rollout, _tool_messages(rollout, results))
         except Exception as problem:  # an image that the processor rejects, content that the template rejects
             results = [result if result.failure else failed_result(problem) for result in results]
             fits = self._append_messages(rollout, _tool_messages(rollout, results))
-        rollout.results = []
         rollout.num_calls += len(results)
         rollout.num_failures += sum(bool(result.failure) for result in results)
         for call, result in zip(rollout.tool_calls, results, strict=True):
@@ -311,6 +362,42 @@ class MultiTurnRollouts:
         if fits:
             rollout.messages += messages
         return fits
+
+    def _make_batch(
+        self,
+        rows: list[dict[str, Any]],
+        rollouts: list[_Rollout],
+        slots: Sequence[Slot],
+        backend: GenerationBackend,
+        metrics: Metrics,
+    ) -> RolloutBatch:
+        extra: dict[str, list[Any]] = {}
+        if self.pool is not None:
+            self.environments = [slot.instance for slot in slots]
+            extra = {"environments": self.environments}
+        succeeded = [rollout for rollout in rollouts if rollout.error is None]
+        rollouts = [
+            rollout if rollout.error is None else replace(rollout, messages=[], images=rollout.prompt_images)
+            for rollout in rollouts
+        ]
+        return RolloutBatch(
+            rows=rows,
+            prompts=[rollout.prompt for rollout in rollouts],
+            prompt_ids=[rollout.trajectory.prompt_ids for rollout in rollouts],
+            completions=[
+                rollout.trajectory.completion() if rollout.error is None else dropped_completion(backend)
+                for rollout in rollouts
+            ],
+            texts=[
+                self._completion_text(rollout)
+                if rollout.error is None
+                else format_completion(rollout.prompt, "")
+                for rollout in rollouts
+            ],
+            extra=extra,
+            metrics={**metrics, **(_metrics(succeeded) if self.parser is not None else {})},
+            images=_images(rollouts),
+        )
 
     def _report_failures(self, rollouts: list[_Rollout]) -> None:
         """Warn if every tool call of a generation failed, once per tool and kind of error."""

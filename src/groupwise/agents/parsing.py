@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,10 +47,13 @@ class ParsedTurn:
 #: Tokens that end a turn in the formats below.
 _END_TOKENS = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|call|>", "<|return|>", "<|end|>"),
-    *("<turn|>", "<|tool_response>"),
+    *("<turn|>", "<|tool_response>", "<|observation|>", "<|user|>"),
 )
 
 _FUNCTION = re.compile(r"<function=([^>\n]{1,200})>")
+_CONSTANTS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
+_CALL = re.compile(r"[\s,]*([\w.-]{1,200})\(")
+_KEYWORD = re.compile(r"[\s,]*(\w{1,200})\s?=\s?")
 _PARAMETER = re.compile(r"<parameter=([^>\n]{1,200})>")
 
 #: Marks of the thoughts of a turn, by a string that chat templates with these marks contain.
@@ -99,6 +103,19 @@ def _match_parameter_tags(text: str, schemas: Sequence[ToolSchema]) -> _Matches:
 
     Values are strings, or JSON if the tool's schema declares another type.
     """
+    convert = _converter(schemas)
+    calls: list[tuple[str | None, str]] = []
+    openings = list(_FUNCTION.finditer(text))
+    for opening, following in zip_longest(openings, openings[1:]):
+        end = len(text) if following is None else following.start()
+        body = text[opening.end() : end].partition("</function>")[0]
+        values = {key: convert(opening[1], key, value) for key, value in _parameters(body)}
+        calls.append((opening[1], json.dumps(values)))
+    return (text.partition("<tool_call>")[0], calls) if calls else _match_tagged_json(text, schemas)
+
+
+def _converter(schemas: Sequence[ToolSchema]) -> Callable[[str, str, str], object]:
+    """Return a function of tool, argument and text: a string by the tool's schema, else parsed JSON."""
     properties = {
         tool["function"]["name"]: tool["function"].get("parameters", {}).get("properties", {})
         for tool in schemas
@@ -112,14 +129,99 @@ def _match_parameter_tags(text: str, schemas: Sequence[ToolSchema]) -> _Matches:
         except (ValueError, RecursionError):  # the tool itself reports the wrong type
             return value
 
+    return convert
+
+
+def _match_argument_tags(text: str, schemas: Sequence[ToolSchema]) -> _Matches:
+    """Match ``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>...</tool_call>`` (GLM-4.5).
+
+    Values are strings, or JSON if the tool's schema declares another type.
+    """
+    before, blocks = _match_tagged_json(text, schemas)
+    convert = _converter(schemas)
     calls: list[tuple[str | None, str]] = []
-    openings = list(_FUNCTION.finditer(text))
-    for opening, following in zip_longest(openings, openings[1:]):
-        end = len(text) if following is None else following.start()
-        body = text[opening.end() : end].partition("</function>")[0]
-        values = {key: convert(opening[1], key, value) for key, value in _parameters(body)}
-        calls.append((opening[1], json.dumps(values)))
-    return (text.partition("<tool_call>")[0], calls) if calls else _match_tagged_json(text, schemas)
+    for _, block in blocks:
+        name, *parts = block.split("<arg_key>")
+        if not parts and name.startswith("{"):
+            calls.append((None, block))
+            continue
+        pairs = [part.partition("</arg_key>") for part in parts]
+        values = {
+            key.strip(): convert(
+                name.strip(), key.strip(), value.partition("<arg_value>")[2].partition("</arg_value>")[0]
+            )
+            for key, _, value in pairs
+        }
+        calls.append((name.strip(), json.dumps(values)))
+    return before, calls
+
+
+def _match_python_calls(text: str, _schemas: Sequence[ToolSchema]) -> _Matches:
+    """Match ``<|tool_call_start|>[name(key='text', other=3)]<|tool_call_end|>`` (LFM2.5).
+
+    Text is between single quotes and not escaped: it ends at a quote before a comma or a parenthesis.
+    """
+    before, start, rest = text.partition("<|tool_call_start|>")
+    if not start:
+        return text, []
+    body = rest.partition("<|tool_call_end|>")[0].strip()
+    if body.startswith("{"):  # JSON, which LFM2.5 writes if it is asked to
+        return before, [(None, body)]
+    calls: list[tuple[str | None, str]] = []
+    position = 1  # after the bracket
+    while (name := _CALL.match(body, position)) is not None:
+        values: dict[str, object] = {}
+        position = name.end()
+        while (key := _KEYWORD.match(body, position)) is not None:
+            end = _end_of_value(body, key.end())
+            values[key[1]] = _python_value(body[key.end() : end])
+            position = end
+        if not body.startswith(")", position):
+            calls.append((name[1], body[name.end() :]))  # not JSON: an error
+            break
+        calls.append((name[1], json.dumps(values)))
+        position += 1
+    return before, calls or [(None, body)]
+
+
+def _end_of_value(body: str, start: int) -> int:
+    """Return the position after the value of an argument: of a comma or a parenthesis outside it."""
+    if body.startswith(("'", '"'), start):
+        quote = re.compile(body[start] + r"(?=[,)])").search(body, start + 1)
+        return len(body) if quote is None else quote.end()
+    depth, quoted = 0, ""
+    for position in range(start, len(body)):
+        letter = body[position]
+        if quoted:
+            quoted = "" if letter == quoted else quoted
+        elif letter in "'\"":
+            quoted = letter
+        elif letter in "[{(":
+            depth += 1
+        elif letter in ",)" and depth == 0:
+            return position
+        elif letter in "]})":
+            depth -= 1
+    return len(body)
+
+
+def _python_value(text: str) -> object:
+    """Convert the text of a value: a quoted string as it is, JSON or a Python literal, or else a string."""
+    text = text.strip()
+    if len(text) >= 2 and text[0] in "'\"" and text[-1] == text[0]:
+        return text[1:-1]
+    if text in _CONSTANTS:
+        return _CONSTANTS[text]
+    for parse in (json.loads, ast.literal_eval):
+        if text[:1].isalpha():
+            break
+        try:
+            value = parse(text)
+            json.dumps(value)  # arguments are JSON: no sets, bytes or complex numbers
+            return value
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            continue
+    return text
 
 
 def _parameters(body: str) -> Iterator[tuple[str, str]]:
@@ -147,6 +249,8 @@ def _match_braces(text: str, _schemas: Sequence[ToolSchema]) -> _Matches:
 #: Tool-call format by a string that chat templates with this format contain; the first match is used.
 TOOL_CALL_FORMATS: dict[str, Callable[[str, Sequence[ToolSchema]], _Matches]] = {
     "<function=": _match_parameter_tags,
+    "<arg_key>": _match_argument_tags,
+    "<|tool_call_start|>": _match_python_calls,
     "<tool_call>": _match_tagged_json,
     "<|tool_call>": _match_braces,
     "<|channel|>": _match_harmony,

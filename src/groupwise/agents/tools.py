@@ -13,7 +13,7 @@ from transformers.utils import get_json_schema
 
 from groupwise.agents.executor import Invocation, ToolExecutor
 from groupwise.agents.parsing import ToolCall, ToolSchema
-from groupwise.errors import ConfigError, is_interrupt
+from groupwise.errors import AgentError, ConfigError, is_interrupt
 from groupwise.tokenization.images import open_result_images
 from groupwise.tokenization.prompts import is_content_blocks, replace_surrogates
 
@@ -149,6 +149,9 @@ def tool_result(
     Args:
         future: a finished future of :func:`start_tool_calls`.
         images: the model reads images.
+
+    Raises:
+        AgentError: the tool raised it: not the call but the environment has failed.
     """
     try:
         value = future.result()
@@ -166,6 +169,8 @@ def tool_result(
         if opened is None:
             _warn_about_images(call.name)
         return ToolResult(str(content) if opened is None else opened)
+    except AgentError:  # the tool fails the whole rollout
+        raise
     except BaseException as problem:  # str() of a result or of an error is code of the user, too
         if is_interrupt(problem):
             raise

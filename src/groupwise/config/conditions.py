@@ -40,4 +40,5 @@ COLOCATE = Condition(
 )
 SERVER = Condition("use_vllm=True with vllm_mode='server'", lambda c: c.use_vllm and c.vllm_mode == "server")
 CORRECTION = on("vllm_importance_sampling_correction")
+RETRY = Condition("rollout_on_error='retry'", lambda c: c.rollout_on_error == "retry")
 PASS_AT_K = Condition("eval_pass_at_k is set", lambda c: c.eval_pass_at_k is not None)

@@ -16,6 +16,7 @@ from groupwise.config.conditions import (
     KL,
     NOT_VLLM,
     PASS_AT_K,
+    RETRY,
     SAPO,
     SERVER,
     VESPO,
@@ -330,6 +331,12 @@ class GRPOConfig(TrainingArguments):
     tool_timeout: Annotated[float | None, Setting(
         "Time limit in seconds of a call of a tool, reset or get_reward. None: no limit.",
         gt=0, example=0.0)] = None
+    rollout_on_error: Annotated[str, Setting(
+        "Failing environment: raise an error, or retry in a fresh environment and then drop the completion "
+        "from its group.", choices=("raise", "retry"), example="drop", card="if_changed")] = "raise"
+    rollout_retries: Annotated[int, Setting(
+        "Retries of a failed rollout before its completion is dropped.",
+        ge=0, example=-1, no_effect_unless=RETRY, card="if_changed")] = 2
 
     # Efficiency
     use_liger_kernel: Annotated[bool, Setting(

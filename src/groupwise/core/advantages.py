@@ -139,6 +139,16 @@ def _combine(values_NF: torch.Tensor, rewards: GroupRewards, aggregation: str) -
     return total_N
 
 
+def with_small_groups(dropped_N: torch.Tensor, num_generations: int) -> torch.Tensor:
+    """Extend dropped completions (N,) by the last one of a group: a single reward has no baseline.
+
+    With one completion per prompt, as in evaluation, groups are never small.
+    """
+    dropped_PG = dropped_N.view(-1, num_generations)
+    remaining_P1 = (~dropped_PG).sum(-1, keepdim=True)
+    return (dropped_PG | (remaining_P1 < min(2, num_generations))).view(-1)
+
+
 def group_mean(rewards_PG: torch.Tensor) -> torch.Tensor:
     """Group mean, ignoring NaN (DeepSeekMath, section 4.1.2). Returns (P, 1)."""
     return rewards_PG.nanmean(-1, keepdim=True)

@@ -63,6 +63,9 @@ class LogprobMixin:
             for row, completion in enumerate(completions)
         ]
 
+        groups = [row // rollouts.num_generations for row in range(first_row, first_row + len(rollouts))]
+        group_ids = [-1 - g if c.dropped else g for g, c in zip(groups, completions, strict=True)]
+
         def padded_logps(logps: list[list[float] | None]) -> torch.Tensor:
             """(B, T) float32, NaN for completions without log-probs and on padding."""
             rows = [
@@ -83,8 +86,7 @@ class LogprobMixin:
                 [len(ids) for ids in token_ids], completion_ids_BT.shape[1], device=device
             ),
             loss_mask_BT=pad_sequences(loss_masks, 0, **pad),
-            group_ids_B=torch.arange(first_row, first_row + len(rollouts), device=device)
-            // rollouts.num_generations,
+            group_ids_B=torch.tensor(group_ids, device=device),
             old_logps_BT=padded_logps([completion.old_logps for completion in completions]),
             sampler_logps_BT=None
             if all(logps is None for logps in sampler_logps)
@@ -94,7 +96,7 @@ class LogprobMixin:
         )
 
     def _loss_mask(self, completion: Completion) -> list[int]:
-        if completion.truncated and self.settings.mask_truncated_completions:
+        if completion.dropped or (completion.truncated and self.settings.mask_truncated_completions):
             return [0] * len(completion.token_ids)
         return completion.loss_mask or [1] * len(completion.token_ids)
 

@@ -47,13 +47,14 @@ class LossMixin:
         Returns:
             the entries of ``window`` with token, sequence and entropy weights.
         """
+        groups_B = torch.cat([batch.group_ids_B for batch in window])
         local = [
-            sum(len(batch) for batch in window) - num_padding_rows,
+            int((groups_B[: len(groups_B) - num_padding_rows] >= 0).sum()),  # without dropped completions
             sum(int(batch.loss_mask_BT.sum()) for batch in window),
             sum(int(mask_BT.sum()) for mask_BT in entropy_masks),
         ]
         totals = self.accelerator.reduce(torch.tensor(local, device=self.accelerator.device), "sum").tolist()
-        sequences, tokens, bonus_tokens = totals
+        sequences, tokens, bonus_tokens = max(totals[0], 1), totals[1], totals[2]
         world_size = self.accelerator.num_processes
         normalizer = NORMALIZERS[OBJECTIVES[self.settings.loss_type].normalizer]
         counts = WindowCounts(
@@ -74,7 +75,7 @@ class LossMixin:
                 token_weights_BT=normalizer(batch.loss_mask_BT.float(), batch.group_ids_B, counts),
                 entropy_mask_BT=mask_BT,
                 entropy_weights_BT=None if bonus_weight is None else mask_BT.float() * bonus_weight,
-                sequence_weight_B1=torch.full((len(batch), 1), world_size / sequences, device=mask_BT.device),
+                sequence_weight_B1=(batch.group_ids_B >= 0).float().unsqueeze(1) * (world_size / sequences),
             )
             for batch, mask_BT in zip(window, entropy_masks, strict=True)
         ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,12 +14,14 @@ from accelerate.utils import gather_object
 from transformers import TrainerState
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.core.advantages import GroupRewards, nan_std, total_rewards
+from groupwise.core.advantages import GroupRewards, nan_std, total_rewards, with_small_groups
 from groupwise.core.metrics import Mean, Metrics, Sum, merge_metrics
 from groupwise.errors import RewardError
 from groupwise.records import RewardBatch, RolloutBatch
 from groupwise.rewards.runtime.calling import Reward, call_rewards
 from groupwise.rewards.runtime.partial import PartialReward
+
+logger = logging.getLogger(__name__)
 
 
 class RewardMixin:
@@ -46,6 +50,7 @@ class RewardMixin:
             RewardError: a function failed, timed out, or returned a wrong number or type of values; or it
                 returned numbers on some ranks and step rewards on others.
         """
+        kept = [row for row, completion in enumerate(rollouts.completions) if not completion.dropped]
         columns: dict[str, list[Any]] = {}
         logged: list[Metrics] = []
 
@@ -61,25 +66,33 @@ class RewardMixin:
         def log_metric(name: str, value: float) -> None:
             logged.append({str(name): Mean(float(value))})
 
-        rewards_FB, failures, seconds_F = call_rewards(
-            self.reward_callables,
-            self.reward_func_names,
-            rollouts,
+        calls = call_rewards(
+            self.reward_callables if kept else [],
+            self.reward_func_names if kept else [],
+            rollouts if len(kept) == len(rollouts) else rollouts.select(kept),
             timeout=self.settings.reward_timeout,
             on_error=self.settings.reward_on_error,
             trainer_state=self.state,
             log_extra=log_extra,
             log_metric=log_metric,
         )
+        rewards_FB, seconds_F = calls.rewards_FB, calls.seconds_F
+        if len(kept) < len(rollouts):
+            functions = calls.rewards_FB or [[] for _ in self.reward_func_names]
+            rewards_FB = [_at_rows(kept, values, len(rollouts), math.nan) for values in functions]
+            columns = {
+                name: _at_rows(kept, values, len(rollouts), None) if len(values) == len(kept) else values
+                for name, values in columns.items()
+            }
         rewards = self._gather_rewards(rewards_FB, rollouts)
         start = self.accelerator.process_index * len(rollouts)
         metrics = reward_metrics(rewards, self.reward_func_names, self.settings.multi_objective_aggregation)
-        for name, seconds in zip(self.reward_func_names, seconds_F, strict=True):
+        for name, seconds in zip(self.reward_func_names, seconds_F, strict=False):
             if not math.isnan(seconds):
                 metrics[f"time/reward/{name}"] = Mean(seconds)
         if self.settings.reward_on_error == "none":
             for i, name in enumerate(self.reward_func_names):
-                metrics[f"rewards/{name}/errors"] = Sum(float(i in failures))
+                metrics[f"rewards/{name}/errors"] = Sum(float(i in calls.failures))
         return RewardBatch(
             rewards,
             local=slice(start, start + len(rollouts)),
@@ -87,6 +100,35 @@ class RewardMixin:
             columns=dict(columns),
             metrics=merge_metrics([metrics, *list(logged)]),
         )
+
+    def drop_failed(self, rollouts: RolloutBatch) -> tuple[RolloutBatch, torch.Tensor | None]:
+        """Drop groups of which fewer than two rollouts succeeded (``rollout_on_error="retry"``).
+
+        Returns:
+            the rollouts; and which completions of all ranks are dropped (N,), None with ``"raise"``.
+        """
+        if self.settings.rollout_on_error == "raise":
+            return rollouts, None
+        failed_B = torch.tensor([c.dropped for c in rollouts.completions], device=self.accelerator.device)
+        failed_N = self.accelerator.gather(failed_B)[: rollouts.num_valid].cpu()
+        dropped_N = with_small_groups(failed_N, rollouts.num_generations)
+        start = self.accelerator.process_index * len(rollouts)
+        local = dropped_N[start : start + len(rollouts)].tolist()
+        local += [True] * (len(rollouts) - len(local))  # rows that pad an evaluation batch
+        completions = [
+            replace(completion, dropped=gone)
+            for completion, gone in zip(rollouts.completions, local, strict=True)
+        ]
+        if failed_N.all():
+            logger.warning("all %d rollouts of a generation failed: the step has no gradient", len(failed_N))
+        is_first = self.accelerator.process_index == 0
+        groups_P = dropped_N.view(-1, rollouts.num_generations).all(-1)
+        metrics: Metrics = {
+            "rollouts/dropped_share": Mean(float(dropped_N.sum()), float(len(dropped_N))),
+            "rollouts/dropped_groups": Sum(float(groups_P.sum()) if is_first else 0.0),
+        }
+        metrics = merge_metrics([rollouts.metrics, metrics])
+        return replace(rollouts, completions=completions, metrics=metrics), dropped_N
 
     def start_partial_rewards(self) -> Callable[[RolloutBatch], None] | None:
         """Return a callback that calls the per-sample reward functions on finished prompts of a rollout.
@@ -128,6 +170,12 @@ class RewardMixin:
             step_rewards={i: [r if isinstance(r, list) else [] for r in columns[i]] for i in stepwise},
             num_tokens=max(width for _, _, width in gathered),
         )
+
+
+def _at_rows(rows: list[int], values: list[Any], num_rows: int, fill: Any) -> list[Any]:
+    """Return a list of ``num_rows`` entries with ``values`` at ``rows``, and ``fill`` elsewhere."""
+    placed = dict(zip(rows, values, strict=False))
+    return [placed.get(row, fill) for row in range(num_rows)]
 
 
 def reward_metrics(

@@ -158,11 +158,14 @@ def length_metrics(prompt_ids: Sequence[Sequence[int]], completions: Sequence[Co
 def rollout_metrics(rollouts: RolloutBatch, num_valid: int, step: int) -> Metrics:
     """Token counts, completion lengths and staleness of the first ``num_valid`` rows of this rank.
 
+    Dropped completions are left out.
+
     Args:
         step: optimizer steps completed; a token is as many steps stale as its weights are behind.
     """
-    completions = rollouts.completions[:num_valid]
-    metrics = {**length_metrics(rollouts.prompt_ids[:num_valid], completions), **rollouts.metrics}
+    kept = [row for row in range(num_valid) if not rollouts.completions[row].dropped]
+    completions = [rollouts.completions[row] for row in kept]
+    metrics = {**length_metrics([rollouts.prompt_ids[row] for row in kept], completions), **rollouts.metrics}
     behind = [step - version for c in completions for version in c.versions or ()]
     if behind:
         metrics["staleness"] = Mean(float(sum(behind)), float(len(behind)))

@@ -58,7 +58,10 @@ def completion_rows(
     """
     rewards_NF = rewards.rewards.rewards_NF[rewards.local]  # without padding rows
     rows: list[CompletionRow] = []
+    last = None  # position of the row before
     for i, rewards_F in enumerate(rewards_NF.tolist()):
+        if rollouts.completions[i].dropped:
+            continue
         # An override of compute_rewards may return more columns than there are functions.
         named = zip(reward_names, rewards_F, strict=False)
         row: CompletionRow = {
@@ -70,10 +73,11 @@ def completion_rows(
             "columns": {name: _cell(values[i]) for name, values in rewards.columns.items()},
         }
         if multimodal and rollouts.images is not None:
-            shared = i > 0 and rollouts.images[i] is rollouts.images[i - 1]
+            shared = last is not None and rollouts.images[i] is rollouts.images[last]
             given = prompt_images(rollouts.prompts[i]) or row_images(rollouts.rows[i])
             row["images"] = rows[-1]["images"] if shared else [thumbnail(image) for image in given]
         rows.append(row)
+        last = i
     return rows
 
 
