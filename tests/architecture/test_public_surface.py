@@ -16,6 +16,13 @@ import groupwise
 SURFACE = Path(__file__).with_name("public_surface.json")
 VERBS = ("generate_rollouts", "compute_rewards", "compute_advantages", "compute_policy_loss")
 
+#: Hooks of ``groupwise.trl_hooks.GRPOTrainer``, with the parameters of TRL 1.16.
+HOOKS = (
+    *("_generate", "_tokenize_prompts", "_generate_single_turn", "_calculate_rewards"),
+    *("_generate_and_score_completions", "_get_per_token_logps_and_entropies", "get_high_entropy_mask"),
+    *("compute_loss", "_compute_loss", "get_off_policy_mask", "get_gamma_weights"),
+)
+
 
 def signature(function: Callable) -> str:
     """Names, defaults and kinds of the parameters; annotations are the type checker's business."""
@@ -27,6 +34,8 @@ def signature(function: Callable) -> str:
 def current_surface() -> dict:
     """Signatures of the public callables, fields of the records, and the configuration's own defaults."""
     from transformers import TrainingArguments
+
+    from groupwise import trl_hooks
 
     inherited = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
     signatures, records = {}, {}
@@ -42,6 +51,8 @@ def current_surface() -> dict:
             signatures[name] = signature(value)
     for verb in VERBS:
         signatures[f"GRPOTrainer.{verb}"] = signature(getattr(groupwise.GRPOTrainer, verb))
+    for hook in HOOKS:
+        signatures[f"trl_hooks.GRPOTrainer.{hook}"] = signature(getattr(trl_hooks.GRPOTrainer, hook))
     config = {
         field.name: field.default
         for field in dataclasses.fields(groupwise.GRPOConfig)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,12 @@ from support.cases import surrogate_inputs
 from support.parity_runs import (
     PROMPTS,
     Policy,
-    SamplerLogps,
     Setting,
     assert_same_log,
     assert_same_update,
     largest_difference,
     make_trl_trainer,
+    noisy_sampler,
     prompt_text,
     train_groupwise,
     train_trl,
@@ -31,25 +30,6 @@ trl = pytest.importorskip("trl", minversion="1.16.0")
 pytestmark = pytest.mark.parity
 
 MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
-
-
-def noisy_sampler(policy: Policy, *, unscored: bool = False) -> SamplerLogps:
-    """Log-probs of the starting policy, off by up to 0.8 per token; ``unscored`` leaves single tokens out."""
-    model = policy.load()
-
-    def logps(prompt_ids: list[int], completion_ids: list[int]) -> list[float | None]:
-        with torch.no_grad():
-            all_logps = model(torch.tensor([prompt_ids + completion_ids])).logits[0].log_softmax(-1)
-        noise = random.Random(str(completion_ids))
-        values: list[float | None] = [
-            all_logps[len(prompt_ids) - 1 + t, token].item() + noise.uniform(-0.8, 0.8)
-            for t, token in enumerate(completion_ids)
-        ]
-        if unscored and len(values) > 2:
-            values[1] = None
-        return values
-
-    return logps
 
 
 CORRECTED: dict[str, dict[str, Any]] = {

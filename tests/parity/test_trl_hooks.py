@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from support.parity_runs import (
     assert_same_update,
     completion,
     largest_difference,
+    noisy_sampler,
     train_groupwise,
     train_trl,
 )
@@ -124,6 +126,7 @@ def extra_metrics(base: type) -> type:
             metrics["advantage/max"].append(output["advantages"].max().item())
             metrics["reward_doubled"].append(2 * metrics["reward"][-1])
             metrics["prompts_logged"].append(len(self._logs["prompt"]))
+            metrics["generated_at"].append(self._step)
             metrics["last_advantage"].append(self._logs["advantages"][-1])
             return output
 
@@ -404,6 +407,7 @@ def test_subclass(subclass: Any, policy: Policy, tmp_path: Path) -> None:
     assert_override_matters(ours, policy, tmp_path, options)
     if subclass is extra_metrics:
         own = ["advantage/max", "reward_doubled", "prompts_logged", "last_advantage", "rows", "step_seen"]
+        own.append("generated_at")
         for name in own:
             assert ours.logged(name) == pytest.approx(theirs.logged(name), abs=1e-5), name
         assert ours.logged("step_seen") == [0.5, 2.5, 4.5, 6.5]  # two micro-batches in each of four steps
@@ -426,3 +430,119 @@ def test_methods_replaced_on_the_instance(policy: Policy, tmp_path: Path) -> Non
     assert_same_update(ours, theirs, policy)
     without = train_groupwise(policy, Setting(SPLIT), tmp_path / "without", base=trl_hooks.GRPOTrainer)
     assert largest_difference(ours.parameters, without.parameters) > 1e-4
+
+
+def test_steps_of_several_generations_in_a_window(policy: Policy, tmp_path: Path) -> None:
+    options = {**SPLIT, **OPTIONS["several_generations_in_a_window"]}
+    ours, theirs = train_both(policy, Setting(options, subclass=extra_metrics), tmp_path)
+    for name in ("generated_at", "step_seen"):
+        assert ours.logged(name) == theirs.logged(name)
+    assert ours.logged("generated_at")[:2] == [1.0, 5.0]  # means of 0 and 2, of 4 and 6
+
+
+def bounded_correction(base: type) -> type:
+    """The sampler correction in the dictionary, with a bound of its own, also where it is zero."""
+
+    class Trainer(base):
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            ratio = output["importance_sampling_ratio"]
+            output["importance_sampling_ratio"] = ratio.clamp(max=1.1) * (ratio > 0.8)
+            self._metrics["train"]["sampler_gap"].append(
+                (output["old_per_token_logps"] - output["sampling_per_token_logps"]).abs().sum().item()
+            )
+            return output
+
+    return Trainer
+
+
+CORRECTED: dict[str, dict[str, Any]] = {
+    "token_truncate": {"loss_type": "dapo", "beta": 0.04, "off_policy_mask_threshold": 0.1},
+    "sequence_mask": {"loss_type": "grpo", "entropy_coef": 0.05, "num_iterations": 2},
+}
+
+
+@pytest.mark.parametrize("mode", CORRECTED)
+@pytest.mark.parametrize("subclass", [lambda base: base, bounded_correction], ids=["plain", "bounded"])
+def test_sampler_correction(mode: str, subclass: Any, policy: Policy, tmp_path: Path) -> None:
+    options = {
+        "learning_rate": 0.03,
+        "vllm_importance_sampling_mode": mode,
+        "vllm_importance_sampling_clip_max": 1.4,
+        **CORRECTED[mode],
+    }
+    setting = Setting(options, sampler_logps=noisy_sampler(policy), subclass=subclass)
+    ours, theirs = train_both(policy, setting, tmp_path)
+    assert theirs.trainer.use_vllm
+    assert_same_update(ours, theirs, policy)
+    if subclass is bounded_correction:
+        assert ours.logged("sampler_gap") == pytest.approx(theirs.logged("sampler_gap"), rel=1e-4)
+
+
+def test_evaluation(policy: Policy, tmp_path: Path) -> None:
+    """A hook's metrics of an evaluation, and its loss. TRL shuffles the prompts, which neither depends on."""
+    options = {**SPLIT, "max_steps": 1, "per_device_eval_batch_size": 8, "loss_type": "dr_grpo"}
+    ours, theirs = train_both(policy, Setting(options, subclass=extra_metrics), tmp_path)
+    logs = [run.trainer.evaluate(run.trainer.train_dataset) for run in (ours, theirs)]
+    last = [run.trainer.state.log_history[-1] for run in (ours, theirs)]
+    assert logs[0]["eval_loss"] == pytest.approx(logs[1]["eval_loss"], abs=1e-6)
+    for name in ("eval_reward_doubled", "eval_reward", "eval_completions/clipped_ratio"):
+        assert last[0][name] == pytest.approx(last[1][name], abs=1e-5), name
+
+
+HELPERS = ("get_off_policy_mask", "get_gamma_weights")
+HOOKS = (
+    *("_generate", "_tokenize_prompts", "_generate_single_turn", "_calculate_rewards"),
+    *("_generate_and_score_completions", "_get_per_token_logps_and_entropies", "get_high_entropy_mask"),
+    *("compute_loss", "_compute_loss", "training_step", "prediction_step", "log", "_log_metric"),
+    *("_log_completion_extra", *HELPERS),
+)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_take_the_arguments_of_trl(name: str) -> None:
+    theirs = inspect.signature(getattr(trl.GRPOTrainer, name)).parameters
+    ours = inspect.signature(getattr(trl_hooks.GRPOTrainer, name))
+    ours.bind(*[None] * len([p for p in theirs.values() if p.default is p.empty]))
+    images = (
+        {"pixel_values", *list(theirs)[list(theirs).index("pixel_values") :]}
+        if "pixel_values" in theirs
+        else ()
+    )
+    named = [parameter for parameter in theirs if parameter not in images]
+    assert list(ours.parameters)[: len(named)] == named
+    for parameter in named:
+        required = theirs[parameter].default is inspect.Parameter.empty
+        assert required or ours.parameters[parameter].default == theirs[parameter].default
+
+
+@pytest.mark.parametrize("correction", [None, (6, 5), (6, 1)])
+def test_helpers_of_the_loss(correction: tuple[int, int] | None) -> None:
+    torch.manual_seed(0)
+    advantages, log_ratio, sampler = torch.randn(6, 1), torch.randn(6, 5), torch.randn(6, 5)
+    mask = (torch.arange(5) < torch.tensor([[1], [2], [3], [4], [5], [5]])).long()
+    ratio = None if correction is None else torch.rand(correction) + 0.5
+    given: list[Any] = [advantages, log_ratio, mask, ratio, 1.5, 2.5, 2.0, 3.0]
+    results = [
+        (
+            kind.get_gamma_weights(*given),
+            kind.get_off_policy_mask(advantages, log_ratio, sampler, mask, -1.0),
+        )
+        for kind in (trl_hooks.GRPOTrainer, trl.GRPOTrainer)
+    ]
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert 0 < int(results[0][1].sum()) < 6
+
+
+def test_a_high_entropy_mask(policy: Policy, tmp_path: Path) -> None:
+    ours, theirs = (
+        setting_trainer.trainer
+        for setting_trainer in train_both(policy, Setting({**SPLIT, "max_steps": 1}), tmp_path)
+    )
+    entropies = torch.rand(4, 5, generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(5) < torch.tensor([[5], [3], [0], [1]])).long()
+    for threshold in (0.0, 0.3, 0.8, 1.0):
+        expected = theirs.get_high_entropy_mask(entropies, mask, threshold)
+        assert torch.equal(ours.get_high_entropy_mask(entropies, mask, threshold), expected)
+    assert not ours.get_high_entropy_mask(entropies, 0 * mask, 0.5).any()

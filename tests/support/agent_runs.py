@@ -113,7 +113,7 @@ def chats(count: int = 8) -> Dataset:
     return Dataset.from_dict({"prompt": [[{"role": "user", "content": f"go {i}"}] for i in range(count)]})
 
 
-def trainer(directory: Path | str, **given: Any) -> GRPOTrainer:
+def trainer(directory: Path | str, kind: type[GRPOTrainer] = GRPOTrainer, **given: Any) -> GRPOTrainer:
     """Create a trainer; ``given`` has configuration fields and trainer arguments."""
     names = (
         "tools",
@@ -145,4 +145,4 @@ def trainer(directory: Path | str, **given: Any) -> GRPOTrainer:
         "generation_kwargs": {"suppress_tokens": [i for i in range(len(text)) if i not in allowed]},
     }
     config = GRPOConfig(str(directory), **{**settings, **given})
-    return GRPOTrainer(policy(len(text)) if model is None else model, args=config, **arguments)
+    return kind(policy(len(text)) if model is None else model, args=config, **arguments)

@@ -82,6 +82,25 @@ def completion(prompt: str, sample: int) -> list[int]:
 SamplerLogps = Callable[[list[int], list[int]], list[float | None]]
 
 
+def noisy_sampler(policy: Policy, *, unscored: bool = False) -> SamplerLogps:
+    """Log-probs of the starting policy, off by up to 0.8 per token; ``unscored`` leaves single tokens out."""
+    model = policy.load()
+
+    def logps(prompt_ids: list[int], completion_ids: list[int]) -> list[float | None]:
+        with torch.no_grad():
+            all_logps = model(torch.tensor([prompt_ids + completion_ids])).logits[0].log_softmax(-1)
+        noise = random.Random(str(completion_ids))
+        values: list[float | None] = [
+            all_logps[len(prompt_ids) - 1 + t, token].item() + noise.uniform(-0.8, 0.8)
+            for t, token in enumerate(completion_ids)
+        ]
+        if unscored and len(values) > 2:
+            values[1] = None
+        return values
+
+    return logps
+
+
 def fixed_rollout(tokenizer: Any, sampler_logps: SamplerLogps | None = None) -> Callable[..., dict[str, Any]]:
     """A ``rollout_func`` for both libraries; without ``sampler_logps`` it reports no log-probs."""
 

@@ -10,6 +10,8 @@ it: records are built from its tensors just before the loss.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +19,8 @@ import torch
 
 from groupwise.errors import ConfigError
 from groupwise.records import Experience, MicroBatch, TokenBatch
+
+logger = logging.getLogger(__name__)
 
 #: Tensors, lists and numbers by name; see :func:`make_inputs`.
 Inputs = dict[str, Any]
@@ -87,7 +91,7 @@ def shuffle_rows(inputs: Inputs) -> Inputs:
 
 
 def split_rows(inputs: Inputs, count: int) -> list[Inputs]:
-    """Split into ``count`` micro-batches of equal size; the last rows are dropped if they do not fill one.
+    """Split into ``count`` micro-batches of equal size; as in TRL, rows that fill none are dropped.
 
     Raises:
         ConfigError: there are fewer rows than micro-batches.
@@ -98,10 +102,21 @@ def split_rows(inputs: Inputs, count: int) -> list[Inputs]:
             f"_generate_and_score_completions returned {num_rows(inputs)} rows, but a generation batch is "
             f"split into {count} micro-batches (steps_per_generation={count}); return at least one row each"
         )
+    if num_rows(inputs) % count:
+        _warn_dropped(num_rows(inputs) % count, count)
     return [
         {name: _select(value, slice(i * size, (i + 1) * size)) for name, value in inputs.items()}
         for i in range(count)
     ]
+
+
+@functools.cache
+def _warn_dropped(rows: int, count: int) -> None:
+    logger.warning(
+        "_generate_and_score_completions returned rows that %d micro-batches (steps_per_generation) "
+        "do not share equally: %d row(s) are not trained on",
+        *(count, rows),
+    )
 
 
 def _select(value: Any, rows: torch.Tensor | slice) -> Any:

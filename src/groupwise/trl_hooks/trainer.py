@@ -185,6 +185,12 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         self._step += 1
         return loss
 
+    def loss_to_log(self, loss: torch.Tensor, *, last: bool) -> torch.Tensor:
+        """Record the loss of a micro-batch: the losses of a window add up, and a window counts once."""
+        share = 1 / self.current_gradient_accumulation_steps
+        self.metrics["train"].record({"loss": Mean(loss.detach(), share)})
+        return super().loss_to_log(loss, last=last)
+
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[torch.Tensor, None, None]:

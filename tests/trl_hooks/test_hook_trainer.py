@@ -1,0 +1,319 @@
+"""The trainer for subclasses written for TRL: refusals, schedule, evaluation, agents, checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from support import agent_runs
+from support.runs import count_reward, policy, prompts, tokenizer, trainer
+
+from groupwise import ConfigError, RewardError
+from groupwise.records import Row
+from groupwise.trl_hooks import GRPOTrainer
+from groupwise.trl_hooks import trainer as hooks
+
+
+def run(directory, kind=GRPOTrainer, rewards=count_reward, **given):
+    return trainer(directory, rewards, kind, **given)
+
+
+REFUSED = {**hooks.REFUSED, **hooks.NOT_OVERRIDABLE}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_override_that_would_not_be_called_is_refused(tmp_path, name):
+    subclass = type("Theirs", (GRPOTrainer,), {name: lambda self, *given: None})
+    counterpart = REFUSED[name].split(",")[0]
+    with pytest.raises(ConfigError, match=f"Theirs (defines|overrides) {name} .here: {counterpart}"):
+        run(tmp_path, subclass)
+    patched = run(tmp_path)
+    setattr(patched, name, lambda *given: None)
+    with pytest.raises(ConfigError, match=f"(defines|overrides) {name} .here"):
+        patched.train()
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"dynamic_sampling": True}, {"use_liger_kernel": True, "liger_kernel_config": {"rope": False}}],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_settings_that_the_hooks_cannot_express_are_refused(tmp_path, setting):
+    with pytest.raises(ConfigError, match=f"{next(iter(setting))}=True has no counterpart in TRL's hooks"):
+        run(tmp_path, **setting)
+
+
+def test_images_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="trl_hooks does not support images"):
+        hooks._check_settings(run(tmp_path).args, SimpleNamespace(image_processor=object()))
+    ids = torch.ones(1, 4, dtype=torch.long)
+    with pytest.raises(ConfigError, match=r"pixel_values: groupwise.trl_hooks does not support images"):
+        run(tmp_path)._get_per_token_logps_and_entropies(policy(), ids, ids, 2, pixel_values=ids)
+
+
+def test_a_vespo_correction_is_refused(tmp_path):
+    def scripted(texts, trainer):
+        ids = tokenizer()(texts)["input_ids"]
+        return {
+            "prompt_ids": ids,
+            "completion_ids": [[4, 1]] * len(ids),
+            "logprobs": [[-3.0, -3.0]] * len(ids),
+        }
+
+    given = {"loss_type": "vespo", "vllm_importance_sampling_mode": "token_truncate"}
+    with pytest.raises(ConfigError, match="loss_type='vespo' applies the sampler correction inside"):
+        run(tmp_path, rollout_func=scripted, **given).train()
+
+
+def test_the_engine_of_trl_names_its_counterpart(tmp_path):
+    made = run(tmp_path)
+    with pytest.raises(AttributeError, match=r"its counterpart is trainer.backend"):
+        made.vllm_generation.sync_weights()
+
+
+def test_outputs_are_refused_as_in_trl(tmp_path):
+    made = run(tmp_path)
+    with pytest.raises(ValueError, match="return_outputs=True"):
+        made.compute_loss(made.model, {}, return_outputs=True)
+
+
+def test_rewards_must_be_those_of_all_ranks_by_all_functions(tmp_path):
+    class Theirs(GRPOTrainer):
+        def _calculate_rewards(self, *given):
+            return super()._calculate_rewards(*given)[:2]
+
+    with pytest.raises(
+        RewardError, match=r"shape \(2, 1\); it must have shape \(4, 1\): the completions of all"
+    ):
+        run(tmp_path, Theirs).train()
+
+
+def test_completions_must_be_one_per_row(tmp_path):
+    class Theirs(GRPOTrainer):
+        def _generate(self, prompts):
+            prompt_ids, completion_ids, *others = super()._generate(prompts)
+            return prompt_ids, completion_ids[:3], *others
+
+    with pytest.raises(
+        ConfigError, match="_generate returned 4 prompts, 3 completions and 4 texts for 4 rows"
+    ):
+        run(tmp_path, Theirs).train()
+
+
+class Watching(GRPOTrainer):
+    """Records what the hooks see."""
+
+    def __init__(self, *args, **kwargs):
+        self.seen: list[tuple[str, int, str]] = []
+        super().__init__(*args, **kwargs)
+
+    def _see(self, hook):
+        self.seen.append((hook, self._step, "train" if self.model.training else "eval"))
+
+    def _generate_and_score_completions(self, inputs: list[Row]):
+        self._see("generate")
+        return super()._generate_and_score_completions(inputs)
+
+    def _compute_loss(self, model, inputs):
+        self._see("loss")
+        return super()._compute_loss(model, inputs)
+
+
+def test_steps_count_micro_batches_also_while_a_window_is_filled(tmp_path):
+    """Windows of three micro-batches, generations of two: the third begins in the second window."""
+    made = run(
+        tmp_path,
+        Watching,
+        steps_per_generation=2,
+        gradient_accumulation_steps=3,
+        per_device_train_batch_size=2,
+        max_steps=2,
+        train_dataset=prompts(12),
+    )
+    made.train()
+    assert [step for hook, step, _ in made.seen if hook == "generate"] == [0, 2, 4]
+    assert [step for hook, step, _ in made.seen if hook == "loss"] == [0, 1, 2, 3, 4, 5]
+    assert made._step == made.buffer.num_taken == 6
+    made.train()  # from the beginning
+    assert made._step == 6
+
+
+def test_hooks_see_the_mode_also_after_an_evaluation(tmp_path):
+    made = run(
+        tmp_path,
+        Watching,
+        eval_dataset=prompts(2),
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=4,
+    )
+    made.train()
+    generated = [(step, mode) for hook, step, mode in made.seen if hook == "generate"]
+    assert generated == [(0, "train"), (1, "eval"), (1, "eval"), (1, "train"), (2, "eval"), (2, "eval")]
+    evaluations = [line for line in made.state.log_history if "eval_reward" in line]
+    assert len(evaluations) == 2 and all(line["eval_loss"] == pytest.approx(0, abs=1) for line in evaluations)
+
+
+def test_an_evaluation_equals_that_of_the_plain_trainer(tmp_path):
+    """Three prompts with two completions in batches of four: the last batch has one prompt."""
+
+    def scripted(texts, trainer):
+        ids = tokenizer()(list(texts))["input_ids"]
+        return {
+            "prompt_ids": ids,
+            "completion_ids": [[4 + (3 * i) % 5] * (i % 3) + [1] for i in range(len(ids))],
+        }
+
+    given = {
+        "rollout_func": scripted,
+        "eval_dataset": prompts(3),
+        "num_generations_eval": 2,
+        "per_device_eval_batch_size": 4,
+        "eval_pass_at_k": [1, 2],
+        "loss_type": "dr_grpo",
+        "beta": 0.1,
+    }
+    ours = run(tmp_path, **given).evaluate()
+    plain = trainer(tmp_path, count_reward, **given).evaluate()
+    names = [name for name in plain if "time" not in name and "per_second" not in name]
+    assert {"eval_loss", "eval_reward", "eval_pass@2", "eval_kl"} <= set(names) <= set(ours)
+    assert {name: ours[name] for name in names} == pytest.approx({name: plain[name] for name in names})
+
+
+class WithKeys(GRPOTrainer):
+    """Keys of its own, and metrics of its own, in a run that is broken off inside a generation."""
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        self._metrics["train"]["generated_at"].append(self._step)
+        return {**output, "weights": torch.arange(4.0), "texts": [row["prompt"] for row in inputs]}
+
+    def _compute_loss(self, model, inputs):
+        assert (
+            self.processing_class.batch_decode(inputs["prompt_ids"], skip_special_tokens=True)
+            == [text.strip() for text in inputs["texts"]]
+            or len(inputs["texts"]) == 1
+        )
+        self._metrics["train"]["step_seen"].append(self._step)
+        scaled = inputs["advantages"] * inputs["weights"]
+        return super()._compute_loss(model, {**inputs, "advantages": scaled})
+
+
+def test_a_resumed_run_continues_inside_a_generation(tmp_path):
+    given = {
+        "per_device_train_batch_size": 1,
+        "steps_per_generation": 4,
+        "num_iterations": 2,
+        "max_steps": 12,
+        "logging_steps": 5,  # metrics of steps before the checkpoint are logged after it
+        "save_strategy": "steps",
+        "save_steps": 6,
+        "train_dataset": prompts(8),
+    }
+    whole = run(tmp_path / "whole", WithKeys, **given)
+    whole.train()
+    resumed = run(tmp_path / "resumed", WithKeys, **given)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-6"))
+    assert resumed._step == whole._step == 12
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(tensor, resumed.model.state_dict()[name])
+    logs = [
+        [
+            {name: value for name, value in line.items() if "time" not in name and "per_second" not in name}
+            for line in made.state.log_history
+            if line["step"] == 10 and "loss" in line
+        ]
+        for made in (whole, resumed)
+    ]
+    assert logs[0] == logs[1] and logs[0][0]["step_seen"] == 7.0 and logs[0][0]["generated_at"] == 8.0
+
+
+def test_every_turn_of_a_tool_rollout_is_sampled_by_the_hook(tmp_path):
+    calls = []
+
+    class Theirs(GRPOTrainer):
+        def loader_generator(self):
+            return torch.Generator()  # so that both trainers sample from the same state
+
+        def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations):
+            sampled = super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations)
+            calls.append((len(prompt_ids), num_generations))
+            return sampled
+
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            self.masks = output["completion_mask"], output["tool_mask"]
+            return output
+
+    made = agent_runs.trainer(tmp_path, Theirs, tools=[agent_runs.measure], max_steps=1)
+    made.train()
+    plain = agent_runs.trainer(tmp_path, tools=[agent_runs.measure], max_steps=1)  # from the same seed
+    plain.train()
+    assert calls[0] == (4, 4) and len(calls) > 1  # the first turn of all, then those with a tool result
+    completion_mask, tool_mask = made.masks
+    assert 0 < int((completion_mask * tool_mask).sum()) < int(completion_mask.sum())
+    lines = [made.state.log_history[0], plain.state.log_history[0]]
+    for name in ("tools/call_frequency", "tools/failure_frequency", "completions/mean_length", "reward"):
+        assert lines[0][name] == lines[1][name]
+
+
+def test_tokenization_is_a_hook(tmp_path):
+    class Theirs(GRPOTrainer):
+        def _tokenize_prompts(self, prompts):
+            ids, images, fields = super()._tokenize_prompts(prompts)
+            return [[5, *prompt] for prompt in ids], images, fields
+
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            first = output["prompt_mask"].argmax(-1)
+            assert output["prompt_ids"].gather(1, first.unsqueeze(1)).eq(5).all()
+            return output
+
+    run(tmp_path, Theirs, max_steps=1).train()
+
+
+def test_the_completions_table_is_made_from_the_logs(tmp_path):
+    def logging_reward(completion_ids, log_extra, log_metric, **_):
+        log_extra("length", [len(ids) for ids in completion_ids])
+        log_metric("calls", 1.0)
+        return [float(len(ids) % 3) for ids in completion_ids]
+
+    class Theirs(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            self._logs["extra"]["mine"].extend(range(len(inputs)))
+            self._log_completion_extra("other", ["x"] * len(inputs))
+            self._log_metric("of_a_hook", 2.0)
+            return output
+
+    made = run(tmp_path, Theirs, logging_reward, log_completions=True, max_steps=1)
+    made.train()
+    (path,) = Path(tmp_path, "completions").glob("*.parquet")
+    table = pq.read_table(path).to_pydict()
+    assert table["mine"] == [0, 1, 2, 3] and table["other"] == ["x"] * 4
+    assert table["logging_reward"] == [float(length % 3) for length in table["length"]]
+    assert table["advantage"] == pytest.approx(list(made._logs["advantages"]))
+    assert made.state.log_history[0]["of_a_hook"] == 2.0 and made.state.log_history[0]["calls"] == 1.0
+
+
+def test_a_hook_may_sample_with_the_model_itself(tmp_path):
+    class Theirs(GRPOTrainer):
+        def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations):
+            config = self.generation_config
+            assert config.max_new_tokens == 6 and config.do_sample and config.top_k == 0
+            sampled = []
+            for prompt in prompt_ids:
+                given = torch.tensor([prompt])
+                with torch.no_grad():
+                    ids = self.model.generate(given, generation_config=config)[0, len(prompt) :].tolist()
+                ends = [i for i, token in enumerate(ids) if token in self.eos_token_ids]
+                sampled.append(ids[: ends[0] + 1] if ends else ids)
+            return sampled, None
+
+    made = run(tmp_path, Theirs)
+    made.train()
+    assert made.eos_token_ids == [1] and made._tokenizer is made.processing_class
+    assert len(made._buffered_inputs) == 1 and made.state.global_step == 2
