@@ -75,9 +75,9 @@ DATA = [
     *_prompts(
         ("            self.dataset.set_epoch(epoch)\n", "            pass\n"),
         ("_shuffled(dataset, seed) if shuffle else dataset", "dataset"),
-        ("min(self.num_workers, 1)", "self.num_workers"),
+        ("min(num_workers, 1)", "num_workers"),
         ("        hide_dataloader_worker()\n", ""),
-        ("self.check(row, index)", "self.check(row, 0)"),
+        ("        check(row, index)\n", "        check(row, 0)\n"),
         tests=STREAMS,
     ),
     *_rebalancing(
@@ -154,7 +154,7 @@ DATA = [
     ),
     *edits_of(
         "data/budget.py",
-        ("config.beta != 0.0 and not config.kl_in_reward", "False", (TRAINING, "-k", "something_else")),
+        ("has_reference and not config.kl_in_reward", "False", (TRAINING, "-k", "something_else")),
         ('vars(owner).get("zero_grad_at_zero_advantage", False)', "True", (TRAINING, "-k", "subclass")),
         (" and not bonus", "", (TRAINING, "-k", "something_else")),
         (
