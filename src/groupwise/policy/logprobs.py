@@ -7,14 +7,16 @@ the padded layout.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import nn
 
+from groupwise.compat.accelerate import is_out_of_memory
 from groupwise.errors import ConfigError
-from groupwise.policy.layouts.forward import HeadSettings, base_model, unwrapped
+from groupwise.policy.layouts.check import check_layout
+from groupwise.policy.layouts.forward import HeadSettings, base_model
 from groupwise.policy.layouts.packed import PackedSequences, pack_sequences
 from groupwise.policy.layouts.packed_forward import (
     compute_packed_logprobs,
@@ -25,16 +27,6 @@ from groupwise.policy.layouts.padded import compute_padded_logprobs
 from groupwise.records import LogprobOutput, MicroBatch, TokenBatch
 
 logger = logging.getLogger(__name__)
-
-#: Tolerances of the check by dtype: mean difference of log-probs, relative difference of a gradient.
-_TOLERANCES = {
-    torch.float64: (1e-6, 1e-6),
-    torch.float32: (2e-4, 2e-3),
-    torch.float16: (2e-2, 1e-1),
-    torch.bfloat16: (5e-2, 2e-1),
-}
-
-_CHECKED = 32  # the check truncates prompts and completions to this number of tokens
 
 
 def choose_layout(wanted: str, model: nn.Module, *, group_size: int, with_aux_loss: bool) -> str:
@@ -145,49 +137,23 @@ class LogprobComputer:
         return compute_packed_logprobs(model, batch, self._pack(batch), self.head, with_entropy=with_entropy)
 
     def _check(self, model: nn.Module, batch: TokenBatch) -> None:
-        """Compare the layout with the padded layout on at most four rows; fall back to it if they differ."""
-        last = len(batch) - 1
-        few = batch.select(sorted({0, min(1, last), max(last - 1, 0), last})).shortened(_CHECKED, _CHECKED)
-        gap, gradient_gap = self._gaps(model, few)
+        """Compare the layout with the padded layout on a few rows; fall back to it if the layout is wrong."""
         dtype = self.mixed_precision or next(model.parameters()).dtype
-        allowed, gradient_allowed = _TOLERANCES[dtype]
-        is_equal = gap <= allowed and gradient_gap <= gradient_allowed  # false for NaN
-        if self.agree(is_equal):
-            return
-        logger.warning(
-            "sequence_layout=%s does not reproduce this model's log-probs: on %d rows they differ from those "
-            "of the padded layout by %.2g on average (allowed for %s: %.2g), a gradient by %.2g of its norm "
-            "(allowed: %.2g); using sequence_layout='padded'",
-            *(self.layout, len(few), gap, dtype, allowed, gradient_gap, gradient_allowed),
-        )
-        self.layout = "padded"
 
-    def _gaps(self, model: nn.Module, few: TokenBatch) -> tuple[float, float]:
-        """Return mean |difference| of log-probs and relative difference of two parameters' gradients."""
-        # Below DDP: it expects a backward pass after each of its forward passes with gradients.
-        inner = model if self.sharded else unwrapped(model)
-        probes = [] if self.sharded else [p for p in inner.parameters() if p.requires_grad][:2]
-        was_training = model.training
-        model.eval()
+        def compute(model: nn.Module, rows: TokenBatch) -> torch.Tensor:
+            return compute_packed_logprobs(
+                model, rows, self._pack(rows), self.head, with_entropy=False
+            ).logps_BT
+
         try:
-            with torch.set_grad_enabled(bool(probes)):
-                padded = compute_padded_logprobs(inner, few, self.head, with_entropy=False).logps_BT
-                packed = compute_packed_logprobs(
-                    inner, few, self._pack(few), self.head, with_entropy=False
-                ).logps_BT
-                mask = few.completion_mask_BT
-                one, other = ((logps * mask).sum() for logps in (padded, packed))
-                gap = ((padded - packed).abs() * mask).sum() / mask.sum().clamp(min=1)
-                gradient_gap = _gradient_gap(one, other, probes)
-        finally:
-            model.train(was_training)
-        return gap.item(), gradient_gap
-
-
-def _gradient_gap(one: torch.Tensor, other: torch.Tensor, probes: Sequence[torch.Tensor]) -> float:
-    """Return ‖∇one − ∇other‖ / ‖∇one‖ over the parameters ``probes``; 0 without any."""
-    if not probes:
-        return 0.0
-    pair = [torch.autograd.grad(scalar, probes, allow_unused=True) for scalar in (one, other)]
-    flat = [torch.cat([g.flatten().float() for g in grads if g is not None]) for grads in pair]
-    return ((flat[0] - flat[1]).norm() / flat[0].norm().clamp(min=1e-12)).item()
+            check = check_layout(model, batch, self.head, compute, dtype=dtype, sharded=self.sharded)
+            passed, message = check.passed, f"does not reproduce this model's log-probs: {check}"
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            passed, message = False, f"cannot be checked: {error}"
+        if self.agree(passed):
+            return
+        message = "fails its check on another rank" if passed else message
+        logger.warning("sequence_layout=%s %s; using sequence_layout='padded'", self.layout, message)
+        self.layout = "padded"

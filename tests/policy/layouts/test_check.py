@@ -1,0 +1,285 @@
+"""The check of a layout: rounding of half precision passes, planted faults do not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from peft import LoraConfig, get_peft_model
+from support.batches import token_batch
+from test_packed import RIGHT, build, completions, values_and_gradients
+from torch.overrides import TorchFunctionMode
+
+from groupwise.policy.attention import install_attention_hook
+from groupwise.policy.layouts import HeadSettings, compute_packed_logprobs, compute_padded_logprobs
+from groupwise.policy.layouts.check import check_layout, float32_computation, probe_rows
+from groupwise.policy.layouts.packed import Block, PackedAttention, pack_sequences
+from groupwise.policy.logprobs import LogprobComputer
+
+HEAD = HeadSettings("chunked")
+ANSWERS = (
+    " The answer is five, because three and two make five. Counting on from three: four, five.",
+    " I would first write both numbers below each other and add the ones, then the tens.",
+    "5",
+    " Let me see. It depends on which of them you count first, but the sum is always the same!",
+)
+
+
+def as_bfloat16(model):
+    return model.to(torch.bfloat16)
+
+
+def under_autocast(model, dtype=torch.bfloat16):
+    """As accelerate prepares a model for mixed precision: autocast inside the forward."""
+    model.forward = torch.autocast("cpu", dtype=dtype)(model.forward)
+    return model
+
+
+def in_float32(model, batch, head, *, with_entropy):
+    with float32_computation("cpu"):
+        head = replace(head, fp32=True)
+        return compute_padded_logprobs(model, batch, head, with_entropy=with_entropy)
+
+
+@pytest.mark.parametrize("lower", [as_bfloat16, under_autocast])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "phi3", "mixtral", "qwen3_moe"])
+def test_a_model_of_half_precision_computes_in_float32(name, lower):
+    model = build(*RIGHT[name]).eval()
+    if lower is as_bfloat16:  # the same rounded weights on both sides
+        model = model.to(torch.bfloat16).float()
+    batch = completions()
+    expected = values_and_gradients(model, batch, compute_padded_logprobs)
+    lower(model)
+    rounded = values_and_gradients(model, batch, compute_padded_logprobs)
+    given = values_and_gradients(model, batch, in_float32)
+    rounding = (rounded[0] - expected[0]).abs().max()
+    assert rounding > 1e-3
+    # Experts cast their input to the dtype of their weights; nothing else is rounded.
+    tolerance = rounding / 4 if "num_experts_per_tok" in RIGHT[name][1] and lower is as_bfloat16 else 2e-5
+    assert (given[0] - expected[0]).abs().max() <= tolerance
+    assert (given[1] - expected[1]).abs().max() <= tolerance
+    assert not torch.is_autocast_enabled("cpu")
+    for ours, theirs in zip(given[2], expected[2], strict=True):
+        # Gradients of bfloat16 weights are rounded; those of an embedding are summed up in bfloat16.
+        # With experts the rounding of their input adds to it.
+        budget = 2**-6 if lower is as_bfloat16 else 1e-5
+        assert (ours.float() - theirs).norm() <= budget * theirs.norm() + 1e-5
+
+
+def test_an_adapter_of_half_precision_computes_in_float32():
+    def adapted():
+        base = build(*RIGHT["llama"]).to(torch.bfloat16)
+        torch.manual_seed(1)
+        config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        return get_peft_model(base, config).eval()
+
+    expected = values_and_gradients(adapted().float(), completions(), compute_padded_logprobs)
+    given = values_and_gradients(adapted(), completions(), in_float32)
+    torch.testing.assert_close(given[:2], expected[:2], atol=2e-5, rtol=0)
+    torch.testing.assert_close(given[2], expected[2], atol=2e-5, rtol=1e-4)
+
+
+def test_the_float32_computation_keeps_no_copy_of_a_weight():
+    weight = torch.nn.Parameter(torch.randn(4, 3).to(torch.bfloat16))
+    hidden = torch.randn(5, 3, requires_grad=True)
+    with float32_computation("cpu"):
+        out = F.linear(hidden, weight)
+    assert out.dtype == torch.float32
+    with torch.no_grad():
+        weight.mul_(2)  # read again by the backward pass
+    (gradient,) = torch.autograd.grad(out.sum(), hidden)
+    torch.testing.assert_close(gradient, weight.detach().float().sum(0).expand(5, 3), atol=0, rtol=0)
+
+
+def test_views_and_writes_reach_the_tensors_of_the_model():
+    buffer = torch.zeros(4, dtype=torch.bfloat16)
+    with float32_computation("cpu"):
+        buffer.view(2, 2)[0].add_(1)
+        buffer[3] = 2
+    assert buffer.tolist() == [1, 1, 0, 2] and buffer.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("length", [0, 1, 40])
+def test_the_checked_rows_have_enough_tokens(length):
+    ids = torch.arange(3, 3 + 6 * max(length, 1)).view(6, -1)
+    batch = token_batch(
+        torch.tensor([[0, 50, 51]] * 6), torch.tensor([[0, 1, 1]] * 6), ids, (ids * length > 0).long()
+    )
+    rows = probe_rows(batch)
+    assert rows.completion_mask_BT.sum(-1).tolist() == [32, 29, 26, 23]
+    kept = min(length, 23)
+    # rows 0, 1, 4 and 5: the first and the last group
+    assert torch.equal(rows.completion_ids_BT[:, :kept], ids[[0, 1, 4, 5], :kept])
+    used = rows.completion_ids_BT[rows.completion_mask_BT.bool()]
+    assert set(used.tolist()) <= {50, 51, *ids.flatten().tolist()}
+    assert len({tuple(row) for row in rows.completion_ids_BT.tolist()}) == (4 if length else 2)
+
+
+def test_one_row_is_enough():
+    batch = completions(((3, (2,)),))
+    assert probe_rows(batch).completion_mask_BT.sum(-1).tolist() == [32]
+
+
+# Planted faults: each changes what pack_sequences returns.
+
+
+def late_positions(sequences, prompt):
+    """Completions begin one position too late."""
+    positions = sequences.position_ids_1S
+    return replace(sequences, position_ids_1S=positions + (positions >= prompt))
+
+
+def restarted_positions(sequences, prompt):
+    """Positions of completions begin at zero."""
+    positions = sequences.position_ids_1S
+    return replace(sequences, position_ids_1S=positions - prompt * (positions >= prompt))
+
+
+def leak(sequences, prompt):
+    """Every token attends to all sequences before it."""
+    index_1S = torch.arange(sequences.token_ids_1S.shape[1]).unsqueeze(0)
+    block = Block(index_1S, index_1S, index_1S, index_1S, same=True)
+    return replace(sequences, attention=PackedAttention([block], index_1S[0]))
+
+
+def without_prefix(sequences, prompt):
+    """Completions do not attend to their prompt."""
+    blocks = [
+        block
+        if block.same
+        else replace(
+            block,
+            key_position_RK=block.key_position_RK.masked_fill(
+                block.key_position_RK < block.query_position_RQ[:, :1], torch.iinfo(torch.long).max
+            ),
+        )
+        for block in sequences.attention.blocks
+    ]
+    return replace(sequences, attention=PackedAttention(blocks, sequences.attention.order_S))
+
+
+def next_logits(sequences, prompt):
+    """The logits after a token predict the token itself."""
+    last = sequences.token_ids_1S.shape[1] - 1
+    return replace(sequences, logit_index_N=(sequences.logit_index_N + 1).clamp(max=last))
+
+
+def first_token_elsewhere(sequences, prompt):
+    """The logits of the first token of all predict the first token of every completion."""
+    index = sequences.logit_index_N
+    starts = sequences.position_ids_1S[0, index] == prompt - 1
+    return replace(sequences, logit_index_N=index.masked_fill(starts, 0))
+
+
+FAULTS = (late_positions, first_token_elsewhere, restarted_positions, leak, without_prefix, next_logits)
+
+
+def passes(model, batch, fault=None, *, dtype, shared=True):
+    """Whether the layout, with a planted fault, passes the check."""
+    prompt = int(batch.prompt_mask_BL.sum(-1).max())
+
+    def compute(model, rows):
+        sequences = pack_sequences(rows, shared=shared)
+        if fault is not None:
+            sequences = fault(sequences, prompt)
+        return compute_packed_logprobs(model, rows, sequences, HEAD, with_entropy=False).logps_BT
+
+    return check_layout(model, batch, HEAD, compute, dtype=dtype, sharded=False).passed
+
+
+def arithmetic(path, length, seed):
+    """Two questions with four answers of up to ``length`` tokens each; all prompts have the same length."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    questions = [f"What is {(3 + seed + i) % 10}+{(2 + 3 * seed + i) % 10}? Answer:" for i in range(2)]
+    prompts = torch.tensor(tokenizer(questions)["input_ids"]).repeat_interleave(4, 0)
+    texts = [ANSWERS[(row + seed) % 4] * 4 for row in range(8)]
+    answers = [tokenizer(text)["input_ids"][: max(length - row % 3, 1)] for row, text in enumerate(texts)]
+    ids = torch.tensor([answer + [0] * (length - len(answer)) for answer in answers])
+    mask = torch.tensor([[1] * len(answer) + [0] * (length - len(answer)) for answer in answers])
+    return token_batch(prompts, torch.ones_like(prompts), ids, mask)
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_path):
+    """The first layers of the real model, which all have a tenth of its parameters, and its head."""
+
+    def load(layers=4):
+        model = transformers.AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.float32)
+        model.model.layers = model.model.layers[:layers]
+        assert install_attention_hook(model)
+        return model
+
+    return load
+
+
+class EmulatedProducts(TorchFunctionMode):
+    """Linear layers of half precision as processors with half-precision products compute them.
+
+    Operands and results are rounded, sums are in float32. Others take minutes for the same.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is not F.linear:
+            return func(*args, **(kwargs or {}))
+        dtype = args[0].dtype
+        if torch.is_autocast_enabled("cpu"):
+            dtype = torch.get_autocast_dtype("cpu")
+        if dtype == torch.float32:
+            return func(*args, **(kwargs or {}))
+        with torch.autocast("cpu", enabled=False):
+            rounded = (None if value is None else value.to(dtype).float() for value in args)
+            return func(*rounded).to(dtype)
+
+
+PRECISIONS = {
+    "bfloat16 autocast": (under_autocast, torch.bfloat16),
+    "bfloat16 weights": (as_bfloat16, torch.bfloat16),
+    "float16 autocast": (partial(under_autocast, dtype=torch.float16), torch.float16),
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_rounding_of_a_real_model_passes_and_planted_faults_do_not(smollm2, smollm2_path, precision):
+    prepare, dtype = PRECISIONS[precision]
+    model = prepare(smollm2())
+    with EmulatedProducts():
+        for seed, length in enumerate((1, 8, 64)):
+            batch = arithmetic(smollm2_path, length, seed)
+            assert passes(model, batch, dtype=dtype), (seed, length)
+        assert passes(model, batch, dtype=dtype, shared=False)
+        # the faults of the smallest effect in every precision
+        for fault in FAULTS if precision == "bfloat16 autocast" else FAULTS[:2]:
+            assert not passes(model, batch, fault, dtype=dtype), fault.__name__
+
+
+def test_planted_faults_are_found_in_float32(smollm2, smollm2_path):
+    model, batch = smollm2(), arithmetic(smollm2_path, 1, 0)
+    assert passes(model, batch, dtype=torch.float32)
+    for fault in FAULTS:
+        assert not passes(model, batch, fault, dtype=torch.float32), fault.__name__
+
+
+def test_bfloat16_keeps_the_layout_of_the_whole_real_model(smollm2, smollm2_path):
+    model = under_autocast(smollm2(layers=30))
+    with EmulatedProducts():
+        assert passes(model, arithmetic(smollm2_path, 8, 0), dtype=torch.bfloat16)
+
+
+def test_a_model_that_does_not_run_in_float32_is_padded(caplog):
+    class OnlyHalf(torch.nn.Module):
+        def forward(self, hidden):
+            assert_half = torch.zeros(hidden.shape[-1], dtype=torch.bfloat16)
+            return hidden + torch.dot(assert_half, hidden[0, 0]) * 0
+
+    model = build(*RIGHT["llama"]).to(torch.bfloat16)
+    model.model.layers[1].mlp = torch.nn.Sequential(model.model.layers[1].mlp, OnlyHalf())
+    assert install_attention_hook(model)
+    computer = LogprobComputer("shared_prefix", HEAD)
+    scores = computer(model, completions(), with_entropy=False)
+    assert computer.layout == "padded" and "cannot be checked: " in caplog.text
+    padded = compute_padded_logprobs(model, completions(), HEAD, with_entropy=False)
+    assert torch.equal(scores.logps_BT, padded.logps_BT)
