@@ -17,7 +17,7 @@ from groupwise.agents.build import AgentSetup, check_agents, check_chat_template
 from groupwise.agents.environment_rows import add_environment_rows
 from groupwise.config.arguments import TRL_METHODS, check_arguments, check_methods
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.config.sampling import sampler_settings, truncated_logprob_bound
+from groupwise.config.sampling import corrects_for_sampler, sampler_settings, truncated_logprob_bound
 from groupwise.config.step_settings import BuiltAttribute, SettingAttribute, StepSettings
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean
@@ -255,6 +255,10 @@ class GRPOTrainer(
                 "cannot be made in advance",
                 args.rollout_staleness,
             )
+        if args.rollout_func_importance_sampling_correction and rollout_func is None:
+            logger.warning(
+                "rollout_func_importance_sampling_correction=True has no effect without a rollout_func"
+            )
         self.logprob_computer = make_logprob_computer(self.model, args, self.accelerator)
         self.logprob_mismatch = make_logprob_mismatch_check(self.logprob_computer, args, self.accelerator)
         self.router_aux_loss_coef = router_aux_loss_coef(self.model, args)
@@ -320,7 +324,10 @@ class GRPOTrainer(
             logger.warning("%s", self.truncation_warning)
         unknown = bool(self.truncation_warning)
         self.logprob_mismatch.truncation = truncated_logprob_bound(settings) if unknown else 0.0
-        self.objective_settings = objective_settings(settings, truncation_unknown=unknown)
+        corrects = corrects_for_sampler(settings, has_rollout_func=self.rollout_func is not None)
+        self.objective_settings = objective_settings(
+            settings, corrects_for_sampler=corrects, truncation_unknown=unknown
+        )
         self.micro_batch_budget = micro_batch_budget(
             type(self), settings, aux_loss=self.aux_loss_enabled, has_reference=self.reference.exists
         )

@@ -59,6 +59,7 @@ CONTRACT = {
     "vllm_importance_sampling_mode": (str, "sequence_mask"),
     "vllm_importance_sampling_clip_max": (float, 3.0),
     "vllm_importance_sampling_clip_min": (float, None),
+    "rollout_func_importance_sampling_correction": (bool, False),
     "beta": (float, 0.0),
     "kl_estimator": (str, "k3"),
     "kl_in_reward": (bool, False),

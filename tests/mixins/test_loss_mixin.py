@@ -208,14 +208,13 @@ def test_every_setting_of_the_objective_comes_from_its_own_field():
         )
     }  # fmt: skip
     given |= {"loss_type": "sapo", "loss_kwargs": None}
-    switches = {"kl_in_reward": False, "vllm_importance_sampling_correction": True}
-    settings = objective_settings(SimpleNamespace(**given, **switches))
+    settings = objective_settings(SimpleNamespace(**given, kl_in_reward=False), corrects_for_sampler=True)
     values = {**vars(settings), **vars(settings.surrogate)}
     assert (values.pop("objective"), values.pop("kl_in_loss")) == ("sapo", True)
     assert values.pop("surrogate") is settings.surrogate and values.pop("truncation_unknown") is False
     assert values == {name: f"value of {names.get(name, name)}" for name in values}
     assert {f.name for f in fields(settings.surrogate)} <= values.keys()
-    switches = {"kl_in_reward": True, "vllm_importance_sampling_correction": False}
-    settings = objective_settings(SimpleNamespace(**{**given, "epsilon_high": None}, **switches))
+    given |= {"epsilon_high": None, "kl_in_reward": True}
+    settings = objective_settings(SimpleNamespace(**given), corrects_for_sampler=False)
     assert settings.kl_in_loss is False and settings.correction_mode is None
     assert settings.surrogate.epsilon_high == "value of epsilon"

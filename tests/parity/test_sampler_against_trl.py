@@ -84,6 +84,23 @@ def test_tokens_without_sampler_logps(mode: str, policy: Policy, tmp_path: Path)
     assert_same_log(ours, theirs)
 
 
+@pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
+def test_placeholder_log_probs_of_a_rollout_func_change_nothing(
+    loss_type: str, policy: Policy, tmp_path: Path
+) -> None:
+    """Without vLLM both libraries carry the log-probs of a rollout_func and correct for none of them."""
+    options = {"loss_type": loss_type, "learning_rate": 0.03}
+    placeholders = Setting(
+        options, sampler_logps=lambda prompt, completion: [0.0] * len(completion), from_vllm=False
+    )
+    ours = train_groupwise(policy, placeholders, tmp_path / "ours")
+    theirs = train_trl(policy, placeholders, tmp_path / "theirs")
+    assert not theirs.trainer.use_vllm
+    assert_same_update(ours, theirs, policy)
+    assert_same_log(ours, theirs)
+    assert ours.logged("sampling/sampling_logp_difference/mean")[0] > 1
+
+
 def test_off_policy_mask_prefers_the_sampler(policy: Policy, tmp_path: Path) -> None:
     """Without correction the sampler's log-probs still say which sequences drifted."""
     options = {

@@ -183,10 +183,12 @@ def update(output_dir: str | Path, *, rows: int, micro_batches: int, **case: Any
     read_weights = case.pop("read_weights", None)
     rewards: list[Any] = [sparse_vowels] if case.pop("sparse", False) else [vowels, digits_if_any]
     rewards = [planted_vowels] if case.pop("planted", False) else rewards
+    sampler = case.pop("sampler", False)
     rows_of_data = prompts(24).to_iterable_dataset(2) if case.pop("stream", False) else prompts(24)
     trainer = make_trainer(
         output_dir,
-        rollout_func=fixed_rollouts(case.pop("sampler", False)),
+        rollout_func=fixed_rollouts(sampler),
+        rollout_func_importance_sampling_correction=sampler,
         reward_funcs=rewards,
         train_dataset=rows_of_data,
         per_device_train_batch_size=rows,

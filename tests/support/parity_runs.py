@@ -194,6 +194,7 @@ class Setting:
 
     subclass: makes the trainer's class from that of either library.
     scripted: a ``rollout_func`` gives the completions; else the subclass has to.
+    from_vllm: the sampler's log-probs are vLLM's, and both libraries correct for them.
     """
 
     options: Mapping[str, Any]
@@ -201,6 +202,11 @@ class Setting:
     sampler_logps: SamplerLogps | None = None
     subclass: Callable[[type], type] = lambda base: base
     scripted: bool = True
+    from_vllm: bool = True
+
+    @property
+    def corrects_for_sampler(self) -> bool:
+        return self.sampler_logps is not None and self.from_vllm
 
 
 def _arguments(policy: Policy, setting: Setting) -> dict[str, Any]:
@@ -228,7 +234,9 @@ def train_groupwise(
 ) -> Run:
     # Token metrics of both libraries are over the same rows only if none is skipped.
     args = GRPOConfig(
-        output_dir=str(directory), **{**COMMON, "skip_zero_advantage": False, **setting.options}
+        output_dir=str(directory),
+        rollout_func_importance_sampling_correction=setting.corrects_for_sampler,
+        **{**COMMON, "skip_zero_advantage": False, **setting.options},
     )
     trainer = setting.subclass(base)(args=args, **_arguments(policy, setting))
     prepare(trainer)
@@ -246,7 +254,7 @@ def make_trl_trainer(policy: Policy, setting: Setting, directory: Path) -> Any:
         warnings.simplefilter("ignore")
         args = trl.GRPOConfig(output_dir=str(directory), **{**COMMON, **setting.options})
         trainer = setting.subclass(trl.GRPOTrainer)(args=args, **_arguments(policy, setting))
-    if setting.sampler_logps is not None and args.vllm_importance_sampling_correction:
+    if setting.corrects_for_sampler and args.vllm_importance_sampling_correction:
         trainer.use_vllm = True
         trainer._last_loaded_step = -1
         trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)

@@ -137,6 +137,7 @@ def test_gradients_of_uneven_micro_batches_far_off_policy(tmp_path, settings):
 def test_a_separate_sampler_is_corrected_for(tmp_path, loss_type, mode):
     settings = {
         "loss_type": loss_type,
+        "rollout_func_importance_sampling_correction": True,
         "vllm_importance_sampling_mode": mode,
         "vllm_importance_sampling_clip_max": 1.2,
         "num_iterations": 1,

@@ -215,14 +215,31 @@ def test_truncated_completions_can_be_left_out(tmp_path):
     assert run.collate(cut).completion_mask_BT[0].sum().item() == 2
 
 
-def test_a_separate_sampler_is_corrected_for(tmp_path):
+def test_log_probs_of_a_rollout_func_are_logged_and_corrected_for_only_if_asked(tmp_path, caplog):
     """Log-probs of 0 from the sampler mean ratios far below 1; the mask mode removes nothing below its
     maximum."""
-    run = trainer(tmp_path, rollout_func=fixed_rollout(logprobs=0.0), max_steps=1)
+    placeholders = fixed_rollout(logprobs=0.0)
+    run = trainer(tmp_path, rollout_func=placeholders, rollout_func_importance_sampling_correction=True)
     run.train()
     log = run.state.log_history[0]
     assert log["sampling/sampling_logp_difference/max"] > 1
     assert 0 < log["sampling/importance_sampling_ratio/mean"] < 1
+    assert "rollout_func_importance_sampling_correction" not in caplog.text
+
+    without = trainer(tmp_path, rollout_func=fixed_rollout())
+    without.train()
+    assert not torch.equal(weights(run), weights(without))
+    logged_only = trainer(tmp_path, rollout_func=fixed_rollout(logprobs=0.0))
+    logged_only.train()
+    assert torch.equal(weights(logged_only), weights(without))
+    log = logged_only.state.log_history[0]
+    assert log["sampling/sampling_logp_difference/max"] > 1
+    assert "sampling/importance_sampling_ratio/mean" not in log
+
+
+def test_the_correction_of_a_rollout_func_says_that_it_has_no_effect_without_one(tmp_path, caplog):
+    trainer(tmp_path, rollout_func_importance_sampling_correction=True)
+    assert "has no effect without a rollout_func" in caplog.text
 
 
 @pytest.mark.parametrize(

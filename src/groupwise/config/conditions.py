@@ -41,4 +41,8 @@ COLOCATE = Condition(
 SERVER = Condition("use_vllm=True with vllm_mode='server'", lambda c: c.use_vllm and c.vllm_mode == "server")
 CORRECTION = on("vllm_importance_sampling_correction")
 RETRY = Condition("rollout_on_error='retry'", lambda c: c.rollout_on_error == "retry")
+CORRECTION_WITHOUT_VLLM = Condition(
+    "vllm_importance_sampling_correction=True with use_vllm=False",
+    lambda c: c.vllm_importance_sampling_correction and not c.use_vllm,
+)
 PASS_AT_K = Condition("eval_pass_at_k is set", lambda c: c.eval_pass_at_k is not None)

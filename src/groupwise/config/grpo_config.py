@@ -13,6 +13,7 @@ from groupwise.config.conditions import (
     CLIPPED_RATIO,
     COLOCATE,
     CORRECTION,
+    CORRECTION_WITHOUT_VLLM,
     KL,
     NOT_VLLM,
     PASS_AT_K,
@@ -199,6 +200,9 @@ class GRPOConfig(TrainingArguments):
     vllm_importance_sampling_clip_min: Annotated[float | None, Setting(
         "Lower bound of the correction. None: no bound.",
         ge=0, example=-0.5, no_effect_unless=CORRECTION, card="if_changed", changes="step")] = None
+    rollout_func_importance_sampling_correction: Annotated[bool, Setting(
+        "Correct for the log-probs that a rollout_func returns without vLLM, too.",
+        no_effect_unless=CORRECTION_WITHOUT_VLLM, card="if_changed", changes="step")] = False
     logprob_mismatch_check: Annotated[str, Setting(
         "Compare the log-probs of a separate sampler with those of the trainer.",
         choices=("off", "warn", "error"), example="warm")] = "warn"

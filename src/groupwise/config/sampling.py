@@ -38,6 +38,16 @@ def sampler_settings(config: GRPOConfig) -> dict[str, float]:
     }
 
 
+def corrects_for_sampler(config: GRPOConfig, *, has_rollout_func: bool) -> bool:
+    """Return True if the loss has the importance-sampling correction.
+
+    Log-probs of a ``rollout_func`` are often placeholders: without vLLM they are only logged, unless
+    ``rollout_func_importance_sampling_correction`` is set.
+    """
+    trusted = config.use_vllm or not has_rollout_func or config.rollout_func_importance_sampling_correction
+    return config.vllm_importance_sampling_correction and trusted
+
+
 def truncating(config: GRPOConfig) -> str:
     """Return the settings that truncate the sampling distribution: ``"top_p=0.9, top_k=50"``."""
     on = {"top_p": config.top_p < 1, "top_k": bool(config.top_k), "min_p": bool(config.min_p)}

@@ -144,10 +144,13 @@ class LossMixin:
         return self.settings.use_adaptive_entropy or self.settings.entropy_coef != 0.0
 
 
-def objective_settings(args: GRPOConfig, *, truncation_unknown: bool = False) -> ObjectiveSettings:
+def objective_settings(
+    args: GRPOConfig, *, corrects_for_sampler: bool, truncation_unknown: bool = False
+) -> ObjectiveSettings:
     """Collect the settings of the loss from the configuration.
 
     Args:
+        corrects_for_sampler: the loss has the importance-sampling correction.
         truncation_unknown: the sampler truncates its distribution and does not report the kept tokens.
     """
     built_in = SurrogateSettings(
@@ -170,9 +173,7 @@ def objective_settings(args: GRPOConfig, *, truncation_unknown: bool = False) ->
         kl_in_loss=not args.kl_in_reward,
         bias_correction_kl=args.use_bias_correction_kl,
         off_policy_threshold=args.off_policy_mask_threshold,
-        correction_mode=args.vllm_importance_sampling_mode
-        if args.vllm_importance_sampling_correction
-        else None,
+        correction_mode=args.vllm_importance_sampling_mode if corrects_for_sampler else None,
         correction_clip_min=args.vllm_importance_sampling_clip_min,
         correction_clip_max=args.vllm_importance_sampling_clip_max,
         truncation_unknown=truncation_unknown,
