@@ -401,14 +401,18 @@ def _padded_to_common_width(
 ) -> list[torch.Tensor]:
     if axis.side == "row":
         return parts
+    if axis.side == "completion" and any(part.shape[1] > 1 for part in parts):
+        # One value per sequence becomes one per token.
+        parts = [
+            part.expand(-1, batch.completion_ids_BT.shape[1]) if part.shape[1] == 1 else part
+            for part, batch in zip(parts, batches, strict=True)
+        ]
     width = max(part.shape[1] for part in parts)
-    padded = []
-    for part, batch in zip(parts, batches, strict=True):
-        if part.shape[1] == 1 < width and axis.side == "completion":
-            part = part.expand(-1, batch.completion_ids_BT.shape[1])  # one value per sequence
-        gap = width - part.shape[1]
-        padded.append(F.pad(part, (gap, 0) if axis.side == "prompt" else (0, gap), value=axis.fill))
-    return padded
+    gaps = [width - part.shape[1] for part in parts]
+    return [
+        F.pad(part, (gap, 0) if axis.side == "prompt" else (0, gap), value=axis.fill)
+        for part, gap in zip(parts, gaps, strict=True)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -430,14 +434,16 @@ class Experience(TokenBatch):
     @classmethod
     def from_tokens(cls, tokens: TokenBatch, advantages: torch.Tensor, logps: OldAndRefLogps) -> Experience:
         """Add advantages, (B,) or (B, T'), and log-probs to tokens."""
-        advantages_BX = advantages.to(tokens.loss_mask_BT.device)
-        if advantages.dim() == 1:
-            advantages_BX = advantages_BX.unsqueeze(1)
-        else:  # T' is the longest completion of all ranks
-            width = tokens.completion_ids_BT.shape[1]
-            missing = max(width - advantages_BX.shape[1], 0)
-            advantages_BX = F.pad(advantages_BX[:, :width], (0, missing))
+        advantages_BX = align_advantages(advantages, tokens).to(tokens.loss_mask_BT.device)
         return cls(**{**vars(tokens), **logps._asdict()}, advantages_BX=advantages_BX)
+
+
+def align_advantages(advantages: torch.Tensor, tokens: TokenBatch) -> torch.Tensor:
+    """Return advantages (B,) as (B, 1), and (B, T') as (B, T): T' is the longest completion of all ranks."""
+    if advantages.dim() == 1:
+        return advantages.unsqueeze(1)
+    width = tokens.completion_ids_BT.shape[1]
+    return F.pad(advantages[:, :width], (0, max(width - advantages.shape[1], 0)))
 
 
 class OldAndRefLogps(NamedTuple):

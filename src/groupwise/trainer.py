@@ -384,7 +384,8 @@ class GRPOTrainer(
             window: list[Experience] = []  # one entry per micro-batch of this rank
             while len(window) < num_batches:  # a window may span generations, and a generation windows
                 if self.buffer.is_empty:
-                    experience = self.make_train_experience()
+                    on_policy = self.is_on_policy(num_batches - len(window))
+                    experience = self.make_train_experience(on_policy=on_policy)
                     self.buffer.fill(
                         experience, self.settings.num_iterations, prompts_per_batch(self.settings)
                     )
@@ -401,7 +402,7 @@ class GRPOTrainer(
         batches, self.window_stats = self.rebalance_micro_batches(micro_batches, self.logprob_computer.layout)
         return [None if batch is None else self.logprob_computer.prepare(batch) for batch in batches]
 
-    def make_train_experience(self) -> list[Experience]:
+    def make_train_experience(self, *, on_policy: bool) -> list[Experience]:
         """Generate, reward and weigh the completions of one generation batch; one entry per micro-batch."""
         self.sync_sampler("train")
         for step, rows in self.upcoming_rows():  # rollout_staleness: a server generates them meanwhile
@@ -415,7 +416,9 @@ class GRPOTrainer(
         rollouts, rewards, surplus = batch.finish()
         self.leftover_groups = self.add_behavior_logps(surplus)  # before the policy changes
         self.backend.release()  # memory of a colocated engine goes to training
-        return self.make_experience(rollouts, rewards, self.settings.per_device_train_batch_size)
+        return self.make_experience(
+            rollouts, rewards, self.settings.per_device_train_batch_size, on_policy=on_policy
+        )
 
     def sample(self, request: RolloutRequest) -> tuple[RolloutBatch, RewardBatch]:
         """Generate completions, B rows of this rank, and compute the rewards of all ranks, N rows."""
@@ -429,9 +432,12 @@ class GRPOTrainer(
         return rollouts, rewards
 
     def make_experience(
-        self, rollouts: RolloutBatch, rewards: RewardBatch, micro_batch_size: int
+        self, rollouts: RolloutBatch, rewards: RewardBatch, micro_batch_size: int, *, on_policy: bool
     ) -> list[Experience]:
-        """Turn rollouts and rewards into tokens with advantages and log-probs, split into micro-batches."""
+        """Turn rollouts and rewards into tokens with advantages and log-probs, split into micro-batches.
+
+        With ``on_policy`` the policy does not change before it trains on them: ℓ_old = sg(ℓ), not computed.
+        """
         metrics = self.metrics[rollouts.mode]
         with metrics.phase("logprobs"):
             tokens = self.collate(rollouts)  # prompts (B, L) padded left, completions (B, T) padded right
@@ -444,7 +450,7 @@ class GRPOTrainer(
                 self.compute_advantages(rewards)
             )  # (N,) or (N, T) -> (B,) or (B, T)
             only = self.select_rows_for_logprobs(tokens, advantages, micro_batch_size)
-            logps = logps or self.old_and_ref_logps(tokens, only, on_policy=self.is_on_policy(rollouts.mode))
+            logps = logps or self.old_and_ref_logps(tokens, only, on_policy=on_policy)
         if self.settings.log_completions:
             rows = completion_rows(
                 rollouts,
@@ -501,7 +507,7 @@ class GRPOTrainer(
             rollouts, rewards = self.sample(request)
             self.backend.release()
             self.evaluation.add(rollouts, rewards)
-            window = self.make_experience(rollouts, rewards, len(inputs))
+            window = self.make_experience(rollouts, rewards, len(inputs), on_policy=True)
             num_padding_rows = len(inputs) - rewards.num_valid
             (batch,) = self.set_token_weights(window, self.compute_entropy_masks(window), num_padding_rows)
             loss = self.compute_loss(model, batch)
@@ -550,12 +556,12 @@ class GRPOTrainer(
                 return
             yield step, rows
 
-    def is_on_policy(self, mode: Mode) -> bool:
-        """Return True if the policy does not change before it trains on its rollouts: ℓ_old = sg(ℓ)."""
-        # Every generation is then used within one optimizer step.
-        return mode == "eval" or (
-            self.settings.gradient_accumulation_steps % micro_batches_per_generation(self.settings) == 0
-        )
+    def is_on_policy(self, num_missing: int) -> bool:
+        """Return True if a new generation is used up by the ``num_missing`` micro-batches of one window.
+
+        A run that resumes with another accumulation may begin a generation in the middle of a window.
+        """
+        return micro_batches_per_generation(self.settings) <= num_missing
 
     def add_behavior_logps(self, surplus: LeftoverGroups) -> LeftoverGroups:
         """Compute the log-probs of leftover groups under the policy that sampled them, the current one."""

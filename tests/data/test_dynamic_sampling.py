@@ -446,6 +446,20 @@ def test_groups_left_over_are_trained_on_next_with_the_log_probs_of_their_policy
     assert [line["dynamic_sampling/carried"] for line in logged] == [0, 2]
 
 
+def test_left_over_and_new_groups_share_a_window_of_two_generations(tmp_path):
+    # Two generations of 3 groups a window; the groups that the last one of a window leaves over are old.
+    run = spied(
+        tmp_path, rewards=planted(VARIED), train_dataset=numbered(28), dynamic_sampling=True,
+        shuffle_dataset=False, rollout_func=by_place, per_device_train_batch_size=12, max_steps=3,
+        gradient_accumulation_steps=2, steps_per_generation=1, sequence_layout="padded",
+    )  # fmt: skip
+    run.train()
+    known = [
+        batch.old_logps_BT[batch.loss_mask_BT.bool()].isfinite() for step, batch in run.batches if step > 0
+    ]
+    assert torch.cat(known).any() and not torch.cat(known).all()
+
+
 def test_metrics_count_every_sampled_group(tmp_path):
     run = trainer(
         tmp_path, planted({1}), train_dataset=numbered(28), dynamic_sampling=True, shuffle_dataset=False,

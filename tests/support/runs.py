@@ -115,7 +115,9 @@ def generate(run: GRPOTrainer, rows: list[dict[str, Any]]) -> RolloutBatch:
 def experience(run: GRPOTrainer, rows: list[dict[str, Any]]) -> list[Experience]:
     """Experience of a generation batch of these rows, by micro-batch."""
     rollouts, rewards = run.sample(run.make_request(rows))
-    return run.make_experience(rollouts, rewards, run.args.per_device_train_batch_size)
+    on_policy = run.is_on_policy(run.args.gradient_accumulation_steps)
+    size = run.args.per_device_train_batch_size
+    return run.make_experience(rollouts, rewards, size, on_policy=on_policy)
 
 
 def weighed(run: GRPOTrainer, window: list[Experience]) -> list[MicroBatch]:

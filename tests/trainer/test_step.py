@@ -133,13 +133,78 @@ def test_a_generation_is_used_as_often_as_configured(
     run.train()
     assert calls == [4 * steps_per_generation] * generations
     uses = steps_per_generation * iterations
-    assert run.is_on_policy("train") is (accumulation % uses == 0)
+    assert run.is_on_policy(accumulation) is (accumulation % uses == 0)
 
 
 def test_old_log_probs_are_kept_only_off_policy(tmp_path):
     rows = [{"prompt": "w1", "row": 0}] * 4
     assert experience(trainer(tmp_path), rows)[0].old_logps_BT.isnan().all()
     assert not experience(trainer(tmp_path, num_iterations=2), rows)[0].old_logps_BT.isnan().any()
+
+
+class Windows(GRPOTrainer):
+    """Keeps old log-probs and micro-batches of every window; generations have their own step."""
+
+    def set_token_weights(self, window, *args, **kwargs):
+        if self.model.training:
+            self.__dict__.setdefault("windows", []).append(window)
+        return super().set_token_weights(window, *args, **kwargs)
+
+
+def test_a_generation_that_two_windows_share_after_resuming_is_off_policy_in_the_second(tmp_path):
+    # Two micro-batches a generation. Saved after one of them, the run goes on with windows of two: each takes
+    # the rest of one generation and the beginning of the next.
+    given = {"steps_per_generation": 2, "save_steps": 1, "kind": Windows, "learning_rate": 0.1}
+    first = trainer(tmp_path, save_strategy="steps", max_steps=1, **given)
+    first.train()
+    run = trainer(tmp_path, gradient_accumulation_steps=2, max_steps=3, **given)
+    run.train(resume_from_checkpoint=True)
+    assert [len(window) for window in run.windows] == [2, 2]
+    for window in run.windows:
+        old = torch.cat([batch.old_logps_BT[batch.loss_mask_BT.bool()] for batch in window])
+        assert old.isfinite().all()
+    # The second half of the generation that the first window began.
+    began, continued = run.windows[0][1], run.windows[1][0]
+    assert began.group_ids_B.max() < continued.group_ids_B.min() <= began.group_ids_B.max() + 1
+    with torch.no_grad():
+        current = run.compute_logprobs(run.model, continued).logps_BT
+    mask = continued.loss_mask_BT.bool()
+    assert (current - continued.old_logps_BT)[mask].abs().max() > 1e-3
+
+
+class TokenWise(GRPOTrainer):
+    """The same advantages, one per token in every other generation."""
+
+    def compute_advantages(self, rewards):
+        advantages = super().compute_advantages(rewards)
+        self.__dict__["calls"] = self.__dict__.get("calls", 0) + 1
+        return advantages[:, None].expand(-1, 7) if self.calls % 2 == 0 else advantages
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_window_of_outcome_and_token_wise_advantages_trains_on_every_token(tmp_path, skip):
+    def run(kind, sampler):
+        lengths = itertools.cycle([6, 3])  # the second generation is shorter than the first
+
+        def rollout(prompts_given, run):
+            ids, length = tokenizer()(list(prompts_given))["input_ids"], next(lengths)
+            completions = [[4 + (7 * i + j + length) % 28 for j in range(length)] for i in range(len(ids))]
+            output = {"prompt_ids": ids, "completion_ids": completions}
+            if sampler and length == 3:  # reported by every other generation
+                output["logprobs"] = [[-3.0] * length for _ in ids]
+            return output
+
+        made = trainer(
+            tmp_path, kind=kind, rollout_func=rollout, steps_per_generation=1, gradient_accumulation_steps=2,
+            skip_zero_advantage=skip,
+        )  # fmt: skip
+        made.train()
+        return weights(made)
+
+    outcome = run(GRPOTrainer, sampler=False)
+    assert (outcome - torch.cat([p.detach().flatten() for p in policy().parameters()])).abs().max() > 1e-3
+    assert torch.equal(run(TokenWise, sampler=False), outcome)
+    assert torch.equal(run(TokenWise, sampler=True), outcome)
 
 
 def test_every_prompt_of_an_epoch_is_seen_once_in_groups(tmp_path):

@@ -10,7 +10,7 @@ from accelerate.utils import gather_object
 
 from groupwise.data.exchange import all_to_all_objects
 from groupwise.data.rebalancing import MicroBatchBudget, WindowStats, rebalance, rows_needing_logps
-from groupwise.records import MicroBatch, TokenBatch
+from groupwise.records import MicroBatch, TokenBatch, align_advantages
 
 
 class BatchingMixin:
@@ -39,5 +39,5 @@ class BatchingMixin:
         self, tokens: TokenBatch, advantages: torch.Tensor, micro_batch_size: int
     ) -> list[int]:
         """Return the rows that need old and reference log-probs: those that rebalancing will keep."""
-        advantages_BX = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
+        advantages_BX = align_advantages(advantages, tokens).to(tokens.loss_mask_BT.device)
         return rows_needing_logps(tokens, advantages_BX, self.micro_batch_budget, micro_batch_size)

@@ -19,7 +19,7 @@ from groupwise.core.masks import entropy_threshold
 from groupwise.core.metrics import Mean, masked_mean
 from groupwise.core.objectives import OBJECTIVES, correction
 from groupwise.core.weights import NORMALIZERS, WindowCounts
-from groupwise.data.build import num_generations_eval, prompts_per_batch
+from groupwise.data.build import micro_batches_per_generation, num_generations_eval, prompts_per_batch
 from groupwise.data.rebalancing import WindowStats
 from groupwise.errors import ConfigError, RewardError
 from groupwise.generation.base import RUN_SETTINGS
@@ -160,8 +160,11 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         finally:
             self._step = step
 
-    def make_train_experience(self) -> list[Inputs]:  # type: ignore[override]
-        """Generate and reward a generation batch, shuffle its rows and split it into micro-batches."""
+    def make_train_experience(self, *, on_policy: bool) -> list[Inputs]:  # type: ignore[override]
+        """Generate and reward a generation batch, shuffle its rows and split it into micro-batches.
+
+        The settings decide about old log-probs, as in TRL; ``on_policy`` is not read.
+        """
         self._step = self.buffer.num_taken  # that of the micro-batch which needs the completions
         self.sync_sampler("train")
         rows = self.prompts.take(prompts_per_batch(self.settings))  # B rows of this rank, G per prompt
@@ -460,7 +463,9 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         rollouts, rewards = self.sample(request)
         if not training:
             self.evaluation.add(rollouts, rewards)
-        (experience,) = self.make_experience(rollouts, rewards, len(rollouts))
+        # TRL's rule for old log-probs, in training and in evaluation.
+        on_policy = self.args.gradient_accumulation_steps % micro_batches_per_generation(self.args) == 0
+        (experience,) = self.make_experience(rollouts, rewards, len(rollouts), on_policy=on_policy)
         metrics = self.metrics[request.mode]
         metrics.rows = []  # the table is made from ``_logs``
         self._extend_logs(rollouts, rewards, experience.advantages_BX.mean(1))
@@ -496,10 +501,6 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         for name in sorted(set(gather_object(list(rewards.columns)))):
             values = rewards.columns.get(name, [None] * len(rollouts))
             logs["extra"][name].extend(gather_object(values[:size]))
-
-    def is_on_policy(self, mode: Mode) -> bool:
-        """Return True if old log-probs are those of the loss itself; TRL has one rule for both modes."""
-        return super().is_on_policy("train")
 
     def select_rows_for_logprobs(
         self, tokens: TokenBatch, advantages: torch.Tensor, micro_batch_size: int
