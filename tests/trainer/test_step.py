@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
+from peft import LoraConfig
 from support.runs import (
     WORDS,
     chats,
@@ -72,6 +73,47 @@ def test_sampling_settings_reach_the_sampler(tmp_path):
     assert (sampler.temperature, sampler.top_p, sampler.top_k) == (0.7, 0.9, 5)
     assert (sampler.min_p, sampler.repetition_penalty, sampler.no_repeat_ngram_size) == (0.01, 1.1, 2)
     assert sampler.do_sample and sampler.max_new_tokens == 6
+
+
+MODEL_SETTINGS = {
+    "min_p": 0.5,
+    "typical_p": 0.3,
+    "no_repeat_ngram_size": 1,
+    "suppress_tokens": list(range(2, 20)),
+    "bad_words_ids": [[token] for token in range(20, 30)],
+    "forced_eos_token_id": 1,
+    "num_beams": 3,
+}
+
+
+@pytest.mark.parametrize("adapter", [None, LoraConfig(r=2, target_modules=["q_proj"])])
+@pytest.mark.parametrize("loop", [{}, {"use_cache": False}])  # ours, and that of generate
+def test_settings_of_the_models_generation_config_are_reported_and_not_used(tmp_path, caplog, loop, adapter):
+    def sampled(settings):
+        model = policy()
+        model.generation_config.update(**settings)
+        before = model.generation_config.to_dict()
+        run = trainer(tmp_path, model=model, generation_kwargs=loop, peft_config=adapter)
+        torch.manual_seed(0)
+        completions = run.backend.generate([[4, 5], [4, 5], [6]])
+        assert model.generation_config.to_dict() == before
+        return [completion.token_ids for completion in completions]
+
+    plain = sampled({})
+    assert "generation config" not in caplog.text
+    assert sampled(MODEL_SETTINGS) == plain
+    assert caplog.text.count("settings of the model's generation config are not used") == 1
+    assert all(f"'{name}': {value!r}" in caplog.text for name, value in MODEL_SETTINGS.items())
+
+
+def test_settings_of_the_models_generation_config_apply_if_the_run_sets_them(tmp_path, caplog):
+    model = policy()
+    model.generation_config.update(suppress_tokens=list(range(2, 20)), min_p=0.5, typical_p=1.0)
+    run = trainer(tmp_path, model=model, min_p=0.01, generation_kwargs={"suppress_tokens": [5, 6]})
+    assert "generation config" not in caplog.text
+    completions = run.backend.generate([[4, 5], [6]] * 20)
+    seen = {token for completion in completions for token in completion.token_ids}
+    assert not seen & {5, 6} and seen & set(range(7, 20))
 
 
 def test_sampled_frequencies_are_those_of_the_computed_log_probs(tmp_path):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -37,7 +38,21 @@ from groupwise.generation.decoding import (
     requires_lockstep_forwards,
 )
 from groupwise.generation.truncation import can_record, make_recorder, sample_and_record
+from groupwise.policy.attention import without_adapter
 from groupwise.records import Completion, SamplingOptions
+
+logger = logging.getLogger(__name__)
+
+#: Settings of a model's own generation config that change the distribution of a token, or the search for a
+#: completion, with the value that has no effect beside None. ``generate`` reads them where a run sets none.
+MODEL_SETTINGS: dict[str, object] = {
+    **{"min_p": 0.0, "top_h": None, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0},
+    **{"no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0},
+    **{"bad_words_ids": None, "sequence_bias": None, "suppress_tokens": [], "begin_suppress_tokens": []},
+    **{"forced_bos_token_id": None, "forced_eos_token_id": None, "exponential_decay_length_penalty": None},
+    **{"min_length": 0, "min_new_tokens": 0, "guidance_scale": 1.0, "watermarking_config": None},
+    **{"remove_invalid_values": False, "renormalize_logits": False, "num_beams": 1, "penalty_alpha": 0.0},
+}
 
 
 class TransformersBackend(GenerationBackend):
@@ -86,7 +101,8 @@ class TransformersBackend(GenerationBackend):
         model: CausalLM = self.model()
         config = self._config_for(sampling)
         lockstep = requires_lockstep_forwards(model) and not self.gather_weights
-        by_group = sampling.images is None and not lockstep and can_decode_groups(model, config)
+        with without_model_settings(model):
+            by_group = sampling.images is None and not lockstep and can_decode_groups(model, config)
         distinct, copies = group_prompts(prompts) if by_group else (prompts, [])
         input_ids = pad_sequences(
             distinct, config.pad_token_id, left=True, multiple_of=self.pad_to_multiple_of, device=model.device
@@ -110,6 +126,7 @@ class TransformersBackend(GenerationBackend):
         try:
             with (
                 gathered(model) if self.gather_weights else nullcontext(),
+                without_model_settings(model),
                 cpu_generation(model),
                 nullcontext() if lockstep else keep_autocast_weights(model.device),
             ):
@@ -149,6 +166,42 @@ class TransformersBackend(GenerationBackend):
         return Completion(tokens, truncated=end is None, kept_tokens=kept)
 
 
+@contextmanager
+def without_model_settings(model: CausalLM) -> Iterator[None]:
+    """Context manager in which ``generate`` samples with the given settings and adds none of the model's own.
+
+    Log-probs are those of the distribution that the settings of the run describe.
+    """
+    base = without_adapter(model)
+    given = base.generation_config
+    neutral = copy.deepcopy(given)
+    for name in MODEL_SETTINGS:
+        if getattr(neutral, name, None) is not None:
+            setattr(neutral, name, None)
+    base.generation_config = neutral
+    try:
+        yield
+    finally:
+        base.generation_config = given
+
+
+def _warn_about_model_settings(model: CausalLM, config: GenerationConfig) -> None:
+    """Log the settings of the model's generation config that the run neither sets nor uses."""
+    defaults = without_adapter(model).generation_config
+    found = {name: getattr(defaults, name, None) for name in MODEL_SETTINGS}
+    ignored = {
+        name: value
+        for name, value in found.items()
+        if value not in (None, MODEL_SETTINGS[name]) and getattr(config, name, None) is None
+    }
+    if ignored:
+        logger.warning(
+            "settings of the model's generation config are not used, because log-probs are those of the "
+            "distribution that the run's settings describe; generation_kwargs=%r would apply them",
+            ignored,
+        )
+
+
 def _check_every_row_has_images(images: Sequence[ImageInputs]) -> None:
     """Ranks that share parameters must all run the vision tower."""
     if not all(row.arrays for row in images):
@@ -167,6 +220,7 @@ def make_backend(
 ) -> TransformersBackend:
     """Construct the backend; see :class:`groupwise.generation.base.BackendFactory`."""
     sampler = generation_config(config, policy(), text_tokenizer(processing_class), suppress_tokens)
+    _warn_about_model_settings(policy(), sampler)
     multiple = cast("int | None", config.pad_to_multiple_of)  # "auto" is resolved
     gather_weights = is_zero3_enabled() and config.ds3_gather_for_generation
     return TransformersBackend(policy, sampler, multiple, gather_weights=gather_weights)
