@@ -131,6 +131,7 @@ class GRPOTrainer(
     buffer: ExperienceBuffer
     leftover_groups: LeftoverGroups
     window_entropy: Mean
+    window_is_empty: bool
 
     # Public attributes that read and change settings; ``Setting.changes`` says when a change takes effect.
     num_generations = SettingAttribute()
@@ -329,7 +330,11 @@ class GRPOTrainer(
             settings, corrects_for_sampler=corrects, truncation_unknown=unknown
         )
         self.micro_batch_budget = micro_batch_budget(
-            type(self), settings, aux_loss=self.aux_loss_enabled, has_reference=self.reference.exists
+            type(self),
+            settings,
+            aux_loss=self.aux_loss_enabled,
+            has_reference=self.reference.exists,
+            may_be_empty=self.knows_zero_gradient,
         )
         self.policy_loss: PolicyLoss = (
             LigerLoss(
@@ -392,6 +397,7 @@ class GRPOTrainer(
                 window += self.buffer.take(num_batches - len(window))
             batches = self.make_micro_batches(window)
         self.metrics["train"].record(self.window_stats.metrics())
+        self.window_is_empty = all(batch is None for batch in batches)
         return batches, None
 
     def make_micro_batches(self, window: list[Experience]) -> list[MicroBatch | None]:
@@ -470,6 +476,11 @@ class GRPOTrainer(
             with self.metrics["train"].phase("train", wait=last):
                 loss = super().training_step(model, inputs, num_items_in_batch)
         if last:  # the optimizer steps next
+            if self.window_is_empty:  # no row of any rank has a gradient
+                self.set_zero_gradient()
+                self.metrics["train"].record({"loss": Mean(0.0, 1.0)})
+            else:
+                self.remember_zero_gradient()
             self._end_window()
         return self.loss_to_log(loss, last=last)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -82,6 +83,56 @@ def test_the_update_of_a_window_without_any_gradient_is_zero_and_not_absent(tmp_
     assert run.state.log_history[0]["skipped_share"] == 1.0
     assert run.state.log_history[0]["grad_norm"] == 0.0
     assert_same_weights(run, full, 1e-12)  # the weight decay alone
+
+
+class ComputesEmptyWindows(GRPOTrainer):
+    """Computes one row of a window whose rows all have no gradient."""
+
+    knows_zero_gradient = False
+
+
+def varied_at(*generations):
+    """Rewards that vary within groups in the given generations only."""
+    calls = itertools.count()
+
+    def reward(completion_ids, **_):
+        varies = next(calls) in generations
+        return [float(sum(ids) % 5) if varies else 1.0 for ids in completion_ids]
+
+    return reward
+
+
+@pytest.mark.parametrize("layout", ["padded", "shared_prefix"])
+def test_a_window_without_any_gradient_computes_nothing_and_steps_all_the_same(tmp_path, layout):
+    def run(name, kind):
+        model, forwards = policy(), []
+        unused = torch.nn.Parameter(torch.ones(3))  # never has a gradient, and so no weight decay
+        model.register_parameter("unused", unused)
+        model.register_forward_pre_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
+        settings = {"optim": "adamw_torch", "weight_decay": 0.1, "max_grad_norm": 1.0, "max_steps": 6}
+        # Windows 0, 2, 3 and 5 are empty; the first one is computed, and shows which parameters take part.
+        given = {"sequence_layout": layout, "model": model, "kind": kind, "rewards": varied_at(1, 4)}
+        return train(tmp_path, name, **settings, **given), sum(forwards)
+
+    skipped, forwards = run("skipped", GRPOTrainer)
+    computed, all_forwards = run("computed", ComputesEmptyWindows)
+    for ours, theirs in zip(skipped.model.parameters(), computed.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(skipped.model.unused, torch.ones(3))
+    assert all_forwards - forwards == 3
+    for ours, theirs in zip(skipped.state.log_history[:-1], computed.state.log_history[:-1], strict=True):
+        for name in ("loss", "grad_norm", "skipped_share", "reward", "learning_rate"):
+            assert ours[name] == theirs[name], name
+    assert [line["grad_norm"] > 0 for line in skipped.state.log_history[:-1]] == [0, 1, 0, 0, 1, 0]
+
+
+def test_every_run_computes_its_first_window(tmp_path):
+    model, forwards = policy(), []
+    model.register_forward_pre_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
+    run = train(tmp_path, "run", no_variance, model=model, sequence_layout="padded")
+    assert sum(forwards) == 1
+    run.train()
+    assert sum(forwards) == 2
 
 
 class Scored:

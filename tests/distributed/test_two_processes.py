@@ -121,6 +121,11 @@ def test_every_setting_changes_the_update(updates: Any, case: str) -> None:
     assert any((updates[case][name] - updates["dapo"][name]).abs().max() > 1e-5 for name in updates["dapo"])
 
 
+def test_two_processes_step_over_an_empty_window_as_if_they_had_computed_it(updates: Any) -> None:
+    # The optimizer steps: Adam's momentum and the weight decay of the third step.
+    assert _same(updates["GRPOTrainer"], updates["ComputesEmptyWindows"])
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run started with ``accelerate launch`` on two processes."""

@@ -10,6 +10,7 @@ The first process leaves its results in OUTPUT_DIR.
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import json
 import math
 import random
@@ -67,6 +68,10 @@ UPDATES: dict[str, dict[str, Any]] = {
 }
 
 
+#: Rewards vary in the first generation alone, which two steps train on: the window of the third is empty.
+EMPTY_WINDOWS: dict[str, Any] = {"optim": "adamw_torch", "weight_decay": 0.1, "learning_rate": 1e-2}
+
+
 def tokenizer() -> PreTrainedTokenizerFast:
     """One token per character."""
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<end>", "<unk>", *LETTERS])}
@@ -116,13 +121,31 @@ def planted_vowels(prompts: list[str], completions: list[str], completion_ids: A
     return [draw * (number not in (0, 1, 7)) for draw, number in zip(draws, numbers, strict=True)]
 
 
+def vowels_at_first() -> Any:
+    """Vowels in the first generation, the same for all completions later."""
+    calls = itertools.count()
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return vowels(completions) if next(calls) == 0 else [1.0] * len(completions)
+
+    return reward
+
+
 def digits_if_any(completions: list[str], **_: Any) -> list[float | None]:
     """No opinion on completions without a digit."""
     counts = [sum(letter.isdigit() for letter in text) for text in completions]
     return [float(count) if count else None for count in counts]
 
 
-def make_trainer(output_dir: str | Path, **settings: Any) -> GRPOTrainer:
+class ComputesEmptyWindows(GRPOTrainer):
+    """Computes one row of a window whose rows all have no gradient."""
+
+    knows_zero_gradient = False  # type: ignore[assignment]
+
+
+def make_trainer(
+    output_dir: str | Path, kind: type[GRPOTrainer] = GRPOTrainer, **settings: Any
+) -> GRPOTrainer:
     given = {
         "reward_funcs": vowels,
         "train_dataset": prompts(24),
@@ -141,7 +164,7 @@ def make_trainer(output_dir: str | Path, **settings: Any) -> GRPOTrainer:
         "disable_tqdm": True,
         "gradient_checkpointing": False,
     }
-    return GRPOTrainer(
+    return kind(
         model=policy(), args=GRPOConfig(**{**defaults, **settings}), processing_class=tokenizer(), **given
     )
 
@@ -183,6 +206,7 @@ def update(output_dir: str | Path, *, rows: int, micro_batches: int, **case: Any
     read_weights = case.pop("read_weights", None)
     rewards: list[Any] = [sparse_vowels] if case.pop("sparse", False) else [vowels, digits_if_any]
     rewards = [planted_vowels] if case.pop("planted", False) else rewards
+    rewards = [case.pop("reward")] if "reward" in case else rewards
     sampler = case.pop("sampler", False)
     rows_of_data = prompts(24).to_iterable_dataset(2) if case.pop("stream", False) else prompts(24)
     trainer = make_trainer(
@@ -197,11 +221,9 @@ def update(output_dir: str | Path, *, rows: int, micro_batches: int, **case: Any
         num_generations=4,
         num_iterations=2,
         max_steps=3,
-        optim="sgd",
-        learning_rate=0.5,
         lr_scheduler_type="constant",
         max_grad_norm=0.0,
-        **case,
+        **{"optim": "sgd", "learning_rate": 0.5, **case},
     )
     trainer.train()
     if read_weights is not None:
@@ -287,6 +309,15 @@ def main(mode: str, output_dir: Path, *arguments: str) -> None:
         for name, case in UPDATES.items():
             window = case.get("accumulate", 1)
             results[name] = update(output_dir / "run", rows=6, micro_batches=window, **case)
+        for kind in (GRPOTrainer, ComputesEmptyWindows):
+            results[kind.__name__] = update(
+                output_dir / "run",
+                rows=6,
+                micro_batches=2,
+                kind=kind,
+                reward=vowels_at_first(),
+                **EMPTY_WINDOWS,
+            )
         if torch.distributed.get_rank() == 0:
             torch.save(results, output_dir / "updates.pt")
     elif mode == "train":

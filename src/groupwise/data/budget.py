@@ -8,7 +8,12 @@ from groupwise.data.rebalancing import MicroBatchBudget
 
 
 def micro_batch_budget(
-    trainer: type, config: GRPOConfig, *, aux_loss: bool, has_reference: bool
+    trainer: type,
+    config: GRPOConfig,
+    *,
+    aux_loss: bool,
+    has_reference: bool,
+    may_be_empty: bool = False,
 ) -> MicroBatchBudget:
     """Derive the limits of a micro-batch from the configuration.
 
@@ -22,6 +27,7 @@ def micro_batch_budget(
         aux_loss: the model has a balancing loss (mixture of experts).
         has_reference: there is a reference model. β may become positive before the rows of a generation are
             used up, so their log-probs are computed even while it is 0.
+        may_be_empty: a window whose rows all have no gradient needs no micro-batch.
     """
     kl_in_loss = has_reference and not config.kl_in_reward
     bonus = config.use_adaptive_entropy or config.entropy_coef != 0.0
@@ -36,6 +42,7 @@ def micro_batch_budget(
         skip_zero_advantage=config.skip_zero_advantage and zero_grad and not kl_in_loss and not bonus,
         world_size=config.world_size,
         rank=config.process_index,
+        may_be_empty=may_be_empty,
     )
 
 

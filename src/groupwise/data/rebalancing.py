@@ -41,6 +41,7 @@ class MicroBatchBudget:
     max_completion_length: configured tokens per completion.
     skip_zero_advantage: skip rows whose advantages are all zero; they have no gradient.
     world_size, rank: number of ranks that share the rows, and this rank.
+    may_be_empty: a window may have no micro-batch at all; otherwise every rank computes at least one.
     """
 
     fixed: bool
@@ -49,6 +50,7 @@ class MicroBatchBudget:
     skip_zero_advantage: bool
     world_size: int = 1
     rank: int = 0
+    may_be_empty: bool = False
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,7 @@ def rebalance(
 
     Returns:
         this rank's micro-batches, as many as before: None first, where fewer suffice; and the work saved.
+        All are None if no row of any rank has a gradient and ``budget.may_be_empty``.
     """
     batch = MicroBatch.concatenate(window)
     own = WindowRows.of(batch, skip_zero_advantage=budget.skip_zero_advantage)
@@ -172,6 +175,8 @@ def rebalance(
         whole = [everything[start : start + len(window[0])] for start in everything[:: len(window[0])]]
         return list(window), _window_stats(own.shape, len(batch), whole, "padded", 1)
     rows = WindowRows.concatenate(gather([own]))
+    if budget.may_be_empty and not any(rows.has_gradient):  # the same decision on every rank
+        return [None] * len(window), _window_stats(rows.shape, 0, [], layout, budget.world_size)
     batch = _with_fields(batch, rows.fields)
     assigned = plan_micro_batches(rows, layout, budget, len(window))
     # Neighbours in the plan cost about the same: they become the same micro-batch of different ranks.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import DistributedType, gather_object
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, Trainer, TrainerCallback
@@ -130,6 +130,7 @@ class BaseTrainer(Trainer):
         self._window_loss: torch.Tensor | None = None
         self._logged_step = 0  # metrics up to this step are logged
         self._built_train_dataset = self.train_dataset
+        self._with_gradient: list[nn.Parameter] = []
 
     # Implemented by GRPOTrainer.
 
@@ -169,6 +170,7 @@ class BaseTrainer(Trainer):
         self.splitter.reset()
         self._window_loss, self.current_flos = None, 0
         self._logged_step = 0
+        self._with_gradient = []
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def training_step(
@@ -183,6 +185,33 @@ class BaseTrainer(Trainer):
             BackendError: the micro-batch does not fit in memory and cannot be split.
         """
         return self.splitter.training_step(model, inputs, num_items_in_batch)
+
+    @property
+    def knows_zero_gradient(self) -> bool:
+        """True if :meth:`set_zero_gradient` can replace the backward pass of a loss that is zero.
+
+        Not before the first backward pass, which shows the parameters that have a gradient at all; nor with
+        sharded parameters, or an optimizer that steps inside the backward pass.
+        """
+        is_sharded = self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        return bool(self._with_gradient) and not is_sharded
+
+    def remember_zero_gradient(self) -> None:
+        """Remember the parameters with a gradient, after the last backward pass of a window."""
+        model = cast(nn.Module, self.model)
+        self._with_gradient = [p for p in model.parameters() if p.grad is not None]
+
+    def set_zero_gradient(self) -> None:
+        """Set gradients to zero, as the backward pass of a zero loss does.
+
+        The optimizer then steps as it would: momentum and weight decay still change the weights.
+        """
+        cast(nn.Module, self.model).train()
+        start_training = getattr(self.optimizer, "train", None)  # of schedule-free optimizers
+        if callable(start_training):
+            start_training()
+        for parameter in self._with_gradient:
+            parameter.grad = torch.zeros_like(parameter)
 
     def loss_to_log(self, loss: torch.Tensor, *, last: bool) -> torch.Tensor:
         """Return the loss that ``Trainer`` adds up: that of the window with its last micro-batch, else zero.
