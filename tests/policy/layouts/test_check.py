@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from peft import LoraConfig, get_peft_model
-from support.batches import token_batch
+from support.batches import packed, token_batch
 from test_packed import RIGHT, build, completions, values_and_gradients
 from torch.overrides import TorchFunctionMode
 
@@ -179,7 +179,7 @@ FAULTS = (late_positions, first_token_elsewhere, restarted_positions, leak, with
 
 
 def passes(model, batch, fault=None, *, dtype, shared=True):
-    """Whether the layout, with a planted fault, passes the check."""
+    """Return True if the layout, with a planted fault, passes the check."""
     prompt = int(batch.prompt_mask_BL.sum(-1).max())
 
     def compute(model, rows):
@@ -189,6 +189,10 @@ def passes(model, batch, fault=None, *, dtype, shared=True):
         return compute_packed_logprobs(model, rows, sequences, HEAD, with_entropy=False).logps_BT
 
     return check_layout(model, batch, HEAD, compute, dtype=dtype, sharded=False).passed
+
+
+def compute_shared(model, rows):
+    return packed(shared=True)(model, rows, HEAD, with_entropy=False).logps_BT
 
 
 def arithmetic(path, length, seed):
@@ -267,6 +271,18 @@ def test_bfloat16_keeps_the_layout_of_the_whole_real_model(smollm2, smollm2_path
     model = under_autocast(smollm2(layers=30))
     with EmulatedProducts():
         assert passes(model, arithmetic(smollm2_path, 8, 0), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(("dtype", "forwards"), [(torch.bfloat16, 3), (torch.float32, 2)])
+def test_a_sharded_model_is_called_equally_often_whatever_the_rows(dtype, forwards):
+    model, calls = build(*RIGHT["llama"]).to(dtype), []
+    assert install_attention_hook(model)
+    model.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    for batch in (completions(), completions(((3, (2,)),))):
+        calls.clear()
+        check = check_layout(model, batch, HEAD, compute_shared, dtype=dtype, sharded=True)
+        assert check.passed and check.layout.gradient == check.padded.gradient == 0
+        assert calls == [False] * forwards  # no gradients: their exchange would be a collective
 
 
 def test_a_model_that_does_not_run_in_float32_is_padded(caplog):
