@@ -38,11 +38,16 @@ def test_an_override_that_would_not_be_called_is_refused(tmp_path, name):
 
 @pytest.mark.parametrize(
     "setting",
-    [{"dynamic_sampling": True}, {"use_liger_kernel": True, "liger_kernel_config": {"rope": False}}],
+    [
+        {"dynamic_sampling": True},
+        {"use_liger_kernel": True, "liger_kernel_config": {"rope": False}},
+        {"rollout_on_error": "retry"},
+    ],
     ids=lambda setting: next(iter(setting)),
 )
 def test_settings_that_the_hooks_cannot_express_are_refused(tmp_path, setting):
-    with pytest.raises(ConfigError, match=f"{next(iter(setting))}=True has no counterpart in TRL's hooks"):
+    name, value = next(iter(setting.items()))
+    with pytest.raises(ConfigError, match=f"{name}={value!r} has no counterpart in TRL's hooks"):
         run(tmp_path, **setting)
 
 

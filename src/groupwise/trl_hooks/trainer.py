@@ -754,9 +754,10 @@ def _check_settings(args: GRPOConfig, processing_class: Any) -> None:
         ConfigError: with the way out.
     """
     out = "set it to its default, or override the methods of groupwise.GRPOTrainer (docs/migrating.md)"
-    for name in ("dynamic_sampling", "rollout_staleness", "use_liger_kernel"):
-        if getattr(args, name):
-            raise ConfigError(f"{name}={getattr(args, name)} has no counterpart in TRL's hooks; {out}")
+    off: dict[str, Any] = {"dynamic_sampling": False, "rollout_staleness": 0, "use_liger_kernel": False}
+    for name, default in {**off, "rollout_on_error": "raise"}.items():
+        if getattr(args, name) != default:
+            raise ConfigError(f"{name}={getattr(args, name)!r} has no counterpart in TRL's hooks; {out}")
     if NORMALIZERS[OBJECTIVES[args.loss_type].normalizer].needs_group_tokens:
         raise ConfigError(
             f"loss_type={args.loss_type!r} counts the tokens of whole groups, which TRL's hooks may split; "
