@@ -89,15 +89,15 @@ def test_nothing_is_recorded_without_truncation(changes, monkeypatch):
         assert completion.kept_tokens is None
 
 
-def test_settings_of_the_model_and_of_one_call_count():
+def test_settings_of_one_call_count_and_those_of_the_model_do_not():
     model = tiny("llama")
     backend = TransformersBackend(lambda: model, settings(**SAMPLED, top_p=1.0))
     (completion,) = backend.generate([[5]], SamplingOptions([3], generation_kwargs={"top_k": 2}))
     assert [len(ids) for ids in lists(completion.kept_tokens)] == [2] * len(completion.token_ids)
     greedy = SamplingOptions([3], generation_kwargs={"top_k": 2, "temperature": 0})
     assert backend.generate([[5]], greedy)[0].kept_tokens is None
-    model.generation_config.min_p = 0.5  # a setting that is None here follows the model's
-    assert backend.generate([[5]])[0].kept_tokens is not None
+    model.generation_config.min_p = 0.5  # not used: only settings of the run are
+    assert backend.generate([[5]])[0].kept_tokens is None
 
 
 def test_a_set_of_all_tokens_takes_no_memory():

@@ -103,6 +103,7 @@ class TransformersBackend(GenerationBackend):
         lockstep = requires_lockstep_forwards(model) and not self.gather_weights
         with without_model_settings(model):
             by_group = sampling.images is None and not lockstep and can_decode_groups(model, config)
+            recorder = make_recorder(model, config)
         distinct, copies = group_prompts(prompts) if by_group else (prompts, [])
         input_ids = pad_sequences(
             distinct, config.pad_token_id, left=True, multiple_of=self.pad_to_multiple_of, device=model.device
@@ -114,7 +115,6 @@ class TransformersBackend(GenerationBackend):
             _check_every_row_has_images(sampling.images)
         starts = [input_ids.shape[1] - len(prompt) for prompt in distinct]
         images = join_images(sampling.images or (), starts, input_ids.shape[1], model.device)
-        recorder = make_recorder(model, config)
         loop: dict[str, Any] = {"synced_gpus": False} if self.gather_weights else {}
         if by_group:
             record = None if recorder is None else recorder.record
