@@ -159,8 +159,8 @@ def test_a_run_with_random_faults_trains_without_the_dropped_completions(tmp_pat
     seen: list[tuple[Any, Any, Any]] = []
     make_experience = run.make_experience
 
-    def observe(rollouts: Any, rewards: Any, size: int) -> Any:
-        (experience,) = made = make_experience(rollouts, rewards, size)
+    def observe(rollouts: Any, rewards: Any, size: int, **options: Any) -> Any:
+        (experience,) = made = make_experience(rollouts, rewards, size, **options)
         seen.append((rollouts, rewards, experience))
         return made
 

@@ -464,7 +464,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         if not training:
             self.evaluation.add(rollouts, rewards)
         # TRL's rule for old log-probs, in training and in evaluation.
-        on_policy = self.args.gradient_accumulation_steps % micro_batches_per_generation(self.args) == 0
+        on_policy = self.args.gradient_accumulation_steps % micro_batches_per_generation(self.settings) == 0
         (experience,) = self.make_experience(rollouts, rewards, len(rollouts), on_policy=on_policy)
         metrics = self.metrics[request.mode]
         metrics.rows = []  # the table is made from ``_logs``
