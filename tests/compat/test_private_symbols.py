@@ -82,6 +82,7 @@ TRAINER_HOOKS = {
     ],
     "get_train_dataloader": ["self"],
     "get_eval_dataloader": ["self", "eval_dataset"],
+    "get_test_dataloader": ["self", "test_dataset"],
     "num_examples": ["self", "dataloader"],
     "_get_dataloader": [
         *("self", "dataset", "description", "batch_size", "sampler_fn", "is_training", "dataloader_key")

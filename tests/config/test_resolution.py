@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.configs import messages
 
 from groupwise.config import resolution
 from groupwise.config.grpo_config import GRPOConfig
@@ -55,7 +56,7 @@ def test_generation_kwargs_override_fields_with_a_warning(build, caplog):
     kwargs = {"temperature": 0.7, "max_tokens": 32, "top_k": None}
     config = build(temperature=0.9, max_completion_length=64, top_k=0, generation_kwargs=kwargs)
     assert (config.temperature, config.max_completion_length, config.top_k) == (0.7, 32, 0)
-    assert [record.getMessage() for record in caplog.records] == [
+    assert messages(caplog) == [
         "generation_kwargs['temperature']=0.7 overrides temperature=0.9",
         "generation_kwargs['max_tokens']=32 overrides max_completion_length=64",
     ]

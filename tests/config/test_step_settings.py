@@ -7,6 +7,7 @@ import logging
 import numpy as np
 import pytest
 import torch
+from support.configs import messages
 
 from groupwise.config.step_settings import StepSettings
 from groupwise.errors import ConfigError
@@ -118,7 +119,7 @@ def test_a_fixed_setting_that_is_changed_in_the_configuration_is_reported_once(b
     with caplog.at_level(logging.WARNING):
         assert step(settings).num_generations == 8
         step(settings)
-    assert [record.getMessage() for record in caplog.records] == [
+    assert messages(caplog) == [
         "args.num_generations=4 has no effect: it is read when the trainer is built, and the run continues "
         "with 8",
         "args.vllm_mode='server' has no effect: it is read when the trainer is built, and the run continues "
@@ -135,9 +136,7 @@ def test_a_change_without_effect_is_reported(build, caplog):
         step(settings)
         config.sapo_temperature_pos = 3.0
         step(settings)
-    assert [record.getMessage() for record in caplog.records] == [
-        "sapo_temperature_pos was changed, but has no effect unless loss_type='sapo'"
-    ]
+    assert messages(caplog) == ["sapo_temperature_pos was changed, but has no effect unless loss_type='sapo'"]
 
 
 def test_open_values_are_resolved_again(build):
@@ -165,13 +164,11 @@ def test_what_trainer_reads_at_the_start_of_a_run_is_reported_during_it(build, c
     settings = StepSettings(config)
     config.learning_rate = 1e-4
     settings.begin_step(new_generation=True, new_run=True)
-    assert caplog.text == ""
+    assert messages(caplog) == []
     config.learning_rate = 1e-5
     step(settings)
     step(settings)
-    assert [record.getMessage() for record in caplog.records] == [
-        "args.learning_rate=1e-05 has no effect on a run that has started"
-    ]
+    assert messages(caplog) == ["args.learning_rate=1e-05 has no effect on a run that has started"]
 
 
 def test_fields_of_trainer_follow_the_configuration(build):

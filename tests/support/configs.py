@@ -20,3 +20,8 @@ def invalid(build: Callable[..., GRPOConfig], **kwargs: object) -> tuple[dict[st
     with pytest.raises(ConfigError) as caught:
         build(**kwargs)
     return seen, str(caught.value)
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the messages that groupwise logged; another test may have made transformers verbose."""
+    return [record.getMessage() for record in caplog.records if record.name.startswith("groupwise")]

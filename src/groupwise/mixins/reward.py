@@ -56,9 +56,9 @@ class RewardMixin:
 
         def log_extra(column: str, values: list[Any]) -> None:
             values = list(values)
-            if len(values) != len(rollouts):
+            if len(values) != len(kept):
                 raise ValueError(
-                    f"log_extra({column!r}, ...) has {len(values)} values for {len(rollouts)} completions; "
+                    f"log_extra({column!r}, ...) has {len(values)} values for {len(kept)} completions; "
                     "give one for each"
                 )
             columns[str(column)] = values
@@ -80,10 +80,7 @@ class RewardMixin:
         if len(kept) < len(rollouts):
             functions = calls.rewards_FB or [[] for _ in self.reward_func_names]
             rewards_FB = [_at_rows(kept, values, len(rollouts), math.nan) for values in functions]
-            columns = {
-                name: _at_rows(kept, values, len(rollouts), None) if len(values) == len(kept) else values
-                for name, values in columns.items()
-            }
+            columns = {name: _at_rows(kept, values, len(rollouts), None) for name, values in columns.items()}
         rewards = self._gather_rewards(rewards_FB, rollouts)
         start = self.accelerator.process_index * len(rollouts)
         metrics = reward_metrics(rewards, self.reward_func_names, self.settings.multi_objective_aggregation)
