@@ -242,7 +242,9 @@ def test_writing_outside_fails_and_inside_is_limited(tmp_path):
         assert run(f"open({target!r}, 'w').write('x')").status == "failed"
         assert not os.path.exists(target)
     assert run("open('/tmp/a', 'w').write('x'); print(open('a').read())") == ("ok", "x\n")
-    source = "import os, sys\nfor path in ('/', '/usr', sys.prefix, '/dev', '/tmp'):\n"
+    source = (
+        "import os, sysconfig\nfor path in ('/', '/usr', sysconfig.get_path('purelib'), '/dev', '/tmp'):\n"
+    )
     source += "  print(bool(os.statvfs(path).f_flag & os.ST_RDONLY))"
     assert run(source).output.split() == ["True"] * 4 + ["False"]
     # one file of more than the output limit, and many smaller ones
