@@ -144,7 +144,7 @@ class ComputesEmptyWindows(GRPOTrainer):
 
 
 def make_trainer(
-    output_dir: str | Path, kind: type[GRPOTrainer] = GRPOTrainer, **settings: Any
+    output_dir: str | Path, kind: type[GRPOTrainer] | None = None, **settings: Any
 ) -> GRPOTrainer:
     given = {
         "reward_funcs": vowels,
@@ -164,6 +164,7 @@ def make_trainer(
         "disable_tqdm": True,
         "gradient_checkpointing": False,
     }
+    kind = kind or GRPOTrainer  # looked up at each call: a worker replaces it
     return kind(
         model=policy(), args=GRPOConfig(**{**defaults, **settings}), processing_class=tokenizer(), **given
     )
