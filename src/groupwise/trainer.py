@@ -492,7 +492,8 @@ class GRPOTrainer(
             model, inputs
         )  # ours: log-probs (B, T), then the objective; or Liger's fused loss
         metrics = self.metrics["train" if model.training else "eval"]
-        metrics.record(output.metrics)
+        if not (model.training and self.window_stats.has_no_gradient):  # a row of weight 0 has no metrics
+            metrics.record(output.metrics)
         if model.training:
             # Weighted by its share of the window, so that a window counts once however it is split.
             metrics.record({"loss": Mean(output.loss.detach(), inputs.sequence_weight_B1.sum())})
@@ -633,6 +634,7 @@ class GRPOTrainer(
         self.entropy_control = EntropyControl(self.settings.entropy_coef)
         self.metrics = {"train": self.metrics_class(), "eval": self.metrics_class()}
         self.window_entropy, self.window_stats = Mean(0.0, 0.0), WindowStats()
+        self.parameters_with_gradient = []
         if self.train_dataset is not None:
             self.prompts = self.make_prompt_source()
         self._components = self._make_stateful_components()
@@ -663,6 +665,7 @@ class GRPOTrainer(
             "entropy_control": AttributeState(
                 self, "entropy_control", astuple, lambda values: EntropyControl(*values)
             ),
+            "parameters_with_gradient": AttributeState(self, "parameters_with_gradient", list, list),
             "train_metrics": ObjectState(self.metrics["train"], ("metrics", "rows")),
             "eval_metrics": ObjectState(self.metrics["eval"], ("metrics", "rows")),
             "evaluation": ObjectState(self.evaluation, ("completions", "num_batches", "first")),

@@ -69,6 +69,11 @@ class WindowStats:
     computed_tokens: int = 0
     padding_tokens: int = 0
 
+    @property
+    def has_no_gradient(self) -> bool:
+        """True if no row of any rank has a gradient: what is computed all the same has no weight."""
+        return 0 < self.rows == self.skipped_rows
+
     def metrics(self) -> Metrics:
         return {
             "skipped_share": Mean(self.skipped_rows, self.rows),

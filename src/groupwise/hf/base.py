@@ -130,7 +130,7 @@ class BaseTrainer(Trainer):
         self._window_loss: torch.Tensor | None = None
         self._logged_step = 0  # metrics up to this step are logged
         self._built_train_dataset = self.train_dataset
-        self._with_gradient: list[nn.Parameter] = []
+        self.parameters_with_gradient: list[str] = []  # of the last computed window, by name
 
     # Implemented by GRPOTrainer.
 
@@ -170,7 +170,6 @@ class BaseTrainer(Trainer):
         self.splitter.reset()
         self._window_loss, self.current_flos = None, 0
         self._logged_step = 0
-        self._with_gradient = []
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def training_step(
@@ -194,24 +193,25 @@ class BaseTrainer(Trainer):
         sharded parameters, or an optimizer that steps inside the backward pass.
         """
         is_sharded = self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-        return bool(self._with_gradient) and not is_sharded
+        return bool(self.parameters_with_gradient) and not is_sharded
 
     def remember_zero_gradient(self) -> None:
         """Remember the parameters with a gradient, after the last backward pass of a window."""
-        model = cast(nn.Module, self.model)
-        self._with_gradient = [p for p in model.parameters() if p.grad is not None]
+        parameters = cast(nn.Module, self.model).named_parameters()
+        self.parameters_with_gradient = [name for name, p in parameters if p.grad is not None]
 
     def set_zero_gradient(self) -> None:
         """Set gradients to zero, as the backward pass of a zero loss does.
 
         The optimizer then steps as it would: momentum and weight decay still change the weights.
         """
-        cast(nn.Module, self.model).train()
+        model = cast(nn.Module, self.model).train()
         start_training = getattr(self.optimizer, "train", None)  # of schedule-free optimizers
         if callable(start_training):
             start_training()
-        for parameter in self._with_gradient:
-            parameter.grad = torch.zeros_like(parameter)
+        parameters = dict(model.named_parameters())
+        for name in self.parameters_with_gradient:
+            parameters[name].grad = torch.zeros_like(parameters[name])
 
     def loss_to_log(self, loss: torch.Tensor, *, last: bool) -> torch.Tensor:
         """Return the loss that ``Trainer`` adds up: that of the window with its last micro-batch, else zero.
