@@ -17,6 +17,7 @@ class Backend:
     """Answers each prompt with its last token and its position; finishes the last row early."""
 
     end_tokens = (1,)
+    supports_images = False
 
     def __init__(self):
         self.calls, self.prefetched = [], []

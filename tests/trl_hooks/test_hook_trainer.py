@@ -68,7 +68,11 @@ def test_a_vespo_correction_is_refused(tmp_path):
             "logprobs": [[-3.0, -3.0]] * len(ids),
         }
 
-    given = {"loss_type": "vespo", "vllm_importance_sampling_mode": "token_truncate"}
+    given = {
+        "loss_type": "vespo",
+        "vllm_importance_sampling_mode": "token_truncate",
+        "rollout_func_importance_sampling_correction": True,
+    }
     with pytest.raises(ConfigError, match="loss_type='vespo' applies the sampler correction inside"):
         run(tmp_path, rollout_func=scripted, **given).train()
 
