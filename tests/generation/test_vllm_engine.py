@@ -51,7 +51,7 @@ def test_missing_vllm_error_names_the_package_to_install(tmp_path, monkeypatch, 
         ({"vllm_engine_kwargs": {"max_num_seq": 8}}, "nearest valid: 'max_num_seqs'"),
         ({"vllm_engine_kwargs": {"max_model_len": 8}}, "it follows vllm_max_model_length"),
         ({"generation_kwargs": {"best": 2}}, "generation_kwargs['best'] is unknown"),
-        ({"generation_kwargs": {"n": 2}}, "generation_kwargs['n'] is set by the trainer"),
+        ({"generation_kwargs": {"seed": 2}}, "generation_kwargs['seed'] is set by the trainer"),
         ({"generation_kwargs": {"min_tokens": 7}}, "less than or equal to max_tokens=6, got 7"),
         ({"temperature": 2.5}, "temperature must be in [0, 2], got 2.5"),
         ({"vllm_enable_sleep_mode": True}, "frees GPU memory"),
@@ -103,7 +103,7 @@ class FakeEngine:
 
     def __init__(self):
         self.calls = []
-        self.model_config = SimpleNamespace(max_model_len=64)
+        self.model_config = SimpleNamespace(max_model_len=64, max_logprobs=20)
 
     def __getattr__(self, name):
         def call(*args, **kwargs):
