@@ -123,7 +123,7 @@ class GRPOTrainer(
     model: PreTrainedModel  # type: ignore[assignment]
     zero_grad_at_zero_advantage = True  # of compute_loss, see LossMixin
     uncalled_methods: Mapping[str, str] = TRL_METHODS  # refused in subclasses and on instances
-    records_kept_tokens = True  # log-probs of truncated samples are those of the truncated distribution
+    kept_tokens_lost_because = ""  # a subclass that passes token ids alone says so
     truncation_warning = ""  # the newest warning that the kept tokens are unknown
     buffer_class = ExperienceBuffer
     metrics_class = MetricBuffer
@@ -311,15 +311,12 @@ class GRPOTrainer(
         self.sampler_changes = {name: now[name] for name in now if now[name] != self._built_sampler[name]}
         head = replace(self.logprob_computer.head, temperature=settings.temperature)
         self.logprob_computer.head = self.logprob_mismatch.head = head
-        before, self.truncation_warning = (
-            self.truncation_warning,
-            unreported_truncation(
-                settings,
-                self.backend,
-                self.sampler_changes,
-                rollout_func=self.rollout_func is not None,
-                trl_hooks=not self.records_kept_tokens,
-            ),
+        lost_because = self.kept_tokens_lost_because
+        if self.rollout_func is not None and not lost_because:
+            lost_because = "a rollout_func returns completions without the kept tokens"
+        before = self.truncation_warning
+        self.truncation_warning = unreported_truncation(
+            settings, self.backend, self.sampler_changes, lost_because
         )
         if self.truncation_warning not in ("", before):
             logger.warning("%s", self.truncation_warning)

@@ -65,9 +65,7 @@ def unreported_truncation(
     config: GRPOConfig,
     backend: GenerationBackend,
     generation_kwargs: Mapping[str, Any],
-    *,
-    rollout_func: bool,
-    trl_hooks: bool,
+    lost_because: str = "",
 ) -> str:
     """Return a warning if completions are truncated samples without a record of the kept tokens, else "".
 
@@ -75,20 +73,14 @@ def unreported_truncation(
 
     Args:
         generation_kwargs: sampler settings of requests that replace those of the backend.
-        rollout_func: completions come from a ``rollout_func``, which returns no kept tokens.
-        trl_hooks: completions pass through TRL's hooks, as token ids alone.
+        lost_because: reason why completions lose the record even if the backend makes one.
     """
     used = truncating(config)
     if not used:
         return ""
-    if trl_hooks:
-        reason = "TRL's hooks pass completions without the kept tokens (groupwise.GRPOTrainer records them)"
-    elif rollout_func:
-        reason = "a rollout_func returns completions without the kept tokens"
-    elif not backend.reports_kept_tokens(generation_kwargs):
-        reason = f"{type(backend).__name__} does not report the kept tokens"
-    else:
+    if not lost_because and backend.reports_kept_tokens(generation_kwargs):
         return ""
+    reason = lost_because or f"{type(backend).__name__} does not report the kept tokens"
     return (
         f"{used}: completions are sampled from a truncated distribution, but log-probs are those of the full "
         f"one, which biases the importance ratio, because {reason}. The metric sampling/truncated_mass shows "

@@ -88,7 +88,9 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
     """
 
     uncalled_methods = REFUSED
-    records_kept_tokens = False  # hooks pass token ids alone
+    kept_tokens_lost_because = (
+        "TRL's hooks pass completions without the kept tokens (groupwise.GRPOTrainer records them)"
+    )
     buffer_class = InputsBuffer
     metrics_class = ListMetricBuffer
     buffer: InputsBuffer  # type: ignore[assignment]
