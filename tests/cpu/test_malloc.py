@@ -12,8 +12,8 @@ import pytest
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has the setting")
 
-# Blocks of 8 MB, each below one of 1 MB that stays and is too large for a gap left by the imports: without the
-# setting, none of them can be given back.
+# Blocks of 8 MB, each below one of 1 MB that stays and is too large for a gap left by the imports: without
+# the setting, none of them can be given back.
 PROGRAM = """
 import sys
 import torch
