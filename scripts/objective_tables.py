@@ -80,6 +80,11 @@ ADVANTAGES = {
         r"\frac{r_i - \frac{1}{G-1}\sum_{j\ne i} r_j}{\mathrm{std}(r) + 10^{-4}}",
         "RLOO, arXiv 2402.14740",
     ),
+    "per_token": (
+        r"\frac{r_i - \mathrm{mean}(r)}{\mathrm{std}(r) + 10^{-4}} + \sum_f w_f\, r_{it}^f",
+        "step rewards are added to their own token as they are, for on-policy distillation "
+        "(`get_distillation_reward`)",
+    ),
     "maxrl": (
         r"\frac{r_i - \mathrm{mean}(r)}{\mathrm{mean}(r)}",
         "MaxRL, arXiv 2602.02710; 0 if the mean is 0, and `scale_rewards` has no effect",

@@ -79,6 +79,7 @@ from groupwise.reporting.table import completion_rows
 from groupwise.rewards.build import (
     LoadedRewards,
     check_rewards,
+    check_teachers,
     load_rewards,
     reload_rewards,
     with_default_weights,
@@ -204,6 +205,7 @@ class GRPOTrainer(
         data = prepare_data(train_dataset, eval_dataset, args, model, processing_class)
         policy = prepare_policy(model, args, quantization_config, peft_config)
         check_vision(policy, processing_class, args, train_dataset, eval_dataset)
+        check_teachers(rewards.functions, processing_class, policy)
         self.reference = make_reference(policy, args, fresh_adapter=peft_config is not None)
         super().__init__(
             model=policy,

@@ -111,7 +111,7 @@ STEPS = [
 def test_process_supervision(scale, size):
     got = core.process_advantages(STEPS, size, 6, scale=scale)
     expected = process_advantages(STEPS, size, 6, scale)
-    torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float32), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9)
 
 
 def test_process_supervision_by_hand():

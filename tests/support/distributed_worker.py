@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError
+from groupwise.rewards import get_distillation_reward
 from groupwise.trainer import GRPOTrainer
 
 #: A process that hangs says where, before the test gives up on it.
@@ -44,6 +45,7 @@ UPDATES: dict[str, dict[str, Any]] = {
     "entropy bonus": {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 5.0},
     "batch scale": {"scale_rewards": "batch"},
     "normalize then sum": {"multi_objective_aggregation": "normalize_then_sum"},
+    "distillation": {"distilled": True, "advantage_baseline": "per_token"},
     "leave one out": {"advantage_baseline": "leave_one_out"},
     "truncated masked": {"mask_truncated_completions": True},
     "token correction": {"sampler": True, "vllm_importance_sampling_mode": "token_truncate"},
@@ -83,8 +85,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def policy() -> LlamaForCausalLM:
-    torch.manual_seed(0)
+def policy(seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(LETTERS) + 3,
@@ -208,6 +210,8 @@ def update(output_dir: str | Path, *, rows: int, micro_batches: int, **case: Any
     rewards: list[Any] = [sparse_vowels] if case.pop("sparse", False) else [vowels, digits_if_any]
     rewards = [planted_vowels] if case.pop("planted", False) else rewards
     rewards = [case.pop("reward")] if "reward" in case else rewards
+    if case.pop("distilled", False):
+        rewards = [vowels, get_distillation_reward(policy(seed=1))]
     sampler = case.pop("sampler", False)
     rows_of_data = prompts(24).to_iterable_dataset(2) if case.pop("stream", False) else prompts(24)
     trainer = make_trainer(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -216,9 +216,9 @@ def process_advantages(
         scale: divide by the standard deviation.
 
     Returns:
-        (N, num_tokens) float32
+        (N, num_tokens) float64
     """
-    advantages_NT = torch.zeros(len(step_rewards), num_tokens)
+    advantages_NT = torch.zeros(len(step_rewards), num_tokens, dtype=torch.float64)
     for start in range(0, len(step_rewards), num_generations):
         group = step_rewards[start : start + num_generations]
         values = torch.tensor([reward for steps in group for _, reward in steps], dtype=torch.float64)
@@ -228,6 +228,28 @@ def process_advantages(
         for row, steps in enumerate(group, start):
             for end, reward in steps:
                 advantages_NT[row, : end + 1] += (reward - values.mean().item()) / divisor
+    return advantages_NT
+
+
+def per_token_advantages(rewards: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
+    """Use step rewards as the advantages of their own tokens: A_it = A_i + Σ_f w_f r_it^f.
+
+    No baseline, no standard deviation and no sum over later tokens: for rewards that already compare a token
+    with the policy, as in on-policy distillation. A_i is the group advantage of the other functions, 0
+    without any.
+
+    Returns:
+        (N,), or (N, T) when there are step rewards.
+    """
+    advantages_N = normalized_advantages(replace(rewards, step_rewards={}), settings)
+    if not rewards.step_rewards:
+        return advantages_N
+    advantages_NT = advantages_N.unsqueeze(1).repeat(1, rewards.num_tokens)
+    weights = rewards.weights_F.tolist()
+    for column, step_rewards in rewards.step_rewards.items():
+        for row, steps in enumerate(step_rewards):
+            for index, reward in steps:
+                advantages_NT[row, index] += weights[column] * reward
     return advantages_NT
 
 
@@ -242,7 +264,11 @@ def _with_leave_one_out(rewards: GroupRewards, settings: AdvantageSettings) -> t
     return normalized_advantages(rewards, settings, leave_one_out)
 
 
-ADVANTAGES: dict[str, Estimator] = {"group_mean": _with_group_mean, "leave_one_out": _with_leave_one_out}
+ADVANTAGES: dict[str, Estimator] = {
+    "group_mean": _with_group_mean,
+    "leave_one_out": _with_leave_one_out,
+    "per_token": per_token_advantages,
+}
 
 
 def register_advantage(name: str, estimator: Estimator) -> None:

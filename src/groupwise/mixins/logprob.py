@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +30,17 @@ from groupwise.records import (
     RolloutBatch,
     TokenBatch,
 )
+
+
+@contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Context manager that disables dropout and restores the mode afterwards."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 class LogprobMixin:
@@ -134,18 +146,34 @@ class LogprobMixin:
             # Liger takes the sampler correction as a factor, which needs old log-probs before the loss.
             on_policy = on_policy and tokens.sampler_logps_BT is None and not self.settings.dynamic_sampling
         model = self.model
-        was_training = model.training
-        model.eval()
-        try:
+        with _evaluation_mode(model):
             old_logps_BT = tokens.old_logps_BT
             if not on_policy:
                 current_BT = self._logps_of_rows(model, tokens, only)
                 old_logps_BT = torch.where(old_logps_BT.isnan(), current_BT, old_logps_BT)
             with self.reference.scoring(model) as reference:
                 ref_logps_BT = None if reference is None else self._logps_of_rows(reference, tokens, only)
-        finally:
-            model.train(was_training)
         return OldAndRefLogps(old_logps_BT, ref_logps_BT)
+
+    @torch.no_grad()
+    def completion_logprobs(
+        self, rollouts: RolloutBatch, model: nn.Module | None = None
+    ) -> list[list[float]]:
+        """Compute log-probs of sampled tokens for reward functions with ``takes_logprobs``, without dropout.
+
+        Args:
+            rollouts: completions of this rank, B rows.
+            model: any model with the policy's vocabulary; None: the policy.
+
+        Returns:
+            one list per completion with one value per token, NaN on tokens without loss.
+        """
+        tokens, model = self.collate(rollouts), self.model if model is None else model
+        with _evaluation_mode(model):
+            logps_BT = self._logps_of_rows(model, tokens, None)
+        rows = logps_BT.masked_fill(tokens.loss_mask_BT == 0, math.nan).tolist()
+        lengths = [len(completion.token_ids) for completion in rollouts.completions]
+        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
     def _logps_of_rows(
         self, model: nn.Module, tokens: TokenBatch, only: Sequence[int] | None

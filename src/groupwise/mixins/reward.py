@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch import nn
 from transformers import TrainerState
 
 from groupwise.config.grpo_config import GRPOConfig
@@ -33,6 +34,7 @@ class RewardMixin:
     reward_callables: list[Callable[..., Any]]
     reward_func_names: list[str]
     reward_weights: torch.Tensor
+    completion_logprobs: Callable[..., list[list[float]]]  # of LogprobMixin
 
     def compute_rewards(self, rollouts: RolloutBatch) -> RewardBatch:
         """Call every reward function on this rank's completions and gather the results of all ranks.
@@ -72,6 +74,7 @@ class RewardMixin:
             rollouts if len(kept) == len(rollouts) else rollouts.select(kept),
             timeout=self.settings.reward_timeout,
             on_error=self.settings.reward_on_error,
+            completion_logprobs=self._logprobs_of(rollouts, kept),
             trainer_state=self.state,
             log_extra=log_extra,
             log_metric=log_metric,
@@ -97,6 +100,17 @@ class RewardMixin:
             columns=dict(columns),
             metrics=merge_metrics([metrics, *list(logged)]),
         )
+
+    def _logprobs_of(
+        self, rollouts: RolloutBatch, rows: list[int]
+    ) -> Callable[[nn.Module | None], list[list[float]]]:
+        """Return the argument of reward functions with ``takes_logprobs``, for these rows."""
+
+        def completion_logprobs(model: nn.Module | None = None) -> list[list[float]]:
+            logps_B = self.completion_logprobs(rollouts, model)  # of all rows: all ranks run as many forwards
+            return [logps_B[row] for row in rows]
+
+        return completion_logprobs
 
     def drop_failed(self, rollouts: RolloutBatch) -> tuple[RolloutBatch, torch.Tensor | None]:
         """Drop groups of which fewer than two rollouts succeeded (``rollout_on_error="retry"``).

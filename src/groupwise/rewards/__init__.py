@@ -6,6 +6,7 @@ from groupwise.rewards.accuracy import (
     reasoning_accuracy_reward,
 )
 from groupwise.rewards.code import get_code_execution_reward
+from groupwise.rewards.distillation import get_distillation_reward
 from groupwise.rewards.reasoning_gym import (
     create_reasoning_gym,
     get_reasoning_gym_reward,
@@ -28,6 +29,7 @@ __all__ = [
     "create_reasoning_gym",
     "get_code_execution_reward",
     "get_cosine_scaled_reward",
+    "get_distillation_reward",
     "get_reasoning_gym_reward",
     "get_repetition_penalty_reward",
     "get_soft_overlong_punishment",

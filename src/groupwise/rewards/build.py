@@ -9,10 +9,11 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError
+from groupwise.rewards.distillation import DistillationReward
 from groupwise.rewards.runtime.calling import reward_name, unique_names
 from groupwise.rewards.runtime.marking import is_per_sample_reward
 from groupwise.rewards.runtime.models import RewardModel, load_reward_model
@@ -126,6 +127,22 @@ def _check_function(function: RewardFunc) -> None:
         )
 
 
+def check_teachers(
+    functions: Sequence[RewardFunc],
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin,
+    policy: PreTrainedModel,
+) -> None:
+    """Check the vocabularies of the teachers among the reward functions.
+
+    Raises:
+        ConfigError: a teacher has another vocabulary than the policy.
+    """
+    tokenizer = cast(PreTrainedTokenizerBase, getattr(processing_class, "tokenizer", processing_class))
+    for function in functions:
+        if isinstance(function, DistillationReward):
+            function.check_vocabulary(tokenizer, policy)
+
+
 def load_rewards(rewards: RewardSetup, config: GRPOConfig, accelerator: Accelerator) -> LoadedRewards:
     """Load reward models given by id and move all reward models to their device."""
     pairs = zip(rewards.functions, rewards.processing_classes, strict=True)
@@ -142,6 +159,8 @@ def _load(
     """Return the loaded function, the callable of its rewards and the tokenizer of a reward model."""
     if isinstance(function, str):
         function = load_reward_model(function, config.trust_remote_code)
+    if isinstance(function, DistillationReward):
+        function.teacher = accelerator.prepare_model(function.teacher, evaluation_mode=True)
     if isinstance(function, PreTrainedModel):
         model = accelerator.prepare_model(function, evaluation_mode=True)
         reward_model = RewardModel(

@@ -101,6 +101,7 @@ def call_rewards(
     *,
     timeout: float | None = None,
     on_error: str = "raise",
+    completion_logprobs: Callable[[Any], list[list[float]]] | None = None,
     **shared: object,
 ) -> RewardCalls:
     """Call every reward function: async functions concurrently, the others one after the other meanwhile.
@@ -112,6 +113,8 @@ def call_rewards(
             finish.
         on_error: "raise", or "none": a function that fails returns None for all completions of this call, and
             its first failure is logged as a warning.
+        completion_logprobs: argument of functions with ``takes_logprobs``: maps a model, None for the policy,
+            to the log-probs of the completion tokens under it.
         shared: further keyword arguments of all functions.
 
     Raises:
@@ -122,6 +125,8 @@ def call_rewards(
     def arguments(function: Callable[..., Any]) -> dict[str, Any]:
         # Fresh lists for every function; only PartialReward matches rows by id.
         row_ids = {"row_ids": rollouts.row_ids} if getattr(function, "takes_row_ids", False) else {}
+        if getattr(function, "takes_logprobs", False):
+            return {**reward_arguments(rollouts), **shared, "completion_logprobs": completion_logprobs}
         return {**reward_arguments(rollouts), **shared, **row_ids}
 
     titles = [f"reward function {name!r}" for name in names]
