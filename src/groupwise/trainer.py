@@ -667,7 +667,7 @@ class GRPOTrainer(
             "parameters_with_gradient": AttributeState(self, "parameters_with_gradient", list, list),
             "train_metrics": ObjectState(self.metrics["train"], ("metrics", "rows")),
             "eval_metrics": ObjectState(self.metrics["eval"], ("metrics", "rows")),
-            "evaluation": ObjectState(self.evaluation, ("completions", "num_batches", "first")),
+            "evaluation": ObjectState(self.evaluation, ("completions", "num_batches", "first", "looks")),
             "backend": ObjectState(self.backend, ()),
             "rng": self.rng,
         }

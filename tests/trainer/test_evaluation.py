@@ -13,6 +13,7 @@ from support.runs import WORDS, policy, prompts, tokenizer, trainer
 
 from groupwise import ConfigError, register_aggregation
 from groupwise.core.advantages import GroupRewards
+from groupwise.core.confidence import gain_interval
 from groupwise.records import Completion, RewardBatch, RolloutBatch
 from groupwise.reporting.evaluation import EvaluationMetrics
 
@@ -132,7 +133,12 @@ def test_the_gain_is_the_difference_by_prompt(tmp_path):
     # What prompts differ in by themselves is not in it.
     assert metrics["eval_pass@1_gain_ci95"] < metrics["eval_pass@1_ci95"]
     passed[:] = [1, 4, 0]
-    assert run.evaluate()["eval_pass@1_gain"] == 0.0  # still against the first
+    again = run.evaluate()
+    assert again["eval_pass@1_gain"] == 0.0  # still against the first
+    # The interval of the second look, wider than that of the first one would be.
+    low, high = gain_interval(torch.zeros(3), 2)
+    assert (again["eval_pass@1_gain_low"], again["eval_pass@1_gain_high"]) == (low, high)
+    assert "eval_maj@2_gain_low" in again and "eval_avg@4_gain_low" not in again
 
 
 def test_other_prompts_are_not_compared(tmp_path, caplog):
@@ -167,10 +173,13 @@ def test_the_best_model_by_pass_at_k_from_before_the_first_step(tmp_path):
 
 def test_the_first_evaluation_survives_a_checkpoint(tmp_path):
     given = {"eval_on_start": True, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    given |= {"eval_strategy": "steps", "eval_steps": 1}
     run_of(tmp_path, **given).train()
     resumed = run_of(tmp_path, **{**given, "eval_on_start": False, "save_strategy": "no"})
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert resumed.evaluate()["eval_pass@1_gain"] == 0.0
+    metrics = resumed.evaluate()
+    assert metrics["eval_pass@1_gain"] == 0.0
+    assert resumed.evaluation.looks == {"eval": 3}  # of steps 1 and 2, and now
 
 
 def test_a_registered_aggregation_decides_what_passes(tmp_path):

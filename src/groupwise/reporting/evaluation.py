@@ -1,6 +1,7 @@
 """Evaluation metrics pass@k, avg@n and maj@k with confidence intervals.
 
-Later evaluations also report their paired difference to the first one.
+Later evaluations also report their paired difference to the first one, with an interval that stays valid when
+every evaluation of a run is looked at.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from groupwise.core.advantages import total_rewards
+from groupwise.core.confidence import gain_interval
 from groupwise.core.pass_at_k import majority_at_k, mean_with_interval, pass_at_k
 from groupwise.records import RewardBatch, RolloutBatch
 
@@ -51,6 +55,7 @@ class EvaluationMetrics:
     functions: names of the reward functions.
     aggregation: combines their rewards into the one that is compared with the threshold.
     first: by evaluation name, a digest of the prompts and the values by prompt.
+    looks: by evaluation name, the number of gains computed so far.
     """
 
     ks: Sequence[int]
@@ -60,6 +65,7 @@ class EvaluationMetrics:
     completions: list[EvaluatedCompletion] = field(default_factory=list)
     num_batches: int = 0
     first: dict[str, tuple[str, PromptValues]] = field(default_factory=dict)
+    looks: dict[str, int] = field(default_factory=dict)
 
     def add(self, rollouts: RolloutBatch, rewards: RewardBatch) -> None:
         """Store this rank's valid completions of a batch; padding rows are skipped."""
@@ -108,14 +114,16 @@ class EvaluationMetrics:
         if first_digest != digest:
             logger.warning("evaluation %r has other prompts than the first time: no gain is computed", name)
         elif first_values is not values:
-            metrics.update(_gains(values, first_values))
+            self.looks = {**self.looks, name: self.looks.get(name, 0) + 1}
+            metrics.update(_gains(values, first_values, self.looks[name]))
         return metrics
 
-    def state_dict(self) -> dict[str, tuple[str, PromptValues]]:
-        return dict(self.first)
+    def state_dict(self) -> dict[str, dict]:
+        return {"first": dict(self.first), "looks": dict(self.looks)}
 
-    def load_state_dict(self, state: Mapping[str, Sequence]) -> None:
-        self.first = {name: (digest, values) for name, (digest, values) in state.items()}
+    def load_state_dict(self, state: Mapping[str, Mapping]) -> None:
+        self.first = {name: (digest, values) for name, (digest, values) in state["first"].items()}
+        self.looks = dict(state["looks"])
 
 
 def prompt_values(
@@ -161,17 +169,30 @@ def _summary(values: PromptValues) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
 
-def _gains(values: PromptValues, first: PromptValues) -> dict[str, float]:
+def _gains(values: PromptValues, first: PromptValues, look: int) -> dict[str, float]:
     """Return the paired differences to the first evaluation.
 
-    The variance between prompts cancels in a paired difference, so its interval is that of the change.
+    The variance between prompts cancels in a paired difference, so its interval is that of the change. pass@k
+    and maj@k are in [0, 1] and also get ``_gain_low`` and ``_gain_high``: over all looks of a run, these
+    intervals miss their gains with probability 5 % at most.
     """
     gains = {
         f"{name}_gain": [now - then for now, then in zip(by_prompt, first[name], strict=True)]
         for name, by_prompt in values.items()
         if name in first
     }
-    return _summary(gains)
+    metrics = _summary(gains)
+    for name, by_prompt in gains.items():
+        differences = [gain for gain in by_prompt if not math.isnan(gain)]
+        if differences and _is_share(name):
+            low, high = gain_interval(torch.tensor(differences).clamp(-1, 1), look)
+            metrics.update({f"{name}_low": low, f"{name}_high": high})
+    return metrics
+
+
+def _is_share(name: str) -> bool:
+    """Return True for metrics in [0, 1]: pass@k and maj@k, also of single reward functions."""
+    return name.rpartition("/")[2].startswith(("pass@", "maj@"))
 
 
 def _text(completion: str | Sequence[Mapping[str, object]]) -> str:
