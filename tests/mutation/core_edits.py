@@ -16,6 +16,8 @@ MERGING = ("tests/core/test_metric_merging.py",)
 PADDING = ("tests/core/test_pad_sequences.py",)
 REGISTRATION = ("tests/core/test_registration.py",)
 VARIANTS = ("tests/reference/test_variants.py",)
+CONFIDENCE = ("tests/core/test_confidence.py",)
+DISTILLATION = ("tests/rewards/test_distillation.py", "-k", "loop or outcome")
 
 
 ALL = ("tests/reference", "tests/core")
@@ -192,6 +194,21 @@ CORE = [
         ("total_N - rewards.penalty_N", "total_N + rewards.penalty_N", ADVANTAGES),
         ("AGGREGATIONS[settings.aggregation].normalize_first", "False", ADVANTAGES),
         ("if name in AGGREGATIONS:", "if name in ():", REGISTRATION),
+        ("+= weights[column] * reward", "+= reward", DISTILLATION),
+        ("+= weights[column] * reward", "= weights[column] * reward", DISTILLATION),
+        ("replace(rewards, step_rewards={})", "rewards", DISTILLATION),
+    ),
+    *_of(
+        "confidence.py",
+        ("alpha / (look * (look + 1))", "alpha", CONFIDENCE),
+        ("0.25), variance[..., :-1]]", "0.25), variance[..., 1:]]", CONFIDENCE),
+        ("2 * math.log(2 / alpha)", "2 * math.log(1 / alpha)", CONFIDENCE),
+        ("_TRUNCATION / (1 - means)", "_TRUNCATION / means", CONFIDENCE),
+        ("torch.maximum(above, below) - math.log(2)", "torch.maximum(above, below)", CONFIDENCE),
+        ("torch.maximum(above, below)", "above", CONFIDENCE),
+        ("math.log(1 / level)", "math.log(1 / alpha)", CONFIDENCE),
+        ("grid[kept[0] - 1]", "grid[kept[0]]", CONFIDENCE),
+        ("grid[kept[-1] + 1]", "grid[kept[-1]]", CONFIDENCE),
     ),
     *_of(
         "variants.py",

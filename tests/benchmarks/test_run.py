@@ -1,0 +1,136 @@
+"""The runner of learning benchmarks with a tiny random model: files, resumption, tables and figures."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import figures
+import methods
+import pytest
+import run
+import tasks
+from datasets import Dataset
+from support.runs import policy, tokenizer, trainer
+
+from groupwise import GRPOConfig
+
+SMALL = ["--tiny", "--steps", "1", "--test_questions", "2", "--samples", "2", "--train_questions", "4"]
+
+
+def test_cells_leave_files_that_a_second_call_skips(tmp_path, capsys):
+    arguments = [*SMALL, "--cells", "sft", "grpo_process", "--seeds", "0", "--output", str(tmp_path)]
+    written = run.main(arguments)
+    assert [path.name for path in written] == ["sft-0.json", "grpo_process-0.json"]
+    first = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    (tmp_path / "grpo_process-0.json").unlink()
+    assert [path.name for path in run.main(arguments)] == ["grpo_process-0.json"]
+    assert (tmp_path / "sft-0.json").read_text() == first["sft-0.json"]
+    assert "sft-0.json: finished before" in capsys.readouterr().out
+
+    result = json.loads(first["sft-0.json"])
+    assert result["trained"] and result["num_train_questions"] == 8 and result["seed"] == 0
+    (logged,) = [log for log in result["history"] if "reward" in log]
+    assert logged["reward"] == 1.0  # replayed solutions are correct
+    for task in tasks.TRAINED:
+        for when in ("before", "after"):
+            assert {f"eval_{task}_{name}" for name in ("pass@1", "pass@2", "maj@2")} <= set(result[when])
+        assert f"eval_{task}_pass@1_gain_low" in result["after"]
+    # The same sample of the same seed trains again to the same numbers.
+    again = json.loads((tmp_path / "grpo_process-0.json").read_text())
+    once = json.loads(first["grpo_process-0.json"])
+    rewards = [[log["reward"] for log in r["history"] if "reward" in log] for r in (once, again)]
+    losses = [[log["loss"] for log in r["history"] if "loss" in log] for r in (once, again)]
+    assert rewards[0] == rewards[1] and losses[0] == losses[1]
+
+
+def test_every_cell_is_a_valid_configuration(tmp_path):
+    methods.register()
+    for name, cell in run.CELLS.items():
+        config = run.config(cell, run.Scale(), 3, str(tmp_path))
+        assert config.seed == 3 and config.max_steps == 60, name
+    plain, tried = (
+        run.config(run.CELLS[c], run.TINY, 0, str(tmp_path)) for c in ("grpo_outcome", "beta_0.04")
+    )
+    assert (plain.beta, tried.beta) == (0.0, 0.04)
+
+
+def result_file(directory, cell: str, seed: int, after: float) -> None:
+    metrics = {
+        f"eval_{task}_{name}": after
+        for task in ("chains", "stories")
+        for name in ("pass@1", "pass@4", "maj@4", "pass@1_ci95")
+    }
+    history = [{"step": 1, "reward": 0.5}, {"step": 2, "reward": after}, {"train_loss": 0.0}]
+    result = {"cell": cell, "seed": seed, "before": metrics, "after": metrics, "history": history}
+    (directory / f"{cell}-{seed}.json").write_text(json.dumps(result))
+
+
+def test_the_table_has_means_and_student_intervals_over_seeds(tmp_path):
+    """0.2, 0.4, 0.6: mean 0.4, deviation 0.2, half-width 4.303 · 0.2 / √3 = 0.497."""
+    for seed, after in enumerate([0.2, 0.4, 0.6]):
+        result_file(tmp_path, "grpo_outcome", seed, after)
+    result_file(tmp_path, "sft", 0, 0.25)
+    shown = figures.main([str(tmp_path)]).splitlines()
+    assert (
+        shown[0]
+        == "| cell | seeds | pass@1, in | maj@4, in | pass@4, in | pass@1, out | maj@4, out | pass@4, out |"
+    )
+    assert shown[2] == "| grpo_outcome | 3 |" + " 40.0% ± 49.7% |" * 3 + " - |" * 3
+    assert shown[3] == "| sft | 1 |" + " 25.0% |" * 3 + " - |" * 3
+    assert {"curves.png", "samples.png"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_an_empty_directory_is_an_error(tmp_path):
+    with pytest.raises(SystemExit, match="has no finished run"):
+        figures.main([str(tmp_path)])
+
+
+def test_intervals_of_no_and_one_seed():
+    assert figures.interval([0.5])[0] == 0.5 and math.isnan(figures.interval([0.5])[1])
+    with pytest.raises(ValueError, match="0 seeds; allowed: 1 to 10"):
+        figures.interval([])
+
+
+def test_samples_of_the_policy_are_sorted_by_their_answer(tmp_path):
+    rows = [{"prompt": [{"role": "user", "content": "w0 w1"}], "answer": "x"}]
+    sampled = trainer(tmp_path, max_completion_length=2)
+
+    def reward(completions, answer):
+        assert answer == ["x"]
+        return [float("w1" in completions[0][0]["content"])]
+
+    correct, wrong = methods.sort_samples(sampled, rows, 16, reward)
+    found = [*correct.get("w0 w1", []), *wrong["w0 w1"]]
+    assert len(set(found)) == len(found) > 4
+    assert all("w1" in text for text in correct.get("w0 w1", []))
+    assert not any("w1" in text for text in wrong["w0 w1"])
+
+
+def test_rows_without_the_needed_samples_are_left_out():
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": name}]} for name in "abc"])
+    stored, wrong = {"a": ["1"], "b": ["2"]}, {"b": ["3"], "c": ["4"]}
+
+    def kept(name: str) -> list[str]:
+        found = run.with_samples(rows, stored, wrong, run.CELLS[name])
+        return [row["prompt"][0]["content"] for row in found]
+
+    assert (kept("rft"), kept("dpo"), kept("grpo_outcome")) == (["a", "b"], ["b"], ["a", "b", "c"])
+
+
+@pytest.mark.parity
+def test_dpo_trains_on_pairs_of_samples(tmp_path):
+    rows = [{"prompt": [{"role": "user", "content": f"w{i}"}]} for i in range(2)]
+    words, model = tokenizer(), policy()
+    words.chat_template = words.chat_template.replace(
+        "<user> {{ m['content'] }} ",
+        "{{ '<user> ' if m['role'] == 'user' else '<assistant> ' }}{{ m['content'] }} ",
+    )
+    args = GRPOConfig(
+        str(tmp_path), max_steps=2, per_device_train_batch_size=4, num_generations=2, use_cpu=True, bf16=False
+    )
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    correct, wrong = ({f"w{i}": [f"w{i + shift}"] for i in range(2)} for shift in (5, 9))
+    history = run.train_dpo(model, words, rows, args, correct, wrong)
+    assert history[0]["loss"] == pytest.approx(math.log(2), abs=1e-3)  # policy and reference are equal
+    assert any((now != then).any() for now, then in zip(model.parameters(), before, strict=True))

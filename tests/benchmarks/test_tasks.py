@@ -1,0 +1,95 @@
+"""Generated tasks: answers, the split, and the rewards of answers and steps."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+
+import pytest
+import tasks
+
+TEXTS = ["3 + 4 = 7", "7 * 2 = 15", "so it is", "Answer: 14"]
+
+
+class Letters:
+    """A tokenizer with one token per character."""
+
+    def decode(self, ids, skip_special_tokens):
+        return "".join(chr(token) for token in ids)
+
+
+@pytest.mark.parametrize("task", tasks.TRAINED)
+def test_solutions_are_true_and_end_with_the_answer(task):
+    for question in tasks.generated(task, 100):
+        *lines, last = question.solution.split("\n")
+        assert len(lines) >= 2 and all(tasks.is_true_equation(line) for line in lines)
+        assert last == f"Answer: {question.answer}" and lines[-1].endswith(f" = {question.answer}")
+        numbers = re.findall(r"\d+", question.text)
+        assert all(number in numbers for number in re.findall(r"^\d+", lines[0]))
+
+
+@pytest.mark.parametrize("task", tasks.TRAINED)
+def test_held_out_questions_are_never_trained_on(task):
+    train = [question.text for question in tasks.generated(task, 1000)]
+    held_out = [question.text for question in tasks.generated(task, 100, held_out=True)]
+    assert len(set(train)) == 1000 and len(set(held_out)) == 100
+    assert set(train).isdisjoint(held_out)
+    assert train == [question.text for question in tasks.generated(task, 1000)]  # the same in every process
+
+
+@pytest.mark.parametrize("task", tasks.UNSEEN)
+def test_tasks_of_reasoning_gym_have_integer_answers(task):
+    if importlib.util.find_spec("reasoning_gym") is None:
+        pytest.skip("reasoning_gym is not installed")
+    for question in tasks.unseen(task, 20):
+        assert re.fullmatch(r"-?\d+", question.answer) and question.solution is None
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("3 + 4 = 7\nAnswer: 7", "7"),
+        ("Answer: 5\nno, Answer: -6 apples, not 7", "-6"),
+        ("it is 12, or 13", "13"),
+        ("Answer: none", None),
+        ("", None),
+    ],
+)
+def test_the_final_number(text, number):
+    assert tasks.final_number(text) == number
+
+
+def test_answers_are_rewarded_and_logged_as_votes():
+    logged = {}
+    chats = [[{"role": "assistant", "content": text}] for text in ("Answer: 7", "Answer: 8", "?")]
+    rewards = tasks.correct(
+        chats, ["7", "7", "7"], log_extra=lambda name, values: logged.update({name: values})
+    )
+    assert rewards == [1.0, 0.0, 0.0] and logged == {"answer_parsed": ["7", "8", None]}
+
+
+@pytest.mark.parametrize(
+    ("line", "true"),
+    [
+        ("2 + 3 = 5", True),
+        ("2 - 3 = -1", True),
+        ("-4 * 3 = -12", True),
+        ("2 + 3 = 6", False),
+        ("2+3=5", False),
+    ],
+)
+def test_equations(line, true):
+    assert tasks.is_true_equation(line) is true
+
+
+def test_every_line_is_a_step_that_ends_at_its_last_token():
+    text = "\n".join(TEXTS)
+    reward = tasks.get_step_reward(Letters())
+    (steps,) = reward(completion_ids=[[ord(letter) for letter in text]], answer=["14"])
+    ends = [len("\n".join(TEXTS[: i + 1])) for i in range(4)]  # of the line breaks, and of the last letter
+    assert steps == list(zip([*ends[:3], ends[3] - 1], [1.0, 0.0, 0.0, 1.0], strict=True))
+    assert reward(completion_ids=[[], [ord("1")], [ord("\n")]], answer=["1", "1", "1"]) == [
+        [],
+        [(0, 1.0)],
+        [(0, 0.0)],
+    ]
