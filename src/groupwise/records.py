@@ -470,6 +470,7 @@ class MicroBatch(Experience):
     entropy_mask_BT: loss tokens in the top entropy quantile; all loss tokens without a quantile.
     sequence_weight_B1: share of each row in the window, for terms that are one number per micro-batch.
     entropy_weights_BT: weights of the entropy bonus, coefficient included; None without a bonus.
+    correction_BX: sampler correction that was computed before, (B, 1) or (B, T); None: the loss computes it.
     packed: the same sequences without padding, if the layout prepared it; derived, never saved or moved.
     """
 
@@ -477,6 +478,7 @@ class MicroBatch(Experience):
     entropy_mask_BT: torch.Tensor = field(metadata=_COMPLETION)
     sequence_weight_B1: torch.Tensor = field(metadata=_ROW)
     entropy_weights_BT: torch.Tensor | None = field(default=None, metadata=_COMPLETION)
+    correction_BX: torch.Tensor | None = field(default=None, metadata=_COMPLETION)
     packed: PackedSequences | None = None
 
     def num_tokens(self) -> int:

@@ -479,6 +479,27 @@ def test_sampler_correction(mode: str, subclass: Any, policy: Policy, tmp_path: 
         assert ours.logged("sampler_gap") == pytest.approx(theirs.logged("sampler_gap"), rel=1e-4)
 
 
+def smaller_correction(base: type) -> type:
+    """The square root of the sampler correction, in the dictionary."""
+
+    class Trainer(base):
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            return {**output, "importance_sampling_ratio": output["importance_sampling_ratio"].sqrt()}
+
+    return Trainer
+
+
+@pytest.mark.parametrize("subclass", [lambda base: base, smaller_correction], ids=["plain", "smaller"])
+def test_sampler_correction_inside_the_weight_of_a_sequence(
+    subclass: Any, policy: Policy, tmp_path: Path
+) -> None:
+    options = {"loss_type": "vespo", "vllm_importance_sampling_mode": "token_truncate", "num_iterations": 2}
+    options |= {"learning_rate": 0.03, "off_policy_mask_threshold": 0.3}
+    setting = Setting(options, sampler_logps=noisy_sampler(policy), subclass=subclass)
+    assert_same_update(*train_both(policy, setting, tmp_path), policy)
+
+
 def test_evaluation(policy: Policy, tmp_path: Path) -> None:
     """A hook's metrics of an evaluation, and its loss. TRL shuffles the prompts, which neither depends on."""
     options = {**SPLIT, "max_steps": 1, "per_device_eval_batch_size": 8, "loss_type": "dr_grpo"}

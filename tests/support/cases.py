@@ -50,6 +50,7 @@ class Terms:
     entropy_BT: torch.Tensor | None = None
     entropy_mask_BT: torch.Tensor | None = None
     entropy_weights_BT: torch.Tensor | None = None
+    correction_BX: torch.Tensor | None = None
     group_ids_B: torch.Tensor | None = None
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,19 +37,42 @@ def test_an_override_that_would_not_be_called_is_refused(tmp_path, name):
         patched.train()
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {"dynamic_sampling": True},
-        {"use_liger_kernel": True, "liger_kernel_config": {"rope": False}},
-        {"rollout_on_error": "retry"},
-    ],
-    ids=lambda setting: next(iter(setting)),
-)
-def test_settings_that_the_hooks_cannot_express_are_refused(tmp_path, setting):
-    name, value = next(iter(setting.items()))
-    with pytest.raises(ConfigError, match=f"{name}={value!r} has no counterpart in TRL's hooks"):
-        run(tmp_path, **setting)
+@pytest.mark.parametrize("name", hooks.REFUSED_SETTINGS)
+def test_settings_that_the_hooks_cannot_express_are_refused(tmp_path, name):
+    args = run(tmp_path).args
+    default, reason, counterpart = hooks.REFUSED_SETTINGS[name]
+    assert getattr(args, name) == default
+    value = {"dynamic_sampling": True, "rollout_staleness": 2, "rollout_on_error": "retry"}[name]
+    setattr(args, name, value)
+    with pytest.raises(ConfigError) as error:
+        hooks._check_settings(args, tokenizer())
+    assert str(error.value).startswith(f"{name}={value!r} {reason}")
+    assert f"set {name}={default!r}, or {counterpart}" in str(error.value)
+
+
+def test_a_refused_setting_ends_the_construction(tmp_path):
+    with pytest.raises(ConfigError, match="dynamic_sampling=True calls the hooks of generation and rewards"):
+        run(tmp_path, dynamic_sampling=True)
+
+
+def test_with_liger_the_loss_is_that_of_the_hook(tmp_path, caplog):
+    """As in TRL 1.16: Liger's layers on a GPU, and the loss from log-probs."""
+    pytest.importorskip("liger_kernel")
+
+    class Theirs(GRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            self.losses = getattr(self, "losses", 0) + 1
+            return 3 * super()._compute_loss(model, inputs)
+
+    plain = run(tmp_path, Theirs, sequence_layout="padded")
+    plain.train()
+    with caplog.at_level(logging.WARNING):
+        liger = run(tmp_path, Theirs, use_liger_kernel=True)
+    assert "use_liger_kernel=True has no effect: as in TRL, the loss is that of _compute_loss" in caplog.text
+    liger.train()
+    assert liger.losses == plain.losses == 2
+    for name, tensor in plain.model.state_dict().items():
+        assert torch.equal(tensor, liger.model.state_dict()[name])
 
 
 def test_images_are_refused(tmp_path):
@@ -57,24 +81,6 @@ def test_images_are_refused(tmp_path):
     ids = torch.ones(1, 4, dtype=torch.long)
     with pytest.raises(ConfigError, match=r"pixel_values: groupwise.trl_hooks does not support images"):
         run(tmp_path)._get_per_token_logps_and_entropies(policy(), ids, ids, 2, pixel_values=ids)
-
-
-def test_a_vespo_correction_is_refused(tmp_path):
-    def scripted(texts, trainer):
-        ids = tokenizer()(texts)["input_ids"]
-        return {
-            "prompt_ids": ids,
-            "completion_ids": [[4, 1]] * len(ids),
-            "logprobs": [[-3.0, -3.0]] * len(ids),
-        }
-
-    given = {
-        "loss_type": "vespo",
-        "vllm_importance_sampling_mode": "token_truncate",
-        "rollout_func_importance_sampling_correction": True,
-    }
-    with pytest.raises(ConfigError, match="loss_type='vespo' applies the sampler correction inside"):
-        run(tmp_path, rollout_func=scripted, **given).train()
 
 
 def test_the_engine_of_trl_names_its_counterpart(tmp_path):

@@ -99,6 +99,8 @@ class LossBatch(Protocol):
     def entropy_mask_BT(self) -> torch.Tensor: ...
     @property
     def entropy_weights_BT(self) -> torch.Tensor | None: ...
+    @property
+    def correction_BX(self) -> torch.Tensor | None: ...
 
 
 def policy_loss(
@@ -123,6 +125,8 @@ def policy_loss(
     # NaN: the behaviour policy is the current one, ℓ_old = sg(ℓ), and the ratio is exactly 1.
     old_logps_BT = torch.where(batch.old_logps_BT.isnan(), logps_BT.detach(), batch.old_logps_BT)
     correction_BX, metrics = correction(old_logps_BT, batch.sampler_logps_BT, mask_BT, settings)
+    if batch.correction_BX is not None:
+        correction_BX = batch.correction_BX
     inputs = _surrogate_inputs(batch, logps_BT, old_logps_BT, mask_BT, correction_BX, settings)
     per_token_BX = objective.surrogate(inputs, settings.surrogate)  # (B, T) or (B, 1)
     if settings.off_policy_threshold is not None:

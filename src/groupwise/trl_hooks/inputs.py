@@ -186,6 +186,7 @@ def micro_batch(
         group_ids_B=torch.arange(rows, device=completion_ids_BT.device),
         old_logps_BT=old_logps_BT,
         sampler_logps_BT=inputs.get("sampling_per_token_logps"),
+        correction_BX=inputs.get("importance_sampling_ratio"),
         advantages_BX=advantages.unsqueeze(1) if advantages.dim() == 1 else advantages,
         ref_logps_BT=inputs.get("ref_per_token_logps"),
         token_weights_BT=token_weights_BT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -51,6 +52,8 @@ from groupwise.trl_hooks.inputs import (
     token_batch,
 )
 from groupwise.trl_hooks.state import InputsBuffer, ListMetricBuffer
+
+logger = logging.getLogger(__name__)
 
 #: Methods of TRL's trainer that are not called here either, and the counterpart.
 REFUSED = {
@@ -478,12 +481,6 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
                 experience.old_logps_BT, experience.sampler_logps_BT, mask_BT, self.objective_settings
             )
             metrics.record({name: value for name, value in values.items() if "ratio" in name})
-        if correction_BX is not None and OBJECTIVES[self.settings.loss_type].applies_sampler_correction:
-            raise ConfigError(
-                f"loss_type={self.settings.loss_type!r} applies the sampler correction inside its weights, "
-                "which importance_sampling_ratio in the inputs of a hook cannot express; set "
-                "vllm_importance_sampling_correction=False, or use groupwise.GRPOTrainer"
-            )
         return make_inputs(
             experience,
             self.accelerator.gather(experience.loss_mask_BT.sum()).sum(),
@@ -640,18 +637,15 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             entropy_mask_BT = entropy_mask_BT * self.get_high_entropy_mask(entropy_BT, mask_BT, quantile)  # type: ignore[arg-type]
         training = self.model.training
         num_batches = self.current_gradient_accumulation_steps if training else 1  # of the window
-        surrogate_mask_BT = entropy_mask_BT
-        if inputs.get("importance_sampling_ratio") is not None:  # factor of the surrogate, not of the KL
-            surrogate_mask_BT = entropy_mask_BT * inputs["importance_sampling_ratio"]
         batch = micro_batch(
             inputs,
             token_weights_BT=self._token_weights(inputs, mask_BT, num_batches),
-            entropy_mask_BT=surrogate_mask_BT,
+            entropy_mask_BT=entropy_mask_BT,
             entropy_weights_BT=self._entropy_weights(entropy_mask_BT, num_batches),
             share=1 / num_batches,
         )
         settings = self.objective_settings
-        self.objective_settings = replace(settings, correction_mode=None)  # the factor is in the dictionary
+        self.objective_settings = replace(settings, correction_mode=None)  # the factor comes with the batch
         try:
             output = self.compute_policy_loss(batch, LogprobOutput(logps_BT, entropy_BT, aux_loss))
         finally:
@@ -744,22 +738,49 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
 
 
 _NO_IMAGES = (
-    "groupwise.trl_hooks does not support images; use groupwise.GRPOTrainer, whose methods receive them as "
-    "records (docs/vlm.md)"
+    "groupwise.trl_hooks does not support images; use groupwise.GRPOTrainer, whose generate_rollouts, "
+    "compute_logprobs and compute_policy_loss receive them in records (docs/vlm.md)"
 )
+
+#: Settings that TRL's hooks cannot express: the default, the reason, and the counterpart.
+REFUSED_SETTINGS: dict[str, tuple[Any, str, str]] = {
+    "dynamic_sampling": (
+        False,
+        "calls the hooks of generation and rewards several times per batch",
+        "drop rows in _generate_and_score_completions, or use groupwise.GRPOTrainer, whose generate_rollouts "
+        "and compute_rewards are called once per round",
+    ),
+    "rollout_staleness": (
+        0,
+        "samples completions before their hook is called",
+        "use groupwise.GRPOTrainer, whose compute_rewards receives completions that were sampled ahead",
+    ),
+    "rollout_on_error": (
+        "raise",
+        "takes failed completions out of their groups, which have num_generations rows in the hooks",
+        "return an error message from the tool, or use groupwise.GRPOTrainer, whose compute_rewards receives "
+        "the completions that succeeded",
+    ),
+}
 
 
 def _check_settings(args: GRPOConfig, processing_class: Any) -> None:
     """Refuse settings that change the step in a way that TRL's hooks cannot express.
 
     Raises:
-        ConfigError: with the way out.
+        ConfigError: with the counterpart.
     """
-    out = "set it to its default, or override the methods of groupwise.GRPOTrainer (docs/migrating.md)"
-    off: dict[str, Any] = {"dynamic_sampling": False, "rollout_staleness": 0, "use_liger_kernel": False}
-    for name, default in {**off, "rollout_on_error": "raise"}.items():
+    for name, (default, reason, counterpart) in REFUSED_SETTINGS.items():
         if getattr(args, name) != default:
-            raise ConfigError(f"{name}={getattr(args, name)!r} has no counterpart in TRL's hooks; {out}")
+            raise ConfigError(
+                f"{name}={getattr(args, name)!r} {reason}, so groupwise.trl_hooks does not support it; set "
+                f"{name}={default!r}, or {counterpart} (docs/migrating.md)"
+            )
+    if args.use_liger_kernel and args.device.type != "cuda":
+        logger.warning(
+            "use_liger_kernel=True has no effect: as in TRL, the loss is that of _compute_loss, and Liger's "
+            "layers need a GPU"
+        )
     if NORMALIZERS[OBJECTIVES[args.loss_type].normalizer].needs_group_tokens:
         raise ConfigError(
             f"loss_type={args.loss_type!r} counts the tokens of whole groups, which TRL's hooks may split; "
