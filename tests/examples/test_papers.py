@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import ast
+import re
 import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
+from paper_index import SECTIONS, TRL_INDEX, papers_page
 from support import duals, paper_equations
-from support.paper_equations import EQUATIONS
+from support.paper_equations import EQUATIONS, Equation
 from support.paper_loss import Gradient, loss_and_gradient, reward_columns
 from support.paper_samples import Samples, samples
+
+from groupwise.core.entropy import EntropyControl
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "papers"
 RECIPES = sorted(path.stem for path in FOLDER.glob("*.py"))
 #: Largest error of the loss and of a partial derivative, relative to the largest one.
 TOLERANCE = 1e-9
+FIRST_ENTROPY = 0.1
 
 
 def run(recipe: str) -> dict[str, Any]:
@@ -24,9 +29,17 @@ def run(recipe: str) -> dict[str, Any]:
     return runpy.run_path(str(FOLDER / f"{recipe}.py"))
 
 
-def library(found: dict[str, Any], given: Samples, stretch: int = 1) -> tuple[float, Gradient]:
-    lengths = [len(row) * stretch for row in given.logps]
-    return loss_and_gradient(found["config"], given, reward_columns(found.get("reward_funcs", ()), lengths))
+def library(found: dict[str, Any], given: Samples, equation: Equation) -> tuple[float, Gradient]:
+    """Compute loss and gradient of one optimizer step with the recipe, from rewards."""
+    lengths = [len(row) * equation.stretch for row in given.logps]
+    solved = [row[0] > 0 for row in given.rewards]
+    columns = [] if equation.solved_only else [list(column) for column in zip(*given.rewards, strict=True)]
+    columns += reward_columns(found.get("reward_funcs", ()), lengths, solved)
+    config = found["config"]
+    control = EntropyControl(config.entropy_coef)
+    if config.use_adaptive_entropy:  # a step before, of low entropy
+        control = control.step(FIRST_ENTROPY, config.entropy_target, config.entropy_coef_delta, 0.0, 1.0)
+    return loss_and_gradient(config, given, columns, control)
 
 
 def test_every_recipe_has_an_equation():
@@ -42,7 +55,7 @@ def test_a_recipe_is_its_equation(recipe):
         for on_policy in (False, True):
             given = samples(kind, equation.columns, size, seed=seed, on_policy=on_policy)
             expected = equation.loss(given)
-            value, gradient = library(found, given, equation.stretch)
+            value, gradient = library(found, given, equation)
             scale = max(map(abs, expected.partials.values()))
             errors = {name: abs(g - expected.partials.get(name, 0.0)) for name, g in gradient.items()}
             assert abs(value - expected.value) <= TOLERANCE * max(abs(expected.value), scale)
@@ -68,6 +81,22 @@ def test_a_recipe_is_short(recipe):
 def first_line(node: ast.stmt) -> int:
     decorators = getattr(node, "decorator_list", [])
     return min([node.lineno, *(d.lineno for d in decorators)])
+
+
+def test_every_recipe_is_in_one_section_of_the_page():
+    assert sorted(name for names in SECTIONS.values() for name in names) == RECIPES
+    assert len(RECIPES) >= 30
+    assert {name for names in TRL_INDEX.values() for name in names} <= set(RECIPES)
+
+
+def test_the_page_covers_the_papers_that_trl_names():
+    trl = pytest.importorskip("trl")
+    folder = Path(trl.__file__).parent / "trainer"
+    text = "".join((folder / f"grpo_{module}.py").read_text() for module in ("config", "trainer"))
+    named = set(re.findall(r"papers/(\d{4}\.\d{5})", text))
+    assert {"2402.03300", "2503.14476"} <= named
+    page = papers_page()
+    assert [paper for paper in sorted(named) if f"arXiv {paper}" not in page] == []
 
 
 def test_derivatives_of_scalars():

@@ -45,13 +45,13 @@ class OneRank:
 def loss_and_gradient(
     config: GRPOConfig,
     samples: Samples,
-    reward_columns: Sequence[Sequence[float]] = (),
+    columns: Sequence[Sequence[float]],
     entropy: EntropyControl | None = None,
 ) -> tuple[float, Gradient]:
     """Compute the loss of one optimizer step from rewards, and its gradient by log-probs and entropies.
 
     Args:
-        reward_columns: rewards of further functions, N each.
+        columns: rewards of every function, N each.
         entropy: coefficient of the entropy bonus; None: the initial one.
     """
     parts = [
@@ -66,7 +66,7 @@ def loss_and_gradient(
     logps_NT, entropies_NT = (
         _padded(rows, 0.0).requires_grad_() for rows in (samples.logps, samples.entropies)
     )
-    window = experience(config, samples, reward_columns, logprob, advantage)
+    window = experience(config, samples, columns, logprob, advantage)
     outputs = [
         LogprobOutput(*(table[rows, : part.loss_mask_BT.shape[1]] for table in (logps_NT, entropies_NT)))
         for rows, part in zip(samples.micro_batches, window, strict=True)
@@ -89,7 +89,7 @@ def loss_and_gradient(
 
 
 def experience(
-    config: GRPOConfig, samples: Samples, reward_columns: Any, logprob: Any, advantage: Any
+    config: GRPOConfig, samples: Samples, columns: Any, logprob: Any, advantage: Any
 ) -> list[Experience]:
     """Collate the completions, compute advantages and split the rows over the accumulation steps."""
     corrected = config.use_vllm
@@ -114,7 +114,6 @@ def experience(
         sampler_logps_BT=_padded(samples.sampler, math.nan) if corrected else None,
     )
     logps = OldAndRefLogps(tokens.old_logps_BT, _padded(samples.ref, math.nan) if config.beta else None)
-    columns = [*zip(*samples.rewards, strict=True), *reward_columns]
     rewards_NF = torch.tensor(columns, dtype=torch.float64).T
     weights_F = torch.tensor(config.reward_weights or [1.0] * len(columns), dtype=torch.float64)
     rewards = RewardBatch(GroupRewards(rewards_NF, weights_F, samples.size), slice(0, count))
@@ -155,10 +154,12 @@ def _padded(rows: Sequence[Sequence[Any]], fill: float) -> torch.Tensor:
 
 
 def reward_columns(
-    functions: Sequence[Callable[..., list[float]]], lengths: Sequence[int]
+    functions: Sequence[Callable[..., list[float]]], lengths: Sequence[int], solved: Sequence[bool]
 ) -> list[list[float]]:
-    """Call reward functions on completions of the given lengths."""
-    completion_ids = [list(range(length)) for length in lengths]
-    return [
-        function(completion_ids=completion_ids, completions=[""] * len(lengths)) for function in functions
-    ]
+    """Call reward functions on completions of the given lengths, of which some are correct."""
+    given: dict[str, Any] = {
+        "completion_ids": [[k % 7 for k in range(length)] for length in lengths],
+        "completions": [f"\\boxed{{{1 if right else 2}}}" for right in solved],
+        "solution": ["1"] * len(solved),
+    }
+    return [function(**given) for function in functions]

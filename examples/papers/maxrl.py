@@ -1,0 +1,14 @@
+r"""MaxRL: Maximum Likelihood Reinforcement Learning
+
+arXiv 2602.02710, section not checked
+
+$$
+A_i = \frac{r_i - \mathrm{mean}(r)}{\mathrm{mean}(r)}
+$$
+
+Zero where the mean is 0. The loss is the default.
+"""
+
+from groupwise import GRPOConfig
+
+config = GRPOConfig("out", advantage_baseline="maxrl")
