@@ -1,6 +1,6 @@
 r"""ASPO: Asymmetric Importance Sampling Policy Optimization
 
-arXiv 2510.06062, section 6, equation 3
+arXiv 2510.06062, version 2, section 6, equation 3
 
 $$
 L = -\frac{1}{\sum_i \lvert o_i\rvert} \sum_{i,t} \hat\rho_{it} A_i, \quad \hat\rho_{it} = \begin{cases}
@@ -9,8 +9,8 @@ L = -\frac{1}{\sum_i \lvert o_i\rvert} \sum_{i,t} \hat\rho_{it} A_i, \quad \hat\
 \mathbb{1}[\rho_{it} \ge 1-\varepsilon_\mathrm{low}]\,\min(\rho_{it}, c) & A_i \le 0 \end{cases}
 $$
 
-Tokens of good completions that became less likely get the larger weight. The bound c of both dual clips is
-the 3 of the paper's figure 4; the first version of the paper names them in the same way.
+Tokens of good completions that became less likely get the larger weight. The equation is that of version 2;
+the bound c of the two dual clips is read from its figure 4.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 r"""DPPO: Rethinking the Trust Region in LLM Reinforcement Learning
 
-arXiv 2602.04879, binary total variation; section not checked
+arXiv 2602.04879, equations 12 and 13 (binary total variation)
 
 $$
 L = -\frac{1}{\sum_i \lvert o_i\rvert} \sum_{i,t} M_{it}\,\frac{\pi_\theta(o_{it})}{\mu(o_{it})}\,A_i,
@@ -8,7 +8,8 @@ L = -\frac{1}{\sum_i \lvert o_i\rvert} \sum_{i,t} M_{it}\,\frac{\pi_\theta(o_{it
 0 & A_i \le 0,\ \mu(o_{it}) - \pi_\theta(o_{it}) > \delta \\ 1 & \mathrm{otherwise} \end{cases}
 $$
 
-μ is the policy that sampled: the separate sampler if there is one, else the old policy.
+μ is the policy that sampled: the separate sampler if there is one, else the old policy. The mean over
+tokens is the library's.
 """
 
 from groupwise import GRPOConfig

@@ -1,6 +1,6 @@
 r"""GMPO: Geometric-Mean Policy Optimization
 
-arXiv 2507.20673, section not checked
+arXiv 2507.20673, equation 4, algorithm 1
 
 $$
 L = -\frac1N \sum_i A_i \Big( \prod_t \tilde\rho_{it} \Big)^{1/\lvert o_i\rvert},

@@ -1,6 +1,6 @@
 r"""Length penalty of Kimi k1.5: Scaling Reinforcement Learning with LLMs
 
-arXiv 2501.12599, length penalty; section not checked
+arXiv 2501.12599, section 2.3.3
 
 $$
 r_i = c_i + \begin{cases} \lambda_i & c_i = 1 \\ \min(0, \lambda_i) & c_i = 0 \end{cases},

@@ -1,6 +1,7 @@
-r"""REINFORCE++-baseline: REINFORCE++: A Simple and Efficient Approach for Aligning Large Language Models
+r"""REINFORCE++ with baseline: REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage
+Normalization
 
-arXiv 2501.03262, section not checked
+arXiv 2501.03262, version 9, equations 6 to 8
 
 $$
 L = \frac{1}{\sum_i \lvert o_i\rvert} \sum_{i,t} \Big[ -\min\big(\rho_{it} A_i,\
