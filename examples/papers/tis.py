@@ -1,5 +1,4 @@
-r"""TIS: Truncated Importance Sampling: Your Efficient RL Framework Secretly Brings You Off-Policy RL
-Training
+r"""TIS: Truncated Importance Sampling Training
 
 https://fengyao.notion.site/off-policy-rl, a blog; the bound is TRL's
 
