@@ -1,4 +1,4 @@
-r"""TIS: Truncated Importance Sampling Training
+r"""TIS: Truncated Importance Sampling
 
 https://fengyao.notion.site/off-policy-rl, a blog; the bound is TRL's
 
