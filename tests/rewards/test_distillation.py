@@ -181,7 +181,9 @@ def test_a_teacher_with_another_vocabulary_is_refused(tmp_path):
     other.add_tokens(["another"])
     with pytest.raises(ConfigError, match="another vocabulary than the policy"):
         trainer(tmp_path, get_distillation_reward(policy(vocab_size=40), other))
-    trainer(tmp_path, get_distillation_reward(policy(vocab_size=40), tokenizer()))  # padded embedding
+    # Embeddings padded to other sizes than the tokenizer's are allowed, for the teacher and for the policy.
+    trainer(tmp_path, get_distillation_reward(policy(vocab_size=40), tokenizer()))
+    trainer(tmp_path, get_distillation_reward(policy(vocab_size=36)), model=policy(vocab_size=40))
 
 
 def test_a_teacher_is_loaded_by_its_id(tmp_path):
