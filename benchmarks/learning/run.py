@@ -42,7 +42,7 @@ class Scale:
     steps: int = 60
     prompts_per_step: int = 8
     generations: int = 8
-    max_tokens: int = 64
+    max_tokens: int = 96
     train_questions: int = 512
     test_questions: int = 100
     samples: int = 8
