@@ -1,10 +1,12 @@
 """Compare end-to-end optimizer steps of TRL and groupwise on the same work, in turn.
 
-Both train SmolLM2-135M-Instruct in float32 with the same data, the same rewards and completions forced to the
-full length, so that a step is the same number of tokens for both. Each round starts a fresh process for each
-library; the first step of a process is a warm-up and does not count.
+Both train SmolLM2-135M-Instruct with the same data, rewards, seed and settings. By default completions end
+where the model ends them and the precision is bf16, as in a run; ``--lengths full`` forces every completion
+to its full length, so that both libraries process the same number of tokens. On a processor that emulates
+bf16, measure float32. Each round starts a fresh process for each library, whose first step does not count.
 
-    python benchmarks/step_time.py --case short --rounds 3 --timed_steps 2 --zero_variance 50
+    python benchmarks/step_time.py --case short --rounds 3 --timed_steps 2
+    python benchmarks/step_time.py --case short --lengths full --precision float32 --zero_variance 50
 """
 
 from __future__ import annotations
@@ -41,12 +43,18 @@ def binary_reward(completions: list, constant: list[bool], **_: object) -> list[
     return [1.0 if same else float(digest[0] % 2) for digest, same in zip(digests, constant, strict=True)]
 
 
-def make_dataset(case: str, zero_variance: int) -> Dataset:
-    """Return 64 questions; ``zero_variance`` percent, spread over the steps, get a constant reward."""
+def make_dataset(case: str, zero_variance: int, lengths: str = "full") -> Dataset:
+    """Return 64 questions; ``zero_variance`` percent, spread over the steps, get a constant reward.
+
+    Natural lengths: answers of a word, of a sentence and of more than ``max_completion_length`` take turns.
+    """
     from datasets import Dataset
 
     padding = WORDS * case_settings(case)["padding_sentences"]
-    questions = [f"{padding}Write a short story about the number {n}." for n in range(64)]
+    tasks = ["Write a short story about the number {}."]
+    if lengths == "natural":
+        tasks += ["What is {} + 2? Answer with one number.", "Is {} an even number? Answer in one sentence."]
+    questions = [padding + tasks[n % len(tasks)].format(n) for n in range(64)]
     return Dataset.from_dict(
         {
             "prompt": [[{"role": "user", "content": text}] for text in questions],
@@ -55,18 +63,20 @@ def make_dataset(case: str, zero_variance: int) -> Dataset:
     )
 
 
-def trainer_settings(case: str, timed_steps: int) -> dict:
+def trainer_settings(case: str, timed_steps: int, lengths: str = "full", precision: str = "float32") -> dict:
     """Return the settings of both libraries."""
     settings = case_settings(case)
+    forced = {"min_new_tokens": settings["new_tokens"]} if lengths == "full" else None
     return {
         "per_device_train_batch_size": settings["prompts"] * 8,
         "num_generations": 8,
         "max_completion_length": settings["new_tokens"],
-        "generation_kwargs": {"min_new_tokens": settings["new_tokens"]},
+        "generation_kwargs": forced,
         "model_init_kwargs": {"dtype": "float32"},
-        "bf16": False,
+        "bf16": precision == "bf16",
         "use_cpu": True,
         "max_steps": timed_steps + 1,
+        "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
@@ -74,8 +84,8 @@ def trainer_settings(case: str, timed_steps: int) -> dict:
     }
 
 
-def run_worker(library: str, case: str, timed_steps: int, zero_variance: int) -> None:
-    """Train in this process and print one line of JSON: seconds of every timed step, and peak memory."""
+def run_worker(library: str, options: argparse.Namespace) -> None:
+    """Train in this process and print seconds and mean lengths of timed steps, and peak memory, as JSON."""
     from smollm2 import local_model
     from transformers import AutoTokenizer, TrainerCallback
 
@@ -85,27 +95,36 @@ def run_worker(library: str, case: str, timed_steps: int, zero_variance: int) ->
         from groupwise import GRPOConfig, GRPOTrainer
 
     class StepClock(TrainerCallback):
-        """Times of the ends of steps: everything in between counts."""
+        """Times of the ends of steps (everything in between counts) and mean lengths of completions."""
 
         def __init__(self) -> None:
             self.marks: list[float] = []
+            self.lengths: list[float] = []
 
         def on_step_end(self, args, state, control, **kwargs) -> None:
             self.marks.append(time.perf_counter())
+
+        def on_log(self, args, state, control, logs, **kwargs) -> None:
+            if "completions/mean_length" in logs:
+                self.lengths.append(logs["completions/mean_length"])
 
     model, clock = str(local_model()), StepClock()
     with tempfile.TemporaryDirectory() as output_dir:
         GRPOTrainer(
             model=model,
             reward_funcs=binary_reward,
-            args=GRPOConfig(output_dir, **trainer_settings(case, timed_steps)),
-            train_dataset=make_dataset(case, zero_variance),
+            args=GRPOConfig(
+                output_dir,
+                **trainer_settings(options.case, options.timed_steps, options.lengths, options.precision),
+            ),
+            train_dataset=make_dataset(options.case, options.zero_variance, options.lengths),
             processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
             callbacks=[clock],
         ).train()
     seconds = [after - before for before, after in zip(clock.marks, clock.marks[1:], strict=False)]
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print_result({"seconds": seconds, "peak_mib": peak_mib})
+    lengths = clock.lengths[1 : 1 + len(seconds)]
+    print_result({"seconds": seconds, "mean_length": lengths, "peak_mib": peak_mib})
 
 
 def main() -> None:
@@ -118,13 +137,16 @@ def main() -> None:
     parser.add_argument(
         "--zero_variance", type=int, choices=range(0, 100, 10), default=0, help="per cent of groups without"
     )
+    parser.add_argument("--lengths", choices=("natural", "full"), default="natural")
+    parser.add_argument("--precision", choices=("bf16", "float32"), default="bf16")
     parser.add_argument("--worker", choices=LIBRARIES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        run_worker(options.worker, options.case, options.timed_steps, options.zero_variance)
+        run_worker(options.worker, options)
         return
 
-    arguments = [f"--{name}={getattr(options, name)}" for name in ("case", "timed_steps", "zero_variance")]
+    names = ("case", "timed_steps", "zero_variance", "lengths", "precision")
+    arguments = [f"--{name}={getattr(options, name)}" for name in names]
     runs: dict[str, list[dict]] = {library: [] for library in LIBRARIES}
     for round_index in range(options.rounds):
         for library in LIBRARIES:
@@ -132,14 +154,17 @@ def main() -> None:
             print(f"round {round_index + 1} {library}: {runs[library][-1]}", flush=True)
         seconds = {library: [s for run in runs[library] for s in run["seconds"]] for library in LIBRARIES}
         peaks = {library: [run["peak_mib"] for run in runs[library]] for library in LIBRARIES}
+        lengths = {library: [n for run in runs[library] for n in run["mean_length"]] for library in LIBRARIES}
         results = {
             "settings": {**vars(options), **case_settings(options.case)},
             "seconds": seconds,
             "peak_mib": peaks,
+            "mean_length": lengths,
             "time_ratio": ratio_summary(seconds["groupwise"], seconds["trl"]),
             "memory_ratio": ratio_summary(peaks["groupwise"], peaks["trl"]),
         }
-        write_results(f"step_time_{options.case}_zero{options.zero_variance}", results)
+        kind = f"{options.case}_{options.lengths}_{options.precision}"
+        write_results(f"step_time_{kind}_zero{options.zero_variance}", results)
     print(f"groupwise / TRL: time {results['time_ratio']}, peak memory {results['memory_ratio']}")
 
 
