@@ -49,8 +49,8 @@ def get_code_execution_reward(
     - has no environment variables of the training process and no root privileges;
     - is killed with all its processes after ``timeout``.
 
-    The sandbox is not a virtual machine. It does not prevent attacks on the kernel (system calls are not
-    filtered) or the CPU; reading the interpreter's packages and ``/usr``; using ``max_processes`` times
+    The sandbox is not a virtual machine. It does not prevent attacks on the kernel (through all other system
+    calls) or the CPU; reading the interpreter's packages and ``/usr``; using ``max_processes`` times
     ``memory_mb`` of memory (limits are per process) and all CPUs until the timeout; ``AF_VSOCK`` sockets to
     the host of a virtual machine. A statement test runs inside the program, which can read the test and forge
     its success; the expected output of an input-output test never enters the sandbox.
