@@ -21,6 +21,7 @@ from groupwise.config.sampling import corrects_for_sampler, sampler_settings, tr
 from groupwise.config.step_settings import BuiltAttribute, SettingAttribute, StepSettings
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean
+from groupwise.cpu import trim_heap
 from groupwise.data.budget import micro_batch_budget
 from groupwise.data.buffer import ExperienceBuffer
 from groupwise.data.build import (
@@ -487,9 +488,10 @@ class GRPOTrainer(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Compute the loss of one micro-batch; the losses of a window add up to the loss of the window."""
-        output = self.policy_loss(
-            model, inputs
-        )  # ours: log-probs (B, T), then the objective; or Liger's fused loss
+        # Ours: log-probs (B, T), then the objective; or Liger's fused loss.
+        output = self.policy_loss(model, inputs)
+        if model.training:
+            trim_heap(self.accelerator.device)  # before the backward pass, which has the peak
         metrics = self.metrics["train" if model.training else "eval"]
         if not (model.training and self.window_stats.has_no_gradient):  # a row of weight 0 has no metrics
             metrics.record(output.metrics)

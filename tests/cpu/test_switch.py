@@ -1,9 +1,10 @@
-"""The two functions that turn the CPU speed-ups on."""
+"""The functions that turn the savings of the CPU on."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from support.runs import trainer
 
 from groupwise import cpu
 from groupwise.cpu.linear import OneDNNLinear, has_onednn
@@ -33,10 +34,11 @@ def test_linears_are_not_replaced_where_another_library_replaces_them(monkeypatc
 
 
 def test_nothing_is_done_on_other_devices(monkeypatch):
-    for name in ("return_large_blocks", "keep_large_blocks"):
+    for name in ("return_large_blocks", "keep_large_blocks", "malloc_trim"):
         monkeypatch.setattr(cpu, name, lambda: pytest.fail("the model is not on a CPU"))
     model = layers("meta")
     cpu.install_cpu_training([model])
+    cpu.trim_heap(torch.device("meta"))
     with cpu.cpu_generation(model):
         assert type(model[0]) is torch.nn.Linear
 
@@ -48,3 +50,15 @@ def test_generation_packs_weights_and_ends():
     with cpu.cpu_generation(model):
         assert model[0].packing is not None
     assert model[0].packing is None
+
+
+def test_the_heap_is_trimmed_between_the_passes_of_each_micro_batch(tmp_path, monkeypatch):
+    order = []
+    run = trainer(tmp_path, max_steps=1, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    monkeypatch.setattr(cpu, "malloc_trim", lambda: order.append("trim"))
+    backward = run.accelerator.backward
+    monkeypatch.setattr(
+        run.accelerator, "backward", lambda *args, **kw: (order.append("backward"), backward(*args, **kw))
+    )
+    run.train()
+    assert order and order == ["trim", "backward"] * (len(order) // 2)

@@ -1,6 +1,7 @@
-"""Speed-ups that only CPU runs use; both functions do nothing on other devices.
+"""Savings of time and memory that only CPU runs use; the functions do nothing on other devices.
 
-:func:`install_cpu_training` once per run, :func:`cpu_generation` around sampling.
+:func:`install_cpu_training` once per run, :func:`cpu_generation` around sampling, :func:`trim_heap` between
+the forward and the backward pass.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from groupwise.cpu.linear import packed_weights, replace_linears
-from groupwise.cpu.malloc import keep_large_blocks, return_large_blocks
+from groupwise.cpu.malloc import keep_large_blocks, malloc_trim, return_large_blocks
 
-__all__ = ["cpu_generation", "install_cpu_training"]
+__all__ = ["cpu_generation", "install_cpu_training", "trim_heap"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,16 @@ def cpu_generation(model: torch.nn.Module) -> Iterator[None]:
     """
     with keep_large_blocks() if _is_on_cpu(model) else nullcontext(), packed_weights(model):
         yield
+
+
+def trim_heap(device: torch.device) -> None:
+    """Return free heap memory to the system if ``device`` is a CPU.
+
+    The activations of a forward pass are allocated with an alignment, and their freed blocks hold no second
+    one of the same size in glibc before 2.38: they would stay until the peak of the backward pass.
+    """
+    if device.type == "cpu":
+        malloc_trim()
 
 
 def _is_on_cpu(model: torch.nn.Module) -> bool:
