@@ -108,16 +108,19 @@ def draw_samples(results: Results, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, panels = plt.subplots(1, 2, figsize=(9, 4), sharey=True)
+    first = next(iter(results.values()))  # all cells start from the same model
+    lines = [("before training", "before", "black", first)]
+    lines += [(cell, "after", f"C{number % 10}", runs) for number, (cell, runs) in enumerate(results.items())]
     for axes, kind in zip(panels, ("pass", "maj"), strict=True):
-        for number, (cell, runs) in enumerate(results.items()):
-            for when, style in (("before", "--"), ("after", "-")):
-                ks = sorted({int(k) for name in runs[0][when] for k in re.findall(rf"_{kind}@(\d+)$", name)})
-                means = [
-                    interval([score(run[when], tasks.TRAINED, f"{kind}@{k}") for run in runs])[0] for k in ks
-                ]
-                if cell == next(iter(results)) or when == "after":  # all cells start from the same model
-                    axes.plot(ks, means, style, marker="o", color=f"C{number % 10}", label=f"{cell}, {when}")
+        ks = sorted({int(k) for name in first[0]["after"] for k in re.findall(rf"_{kind}@(\d+)$", name)})
+        for label, when, colour, runs in lines:
+            means = [
+                interval([score(run[when], tasks.TRAINED, f"{kind}@{k}") for run in runs])[0] for k in ks
+            ]
+            axes.plot(ks, means, marker="o", color=colour, label=label)
         axes.set(xlabel="K", ylabel=f"{kind.capitalize()}@K", xscale="log")
+        axes.set_xticks(ks, [str(k) for k in ks])
+        axes.minorticks_off()
     panels[1].legend(fontsize="small")
     figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)
