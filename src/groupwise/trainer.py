@@ -36,7 +36,7 @@ from groupwise.data.image_checks import check_vision, has_image_columns
 from groupwise.data.prompt_source import PromptSource, num_valid_rows
 from groupwise.data.rebalancing import WindowStats, cache_sized
 from groupwise.errors import ConfigError
-from groupwise.generation.base import GenerationBackend
+from groupwise.generation.base import GenerationBackend, text_tokenizer
 from groupwise.generation.build import check_backend, make_backend, unreported_truncation
 from groupwise.generation.weight_iterator import PolicyWeights, gatherable
 from groupwise.hf import checkpointing
@@ -102,8 +102,8 @@ class GRPOTrainer(
 
     Args:
         model: hub id, directory, ``PreTrainedModel`` or ``PeftModel`` (causal LM, or vision-language model).
-        reward_funcs: one or a list of callables, async callables, sequence-classification models or ids of
-            such.
+        reward_funcs: one or a list of callables, async callables, sequence-classification models, process
+            reward models (token classification), or ids of such.
         args: the configuration; by default it writes to ``"<model name>-GRPO"``.
         train_dataset, eval_dataset: rows with a ``prompt`` (text or chat messages); other columns reach the
             rewards, ``image`` or ``images`` also the model. The evaluation set may be a dictionary of
@@ -200,7 +200,13 @@ class GRPOTrainer(
         train_dataset, eval_dataset = add_environment_rows(train_dataset, eval_dataset, agents, args)
         check_data(train_dataset, eval_dataset, args)
         check_backend(args, backend, with_images=has_image_columns(train_dataset, eval_dataset))
-        rewards = check_rewards(reward_funcs, reward_processing_classes, args, agents.reward_funcs)
+        rewards = check_rewards(
+            reward_funcs,
+            reward_processing_classes,
+            args,
+            agents.reward_funcs,
+            multi_turn=agents.is_multi_turn,
+        )
         processing_class = load_processing_class(processing_class, model, args)
         check_chat_template(agents, processing_class, args)
         data = prepare_data(train_dataset, eval_dataset, args, model, processing_class)
@@ -222,7 +228,9 @@ class GRPOTrainer(
         self.step_settings = StepSettings(args)
         self.settings = self.step_settings.current
         self._built_sampler = sampler_settings(args)
-        self._set_rewards(load_rewards(rewards, args, self.accelerator))
+        self._set_rewards(
+            load_rewards(rewards, args, self.accelerator, text_tokenizer(self.processing_class))
+        )
         self._set_policy_state(rollout_func, agents, backend)
         self._set_run_state()
 
@@ -295,6 +303,7 @@ class GRPOTrainer(
             torch.as_tensor(self.reward_weights).tolist(),
             self.settings,
             self.accelerator,
+            text_tokenizer(self.processing_class),
         )
         if rewards is not self._loaded_rewards:
             self._set_rewards(rewards)

@@ -25,8 +25,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError
-from groupwise.rewards import get_distillation_reward
+from groupwise.rewards import ProcessRewardModel, get_distillation_reward
 from groupwise.trainer import GRPOTrainer
+from support.process_rewards import step_classifier
 
 #: A process that hangs says where, before the test gives up on it.
 PATIENCE = 240
@@ -66,6 +67,9 @@ UPDATES: dict[str, dict[str, Any]] = {
     },
     "dynamic sampling of a stream": {"planted": True, "dynamic_sampling": True, "stream": True},
     "stream": {"stream": True},
+    # Steps of a group are on both processes, and their numbers differ.
+    "process reward model": {"process": True, "scale_rewards": "group"},
+    "process reward model, accumulation": {"process": True, "accumulate": 2, "sequence_layout": "packed"},
     "off-policy mask": {"sampler": True, "off_policy_mask_threshold": 0.02},
 }
 
@@ -153,6 +157,7 @@ def make_trainer(
         "train_dataset": prompts(24),
         "eval_dataset": prompts(5),
         "rollout_func": None,
+        "reward_processing_classes": None,
     }
     given.update({name: settings.pop(name) for name in list(given) if name in settings})
     defaults: dict[str, Any] = {
@@ -212,6 +217,9 @@ def update(output_dir: str | Path, *, rows: int, micro_batches: int, **case: Any
     rewards = [case.pop("reward")] if "reward" in case else rewards
     if case.pop("distilled", False):
         rewards = [vowels, get_distillation_reward(policy(seed=1))]
+    is_process = case.pop("process", False)
+    if is_process:
+        rewards = [ProcessRewardModel(step_classifier(vocab_size=len(LETTERS) + 3), step_separator="e")]
     sampler = case.pop("sampler", False)
     rows_of_data = prompts(24).to_iterable_dataset(2) if case.pop("stream", False) else prompts(24)
     trainer = make_trainer(
@@ -219,6 +227,7 @@ def update(output_dir: str | Path, *, rows: int, micro_batches: int, **case: Any
         rollout_func=fixed_rollouts(sampler),
         rollout_func_importance_sampling_correction=sampler,
         reward_funcs=rewards,
+        reward_processing_classes=tokenizer() if is_process else None,
         train_dataset=rows_of_data,
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=micro_batches,

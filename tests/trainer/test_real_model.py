@@ -6,9 +6,11 @@ import pytest
 import torch
 from datasets import Dataset
 from support.runs import experience, generate, weighed
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from groupwise import GRPOConfig, GRPOTrainer
+from groupwise.rewards import ProcessRewardModel
+from groupwise.rewards.process import StepScorer
 
 pytestmark = pytest.mark.real_model
 
@@ -91,3 +93,25 @@ def test_a_step_makes_better_completions_likelier_and_the_model_loads_again(run,
 def test_training_runs_and_logs(run):
     run.train()
     assert run.state.global_step == 1 and "reward" in run.state.log_history[0]
+
+
+def test_a_token_classifier_on_the_same_weights_scores_the_steps_of_a_completion(run, smollm2_path):
+    """A fresh head on SmolLM2: scores of a forward pass of its own, at the last token of each line break."""
+    torch.manual_seed(0)
+    judge = AutoModelForTokenClassification.from_pretrained(smollm2_path, num_labels=2, dtype="float32")
+    own = run.processing_class
+    scorer = StepScorer(judge, ProcessRewardModel(judge, "\n\n"), own, own, 4, False)
+    answers = ["2+3 is a sum.\n\nIt is 5 \U0001f389.\n\nDone", "Five"]
+    completion_ids = [[*own(text)["input_ids"], own.eos_token_id] for text in answers]
+    prompt = run.train_dataset[0]["prompt"]
+    found = scorer([prompt] * 2, completion_ids)
+    start = own.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+    for text, ids, rewards in zip(answers, completion_ids, found, strict=True):
+        context, expected = list(start), []
+        for step in text.split("\n\n"):
+            context += own(step)["input_ids"] + own("\n\n")["input_ids"]
+            with torch.no_grad():
+                expected.append(judge(torch.tensor([context])).logits[0, -1].double().softmax(-1)[1].item())
+        assert [score for _, score in rewards] == pytest.approx(expected, abs=1e-4)
+        ended = [own.decode(ids[: end + 1]) for end, _ in rewards]
+        assert all(part.endswith("\n\n") for part in ended[:-1]) and ended[-1] == own.decode(ids)

@@ -49,6 +49,11 @@ class AgentSetup:
         return [*self.tools, *(self.pool.tools() if self.pool is not None else [])]
 
     @property
+    def is_multi_turn(self) -> bool:
+        """True if the run has tools or environments."""
+        return bool(self.tools) or self.pool is not None or self.rollout_environment is not None
+
+    @property
     def reward_funcs(self) -> list[Callable[..., Any]]:
         """Reward functions of the environments."""
         source = self.rollout_environment or self.pool
@@ -138,7 +143,7 @@ def make_agents(
     accelerator: Accelerator,
 ) -> MultiTurnRollouts | EnvironmentDrivenRollouts | None:
     """Return the multi-turn rollouts of a run, or None if it has no tools and environments."""
-    if not setup.tools and setup.pool is None and setup.rollout_environment is None:
+    if not setup.is_multi_turn:
         return None
 
     def any_rank(flag: bool) -> bool:

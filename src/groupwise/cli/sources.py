@@ -85,13 +85,13 @@ def resolve_reward(spec: object) -> RewardFunction | str:
         return import_object(spec)
     if "/" in spec or os.path.isdir(spec):
         return spec  # a reward model
-    if spec.startswith("get_") and spec in rewards.__all__:
+    if spec in rewards.__all__ and (spec.startswith("get_") or spec == "ProcessRewardModel"):
         raise ConfigError(f"reward {spec!r} takes arguments; write {{{spec}: {{argument: value}}}}")
     return _from_library(spec)
 
 
 def _from_library(name: str) -> Callable[..., Any]:
-    known = [item for item in rewards.__all__ if "reward" in item or "punishment" in item]
+    known = [item for item in rewards.__all__ if "reward" in item.lower() or "punishment" in item]
     if name not in known:
         nearest = nearest_name(name, known)
         raise ConfigError(

@@ -7,6 +7,7 @@ from groupwise.rewards.accuracy import (
 )
 from groupwise.rewards.code import get_code_execution_reward
 from groupwise.rewards.distillation import get_distillation_reward
+from groupwise.rewards.process import ProcessRewardModel
 from groupwise.rewards.reasoning_gym import (
     create_reasoning_gym,
     get_reasoning_gym_reward,
@@ -22,6 +23,7 @@ from groupwise.rewards.shaping import (
 )
 
 __all__ = [
+    "ProcessRewardModel",
     "Sandbox",
     "SandboxLimits",
     "SandboxResult",

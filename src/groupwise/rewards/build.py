@@ -14,13 +14,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError
 from groupwise.rewards.distillation import DistillationReward
+from groupwise.rewards.process import (
+    ProcessRewardModel,
+    StepScorer,
+    is_process_reward,
+    load_process_reward,
+)
 from groupwise.rewards.runtime.calling import reward_name, unique_names
 from groupwise.rewards.runtime.marking import is_per_sample_reward
 from groupwise.rewards.runtime.models import RewardModel, load_reward_model
 from groupwise.rewards.runtime.partial import with_partial_results
 
-#: A callable, a sequence-classification model, or the id of one.
-RewardFunc = Callable[..., Any] | PreTrainedModel | str
+#: A callable; a sequence-classification or token-classification model, or the id of one; a wrapped one.
+RewardFunc = Callable[..., Any] | PreTrainedModel | ProcessRewardModel | str
+#: Entries of ``reward_funcs`` that are models.
+_MODELS = (str, PreTrainedModel, ProcessRewardModel)
 Tokenizer = PreTrainedTokenizerBase | None
 
 
@@ -55,6 +63,8 @@ def check_rewards(
     processing_classes: Tokenizer | list[Tokenizer] | tuple[Tokenizer, ...],
     config: GRPOConfig,
     environment_rewards: Sequence[Callable[..., Any]] = (),
+    *,
+    multi_turn: bool = False,
 ) -> RewardSetup:
     """Convert ``reward_funcs`` and ``reward_processing_classes`` to lists of equal length and check them.
 
@@ -62,10 +72,11 @@ def check_rewards(
 
     Args:
         environment_rewards: reward functions of environments; appended with weight 1.
+        multi_turn: the rollouts have tools or environments, whose results have no steps of the policy.
 
     Raises:
-        ConfigError: there is no function, an entry is not one, lengths differ, or one tokenizer is given for
-            several reward models.
+        ConfigError: there is no function, an entry is not one, lengths differ, one tokenizer is given for
+            several reward models, or a process reward model for rollouts of several turns.
     """
     functions: list[RewardFunc] = []
     if isinstance(reward_funcs, (list, tuple)):
@@ -76,7 +87,13 @@ def check_rewards(
         raise ConfigError("reward_funcs is missing; pass a reward function, a reward model or a list of them")
     for function in functions:
         _check_function(function)
-    num_models = sum(isinstance(function, (str, PreTrainedModel)) for function in functions)
+        if multi_turn and is_process_reward(function, config.trust_remote_code):
+            raise ConfigError(
+                f"process reward model {reward_name(function)!r} does not support tools and environments: "
+                "their results are part of the completion; return (index of the step's last token, reward) "
+                "from a reward function"
+            )
+    num_models = sum(isinstance(function, _MODELS) for function in functions)
     if num_models > 1 and not isinstance(processing_classes, (list, tuple, type(None))):
         raise ConfigError(
             f"reward_processing_classes is one {type(processing_classes).__name__} for {num_models} reward "
@@ -108,13 +125,13 @@ def _check_lengths(functions: Sequence[object], lists: Mapping[str, Sequence[obj
 
 
 def _check_function(function: RewardFunc) -> None:
-    if not (callable(function) or isinstance(function, str)):
-        raise ConfigError(
-            f"reward_funcs holds {function!r} ({type(function).__name__}); allowed: callables, "
-            "sequence-classification models and ids of such models"
-        )
-    if isinstance(function, (str, PreTrainedModel)):
+    if isinstance(function, _MODELS):
         return
+    if not callable(function):
+        raise ConfigError(
+            f"reward_funcs holds {function!r} ({type(function).__name__}); allowed: callables, sequence- and "
+            "token-classification models, ids of such models, and ProcessRewardModel"
+        )
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # some builtins have no signature
@@ -143,10 +160,24 @@ def check_teachers(
             function.check_vocabulary(tokenizer, policy)
 
 
-def load_rewards(rewards: RewardSetup, config: GRPOConfig, accelerator: Accelerator) -> LoadedRewards:
-    """Load reward models given by id and move all reward models to their device."""
+def load_rewards(
+    rewards: RewardSetup,
+    config: GRPOConfig,
+    accelerator: Accelerator,
+    policy_tokenizer: PreTrainedTokenizerBase,
+) -> LoadedRewards:
+    """Load reward models given by id and move all reward models to their device.
+
+    Args:
+        policy_tokenizer: decodes the steps of completions for process reward models.
+
+    Raises:
+        ConfigError: a model has a wrong number of labels, or its step separator is no token.
+    """
     pairs = zip(rewards.functions, rewards.processing_classes, strict=True)
-    entries = [_load(function, tokenizer, config, accelerator) for function, tokenizer in pairs]
+    entries = [
+        _load(function, tokenizer, config, accelerator, policy_tokenizer) for function, tokenizer in pairs
+    ]
     functions, callables, tokenizers = (list(column) for column in zip(*entries, strict=True))
     return LoadedRewards(
         functions, callables, _names(functions), tokenizers, with_default_weights(config, functions)
@@ -154,9 +185,15 @@ def load_rewards(rewards: RewardSetup, config: GRPOConfig, accelerator: Accelera
 
 
 def _load(
-    function: RewardFunc, tokenizer: Tokenizer, config: GRPOConfig, accelerator: Accelerator
+    function: RewardFunc,
+    tokenizer: Tokenizer,
+    config: GRPOConfig,
+    accelerator: Accelerator,
+    policy_tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[RewardFunc, Callable[..., Any], Tokenizer]:
     """Return the loaded function, the callable of its rewards and the tokenizer of a reward model."""
+    if is_process_reward(function, config.trust_remote_code):
+        return _load_process_reward(function, tokenizer, config, accelerator, policy_tokenizer)
     if isinstance(function, str):
         function = load_reward_model(function, config.trust_remote_code)
     if isinstance(function, DistillationReward):
@@ -171,8 +208,31 @@ def _load(
             config.chat_template_kwargs,  # type: ignore[arg-type]
         )
         return function, reward_model, reward_model.tokenizer
+    assert callable(function)
     # Partial calls start when a backend calls `SamplingOptions.on_finished`.
     return function, with_partial_results(function) if is_per_sample_reward(function) else function, None
+
+
+def _load_process_reward(
+    function: Any,
+    tokenizer: Tokenizer,
+    config: GRPOConfig,
+    accelerator: Accelerator,
+    policy_tokenizer: PreTrainedTokenizerBase,
+) -> tuple[RewardFunc, Callable[..., Any], Tokenizer]:
+    reward = function if isinstance(function, ProcessRewardModel) else ProcessRewardModel(function)
+    reward = load_process_reward(reward, config.trust_remote_code)
+    scorer = StepScorer(
+        accelerator.prepare_model(reward.model, evaluation_mode=True),
+        reward,
+        tokenizer,
+        policy_tokenizer,
+        config.per_device_train_batch_size,
+        config.trust_remote_code,
+        config.chat_template_kwargs,  # type: ignore[arg-type]
+    )
+    loaded = reward if isinstance(function, ProcessRewardModel) else cast("PreTrainedModel", reward.model)
+    return loaded, scorer, scorer.tokenizer
 
 
 def _names(functions: Sequence[RewardFunc]) -> list[str]:
@@ -193,6 +253,7 @@ def reload_rewards(
     weights: Sequence[float],
     config: GRPOConfig,
     accelerator: Accelerator,
+    policy_tokenizer: PreTrainedTokenizerBase,
 ) -> LoadedRewards:
     """Return the reward functions after a script replaced some of them, their names or their weights.
 
@@ -202,6 +263,7 @@ def reload_rewards(
         loaded: the reward functions of the step before; returned if nothing was replaced.
         functions, names, processing_classes, weights: attributes of the trainer.
         config: settings of the step.
+        policy_tokenizer: as in :func:`load_rewards`.
 
     Raises:
         ConfigError: an entry is not a reward function, or lengths differ.
@@ -239,7 +301,7 @@ def reload_rewards(
     for function, tokenizer in zip(chosen, processing_classes, strict=True):
         entry = before.get(id(function))
         if entry is None or entry[2] is not tokenizer:
-            entry = _load(function, tokenizer, config, accelerator)
+            entry = _load(function, tokenizer, config, accelerator, policy_tokenizer)
         entries.append(entry)
     made, callables, tokenizers = (list(column) for column in zip(*entries, strict=True))
     return LoadedRewards(made, callables, list(names), tokenizers, [float(weight) for weight in weights])

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from groupwise.compat.transformers import name_or_path
 from groupwise.errors import RewardError, boundary
 from groupwise.records import RolloutBatch
+from groupwise.rewards.process import ProcessRewardModel
 from groupwise.rewards.runtime.models import RewardModel
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,10 @@ _RESERVED = ("prompt", "completion", "completion_ids")
 
 def reward_name(function: object) -> str:
     """Return the name of a reward function or model in metrics and messages."""
+    if isinstance(function, ProcessRewardModel):
+        return reward_name(function.model)
+    if isinstance(function, str):
+        return function.rstrip("/").split("/")[-1]
     if isinstance(function, PreTrainedModel):
         return name_or_path(function.config).rstrip("/").split("/")[-1] or type(function).__name__
     if isinstance(function, functools.partial):

@@ -25,6 +25,21 @@ def load_reward_model(name: str, trust_remote_code: bool) -> PreTrainedModel:
     )
 
 
+def reward_tokenizer(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, trust_remote_code: bool
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a reward model, by default that of the model's id, with a padding token."""
+    if tokenizer is None:
+        tokenizer = AutoTokenizer.from_pretrained(
+            name_or_path(model.config), trust_remote_code=trust_remote_code
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    # Without a padding token, batches of several texts raise or are scored at the wrong token.
+    model.config.pad_token_id = tokenizer.pad_token_id
+    return tokenizer
+
+
 class RewardModel:
     """Reward function that scores prompt and completion with a one-label sequence classifier.
 
@@ -51,16 +66,8 @@ class RewardModel:
                 f"reward model {name_or_path(model.config)!r} has {model.config.num_labels} labels; a reward "
                 "model has one (load it with num_labels=1)"
             )
-        if tokenizer is None:
-            tokenizer = AutoTokenizer.from_pretrained(
-                name_or_path(model.config), trust_remote_code=trust_remote_code
-            )
-        if tokenizer.pad_token_id is None:
-            tokenizer.pad_token = tokenizer.eos_token
-        # Without a padding token, batches of several texts raise or are scored at the wrong token.
-        model.config.pad_token_id = tokenizer.pad_token_id
         self.model = model.eval()
-        self.tokenizer: PreTrainedTokenizerBase = tokenizer
+        self.tokenizer = reward_tokenizer(model, tokenizer, trust_remote_code)
         self.batch_size = batch_size
         self.template_kwargs = dict(template_kwargs or {})
 

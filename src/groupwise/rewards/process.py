@@ -1,0 +1,235 @@
+"""Process reward models: a score for every step of a completion (DeepSeekMath, section 4.1.3)."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoConfig, AutoModelForTokenClassification, PreTrainedModel, PreTrainedTokenizerBase
+
+from groupwise.compat.transformers import name_or_path
+from groupwise.errors import ConfigError
+from groupwise.rewards.runtime.models import reward_tokenizer
+from groupwise.tokenization.prompts import Prompt, tokenize_prompt
+
+
+@dataclass(frozen=True)
+class ProcessRewardModel:
+    r"""A token-classification model in ``reward_funcs`` that scores every step of a completion.
+
+    The model reads the prompt, and then each step followed by the step token; its output at the last token of
+    the step token is the reward of the step. With one label the reward is the logit, with two labels the
+    probability of label 1. A model or id in ``reward_funcs`` that is not wrapped in this class has the
+    default separator.
+
+    >>> from groupwise.rewards import ProcessRewardModel
+    >>> judge = ProcessRewardModel("my-org/my-prm", step_separator="\n\n", step_token="<extra_0>")
+
+    Args:
+        model: token-classification model, or the id of one.
+        step_separator: text that ends a step of a completion, or the id of a token of the policy that does.
+            The text after the last separator is a step as well; a step of whitespace alone is none.
+        step_token: text after each step in the input of the model; None: the separator.
+
+    Raises:
+        ConfigError: another model, or an empty separator or step token.
+    """
+
+    model: PreTrainedModel | str
+    step_separator: str | int = "\n"
+    step_token: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, (PreTrainedModel, str)):
+            raise ConfigError(
+                f"ProcessRewardModel was given {type(self.model).__name__}; allowed: a token-classification "
+                "model or the id of one"
+            )
+        separator, token = self.step_separator, self.step_token
+        if isinstance(separator, bool) or not isinstance(separator, (str, int)) or separator == "":
+            raise ConfigError(f"step_separator={separator!r} is not allowed; give a text or a token id")
+        if token is not None and not (isinstance(token, str) and token):
+            raise ConfigError(f"step_token={token!r} is not allowed; give a text, or None for the separator")
+
+
+def is_process_reward(function: object, trust_remote_code: bool = False) -> bool:
+    """Return True for a process reward model, by its architecture; the configuration of an id is loaded."""
+    if isinstance(function, PreTrainedModel):
+        return any(_is_token_classifier(kind.__name__) for kind in type(function).__mro__)
+    if isinstance(function, str):
+        config = AutoConfig.from_pretrained(function, trust_remote_code=trust_remote_code)
+        classes = [*(config.architectures or ()), *getattr(config, "auto_map", {})]
+        return any(_is_token_classifier(name) for name in classes)
+    return isinstance(function, ProcessRewardModel)
+
+
+def _is_token_classifier(class_name: str) -> bool:
+    return class_name.endswith("ForTokenClassification")
+
+
+def load_process_reward(model: ProcessRewardModel, trust_remote_code: bool) -> ProcessRewardModel:
+    """Load a model given by id, with the number of labels of its configuration."""
+    if isinstance(model.model, PreTrainedModel):
+        return model
+    loaded = AutoModelForTokenClassification.from_pretrained(model.model, trust_remote_code=trust_remote_code)
+    return replace(model, model=loaded)
+
+
+class Step(NamedTuple):
+    """A step of a completion: its text without the separator, and the index of its last token."""
+
+    text: str
+    end: int
+
+
+def split_steps(
+    token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, separator: str | int
+) -> list[Step]:
+    """Split a completion into steps.
+
+    A step ends with the token that completes its separator, and the last step with the last token of the
+    completion, so that the end token belongs to it. A completion of whitespace alone is one step.
+
+    Args:
+        tokenizer: the policy's; it decodes the tokens.
+        separator: text or token id that ends a step.
+
+    Returns:
+        The steps in order; none for a completion without tokens.
+    """
+    if not token_ids:
+        return []
+    found = (
+        _steps_by_token(token_ids, tokenizer, separator)
+        if isinstance(separator, int)
+        else _steps_by_text(token_ids, tokenizer, separator)
+    )
+    steps = [step for step in found if step.text.strip()] or [Step(_decode(tokenizer, token_ids), 0)]
+    return [*steps[:-1], steps[-1]._replace(end=len(token_ids) - 1)]
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
+    return str(
+        tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    )
+
+
+def _steps_by_token(
+    token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, separator: int
+) -> list[Step]:
+    ends = [i for i, token in enumerate(token_ids) if token == separator] + [len(token_ids)]
+    starts = [0, *(end + 1 for end in ends)]
+    return [
+        Step(_decode(tokenizer, token_ids[start:end]), end) for start, end in zip(starts, ends, strict=False)
+    ]
+
+
+def _steps_by_text(
+    token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, separator: str
+) -> list[Step]:
+    def num_characters(index: int) -> int:
+        # U+FFFD at the end: the bytes of a character that later tokens complete.
+        return len(_decode(tokenizer, token_ids[: index + 1]).rstrip("\ufffd"))
+
+    steps, characters, end = [], 0, 0
+    for text in _decode(tokenizer, token_ids).split(separator):
+        characters += len(text) + len(separator)
+        # The first token with which the decoded text includes the separator.
+        end = bisect_left(range(len(token_ids)), characters, lo=end, key=num_characters)
+        steps.append(Step(text, end))
+    return steps
+
+
+class StepScorer:
+    """Reward function that returns (index of the step's last token, score) for every step.
+
+    Args:
+        model: the classifier; set to evaluation mode.
+        reward: its separator and step token.
+        tokenizer: tokenizer of the model; None: loaded from the model's id.
+        policy_tokenizer: decodes completions.
+        batch_size: completions per forward pass.
+        template_kwargs: further variables of the chat template.
+
+    Raises:
+        ConfigError: the model has more than two labels, or the separator is no token of the policy.
+    """
+
+    #: The time limit of rewards runs functions in threads; all ranks of a sharded model must finish.
+    runs_in_caller_thread = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        reward: ProcessRewardModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        policy_tokenizer: PreTrainedTokenizerBase,
+        batch_size: int,
+        trust_remote_code: bool,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        name, labels = name_or_path(model.config), model.config.num_labels
+        if labels not in (1, 2):
+            raise ConfigError(
+                f"process reward model {name!r} has {labels} labels; allowed: 1 (the logit is the reward) or "
+                "2 (the probability of label 1 is)"
+            )
+        separator = reward.step_separator
+        if isinstance(separator, int) and not 0 <= separator < len(policy_tokenizer):
+            raise ConfigError(
+                f"step_separator={separator} is no token of the policy; its tokenizer has "
+                f"{len(policy_tokenizer)} tokens"
+            )
+        self.model = model.eval()
+        self.tokenizer = reward_tokenizer(model, tokenizer, trust_remote_code)
+        self.policy_tokenizer = policy_tokenizer
+        self.separator = separator
+        marker = separator if isinstance(separator, str) else str(policy_tokenizer.decode([separator]))
+        self.step_token = reward.step_token or marker
+        self.step_token_ids = self._encode(self.step_token)
+        if not self.step_token_ids:
+            raise ConfigError(
+                f"step_token={self.step_token!r} is no text to the tokenizer of process reward model {name!r}"
+            )
+        self.batch_size = batch_size
+        self.template_kwargs = dict(template_kwargs or {})
+
+    @torch.no_grad()
+    def __call__(
+        self, prompts: Sequence[Prompt], completion_ids: Sequence[Sequence[int]], **_: object
+    ) -> list[list[tuple[int, float]]]:
+        """Return the step rewards of each completion."""
+        steps_B = [split_steps(ids, self.policy_tokenizer, self.separator) for ids in completion_ids]
+        inputs_B = [self._inputs(prompt, steps) for prompt, steps in zip(prompts, steps_B, strict=True)]
+        scores_B: list[list[float]] = []
+        for start in range(0, len(inputs_B), self.batch_size):
+            scores_B += self._scores(inputs_B[start : start + self.batch_size])
+        return [
+            [(step.end, score) for step, score in zip(steps, scores, strict=True)]
+            for steps, scores in zip(steps_B, scores_B, strict=True)
+        ]
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _inputs(self, prompt: Prompt, steps: Sequence[Step]) -> tuple[list[int], list[int]]:
+        """Return the token ids of prompt, steps and step tokens, and where the steps are scored."""
+        ids, scored = tokenize_prompt(self.tokenizer, prompt, self.template_kwargs), []
+        for step in steps:
+            # Encoded one by one: no token of the model spans the end of a step.
+            ids += [*self._encode(step.text), *self.step_token_ids]
+            scored.append(len(ids) - 1)
+        return ids, scored
+
+    def _scores(self, rows: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:
+        inputs = self.tokenizer.pad(
+            {"input_ids": [ids for ids, _ in rows]}, padding_side="right", return_tensors="pt"
+        ).to(self.model.device)
+        # [0]: models with code of their own may return a tuple. Labels K: 1 or 2.
+        logits_BSK = self.model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])[0]
+        logits_BSK = logits_BSK.float()
+        scores_BS = logits_BSK[..., 0] if logits_BSK.shape[-1] == 1 else logits_BSK.softmax(-1)[..., 1]
+        return [scores_S[scored].tolist() for scores_S, (_, scored) in zip(scores_BS, rows, strict=True)]
