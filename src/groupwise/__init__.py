@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from groupwise.config.grpo_config import GRPOConfig
+    from groupwise.config.iterative import IterativeConfig
     from groupwise.core.advantages import register_advantage, register_aggregation
     from groupwise.core.objectives import register_objective
     from groupwise.core.weights import register_normalizer
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
         TrainingError,
     )
     from groupwise.generation.base import GenerationBackend, register_backend
+    from groupwise.iterative import IterativeGRPO
     from groupwise.records import (
         Completion,
         Experience,
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
 _MODULES = {
     "GRPOConfig": "config.grpo_config",
     "GRPOTrainer": "trainer",
+    "IterativeConfig": "config.iterative",
+    "IterativeGRPO": "iterative",
     "register_normalizer": "core.weights",
     "register_objective": "core.objectives",
     "register_advantage": "core.advantages",
@@ -75,6 +79,8 @@ __all__ = [
     "GRPOTrainer",
     "GenerationBackend",
     "GroupwiseError",
+    "IterativeConfig",
+    "IterativeGRPO",
     "LogprobOutput",
     "LossOutput",
     "MicroBatch",

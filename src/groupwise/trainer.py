@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from accelerate.utils import gather_object, set_seed
 from torch import nn
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback, TrainerState
 
 from groupwise import reporting
 from groupwise.agents.build import AgentSetup, check_agents, check_chat_template, make_agents
 from groupwise.agents.environment_rows import add_environment_rows
+from groupwise.compat.transformers import trainer_state_name
 from groupwise.config.arguments import TRL_METHODS, check_arguments, check_methods
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import corrects_for_sampler, sampler_settings, truncated_logprob_bound
@@ -658,6 +660,9 @@ class GRPOTrainer(
         self.step_state.load_state_dict(state)
         if self.args.ignore_data_skip:
             self.prompts.seek(self.prompts.epoch)
+        self._load_reference(directory)
+
+    def _load_reference(self, directory: str) -> None:
         checkpointing.load_reference(
             directory, self.reference.model, sync_ref_model=self.settings.sync_ref_model
         )
@@ -701,6 +706,15 @@ class GRPOTrainer(
     def _load_best_model(self) -> None:
         super()._load_best_model()
         self.backend.invalidate_weights()
+
+    def load_checkpoint_weights(self, directory: str) -> None:
+        """Load policy, reference and step number of a checkpoint, to sample from it without training.
+
+        Does not support FSDP and DeepSpeed, which load weights when training starts.
+        """
+        self.state = TrainerState.load_from_json(str(Path(directory, trainer_state_name())))
+        self._load_from_checkpoint(directory)
+        self._load_reference(directory)
 
     # Public attributes.
 

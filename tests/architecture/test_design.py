@@ -35,6 +35,7 @@ LEVELS = (
     ("agents",),
     ("mixins", "hf"),
     ("trainer",),
+    ("iterative",),
     ("trl_hooks", "cli"),
 )
 LAYERS = {

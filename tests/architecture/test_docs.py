@@ -66,11 +66,12 @@ def tiny_model(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
 def test_code_in_the_documentation_runs(page, tiny_model, tmp_path, monkeypatch):
     """Run the blocks of a page one after the other in one namespace."""
-    from groupwise import GRPOConfig
+    from groupwise import GRPOConfig, IterativeConfig
 
     monkeypatch.chdir(tmp_path)
-    given = GRPOConfig.__init__
+    given, loop = GRPOConfig.__init__, IterativeConfig.__init__
     monkeypatch.setattr(GRPOConfig, "__init__", lambda self, *a, **k: given(self, *a, **{**k, **SMALL}))
+    monkeypatch.setattr(IterativeConfig, "__init__", lambda self, **k: loop(self, **{**k, "iterations": 1}))
     namespace = {"__name__": "documentation"}
     for number, block in enumerate(BLOCK.finditer(page.read_text()), 1):
         if not block["reason"]:
@@ -131,7 +132,7 @@ def test_differences_from_trl_are_documented():
 
 def test_names_on_the_page_of_the_paper_exist():
     page = (ROOT / "docs" / "paper.md").read_text()
-    names = re.findall(r"`((?:trainer|core|policy|mixins|data|hf)\.[\w.]+)`", page)
+    names = re.findall(r"`((?:trainer|iterative|core|policy|mixins|data|hf|rewards)\.[\w.]+)`", page)
     assert len(names) > 15
     for name in names:
         pkgutil.resolve_name(f"groupwise.{name}")

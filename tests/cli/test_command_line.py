@@ -46,6 +46,22 @@ def test_a_run_resumes(run_file):
     assert [log["step"] for log in state["log_history"]] == [1, 2]
 
 
+def test_a_run_iterates_and_trains_its_reward_model(run_file, tmp_path):
+    from support.iterative_runs import reward_model
+    from support.runs import tokenizer
+
+    reward_model(vocab_size=32).save_pretrained(tmp_path / "judge")
+    tokenizer().save_pretrained(tmp_path / "judge")
+    loop = {"iterations": 2, "reward_prompts": 2, "label_func": "my_rewards:even"}
+    given = {"rewards": str(tmp_path / "judge"), "max_steps": 2, "beta": 0.1, "iterative": loop}
+    assert main(["train", "--config", run_file(**given)]) == 0
+    assert {path.name for path in Path("out").glob("reward-model-*")} == {
+        *("reward-model-0", "reward-model-1", "reward-model-2")
+    }
+    assert Path("out/README.md").is_file()
+    assert main(["train", "--config", run_file(**given), "--resume_from_checkpoint", "out/checkpoint-1"]) == 0
+
+
 def test_a_run_trains_an_adapter(run_file):
     assert main(["train", "--config", run_file(lora={"r": 2, "target_modules": ["q_proj"]})]) == 0
     assert Path("out/adapter_model.safetensors").is_file()

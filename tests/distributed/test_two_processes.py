@@ -126,6 +126,21 @@ def test_two_processes_step_over_an_empty_window_as_if_they_had_computed_it(upda
     assert _same(updates["GRPOTrainer"], updates["ComputesEmptyWindows"])
 
 
+def test_iterations_on_two_processes_have_one_policy_and_one_reward_model(tmp_path: Path) -> None:
+    _launch(_torchrun(), "iterative", tmp_path)
+    whole = [torch.load(tmp_path / f"whole_{rank}.pt") for rank in (0, 1)]
+    assert _same(whole[0]["weights"], whole[1]["weights"])
+    assert whole[0]["examples"] == whole[1]["examples"]
+    # Each process labels three prompts of an iteration; examples of both are in the history of both.
+    prompts = {re.match(r"say x*\d", text)[0] for text, *_ in whole[0]["examples"]}
+    assert len(prompts) > 3
+    # A run that ended before the reward model was trained repeats that, and the second iteration.
+    for rank in (0, 1):
+        resumed = torch.load(tmp_path / f"resumed_{rank}.pt")
+        assert _same(resumed["weights"], whole[rank]["weights"])
+        assert resumed["examples"] == whole[rank]["examples"]
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run started with ``accelerate launch`` on two processes."""

@@ -109,7 +109,7 @@ def test_the_score_of_a_step_is_the_output_at_its_step_token(tmp_path, labels, s
     for prompt, steps, ends, rewards in zip(["w0 w1", "w2", "w0 w1", "w3"], STEPS, ENDS, found, strict=True):
         assert [end for end, _ in rewards] == ends
         expected = expected_scores(model, judge, prompt, steps, marker)
-        assert [value for _, value in rewards] == pytest.approx(expected, abs=1e-6)
+        assert [value for _, value in rewards] == pytest.approx(expected, abs=1e-5)
     assert run.reward_func_names == [type(model).__name__]
 
 
@@ -144,7 +144,7 @@ def test_chats_go_through_the_template_of_the_model(tmp_path):
     ids = tokenizer()("<user> w0 <assistant> w1 w2 w9")["input_ids"]
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits[0, -1].softmax(-1)[1].item()
-    assert rewards == [(2, pytest.approx(expected, abs=1e-6))]
+    assert rewards == [(2, pytest.approx(expected, abs=1e-5))]
 
 
 def judge(**options):

@@ -1,6 +1,7 @@
 """Process of a launch, and the runs, which the tests repeat in one process.
 
     torchrun --nproc_per_node 2 worker.py updates OUTPUT_DIR
+    torchrun --nproc_per_node 2 worker.py iterative OUTPUT_DIR
     accelerate launch --multi_gpu --num_processes 2 worker.py train OUTPUT_DIR
     accelerate launch --multi_gpu --num_processes 2 worker.py resume OUTPUT_DIR SINGLE_PROCESS_CHECKPOINT
 
@@ -14,6 +15,7 @@ import itertools
 import json
 import math
 import random
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,8 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError
 from groupwise.rewards import ProcessRewardModel, get_distillation_reward
 from groupwise.trainer import GRPOTrainer
+from support.iterative_runs import reward_model
+from support.iterative_runs import runner as iterative_runner
 from support.process_rewards import step_classifier
 
 #: A process that hangs says where, before the test gives up on it.
@@ -315,6 +319,27 @@ def _leave(output_dir: Path, name: str, trainer: GRPOTrainer) -> None:
         (output_dir / f"{name}.json").write_text(json.dumps(trainer.state.log_history))
 
 
+def _iterate(output_dir: Path) -> None:
+    """Iterations with a reward model whose dropout differs by process; and again from between two phases."""
+    for name in ("whole", "resumed"):
+        run = iterative_runner(output_dir / "run", judge=reward_model(attention_dropout=0.5))
+        rank = torch.distributed.get_rank()  # initialised by the first trainer
+        if name == "whole":
+            run.train()
+        else:
+            if rank == 0:
+                shutil.rmtree(output_dir / "run" / "reward-model-1")
+            torch.distributed.barrier()
+            run.train(str(output_dir / "run" / "checkpoint-2"))
+        found = {
+            **{f"policy.{key}": value for key, value in run.trainer.model.state_dict().items()},
+            **{f"reference.{key}": value for key, value in run.trainer.ref_model.state_dict().items()},
+            **{f"reward.{key}": value for key, value in run.scorer.model.state_dict().items()},
+        }
+        examples = [list(example) for example in run.history]
+        torch.save({"weights": found, "examples": examples}, output_dir / f"{name}_{rank}.pt")
+
+
 def main(mode: str, output_dir: Path, *arguments: str) -> None:
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(PATIENCE, exit=True)
@@ -354,6 +379,8 @@ def main(mode: str, output_dir: Path, *arguments: str) -> None:
         trainer, _ = sampled_run(output_dir / "resumed")
         trainer.train(resume_from_checkpoint=str(output_dir / "run" / "checkpoint-3"))
         _leave(output_dir, "resumed", trainer)
+    elif mode == "iterative":
+        _iterate(output_dir)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

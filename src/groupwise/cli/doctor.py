@@ -55,6 +55,8 @@ def run(arguments: Sequence[str]) -> int:
         return report.close()
     report.add(_settings(config))
     report.attempt("reward", lambda: resolve_rewards(settings))
+    if settings.iterative is not None:
+        report.attempt("iterative", lambda: _check_iterative(settings, config))
     model_config = report.attempt(
         "model",
         lambda: check_model(settings, config),
@@ -202,6 +204,12 @@ def _end_tokens(model: str, text_config: PreTrainedConfig, tokenizer: PreTrained
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     return sorted(ids)
+
+
+def _check_iterative(settings: RunArguments, config: GRPOConfig) -> None:
+    from groupwise.cli.train import iterative_settings
+
+    iterative_settings(settings)["iterative"].with_reference_refresh(config)
 
 
 def _trial(

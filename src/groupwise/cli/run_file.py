@@ -42,6 +42,10 @@ class RunArguments:
     rollout_func: str | None = _opt("Custom generation: module:function.")
     environment: str | None = _opt("Environment factory of an agent: module:function.")
     lora: Json = _opt("Train an adapter: arguments (dict or JSON) of peft.LoraConfig.")
+    iterative: Json = _opt(
+        "Iterative GRPO: arguments (dict or JSON) of groupwise.IterativeConfig, and label_func "
+        "(module:function, or a name in groupwise.rewards) to train the reward model after each iteration."
+    )
 
 
 #: Names in TRL scripts.
@@ -146,9 +150,11 @@ def _normalize(run: RunArguments) -> None:
         if value is not None:
             values = list(value) if isinstance(value, (list, tuple)) else [value]
             setattr(run, name, [_from_json(item) for item in values])
-    run.lora = _from_json(run.lora)
-    if run.lora is not None and not isinstance(run.lora, dict):
-        raise ConfigError(f"lora={run.lora!r} is not a mapping; write for example {{r: 16, lora_alpha: 32}}")
+    for name, example in (("lora", "{r: 16, lora_alpha: 32}"), ("iterative", "{iterations: 3}")):
+        value = _from_json(getattr(run, name))
+        if value is not None and not isinstance(value, dict):
+            raise ConfigError(f"{name}={value!r} is not a mapping; write for example {example}")
+        setattr(run, name, value)
     if not run.model or (run.dataset is None and run.environment is None):
         missing = "dataset" if run.model else "model"
         raise ConfigError(f"{missing} is missing; set it in the YAML file or with --{missing}")

@@ -75,21 +75,26 @@ class RewardModel:
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Prompt], **_: object) -> list[float]:
         """Return one score per completion."""
         texts = [
-            self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)
+            self.text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)
         ]
         scores: list[float] = []
         for start in range(0, len(texts), self.batch_size):
-            inputs = self.tokenizer(
-                texts[start : start + self.batch_size],
-                return_tensors="pt",
-                padding=True,
-                padding_side="right",
-                add_special_tokens=False,
-            ).to(self.model.device)
-            scores += self.model(**inputs).logits[:, 0].float().tolist()
+            scores += self.scores(texts[start : start + self.batch_size]).tolist()
         return scores
 
-    def _text(self, prompt: Prompt, completion: Prompt) -> str:
+    def scores(self, texts: Sequence[str]) -> torch.Tensor:
+        """Return the scores of texts in one forward pass, float32, differentiable."""
+        inputs = self.tokenizer(
+            list(texts),
+            return_tensors="pt",
+            padding=True,
+            padding_side="right",
+            add_special_tokens=False,
+        ).to(self.model.device)
+        return self.model(**inputs).logits[:, 0].float()
+
+    def text(self, prompt: Prompt, completion: Prompt) -> str:
+        """Return prompt and completion as one text, of chats through the chat template."""
         whole = join_conversation(prompt, completion, self.template_kwargs)
         if isinstance(whole, str):
             return whole

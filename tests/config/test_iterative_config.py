@@ -1,0 +1,42 @@
+"""Settings of the outer loop."""
+
+from __future__ import annotations
+
+import pytest
+
+from groupwise import ConfigError, GRPOConfig, IterativeConfig
+
+
+def test_all_violations_are_in_one_message():
+    with pytest.raises(ConfigError) as caught:
+        IterativeConfig(
+            iterations=0,
+            reward_prompts=True,
+            reward_objective="pairwize",
+            reward_learning_rate=0,
+            reward_batch_size=2.5,
+            reward_epochs=-1,
+            replay_share=1.0,
+        )
+    for said in (
+        "iterations=0 is not allowed; give an integer of 1 or more",
+        "reward_prompts=True is not allowed",
+        "reward_objective='pairwize' is unknown; allowed: pairwise, pointwise; nearest: 'pairwise'",
+        "reward_learning_rate=0 is not allowed; it is > 0",
+        "reward_batch_size=2.5 is not allowed",
+        "reward_epochs=-1 is not allowed",
+        "replay_share=1.0 is not allowed; it is at least 0 and below 1",
+    ):
+        assert said in str(caught.value)
+
+
+def test_the_reference_moves_at_the_end_of_iterations_if_there_is_one(tmp_path):
+    config = GRPOConfig(str(tmp_path), max_steps=12, beta=0.1, use_cpu=True, bf16=False)
+    changed = IterativeConfig(iterations=3).with_reference_refresh(config)
+    assert changed.sync_ref_model
+    assert (changed.ref_model_mixup_alpha, changed.ref_model_sync_steps) == (1.0, 4)
+    assert not config.sync_ref_model and config.ref_model_sync_steps == 512
+    # the same settings given by hand are accepted
+    assert IterativeConfig(iterations=3).with_reference_refresh(changed) == changed
+    without = GRPOConfig(str(tmp_path), max_steps=12, use_cpu=True, bf16=False)
+    assert IterativeConfig(iterations=3).with_reference_refresh(without) is without

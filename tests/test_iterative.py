@@ -1,0 +1,247 @@
+"""Iterative GRPO: reference, schedule and reward model over the outer iterations, and resumed runs."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.iterative_runs import has_vowel, reward_model, runner
+from support.process_rewards import byte_tokenizer, step_classifier
+from support.resume_runs import make_trainer, prompts, tokenizer, vowels
+from transformers import TrainerCallback
+
+from groupwise import ConfigError, GRPOConfig, IterativeConfig, IterativeGRPO, RewardError
+
+_TIMING = re.compile(r"time/.*|step_time|.*_runtime|.*_per_second|train_loss")
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def history(trainer: Any) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in line.items() if not _TIMING.fullmatch(key)}
+        for line in trainer.state.log_history
+    ]
+
+
+def test_without_a_reward_model_the_run_is_that_of_one_trainer(tmp_path):
+    """Stops between iterations leave no trace: weights, logs and the learning rates of one schedule."""
+    given = {"per_device_train_batch_size": 4, "num_generations": 4, "max_steps": 4, "beta": 0.5}
+    refresh = {"sync_ref_model": True, "ref_model_mixup_alpha": 1.0, "ref_model_sync_steps": 2}
+    whole = make_trainer(tmp_path / "whole", **given, **refresh, num_iterations=2)
+    whole.train()
+    run = runner(tmp_path / "parts", [vowels], None, num_iterations=2)
+    run.train()
+    assert same(weights(run.trainer.model), weights(whole.model))
+    assert same(weights(run.trainer.ref_model), weights(whole.ref_model))
+    assert history(run.trainer) == history(whole)
+    # Linear from 1e-2 to 0 over the four steps, not over the two of an iteration.
+    rates = [line["learning_rate"] for line in run.trainer.state.log_history if "learning_rate" in line]
+    assert rates == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
+
+
+class SeesReferences(TrainerCallback):
+    """Whether the reference has the policy's weights, or the initial ones, at each checkpoint."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, tuple[bool, bool]] = {}
+
+    def on_save(self, args, state, control, **_):
+        trainer = self.run.trainer
+        reference = weights(trainer.ref_model)
+        self.seen[state.global_step] = same(reference, weights(trainer.model)), same(reference, self.initial)
+
+
+def test_the_reference_becomes_the_policy_at_the_end_of_an_iteration(tmp_path):
+    callback = SeesReferences()
+    callback.run = run = runner(tmp_path, callbacks=[callback])
+    callback.initial = weights(run.trainer.model)
+    run.train()
+    assert callback.seen == {1: (False, True), 2: (True, False), 3: (False, False), 4: (True, False)}
+
+
+class Stops(Exception):
+    pass
+
+
+def fails_at(call: int, function: Any) -> Any:
+    """The function, which raises at one call: the process would have ended there."""
+    calls = 0
+
+    @functools.wraps(function)
+    def wrapped(**given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise Stops
+        return function(**given)
+
+    return wrapped
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    run = runner(tmp_path_factory.mktemp("whole"), [vowels])
+    run.initial = weights(run.scorer.model)
+    run.train()
+    return run
+
+
+def labels_and_rewards_that_fail(point: str) -> tuple[Any, Any]:
+    """Six prompts are labelled in six calls, one generation batch of one prompt each."""
+    label_at = {"before the first update": 3, "before the last update": 6 + 2}
+    reward_at = {"within the first iteration": 2, "after the first update": 3, "within the last iteration": 4}
+    return fails_at(label_at.get(point, 0), has_vowel), fails_at(reward_at.get(point, 0), vowels)
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        *("within the first iteration", "before the first update", "after the first update"),
+        *("within the last iteration", "before the last update"),
+    ],
+)
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, whole, point):
+    label_func, reward = labels_and_rewards_that_fail(point)
+    with pytest.raises(RewardError, match="Stops"):
+        runner(tmp_path, [reward], label_func).train()
+    random.seed(99), torch.manual_seed(99)  # of the new process
+    resumed = runner(tmp_path, [vowels])
+    resumed.train(resume_from_checkpoint=True)
+    assert same(weights(resumed.trainer.model), weights(whole.trainer.model))
+    assert same(weights(resumed.trainer.ref_model), weights(whole.trainer.ref_model))
+    assert same(weights(resumed.scorer.model), weights(whole.scorer.model))
+    assert resumed.history == whole.history and resumed.reward_metrics == whole.reward_metrics
+    assert history(resumed.trainer)[:4] == history(whole.trainer)[:4]
+
+
+def test_the_reward_model_learns_its_pairs_with_a_share_of_earlier_ones(whole, tmp_path):
+    assert not same(weights(whole.scorer.model), whole.initial)
+    first, second = whole.reward_metrics
+    assert [first["iteration"], second["iteration"]] == [1, 2]
+    assert first["num_examples"] == first["num_fresh"] > 9
+    assert second["num_examples"] == second["num_fresh"] + round(second["num_fresh"] / 9)
+    assert all(line["loss_after"] < line["loss_before"] for line in (first, second))
+    assert len(whole.history) == first["num_fresh"] + second["num_fresh"]
+    # each pair: two completions of one prompt, of which the first has a vowel
+    for example in whole.history:
+        (prompt,) = [row["prompt"] for row in prompts(12) if example.text.startswith(row["prompt"])]
+        assert example.other.startswith(prompt)
+        made, other = example.text.removeprefix(prompt), example.other.removeprefix(prompt)
+        assert has_vowel([made, other]) == [1.0, 0.0]
+    output = Path(whole.trainer.args.output_dir)
+    saved = json.loads((output / "reward-model-1" / "examples.json").read_text())
+    assert len(saved["history"]) == first["num_fresh"] and saved["metrics"] == [first]
+
+
+def test_the_policy_is_rewarded_by_the_updated_model(whole, tmp_path):
+    """Without updates the second iteration has other rewards; the first one has the same."""
+    fixed = runner(tmp_path, [vowels], iterative={"reward_learning_rate": 1e-30})
+    fixed.train()
+    name = "rewards/LlamaForSequenceClassification/mean"
+    ours, theirs = ([line[name] for line in history(r.trainer)[:4]] for r in (whole, fixed))
+    assert ours[:2] == theirs[:2] and ours[2] != theirs[2]
+
+
+def test_a_run_from_an_earlier_checkpoint_drops_later_reward_models(tmp_path):
+    run = runner(tmp_path, [vowels])
+    run.train()
+    again = runner(tmp_path, [vowels])
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert same(weights(again.scorer.model), weights(run.scorer.model))
+    (tmp_path / "reward-model-0" / "model.safetensors").unlink()
+    fresh = runner(tmp_path, [vowels])
+    fresh.train()  # starts anew
+    assert same(weights(fresh.scorer.model), weights(run.scorer.model))
+
+
+def test_a_run_that_a_callback_stops_ends_there(tmp_path):
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            control.should_training_stop = state.global_step == 1
+
+    run = runner(tmp_path, callbacks=[Stop()])
+    run.train()
+    assert run.trainer.state.global_step == 1 and run.reward_metrics == []
+
+
+def test_pointwise_labels_must_be_probabilities(tmp_path):
+    def wrong(completions, **_):
+        return [2.0] * len(completions)
+
+    run = runner(tmp_path, label_func=wrong, iterative={"reward_objective": "pointwise"})
+    with pytest.raises(RewardError, match=r"'wrong' returned 2\.0; pointwise labels are from 0 to 1"):
+        run.train()
+
+
+def test_pointwise_training_uses_every_labelled_completion(tmp_path):
+    def some(completions, **_):
+        return [None if i == 0 else label for i, label in enumerate(has_vowel(completions))]
+
+    run = runner(tmp_path, label_func=some, max_steps=2, iterative={"reward_objective": "pointwise"})
+    run.train()
+    assert [line["num_fresh"] for line in run.reward_metrics] == [6 * 3, 6 * 3]
+    assert all(line["loss_after"] < line["loss_before"] for line in run.reward_metrics)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"max_steps": 5}, "max_steps=5 is no positive multiple of iterations=2; nearest valid: max_steps=4"),
+        ({"max_steps": -1}, "max_steps=-1 is no positive multiple"),
+        ({"save_only_model": True}, "save_only_model=True does not work with iterations"),
+        ({"eval_strategy": "no", "logging_strategy": "epoch"}, 'logging_strategy="epoch" does not work'),
+        ({"sync_ref_model": True}, "set ref_model_mixup_alpha=1.0 and ref_model_sync_steps=2"),
+        ({"label_func": 3}, "label_func=3 is not callable"),
+        ({"iterative": {"reward_prompts": 13}}, "reward_prompts=13 is not allowed with 1 processes"),
+    ],
+)
+def test_unusable_settings_are_refused(tmp_path, given, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        runner(tmp_path, **given)
+
+
+def test_labels_without_one_reward_model_are_refused(tmp_path):
+    def build(rewards: Any, **given: Any) -> None:
+        config = GRPOConfig(str(tmp_path), max_steps=2, use_cpu=True, bf16=False, report_to="none")
+        loop, data = IterativeConfig(2, reward_prompts=2), given.pop("train_dataset", prompts(4))
+        IterativeGRPO(
+            "nowhere/at-all" if not rewards else make_trainer(tmp_path).model,
+            rewards,
+            config,
+            iterative=loop,
+            label_func=has_vowel,
+            train_dataset=data,
+            processing_class=tokenizer(),
+            **given,
+        )
+
+    own = [tokenizer(), tokenizer()]
+    with pytest.raises(ConfigError, match="reward_funcs has 2; give exactly one"):
+        build([reward_model(), reward_model()], reward_processing_classes=own)
+    with pytest.raises(ConfigError, match="reward_funcs has 0; give exactly one"):
+        build([step_classifier()], reward_processing_classes=byte_tokenizer())
+    with pytest.raises(ConfigError, match="is no stream"):
+        stream = prompts(4).to_iterable_dataset()
+        build([reward_model()], reward_processing_classes=own[0], train_dataset=stream)
+
+
+def test_a_missing_reward_model_is_named(tmp_path):
+    run = runner(tmp_path, max_steps=2, iterative={"iterations": 1})
+    run.train()
+    for path in tmp_path.glob("reward-model-*"):
+        path.rename(tmp_path / f"moved-{path.name}")
+    with pytest.raises(ConfigError, match="reward-model-0' is missing"):
+        runner(tmp_path, max_steps=2, iterative={"iterations": 1}).train(True)
