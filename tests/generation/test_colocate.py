@@ -16,7 +16,7 @@ import torch
 from peft import LoraConfig
 from support.engine_runs import ENGINE, engine_greedy, greedy, policy, sync, trainer, trainer_logps
 from support.oracle_advantages import process_advantages
-from support.process_rewards import STEP, byte_tokenizer, step_classifier
+from support.process_rewards import byte_tokenizer, step_classifier
 from support.runs import prompts
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -77,7 +77,7 @@ def test_the_engine_samples_from_the_policy_of_each_step(run):
 def test_process_rewards_of_the_engines_completions_reach_their_tokens(run):
     """Advantages of sampled steps are those of a scalar loop over the scores of the reward model."""
     functions, tokenizers = run.reward_funcs, run.reward_processing_classes
-    run.reward_funcs = [ProcessRewardModel(step_classifier(), STEP)]
+    run.reward_funcs = [ProcessRewardModel(step_classifier(), " ")]  # every word of the policy ends a step
     run.reward_processing_classes = [byte_tokenizer()]
     run.refresh_settings()
     try:
@@ -89,10 +89,9 @@ def test_process_rewards_of_the_engines_completions_reach_their_tokens(run):
         run.reward_funcs, run.reward_processing_classes = functions, tokenizers
         run.refresh_settings()
     assert max(map(len, steps)) > 1 and all(c.logps is not None for c in rollouts.completions)
-    for completion, found in zip(rollouts.completions, steps, strict=True):
-        last = len(completion.token_ids) - 1
-        separators = {i for i, token in enumerate(completion.token_ids) if token == STEP}
-        assert {end for end, _ in found} <= separators | {last} and found[-1][0] == last
+    for completion, text, found in zip(rollouts.completions, rollouts.texts, steps, strict=True):
+        assert len(found) == max(len(text.split()), 1)
+        assert found[-1][0] == len(completion.token_ids) - 1
     width = experience.completion_ids_BT.shape[1]
     expected = torch.tensor(process_advantages(steps, 4, width, True))
     torch.testing.assert_close(experience.advantages_BX, expected, atol=1e-5, rtol=0)
