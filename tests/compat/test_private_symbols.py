@@ -58,6 +58,7 @@ SIGNATURES = [
         "packed_nccl_broadcast_producer",
         ["iterator", "group", "src", "post_iter_func"],
     ),
+    ("vllm.distributed.device_communicators.pynccl", "PyNcclCommunicator.destroy", ["self"]),
     (
         "vllm.distributed.weight_transfer",
         "WeightTransferEngineFactory.register_engine",

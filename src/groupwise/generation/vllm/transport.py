@@ -179,6 +179,9 @@ class NcclSender(WeightSender):
         self.group = join_nccl_group(self.init_info())
 
     def send(self, bucket: Bucket, receiver: WeightReceiver) -> None:
+        # The engine views the tensors of one byte buffer in place: each must begin at a multiple of its item
+        # size, as it does after items of the same size or larger ones.
+        bucket = sorted(bucket, key=lambda pair: pair[1].element_size(), reverse=True)
         _run_both(
             lambda: receiver.update_weights(_metadata(bucket)), lambda: broadcast_packed(bucket, self.group)
         )
