@@ -155,16 +155,15 @@ def test_the_policy_is_rewarded_by_the_updated_model(whole, tmp_path):
     assert ours[:2] == theirs[:2] and ours[2] != theirs[2]
 
 
-def test_a_run_from_an_earlier_checkpoint_drops_later_reward_models(tmp_path):
-    run = runner(tmp_path, [vowels])
-    run.train()
-    again = runner(tmp_path, [vowels])
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert same(weights(again.scorer.model), weights(run.scorer.model))
-    (tmp_path / "reward-model-0" / "model.safetensors").unlink()
-    fresh = runner(tmp_path, [vowels])
-    fresh.train()  # starts anew
-    assert same(weights(fresh.scorer.model), weights(run.scorer.model))
+@pytest.mark.parametrize("checkpoint", ["checkpoint-1", None])
+def test_reward_models_of_another_course_of_the_run_are_removed(tmp_path, checkpoint):
+    """Otherwise a run that ends before its first update would resume with one of them."""
+    runner(tmp_path, max_steps=2, iterative={"iterations": 1}).train()
+    (tmp_path / "reward-model-2").mkdir()
+    run = runner(tmp_path, label_func=fails_at(1, has_vowel), max_steps=2, iterative={"iterations": 1})
+    with pytest.raises(RewardError, match="Stops"):
+        run.train(checkpoint and str(tmp_path / checkpoint))
+    assert [path.name for path in tmp_path.glob("reward-model-*")] == ["reward-model-0"]
 
 
 def test_a_run_that_a_callback_stops_ends_there(tmp_path):
