@@ -39,6 +39,11 @@ def test_a_separator_of_several_tokens_ends_with_its_last_one():
     assert steps_of("a\nb\n\nc", "\n\n") == [("a\nb", "a\nb\n\n"), ("c", "c<eos>")]
 
 
+def test_a_separator_whose_bytes_are_several_tokens_ends_with_the_last_of_them():
+    assert len(byte_tokenizer()("é")["input_ids"]) == 2
+    assert steps_of("aéb", "é") == [("a", "aé"), ("b", "b<eos>")]
+
+
 def test_a_separator_within_a_token_ends_the_step_with_that_token():
     own = tokenizer()  # one token per word
     ids = own("w12 w3")["input_ids"]
