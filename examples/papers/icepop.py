@@ -9,7 +9,8 @@ m\Big(\frac{\pi_{\theta_\mathrm{old}}}{\pi_\mathrm{samp}}\Big)
 \quad m(k) = \begin{cases} k & \alpha \le k \le \beta \\ 0 & \mathrm{otherwise} \end{cases}
 $$
 
-Tokens on which the engine and the trainer disagree have no gradient.
+Tokens on which the engine and the trainer disagree have no gradient. The bounds 0.5 and 5 were not compared
+with the paper.
 """
 
 from groupwise import GRPOConfig
