@@ -1,4 +1,12 @@
-"""Reward library. Optional packages (extra ``rewards``) are imported at the first use."""
+"""Reward library. Optional packages (extra ``rewards``), and torch, are imported at the first use.
+
+Processes of :func:`isolated` rewards import this package and start faster without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from groupwise.rewards.accuracy import (
     accuracy_reward,
@@ -6,8 +14,6 @@ from groupwise.rewards.accuracy import (
     reasoning_accuracy_reward,
 )
 from groupwise.rewards.code import get_code_execution_reward
-from groupwise.rewards.distillation import get_distillation_reward
-from groupwise.rewards.process import ProcessRewardModel
 from groupwise.rewards.reasoning_gym import (
     create_reasoning_gym,
     get_reasoning_gym_reward,
@@ -21,6 +27,13 @@ from groupwise.rewards.shaping import (
     get_soft_overlong_punishment,
     think_format_reward,
 )
+
+if TYPE_CHECKING:
+    from groupwise.rewards.distillation import get_distillation_reward
+    from groupwise.rewards.process import ProcessRewardModel
+
+#: Modules that import torch, by the public name that loads them.
+_MODULES = {"ProcessRewardModel": "process", "get_distillation_reward": "distillation"}
 
 __all__ = [
     "ProcessRewardModel",
@@ -41,3 +54,9 @@ __all__ = [
     "reasoning_gym_dataset",
     "think_format_reward",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
