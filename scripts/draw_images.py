@@ -200,13 +200,10 @@ def staleness() -> str:
 
 
 def learning_curve(recorded: dict[str, list[dict[str, list[float]]]]) -> str:
-    """Draw mean reward over processor minutes of training, one line per run.
-
-    Processor time, because a neighbour on the machine lengthens the time on the clock.
-    """
-    picture = Picture(760, 400, "Mean reward of a training batch over processor minutes, groupwise and TRL")
+    """Draw mean reward over minutes of training, one line per run."""
+    picture = Picture(760, 400, "Mean reward of a training batch over minutes, groupwise and TRL")
     left, bottom, width, height = 70, 340, 650, 300
-    minutes = max(run["processor_seconds"][-1] for runs in recorded.values() for run in runs) / 60
+    minutes = max(run["seconds"][-1] for runs in recorded.values() for run in runs) / 60
     for share in (0, 0.25, 0.5, 0.75, 1):
         y = bottom - height * share
         picture.line("#d9dee5", (left, y), (left + width, y))
@@ -214,7 +211,7 @@ def learning_curve(recorded: dict[str, list[dict[str, list[float]]]]) -> str:
     for part in range(6):
         x = left + width * part / 5
         picture.text(x, bottom + 22, f"{minutes * part / 5:.1f}", anchor="middle", fill=FAINT)
-    picture.text(left + width / 2, bottom + 46, "processor minutes of training (two cores)", anchor="middle")
+    picture.text(left + width / 2, bottom + 46, "minutes of training", anchor="middle")
     picture.text(left, 26, "share of right answers in the training batch")
     for row, (library, runs) in enumerate(recorded.items()):
         colour = ("#2f6fd0", "#d0672f")[row]
@@ -222,7 +219,7 @@ def learning_curve(recorded: dict[str, list[dict[str, list[float]]]]) -> str:
         picture.line(colour, (left + 400 + 130 * row, 21), (left + 424 + 130 * row, 21), width=3)
         picture.text(left + 430 + 130 * row, 26, name)
         for run in runs:
-            times = [second / 60 / minutes for second in run["processor_seconds"]]
+            times = [second / 60 / minutes for second in run["seconds"]]
             points = zip(times, run["reward"], strict=True)
             picture.line(colour, *((left + width * x, bottom - height * y) for x, y in points), width=2)
     return picture.svg()
