@@ -127,12 +127,17 @@ def call_rewards(
             number, None or list of step rewards per completion.
     """
 
+    # Arguments of functions that ask for them by an attribute. Only PartialReward matches rows by id.
+    on_request = {
+        "takes_row_ids": {"row_ids": rollouts.row_ids},
+        "takes_logprobs": {"completion_logprobs": completion_logprobs},
+    }
+
     def arguments(function: Callable[..., Any]) -> dict[str, Any]:
-        # Fresh lists for every function; only PartialReward matches rows by id.
-        row_ids = {"row_ids": rollouts.row_ids} if getattr(function, "takes_row_ids", False) else {}
-        if getattr(function, "takes_logprobs", False):
-            return {**reward_arguments(rollouts), **shared, "completion_logprobs": completion_logprobs}
-        return {**reward_arguments(rollouts), **shared, **row_ids}
+        given = {**reward_arguments(rollouts), **shared}  # fresh lists for every function
+        for flag, extra in on_request.items():
+            given.update(extra if getattr(function, flag, False) else {})
+        return given
 
     titles = [f"reward function {name!r}" for name in names]
     waiting = {i: (f, titles[i], arguments(f)) for i, f in enumerate(functions) if is_async(f)}
@@ -161,9 +166,8 @@ def call_rewards(
             _warn_once(name, checked)
             failures[i], checked = checked, [math.nan] * len(rollouts)
         rewards_FB.append(checked)
-    return RewardCalls(
-        rewards_FB, failures, list(seconds_F)
-    )  # a copy: a timed-out call may still write to it
+    # A copy of the seconds: a timed-out call may still write to them.
+    return RewardCalls(rewards_FB, failures, list(seconds_F))
 
 
 def _error_or(function: Callable[..., T], *arguments: object) -> T | RewardError:
