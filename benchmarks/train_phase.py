@@ -110,8 +110,7 @@ def metered(trainer_class: Any, meter: Meter) -> Any:
     class Metered(trainer_class):
         def get_batch_samples(self, *arguments: Any, **named: Any) -> Any:
             meter.start_window()
-            with meter.measure():
-                return super().get_batch_samples(*arguments, **named)
+            return super().get_batch_samples(*arguments, **named)
 
         def training_step(self, *arguments: Any, **named: Any) -> Any:
             last = self.accelerator.sync_gradients
@@ -123,9 +122,9 @@ def metered(trainer_class: Any, meter: Meter) -> Any:
 
         # Generation of groupwise and of TRL is inside the measured time: subtract it.
 
-        def generate_micro_batches(self, rows: Any) -> Any:
+        def make_train_experience(self, **named: Any) -> Any:
             with meter.measure(-1):
-                return super().generate_micro_batches(rows)
+                return super().make_train_experience(**named)
 
         def _prepare_inputs(self, inputs: Any) -> Any:
             with meter.measure(-1):

@@ -489,6 +489,16 @@ class MicroBatch(Experience):
         return replace(self, **{"packed": None, **changes})
 
 
+@dataclass(eq=False)
+class WindowEntry:
+    """Entry of an accumulation window, which ``Trainer`` hands to ``training_step`` without reading it.
+
+    batch: the micro-batch; None before the window is made, and where rebalancing needs fewer micro-batches.
+    """
+
+    batch: MicroBatch | None = None
+
+
 class PackedSequences(Protocol):
     """Sequences of a micro-batch as one row of S tokens (``groupwise.policy.layouts.packed``)."""
 

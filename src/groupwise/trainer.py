@@ -75,6 +75,7 @@ from groupwise.records import (
     RolloutFunction,
     RolloutRequest,
     Row,
+    WindowEntry,
 )
 from groupwise.reporting.evaluation import EvaluationMetrics
 from groupwise.reporting.metrics import MetricBuffer, rollout_metrics
@@ -134,6 +135,7 @@ class GRPOTrainer(
     prompts: PromptSource
     buffer: ExperienceBuffer
     leftover_groups: LeftoverGroups
+    window: list[WindowEntry]
     window_entropy: Mean
     window_is_empty: bool
 
@@ -384,17 +386,22 @@ class GRPOTrainer(
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[MicroBatch | None], None]:
-        """Return the micro-batches of one optimizer step (a hook of ``Trainer``).
+    ) -> tuple[list[WindowEntry], None]:
+        """Begin an optimizer step (a hook of ``Trainer``); the first ``training_step`` makes the micro-batches.
 
+        ``Trainer`` calls ``on_step_begin`` between the two: settings assigned there act in this step.
         ``Trainer`` counts micro-batches, ``self.prompts`` reads rows: ``epoch_iterator`` is not advanced.
 
         Returns:
-            exactly ``num_batches`` entries, because gradient synchronisation counts them; where rebalancing
-            needs fewer, the first are None.
+            exactly ``num_batches`` empty entries, because gradient synchronisation counts them.
         """
-        self.restore_pending_rng()  # Trainer would restore it only after this hook, too late for sampling
+        self.restore_pending_rng()  # the mark contains it; Trainer would restore it only after this hook
         self.step_state.begin_step()  # a failure, and a checkpoint before the update, return to this state
+        self.window = [WindowEntry() for _ in range(num_batches)]
+        return self.window, None
+
+    def make_window(self, num_batches: int) -> list[MicroBatch | None]:
+        """Return the micro-batches of an optimizer step; where rebalancing needs fewer, the first are None."""
         self.refresh_settings()
         with self.rollback_on_failure():
             window: list[Experience] = []  # one entry per micro-batch of this rank
@@ -409,7 +416,7 @@ class GRPOTrainer(
             batches = self.make_micro_batches(window)
         self.metrics["train"].record(self.window_stats.metrics())
         self.window_is_empty = all(batch is None for batch in batches)
-        return batches, None
+        return batches
 
     def make_micro_batches(self, window: list[Experience]) -> list[MicroBatch | None]:
         """Weigh the tokens of an accumulation window and rebalance it; as many entries as before."""
@@ -481,11 +488,14 @@ class GRPOTrainer(
         return Experience.from_tokens(tokens, advantages, logps).split(micro_batch_size)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Run forward and backward of one micro-batch; None stands for one that the window does not need."""
+        """Run forward and backward of one entry of the window; the first entry makes the window."""
+        if inputs is self.window[0]:
+            for entry, made in zip(self.window, self.make_window(len(self.window)), strict=True):
+                entry.batch = made
         last, loss = self.accelerator.sync_gradients, torch.zeros((), device=self.accelerator.device)
-        if inputs is not None:
+        if inputs.batch is not None:
             with self.metrics["train"].phase("train", wait=last):
-                loss = super().training_step(model, inputs, num_items_in_batch)
+                loss = super().training_step(model, inputs.batch, num_items_in_batch)
         if last:  # the optimizer steps next
             if self.window_is_empty:  # no row of any rank has a gradient
                 self.set_zero_gradient()
@@ -624,7 +634,7 @@ class GRPOTrainer(
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Estimate 6 operations per parameter and token: forward and backward."""
-        return 0 if inputs is None else 6 * self.num_parameters * inputs.num_tokens()
+        return 0 if inputs.batch is None else 6 * self.num_parameters * self.num_tokens(inputs.batch)
 
     # Checkpoints.
 

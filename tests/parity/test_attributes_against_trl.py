@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,51 @@ def test_assigned_attributes(name: str, policy: Policy, tmp_path: Path) -> None:
     assert_same_log(ours, theirs, but=frozenset({"kl"} if name == "beta to 0" else ()))
     without = train_groupwise(policy, setting, tmp_path / "without")
     assert largest_difference(ours.parameters, without.parameters) > 1e-5
+
+
+class Schedule(TrainerCallback):
+    """Set values at the beginning of every optimizer step, from the number of completed steps."""
+
+    def __init__(self, trainer: Any, assign: Callable[[Any, int], None]) -> None:
+        self.trainer, self.assign = trainer, assign
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.assign(self.trainer, state.global_step)
+
+
+def _schedule_clip_range(trainer: Any, step: int) -> None:
+    trainer.epsilon_low, trainer.epsilon_high = 0.02 / (step + 1), 0.04 / (step + 1)
+
+
+def _schedule_args(trainer: Any, step: int) -> None:
+    trainer.args.sapo_temperature_neg = 1.0 + 3 * step
+
+
+def _schedule_reward(trainer: Any, step: int) -> None:
+    trainer.reward_weights = torch.tensor([1.0 + step])
+
+
+#: Settings of the run, and what changes with every step.
+SCHEDULES: dict[str, tuple[dict[str, Any], Callable[[Any, int], None]]] = {
+    "beta": ({"beta": 0.1}, lambda trainer, step: setattr(trainer, "beta", 0.3 * step)),
+    "clip range": ({"num_iterations": 2, "learning_rate": 0.03}, _schedule_clip_range),
+    "args": ({"loss_type": "sapo"}, _schedule_args),
+    "reward_weights": ({"scale_rewards": "none"}, _schedule_reward),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_in_on_step_begin(name: str, policy: Policy, tmp_path: Path) -> None:
+    """A value that is set when a step begins acts in that step, also in the first one."""
+    options, schedule = SCHEDULES[name]
+    setting = Setting(options)
+    ours, theirs = (
+        train(policy, setting, tmp_path / library, lambda run: run.add_callback(Schedule(run, schedule)))
+        for library, train in (("ours", train_groupwise), ("theirs", train_trl))
+    )
+    assert_same_update(ours, theirs, policy)
+    # While beta is 0, TRL does not compute the KL.
+    assert_same_log(ours, theirs, but=frozenset({"kl"} if name == "beta" else ()))
 
 
 def _attributes_from_settings() -> set[str]:

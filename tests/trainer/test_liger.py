@@ -224,8 +224,7 @@ def test_padding_far_from_the_reference_is_finite(tmp_path):
     model = policy()
     model.lm_head.weight.data *= 3e4  # log-probs in the hundreds; the reference has the same
     run = trainer(tmp_path, model=model, use_liger_kernel=True, beta=0.1, rollout_func=rollout())
-    window, _ = run.get_batch_samples(iter([[row] * 4 for row in [{"prompt": WORDS[0], "row": 0}]]), 1, "cpu")
-    batch = window[0]
+    (batch,) = run.make_window(1)
     assert (batch.loss_mask_BT == 0).any()
     with torch.no_grad():
         batch.ref_logps_BT[batch.loss_mask_BT == 0] = 1e4

@@ -53,11 +53,11 @@ def test_batches_are_prefetched_once(fake, tmp_path, depth):
     assert staleness(ahead) == [min(step, depth) for step in range(10)]
 
 
-def test_the_next_batch_is_requested_before_training(fake, tmp_path):
+def test_the_next_batch_is_requested_before_the_update(fake, tmp_path):
     seen = []
 
     class Count(TrainerCallback):
-        def on_step_begin(self, *args, **kwargs):
+        def on_pre_optimizer_step(self, *args, **kwargs):
             seen.append(fake.seen[GENERATE])
 
     run_for(fake, tmp_path, rollout_staleness=1, callbacks=[Count()]).train()

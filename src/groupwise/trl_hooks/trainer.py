@@ -63,7 +63,7 @@ REFUSED = {
 
 #: Methods that exist here, but whose overrides would not be called, and the counterpart.
 NOT_OVERRIDABLE = {
-    "_prepare_inputs": "_generate_and_score_completions, or get_batch_samples for the schedule",
+    "_prepare_inputs": "_generate_and_score_completions, or make_window for the schedule",
     "get_off_policy_mask": "_compute_loss",
     "get_gamma_weights": "_compute_loss",
     "_log_metric": "log_metric in a reward function",
@@ -76,7 +76,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
 
     The step is that of :class:`groupwise.GRPOTrainer`; its verbs call TRL's hooks::
 
-        get_batch_samples -> make_train_experience -> _generate_and_score_completions(rows) -> dictionary
+        make_window -> make_train_experience -> _generate_and_score_completions(rows) -> dictionary
             generate_rollouts -> _generate(prompts) -> _tokenize_prompts, _generate_single_turn
             compute_rewards -> _calculate_rewards(rows, prompts, completions, token ids) -> (N, F), all ranks
             old_and_ref_logps -> _get_per_token_logps_and_entropies
@@ -156,12 +156,12 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
 
     # One optimizer step, in the order in which it happens.
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+    def make_window(self, num_batches: int) -> list[Inputs | None]:  # type: ignore[override]
         """Return the micro-batches of one optimizer step, dictionaries of tensors."""
         self.model.train()  # hooks read the mode from the model, which an evaluation leaves in its own
         step = self._step
         try:
-            return super().get_batch_samples(*args, **kwargs)
+            return super().make_window(num_batches)  # type: ignore[return-value]
         finally:
             self._step = step
 
@@ -692,10 +692,6 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
 
     def split_for_cache(self, inputs: Inputs) -> list[Inputs]:  # type: ignore[override]
         return [inputs]
-
-    def floating_point_ops(self, inputs: Any) -> int:
-        """Estimate 6 operations per parameter and token: forward and backward."""
-        return 6 * self.num_parameters * self.num_tokens(inputs)
 
     # Logs.
 
