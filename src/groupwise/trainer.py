@@ -387,7 +387,7 @@ class GRPOTrainer(
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[WindowEntry], None]:
-        """Begin an optimizer step (a hook of ``Trainer``); the first ``training_step`` makes the micro-batches.
+        """Begin an optimizer step (a hook of ``Trainer``); the first ``training_step`` makes the batches.
 
         ``Trainer`` calls ``on_step_begin`` between the two: settings assigned there act in this step.
         ``Trainer`` counts micro-batches, ``self.prompts`` reads rows: ``epoch_iterator`` is not advanced.
@@ -401,7 +401,7 @@ class GRPOTrainer(
         return self.window, None
 
     def make_window(self, num_batches: int) -> list[MicroBatch | None]:
-        """Return the micro-batches of an optimizer step; where rebalancing needs fewer, the first are None."""
+        """Return the micro-batches of a step; where rebalancing needs fewer, the first are None."""
         self.refresh_settings()
         with self.rollback_on_failure():
             window: list[Experience] = []  # one entry per micro-batch of this rank
@@ -420,6 +420,7 @@ class GRPOTrainer(
 
     def make_micro_batches(self, window: list[Experience]) -> list[MicroBatch | None]:
         """Weigh the tokens of an accumulation window and rebalance it; as many entries as before."""
+        window = self.add_missing_ref_logps(window)  # of a generation that is older than the reference
         entropy_masks = self.compute_entropy_masks(window)  # (B, T) each; all loss tokens by default
         micro_batches = self.set_token_weights(window, entropy_masks)  # exact counts over all ranks
         # Rows without a gradient are dropped, the others are spread evenly over ranks and micro-batches.

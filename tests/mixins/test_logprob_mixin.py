@@ -16,7 +16,7 @@ from torch import nn
 from groupwise.core.advantages import GroupRewards
 from groupwise.errors import ConfigError
 from groupwise.mixins import LogprobMixin
-from groupwise.records import Completion, LogprobOutput, OldAndRefLogps, RewardBatch, RolloutBatch
+from groupwise.records import Completion, Experience, LogprobOutput, OldAndRefLogps, RewardBatch, RolloutBatch
 
 NAN = math.nan
 
@@ -46,6 +46,10 @@ class Reference:
     """A reference model, or none."""
 
     model = None
+
+    @property
+    def exists(self):
+        return self.model is not None
 
     @contextmanager
     def scoring(self, policy):
@@ -172,6 +176,32 @@ def test_rows_without_gradient_get_zeros():
     logps = run.old_and_ref_logps(tokens_of(THREE), only=[1], on_policy=False)
     assert logps.old_logps_BT.tolist() == [[0, 0], [-3, 0], [0, 0]]
     assert run.logprob_computer.calls == [([3], False)]
+
+
+def experience(advantages, **fields):
+    tokens = replace(tokens_of(THREE), old_logps_BT=torch.full((3, 2), -0.5))
+    return Experience(**vars(tokens), advantages_BX=torch.tensor(advantages), **fields)
+
+
+def test_a_newer_reference_completes_the_experience_of_a_generation():
+    lacking = experience([[0.7], [0.0], [-0.7]])
+    complete = experience([[0.7], [0.0], [-0.7]], ref_logps_BT=torch.full((3, 2), -9.0))
+    run = mixin()
+    assert run.add_missing_ref_logps([lacking]) == [lacking]  # no reference
+    run.reference.model = Model(-10.0).eval()
+    found, kept = run.add_missing_ref_logps([lacking, complete])
+    assert kept is complete and run.model.training
+    assert found.ref_logps_BT.tolist() == [[-10, -20], [-30, 0], [-40, -50]]
+    # A row without advantage was not computed before: its behaviour policy counts as the current one.
+    assert found.old_logps_BT[[0, 2]].eq(-0.5).all() and found.old_logps_BT[1].isnan().all()
+    assert run.logprob_computer.calls == [([1, 3], False), ([4], False)]
+
+
+def test_only_rows_without_any_advantage_were_skipped():
+    run = mixin()
+    run.reference.model = Model(-10.0).eval()
+    (found,) = run.add_missing_ref_logps([experience([[0.0, 0.7], [0.0, 0.0], [0.7, 0.0]])])
+    assert found.old_logps_BT.isnan().all(-1).tolist() == [False, True, False]
 
 
 def test_known_old_log_probs_are_kept():

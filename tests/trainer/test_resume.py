@@ -93,6 +93,32 @@ def test_resume_keeps_a_reference_that_moves(tmp_path: Path) -> None:
     assert any(not torch.equal(start[name], reference[name]) for name in start)
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_resume_with_a_reference_inside_a_generation(tmp_path: Path, accumulation: int) -> None:
+    """The saved completions have no reference log-probs; two micro-batches mix them with new ones."""
+    reuse = {"num_iterations": 1, "steps_per_generation": 3, "reward_funcs": vowels_of_odd_prompts}
+    make_trainer(tmp_path / "whole", **reuse, max_steps=2).train()
+    resumed = make_trainer(
+        tmp_path / "resumed",
+        **reuse,
+        **{"beta": 0.5, "gradient_accumulation_steps": accumulation, "max_steps": 4, "save_strategy": "no"},
+    )
+    compute, seen = resumed.compute_policy_loss, []
+
+    def recorded(batch: Any, logprobs: Any) -> Any:
+        mask = batch.loss_mask_BT == 1
+        with torch.no_grad():
+            reference = resumed.compute_logprobs(resumed.ref_model, batch).logps_BT
+        torch.testing.assert_close(batch.ref_logps_BT[mask], reference[mask], atol=1e-5, rtol=0)
+        seen.append(len(batch))
+        return compute(batch, logprobs)
+
+    resumed.compute_policy_loss = recorded
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert sum(seen) == 4 * 2 * accumulation  # rows without advantage are computed too
+    assert all(entry["kl"] > 0 for entry in resumed.state.log_history[-3:-1])
+
+
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_resume_with_dropout(tmp_path: Path, checkpointing: bool) -> None:
     def make(directory: Path, **settings: Any) -> Any:

@@ -24,6 +24,7 @@ from groupwise.policy.logprobs import LogprobComputer
 from groupwise.policy.reference import Reference
 from groupwise.records import (
     Completion,
+    Experience,
     LogprobOutput,
     OldAndRefLogps,
     RewardBatch,
@@ -154,6 +155,30 @@ class LogprobMixin:
             with self.reference.scoring(model) as reference:
                 ref_logps_BT = None if reference is None else self._logps_of_rows(reference, tokens, only)
         return OldAndRefLogps(old_logps_BT, ref_logps_BT)
+
+    @torch.no_grad()
+    def add_missing_ref_logps(self, window: Sequence[Experience]) -> list[Experience]:
+        """Add reference log-probs to experience of a generation that is older than the reference.
+
+        A run saved with ``beta=0`` may resume with a reference, and a script may assign ``ref_model``.
+        Without a reference, old log-probs of rows without advantage were not computed either; they become
+        NaN: the behaviour policy counts as the current one.
+        """
+        if not self.reference.exists or all(batch.ref_logps_BT is not None for batch in window):
+            return list(window)
+        completed, model = [], self.model
+        with _evaluation_mode(model), self.reference.scoring(model) as reference:
+            assert reference is not None
+            for batch in window:
+                if batch.ref_logps_BT is None:
+                    skipped_B1 = (batch.advantages_BX == 0).all(-1, keepdim=True)
+                    batch = replace(
+                        batch,
+                        old_logps_BT=batch.old_logps_BT.masked_fill(skipped_B1, math.nan),
+                        ref_logps_BT=self._logps_of_rows(reference, batch, None),
+                    )
+                completed.append(batch)
+        return completed
 
     @torch.no_grad()
     def completion_logprobs(
