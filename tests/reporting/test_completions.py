@@ -7,11 +7,15 @@ import random
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from datasets import load_dataset
+from PIL import Image
 
+from groupwise.core.advantages import GroupRewards
+from groupwise.records import Completion, RewardBatch, RolloutBatch
 from groupwise.reporting import completions, report_completions
 from groupwise.reporting.completions import evenly_spaced, write_parquet
-from groupwise.reporting.table import row_text
+from groupwise.reporting.table import completion_rows, row_text
 
 
 def read(path):
@@ -111,6 +115,28 @@ def test_files_of_a_chat_load_together(tmp_path, make_args, make_row):
     completions_of_run = [row[0] for row in data["train"]["completion"]]
     assert [row["content"] for row in completions_of_run] == ["4", ""]
     assert [bool(row["tool_calls"]) for row in completions_of_run] == [False, True]
+
+
+def test_prompts_with_images_are_saved_as_content_blocks(tmp_path, make_args):
+    """As TRL saves them: an image block without its image; the table on the console has "<image>"."""
+    image = Image.new("RGB", (2, 2))
+    asked = [{"type": "image", "image": image}, {"type": "text", "text": "What is\ud800 this?"}]
+    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": asked}]
+    answers = [[{"role": "assistant", "content": answer}] for answer in ("A dot.", "Nothing.")]
+    for step in (3, 13):
+        rollouts = RolloutBatch([{}] * 2, [prompt] * 2, [[1]] * 2, [Completion([2])] * 2, answers)
+        rewards = RewardBatch(GroupRewards(torch.ones(2, 1), torch.ones(1), 2), slice(0, 2))
+        rows = completion_rows(rollouts, rewards, torch.zeros(2), ["accuracy"], step)
+        assert row_text(rows[0]["prompt"]) == "system: Be brief.\nuser: <image>What is\ud800 this?"
+        report_completions(rows, step, make_args(num_completions_to_print=0), str(tmp_path))
+    data = load_dataset("parquet", data_dir=str(tmp_path / "completions"), cache_dir=str(tmp_path / "cache"))
+    assert data["train"]["step"][:] == [3, 3, 13, 13]
+    for saved in data["train"]["prompt"]:
+        assert [message["content"] for message in saved] == [
+            [{"type": "text", "text": "Be brief."}],
+            [{"type": "image", "text": None}, {"type": "text", "text": "What is? this?"}],
+        ]
+    assert [chat[0]["content"] for chat in data["train"]["completion"]] == ["A dot.", "Nothing."] * 2
 
 
 def test_chats_beside_texts_are_saved_as_text(tmp_path, make_args, make_row):

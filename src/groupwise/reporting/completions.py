@@ -27,13 +27,18 @@ from groupwise.reporting.table import (
 )
 
 _CALL = pa.struct({"name": pa.string(), "arguments": pa.string()})
-#: Type of a message, the same in every file of a run; keys that a message lacks are null.
-_MESSAGE = pa.struct(
-    {
-        **dict.fromkeys(("role", "content", "reasoning_content", "thinking", "name"), pa.string()),
-        "tool_calls": pa.list_(pa.struct({"type": pa.string(), "function": _CALL})),
-    }
-)
+_BLOCK = pa.struct({"type": pa.string(), "text": pa.string()})
+
+
+def _message_type(content: pa.DataType) -> pa.StructType:
+    """Return the type of a message, the same in every file of a run; keys that a message lacks are null."""
+    text = pa.string()
+    return pa.struct(
+        {
+            **{"role": text, "content": content, "reasoning_content": text, "thinking": text, "name": text},
+            "tool_calls": pa.list_(pa.struct({"type": text, "function": _CALL})),
+        }
+    )
 
 
 def report_completions(
@@ -114,7 +119,8 @@ def write_parquet(table: Mapping[str, Sequence[Any]], path: Path, numeric: Colle
 def _arrow_column(values: Sequence[Any], numeric: bool) -> pa.Array:
     known = [value for value in values if value is not None]
     if known and all(isinstance(value, list) for value in known):
-        return pa.array(values, pa.list_(_MESSAGE))
+        has_blocks = any(isinstance(message["content"], list) for chat in known for message in chat)
+        return pa.array(values, pa.list_(_message_type(pa.list_(_BLOCK) if has_blocks else pa.string())))
     if known and not numeric and all(isinstance(value, bool) for value in known):
         return pa.array(values, pa.bool_())
     if numeric or (known and all(isinstance(value, int | float) for value in known)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeGuard
 
 import torch
 
@@ -16,7 +16,8 @@ from groupwise.tokenization.images import prompt_images, row_images, thumbnail
 Cell = str | int | float | bool | None
 
 #: Chat message of strings: "role", "content", and, if the message has them, "reasoning_content", "thinking",
-#: "name" and "tool_calls". Content blocks are joined, images are "<image>"; arguments of calls are JSON.
+#: "name" and "tool_calls"; arguments of calls are JSON. Content blocks of a prompt are dictionaries of "type"
+#: and "text" (None for an image); those of a completion are joined, and an image is "<image>".
 PlainMessage = dict[str, Any]
 
 #: Columns of equal length by name: step, prompt, completion, the rewards, advantage, extra columns.
@@ -66,7 +67,7 @@ def completion_rows(
         named = zip(reward_names, rewards_F, strict=False)
         row: CompletionRow = {
             "step": step,
-            "prompt": _plain(rollouts.prompts[i]),
+            "prompt": _plain(rollouts.prompts[i], keep_blocks=True),
             "completion": _plain(rollouts.texts[i]),
             "rewards": {name: None if math.isnan(reward) else reward for name, reward in named},
             "advantage": advantages[i].mean().item(),
@@ -81,12 +82,16 @@ def completion_rows(
     return rows
 
 
-def _plain(text: str | Sequence[Mapping[str, Any]]) -> str | list[PlainMessage]:
-    return text if isinstance(text, str) else [_plain_message(message) for message in text]
+def _plain(text: str | Sequence[Mapping[str, Any]], *, keep_blocks: bool = False) -> str | list[PlainMessage]:
+    return text if isinstance(text, str) else [_plain_message(message, keep_blocks) for message in text]
 
 
-def _plain_message(message: Mapping[str, Any]) -> PlainMessage:
-    plain: PlainMessage = {"role": str(message["role"]), "content": _content(message.get("content"))}
+def _plain_message(message: Mapping[str, Any], keep_blocks: bool) -> PlainMessage:
+    content = message.get("content")
+    plain: PlainMessage = {
+        "role": str(message["role"]),
+        "content": _plain_blocks(content) if keep_blocks and _has_blocks(content) else _content(content),
+    }
     plain.update({key: str(message[key]) for key in (*_THOUGHTS, "name") if message.get(key)})
     functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
     if functions:
@@ -118,16 +123,34 @@ def _message_text(message: PlainMessage) -> str:
     thoughts = [f"<think>{message[key]}</think>" for key in _THOUGHTS if key in message]
     functions = [call["function"] for call in message.get("tool_calls", ())]
     calls = [f"{call['name']}({call['arguments']})" for call in functions]
-    return " ".join(part for part in (*thoughts, message["content"], *calls) if part)
+    return " ".join(part for part in (*thoughts, _content(message["content"]), *calls) if part)
 
 
 def _content(content: object) -> str:
-    if not isinstance(content, list):
-        return str(content or "")
-    if not all(isinstance(block, Mapping) and "type" in block for block in content):
-        return str(content)  # a list that a tool returned
+    if not _has_blocks(content):
+        return str(content or "")  # also of a list that a tool returned
     blocks = [block.get("text") if block["type"] == "text" else f"<{block['type']}>" for block in content]
     return "".join(block or "" for block in blocks)
+
+
+def _has_blocks(content: object) -> TypeGuard[list[Mapping[str, Any]]]:
+    """Return True for a non-empty list of content blocks."""
+    return (
+        isinstance(content, list)
+        and bool(content)
+        and all(isinstance(block, Mapping) and "type" in block for block in content)
+    )
+
+
+def _plain_blocks(content: list[Mapping[str, Any]]) -> list[dict[str, str | None]]:
+    """Return the blocks without images: an image has no text, as in TRL's files."""
+    return [
+        {
+            "type": str(block["type"]),
+            "text": str(block.get("text") or "") if block["type"] == "text" else None,
+        }
+        for block in content
+    ]
 
 
 def _cell(value: object) -> Cell:
@@ -162,13 +185,27 @@ def as_table(rows: Sequence[CompletionRow]) -> Table:
 
 
 def message_columns(rows: Sequence[CompletionRow]) -> dict[str, list[list[PlainMessage]]]:
-    """Return "prompt" and "completion" as chat messages, each where all rows have messages."""
+    """Return "prompt" and "completion" as chat messages, each where all rows have messages.
+
+    If a message of a column has content blocks, all have: a string becomes one text block.
+    """
     columns = {"prompt": [row["prompt"] for row in rows], "completion": [row["completion"] for row in rows]}
     return {
-        name: [_utf8_messages(text) for text in texts if not isinstance(text, str)]
+        name: _utf8_messages(_alike([text for text in texts if not isinstance(text, str)]))
         for name, texts in columns.items()
         if not any(isinstance(text, str) for text in texts)
     }
+
+
+def _alike(chats: list[list[PlainMessage]]) -> list[list[PlainMessage]]:
+    messages = [message for chat in chats for message in chat]
+    if not any(isinstance(message["content"], list) for message in messages):
+        return chats
+    return [[{**message, "content": _as_blocks(message["content"])} for message in chat] for chat in chats]
+
+
+def _as_blocks(content: str | list[dict[str, str | None]]) -> list[dict[str, str | None]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _utf8_messages(value: Any) -> Any:
