@@ -6,7 +6,9 @@ import errno
 import json
 import os
 import resource
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from support.runs import prompts, trainer
 from transformers import TrainerCallback
 
 from groupwise.errors import ConfigError
+from groupwise.hf import checkpointing
 from groupwise.hf.checkpointing import (
     clear_staging,
     find_checkpoint,
@@ -340,17 +343,103 @@ def test_a_disk_without_space_is_named_with_the_space_needed(tmp_path: Path, fil
     assert 3 * size <= trainer._estimate_checkpoint_bytes() < 3.1 * size
 
 
-def test_uploads_leave_out_what_a_crash_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    uploads: list[dict[str, Any]] = []
-    monkeypatch.setattr(HfApi, "upload_folder", lambda self, **given: uploads.append(given))
-    trainer = make_trainer(tmp_path, max_steps=1)
-    trainer.hub_model_id = "me/model"  # the repository exists
-    _write(staging_dir(str(tmp_path)) / "checkpoint-1", **{"optimizer.pt": "half"})
+class FakeHub:
+    """Records the path of every file that is uploaded; background uploads run when files are flushed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.paths: list[str] = []
+        self.unfiltered: list[str] = []  # without the ignore patterns of the call
+        self.waiting: list[Callable[[], None]] = []
+        monkeypatch.setattr(
+            HfApi, "create_repo", lambda hub, name, **_: SimpleNamespace(repo_id=f"me/{name}")
+        )
+        monkeypatch.setattr(HfApi, "upload_folder", self.upload_folder)
+        flush = checkpointing._flush
+
+        def flush_after_uploads(path: Path) -> None:  # a checkpoint is being written
+            self.run_waiting()
+            flush(path)
+
+        monkeypatch.setattr(checkpointing, "_flush", flush_after_uploads)
+
+    def upload_folder(self, *, folder_path: str, run_as_future: bool, **given: Any) -> Any:
+        def upload() -> None:
+            files = [path for path in Path(folder_path).rglob("*") if path.is_file()]
+            names = [str(path.relative_to(folder_path)) for path in files]
+            prefix = f"{given['path_in_repo']}/" if "path_in_repo" in given else ""
+            self.unfiltered += [str(path) for path in files]
+            self.paths += [
+                prefix + name
+                for name in filter_repo_objects(names, ignore_patterns=given.get("ignore_patterns"))
+            ]
+
+        self.waiting.append(upload)
+        if not run_as_future:
+            self.run_waiting()
+        return SimpleNamespace(done=lambda: True)
+
+    def run_waiting(self) -> None:
+        while self.waiting:
+            self.waiting.pop(0)()
+
+
+#: Checkpoints in the repository, by strategy.
+UPLOADED = {
+    "every_save": [],
+    "checkpoint": ["last-checkpoint"],
+    "all_checkpoints": ["checkpoint-1", "checkpoint-2"],
+    "end": [],
+}
+
+
+@pytest.mark.parametrize("strategy", UPLOADED)
+def test_uploads_contain_whole_checkpoints_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    """The third checkpoint fails, and its files stay, as after a kill."""
+    hub = FakeHub(monkeypatch)
+    output_dir = tmp_path / "run"
+    trainer = make_trainer(
+        output_dir,
+        max_steps=3,
+        push_to_hub=True,
+        hub_strategy=strategy,
+        hub_always_push=True,
+        hub_model_id="model",
+    )
+    save = checkpointing.save_state
+
+    def fail_at_third(directory: str, *given: Any) -> None:
+        if trainer.state.global_step == 3:
+            monkeypatch.setattr(checkpointing, "clear_staging", lambda _: None)
+            raise KeyboardInterrupt
+        save(directory, *given)
+
+    monkeypatch.setattr(checkpointing, "save_state", fail_at_third)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    hub.run_waiting()
     trainer.push_to_hub()
-    files = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
-    sent = set(filter_repo_objects(files, ignore_patterns=uploads[0]["ignore_patterns"]))
-    assert {"model.safetensors", "README.md"} <= sent
-    assert [name for name in files if "optimizer.pt" in name and name in sent] == []
+    assert {"model.safetensors", "README.md"} <= set(hub.paths)
+    folders = {name.split("/")[0] for name in hub.paths if "checkpoint" in name}
+    assert sorted(folders) == UPLOADED[strategy]
+    for folder in folders:
+        assert {f"{folder}/optimizer.pt", f"{folder}/groupwise_state_0.pt"} <= set(hub.paths)
+    (half,) = tmp_path.rglob("checkpoint-3")  # and without ignore patterns it would not be uploaded either
+    assert (half / "model.safetensors").is_file()
+    assert [path for path in hub.unfiltered if Path(path).is_relative_to(half)] == []
+    named = {Path(path).parent.name for path in hub.unfiltered}
+    assert named <= {"run", "checkpoint-1", "checkpoint-2"}
+
+
+def test_a_mount_point_is_staged_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path, target: Path) -> Path:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    make_trainer(tmp_path / "run", max_steps=1).train()
+    assert staging_dir(str(tmp_path / "run")) == tmp_path / "run" / "_incomplete"
+    assert _names(tmp_path) == ["run"] and _names(tmp_path / "run") == ["checkpoint-1"]
 
 
 def test_checkpoints_load_with_transformers(tmp_path: Path) -> None:

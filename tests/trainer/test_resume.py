@@ -320,7 +320,7 @@ def test_a_killed_run_is_resumed_from_its_last_whole_checkpoint(
     moments = ["after rename to checkpoint-2", "half of groupwise_state_0.pt"]
     assert _run_until(moments, whole, output_dir, resume=True) == {"checkpoint-1", "checkpoint-2"}
     # Two are kept: while the first one is being removed, then just before the fourth gets its name.
-    moments = ["after rename to checkpoint-3", "half of _incomplete removed"]
+    moments = ["after rename to checkpoint-3", "half of _killed_incomplete removed"]
     assert _run_until(moments, whole, output_dir, resume=True) == {"checkpoint-2", "checkpoint-3"}
     moments = ["before rename to checkpoint-4"]
     assert _run_until(moments, whole, output_dir, resume=True) == {"checkpoint-2", "checkpoint-3"}

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Sized
 from pathlib import Path
 from typing import Any, cast
@@ -25,9 +26,7 @@ from groupwise.errors import ConfigError, GroupwiseError
 
 logger = logging.getLogger(__name__)
 
-#: Subdirectory of ``output_dir`` in which a checkpoint is written before it is renamed. ``Trainer`` uploads
-#: ``output_dir`` without files whose path starts with an underscore.
-STAGING = "_incomplete"
+_STAGING = "_incomplete"  # ``Trainer`` uploads no files whose path in ``output_dir`` begins with "_"
 _STATE = "groupwise_state_{rank}.pt"
 _REFERENCE = "groupwise_reference.pt"
 
@@ -139,8 +138,31 @@ def _megabytes(size: int) -> str:
 
 
 def staging_dir(run_dir: str) -> Path:
-    """Return the directory in which a checkpoint is written; a run never resumes from it."""
-    return Path(run_dir) / STAGING
+    """Return the directory in which a checkpoint is written; a run never resumes from it.
+
+    It is beside ``run_dir``, because ``run_dir`` may be uploaded while a checkpoint is written, or after a
+    crash. It is inside where a rename from beside is not possible: a mount point, a read-only parent.
+    """
+    directory = Path(run_dir).resolve()
+    if _can_rename(directory.parent, directory):
+        return directory.parent / f"_{directory.name}{_STAGING}"
+    return directory / _STAGING
+
+
+def _can_rename(source: Path, target: Path) -> bool:
+    """Return True if a directory in ``source`` can be renamed into ``target``, which is created."""
+    probe = moved = None
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        probe = Path(tempfile.mkdtemp(prefix="_", dir=source))
+        moved = probe.rename(target / probe.name)
+    except OSError:
+        return False
+    finally:
+        left = moved or probe
+        if left is not None:
+            left.rmdir()
+    return True
 
 
 def clear_staging(run_dir: str) -> None:
