@@ -128,7 +128,7 @@ def call_rewards(
     """
 
     # Arguments of functions that ask for them by an attribute. Only PartialReward matches rows by id.
-    on_request = {
+    on_request: dict[str, dict[str, Any]] = {
         "takes_row_ids": {"row_ids": rollouts.row_ids},
         "takes_logprobs": {"completion_logprobs": completion_logprobs},
     }
