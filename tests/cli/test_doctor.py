@@ -55,6 +55,11 @@ def test_a_valid_run_has_no_findings(run_file, capfd):
         ({"gradient_accumulation_steps": 9}, [], "8 prompt(s), but a generation batch needs 9"),
         ({"rewards": "my_rewards:not_a_number"}, [], "returned nan"),
         ({"router_aux_loss_coef": 0.1}, [], "has no expert router"),
+        (
+            {"model_init_kwargs": {"quantization_config": {"load_in_4bit": True}}},
+            ["--no_model"],
+            "quantized by bitsandbytes to 4 bits and has no adapter",
+        ),
     ],
 )
 def test_problems_are_reported(run_file, capfd, monkeypatch, changes, flags, message):

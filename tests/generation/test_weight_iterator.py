@@ -13,10 +13,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from support.runs import policy
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from groupwise.errors import BackendError
-from groupwise.generation.weight_iterator import buckets, weight_iterator
+from groupwise.generation.vllm.weight_sync import adapter_arguments
+from groupwise.generation.weight_iterator import base_weights, buckets, weight_iterator
 
 LAYERS = ["q_proj", "v_proj", "down_proj"]
 
@@ -130,3 +131,52 @@ def test_sharded_models_are_gathered(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     line = "gathered: plain lora policy-True policy-False tied-True tied-False lora-True lora-False"
     assert done.stdout.count(line) == 2
+
+
+def test_the_weights_below_an_adapter_are_those_of_the_base(tmp_path):
+    expected = checkpoint(policy(), tmp_path)
+    assert_same(base_weights(with_adapter(policy())), expected, rtol=0, atol=0)
+
+
+def four_bit_policy(directory):
+    """A 4-bit policy with an adapter, and the checkpoint that it was loaded from."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    original = checkpoint(policy(tie_word_embeddings=True, hidden_size=64), directory)
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    model = AutoModelForCausalLM.from_pretrained(directory, quantization_config=config)
+    assert isinstance(model.model.layers[0].self_attn.q_proj, bitsandbytes.nn.Linear4bit)
+    return with_adapter(model), original
+
+
+def test_the_4_bit_weights_below_an_adapter_are_those_that_its_layers_compute_with(tmp_path):
+    model, original = four_bit_policy(tmp_path)
+    got = dict(base_weights(model))
+    assert got.keys() == original.keys()
+    quantized = 0
+    for name, tensor in original.items():
+        exact = torch.equal(got[name], tensor)
+        quantized += not exact
+        # 16 levels of nf4, at most 0.15 of a block's largest weight from the next one
+        assert exact or (got[name] - tensor).abs().max() < 0.16 * tensor.abs().max()
+    assert quantized == 14  # seven layers in each of two blocks
+    plain = policy(tie_word_embeddings=True, hidden_size=64)
+    plain.load_state_dict(got, strict=False)
+    ids = torch.arange(2, 12)[None]
+    with model.disable_adapter(), torch.no_grad():
+        torch.testing.assert_close(plain(ids).logits, model(ids).logits, rtol=0, atol=1e-5)
+    with pytest.raises(BackendError, match="is quantized and cannot be sent"):
+        dict(weight_iterator(model))
+
+
+def test_4_bit_weights_are_saved_as_a_checkpoint_that_loads_without_loss(tmp_path):
+    model, _ = four_bit_policy(tmp_path / "original")
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    arguments = adapter_arguments(model, str(saved), quantized=True)
+    assert arguments["load_format"] == "bitsandbytes" and arguments["enable_lora"]
+    assert arguments["max_lora_rank"] == 8  # the least that vLLM has for a rank of 4
+    model.get_base_model().config.save_pretrained(saved)
+    loaded = AutoModelForCausalLM.from_pretrained(saved)  # its config has the quantization
+    ids = torch.arange(2, 12)[None]
+    with model.disable_adapter(), torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)

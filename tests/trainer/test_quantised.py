@@ -18,15 +18,14 @@ EIGHT = BitsAndBytesConfig(load_in_8bit=True)
 FOUR = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
 
 
-def quantised_run(directory: Path, config: BitsAndBytesConfig) -> Any:
+def quantised_run(directory: Path, config: BitsAndBytesConfig, **settings: Any) -> Any:
     runs.policy(**SHAPE).save_pretrained(directory / "base")
     return runs.trainer(
         directory / "run",
         model=str(directory / "base"),
         model_init_kwargs={"quantization_config": config, "dtype": "float32"},
         peft_config=peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"]),
-        max_steps=2,
-        beta=0.1,
+        **{"max_steps": 2, "beta": 0.1, **settings},
     )
 
 
@@ -65,3 +64,27 @@ def test_adapters_train_on_a_quantised_base(config, tolerance, tmp_path):
     assert len(logs) == 2 and all(line["grad_norm"] > 0 for line in logs)
     assert logs[1]["kl"] > 0  # the adapters have moved away from the base
     assert all(torch.equal(module.weight.data, stored[name]) for name, module in layers.items())
+
+
+def test_layouts_agree_and_a_resumed_run_repeats_the_run(tmp_path):
+    """Log-probs of the policy, and of the reference without the adapter, go through the 4-bit layers."""
+    trained = {}
+    for layout in ("padded", "packed", "shared_prefix"):
+        settings = {"sequence_layout": layout, "save_strategy": "steps", "save_steps": 1}
+        run = quantised_run(tmp_path / layout, FOUR, **settings)
+        assert type(run.reference).__name__ == "DisabledAdapter"
+        run.train()
+        assert run.logprob_computer.layout == layout and run.logprob_computer.head.name == "chunked"
+        trained[layout] = adapter(run)
+    for layout in ("packed", "shared_prefix"):
+        for name, weight in trained[layout].items():
+            torch.testing.assert_close(weight, trained["padded"][name], rtol=0, atol=1e-5)
+    resumed = quantised_run(tmp_path / "packed", FOUR, sequence_layout="packed")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "packed" / "run" / "checkpoint-1"))
+    assert all(torch.equal(weight, trained["packed"][name]) for name, weight in adapter(resumed).items())
+    saved = {path.name for path in (tmp_path / "packed" / "run" / "checkpoint-2").iterdir()}
+    assert "adapter_model.safetensors" in saved and "model.safetensors" not in saved
+
+
+def adapter(run: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach() for name, p in run.model.named_parameters() if p.requires_grad}

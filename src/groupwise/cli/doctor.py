@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from groupwise.cli.checks import batch_findings, length_findings, row_findings, tokenizer_findings
 from groupwise.cli.report import Finding, fail, ok, summary, table, warn
 from groupwise.cli.run_file import RunArguments, read_run
-from groupwise.cli.sources import check_model, load_datasets, resolve_rewards
+from groupwise.cli.sources import check_model, load_datasets, lora_config, resolve_rewards
 from groupwise.compat.transformers import attention_implementation
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.redact import redact
@@ -62,6 +62,7 @@ def run(arguments: Sequence[str]) -> int:
         lambda: check_model(settings, config),
     )
     if model_config is not None:
+        report.attempt("model", lambda: _check_quantization(settings, config))
         report.attempt("sampler", lambda: report.add(_sampler(config, model_config)))
     datasets = report.attempt("dataset", lambda: load_datasets(settings))
     rows = [] if datasets is None or datasets[0] is None else _sample_rows(datasets[0], report)
@@ -204,6 +205,12 @@ def _end_tokens(model: str, text_config: PreTrainedConfig, tokenizer: PreTrained
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     return sorted(ids)
+
+
+def _check_quantization(settings: RunArguments, config: GRPOConfig) -> None:
+    from groupwise.policy.quantization import check_quantization
+
+    check_quantization(settings.model, config, None, lora_config(settings))
 
 
 def _check_iterative(settings: RunArguments, config: GRPOConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,11 @@ def engine_argument_names() -> set[str]:
     from vllm.engine.arg_utils import EngineArgs
 
     return set(EngineArgs.__dataclass_fields__)
+
+
+def has_bitsandbytes() -> bool:
+    """Return True if vLLM has layers of bitsandbytes, which are a package of their own since 0.28."""
+    return importlib.util.find_spec("vllm_bnb_plugin") is not None
 
 
 def register_weight_transfer_engine(name: str, module: str, cls: str) -> None:

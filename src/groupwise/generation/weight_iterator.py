@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from groupwise.compat.bitsandbytes import is_quantized
+from groupwise.compat.bitsandbytes import as_saved, dequantized, is_quantized
 from groupwise.compat.deepspeed import is_partitioned
 from groupwise.compat.peft import wrapper_types
 from groupwise.compat.torch import WRAPPER_NAMES, persistent_buffers, set_parameter
@@ -73,6 +73,37 @@ def weight_iterator(model: CausalLM) -> Iterator[tuple[str, torch.Tensor]]:
                     whole = _merged(module, own, tuners) if tuners else _gathered(own, copy=unit is not None)
                 prefix = _checkpoint_path(path)
                 yield from to_checkpoint({f"{prefix}{name}": t for name, t in whole.items()}).items()
+
+
+@torch.no_grad()
+def base_weights(model: CausalLM, *, dequantize: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """Iterate over the weights below the adapters, which are left out; 4-bit weights are allowed.
+
+    Args:
+        model: the unwrapped model, not sharded if it is quantized.
+        dequantize: yield 4-bit weights as full matrices. Otherwise as in a checkpoint: packed values and
+            quantization state.
+
+    Yields:
+        (checkpoint name, tensor).
+    """
+    if not any(map(is_quantized, model.parameters())):
+        with model.disable_adapter():
+            yield from weight_iterator(model)
+        return
+    base = model.get_base_model()
+    to_checkpoint = to_checkpoint_names(base)
+    _, skipped = _adapters(base)
+    convert = dequantized if dequantize else as_saved
+    seen: set[int] = set()
+    for path, module in base.named_modules():
+        if id(module) in skipped:
+            continue
+        own = {name: tensor for name, tensor in _own_tensors(module) if id(tensor) not in seen}
+        seen.update(map(id, own.values()))
+        for name, tensor in own.items():
+            tensors = convert(f"{_checkpoint_path(path)}{name}", tensor)
+            yield from (to_checkpoint(tensors) if len(tensors) == 1 else tensors).items()
 
 
 class PolicyWeights:

@@ -20,6 +20,7 @@ from groupwise.policy.layouts import HeadSettings
 from groupwise.policy.loading import apply_peft, cast_head_to_fp32, disable_dropout, load_policy
 from groupwise.policy.logprob_mismatch import LogprobMismatchCheck, LogprobMismatchSettings
 from groupwise.policy.logprobs import LogprobComputer, choose_layout
+from groupwise.policy.quantization import check_quantization
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -43,6 +44,7 @@ def prepare_policy(
     """
     if config.use_liger_kernel:
         check_liger(model, config, peft_config)
+    check_quantization(model, config, quantization_config, peft_config)
     policy = load_policy(model, config, quantization_config)
     if config.disable_dropout:
         disable_dropout(policy)

@@ -7,6 +7,7 @@ and after each optimizer step, from the memory of this process.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from groupwise.compat.vllm import shut_down
+from groupwise.compat.vllm import has_bitsandbytes, shut_down
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import BackendError, ConfigError
 from groupwise.generation.base import (
@@ -39,12 +40,15 @@ from groupwise.generation.vllm.weight_sync import (
     WeightSync,
     adapter_arguments,
 )
+from groupwise.policy.quantization import check_quantization_for_vllm
 from groupwise.records import Completion, SamplingOptions
 from groupwise.tokenization.images import is_processor
 
 if TYPE_CHECKING:
     from vllm import LLM
     from vllm.outputs import CompletionOutput
+
+logger = logging.getLogger(__name__)
 
 
 class ColocatedBackend(GenerationBackend):
@@ -215,7 +219,7 @@ def make_backend(
 ) -> ColocatedBackend:
     """Start an engine in this process; see :class:`groupwise.generation.base.BackendFactory`."""
     model: CausalLM = policy()
-    check_policy(model)
+    check_policy(model, "colocate")
     from vllm import LLM
 
     register()
@@ -224,17 +228,15 @@ def make_backend(
     group = TensorParallelGroup.of(config.vllm_tensor_parallel_size, config.world_size, config.process_index)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     with tempfile.TemporaryDirectory(prefix="groupwise-") as directory, preserve_rng_state():
-        model_config = copy.deepcopy(base.config)
-        # A model constructed from a config names no architecture; vLLM needs it.
-        model_config.architectures = model_config.architectures or [type(base).__name__]
-        model_config.save_pretrained(directory)
         processing_class.save_pretrained(directory)
         arguments = engine_arguments(config, directory, _dtype(config, base))
-        only_adapter = bool(arguments.get("enable_lora"))
+        only_adapter = sends_only_adapter(model, arguments)
+        quantized = loads_quantized(model, arguments)
+        _save_config(base, directory, quantized=quantized)
         if is_processor(processing_class):  # a multimodal architecture, whose prompts here are text only
             arguments.setdefault("language_model_only", True)
         if only_adapter:
-            arguments |= adapter_arguments(model, directory)
+            arguments |= adapter_arguments(model, directory, quantized=quantized)
         with preserve_model_classes(base):
             engine = LLM(**arguments)
     return ColocatedBackend(
@@ -250,13 +252,65 @@ def make_backend(
     )
 
 
-def check_policy(model: CausalLM) -> None:
-    """Raise ConfigError for a policy whose weights a vLLM engine cannot load."""
+def _save_config(model: PreTrainedModel, directory: str, *, quantized: bool) -> None:
+    """Write the engine's model config, without the policy's quantization unless the engine shares it."""
+    model_config = copy.deepcopy(model.config)
+    # A model constructed from a config names no architecture; vLLM needs it.
+    model_config.architectures = model_config.architectures or [type(model).__name__]
+    if not quantized and hasattr(model_config, "quantization_config"):
+        del model_config.quantization_config
+    model_config.save_pretrained(directory)
+
+
+def sends_only_adapter(model: CausalLM, arguments: Mapping[str, Any]) -> bool:
+    """Return True if the adapter is sent without the base weights: with ``enable_lora``, or a quantized base.
+
+    Raises:
+        ConfigError: ``enable_lora`` is False for a quantized policy.
+    """
+    chosen = arguments.get("enable_lora")
     if getattr(model, "is_quantized", False):
-        raise ConfigError(
-            "the policy is quantized, but use_vllm=True would load its weights into an engine that is not; "
-            "set use_vllm=False, or leave quantization_config out"
+        if chosen is False:
+            raise ConfigError(
+                "vllm_engine_kwargs['enable_lora']=False sends all weights, but those of a quantized policy "
+                "cannot be sent; leave it out: only the adapter is sent"
+            )
+        return True
+    return bool(chosen)
+
+
+def loads_quantized(model: CausalLM, arguments: Mapping[str, Any]) -> bool:
+    """Return True if the engine computes with the policy's 4-bit weights, else with full matrices of them.
+
+    vLLM loads 4-bit weights with the package vllm-bnb-plugin, for engines in 16 bits. Without it, a warning
+    has the memory that the engine's weights take.
+    """
+    if not getattr(model, "is_quantized", False):
+        return False
+    chosen = arguments.get("quantization")
+    in_16_bits = arguments["dtype"] in ("bfloat16", "float16")
+    if chosen in (None, "bitsandbytes") and in_16_bits and has_bitsandbytes():
+        return True
+    if chosen is None:
+        size = model.num_parameters() * (2 if in_16_bits else 4)
+        logger.warning(
+            "the policy has 4-bit weights, but the vLLM engine holds them as %s matrices (%.1f GB): 4-bit "
+            "layers need the package vllm-bnb-plugin and bf16 or fp16",
+            arguments["dtype"],
+            size / 1e9,
         )
+    return False
+
+
+def check_policy(model: CausalLM, backend: str = "colocate") -> None:
+    """Raise ConfigError for a policy whose weights a vLLM engine cannot load.
+
+    Args:
+        backend: "colocate" or "server".
+    """
+    if getattr(model, "is_quantized", False):
+        has_adapter = bool(getattr(model, "peft_config", None))
+        check_quantization_for_vllm(model.config.quantization_config, backend, has_adapter=has_adapter)
     if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
         raise ConfigError(
             "the adapter adds virtual tokens to prompts, which cannot be merged into weights; use LoRA or "

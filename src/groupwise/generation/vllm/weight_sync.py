@@ -15,7 +15,7 @@ from groupwise.errors import ConfigError
 from groupwise.generation.base import LoRAWeights, WeightSource
 from groupwise.generation.decoding import CausalLM
 from groupwise.generation.vllm.transport import LocalSender
-from groupwise.generation.weight_iterator import buckets, weight_iterator
+from groupwise.generation.weight_iterator import base_weights, buckets
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -118,8 +118,11 @@ def save_adapter(adapter: LoRAWeights, directory: Path) -> None:
     (directory / "adapter_config.json").write_text(json.dumps(adapter.config, default=str))
 
 
-def adapter_arguments(model: CausalLM, directory: str) -> dict[str, Any]:
+def adapter_arguments(model: CausalLM, directory: str, *, quantized: bool = False) -> dict[str, Any]:
     """Return the engine arguments of LoRA weight sync, after writing the base weights to ``directory``.
+
+    Args:
+        quantized: write 4-bit weights as they are, for an engine that loads them; otherwise as full matrices.
 
     Raises:
         ConfigError: the policy does not train a plain LoRA adapter.
@@ -136,18 +139,23 @@ def adapter_arguments(model: CausalLM, directory: str) -> dict[str, Any]:
         if getattr(settings, name, None)
     ] + (["bias"] if settings.bias != "none" else [])
     if unsupported:
+        way_out = (
+            "leave it out, or set use_vllm=False: the weights of a quantized policy cannot be sent merged"
+            if getattr(model, "is_quantized", False)
+            else "leave enable_lora out of vllm_engine_kwargs to send merged weights"
+        )
         raise ConfigError(
-            f"the adapter has {', '.join(unsupported)}, which vLLM does not support in an adapter; leave "
-            "enable_lora out of vllm_engine_kwargs to send merged weights"
+            f"the adapter has {', '.join(unsupported)}, which vLLM does not support in an adapter; {way_out}"
         )
     from safetensors.torch import save_file
 
-    with model.disable_adapter():
-        base = {name: tensor.cpu().contiguous() for name, tensor in weight_iterator(model)}
+    weights = base_weights(model, dequantize=not quantized)
+    base = {name: tensor.cpu().contiguous() for name, tensor in weights}
     save_file(base, Path(directory) / "model.safetensors", metadata={"format": "pt"})
     rank = max([settings.r, *settings.rank_pattern.values()])
     return {
-        "load_format": "safetensors",
+        "enable_lora": True,
+        "load_format": "bitsandbytes" if quantized else "safetensors",
         "weight_transfer_config": None,
         "max_loras": 1,
         "max_lora_rank": next((allowed for allowed in _RANKS if allowed >= rank), rank),

@@ -1,0 +1,113 @@
+"""Quantized policies: find the quantization before the weights are loaded, and refuse what cannot work."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from transformers import AutoConfig, PreTrainedModel
+from transformers.quantizers.auto import AutoQuantizationConfig
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from groupwise.config.grpo_config import GRPOConfig
+from groupwise.config.sampling import chosen_backend
+from groupwise.errors import ConfigError
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+_CONFIG_OPTIONS = ("trust_remote_code", "revision", "token", "subfolder", "cache_dir", "gguf_file")
+
+
+def quantization_of(
+    model: str | PreTrainedModel, config: GRPOConfig, given: QuantizationConfigMixin | None = None
+) -> QuantizationConfigMixin | None:
+    """Return the quantization of the policy, or None for full-precision weights.
+
+    Args:
+        model: Hub id, directory or a loaded model; of a name, only the config is loaded.
+        config: ``model_init_kwargs`` are read.
+        given: the trainer's ``quantization_config``.
+    """
+    found: Any
+    if isinstance(model, str):
+        options = dict(cast(dict[str, Any], config.model_init_kwargs or {}))
+        found = given or options.get("quantization_config")
+        if found is None:
+            named = {name: options[name] for name in _CONFIG_OPTIONS if name in options}
+            named.setdefault("trust_remote_code", config.trust_remote_code)
+            found = getattr(AutoConfig.from_pretrained(model, **named), "quantization_config", None)
+    else:
+        is_quantized = getattr(model, "is_quantized", False)
+        found = getattr(model.config, "quantization_config", None) if is_quantized else None
+    return AutoQuantizationConfig.from_dict(dict(found)) if isinstance(found, dict) else found
+
+
+def check_quantization(
+    model: str | PreTrainedModel,
+    config: GRPOConfig,
+    quantization_config: QuantizationConfigMixin | None,
+    peft_config: PeftConfig | None,
+) -> None:
+    """Check a quantized policy before its weights are loaded.
+
+    Args:
+        model, quantization_config, peft_config: the trainer's arguments.
+
+    Raises:
+        ConfigError: the policy is quantized and has no adapter, or vLLM cannot sample from it.
+    """
+    quantization = quantization_of(model, config, quantization_config)
+    if quantization is None:
+        return
+    has_adapter = peft_config is not None or hasattr(model, "peft_config")
+    if config.use_vllm:
+        check_quantization_for_vllm(quantization, chosen_backend(config), has_adapter=has_adapter)
+    elif not has_adapter and _method(quantization) == "bitsandbytes":
+        raise _without_adapter(quantization)
+
+
+def check_quantization_for_vllm(
+    quantization: QuantizationConfigMixin, backend: str, *, has_adapter: bool
+) -> None:
+    """Check that a vLLM backend can sample from a quantized policy: only its adapter can be sent.
+
+    Args:
+        backend: "colocate" or "server".
+        has_adapter: the policy trains an adapter.
+
+    Raises:
+        ConfigError: no adapter, another quantization than 4 bits by bitsandbytes, or a server.
+    """
+    if not has_adapter:
+        raise _without_adapter(quantization)
+    if _method(quantization) != "bitsandbytes" or not getattr(quantization, "load_in_4bit", False):
+        raise ConfigError(
+            f"the policy is quantized by {describe(quantization)}, and vLLM samples only from policies that "
+            "bitsandbytes quantized to 4 bits; load it with BitsAndBytesConfig(load_in_4bit=True), or set "
+            "use_vllm=False"
+        )
+    if backend == "server":
+        raise ConfigError(
+            f"the policy is quantized by {describe(quantization)}, but a vLLM server gets full weights, "
+            "which it does not have; set vllm_mode='colocate', which sends only the adapter, or "
+            "use_vllm=False"
+        )
+
+
+def describe(quantization: QuantizationConfigMixin) -> str:
+    """Return method and precision of a quantization, for messages."""
+    bits = next((bits for bits in (4, 8) if getattr(quantization, f"load_in_{bits}bit", False)), None)
+    return _method(quantization) + ("" if bits is None else f" to {bits} bits")
+
+
+def _method(quantization: QuantizationConfigMixin) -> str:
+    method = quantization.quant_method
+    return str(getattr(method, "value", method))
+
+
+def _without_adapter(quantization: QuantizationConfigMixin) -> ConfigError:
+    return ConfigError(
+        f"the policy is quantized by {describe(quantization)} and has no adapter, but quantized weights can "
+        "be neither trained nor sent to vLLM; pass peft_config=LoraConfig(...) (lora in a run file) to train "
+        "an adapter on them, or load the model without quantization"
+    )
