@@ -220,6 +220,29 @@ def test_workers_read_the_same_rows(world_size):
         assert workers.take(3) == plain.take(3)
 
 
+@pytest.mark.parametrize("own_sampler", [False, True])
+def test_workers_start_once_per_epoch_after_a_rollback(own_sampler, monkeypatch):
+    """The same index is in every epoch: an epoch that is read again goes on in its own order."""
+    starts, start = [], DatasetPrompts._loader_from
+    monkeypatch.setattr(DatasetPrompts, "_loader_from", lambda *given: starts.append(1) or start(*given))
+    plain, workers = (
+        dataset_prompts(Rows(9), sampler=Drawing(9) if own_sampler else None, num_workers=number)
+        for number in (0, 1)
+    )
+    for source in (plain, workers):
+        source.take(3)
+        source.mark()  # inside the first epoch, which has 9 prompts
+    before = workers.take(6) + workers.take(6)
+    assert before == plain.take(6) + plain.take(6)
+    assert len(starts) == 2
+    workers.rollback()
+    assert workers.take(6) + workers.take(6) == before
+    assert len(starts) == 4
+    workers.mark()
+    assert workers.take(6) == plain.take(6) and len(starts) == 5  # the third epoch
+    assert list(workers._order) == [1, 2]  # orders before the mark are dropped
+
+
 def test_dynamic_sampling_drops_no_prompt():
     taken = [row["row"] for row in dataset_prompts(Rows(11), drop_last=False).take(11)][::2]
     assert sorted(taken) == list(range(11))

@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import cycle, islice, repeat
 from typing import Any, TypeVar
 
 import torch
@@ -202,28 +202,32 @@ class DatasetPrompts(PromptSource):
         drop_last: bool = True,
         num_workers: int = 0,
     ) -> None:
-        super().__init__(self._read_indices, share)
+        super().__init__(self._read_places, share)
         self.dataset, self.sampler = dataset, sampler
         self.prompts_per_batch, self.repeats, self.drop_last = prompts_per_batch, repeats, drop_last
         self.num_workers = num_workers
         self._iterated = 0  # epochs drawn from a sampler without set_epoch
-        self._order: dict[int, list[int]] = {}
-        self._reader: Iterator[tuple[int, Row]] | None = None
+        self._order: dict[int, list[int]] = {}  # of the marked epoch and of later ones
+        self._reader: Iterator[tuple[tuple[int, int], Row]] | None = None
 
-    def _read_indices(self, epoch: int) -> list[int]:
+    def _read_places(self, epoch: int) -> Iterator[tuple[int, int]]:
+        """Return the positions of an epoch, (epoch, place): its prompts are ``_order[epoch][place]``."""
         if epoch not in self._order:
+            self._order = {number: order for number, order in self._order.items() if number >= self._mark[0]}
             if hasattr(self.sampler, "set_epoch"):
                 self.sampler.set_epoch(epoch)
-                self._order = {epoch: self._unique_prompts()}
+                self._order[epoch] = self._unique_prompts()
             else:
                 while self._iterated <= epoch:  # random samplers draw each epoch from one generator
-                    self._order = {self._iterated: self._unique_prompts()}
+                    order = self._unique_prompts()
+                    if self._iterated >= self._mark[0]:
+                        self._order[self._iterated] = order
                     self._iterated += 1
         if epoch not in self._order:
             raise ConfigError(
                 f"epoch {epoch} of the sampler is over and it has no set_epoch(); add one to read it again"
             )
-        return self._order[epoch]
+        return zip(repeat(epoch), range(len(self._order[epoch])), strict=False)
 
     def _unique_prompts(self) -> list[int]:
         if isinstance(self.sampler, GroupSampler):
@@ -245,30 +249,30 @@ class DatasetPrompts(PromptSource):
                 prompts += [group[0] for group in groups]
         return prompts
 
-    def _read_rows(self, prompts: Sequence[int]) -> list[Row]:
+    def _read_rows(self, prompts: Sequence[tuple[int, int]]) -> list[Row]:
         if self.num_workers == 0:
-            return [self.dataset[index] for index in prompts]
-        return [self._read_in_worker(index) for index in prompts]
+            return [self.dataset[self._order[epoch][place]] for epoch, place in prompts]
+        return [self._read_in_worker(position) for position in prompts]
 
-    def _read_in_worker(self, index: int) -> Row:
+    def _read_in_worker(self, position: tuple[int, int]) -> Row:
         for _ in range(2):
             if self._reader is not None:
-                number, row = next(self._reader, (None, None))
-                if number == index and row is not None:
+                read, row = next(self._reader, (None, None))
+                if read == position and row is not None:
                     return row
-            # A new epoch or a rollback: the workers start again at this index.
-            self._reader = iter(self._loader_from(index))
-        return self.dataset[index]
+            # A new epoch or a rollback: the workers start again at this position.
+            self._reader = iter(self._loader_from(*position))
+        return self.dataset[self._order[position[0]][position[1]]]
 
-    def _loader_from(self, index: int) -> DataLoader[Any]:
-        order = next(order for order in reversed(self._order.values()) if index in order)
-        position = order.index(index)
-        own: list[int] = []
+    def _loader_from(self, epoch: int, first: int) -> DataLoader[Any]:
+        """Return a loader of this rank's rows from place ``first`` to the end of the epoch."""
+        order, share = self._order[epoch], self.share
+        plan: list[tuple[tuple[int, int], int]] = []
         for start in range(0, len(order), self.prompts_per_batch):
-            batch = order[start : start + self.prompts_per_batch]
-            if len(batch) * self.share.num_generations % self.share.world_size == 0:
-                own += [start + number for number in self.share.prompt_numbers(len(batch))]
-        plan = [order[place] for place in own if place >= position]
+            size = min(self.prompts_per_batch, len(order) - start)
+            if size * share.num_generations % share.world_size == 0:
+                places = [start + number for number in share.prompt_numbers(size)]
+                plan += [((epoch, place), order[place]) for place in places if place >= first]
         return DataLoader(
             _IndexedRows(self.dataset),
             sampler=plan,
@@ -496,14 +500,15 @@ def read_stream(
         yield row
 
 
-class _IndexedRows(Dataset[tuple[int, Row]]):
-    """Rows with their index, so that a reader notices when it is out of order."""
+class _IndexedRows(Dataset[tuple[tuple[int, int], Row]]):
+    """Rows with their position, so that a reader notices when it is out of order."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
-    def __getitem__(self, index: int) -> tuple[int, Row]:
-        return index, self.dataset[index]
+    def __getitem__(self, entry: tuple[tuple[int, int], int]) -> tuple[tuple[int, int], Row]:
+        position, index = entry
+        return position, self.dataset[index]
 
 
 class _IterableRows(IterableDataset[Row]):
