@@ -412,11 +412,14 @@ def test_products_with_another_dtype_are_known_by_their_overloads():
     assert compat_torch.has_out_dtype() == (Version(torch.__version__) >= Version("2.8"))
 
 
-def test_half_precision_products_are_not_rounded_where_they_cannot_have_another_dtype(monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_products_are_not_rounded_where_they_cannot_have_another_dtype(dtype, monkeypatch):
     monkeypatch.setattr(compat_torch, "has_out_dtype", lambda: False)
     generator = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(shape, generator=generator).bfloat16() for shape in ((5, 64), (64, 7)))
+    left, right = (torch.randn(shape, generator=generator).to(dtype) for shape in ((5, 64), (64, 7)))
     exact = left.double() @ right.double()
     assert ((left @ right).double() - exact).abs().max() > 1e-3
-    torch.testing.assert_close(compat_torch.mm_into(torch.empty(5, 7), left, right), exact.float())
-    torch.testing.assert_close(compat_torch.addmm_into(torch.ones(5, 7), left, right), (1 + exact).float())
+    out, total = torch.empty(5, 7), torch.ones(5, 7)
+    torch.testing.assert_close(compat_torch.mm_into(out, left, right), exact.float())
+    torch.testing.assert_close(compat_torch.addmm_into(total, left, right), (1 + exact).float())
+    torch.testing.assert_close([out, total], [exact.float(), (1 + exact).float()])  # written in place

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from groupwise.policy.heads import HEADS, HeadWeights, chunked_head, dense_head, logps_from_logits
+from groupwise.compat import torch as compat_torch
+from groupwise.policy.heads import HEADS, HeadWeights, chunked, chunked_head, dense_head, logps_from_logits
 
 LOW = (torch.bfloat16, torch.float16)
 TRANSFORMS = {
@@ -150,6 +151,36 @@ def test_chunked_is_no_further_from_the_truth_than_dense(dtype, shape, transform
         budget = (reference - exact).square().mean().sqrt() + slack
         if dtype in LOW:  # a gradient ends in one rounding of its own, which may fall to either side
             budget = budget * 1.02
+        assert (one - exact).square().mean().sqrt() <= budget
+
+
+@pytest.mark.parametrize("transform", [{}, {"softcap": 3.0, "scale": 0.5}], ids=["plain", "softcap"])
+@pytest.mark.parametrize("shape", [(64, 129), (50, 1031)], ids=str)
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_products_of_cuda_without_out_dtype(dtype, shape, transform, monkeypatch):
+    """The branches of CUDA, computed on the CPU as torch before 2.8 computes them there."""
+    n, v = shape
+    inputs = (*rows(n, v, 64, dtype, spread=0.3), 0.9)
+    expected = outcome_of_truth(*inputs, transform=transform)
+    dense = outcome_of(dense_head, *inputs, transform=transform)
+    products = []
+
+    def counted(function):
+        return lambda *given: products.append(function.__name__) or function(*given)
+
+    monkeypatch.setattr(compat_torch, "has_out_dtype", lambda: False)
+    for function in (compat_torch.mm_into, compat_torch.addmm_into):
+        monkeypatch.setattr(chunked, function.__name__, counted(function))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cuda", True)
+        found = outcome_of(chunked_head, *inputs, transform=transform, chunk_rows=24, chunk_columns=100)
+    tiles = math.ceil(n / 24) * math.ceil(v / 100)
+    assert sorted(products) == ["addmm_into"] * 2 * tiles + ["mm_into"] * 2 * tiles
+    eps = torch.finfo(torch.float32).eps
+    for one, exact in zip(found[:2], expected[:2], strict=True):  # logits are not rounded to half precision
+        assert (one - exact).abs().max() <= 8 * eps * (1 + exact.abs().max())
+    for one, reference, exact in zip(found[2:], dense[2:], expected[2:], strict=True):
+        budget = (reference - exact).square().mean().sqrt() * 1.02 + 4 * eps * (1 + exact.abs().max())
         assert (one - exact).square().mean().sqrt() <= budget
 
 
