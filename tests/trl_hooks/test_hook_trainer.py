@@ -246,6 +246,16 @@ def test_a_resumed_run_continues_inside_a_generation(tmp_path):
     assert logs[0] == logs[1] and logs[0][0]["step_seen"] == 7.0 and logs[0][0]["generated_at"] == 8.0
 
 
+def test_a_resume_with_a_reference_inside_a_generation_is_refused(tmp_path):
+    """Nothing is added to a dictionary that a hook returned: an error, where TRL has a KeyError."""
+    reuse = {"num_iterations": 2, "save_steps": 1, "save_strategy": "steps"}
+    run(tmp_path, **reuse, max_steps=1).train()
+    resumed = run(tmp_path, **reuse, max_steps=2, beta=0.1)
+    with pytest.raises(ConfigError, match=r"beta=0\.1 needs 'ref_per_token_logps'.* resume with beta=0"):
+        resumed.train(resume_from_checkpoint=True)
+    run(tmp_path, **reuse, max_steps=2, beta=0.1, kl_in_reward=True).train(resume_from_checkpoint=True)
+
+
 def test_every_turn_of_a_tool_rollout_is_sampled_by_the_hook(tmp_path):
     calls = []
 

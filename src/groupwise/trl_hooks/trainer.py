@@ -621,7 +621,13 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
 
         Returns:
             scalar, differentiable.
+
+        Raises:
+            ConfigError: ``beta`` needs reference log-probs, and the dictionary has none.
         """
+        settings = self.settings
+        if settings.beta > 0 and not settings.kl_in_reward and inputs.get("ref_per_token_logps") is None:
+            raise ConfigError(_NO_REF_LOGPS.format(beta=settings.beta))
         mask_BT = loss_mask(inputs)
         logps_BT, entropy_BT, aux_loss = self._get_per_token_logps_and_entropies(
             model,
@@ -733,6 +739,11 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         )
 
 
+_NO_REF_LOGPS = (
+    "beta={beta} needs 'ref_per_token_logps', which the dictionary of a micro-batch lacks: return it from "
+    "_generate_and_score_completions. If the run resumed inside a generation that was made with beta=0, "
+    "resume with beta=0 and set trainer.args.beta later, or from a checkpoint at the end of a generation"
+)
 _NO_IMAGES = (
     "groupwise.trl_hooks does not support images; use groupwise.GRPOTrainer, whose generate_rollouts, "
     "compute_logprobs and compute_policy_loss receive them in records (docs/vlm.md)"
