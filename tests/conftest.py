@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -31,6 +32,12 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("everywhere")
+
+
+def pytest_collection_finish() -> None:
+    """Exempt the imports from garbage collection: every training run ends in a full one."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

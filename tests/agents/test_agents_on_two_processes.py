@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.launch import run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -64,25 +62,8 @@ def _any(accelerator, here: bool) -> bool:
 @pytest.mark.parametrize("case", ["turns", "faults"])
 def test_ranks_make_the_same_number_of_generate_calls(tmp_path: Path, case: str) -> None:
     """Also with faults in 20 % of the calls of an environment; a group has completions of both ranks."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_addr", "127.0.0.1"]
-    process = subprocess.Popen(
-        [sys.executable, *launch, "--master_port", port, __file__, str(tmp_path), case],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=TIMEOUT)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        pytest.fail(f"no end within {TIMEOUT} s:\n{output}")
-    assert process.returncode == 0, output
+    done = run_ranks(__file__, tmp_path, case, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["calls"][0] == result["calls"][1] > 2
     assert result["sums"][0] == result["sums"][1]

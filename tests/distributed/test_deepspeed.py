@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from support.distributed_worker import update
+from support.launch import run_ranks
 from transformers import AutoModelForCausalLM
 
 pytestmark = [
@@ -23,17 +21,8 @@ CASE = {"beta": 0.5, "loss_type": "dapo"}
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_zero_trains_as_one_process_does(stage, tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     script = Path(__file__).parents[1].joinpath("support", "deepspeed_worker.py")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(stage), str(tmp_path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=290,
-        check=False,
-    )
+    done = run_ranks(script, stage, tmp_path, timeout=290)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     results = torch.load(tmp_path / "results.pt", weights_only=True)
     alone = update(tmp_path / "alone", rows=12, micro_batches=2, **CASE)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from support import memory_worker
 from support.distributed_worker import policy
+from support.launch import run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -18,15 +16,7 @@ TIMEOUT = 280  # seconds
 
 
 def test_one_process_splits_until_gradients_are_exchanged(tmp_path: Path) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [sys.executable, *launcher, memory_worker.__file__, str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
+    done = run_ranks(memory_worker.__file__, tmp_path, timeout=TIMEOUT)
     assert (tmp_path / "split.pt").exists(), done.stdout[-3000:] + done.stderr[-6000:]
     start = policy().state_dict()
     results = torch.load(tmp_path / "split.pt", weights_only=True)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from support import rebalancing_worker
+from support.launch import run_ranks
 from support.rebalancing_worker import PIXELS, ROWS
 
 pytestmark = pytest.mark.distributed
@@ -19,15 +17,7 @@ TIMEOUT = 200  # seconds
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_rank_receives_at_most_the_rows_that_it_trains_on(tmp_path: Path, world_size: int) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size)]
-    done = subprocess.run(
-        [sys.executable, *launcher, rebalancing_worker.__file__, str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
+    done = run_ranks(rebalancing_worker.__file__, tmp_path, world_size=world_size, timeout=TIMEOUT)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(world_size)]
     trained = sorted(row for rank in ranks for row in rank["rows"])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 from filelock import FileLock
 from support import hooks_worker
 from support.hooks_worker import CASES
+from support.launch import run_ranks
 from support.parity_runs import Policy, largest_difference, make_policy
 
 pytest.importorskip("trl")
@@ -39,15 +38,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, policy: Policy) -> list[dict
 
 
 def _launch(policy: Policy, directory: Path) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [sys.executable, *launcher, hooks_worker.__file__, str(policy.path), str(directory)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
+    done = run_ranks(hooks_worker.__file__, policy.path, directory, timeout=TIMEOUT)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
 
 

@@ -6,10 +6,7 @@ import json
 import os
 import re
 import shutil
-import signal
-import socket
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ import pytest
 import torch
 from filelock import FileLock
 from support.distributed_worker import OBJECTIVES, UPDATES, evaluate, policy, sampled_run, update
+from support.launch import run, run_ranks
 
 from groupwise.errors import ConfigError
 
@@ -30,46 +28,22 @@ _TIMING = re.compile(
 )
 
 
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+def _launch(*arguments: str | Path) -> None:
+    """Run the worker; on failure its output is the message."""
+    done = run_ranks(SCRIPT, *arguments, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
 
 
-def _torchrun() -> list[str]:
-    options = ["--nproc_per_node", "2", "--master_addr", "127.0.0.1", "--master_port", _free_port()]
-    return ["-m", "torch.distributed.run", *options]
-
-
-def _accelerate() -> list[str]:
+def _accelerate_launch(*arguments: str | Path) -> None:
     # `--cpu` starts one process unless there is MPI; the runs themselves stay on the CPU (use_cpu=True).
     options = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
-    port = ["--dynamo_backend", "no", "--main_process_port", _free_port()]
-    return ["-m", "accelerate.commands.launch", *options, *port]
+    port = ["--dynamo_backend", "no", "--main_process_port", "0"]
+    command = ["-m", "accelerate.commands.launch", *options, *port, SCRIPT, *arguments]
+    done = run(*command, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
 
 
-def _launch(launcher: list[str], *arguments: str | Path) -> None:
-    """Run the worker; on failure its output is the message."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen(
-        [sys.executable, *launcher, str(SCRIPT), *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=TIMEOUT)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # the launcher and the processes it started
-        output, _ = process.communicate()
-        pytest.fail(f"no end within {TIMEOUT} s:\n{output}")
-    if process.returncode != 0:
-        pytest.fail(f"exit code {process.returncode}:\n{output}")
-
-
-def _launched_once(factory: pytest.TempPathFactory, launcher: list[str], mode: str) -> Path:
+def _launched_once(factory: pytest.TempPathFactory, launch: Callable[..., None], mode: str) -> Path:
     """The directory with the results of a launch that all test processes share."""
     base = factory.getbasetemp()
     directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / mode
@@ -78,7 +52,7 @@ def _launched_once(factory: pytest.TempPathFactory, launcher: list[str], mode: s
             begun = directory.with_suffix(".begun")
             shutil.rmtree(begun, ignore_errors=True)
             begun.mkdir()
-            _launch(launcher, mode, begun)
+            launch(mode, begun)
             begun.rename(directory)
     return directory
 
@@ -90,7 +64,7 @@ def _same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> boo
 @pytest.fixture(scope="module")
 def updates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, torch.Tensor]]:
     """Weights of two processes by case."""
-    return torch.load(_launched_once(tmp_path_factory, _torchrun(), "updates") / "updates.pt")
+    return torch.load(_launched_once(tmp_path_factory, _launch, "updates") / "updates.pt")
 
 
 def _assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
@@ -127,7 +101,7 @@ def test_two_processes_step_over_an_empty_window_as_if_they_had_computed_it(upda
 
 
 def test_iterations_on_two_processes_have_one_policy_and_one_reward_model(tmp_path: Path) -> None:
-    _launch(_torchrun(), "iterative", tmp_path)
+    _launch("iterative", tmp_path)
     whole = [torch.load(tmp_path / f"whole_{rank}.pt") for rank in (0, 1)]
     assert _same(whole[0]["weights"], whole[1]["weights"])
     assert whole[0]["examples"] == whole[1]["examples"]
@@ -144,7 +118,7 @@ def test_iterations_on_two_processes_have_one_policy_and_one_reward_model(tmp_pa
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run started with ``accelerate launch`` on two processes."""
-    return _launched_once(tmp_path_factory, _accelerate(), "train")
+    return _launched_once(tmp_path_factory, _accelerate_launch, "train")
 
 
 def _history(directory: Path, name: str) -> list[dict[str, Any]]:
@@ -208,7 +182,7 @@ def test_a_launched_run_resumes(trained: Path, tmp_path: Path) -> None:
     trainer, _ = sampled_run(tmp_path / "single", **_ALONE)
     trainer.args.max_steps = 1
     trainer.train()
-    _launch(_accelerate(), "resume", trained, tmp_path / "single" / "checkpoint-1")
+    _launch("resume", trained, tmp_path / "single" / "checkpoint-1")
     for rank in (0, 1):
         refusal = (trained / f"refused_{rank}.txt").read_text()
         assert "written by 1 processes and cannot be resumed with 2" in refusal

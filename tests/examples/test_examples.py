@@ -1,4 +1,4 @@
-"""Run every example for one step, and check the launch configurations."""
+"""Run every example for one step, all but one with a tiny model, and check the launch configurations."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
+from support.launch import run
+from support.tiny_smollm2 import save_tiny_smollm2
 
 from groupwise import GRPOConfig
 
@@ -29,25 +32,15 @@ MAX_LINES = {"quickstart.py": 84, "grpo_from_scratch.py": 150, "vlm.py": 66}
 PUBLIC = ("groupwise", "groupwise.rewards", "groupwise.agents", "groupwise.agents.adapters", "groupwise.core")
 CONFIGS = sorted((EXAMPLES / "accelerate").glob("*.yaml"))
 LAUNCHED = "distributed.py"
-
-
-def run(command: list[str], directory: Path, *first_in_path: Path) -> str:
-    """Run a command that must succeed and return its standard output."""
-    folders = [*map(str, first_in_path), str(Path(sys.executable).parent), os.environ["PATH"]]
-    done = subprocess.run(
-        command,
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={
-            **os.environ,
-            "PATH": os.pathsep.join(folders),
-            "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-        },
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+#: The others run with a model of two layers that has its tokenizer.
+WITH_REAL_MODEL = "custom_reward.py"
+#: Answers of that model: calls of the tool of the example.
+CALLS = {
+    "environment.py": ("guess(5)", "guess(9)"),
+    "environment_reasoning_gym.py": ("submit(12)", "submit(7)"),
+    "environment_server.py": ("name(cat)", "name(horse)"),
+    "tools.py": ("price(tea)", "price(honey)"),
+}
 
 
 @pytest.mark.real_model
@@ -56,19 +49,24 @@ def test_an_example_runs(script, smollm2_path, tmp_path):
     for package in OPTIONAL:
         if package in script.stem and importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
-    command, flags = [sys.executable], []
+    command, flags = [], []
     if script.name == LAUNCHED:
         command += ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
         command += ["--main_process_port", "0"]
         flags = ["--use_cpu"]
     if script.name != "vlm.py":  # makes a tiny vision model of its own
-        flags += ["--model", str(smollm2_path)]
-    arguments = ["--max_steps", "1", "--output_dir", str(tmp_path / "out"), *flags]
-    shown = run([*command, str(script), *arguments], tmp_path)
-    done = "held-out accuracy" if script.name == "grpo_from_scratch.py" else "'train_runtime'"
-    assert done in shown
+        tiny = partial(save_tiny_smollm2, smollm2_path, tmp_path / "tiny", CALLS.get(script.name, ()))
+        flags += ["--model", smollm2_path if script.name == WITH_REAL_MODEL else tiny()]
+    arguments = ["--max_steps", 1, "--output_dir", tmp_path / "out", *flags]
+    done = run(*command, script, *arguments, directory=tmp_path)
+    shown = done.stdout
+    assert done.returncode == 0, shown[-2000:] + done.stderr[-4000:]
+    assert ("held-out accuracy" if script.name == "grpo_from_scratch.py" else "'train_runtime'") in shown
     if script.name == LAUNCHED:
         assert "trained on 2 processes" in shown
+    if script.name in CALLS:
+        frequencies = dict(re.findall(r"'tools/(\w+)_frequency': '?([\d.]+)", shown))
+        assert float(frequencies["call"]) > 0.5 and float(frequencies["failure"]) < 0.5
 
 
 @pytest.mark.parametrize("script", DOCUMENTED, ids=lambda path: path.stem)
@@ -141,7 +139,9 @@ def test_the_slurm_job_serves_on_the_last_node_and_trains_on_the_others(tmp_path
         (tmp_path / name).chmod(0o755)
     script = EXAMPLES / "slurm" / "train_with_vllm.sh"
     assert os.access(script, os.X_OK)
-    run(["bash", str(script), "run.yaml"], tmp_path, tmp_path)
+    path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path}
+    subprocess.run(["bash", script, "run.yaml"], cwd=tmp_path, env=environment, check=True, timeout=60)
     calls = (tmp_path / "calls").read_text().splitlines()
     (serving,) = [call for call in calls if call.startswith("srun") and "vllm-serve" in call]
     (training,) = [call for call in calls if call.startswith("srun") and "accelerate" in call]

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from support.engine_runs import ENGINE, engine_greedy, greedy, policy, sync, trainer, trainer_logps
+from support.launch import WITH_VLLM, run_ranks
 from support.oracle_advantages import process_advantages
 from support.process_rewards import byte_tokenizer, step_classifier
 from support.runs import prompts
@@ -223,16 +221,7 @@ def test_an_incomplete_model_is_refused(run):
 
 def on_two_processes(script: str, argument: Any) -> str:
     here = Path(__file__).parents[1] / "support"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    paths = os.pathsep.join([str(here), *sys.path])
-    done = subprocess.run(
-        [sys.executable, *launcher, script, str(argument)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=here,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
-    )
+    done = run_ranks(here / script, argument, timeout=240, imports=WITH_VLLM)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

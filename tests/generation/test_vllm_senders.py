@@ -6,10 +6,7 @@ import importlib
 import inspect
 import itertools
 import json
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
@@ -18,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support import weight_receiver
+from support.launch import WITH_VLLM, Script
 
 pytest.importorskip("vllm")
 from groupwise.errors import BackendError
@@ -56,22 +54,15 @@ class Receiver:
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Connection]:
     """Connection to a process with vLLM's engines."""
     address = str(tmp_path_factory.mktemp("receiver") / "socket")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
+    environment = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     with Listener(address) as listener:
-        process = subprocess.Popen([sys.executable, weight_receiver.__file__, address], env=environment)
+        process = Script(weight_receiver.__file__, address, environment=environment, imports=WITH_VLLM)
         try:
             with listener.accept() as connection:
                 yield connection
                 connection.send_bytes(b"close")
-            process.wait(timeout=60)
         finally:
             process.kill()
-            process.wait()
 
 
 @pytest.fixture

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.fake_vllm import GENERATE, FakeVLLM
+from support.launch import run_ranks
 from support.runs import policy, tokenizer
 
 from groupwise import GRPOConfig
@@ -155,17 +153,11 @@ def test_after_an_error_the_backend_can_be_used_again(backend, fake):
 @pytest.mark.distributed
 def test_two_processes_recover_together_and_end_together(tmp_path):
     worker = Path(__file__).parents[1].joinpath("support", "server_worker.py")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    done = subprocess.run(
-        [*launcher, str(worker), str(port), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "ACCELERATE_USE_CPU": "true"},
-    )
+    on_cpu = {"ACCELERATE_USE_CPU": "true"}
+    done = run_ranks(worker, port, tmp_path, timeout=150, environment=on_cpu)
     assert done.returncode == 0, done.stderr[-6000:]
     assert all(f"process {rank} ended" in done.stdout for rank in (0, 1))
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from support.launch import run_ranks
 from support.runs import policy
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -116,18 +114,7 @@ def test_buckets_hold_consecutive_weights_up_to_their_limit():
 @pytest.mark.distributed
 def test_sharded_models_are_gathered(tmp_path):
     worker = Path(__file__).parents[1].joinpath("support", "sharded_worker.py")
-    command = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        str(worker),
-        str(tmp_path),
-    ]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=150, env=environment
-    )
+    done = run_ranks(worker, tmp_path, timeout=150)
     assert done.returncode == 0, done.stderr[-3000:]
     line = "gathered: plain lora policy-True policy-False tied-True tied-False lora-True lora-False"
     assert done.stdout.count(line) == 2

@@ -6,12 +6,11 @@ import ctypes
 import multiprocessing.connection
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
+from support.launch import run
 from support.runs import trainer
 
 from groupwise import ConfigError, RewardError
@@ -197,23 +196,23 @@ def test_a_run_survives_crashes(tmp_path):
             os.kill(os.getpid(), signal.SIGSEGV)
         return [float(completion_ids[0][0])]
 
-    run = trainer(tmp_path, isolated(fragile, on_error="none"), max_steps=2)
-    run.train()
-    logged = [line for line in run.state.log_history if "loss" in line]
+    crashing = trainer(tmp_path, isolated(fragile, on_error="none"), max_steps=2)
+    crashing.train()
+    logged = [line for line in crashing.state.log_history if "loss" in line]
     assert any(line["rewards/fragile/failed_rows"] > 0 for line in logged)
     assert all("rewards/fragile/slowest_seconds" in line for line in logged)
 
 
-def test_processes_end_with_the_script():
+def test_processes_end_with_the_script(tmp_path):
     code = (
         "import os, time\n"
         "from groupwise.rewards import isolated\n"
         "def pid(**_): return [float(os.getppid())]\n"
         "print(int(isolated(pid)(prompts=['p'], completions=['c'])[0]))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
-    )
+    (tmp_path / "script.py").write_text(code)
+    done = run(tmp_path / "script.py", timeout=120)
+    assert done.returncode == 0, done.stderr
     for _ in range(100):
         try:
             os.kill(int(done.stdout), 0)

@@ -258,7 +258,7 @@ def test_resume_with_loader_workers(tmp_path: Path) -> None:
 def _start(output_dir: Path, weights: Path, *, resume: bool, stop: bool) -> tuple[Any, Connection]:
     # A fresh process each, forked from one that has done the slow imports and nothing else.
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["resume_runs"])
+    processes.set_forkserver_preload(["support.resume_runs"])
     here, there = processes.Pipe()
     child = processes.Process(
         target=train_in_a_process, args=(there, str(output_dir), str(weights), resume, stop)

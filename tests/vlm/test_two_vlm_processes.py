@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from support import tiny_vlm as tiny
+from support.launch import run_ranks
 from support.vlm_worker import weights
 
 pytestmark = pytest.mark.distributed
@@ -19,17 +17,8 @@ FAMILIES = ["idefics3", "qwen2_5_vl"]
 
 def test_two_processes_make_the_update_of_one(tmp_path):
     """One rank has micro-batches of text alone while the other has images."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     script = Path(__file__).parents[1].joinpath("support", "vlm_worker.py")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(tmp_path), *FAMILIES],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-    )
+    done = run_ranks(script, tmp_path, *FAMILIES, timeout=170)
     assert done.returncode == 0, done.stdout + done.stderr
     both = torch.load(tmp_path / "weights.pt", weights_only=True)
     for family in FAMILIES:
