@@ -198,7 +198,7 @@ def test_a_run_continues_with_the_remaining_server(server, undisturbed, tmp_path
     try:
         with pytest.raises(ConnectionError, match=rf"{second.url} .*5 s while generating .*start it with"):
             cut.train()
-        assert not second.out_of_memory.exists() and "OutOfMemoryError" in second.log.read_text()
+        assert not second.out_of_memory.exists() and "OutOfMemoryError" in second.output()
     finally:
         second.kill()
     resumed = run_for(server, tmp_path / "run", **settings)

@@ -29,7 +29,10 @@ from typing import Any
 #: accelerate imports deepspeed, if it is installed, with the first model that it unwraps.
 IMPORTS = ("support.runs", "transformers.models.auto.modeling_auto", "deepspeed")
 #: For scripts with an engine in the process.
-WITH_VLLM = (*IMPORTS, "vllm")
+WITH_VLLM = (
+    *(*IMPORTS, "vllm", "vllm.entrypoints.openai.api_server"),
+    *("vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"),
+)
 #: Time for the other ranks to end on their own after one failed, seconds.
 GRACE = 15.0
 
@@ -123,8 +126,9 @@ def run_ranks(
         free.bind(("127.0.0.1", 0))
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     size = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    common = {**(options.pop("environment", None) or {}), **address, **size}
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
-    scripts = [Script(*command, environment={**address, **size, **rank}, **options) for rank in ranks]
+    scripts = [Script(*command, environment={**common, **rank}, **options) for rank in ranks]
     return _finish(scripts, timeout)
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.request
 from pathlib import Path
 
 from groupwise.generation.vllm.serve import serve_command
+from support import forked_server
 from support.engine_runs import policy
+from support.launch import WITH_VLLM, Script
 from support.runs import tokenizer
 
 HERE = Path(__file__).parent
@@ -38,24 +37,37 @@ class ServerProcess:
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         command, environment = serve_command(str(model), port=self.port, device="cpu", extra=[*SMALL, *extra])
-        if command[0] == "vllm":  # of this environment, whatever the search path says
-            command[0] = str(Path(sys.executable).with_name("vllm"))
-        self.command = command
+        self.command = command[2:] if command[1] == "-m" else ["vllm.entrypoints.cli.main", *command[1:]]
         own = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING"}
         self.out_of_memory = directory / "out-of-memory"  # when it exists, the next forward pass fails
         own["OUT_OF_MEMORY_FILE"] = str(self.out_of_memory)
         own["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-        self.environment = {**os.environ, **environment, **own}
-        self.log = directory / "server.log"
-        self.process: subprocess.Popen | None = None
+        self.environment = {**environment, **own}
+        self.process: Script | None = None
 
     def start(self) -> ServerProcess:
-        """Start without waiting."""
-        with open(self.log, "ab") as log:
-            self.process = subprocess.Popen(
-                self.command, env=self.environment, stdout=log, stderr=log, start_new_session=True
-            )
+        """Start without waiting. Server and engine are forked: each import of vLLM takes 13 s of CPU time."""
+        end = time.monotonic() + 30
+        while (
+            not self._port_is_free() and time.monotonic() < end
+        ):  # a killed engine has the socket until it ends
+            time.sleep(0.02)
+        command = [forked_server.__file__, *self.command]
+        self.process = Script(*command, environment=self.environment, imports=WITH_VLLM)
         return self
+
+    def _port_is_free(self) -> bool:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", self.port))
+            except OSError:
+                return False
+            return True
+
+    def output(self) -> str:
+        """Return what the running server, or the last one, has written."""
+        return "" if self.process is None else self.process.text(0) + self.process.text(1)
 
     def wait(self, seconds: float = 400.0) -> ServerProcess:
         """Return when it is healthy."""
@@ -66,20 +78,17 @@ class ServerProcess:
                 return self
             except OSError:
                 if self.process.poll() is not None or time.monotonic() > end:
-                    raise AssertionError(
-                        f"vllm serve did not start:\n{self.log.read_text()[-4000:]}"
-                    ) from None
+                    raise AssertionError(f"vLLM did not start:\n{self.output()[-4000:]}") from None
                 time.sleep(0.3)
 
     def revive(self) -> ServerProcess:
         """Start it again if it ended; what it said goes to the test's output."""
         if self.process is not None and self.process.poll() is not None:
-            print(f"vllm serve ended with {self.process.returncode}:\n{self.log.read_text()[-8000:]}")
+            print(f"vLLM ended with {self.process.poll()}:\n{self.output()[-8000:]}")
             self.start()
         return self.wait()
 
     def kill(self) -> None:
         """End it at once, with its workers, as a machine that fails does."""
-        if self.process is not None and self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        if self.process is not None:
+            self.process.kill()
