@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -195,8 +195,19 @@ def compute_shared(model, rows):
     return packed(shared=True)(model, rows, HEAD, with_entropy=False).logps_BT
 
 
-def arithmetic(path, length, seed):
-    """Two questions with four answers of up to ``length`` tokens each; all prompts have the same length."""
+@cache
+def kept_tokens(path):
+    """The first 4096 token ids and those of the texts, ascending: a vocabulary of a twelfth of the size."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    texts = [*ANSWERS, "What is 0123456789+? Answer:"]
+    return torch.tensor(sorted({*range(4096)}.union(*tokenizer(texts)["input_ids"])))
+
+
+def arithmetic(path, length, seed, whole=False):
+    """Two questions with four answers of up to ``length`` tokens each; all prompts have the same length.
+
+    Ids are indices of ``kept_tokens`` unless the vocabulary is the ``whole`` one.
+    """
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     questions = [f"What is {(3 + seed + i) % 10}+{(2 + 3 * seed + i) % 10}? Answer:" for i in range(2)]
     prompts = torch.tensor(tokenizer(questions)["input_ids"]).repeat_interleave(4, 0)
@@ -204,16 +215,24 @@ def arithmetic(path, length, seed):
     answers = [tokenizer(text)["input_ids"][: max(length - row % 3, 1)] for row, text in enumerate(texts)]
     ids = torch.tensor([answer + [0] * (length - len(answer)) for answer in answers])
     mask = torch.tensor([[1] * len(answer) + [0] * (length - len(answer)) for answer in answers])
+    if not whole:
+        kept = kept_tokens(path)
+        assert torch.isin(prompts, kept).all() and torch.isin(ids, kept).all()
+        prompts, ids = torch.searchsorted(kept, prompts), torch.searchsorted(kept, ids)
     return token_batch(prompts, torch.ones_like(prompts), ids, mask)
 
 
 @pytest.fixture(scope="module")
 def smollm2(smollm2_path):
-    """The first layers of the real model, which all have a tenth of its parameters, and its head."""
+    """The first four layers of the real model with the rows of its head for ``kept_tokens``, or all of it."""
 
-    def load(layers=4):
-        model = transformers.AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.float32)
-        model.model.layers = model.model.layers[:layers]
+    def load(whole=False):
+        given = {} if whole else {"num_hidden_layers": 4}
+        model = transformers.AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.float32, **given)
+        if not whole:
+            rows = model.get_input_embeddings().weight.detach()[kept_tokens(smollm2_path)]
+            model.set_input_embeddings(torch.nn.Embedding.from_pretrained(rows, freeze=False))
+            model.lm_head.weight = model.get_input_embeddings().weight  # tied
         assert install_attention_hook(model)
         return model
 
@@ -268,9 +287,9 @@ def test_planted_faults_are_found_in_float32(smollm2, smollm2_path):
 
 
 def test_bfloat16_keeps_the_layout_of_the_whole_real_model(smollm2, smollm2_path):
-    model = under_autocast(smollm2(layers=30))
+    model = under_autocast(smollm2(whole=True))
     with EmulatedProducts():
-        assert passes(model, arithmetic(smollm2_path, 8, 0), dtype=torch.bfloat16)
+        assert passes(model, arithmetic(smollm2_path, 8, 0, whole=True), dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(("dtype", "forwards"), [(torch.bfloat16, 3), (torch.float32, 2)])
