@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -21,6 +22,8 @@ sys.path += [str(HERE), str(HERE.parent / "examples")]
 
 RESULTS = HERE / "results"
 _RESULT = "RESULT "
+#: bf16 as in a run: weights in float32 and matrix products in bfloat16.
+PRECISIONS = ("bf16", "float32")
 PACKAGES = (
     "torch",
     "transformers",
@@ -33,6 +36,22 @@ PACKAGES = (
     "liger-kernel",
     "groupwise",
 )
+
+
+def add_precision(parser: argparse.ArgumentParser) -> None:
+    """Add ``--precision``; its value is the end of the name of the results file, after ``_``."""
+    parser.add_argument(
+        "--precision", choices=PRECISIONS, default="bf16", help="float32 where the processor emulates bf16"
+    )
+
+
+def prepare_precision(model: Any, precision: str) -> Any:
+    """Wrap the forward of ``model`` as accelerate does for a run of this precision, and return the model."""
+    import torch
+
+    if precision == "bf16":
+        model.forward = torch.autocast(model.device.type, torch.bfloat16)(model.forward)
+    return model
 
 
 def describe_machine() -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Compare sampling without an engine: groupwise's loop, plain ``generate`` and continuous batching.
 
-SmolLM2-135M-Instruct in float32, groups of 8 completions. Most completions are short and a few run to the
+SmolLM2-135M-Instruct, groups of 8 completions. Most completions are short and a few run to the
 limit: all three produce the same numbers of tokens, by forcing the end token or a length of each request.
 groupwise's model computes as in its trainer, the other two are as transformers loads them.
 
@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import format_ratio, ratio_summary, write_results
+from common import add_precision, format_ratio, prepare_precision, ratio_summary, write_results
 
 SENTENCE = (
     "The quick brown fox jumps over the lazy dog while seven wizards mix a strong potion in the dark cellar. "
@@ -120,6 +120,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--limit", type=int, default=256, help="length of the longest completion")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    add_precision(parser)
     options = parser.parse_args()
     from smollm2 import local_model
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -140,7 +141,8 @@ def main() -> None:
     )
     seconds: dict[str, list[float]] = {name: [] for name in options.methods}
     # One model per method: each sets its own attention implementation.
-    models = {name: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for name in seconds}
+    load = partial(AutoModelForCausalLM.from_pretrained, path, dtype=torch.float32)
+    models = {name: prepare_precision(load(), options.precision) for name in seconds}
     lengths = skewed_lengths(GROUP * len(prompts), options.limit)
     for name, model in models.items():  # warm-up
         METHODS[name](model, prompts, config, [2] * len(lengths))
@@ -159,7 +161,7 @@ def main() -> None:
         ratios = {name: ratio_summary(own, seconds[name]) for name in seconds if name != "groupwise"}
         settings = {**vars(options), **case, "group": GROUP, "prompt_tokens": [len(p) for p in prompts]}
         results = {"settings": settings, "lengths": lengths, "seconds": seconds, "time_ratio": ratios}
-        write_results(f"generate_{options.case}", results)
+        write_results(f"generate_{options.case}_{options.precision}", results)
     for name, ratio in ratios.items():
         print(f"groupwise / {name}: {format_ratio(ratio)}")
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Training phase, step and head on one GPU, in under 8 minutes and without a network. PYTHON chooses the
 # interpreter, the first of CUDA_VISIBLE_DEVICES the GPU; arguments go to gpu_steps.py. Results are written to
-# benchmarks/results/gpu.json.
+# benchmarks/results/gpu_bf16.json.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [[ -z "${PYTHON:-}" ]]; then

@@ -1,4 +1,4 @@
-"""Measure training phase, whole step and output head on one GPU: random bfloat16 weights of real shapes.
+"""Measure training phase, whole step and output head on one GPU: random weights of real shapes.
 
 Needs no network: models and tokenizer are made on the spot (Llama layers in the sizes of Qwen2.5). Every
 measurement is a process of its own and alternatives take turns; results are written after each. What no
@@ -21,13 +21,13 @@ from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
-from common import format_ratio, measure_in_process, print_result, ratio_summary, write_results
+from common import add_precision, format_ratio, measure_in_process, print_result, ratio_summary, write_results
 from head_memory import scoring_function
 from train_phase import METHODS, available_methods, print_summary, run_worker, summarise
 from training_work import FIRST_WORD, Spec, make_trainer
 
 LENGTHS: dict[str, Any] = {"prompt_tokens": 512, "completion_tokens": 512, "accumulation": 2, "windows": 3}
-GPU: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", **LENGTHS}
+GPU: dict[str, Any] = {"device": "cuda", **LENGTHS}
 TRAINING = {
     "1.5B": Spec("random:28,1536,12,2,8960,151936", tied=True, groups=2, **GPU),
     "0.5B": Spec("random:24,896,14,2,4864,151936", tied=True, groups=4, **GPU),
@@ -102,7 +102,7 @@ def measure_head(name: str, sizes: dict[str, Any]) -> dict[str, float]:
     tokens, hidden, vocabulary = sizes["tokens"], sizes["hidden"], sizes["vocabulary"]
     score = scoring_function(name)
     torch.manual_seed(0)
-    options = {"device": sizes["device"], "dtype": torch.bfloat16 if cuda else torch.float32}
+    options = {"device": sizes["device"], "dtype": getattr(torch, sizes["dtype"])}
     hidden_NH = torch.randn(tokens, hidden, **options).requires_grad_()
     weight_VH = torch.randn(vocabulary, hidden, **options).mul_(hidden**-0.5).requires_grad_()
     targets_N = torch.randint(FIRST_WORD, vocabulary, (tokens,), device=sizes["device"])
@@ -147,17 +147,21 @@ def _least(value: Any) -> float:
 
 def run_all(options: argparse.Namespace) -> None:
     budget = Budget(options.minutes)
+    dtype = "bfloat16" if options.precision == "bf16" else "float32"  # of the weights; nothing is cast
+    device = "cpu" if options.tiny else options.device
+    chosen: dict[str, Any] = {"device": device, "dtype": dtype, "precision": "float32"}
     tiny = {name: replace(TINY, lora=spec.lora) for name, spec in TRAINING.items()}
-    training = tiny if options.tiny else {n: replace(s, device=options.device) for n, s in TRAINING.items()}
-    step_spec = TINY if options.tiny else replace(STEP, device=options.device)
+    training = {n: replace(s, **chosen) for n, s in (tiny if options.tiny else TRAINING).items()}
+    step_spec = replace(TINY if options.tiny else STEP, **chosen)
     sizes = {"tokens": 64, "hidden": 32, "vocabulary": 64} if options.tiny else HEAD
-    head = {**sizes, "device": "cpu" if options.tiny else options.device}
+    head = {**sizes, "device": device, "dtype": dtype}
+    output = options.output or f"gpu_{options.precision}"
     libraries = ["groupwise", *(["trl"] if find_spec("trl") else [])]
     results: dict[str, Any] = {"training_phase": {}, "missing": budget.missing}
 
     def keep() -> None:
-        if options.output != "none":
-            write_results(options.output, results)
+        if output != "none":
+            write_results(output, results)
 
     heads: dict[str, list[Any]] = {name: [] for name in HEADS if name != "trl" or "trl" in libraries}
     for name in heads:
@@ -208,7 +212,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on a CPU")
     parser.add_argument("--minutes", type=float, default=7.5)
-    parser.add_argument("--output", default="gpu", help="name of the results file, or none")
+    add_precision(parser)
+    parser.add_argument("--output", default=None, help="name of the results file, or none")
     parser.add_argument("--worker", nargs=3, metavar=("KIND", "NAME", "SETTINGS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:

@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from common import format_ratio, ratio_summary, write_results
+from common import add_precision, format_ratio, ratio_summary, write_results
 
 HEADS = ("dense", "chunked", "trl")
 QUANTITIES = ("seconds", "cpu_seconds", "peak_bytes")
@@ -32,12 +32,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[49152, 151936])
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=576)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--heads", nargs="+", default=list(HEADS), choices=HEADS)
     parser.add_argument("--frozen", action="store_true", help="no gradient for the weight, as under LoRA")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=0, help="0: torch's default")
-    parser.add_argument("--output", default="head_memory", help="name of the results file, or none")
+    parser.add_argument("--output", default=None, help="name of the results file, or none")
+    add_precision(parser)
     parser.add_argument("--measure", nargs=2, metavar=("HEAD", "VOCABULARY"), help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -72,10 +72,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
         torch.set_num_threads(arguments.threads)
     name, vocabulary = arguments.measure[0], int(arguments.measure[1])
     score = scoring_function(name)
+    dtype = {"bf16": torch.bfloat16, "float32": torch.float32}[arguments.precision]  # of all inputs
     torch.manual_seed(0)
 
     def run(tokens: int, vocabulary: int) -> dict[str, float]:
-        hidden = torch.randn(tokens, arguments.hidden).to(getattr(torch, arguments.dtype)).requires_grad_()
+        hidden = torch.randn(tokens, arguments.hidden).to(dtype).requires_grad_()
         weight = torch.randn(vocabulary, arguments.hidden).mul_(arguments.hidden**-0.5).to(hidden.dtype)
         weight.requires_grad_(not arguments.frozen)
         targets = torch.randint(vocabulary, (tokens,))
@@ -118,9 +119,8 @@ def compare(arguments: argparse.Namespace, vocabulary: int) -> dict[str, object]
     result: dict[str, object] = {
         name: {quantity: series(name, quantity) for quantity in QUANTITIES} for name in seen
     }
-    print(
-        f"\nvocabulary {vocabulary}, {arguments.tokens} tokens, hidden {arguments.hidden}, {arguments.dtype}"
-    )
+    sizes = f"vocabulary {vocabulary}, {arguments.tokens} tokens, hidden {arguments.hidden}"
+    print(f"\n{sizes}, {arguments.precision}")
     for name in seen:
         wall, cpu, peak = (statistics.median(series(name, quantity)) for quantity in QUANTITIES)
         print(f"  {name:8} {wall:7.2f} s   {cpu:7.2f} s of CPU   {peak / 2**20:8.0f} MiB")
@@ -139,11 +139,12 @@ def main() -> None:
         print(json.dumps(measure(arguments)))
         return
     settings = {key: value for key, value in vars(arguments).items() if key not in ("measure", "output")}
+    output = arguments.output or f"head_memory_{arguments.precision}"
     results = {}
     for vocabulary in arguments.vocabularies:
         results[str(vocabulary)] = compare(arguments, vocabulary)
-        if arguments.output != "none":  # after each, so that a later failure loses nothing
-            path = write_results(arguments.output, {"settings": settings, "vocabularies": results})
+        if output != "none":  # after each, so that a later failure loses nothing
+            path = write_results(output, {"settings": settings, "vocabularies": results})
             print(f"written to {path}", flush=True)
 
 

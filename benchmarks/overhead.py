@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from common import write_results
+from common import add_precision, write_results
 
 
 class Clock:
@@ -101,6 +101,7 @@ def main() -> None:
     parser.add_argument("--case", choices=("short", "long"), default="short")
     parser.add_argument("--timed_steps", type=int, default=5)
     parser.add_argument("--output", default=None, help="name of the results file, or none")
+    add_precision(parser)
     options = parser.parse_args()
     clock, steps = Clock(), []
 
@@ -115,7 +116,10 @@ def main() -> None:
         trainer = GRPOTrainer(
             model=model,
             reward_funcs=binary_reward,
-            args=GRPOConfig(output_dir, **trainer_settings(options.case, options.timed_steps)),
+            args=GRPOConfig(
+                output_dir,
+                **trainer_settings(options.case, options.timed_steps, precision=options.precision),
+            ),
             train_dataset=make_dataset(options.case, 0),
             processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
             callbacks=[StepClock()],
@@ -129,7 +133,7 @@ def main() -> None:
     summary = shares(timed)
     for part, share in summary.items():
         print(f"{part:9} {share['median']:.1%} of a step ({share['low']:.1%} to {share['high']:.1%})")
-    output = options.output or f"overhead_{options.case}"
+    output = options.output or f"overhead_{options.case}_{options.precision}"
     if output != "none":
         write_results(output, {"case": options.case, "steps": timed, "shares": summary})
 

@@ -23,7 +23,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from common import write_results
+from common import add_precision, write_results
 from train_phase import run_worker
 from training_work import Spec, make_work
 
@@ -37,7 +37,7 @@ def point(options: argparse.Namespace, axis: str, factor: int) -> tuple[int, Spe
     base = Spec(
         model=options.model,
         device=options.device,
-        dtype=options.dtype,
+        precision=options.precision,
         accumulation=1,
         prompt_tokens=options.prompt_tokens,
         completion_tokens=options.completion_tokens,
@@ -122,28 +122,29 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--model", default="random:4,256,4,2,768,16384", help="at the base point")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
+    add_precision(parser)
     parser.add_argument("--prompt_tokens", type=int, default=128)
     parser.add_argument("--completion_tokens", type=int, default=128)
     parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES))
     parser.add_argument("--doublings", type=int, default=3, help="points of an axis beyond the base point")
     parser.add_argument("--repeats", type=int, default=2, help="processes a point and method")
     parser.add_argument("--windows", type=int, default=3, help="timed windows of a process")
-    parser.add_argument("--output", default="scaling", help="name of the results file, or none")
+    parser.add_argument("--output", default=None, help="name of the results file, or none")
     return parser.parse_args()
 
 
 def main() -> None:
     options = parse_arguments()
     axes: dict[str, Any] = {}
+    output = options.output or f"scaling_{options.precision}"
     for axis in options.axes:
         points = []
         for doubling in range(options.doublings + 1):
             value, spec = point(options, axis, 2**doubling)
             points.append({"axis": axis, "value": value, **measure(spec, options.repeats)})
             axes[axis] = {"points": points, "exponents": fits(points)}
-            if options.output != "none":  # after each, so that a later failure loses nothing
-                write_results(options.output, {"settings": vars(options), "axes": axes})
+            if output != "none":  # after each, so that a later failure loses nothing
+                write_results(output, {"settings": vars(options), "axes": axes})
         print_axis(axis, points, axes[axis]["exponents"])
 
 

@@ -18,7 +18,7 @@ import tempfile
 import time
 from typing import TYPE_CHECKING
 
-from common import measure_in_process, print_result, ratio_summary, write_results
+from common import add_precision, measure_in_process, print_result, ratio_summary, write_results
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -138,7 +138,7 @@ def main() -> None:
         "--zero_variance", type=int, choices=range(0, 100, 10), default=0, help="per cent of groups without"
     )
     parser.add_argument("--lengths", choices=("natural", "full"), default="natural")
-    parser.add_argument("--precision", choices=("bf16", "float32"), default="bf16")
+    add_precision(parser)
     parser.add_argument("--worker", choices=LIBRARIES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:

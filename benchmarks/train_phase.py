@@ -11,7 +11,7 @@ included; generation, rewards, advantages and the optimizer are not. All alterna
 Each measurement is a process of its own, and the alternatives take turns.
 
     OMP_NUM_THREADS=2 python benchmarks/train_phase.py --rounds 3
-    python benchmarks/train_phase.py --device cuda --dtype bfloat16 --model random:24,896,14,2,4864,151936
+    python benchmarks/train_phase.py --device cuda --model random:24,896,14,2,4864,151936
 """
 
 from __future__ import annotations
@@ -29,7 +29,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from common import format_ratio, measure_in_process, print_result, ratio_summary, write_results
+from common import (
+    add_precision,
+    format_ratio,
+    measure_in_process,
+    prepare_precision,
+    print_result,
+    ratio_summary,
+    write_results,
+)
 from head_memory import resident_bytes
 from training_work import Spec, adapter_config, make_model, make_trainer, make_work
 
@@ -114,7 +122,7 @@ def metered(trainer_class: Any, meter: Meter) -> Any:
 
         def training_step(self, *arguments: Any, **named: Any) -> Any:
             last = self.accelerator.sync_gradients
-            with meter.measure():
+            with meter.clock():
                 loss = super().training_step(*arguments, **named)
             if last:
                 meter.end_window()
@@ -123,11 +131,11 @@ def metered(trainer_class: Any, meter: Meter) -> Any:
         # Generation of groupwise and of TRL is inside the measured time: subtract it.
 
         def make_train_experience(self, **named: Any) -> Any:
-            with meter.measure(-1):
+            with meter.clock(-1):
                 return super().make_train_experience(**named)
 
         def _prepare_inputs(self, inputs: Any) -> Any:
-            with meter.measure(-1):
+            with meter.clock(-1):
                 return super()._prepare_inputs(inputs)
 
     return Metered
@@ -151,7 +159,7 @@ def measure_floor(spec: Spec) -> dict[str, Any]:
     from groupwise.cpu.linear import replace_linears
     from groupwise.policy.layouts import HeadSettings, forward_logprobs
 
-    model = make_model(spec)
+    model = prepare_precision(make_model(spec), spec.precision)
     work = make_work(spec, model.config.vocab_size)
     if spec.lora:
         from peft import get_peft_model
@@ -172,7 +180,7 @@ def measure_floor(spec: Spec) -> dict[str, Any]:
         batches.append((torch.randint(vocabulary, (rows, width), device=spec.device), keep))
     for _ in range(spec.windows + 1):
         meter.start_window()
-        with meter.measure():
+        with meter.clock():
             for token_ids, keep in batches:
                 inputs = {"input_ids": token_ids, "logits_to_keep": keep}
                 targets = token_ids[:, -keep:]  # any ids
@@ -254,14 +262,17 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    add_precision(parser)
     for field in fields(Spec):
+        if field.name == "precision":
+            continue
         if isinstance(field.default, bool):
             parser.add_argument(f"--{field.name}", action="store_true")
         else:
             parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--methods", nargs="+", choices=(*TRAINERS, "floor"), default=list(METHODS))
-    parser.add_argument("--output", default="train_phase", help="name of the results file, or none")
+    parser.add_argument("--output", default=None, help="name of the results file, or none")
     parser.add_argument("--worker", choices=(*TRAINERS, "floor"), help=argparse.SUPPRESS)
     parser.add_argument("--spec", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -283,8 +294,9 @@ def main() -> None:
             runs[method].append(run_worker(method, spec))
             print(f"round {round_index + 1} {method}: {runs[method][-1]}", flush=True)
         summary = summarise(spec, runs)
-        if options.output != "none":
-            write_results(options.output, summary)
+        output = options.output or f"train_phase_{options.precision}"
+        if output != "none":
+            write_results(output, summary)
     print_summary(summary)
 
 

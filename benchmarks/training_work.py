@@ -24,7 +24,8 @@ class Spec:
     model: "smollm2", or "random:<layers>,<hidden>,<heads>,<kv_heads>,<intermediate>,<vocab>".
     tied: the random model's output layer is its embedding.
     lora: train adapters of rank 16 on all linear layers.
-    dtype: of the weights; nothing is cast beside them.
+    dtype: of the weights.
+    precision: "bf16" casts to bfloat16 for matrix products; with "float32" nothing is cast.
     groups: prompts of a micro-batch; each has `group_size` completions.
     accumulation: micro-batches of a window.
     prompt_tokens, completion_tokens: the longest of either.
@@ -36,6 +37,7 @@ class Spec:
     lora: bool = False
     device: str = "cpu"
     dtype: str = "float32"
+    precision: str = "bf16"
     groups: int = 1
     group_size: int = 8
     accumulation: int = 2
@@ -197,7 +199,7 @@ def make_trainer(library: str, spec: Spec, directory: str, wrap: Any = None, **s
             "optim": "sgd",  # states of Adam would hide the memory of a window
             "learning_rate": 1e-6,
             "max_grad_norm": 0.0,
-            "bf16": False,
+            "bf16": spec.precision == "bf16",
             "use_cpu": spec.device == "cpu",
             "shuffle_dataset": False,
             "save_strategy": "no",

@@ -1,6 +1,6 @@
 """Measure vLLM: sampling in both modes against the policy's ``generate``, weight sync, generating ahead.
 
-SmolLM2-135M-Instruct in float32, groups of 8 completions that run to their full length. The alternatives are
+SmolLM2-135M-Instruct, groups of 8 completions that run to their full length. The alternatives are
 measured in turn. ``--part sync`` compares buckets with loading one tensor at a time. ``--part pipeline``
 trains on one core with a server on another one: with ``rollout_staleness=1`` a step should take as long as
 the longer of generation and training, as the run that does one after the other measures them.
@@ -24,7 +24,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import format_ratio, measure_in_process, print_result, ratio_summary, write_results
+from common import (
+    add_precision,
+    format_ratio,
+    measure_in_process,
+    prepare_precision,
+    print_result,
+    ratio_summary,
+    write_results,
+)
 
 GROUP = 8
 SENTENCE = "The quick brown fox jumps over the lazy dog while seven wizards mix a strong potion. "
@@ -32,37 +40,38 @@ CASES = {"short": {"prompts": 4, "sentences": 1}, "long": {"prompts": 1, "senten
 BUCKETS = {"512 MB": 512 * 2**20, "64 MB": 64 * 2**20, "one tensor": 1}
 
 
-def settings(limit: int, **given: Any) -> Any:
+def settings(limit: int, precision: str, **given: Any) -> Any:
     from groupwise import GRPOConfig
 
-    plain = {"output_dir": "/tmp/groupwise-benchmark", "bf16": False, "use_cpu": True, "report_to": "none"}
-    return GRPOConfig(max_completion_length=limit, **{**plain, **given})
+    plain = {"output_dir": "/tmp/groupwise-benchmark", "use_cpu": True, "report_to": "none"}
+    return GRPOConfig(max_completion_length=limit, bf16=precision == "bf16", **{**plain, **given})
 
 
-def engine_backend(model: Any, tokenizer: Any, limit: int) -> Any:
+def engine_backend(model: Any, tokenizer: Any, limit: int, precision: str) -> Any:
     from groupwise.generation.vllm import colocate
 
     # Every row runs to the limit, so that both backends sample the same number of tokens.
-    config = settings(limit, use_vllm=True, generation_kwargs={"ignore_eos": True, "min_tokens": limit})
+    full = {"ignore_eos": True, "min_tokens": limit}
+    config = settings(limit, precision, use_vllm=True, generation_kwargs=full)
     colocate.check_settings(config)
     return colocate.make_backend(lambda: model, config, tokenizer)
 
 
-def server_backend(model: Any, tokenizer: Any, limit: int, url: str) -> Any:
+def server_backend(model: Any, tokenizer: Any, limit: int, precision: str, url: str) -> Any:
     from groupwise.generation.vllm import server
 
     full = {"ignore_eos": True, "min_tokens": limit}
     given = {"vllm_mode": "server", "vllm_server_base_url": url, "generation_kwargs": full}
-    config = settings(limit, use_vllm=True, **given)
+    config = settings(limit, precision, use_vllm=True, **given)
     return server.make_backend(lambda: model, config, tokenizer)
 
 
-def own_backend(model: Any, tokenizer: Any, limit: int) -> Any:
+def own_backend(model: Any, tokenizer: Any, limit: int, precision: str) -> Any:
     from groupwise.cpu.linear import replace_linears
     from groupwise.generation import transformers_backend
 
     replace_linears(model)  # as the trainer does; the engine has its own weights
-    config = settings(limit, generation_kwargs={"min_new_tokens": limit})
+    config = settings(limit, precision, generation_kwargs={"min_new_tokens": limit})
     return transformers_backend.make_backend(lambda: model, config, tokenizer)
 
 
@@ -72,22 +81,22 @@ def seconds(run: Any) -> tuple[float, Any]:
     return time.perf_counter() - start, result
 
 
-def measure_generation(
-    model: Any, tokenizer: Any, case: str, limit: int, pairs: int, url: str
-) -> dict[str, Any]:
+def measure_generation(model: Any, tokenizer: Any, given: argparse.Namespace, url: str) -> dict[str, Any]:
     """Return tokens per second of all three, and ratios over pairs of adjacent runs."""
     from groupwise.generation.weight_iterator import PolicyWeights
 
+    case, limit = given.case, given.limit
+    common = (tokenizer, limit, given.precision)
     backends = {
-        "generate": own_backend(model, tokenizer, limit),
-        "colocate": engine_backend(model, tokenizer, limit),
-        "server": server_backend(model, tokenizer, limit, url),
+        "generate": own_backend(prepare_precision(model, given.precision), *common),
+        "colocate": engine_backend(model, *common),
+        "server": server_backend(model, *common, url),
     }
     shape = CASES[case]
     texts = [f"{index}. " + SENTENCE * shape["sentences"] for index in range(shape["prompts"])]
     prompts = [ids for text in texts for ids in [tokenizer(text)["input_ids"]] * GROUP]
     rates: dict[str, list[float]] = {name: [] for name in backends}
-    for round_ in range(pairs + 1):  # the first is a warm-up
+    for round_ in range(given.pairs + 1):  # the first is a warm-up
         for name, backend in backends.items():
             # New weights before every round empty the prefix cache.
             backend.invalidate_weights()
@@ -106,13 +115,13 @@ def measure_generation(
     return results
 
 
-def measure_sync(model: Any, tokenizer: Any, pairs: int) -> dict[str, Any]:
+def measure_sync(model: Any, tokenizer: Any, pairs: int, precision: str) -> dict[str, Any]:
     """Return seconds per GB of weights by bucket size, in this process and through shared memory."""
     from groupwise.generation.vllm.transport import LocalSender, SharedMemorySender
     from groupwise.generation.vllm.weight_sync import LocalReceiver
     from groupwise.generation.weight_iterator import buckets, weight_iterator
 
-    backend = engine_backend(model, tokenizer, 8)
+    backend = engine_backend(model, tokenizer, 8, precision)
     receiver = LocalReceiver(backend.engine)
     gigabytes = sum(tensor.nbytes for _, tensor in weight_iterator(model)) / 1e9
     results: dict[str, Any] = {"gigabytes": gigabytes}
@@ -153,6 +162,7 @@ def run_worker(work: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         config = settings(
             limit,
+            work["precision"],
             output_dir=directory,
             use_vllm=True,
             vllm_mode="server",
@@ -189,10 +199,10 @@ def measure_pipeline(path: Path, given: argparse.Namespace) -> dict[str, Any]:
     from vllm_server import serving
 
     trainer_core, server_core = sorted(os.sched_getaffinity(0))[:2]
-    shape = {name: getattr(given, name) for name in ("limit", "prompts", "steps", "varied")}
+    shape = {name: getattr(given, name) for name in ("limit", "prompts", "steps", "varied", "precision")}
     work = {"core": trainer_core, **shape}
     lines: dict[str, list[dict[str, float]]] = {"sequential": [], "ahead": []}
-    with serving(path, {server_core}) as url:
+    with serving(path, {server_core}, precision=given.precision) as url:
         for round_ in range(given.pairs):
             for staleness, name in enumerate(lines):
                 settings = json.dumps({**work, "url": url, "staleness": staleness})
@@ -233,6 +243,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=4, help="timed steps of a run; --part pipeline")
     parser.add_argument("--run_seconds", type=float, default=1200, help="limit of a run; --part pipeline")
+    add_precision(parser)
     parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
@@ -246,17 +257,17 @@ def main() -> None:
 
     path = local_model()
     if given.part == "pipeline":
-        print(write_results("vllm_pipeline", measure_pipeline(path, given)))
+        print(write_results(f"vllm_pipeline_{given.precision}", measure_pipeline(path, given)))
         return
     model = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(path)
     if given.part == "generate":
-        with serving(path, os.sched_getaffinity(0)) as url:
-            results = measure_generation(model, tokenizer, given.case, given.limit, given.pairs, url)
+        with serving(path, os.sched_getaffinity(0), precision=given.precision) as url:
+            results = measure_generation(model, tokenizer, given, url)
         name = f"vllm_generate_{given.case}"
     else:
-        results, name = measure_sync(model, tokenizer, given.pairs), "vllm_sync"
-    print(write_results(name, results))
+        results, name = measure_sync(model, tokenizer, given.pairs, given.precision), "vllm_sync"
+    print(write_results(f"{name}_{given.precision}", results))
 
 
 if __name__ == "__main__":

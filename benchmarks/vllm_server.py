@@ -18,11 +18,12 @@ from typing import IO
 
 @contextmanager
 def serving(
-    model: Path, cores: set[int], *, cache_mib: int = 512, start_seconds: float = 300
+    model: Path, cores: set[int], *, precision: str, cache_mib: int = 512, start_seconds: float = 300
 ) -> Iterator[str]:
     """Start the server on the given cores, one thread each, and yield its address.
 
     Args:
+        precision: "bf16" or "float32", of weights and computation.
         cache_mib: memory for keys and values.
 
     Raises:
@@ -34,7 +35,8 @@ def serving(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     extra = ["--kv-cache-memory-bytes", str(cache_mib * 2**20), "--max-model-len", "2048"]
-    command, environment = serve_command(str(model), port=port, device="cpu", extra=extra)
+    dtype = {"bf16": "bfloat16"}.get(precision, precision)
+    command, environment = serve_command(str(model), port=port, device="cpu", dtype=dtype, extra=extra)
     if command[0] == "vllm":  # of this environment, not of the search path
         command[0] = str(Path(sys.executable).with_name("vllm"))
     own = {"OMP_NUM_THREADS": str(len(cores)), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

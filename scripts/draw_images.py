@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
 #: Recorded by ``benchmarks/learning_curve.py``; without it there is no picture of the curves.
-CURVES = ROOT / "benchmarks" / "results" / "learning_curve.json"
+CURVES = ROOT / "benchmarks" / "results" / "learning_curve_float32.json"
 
 #: Fill colours. Every picture has a white background, so that it reads the same on light and dark pages.
 PROMPT, COMPLETION, PADDING, SKIPPED = "#9db8e8", "#f4b183", "#ececec", "#ffffff"
