@@ -11,6 +11,11 @@ def _of(name: str, *edits: tuple[str, str]) -> list[Mutation]:
 
 
 MIXINS = [
+    *edits_of(
+        "policy/layouts/forward.py",
+        ("    model.eval()\n", "", ("tests/mixins/test_logprob_mixin.py",)),
+        ("        model.train(was_training)", "        model.train()", ("tests/mixins/test_logprob_mixin.py",)),
+    ),
     *_of(
         "loss",
         ("(groups_B[: len(groups_B) - num_padding_rows] >= 0)", "(groups_B >= 0)"),
@@ -59,8 +64,6 @@ MIXINS = [
             "if all(logps is None for logps in sampler_logps)",
             "if any(logps is None for logps in sampler_logps)",
         ),
-        ("    model.eval()\n", ""),
-        ("        model.train(was_training)", "        model.train()"),
         ("            if not on_policy:", "            if True:"),
         ("torch.where(old_logps_BT.isnan(), current_BT, old_logps_BT)", "current_BT"),
         ("self._logps_of_rows(reference, tokens, only)", "self._logps_of_rows(model, tokens, only)"),

@@ -16,6 +16,7 @@ from groupwise.generation.base import RUN_SETTINGS, BackendEntry, ProcessingClas
 from groupwise.generation.decoding import CausalLM, requires_lockstep_forwards
 from groupwise.generation.transformers_backend import TransformersBackend, generation_config
 from groupwise.policy.attention import without_attention_hook
+from groupwise.policy.layouts.forward import evaluation_mode
 from groupwise.records import Completion, SamplingOptions
 
 if TYPE_CHECKING:
@@ -59,17 +60,13 @@ class ContinuousBatchingBackend(TransformersBackend):
                 "sharded parameters (ZeRO-3, FSDP); set use_transformers_continuous_batching=False"
             )
         config = self._config_for(sampling)
-        was_training = model.training
-        try:
-            with without_attention_hook(model):
-                outputs = model.generate_batch(
-                    [list(prompt) for prompt in prompts],
-                    generation_config=config,
-                    continuous_batching_config=dataclasses.replace(self.batching),
-                    progress_bar=False,
-                )
-        finally:
-            model.train(was_training)
+        with evaluation_mode(model), without_attention_hook(model):
+            outputs = model.generate_batch(
+                [list(prompt) for prompt in prompts],
+                generation_config=config,
+                continuous_batching_config=dataclasses.replace(self.batching),
+                progress_bar=False,
+            )
         results = list(outputs.values())
         failed = [result.error for result in results if result.error is not None]
         if failed or len(results) < len(prompts):

@@ -39,6 +39,7 @@ from groupwise.generation.decoding import (
 )
 from groupwise.generation.truncation import can_record, make_recorder, sample_and_record
 from groupwise.policy.attention import without_adapter
+from groupwise.policy.layouts.forward import evaluation_mode
 from groupwise.records import Completion, SamplingOptions
 
 logger = logging.getLogger(__name__)
@@ -121,24 +122,20 @@ class TransformersBackend(GenerationBackend):
             loop = {"custom_generate": partial(decode_groups, copies=copies, record=record)}
         elif recorder is not None:
             loop = {"custom_generate": partial(sample_and_record, recorder=recorder, synced_gpus=lockstep)}
-        was_training = model.training
-        model.eval()  # no dropout; gradient checkpointing would disable the key-value cache
-        try:
-            with (
-                gathered(model) if self.gather_weights else nullcontext(),
-                without_model_settings(model),
-                cpu_generation(model),
-                nullcontext() if lockstep else keep_autocast_weights(model.device),
-            ):
-                sequences = model.generate(
-                    input_ids=input_ids,
-                    attention_mask=attention_mask,
-                    generation_config=config,
-                    **images,
-                    **loop,
-                )
-        finally:
-            model.train(was_training)
+        with (
+            evaluation_mode(model),  # gradient checkpointing would disable the key-value cache, too
+            gathered(model) if self.gather_weights else nullcontext(),
+            without_model_settings(model),
+            cpu_generation(model),
+            nullcontext() if lockstep else keep_autocast_weights(model.device),
+        ):
+            sequences = model.generate(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                generation_config=config,
+                **images,
+                **loop,
+            )
         new_tokens = sequences[:, input_ids.shape[1] :].tolist()
         limits = sampling.max_tokens or [config.max_new_tokens] * len(prompts)
         kept = [None] * len(prompts) if recorder is None else recorder.completions(len(prompts))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +18,7 @@ from groupwise.core.masks import entropy_threshold
 from groupwise.core.metrics import Metrics
 from groupwise.core.padding import length_mask, pad_sequences
 from groupwise.errors import ConfigError
+from groupwise.policy.layouts.forward import evaluation_mode
 from groupwise.policy.logprob_mismatch import LogprobMismatchCheck
 from groupwise.policy.logprobs import LogprobComputer
 from groupwise.policy.reference import Reference
@@ -31,17 +31,6 @@ from groupwise.records import (
     RolloutBatch,
     TokenBatch,
 )
-
-
-@contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Context manager that disables dropout and restores the mode afterwards."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
 
 
 class LogprobMixin:
@@ -147,7 +136,7 @@ class LogprobMixin:
             # Liger takes the sampler correction as a factor, which needs old log-probs before the loss.
             on_policy = on_policy and tokens.sampler_logps_BT is None and not self.settings.dynamic_sampling
         model = self.model
-        with _evaluation_mode(model):
+        with evaluation_mode(model):
             old_logps_BT = tokens.old_logps_BT
             if not on_policy:
                 current_BT = self._logps_of_rows(model, tokens, only)
@@ -167,7 +156,7 @@ class LogprobMixin:
         if not self.reference.exists or all(batch.ref_logps_BT is not None for batch in window):
             return list(window)
         completed, model = [], self.model
-        with _evaluation_mode(model), self.reference.scoring(model) as reference:
+        with evaluation_mode(model), self.reference.scoring(model) as reference:
             assert reference is not None
             for batch in window:
                 if batch.ref_logps_BT is None:
@@ -194,7 +183,7 @@ class LogprobMixin:
             one list per completion with one value per token, NaN on tokens without loss.
         """
         tokens, model = self.collate(rollouts), self.model if model is None else model
-        with _evaluation_mode(model):
+        with evaluation_mode(model):
             logps_BT = self._logps_of_rows(model, tokens, None)
         rows = logps_BT.masked_fill(tokens.loss_mask_BT == 0, math.nan).tolist()
         lengths = [len(completion.token_ids) for completion in rollouts.completions]

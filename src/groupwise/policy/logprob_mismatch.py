@@ -15,6 +15,7 @@ from torch import nn
 from groupwise.core.metrics import Mean, Metrics
 from groupwise.errors import BackendError
 from groupwise.policy.layouts import HeadSettings, compute_padded_logprobs
+from groupwise.policy.layouts.forward import evaluation_mode
 from groupwise.records import TokenBatch
 
 logger = logging.getLogger(__name__)
@@ -105,13 +106,8 @@ class LogprobMismatchCheck:
         return {"sampling/logprob_mismatch": Mean(gap)}
 
     def _trainer_logps(self, model: nn.Module, batch: TokenBatch) -> torch.Tensor:
-        was_training = model.training
-        model.eval()
-        try:
-            with torch.no_grad():
-                return compute_padded_logprobs(model, batch, self.head, with_entropy=False).logps_BT
-        finally:
-            model.train(was_training)
+        with evaluation_mode(model), torch.no_grad():
+            return compute_padded_logprobs(model, batch, self.head, with_entropy=False).logps_BT
 
     def _report(self, gap: float, tolerance: float) -> None:
         message = (

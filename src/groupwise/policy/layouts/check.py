@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from groupwise.policy.layouts.forward import HeadSettings, unwrapped
+from groupwise.policy.layouts.forward import HeadSettings, evaluation_mode, unwrapped
 from groupwise.policy.layouts.padded import compute_padded_logprobs
 from groupwise.records import TokenBatch
 
@@ -136,13 +136,9 @@ def check_layout(
         flat = [gradient.flatten().float() for gradient in gradients if gradient is not None]
         return _Measured(logps_BT.detach(), torch.cat(flat) if flat else logps_BT.new_zeros(0))
 
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluation_mode(model):
         of_padded, of_layout = measure(padded), measure(compute)
         truth = measure(exact) if dtype in _HALF_PRECISION else of_padded
-    finally:
-        model.train(was_training)
     num_tokens = int(rows.completion_mask_BT.sum())
 
     def errors(given: _Measured) -> LayoutErrors:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,6 +113,17 @@ def forward_at_head(
 
 def _arguments(inputs: ModelInputs, with_aux_loss: bool) -> ModelInputs:
     return {**inputs, "use_cache": False, **({"output_router_logits": True} if with_aux_loss else {})}
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Context manager that disables dropout and restores the mode afterwards."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def unwrapped(model: nn.Module) -> PreTrainedModel:
