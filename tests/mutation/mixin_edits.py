@@ -14,7 +14,11 @@ MIXINS = [
     *edits_of(
         "policy/layouts/forward.py",
         ("    model.eval()\n", "", ("tests/mixins/test_logprob_mixin.py",)),
-        ("        model.train(was_training)", "        model.train()", ("tests/mixins/test_logprob_mixin.py",)),
+        (
+            "        model.train(was_training)",
+            "        model.train()",
+            ("tests/mixins/test_logprob_mixin.py",),
+        ),
     ),
     *_of(
         "loss",

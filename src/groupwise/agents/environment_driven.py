@@ -12,19 +12,14 @@ from typing import Any, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from groupwise.agents.executor import ToolExecutor, as_exception
-from groupwise.agents.multi_turn import (
-    MIN_WAIT,
-    MultiTurnSettings,
-    join_collective_generate,
-    start_trajectory,
-)
+from groupwise.agents.multi_turn import MIN_WAIT, MultiTurnSettings, sample_turns, start_trajectory
 from groupwise.agents.parsing import ToolSchema, TurnParser
 from groupwise.agents.retries import RolloutRetries, dropped_completion
 from groupwise.agents.trajectory import Trajectory
 from groupwise.core.metrics import Mean, Metrics
 from groupwise.errors import AgentError, boundary
 from groupwise.generation.base import GenerationBackend
-from groupwise.records import RolloutBatch, SamplingOptions
+from groupwise.records import RolloutBatch
 from groupwise.tokenization.prompts import Message, replace_surrogates
 from groupwise.tokenization.rendering import PrefixMismatchError, Renderer
 
@@ -310,16 +305,9 @@ class EnvironmentDrivenRollouts:
         generation_kwargs: Mapping[str, Any],
     ) -> None:
         """Sample the turns of all ``ready`` requests in one call of the backend."""
-        if not ready:
-            join_collective_generate(backend)
-            return
-        contexts = [trajectory.context_ids for _, trajectory in ready]
-        limits = [trajectory.remaining_tokens for _, trajectory in ready]
-        sampling = SamplingOptions(limits, None, generation_kwargs)
-        completions = backend.generate(contexts, sampling)
-        for (request, trajectory), context_ids, completion in zip(ready, contexts, completions, strict=True):
-            message = self.parser(context_ids, completion.token_ids, request.schemas).message
-            trajectory.append_sampled(completion)
+        turns = sample_turns([trajectory for _, trajectory in ready], backend, generation_kwargs)
+        for (request, trajectory), (context_ids, token_ids) in zip(ready, turns, strict=True):
+            message = self.parser(context_ids, token_ids, request.schemas).message
             request.rollout.messages = [*request.rollout.messages, message]
             self.executor.call_soon(_settle, request.response, ChatResponse(message, trajectory.truncated))
 

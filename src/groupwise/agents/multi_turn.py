@@ -215,7 +215,7 @@ class MultiTurnRollouts:
         running = [rollout for rollout in rollouts.values() if rollout.error is None]
         self._run(running, backend, generation_kwargs)
         self._report_failures(running)
-        if self.pool is not None and self.retries.enabled:
+        if self.pool is not None and self.retries.max_retries is not None:
             # Before the reward functions are called, so that a failure here repeats the rollout, too.
             ended = [place for place, index in enumerate(indices) if rollouts[index].error is None]
             errors = self.pool.compute_rewards([used[place] for place in ended])
@@ -243,18 +243,10 @@ class MultiTurnRollouts:
         self, ready: list[_Rollout], backend: GenerationBackend, generation_kwargs: Mapping[str, Any]
     ) -> None:
         """Sample the next turn of all ``ready`` rollouts in one call of the backend."""
-        if not ready:
-            join_collective_generate(backend)
-            return
-        contexts = [rollout.trajectory.context_ids for rollout in ready]
-        limits = [rollout.trajectory.remaining_tokens for rollout in ready]
-        images = _images(ready)
-        check_images(backend, images)
-        sampling = SamplingOptions(limits, images, generation_kwargs)
-        completions = backend.generate(contexts, sampling)
-        for rollout, context_ids, completion in zip(ready, contexts, completions, strict=True):
-            rollout.trajectory.append_sampled(completion)
-            self._parse_turn(rollout, context_ids, completion.token_ids)
+        trajectories = [rollout.trajectory for rollout in ready]
+        turns = sample_turns(trajectories, backend, generation_kwargs, _images(ready))
+        for rollout, (context_ids, token_ids) in zip(ready, turns, strict=True):
+            self._parse_turn(rollout, context_ids, token_ids)
 
     def _parse_turn(self, rollout: _Rollout, context_ids: list[int], token_ids: list[int]) -> None:
         """Append the policy's message, and store its tool calls."""
@@ -466,9 +458,30 @@ def start_trajectory(
     return trajectory
 
 
-def join_collective_generate(backend: GenerationBackend) -> None:
-    """Sample one token and discard it: other ranks are generating, and their call is collective."""
-    backend.generate([sorted(backend.end_tokens)[:1]], SamplingOptions([1]))
+def sample_turns(
+    trajectories: Sequence[Trajectory],
+    backend: GenerationBackend,
+    generation_kwargs: Mapping[str, Any],
+    images: Sequence[ImageInputs] | None = None,
+) -> list[tuple[list[int], list[int]]]:
+    """Sample the next turn of every trajectory in one call of the backend, and append it.
+
+    Without trajectories, a token is sampled and discarded: other ranks are generating, and their call is
+    collective.
+
+    Returns:
+        token ids before the turn, and those of the turn.
+    """
+    if not trajectories:
+        backend.generate([sorted(backend.end_tokens)[:1]], SamplingOptions([1]))
+        return []
+    check_images(backend, images)
+    contexts = [trajectory.context_ids for trajectory in trajectories]
+    limits = [trajectory.remaining_tokens for trajectory in trajectories]
+    completions = backend.generate(contexts, SamplingOptions(limits, images, generation_kwargs))
+    for trajectory, completion in zip(trajectories, completions, strict=True):
+        trajectory.append_sampled(completion)
+    return [(context, c.token_ids) for context, c in zip(contexts, completions, strict=True)]
 
 
 def _futures(rollouts: list[_Rollout]) -> list[Future[Any]]:

@@ -26,10 +26,6 @@ class RolloutRetries:
         self.max_retries, self.any_rank = max_retries, any_rank
         self._warned: set[str] = set()
 
-    @property
-    def enabled(self) -> bool:
-        return self.max_retries is not None
-
     def check(self, error: AgentError) -> None:
         """Raise the error of a rollout; with retries, warn once per kind of error."""
         if self.max_retries is None:

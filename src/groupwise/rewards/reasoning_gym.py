@@ -26,6 +26,12 @@ class Tasks(Protocol):
     def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float: ...
 
 
+def check_tasks(tasks: object) -> None:
+    """Raise ``ConfigError`` unless ``tasks`` can score answers."""
+    if not callable(getattr(tasks, "score_answer", None)):
+        raise ConfigError(f"{type(tasks).__name__} has no score_answer; allowed: a reasoning-gym dataset")
+
+
 def create_reasoning_gym(name: str, **settings: object) -> Tasks:
     """Create a reasoning-gym dataset by name; ``seed`` is required, because every process creates its own.
 
@@ -109,10 +115,7 @@ class _ReasoningGym:
     extract: Callable[[str], str | None]
 
     def __post_init__(self) -> None:
-        if not callable(getattr(self.tasks, "score_answer", None)):
-            raise ConfigError(
-                f"{type(self.tasks).__name__} has no score_answer; allowed: a reasoning-gym dataset"
-            )
+        check_tasks(self.tasks)
 
     def __call__(
         self,

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
 
-from groupwise.errors import ConfigError
-
-
-class ReasoningGymTasks(Protocol):
-    """A reasoning-gym dataset."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> dict[str, Any]: ...
-    def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float: ...
+from groupwise.rewards.reasoning_gym import Tasks, check_tasks
 
 
 class ReasoningGymEnvironment:
     """One task per rollout; its question is the observation."""
 
-    def __init__(self, tasks: ReasoningGymTasks) -> None:
+    def __init__(self, tasks: Tasks) -> None:
         self._tasks = tasks
 
     def reset(self, seed: int = 0, **row: object) -> str:
@@ -41,7 +32,7 @@ class ReasoningGymEnvironment:
         return self._score
 
 
-def reasoning_gym_factory(tasks: ReasoningGymTasks) -> Callable[[], ReasoningGymEnvironment]:
+def reasoning_gym_factory(tasks: Tasks) -> Callable[[], ReasoningGymEnvironment]:
     """Return an ``environment_factory`` for a reasoning-gym dataset; leave out ``train_dataset``, set
     ``max_steps``.
 
@@ -54,6 +45,5 @@ def reasoning_gym_factory(tasks: ReasoningGymTasks) -> Callable[[], ReasoningGym
     Raises:
         ConfigError: ``tasks`` has no ``score_answer``.
     """
-    if not callable(getattr(tasks, "score_answer", None)):
-        raise ConfigError(f"{type(tasks).__name__} has no score_answer; allowed: a reasoning-gym dataset")
+    check_tasks(tasks)
     return lambda: ReasoningGymEnvironment(tasks)
