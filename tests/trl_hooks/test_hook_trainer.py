@@ -14,15 +14,14 @@ from support.runs import count_reward, policy, prompts, tokenizer, trainer
 
 from groupwise import ConfigError, RewardError
 from groupwise.records import Row
-from groupwise.trl_hooks import GRPOTrainer
-from groupwise.trl_hooks import trainer as hooks
+from groupwise.trl_hooks import GRPOTrainer, checks
 
 
 def run(directory, kind=GRPOTrainer, rewards=count_reward, **given):
     return trainer(directory, rewards, kind, **given)
 
 
-REFUSED = {**hooks.REFUSED, **hooks.NOT_OVERRIDABLE}
+REFUSED = {**checks.REFUSED, **checks.NOT_OVERRIDABLE}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -37,15 +36,15 @@ def test_an_override_that_would_not_be_called_is_refused(tmp_path, name):
         patched.train()
 
 
-@pytest.mark.parametrize("name", hooks.REFUSED_SETTINGS)
+@pytest.mark.parametrize("name", checks.REFUSED_SETTINGS)
 def test_settings_that_the_hooks_cannot_express_are_refused(tmp_path, name):
     args = run(tmp_path).args
-    default, reason, counterpart = hooks.REFUSED_SETTINGS[name]
+    default, reason, counterpart = checks.REFUSED_SETTINGS[name]
     assert getattr(args, name) == default
     value = {"dynamic_sampling": True, "rollout_staleness": 2, "rollout_on_error": "retry"}[name]
     setattr(args, name, value)
     with pytest.raises(ConfigError) as error:
-        hooks._check_settings(args, tokenizer())
+        checks.check_settings(args, tokenizer())
     assert str(error.value).startswith(f"{name}={value!r} {reason}")
     assert f"set {name}={default!r}, or {counterpart}" in str(error.value)
 
@@ -77,7 +76,7 @@ def test_with_liger_the_loss_is_that_of_the_hook(tmp_path, caplog):
 
 def test_images_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="trl_hooks does not support images"):
-        hooks._check_settings(run(tmp_path).args, SimpleNamespace(image_processor=object()))
+        checks.check_settings(run(tmp_path).args, SimpleNamespace(image_processor=object()))
     ids = torch.ones(1, 4, dtype=torch.long)
     with pytest.raises(ConfigError, match=r"pixel_values: groupwise.trl_hooks does not support images"):
         run(tmp_path)._get_per_token_logps_and_entropies(policy(), ids, ids, 2, pixel_values=ids)

@@ -1,20 +1,23 @@
-"""State of the trainer under TRL's names: the buffer of dictionaries, and metrics as lists of numbers."""
+"""State under TRL's names: the buffer of dictionaries, metrics as lists, columns of the completions table."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 
+from groupwise.core.advantages import GroupRewards
 from groupwise.core.metrics import Mean, Reduction, Sum
 from groupwise.data.buffer import ExperienceBuffer
 from groupwise.errors import ConfigError
+from groupwise.records import Completion, RewardBatch, RolloutBatch
 from groupwise.reporting.metrics import RUNNING_TOTALS, MetricBuffer, RankPart
-from groupwise.reporting.table import CompletionRow
+from groupwise.reporting.table import CompletionRow, completion_rows
 from groupwise.trl_hooks.inputs import Inputs
 
 
@@ -171,3 +174,59 @@ class ListMetricBuffer(MetricBuffer):
         self.lists.update(state["lists"])
         self._recorded = {name: list(values) for name, values in state["recorded"].items()}
         self.mark()
+
+
+def make_logs(size: int | None) -> dict[str, Any]:
+    """Return the empty columns of ``_logs``, each of the newest ``size`` completions."""
+    return {
+        "images": deque(maxlen=size),
+        "prompt": deque(maxlen=size),
+        "completion": deque(maxlen=size),
+        "rewards": defaultdict(lambda: deque(maxlen=size)),
+        "advantages": deque(maxlen=size),
+        "extra": defaultdict(lambda: deque(maxlen=size)),
+    }
+
+
+def extend_logs(
+    logs: dict[str, Any],
+    rollouts: RolloutBatch,
+    rewards: RewardBatch,
+    advantages_B: torch.Tensor,
+    reward_names: Sequence[str],
+) -> None:
+    """Add the completions of all ranks to ``logs``."""
+    size = rewards.num_valid  # without padding rows
+    logs["prompt"].extend(gather_object(rollouts.prompts[:size]))
+    logs["completion"].extend(gather_object(rollouts.texts[:size]))
+    for column, name in enumerate(reward_names):
+        logs["rewards"][name].extend(rewards.rewards.rewards_NF[:, column].tolist())
+    logs["advantages"].extend(gather_object(advantages_B[:size].tolist()))
+    for name in sorted(set(gather_object(list(rewards.columns)))):
+        values = rewards.columns.get(name, [None] * len(rollouts))
+        logs["extra"][name].extend(gather_object(values[:size]))
+
+
+def logged_rows(logs: Mapping[str, Any], step: int) -> list[CompletionRow]:
+    """Return the rows of the completions table from the columns in ``logs``."""
+    size = min(len(logs["prompt"]), len(logs["completion"]), len(logs["advantages"]))
+    if size == 0:
+        return []
+
+    def newest(values: Sequence[Any]) -> list[Any]:
+        return [None] * (size - len(values)) + list(values)[-size:]
+
+    rewards = {name: newest(values) for name, values in logs["rewards"].items()}
+    rows = [
+        [torch.nan if values[i] is None else values[i] for values in rewards.values()] for i in range(size)
+    ]
+    table = GroupRewards(torch.tensor(rows), torch.ones(len(rewards)), 1)
+    prompts, texts = newest(logs["prompt"]), newest(logs["completion"])
+    extra = {name: newest(column) for name, column in logs["extra"].items()}
+    return completion_rows(
+        RolloutBatch([{}] * size, prompts, [[]] * size, [Completion([])] * size, texts),
+        RewardBatch(table, slice(0, size), extra),
+        torch.tensor(newest(logs["advantages"])).unsqueeze(1),
+        list(rewards),
+        step,
+    )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import logging
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,6 @@ from accelerate.utils import gather_object
 from torch import nn
 
 from groupwise import trainer as pipeline
-from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.advantages import GroupRewards
 from groupwise.core.masks import entropy_threshold
 from groupwise.core.metrics import Mean, masked_mean
@@ -38,9 +36,9 @@ from groupwise.records import (
     SamplingOptions,
     TokenBatch,
 )
-from groupwise.reporting.table import CompletionRow, completion_rows
-from groupwise.tokenization.images import insert_images, is_processor
+from groupwise.tokenization.images import insert_images
 from groupwise.trl_hooks.attributes import TrlAttributes
+from groupwise.trl_hooks.checks import NO_IMAGES, NO_REF_LOGPS, REFUSED, check_overrides, check_settings
 from groupwise.trl_hooks.forward import logprobs_of_rows
 from groupwise.trl_hooks.inputs import (
     Inputs,
@@ -51,24 +49,7 @@ from groupwise.trl_hooks.inputs import (
     split_rows,
     token_batch,
 )
-from groupwise.trl_hooks.state import InputsBuffer, ListMetricBuffer
-
-logger = logging.getLogger(__name__)
-
-#: Methods of TRL's trainer that are not called here either, and the counterpart.
-REFUSED = {
-    "_tool_call_loop": "generate_rollouts, or tools and environment_factory",
-    "_get_tool_suffix_ids": "generate_rollouts, or tools and environment_factory",
-}
-
-#: Methods that exist here, but whose overrides would not be called, and the counterpart.
-NOT_OVERRIDABLE = {
-    "_prepare_inputs": "_generate_and_score_completions, or make_window for the schedule",
-    "get_off_policy_mask": "_compute_loss",
-    "get_gamma_weights": "_compute_loss",
-    "_log_metric": "log_metric in a reward function",
-    "_log_completion_extra": "log_extra in a reward function",
-}
+from groupwise.trl_hooks.state import InputsBuffer, ListMetricBuffer, extend_logs, logged_rows, make_logs
 
 
 class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
@@ -105,40 +86,15 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
     _sampling: SamplingOptions | None = None  # of the turn in progress
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._check_overrides()
+        check_overrides(self, GRPOTrainer)
         super().__init__(*args, **kwargs)
-        _check_settings(self.args, self.processing_class)
-        size = self.settings.generation_batch_size
+        check_settings(self.args, self.processing_class)
         #: Columns of the completions table, the newest generation batch; hooks may extend them.
-        self._logs: dict[str, Any] = {
-            "images": deque(maxlen=size),
-            "prompt": deque(maxlen=size),
-            "completion": deque(maxlen=size),
-            "rewards": defaultdict(lambda: deque(maxlen=size)),
-            "advantages": deque(maxlen=size),
-            "extra": defaultdict(lambda: deque(maxlen=size)),
-        }
-
-    def _check_overrides(self) -> None:
-        """Refuse overrides that would not be called, of the class or on the instance.
-
-        Raises:
-            ConfigError: with the counterpart of every such method.
-        """
-        found = [
-            f"{name} (here: {counterpart})"
-            for name, counterpart in NOT_OVERRIDABLE.items()
-            if getattr(type(self), name) is not getattr(GRPOTrainer, name) or name in vars(self)
-        ]
-        if found:
-            raise ConfigError(
-                f"{type(self).__name__} overrides {', '.join(found)}, which groupwise.trl_hooks does not "
-                "call: override the named methods instead; see docs/migrating.md"
-            )
+        self._logs = make_logs(self.settings.generation_batch_size)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train; see :meth:`groupwise.GRPOTrainer.train`."""
-        self._check_overrides()
+        check_overrides(self, GRPOTrainer)
         return super().train(*args, **kwargs)
 
     def _reset_run_state(self, directory: str | None) -> None:
@@ -234,17 +190,11 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         base = self._rollouts
         if base is None:  # an override without super()
             base = RolloutBatch(request.rows, prompts, prompt_ids, [], texts, row_ids=range(len(prompts)))
-        known = base.completions or [Completion([])] * len(prompts)
         return replace(
             base,
             rows=request.rows,
             prompt_ids=[list(ids) for ids in prompt_ids],
-            completions=[
-                self._completion(
-                    ids, None if logps is None else logps[row], tool_mask and tool_mask[row], known[row]
-                )
-                for row, ids in enumerate(completion_ids)
-            ],
+            completions=self._completions(completion_ids, logps, tool_mask or None, base.completions),
             texts=list(texts),
             num_generations=request.num_generations,
             num_valid=request.num_valid,
@@ -252,25 +202,29 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             extra=self._environment_column() | _columns(extra or {}, len(prompts)),
         )
 
-    def _completion(
+    def _completions(
         self,
-        token_ids: Sequence[int],
-        logps: Sequence[float | None] | None,
-        loss_mask: Sequence[int] | None,
-        known: Completion,
-    ) -> Completion:
-        """Return the sampler's record ``known`` if a hook has left its tokens alone, else a new one."""
-        ids = [int(token) for token in token_ids]
-        if ids == known.token_ids and logps is known.logps and loss_mask is known.loss_mask:
-            return known
-        return Completion(
-            ids,
-            logps=None
-            if logps is None
-            else [torch.nan if value is None else float(value) for value in logps],
-            loss_mask=None if loss_mask is None else [int(value) for value in loss_mask],
-            truncated=not ids or ids[-1] not in self.backend.end_tokens,
-        )
+        token_ids: Sequence[Sequence[int]],
+        logps: Sequence[Sequence[float | None]] | None,
+        loss_masks: Sequence[Sequence[int]] | None = None,
+        known: Sequence[Completion] = (),
+    ) -> list[Completion]:
+        """Return one record per row: the sampler's, in ``known``, if a hook has left its tokens alone."""
+        completions = []
+        for row, completion in enumerate(known or [Completion([])] * len(token_ids)):
+            ids = [int(token) for token in token_ids[row]]
+            own_logps = None if logps is None else logps[row]
+            mask = None if loss_masks is None else loss_masks[row]
+            sampled = completion.token_ids, completion.logps, completion.loss_mask
+            if ids != sampled[0] or own_logps is not sampled[1] or mask is not sampled[2]:
+                completion = Completion(
+                    ids,
+                    None if own_logps is None else [torch.nan if v is None else float(v) for v in own_logps],
+                    None if mask is None else [int(value) for value in mask],
+                    truncated=not ids or ids[-1] not in self.backend.end_tokens,
+                )
+            completions.append(completion)
+        return completions
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
         """Sample completions for ``prompts``, B of this rank; the G copies of a prompt are adjacent.
@@ -293,24 +247,16 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             completion_ids, logps = self._generate_single_turn(
                 prompt_ids, images, fields, request.num_generations
             )
-            completions = [
-                self._completion(ids, None if logps is None else logps[row], None, Completion([]))
-                for row, ids in enumerate(completion_ids)
-            ]
-            rollouts = self.make_rollouts(request, prompt_ids, completions)
+            rollouts = self.make_rollouts(request, prompt_ids, self._completions(completion_ids, logps))
         self._rollouts = rollouts
         given = rollouts.completions
         return (
             rollouts.prompt_ids,
             [completion.token_ids for completion in given],
-            None
-            if all(completion.loss_mask is None for completion in given)
-            else [completion.loss_mask or [1] * len(completion.token_ids) for completion in given],
+            _by_row([completion.loss_mask for completion in given], given, 1),
             rollouts.texts,
-            None
-            if all(completion.logps is None for completion in given)
-            else [completion.logps or [torch.nan] * len(completion.token_ids) for completion in given],
-            {name: values for name, values in rollouts.extra.items() if name != "environments"},
+            _by_row([completion.logps for completion in given], given, torch.nan),
+            _without_environments(rollouts.extra),
             None,
             [],
         )
@@ -347,11 +293,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             sampling = SamplingOptions(generation_kwargs=kwargs)
         completions = self.backend.generate(prompt_ids, sampling)
         ids = [list(completion.token_ids) for completion in completions]
-        if all(completion.logps is None for completion in completions):
-            return ids, None
-        return ids, [
-            completion.logps or [torch.nan] * len(completion.token_ids) for completion in completions
-        ]
+        return ids, _by_row([completion.logps for completion in completions], completions, torch.nan)
 
     def _generate_turn(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions = RUN_SETTINGS
@@ -363,10 +305,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             ids, logps = self._generate_single_turn([list(prompt) for prompt in prompts], None, {}, group)
         finally:
             self._sampling = None
-        return [
-            self._completion(turn, None if logps is None else logps[row], None, Completion([]))
-            for row, turn in enumerate(ids)
-        ]
+        return self._completions(ids, logps)
 
     # Hooks of the rewards.
 
@@ -376,7 +315,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         Raises:
             RewardError: a reward function failed, or the hook returned another number of rows or columns.
         """
-        extra = {name: values for name, values in rollouts.extra.items() if name != "environments"}
+        extra = _without_environments(rollouts.extra)
         inputs = [
             {**row, **{name: values[i] for name, values in extra.items()}}
             for i, row in enumerate(rollouts.rows)
@@ -473,7 +412,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         (experience,) = self.make_experience(rollouts, rewards, len(rollouts), on_policy=on_policy)
         metrics = self.metrics[request.mode]
         metrics.rows = []  # the table is made from ``_logs``
-        self._extend_logs(rollouts, rewards, experience.advantages_BX.mean(1))
+        extend_logs(self._logs, rollouts, rewards, experience.advantages_BX.mean(1), self.reward_func_names)
         correction_BX = None
         if experience.sampler_logps_BT is not None:
             mask_BT = experience.loss_mask_BT.to(experience.old_logps_BT.dtype)
@@ -487,19 +426,6 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             correction_BX=correction_BX,
             with_tool_mask=any(completion.loss_mask is not None for completion in rollouts.completions),
         )
-
-    def _extend_logs(self, rollouts: RolloutBatch, rewards: RewardBatch, advantages_B: torch.Tensor) -> None:
-        """Add the completions of all ranks to ``_logs``."""
-        logs, table = self._logs, rewards.rewards.rewards_NF
-        size = rewards.num_valid  # without padding rows
-        logs["prompt"].extend(gather_object(rollouts.prompts[:size]))
-        logs["completion"].extend(gather_object(rollouts.texts[:size]))
-        for column, name in enumerate(self.reward_func_names):
-            logs["rewards"][name].extend(table[:, column].tolist())
-        logs["advantages"].extend(gather_object(advantages_B[:size].tolist()))
-        for name in sorted(set(gather_object(list(rewards.columns)))):
-            values = rewards.columns.get(name, [None] * len(rollouts))
-            logs["extra"][name].extend(gather_object(values[:size]))
 
     def select_rows_for_logprobs(
         self, tokens: TokenBatch, advantages: torch.Tensor, micro_batch_size: int
@@ -569,7 +495,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         """
         given = [name for name, value in images.items() if value is not None]
         if given:
-            raise ConfigError(f"{', '.join(given)}: {_NO_IMAGES}")
+            raise ConfigError(f"{', '.join(given)}: {NO_IMAGES}")
         batch = token_batch(input_ids, attention_mask, logits_to_keep)
         return logprobs_of_rows(
             self.logprob_computer,
@@ -627,7 +553,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         """
         settings = self.settings
         if settings.beta > 0 and not settings.kl_in_reward and inputs.get("ref_per_token_logps") is None:
-            raise ConfigError(_NO_REF_LOGPS.format(beta=settings.beta))
+            raise ConfigError(NO_REF_LOGPS.format(beta=settings.beta))
         mask_BT = loss_mask(inputs)
         logps_BT, entropy_BT, aux_loss = self._get_per_token_logps_and_entropies(
             model,
@@ -708,99 +634,27 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
 
     def _drain_metrics(self, mode: str, label: str) -> dict[str, float]:
         if self.settings.log_completions and self.is_world_process_zero():
-            self.metrics[mode].rows = self._logged_rows()
+            self.metrics[mode].rows = logged_rows(self._logs, self.state.global_step)
         return super()._drain_metrics(mode, label)
-
-    def _logged_rows(self) -> list[CompletionRow]:
-        """Return the rows of the completions table from the columns in ``_logs``."""
-        logs = self._logs
-        size = min(len(logs["prompt"]), len(logs["completion"]), len(logs["advantages"]))
-        if size == 0:
-            return []
-
-        def newest(values: Sequence[Any]) -> list[Any]:
-            return [None] * (size - len(values)) + list(values)[-size:]
-
-        rewards = {name: newest(values) for name, values in logs["rewards"].items()}
-        rows = [
-            [torch.nan if values[i] is None else values[i] for values in rewards.values()]
-            for i in range(size)
-        ]
-        table = GroupRewards(torch.tensor(rows), torch.ones(len(rewards)), 1)
-        prompts, texts = newest(logs["prompt"]), newest(logs["completion"])
-        return completion_rows(
-            RolloutBatch([{}] * size, prompts, [[]] * size, [Completion([])] * size, texts),
-            RewardBatch(
-                table, slice(0, size), {name: newest(column) for name, column in logs["extra"].items()}
-            ),
-            torch.tensor(newest(logs["advantages"])).unsqueeze(1),
-            list(rewards),
-            self.state.global_step,
-        )
-
-
-_NO_REF_LOGPS = (
-    "beta={beta} needs 'ref_per_token_logps', which the dictionary of a micro-batch lacks: return it from "
-    "_generate_and_score_completions. If the run resumed inside a generation that was made with beta=0, "
-    "resume with beta=0 and set trainer.args.beta later, or from a checkpoint at the end of a generation"
-)
-_NO_IMAGES = (
-    "groupwise.trl_hooks does not support images; use groupwise.GRPOTrainer, whose generate_rollouts, "
-    "compute_logprobs and compute_policy_loss receive them in records (docs/vlm.md)"
-)
-
-#: Settings that TRL's hooks cannot express: the default, the reason, and the counterpart.
-REFUSED_SETTINGS: dict[str, tuple[Any, str, str]] = {
-    "dynamic_sampling": (
-        False,
-        "calls the hooks of generation and rewards several times per batch",
-        "drop rows in _generate_and_score_completions, or use groupwise.GRPOTrainer, whose generate_rollouts "
-        "and compute_rewards are called once per round",
-    ),
-    "rollout_staleness": (
-        0,
-        "samples completions before their hook is called",
-        "use groupwise.GRPOTrainer, whose compute_rewards receives completions that were sampled ahead",
-    ),
-    "rollout_on_error": (
-        "raise",
-        "takes failed completions out of their groups, which have num_generations rows in the hooks",
-        "return an error message from the tool, or use groupwise.GRPOTrainer, whose compute_rewards receives "
-        "the completions that succeeded",
-    ),
-}
-
-
-def _check_settings(args: GRPOConfig, processing_class: Any) -> None:
-    """Refuse settings that change the step in a way that TRL's hooks cannot express.
-
-    Raises:
-        ConfigError: with the counterpart.
-    """
-    for name, (default, reason, counterpart) in REFUSED_SETTINGS.items():
-        if getattr(args, name) != default:
-            raise ConfigError(
-                f"{name}={getattr(args, name)!r} {reason}, so groupwise.trl_hooks does not support it; set "
-                f"{name}={default!r}, or {counterpart} (docs/migrating.md)"
-            )
-    if args.use_liger_kernel and args.device.type != "cuda":
-        logger.warning(
-            "use_liger_kernel=True has no effect: as in TRL, the loss is that of _compute_loss, and Liger's "
-            "layers need a GPU"
-        )
-    if NORMALIZERS[OBJECTIVES[args.loss_type].normalizer].needs_group_tokens:
-        raise ConfigError(
-            f"loss_type={args.loss_type!r} counts the tokens of whole groups, which TRL's hooks may split; "
-            "use another loss_type, or groupwise.GRPOTrainer"
-        )
-    if is_processor(processing_class):
-        raise ConfigError(f"processing_class is a {type(processing_class).__name__}: {_NO_IMAGES}")
 
 
 def _model_inputs(batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return token ids and attention mask (B, L + T)."""
     ids = torch.cat([batch.prompt_ids_BL, batch.completion_ids_BT], dim=1)
     return ids, torch.cat([batch.prompt_mask_BL, batch.completion_mask_BT], dim=1)
+
+
+def _by_row(
+    values: Sequence[list[Any] | None], completions: Sequence[Completion], fill: float
+) -> list[list[Any]] | None:
+    """Return a list of values per completion, ``fill`` where one has none; None if all have none."""
+    if all(row is None for row in values):
+        return None
+    return [row or [fill] * len(c.token_ids) for row, c in zip(values, completions, strict=True)]
+
+
+def _without_environments(extra: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    return {name: values for name, values in extra.items() if name != "environments"}
 
 
 def _columns(extra: dict[str, Any], size: int) -> dict[str, list[Any]]:

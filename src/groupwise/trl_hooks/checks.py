@@ -1,0 +1,108 @@
+"""Overrides and settings of TRL's trainer that the hooks do not support, with their counterparts."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from groupwise.config.grpo_config import GRPOConfig
+from groupwise.core.objectives import OBJECTIVES
+from groupwise.core.weights import NORMALIZERS
+from groupwise.errors import ConfigError
+from groupwise.tokenization.images import is_processor
+
+logger = logging.getLogger(__name__)
+
+#: Methods of TRL's trainer that are not called here either, and the counterpart.
+REFUSED = {
+    "_tool_call_loop": "generate_rollouts, or tools and environment_factory",
+    "_get_tool_suffix_ids": "generate_rollouts, or tools and environment_factory",
+}
+
+#: Methods that exist here, but whose overrides would not be called, and the counterpart.
+NOT_OVERRIDABLE = {
+    "_prepare_inputs": "_generate_and_score_completions, or make_window for the schedule",
+    "get_off_policy_mask": "_compute_loss",
+    "get_gamma_weights": "_compute_loss",
+    "_log_metric": "log_metric in a reward function",
+    "_log_completion_extra": "log_extra in a reward function",
+}
+
+#: Settings that TRL's hooks cannot express: the default, the reason, and the counterpart.
+REFUSED_SETTINGS: dict[str, tuple[Any, str, str]] = {
+    "dynamic_sampling": (
+        False,
+        "calls the hooks of generation and rewards several times per batch",
+        "drop rows in _generate_and_score_completions, or use groupwise.GRPOTrainer, whose generate_rollouts "
+        "and compute_rewards are called once per round",
+    ),
+    "rollout_staleness": (
+        0,
+        "samples completions before their hook is called",
+        "use groupwise.GRPOTrainer, whose compute_rewards receives completions that were sampled ahead",
+    ),
+    "rollout_on_error": (
+        "raise",
+        "takes failed completions out of their groups, which have num_generations rows in the hooks",
+        "return an error message from the tool, or use groupwise.GRPOTrainer, whose compute_rewards receives "
+        "the completions that succeeded",
+    ),
+}
+
+NO_REF_LOGPS = (
+    "beta={beta} needs 'ref_per_token_logps', which the dictionary of a micro-batch lacks: return it from "
+    "_generate_and_score_completions. If the run resumed inside a generation that was made with beta=0, "
+    "resume with beta=0 and set trainer.args.beta later, or from a checkpoint at the end of a generation"
+)
+
+NO_IMAGES = (
+    "groupwise.trl_hooks does not support images; use groupwise.GRPOTrainer, whose generate_rollouts, "
+    "compute_logprobs and compute_policy_loss receive them in records (docs/vlm.md)"
+)
+
+
+def check_overrides(trainer: object, base: type) -> None:
+    """Refuse overrides that would not be called, of the class or on the instance.
+
+    Args:
+        base: the class whose methods are overridden.
+
+    Raises:
+        ConfigError: with the counterpart of every such method.
+    """
+    found = [
+        f"{name} (here: {counterpart})"
+        for name, counterpart in NOT_OVERRIDABLE.items()
+        if getattr(type(trainer), name) is not getattr(base, name) or name in vars(trainer)
+    ]
+    if found:
+        raise ConfigError(
+            f"{type(trainer).__name__} overrides {', '.join(found)}, which groupwise.trl_hooks does not "
+            "call: override the named methods instead; see docs/migrating.md"
+        )
+
+
+def check_settings(args: GRPOConfig, processing_class: Any) -> None:
+    """Refuse settings that change the step in a way that TRL's hooks cannot express.
+
+    Raises:
+        ConfigError: with the counterpart.
+    """
+    for name, (default, reason, counterpart) in REFUSED_SETTINGS.items():
+        if getattr(args, name) != default:
+            raise ConfigError(
+                f"{name}={getattr(args, name)!r} {reason}, so groupwise.trl_hooks does not support it; set "
+                f"{name}={default!r}, or {counterpart} (docs/migrating.md)"
+            )
+    if args.use_liger_kernel and args.device.type != "cuda":
+        logger.warning(
+            "use_liger_kernel=True has no effect: as in TRL, the loss is that of _compute_loss, and Liger's "
+            "layers need a GPU"
+        )
+    if NORMALIZERS[OBJECTIVES[args.loss_type].normalizer].needs_group_tokens:
+        raise ConfigError(
+            f"loss_type={args.loss_type!r} counts the tokens of whole groups, which TRL's hooks may split; "
+            "use another loss_type, or groupwise.GRPOTrainer"
+        )
+    if is_processor(processing_class):
+        raise ConfigError(f"processing_class is a {type(processing_class).__name__}: {NO_IMAGES}")
