@@ -127,16 +127,12 @@ def call_rewards(
             number, None or list of step rewards per completion.
     """
 
-    # Arguments of functions that ask for them by an attribute. Only PartialReward matches rows by id.
-    on_request: dict[str, dict[str, Any]] = {
-        "takes_row_ids": {"row_ids": rollouts.row_ids},
-        "takes_logprobs": {"completion_logprobs": completion_logprobs},
-    }
-
     def arguments(function: Callable[..., Any]) -> dict[str, Any]:
         given = {**reward_arguments(rollouts), **shared}  # fresh lists for every function
-        for flag, extra in on_request.items():
-            given.update(extra if getattr(function, flag, False) else {})
+        if getattr(function, "takes_row_ids", False):  # PartialReward matches rows by id
+            given["row_ids"] = rollouts.row_ids
+        if getattr(function, "takes_logprobs", False):
+            given["completion_logprobs"] = completion_logprobs
         return given
 
     titles = [f"reward function {name!r}" for name in names]
@@ -144,7 +140,7 @@ def call_rewards(
     deadline = None if timeout is None else time.monotonic() + timeout
     seconds_F = [math.nan] * len(functions)
     futures = _start_async(waiting, timeout, seconds_F)
-    outputs: dict[int, object] = {}
+    outputs: dict[int, Any] = {}  # or the error of a call
     for i, function in enumerate(functions):
         if i not in futures:
             started = time.monotonic()
@@ -156,10 +152,9 @@ def call_rewards(
     rewards_FB: list[list[Reward]] = []
     failures: dict[int, RewardError] = {}
     for i, name in enumerate(names):
-        output = outputs[i]
-        checked: list[Reward] | RewardError = (
-            output if isinstance(output, RewardError) else _error_or(checked_rewards, output, name, rollouts)
-        )
+        checked = outputs[i]
+        if not isinstance(checked, RewardError):
+            checked = _error_or(checked_rewards, checked, name, rollouts)
         if isinstance(checked, RewardError):
             if on_error == "raise":
                 raise checked
@@ -211,16 +206,7 @@ def call_function(
     in_caller_thread = isinstance(function, RewardModel) or getattr(function, "runs_in_caller_thread", False)
     if timeout is None or in_caller_thread:
         return call()
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    start_thread(run)
-    return _result(future, title, timeout, timeout)
+    return _result(start_thread(call), title, timeout, timeout)
 
 
 def _result(future: Future[T], title: str, left: float | None, timeout: float | None) -> T:
@@ -249,12 +235,10 @@ def _start_async(
         started = time.monotonic()
         try:
             output = await await_function(*calls[i], timeout)
-        except Exception as error:
-            seconds_F[i] = time.monotonic() - started
-            futures[i].set_exception(error)
-        else:
-            seconds_F[i] = time.monotonic() - started
-            futures[i].set_result(output)
+        except RewardError as error:
+            output = error
+        seconds_F[i] = time.monotonic() - started
+        futures[i].set_result(output)
 
     async def gather() -> None:
         await asyncio.gather(*(one(i) for i in calls))
@@ -272,19 +256,24 @@ def _start_async(
     return futures
 
 
-def start_thread(function: Callable[[], None]) -> None:
+def start_thread(function: Callable[[], T]) -> Future[T]:
     """Run a function in a daemon thread with the caller's gradient mode and GPU, which are per thread."""
     grad = torch.is_grad_enabled()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    future: Future[T] = Future()
 
     def run() -> None:
         torch.set_grad_enabled(grad)
         if device is not None:
             torch.cuda.set_device(device)
-        function()
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
 
     # Daemon: a call that never returns must not block the end of the process.
     threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 async def await_function(

@@ -125,16 +125,7 @@ class _Isolated:
             for i in range(len(columns["prompts"]))
         ]
         # In a thread: an interrupt of the main thread must not end an exchange half-way.
-        answer: Future[list[RowResult]] = Future()
-
-        def exchange() -> None:
-            try:
-                answer.set_result(self._exchange(rows))
-            except BaseException as error:
-                answer.set_exception(error)
-
-        start_thread(exchange)
-        results = answer.result()
+        results = start_thread(lambda: self._exchange(rows)).result()
         self._log(results, log_extra, log_metric)
         for i, result in enumerate(results):
             if result.failure is not None and self.on_error == "raise":
