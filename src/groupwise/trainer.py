@@ -375,7 +375,7 @@ class GRPOTrainer(
         self.evaluation = EvaluationMetrics(
             args.eval_pass_at_k or [], args.eval_pass_threshold, self.reward_func_names
         )
-        self.step_state = StepState(lambda: self.state.global_step, self._stateful_components)
+        self.step_state = StepState(lambda: self.state.global_step, lambda: self._components)
         self._reset_run_state(None)
         self.num_parameters = self.model.num_parameters(exclude_embeddings=True)
         reporting.show_rewards_in_progress(self)
@@ -677,9 +677,6 @@ class GRPOTrainer(
         checkpointing.load_reference(
             directory, self.reference.model, sync_ref_model=self.settings.sync_ref_model
         )
-
-    def _stateful_components(self) -> dict[str, Stateful]:
-        return self._components
 
     def _make_stateful_components(self) -> dict[str, Stateful]:
         """Return the components of this run that have a state, by their name in checkpoints."""

@@ -97,7 +97,7 @@ MIXINS = [
         ('if self.settings.reward_on_error == "none":', "if True:"),
         ("Sum(float(i in calls.failures))", "Sum(float(bool(calls.failures)))"),
         ("logged.append({str(name): Mean(float(value))})", "pass"),
-        ("columns=dict(columns)", "columns={}"),
+        ("in dict(columns).items()}", "in {}.items()}"),
         ("type(self).compute_rewards is not RewardMixin.compute_rewards", "False"),
         ("isinstance(function, PartialReward)]", "True]"),
         ("in part[i]][: rollouts.num_valid]", "in part[i]]"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from torch.utils.data import Dataset
 
 from groupwise.agents.build import AgentSetup
 from groupwise.agents.environments import empty_prompt
 from groupwise.config.grpo_config import GRPOConfig
+from groupwise.data.build import prompts_per_batch
 from groupwise.errors import ConfigError
 
 
@@ -63,13 +64,8 @@ def add_environment_rows(
             "train_dataset is missing, so the environment provides the tasks, but "
             f"max_steps={config.max_steps} does not limit training; allowed: max_steps > 0; nearest valid: 1"
         )
-    # Set by GRPOConfig.__post_init__.
-    generation_batch_size, steps_per_generation = cast(
-        "tuple[int, int]", (config.generation_batch_size, config.steps_per_generation)
-    )
-    batches_per_step = -(-config.gradient_accumulation_steps // steps_per_generation)
-    prompts_per_batch = generation_batch_size // config.num_generations
-    return EnvironmentRows(prompts_per_batch * batches_per_step * config.max_steps), eval_dataset
+    batches_per_step = -(-config.gradient_accumulation_steps // config.steps_per_generation)  # type: ignore[operator]
+    return EnvironmentRows(prompts_per_batch(config) * batches_per_step * config.max_steps), eval_dataset
 
 
 def _with_prompts(dataset: Any) -> Any:

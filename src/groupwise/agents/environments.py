@@ -54,6 +54,10 @@ class _EnvironmentType:
     instances: list[Environment | None]
     schemas: dict[str, ToolSchema] = field(default_factory=dict)
 
+    @property
+    def has_reward(self) -> bool:
+        return callable(getattr(self.cls, "get_reward", None))
+
     def tools(self, instance: Environment) -> list[Tool]:
         return [
             Tool(name, getattr(instance, name), schema, instance) for name, schema in self.schemas.items()
@@ -142,9 +146,7 @@ class EnvironmentPool:
 
     def reward_funcs(self) -> list[Callable[..., Any]]:
         """Return one reward function per class with ``get_reward``; it returns None for other rollouts."""
-        classes = {
-            each.cls: each for each in self.types.values() if callable(getattr(each.cls, "get_reward", None))
-        }
+        classes = {each.cls: each for each in self.types.values() if each.has_reward}
         return [_reward_func(cls, each.title, self) for cls, each in classes.items()]
 
     def acquire(self, rows: Sequence[Mapping[str, Any]]) -> list[Slot]:
@@ -190,17 +192,17 @@ class EnvironmentPool:
 
     def compute_rewards(self, slots: Sequence[Slot]) -> list[AgentError | None]:
         """Call ``get_reward`` of the instances, for the reward functions; return the error of each."""
-        scored = [callable(getattr(slot.environment_type.cls, "get_reward", None)) for slot in slots]
-        instances = [slot.instance for slot, has_reward in zip(slots, scored, strict=True) if has_reward]
+        scored = [index for index, slot in enumerate(slots) if slot.environment_type.has_reward]
+        instances = [slots[index].instance for index in scored]
+        futures = self._call_get_reward(instances)
         # Also of a known id: it may have belonged to an instance that is discarded.
-        self._rewards |= zip(map(id, instances), self._call_get_reward(instances), strict=True)
+        self._rewards |= zip(map(id, instances), futures, strict=True)
         errors: list[AgentError | None] = [None] * len(slots)
-        for index, slot in enumerate(slots):
-            title = slot.environment_type.title
+        for index, future in zip(scored, futures, strict=True):
+            title = slots[index].environment_type.title
             try:
                 with boundary(AgentError, f"{title}, method 'get_reward'", sample=index):
-                    if scored[index]:
-                        self._rewards[id(slot.instance)].result()
+                    future.result()
             except AgentError as error:
                 errors[index] = error
         return errors

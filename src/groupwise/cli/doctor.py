@@ -57,10 +57,7 @@ def run(arguments: Sequence[str]) -> int:
     report.attempt("reward", lambda: resolve_rewards(settings))
     if settings.iterative is not None:
         report.attempt("iterative", lambda: _check_iterative(settings, config))
-    model_config = report.attempt(
-        "model",
-        lambda: check_model(settings, config),
-    )
+    model_config = report.attempt("model", lambda: check_model(settings, config))
     if model_config is not None:
         report.attempt("model", lambda: _check_quantization(settings, config))
         report.attempt("sampler", lambda: report.add(_sampler(config, model_config)))

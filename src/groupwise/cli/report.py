@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import textwrap
 from collections.abc import Iterable
+from functools import partial
 from typing import NamedTuple
 
 #: In increasing severity.
@@ -19,17 +20,7 @@ class Finding(NamedTuple):
     text: str
 
 
-def ok(subject: str, text: str) -> Finding:
-    return Finding("ok", subject, text)
-
-
-def warn(subject: str, text: str) -> Finding:
-    return Finding("warn", subject, text)
-
-
-def fail(subject: str, text: str) -> Finding:
-    return Finding("fail", subject, text)
-
+ok, warn, fail = (partial(Finding, status) for status in STATUSES)
 
 _STATUS, _SUBJECT = 6, 15  # widths of the first two columns
 

@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from groupwise.cli.run_file import read_yaml
 from groupwise.config.redact import redact
@@ -101,10 +100,8 @@ def _without_keys(command: Sequence[str]) -> list[str]:
 
 def _executable(name: str) -> str:
     """Return the path of a program: an absolute path, beside the running Python, or on PATH."""
-    if os.path.isabs(name):
-        return name
-    beside = Path(sys.executable).with_name(name)
-    found = str(beside) if beside.is_file() else shutil.which(name)
+    beside = os.path.dirname(sys.executable)
+    found = name if os.path.isabs(name) else shutil.which(name, path=beside) or shutil.which(name)
     if found is None:
         raise ConfigError(f"{name} is not installed; run pip install 'groupwise[vllm]'")
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -256,17 +257,9 @@ def per_token_advantages(rewards: GroupRewards, settings: AdvantageSettings) -> 
 Estimator = Callable[[GroupRewards, AdvantageSettings], torch.Tensor]
 
 
-def _with_group_mean(rewards: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
-    return normalized_advantages(rewards, settings, group_mean)
-
-
-def _with_leave_one_out(rewards: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
-    return normalized_advantages(rewards, settings, leave_one_out)
-
-
 ADVANTAGES: dict[str, Estimator] = {
-    "group_mean": _with_group_mean,
-    "leave_one_out": _with_leave_one_out,
+    "group_mean": normalized_advantages,
+    "leave_one_out": partial(normalized_advantages, baseline=leave_one_out),
     "per_token": per_token_advantages,
 }
 

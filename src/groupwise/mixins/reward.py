@@ -79,15 +79,12 @@ class RewardMixin:
             log_extra=log_extra,
             log_metric=log_metric,
         )
-        rewards_FB, seconds_F = calls.rewards_FB, calls.seconds_F
-        if len(kept) < len(rollouts):
-            functions = calls.rewards_FB or [[] for _ in self.reward_func_names]
-            rewards_FB = [_at_rows(kept, values, len(rollouts), math.nan) for values in functions]
-            columns = {name: _at_rows(kept, values, len(rollouts), None) for name, values in columns.items()}
+        functions = calls.rewards_FB or [[] for _ in self.reward_func_names]
+        rewards_FB = [_at_rows(kept, values, len(rollouts), math.nan) for values in functions]
         rewards = self._gather_rewards(rewards_FB, rollouts)
         start = self.accelerator.process_index * len(rollouts)
         metrics = reward_metrics(rewards, self.reward_func_names, self.settings.multi_objective_aggregation)
-        for name, seconds in zip(self.reward_func_names, seconds_F, strict=False):
+        for name, seconds in zip(self.reward_func_names, calls.seconds_F, strict=False):
             if not math.isnan(seconds):
                 metrics[f"time/reward/{name}"] = Mean(seconds)
         if self.settings.reward_on_error == "none":
@@ -97,7 +94,7 @@ class RewardMixin:
             rewards,
             local=slice(start, start + len(rollouts)),
             # Copies: a call that was given up at its time limit may still write to the originals.
-            columns=dict(columns),
+            columns={n: _at_rows(kept, values, len(rollouts), None) for n, values in dict(columns).items()},
             metrics=merge_metrics([metrics, *list(logged)]),
         )
 

@@ -78,11 +78,7 @@ def check_rewards(
         ConfigError: there is no function, an entry is not one, lengths differ, one tokenizer is given for
             several reward models, or a process reward model for rollouts of several turns.
     """
-    functions: list[RewardFunc] = []
-    if isinstance(reward_funcs, (list, tuple)):
-        functions = list(reward_funcs)
-    elif reward_funcs is not None:
-        functions = [reward_funcs]
+    functions = [] if reward_funcs is None else _as_list(reward_funcs)
     if not functions and not environment_rewards:
         raise ConfigError("reward_funcs is missing; pass a reward function, a reward model or a list of them")
     for function in functions:
@@ -110,6 +106,10 @@ def check_rewards(
         {"reward_processing_classes": tokenizers, "reward_weights": config.reward_weights or functions},
     )
     return RewardSetup([*functions, *environment_rewards], [*tokenizers, *[None] * len(environment_rewards)])
+
+
+def _as_list(functions: RewardFunc | Sequence[RewardFunc]) -> list[RewardFunc]:
+    return list(functions) if isinstance(functions, (list, tuple)) else [cast("RewardFunc", functions)]
 
 
 #: Keyword arguments of every reward function, for any dataset.
@@ -268,9 +268,7 @@ def reload_rewards(
     Raises:
         ConfigError: an entry is not a reward function, or lengths differ.
     """
-    chosen: list[RewardFunc] = (
-        list(functions) if isinstance(functions, (list, tuple)) else [cast("RewardFunc", functions)]
-    )
+    chosen = _as_list(functions)
     same_names = list(names) == loaded.names
     same_weights = list(weights) == torch.tensor(loaded.weights).tolist()  # both rounded to float32
     same_functions = _identical(chosen, loaded.functions)

@@ -38,22 +38,9 @@ def get_code_execution_reward(
     expected stdout ``output``, compared without trailing spaces. Every test runs in a new process of this
     interpreter.
 
-    On Linux (5.12 or newer) with user namespaces, a program
-
-    - has a read-only file system with the interpreter (``bin``, ``lib`` and ``pyvenv.cfg`` of its prefixes),
-      ``/usr`` and four devices, without user files and ``/proc``, and a temporary, writable ``/tmp`` of 8
-      times ``max_output_kb``;
-    - has a pipe as its standard output, and cannot use the kernel's keyrings, System V IPC, ``memfd_create``
-      or ``io_uring``;
-    - has no network, not even loopback to the machine, and sees only its own processes;
-    - has no environment variables of the training process and no root privileges;
-    - is killed with all its processes after ``timeout``.
-
-    The sandbox is not a virtual machine. It does not prevent attacks on the kernel (through all other system
-    calls) or the CPU; reading the interpreter's packages and ``/usr``; using ``max_processes`` times
-    ``memory_mb`` of memory (limits are per process) and all CPUs until the timeout; ``AF_VSOCK`` sockets to
-    the host of a virtual machine. A statement test runs inside the program, which can read the test and forge
-    its success; the expected output of an input-output test never enters the sandbox.
+    Programs are isolated as :class:`groupwise.rewards.runtime.sandbox.LinuxSandbox` describes. A statement
+    test runs inside the program, which can read the test and forge its success; the expected output of an
+    input-output test never enters the sandbox.
 
     Args:
         column: dataset column with a list of tests per row.

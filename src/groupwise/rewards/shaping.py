@@ -19,11 +19,10 @@ def think_format_reward(completions: Sequence[Text], **_: object) -> list[float]
     Args:
         completions: strings, or message lists of which the last message is scored.
     """
-    return [float(_has_think_format(text_with_thoughts(completion))) for completion in completions]
-
-
-def _has_think_format(text: str) -> bool:
-    return text.startswith("<think>") and text.count("<think>") == 1 and "</think>" in text
+    return [
+        float(text.startswith("<think>") and text.count("<think>") == 1 and "</think>" in text)
+        for text in map(text_with_thoughts, completions)
+    ]
 
 
 def get_soft_overlong_punishment(

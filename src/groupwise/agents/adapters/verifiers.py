@@ -9,6 +9,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any, Protocol
 
 from datasets import Dataset
@@ -134,31 +135,34 @@ def _client_class() -> type:
         async def raise_from_native_response(self, response: ChatResponse) -> None: ...
 
         async def from_native_response(self, response: ChatResponse) -> object:
-            message = response.message
-            calls = [
-                types.ToolCall(
-                    id=f"call-{uuid.uuid4().hex[:12]}",
-                    name=call["function"]["name"],
-                    arguments=json.dumps(call["function"]["arguments"]),
-                )
-                for call in message.get("tool_calls", [])
-            ]
-            reason = "length" if response.truncated else "tool_calls" if calls else "stop"
-            return types.Response(
-                id=uuid.uuid4().hex,
-                created=int(time.time()),
-                model="policy",
-                message=types.ResponseMessage(
-                    content=message["content"],
-                    tool_calls=calls or None,
-                    finish_reason=reason,
-                    is_truncated=response.truncated,
-                ),
-            )
+            return _to_response(types, response)
 
         async def close(self) -> None: ...
 
     return PolicyClient
+
+
+def _to_response(types: ModuleType, response: ChatResponse) -> object:
+    """Convert a turn of the policy to the ``Response`` of verifiers."""
+    calls = [
+        types.ToolCall(
+            id=f"call-{uuid.uuid4().hex[:12]}",
+            name=call["function"]["name"],
+            arguments=json.dumps(call["function"]["arguments"]),
+        )
+        for call in response.message.get("tool_calls", [])
+    ]
+    return types.Response(
+        id=uuid.uuid4().hex,
+        created=int(time.time()),
+        model="policy",
+        message=types.ResponseMessage(
+            content=response.message["content"],
+            tool_calls=calls or None,
+            finish_reason="length" if response.truncated else "tool_calls" if calls else "stop",
+            is_truncated=response.truncated,
+        ),
+    )
 
 
 def to_chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:

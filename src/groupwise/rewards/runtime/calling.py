@@ -112,10 +112,7 @@ def call_rewards(
     """Call every reward function: async functions concurrently, the others one after the other meanwhile.
 
     Args:
-        timeout: seconds per call. Async functions are cancelled. Other functions then run in a thread, which
-            Python cannot stop: after the limit the call keeps running and its result is discarded. Reward
-            models run in the caller's thread without a limit, because all ranks of a sharded model must
-            finish.
+        timeout: seconds per call. Async functions are cancelled; for others see :func:`call_function`.
         on_error: "raise", or "none": a function that fails returns None for all completions of this call, and
             its first failure is logged as a warning.
         completion_logprobs: argument of functions with ``takes_logprobs``: maps a model, None for the policy,
@@ -149,20 +146,17 @@ def call_rewards(
     for i, future in futures.items():
         left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
         outputs[i] = _error_or(_result, future, titles[i], left, timeout)
-    rewards_FB: list[list[Reward]] = []
     failures: dict[int, RewardError] = {}
     for i, name in enumerate(names):
-        checked = outputs[i]
-        if not isinstance(checked, RewardError):
-            checked = _error_or(checked_rewards, checked, name, rollouts)
-        if isinstance(checked, RewardError):
+        if not isinstance(outputs[i], RewardError):
+            outputs[i] = _error_or(checked_rewards, outputs[i], name, rollouts)
+        if isinstance(outputs[i], RewardError):
             if on_error == "raise":
-                raise checked
-            _warn_once(name, checked)
-            failures[i], checked = checked, [math.nan] * len(rollouts)
-        rewards_FB.append(checked)
+                raise outputs[i]
+            _warn_once(name, outputs[i])
+            failures[i], outputs[i] = outputs[i], [math.nan] * len(rollouts)
     # A copy of the seconds: a timed-out call may still write to them.
-    return RewardCalls(rewards_FB, failures, list(seconds_F))
+    return RewardCalls([outputs[i] for i in range(len(names))], failures, list(seconds_F))
 
 
 def _error_or(function: Callable[..., T], *arguments: object) -> T | RewardError:
@@ -193,7 +187,9 @@ def call_function(
 ) -> T:
     """Call a synchronous reward function; with a timeout in a thread.
 
-    Reward models, and functions with ``runs_in_caller_thread``, run in the caller's thread without the limit.
+    Python cannot stop a thread: after the limit the call keeps running and its result is discarded. Reward
+    models, and functions with ``runs_in_caller_thread``, run in the caller's thread without a limit, because
+    all ranks of a sharded model must finish.
 
     Raises:
         RewardError: the function raised or exceeded the time limit.
