@@ -71,9 +71,9 @@ def test_a_checkpoint_does_not_repeat_the_last_product(monkeypatch):
     inputs.grad = None
     layers.zero_grad()
     shapes = []
-    product = linear.onednn_product
+    product = linear.onednn_linear
     monkeypatch.setattr(
-        linear, "onednn_product", lambda *given: shapes.append(given[1].shape) or product(*given)
+        linear, "onednn_linear", lambda *given: shapes.append(given[1].shape) or product(*given)
     )
     output = checkpoint(layers, inputs, use_reentrant=False)
     forward = shapes.copy()

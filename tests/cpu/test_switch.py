@@ -7,9 +7,10 @@ import torch
 from support.runs import trainer
 
 from groupwise import cpu
-from groupwise.cpu.linear import OneDNNLinear, has_onednn
+from groupwise.compat.torch import has_onednn_linear
+from groupwise.cpu.linear import OneDNNLinear
 
-needs_onednn = pytest.mark.skipif(not has_onednn(), reason="this PyTorch has no oneDNN")
+needs_onednn = pytest.mark.skipif(not has_onednn_linear(), reason="this PyTorch has no oneDNN")
 
 
 def layers(device: str = "cpu") -> torch.nn.Sequential:

@@ -35,8 +35,9 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
+from groupwise.compat.torch import has_onednn_linear
 from groupwise.core.padding import length_mask, pad_sequences
-from groupwise.cpu.linear import has_onednn, replace_linears
+from groupwise.cpu.linear import replace_linears
 from groupwise.errors import BackendError
 from groupwise.generation.decoding import (
     OneQueryAttention,
@@ -215,7 +216,7 @@ def test_tokens_are_drawn_from_every_block_with_their_probabilities(size):
     assert means.min() >= 5 and chi_square < bound
 
 
-@pytest.mark.skipif(not has_onednn(), reason="this PyTorch has no oneDNN")
+@pytest.mark.skipif(not has_onednn_linear(), reason="this PyTorch has no oneDNN")
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_nan_logits_raise_a_backend_error(value):
     scores = torch.zeros(2, 600)

@@ -97,7 +97,7 @@ def has_onednn_linear() -> bool:
 
 
 def onednn_linear(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return ``left @ right.T + bias`` in float32 on a CPU."""
+    """Return ``left @ right.T + bias`` in float32 on a CPU, ``left`` (..., I) non-empty, ``right`` (O, I)."""
     import torch
 
     return torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")

@@ -44,12 +44,12 @@ class OneDNNLinear(torch.nn.Linear):
             return F.linear(input, self.weight, self.bias)
         if not torch.is_grad_enabled():
             weight = self.packing.weight_at_next_use() if self.packing else self.weight
-            return onednn_product(input, weight, self.bias)
+            return onednn_linear(input, weight, self.bias)
         # The inputs are saved before the product is computed: a checkpoint's recomputation stops once all
         # tensors are saved, so it skips the last product.
         output = _Linear.apply(input, self.weight, self.bias)
         with torch.no_grad():
-            output.data = onednn_product(input, self.weight, self.bias)
+            output.data = onednn_linear(input, self.weight, self.bias)
         return output
 
 
@@ -61,7 +61,7 @@ def replace_linears(model: torch.nn.Module) -> int:
     Returns:
         Number of converted layers; 0 if this PyTorch has no oneDNN.
     """
-    layers = [module for module in model.modules() if _eligible(module)] if has_onednn() else []
+    layers = [module for module in model.modules() if _eligible(module)] if has_onednn_linear() else []
     for layer in layers:
         layer.__class__ = OneDNNLinear
     return len(layers)
@@ -81,11 +81,6 @@ def packed_weights(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.packing = None
-
-
-def has_onednn() -> bool:
-    """Return True if this PyTorch has the operator that :func:`onednn_product` calls."""
-    return has_onednn_linear()
 
 
 def _eligible(module: torch.nn.Module) -> bool:
@@ -109,13 +104,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad_NO):
         input_NI, weight_OI = ctx.saved_tensors
         flat_NO = grad_NO.flatten(0, -2)
-        grad_input = onednn_product(grad_NO, weight_OI.t()) if ctx.needs_input_grad[0] else None
+        grad_input = onednn_linear(grad_NO, weight_OI.t()) if ctx.needs_input_grad[0] else None
         grad_weight = (
-            onednn_product(flat_NO.t(), input_NI.flatten(0, -2).t()) if ctx.needs_input_grad[1] else None
+            onednn_linear(flat_NO.t(), input_NI.flatten(0, -2).t()) if ctx.needs_input_grad[1] else None
         )
         return grad_input, grad_weight, flat_NO.sum(0) if ctx.needs_input_grad[2] else None
-
-
-def onednn_product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return ``left @ right.T + bias`` in float32 on a CPU, ``left`` (..., I) non-empty, ``right`` (O, I)."""
-    return onednn_linear(left, right, bias)

@@ -20,9 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from groupwise.compat.torch import addmm_into, mm_into
+from groupwise.compat.torch import addmm_into, has_onednn_linear, mm_into, onednn_linear
 from groupwise.core.kept_tokens import KeptMask, KeptTokens
-from groupwise.cpu.linear import has_onednn, onednn_product
 from groupwise.policy.heads.dense import projection_dtype, statistics_dtype
 from groupwise.policy.heads.tiles import LogitTransform, RowSlopes, RowStatistics, Tiles
 from groupwise.policy.heads.weights import HeadWeights
@@ -232,8 +231,8 @@ def _project(tiles: Tiles, hidden_RH, weight_CH, bias_C) -> tuple[torch.Tensor, 
 
 def _product(left, right) -> torch.Tensor:
     """Compute `left @ right.T`."""
-    if left.device.type == "cpu" and left.dtype == torch.float32 and left.numel() and has_onednn():
-        return onednn_product(left, right)
+    if left.device.type == "cpu" and left.dtype == torch.float32 and left.numel() and has_onednn_linear():
+        return onednn_linear(left, right)
     return left @ right.t()
 
 
