@@ -38,7 +38,8 @@ from groupwise.compat.transformers import (
 )
 from groupwise.cpu.multinomial import multinomial
 from groupwise.generation.growing_cache import continue_rows
-from groupwise.policy.attention import install_attention_hook
+from groupwise.policy.attention import install_attention_hook, without_adapter
+from groupwise.policy.layouts.packed_forward import has_prompt_learning
 
 #: Causal language model, plain or PEFT; transformers has no type for it.
 CausalLM: TypeAlias = Any
@@ -83,11 +84,10 @@ def can_decode_groups(model: CausalLM, config: GenerationConfig) -> bool:
     settings that act on each row independently, and no prompt tuning. Ranks whose parameters are sharded
     leave the loop at different steps, so they must not use it.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    adapters = getattr(model, "peft_config", {}).values()
+    base: CausalLM = without_adapter(model)
     return (
         has_stock_sampling_loop(base)
-        and not any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters)
+        and not has_prompt_learning(model)
         and not base.config.is_encoder_decoder
         and base.config.get_text_config(decoder=True)
         is base.config  # others compute position ids differently
