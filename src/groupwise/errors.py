@@ -1,9 +1,11 @@
-"""The exceptions of this package, the nearest valid name for their messages, and calls of user code."""
+"""The exceptions and warnings of this package, the nearest valid name, and calls of user code."""
 
 from __future__ import annotations
 
 import asyncio
 import difflib
+import functools
+import logging
 import reprlib
 import signal
 import threading
@@ -93,6 +95,12 @@ def boundary(error: type[GroupwiseError], name: str, **sample: object) -> Iterat
         given = ", ".join(f"{key}={_SHORT.repr(value)}" for key, value in sample.items())
         where = f"{name} (given {given})" if given else name
         raise error(f"{where} raised {type(cause).__name__}: {cause}") from cause
+
+
+@functools.cache
+def warn_once(logger: logging.Logger, message: str, *values: object) -> None:
+    """Log a warning, once for each message with its values."""
+    logger.warning(message, *values)
 
 
 def nearest_name(name: str, options: Iterable[str]) -> str:

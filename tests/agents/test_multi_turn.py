@@ -19,8 +19,8 @@ from support.scripted import CHAT, ScriptedBackend, agents, byte_tokenizer, call
 from groupwise.agents import ToolSet, allow_image_paths, make_tool, thread_safe
 from groupwise.agents.executor import ToolExecutor
 from groupwise.agents.parsing import ToolCall
-from groupwise.agents.tools import ToolResult, _warn_about_images, tool_result
-from groupwise.errors import ConfigError
+from groupwise.agents.tools import ToolResult, tool_result
+from groupwise.errors import ConfigError, warn_once
 from groupwise.records import RolloutBatch, SamplingOptions
 
 
@@ -702,7 +702,7 @@ def result_of(function, **options) -> ToolResult:
 )
 @pytest.mark.parametrize("key", ["image", "path", "url", "base64"])
 def test_image_blocks_with_paths_and_urls_are_text(image, key, caplog):
-    _warn_about_images.cache_clear()
+    warn_once.cache_clear()
     value = [{"type": "image", key: image}]
     assert result_of(returning(value)) == ToolResult(str(value))
     assert "allow_image_paths" in caplog.text

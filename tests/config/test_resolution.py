@@ -16,7 +16,7 @@ from support.configs import messages
 from groupwise.config import resolution
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.resolution import computes_bf16_natively
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, warn_once
 
 
 def test_open_settings_are_filled_in(build):
@@ -52,7 +52,7 @@ def test_generation_kwargs_set_the_field_of_the_same_meaning(build):
 
 
 def test_generation_kwargs_override_fields_with_a_warning(build, caplog):
-    resolution._warn_overridden.cache_clear()
+    warn_once.cache_clear()
     kwargs = {"temperature": 0.7, "max_tokens": 32, "top_k": None}
     config = build(temperature=0.9, max_completion_length=64, top_k=0, generation_kwargs=kwargs)
     assert (config.temperature, config.max_completion_length, config.top_k) == (0.7, 32, 0)
@@ -147,7 +147,7 @@ def _on(monkeypatch, device: str, native: bool) -> None:
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     monkeypatch.setattr(resolution, "_device_type", lambda use_cpu: device)
     monkeypatch.setattr(resolution, "computes_bf16_natively", lambda device_type: native)
-    resolution._warn_float32.cache_clear()
+    warn_once.cache_clear()
 
 
 def test_bf16_is_on_where_it_is_native(build, monkeypatch, caplog):

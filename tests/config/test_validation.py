@@ -7,8 +7,8 @@ import math
 import pytest
 from support.configs import invalid
 
-from groupwise.config.validation import _warn_once, check, violations
-from groupwise.errors import ConfigError
+from groupwise.config.validation import check, violations
+from groupwise.errors import ConfigError, warn_once
 
 
 def test_the_defaults_violate_nothing(build):
@@ -71,7 +71,7 @@ def test_rules_skip_settings_that_are_invalid_by_themselves(build):
     ],
 )
 def test_settings_without_effect_are_warned_of_once(build, caplog, kwargs, warned):
-    _warn_once.cache_clear()
+    warn_once.cache_clear()
     build(**kwargs)
     build(**kwargs)
     messages = [
@@ -81,7 +81,7 @@ def test_settings_without_effect_are_warned_of_once(build, caplog, kwargs, warne
 
 
 def test_settings_with_effect_are_not_mentioned(build, caplog):
-    _warn_once.cache_clear()
+    warn_once.cache_clear()
     build(
         delta=4.0,
         loss_type="grpo",

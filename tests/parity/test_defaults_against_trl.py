@@ -13,7 +13,7 @@ from transformers import HfArgumentParser
 
 from groupwise import GRPOConfig
 from groupwise.config.trl import TRL_DEFAULTS, TRL_VERSION
-from groupwise.config.validation import _warn_once
+from groupwise.errors import warn_once
 
 trl = pytest.importorskip("trl")
 pytestmark = pytest.mark.parity
@@ -86,7 +86,7 @@ def test_trl_defaults_of_a_subclass(tmp_path):
 
 @pytest.mark.parametrize("how", ["arguments", "dict", "json", "yaml"])
 def test_a_configuration_that_trl_wrote_loads_without_a_warning(how, tmp_path, caplog):
-    _warn_once.cache_clear()
+    warn_once.cache_clear()
     theirs = their_config(tmp_path)
     dumped, file = theirs.to_dict(), tmp_path / f"config.{how}"
     parser = HfArgumentParser(GRPOConfig)

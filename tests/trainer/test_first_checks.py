@@ -12,7 +12,7 @@ from support.runs import chats, count_reward, policy, prompts, tokenizer, traine
 
 from groupwise import ConfigError, GRPOConfig, GRPOTrainer, TrainingError
 from groupwise.config.arguments import TRL_METHODS, check_processes
-from groupwise.config.validation import _warn_once
+from groupwise.errors import warn_once
 from groupwise.policy.loading import load_policy
 
 
@@ -96,7 +96,7 @@ def test_evaluate_names_the_missing_column(tmp_path):
 
 
 def test_the_stock_count_of_tokens_is_left_to_num_tokens(tmp_path, caplog):
-    _warn_once.cache_clear()
+    warn_once.cache_clear()
     made = trainer(tmp_path, include_num_input_tokens_seen=True, max_steps=1)
     made.train()
     assert "include_num_input_tokens_seen='all' is ignored" in caplog.text

@@ -13,7 +13,7 @@ from transformers.utils import get_json_schema
 
 from groupwise.agents.executor import Invocation, ToolExecutor
 from groupwise.agents.parsing import ToolCall, ToolSchema
-from groupwise.errors import AgentError, ConfigError, is_interrupt
+from groupwise.errors import AgentError, ConfigError, is_interrupt, warn_once
 from groupwise.tokenization.images import open_result_images
 from groupwise.tokenization.prompts import is_content_blocks, replace_surrogates
 
@@ -167,7 +167,13 @@ def tool_result(
         paths = getattr(tools[call.name].function, _PATHS_NAME, False)
         opened = open_result_images(content, paths=paths)
         if opened is None:
-            _warn_about_images(call.name)
+            warn_once(
+                logger,
+                "tool %r returned an image block with a path or a URL, which is not opened: the policy sees "
+                "it as text; return an image object, or decorate the tool with "
+                "groupwise.agents.allow_image_paths if its results can be trusted with the trainer's files",
+                call.name,
+            )
         return ToolResult(str(content) if opened is None else opened)
     except AgentError:  # the tool fails the whole rollout
         raise
@@ -186,13 +192,3 @@ def failed_result(problem: BaseException) -> ToolResult:
     kind = type(problem).__name__
     text = message if message and isinstance(problem, Exception) else f"{kind}: {message}".removesuffix(": ")
     return ToolResult(replace_surrogates(str({"error": text})), f"{kind}: {message}")
-
-
-@functools.cache  # once per tool
-def _warn_about_images(name: str) -> None:
-    logger.warning(
-        "tool %r returned an image block with a path or a URL, which is not opened: the policy sees it as "
-        "text; return an image object, or decorate the tool with "
-        "groupwise.agents.allow_image_paths if its results can be trusted with the trainer's files",
-        name,
-    )

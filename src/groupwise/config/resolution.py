@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ from groupwise.compat.torch import has_native_bf16_cpu
 from groupwise.config.sampling import SAMPLING_FIELDS
 from groupwise.config.settings import default_of
 from groupwise.config.trl import is_trl_default
+from groupwise.errors import warn_once
 
 if TYPE_CHECKING:
     from groupwise.config.grpo_config import GRPOConfig
@@ -96,13 +96,6 @@ def computes_bf16_natively(device_type: str) -> bool:
     return False
 
 
-@functools.cache
-def _warn_float32(device_type: str) -> None:
-    logger.warning(
-        "bf16 is off, training in float32: the %s device does not compute bfloat16 natively", device_type
-    )
-
-
 def resolve_precision(config: GRPOConfig) -> None:
     """Resolve ``bf16=None``; call it before ``TrainingArguments`` derives ``mixed_precision`` from it."""
     if config.bf16 is not None:
@@ -115,7 +108,11 @@ def resolve_precision(config: GRPOConfig) -> None:
     device_type = _device_type(config.use_cpu)
     config.bf16 = launched_with == "bf16" or computes_bf16_natively(device_type)
     if not config.bf16:
-        _warn_float32(device_type)
+        warn_once(
+            logger,
+            "bf16 is off, training in float32: the %s device does not compute bfloat16 natively",
+            device_type,
+        )
     elif device_type == "cpu":
         config.use_cpu = True  # TrainingArguments accepts bf16 on a CPU only with use_cpu
 
@@ -133,13 +130,8 @@ def resolve_sampling(config: GRPOConfig) -> None:
         value, given = config.generation_kwargs[key], getattr(config, name)
         same = (value or 0) == (given or 0)  # None and 0 both mean off
         if not same and given != default_of(config, name):
-            _warn_overridden(f"generation_kwargs[{key!r}]={value!r} overrides {name}={given!r}")
+            warn_once(logger, f"generation_kwargs[{key!r}]={value!r} overrides {name}={given!r}")
         setattr(config, name, value)
-
-
-@functools.cache
-def _warn_overridden(message: str) -> None:
-    logger.warning(message)
 
 
 def resolve_defaults(config: GRPOConfig) -> None:

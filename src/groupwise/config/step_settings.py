@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from transformers import TrainingArguments
 from groupwise.config.resolution import resolve_defaults
 from groupwise.config.sampling import SAMPLING_FIELDS
 from groupwise.config.validation import check_changes
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, warn_once
 
 if TYPE_CHECKING:
     from groupwise.config.grpo_config import GRPOConfig
@@ -93,7 +92,12 @@ class StepSettings:
                 self._read[name] = _plain(given)
                 self._assigned.pop(name, None)  # the configuration was changed last
                 if self.args.SETTINGS[name].changes is None:
-                    _warn_fixed(name, repr(given), repr(getattr(self.current, name)))
+                    warn_once(
+                        logger,
+                        "args.%s=%s has no effect: it is read when the trainer is built, and the run "
+                        "continues with %s",
+                        *(name, repr(given), repr(getattr(self.current, name))),
+                    )
         for name, given in _run_fields(self.args).items():
             if given != self._read_by_run[name] and not new_run:
                 logger.warning("args.%s=%r has no effect on a run that has started", name, given)
@@ -191,13 +195,3 @@ def _copy(config: GRPOConfig, values: dict[str, Any]) -> GRPOConfig:
     vars(made).update(vars(config))
     vars(made).update({name: _plain(value) for name, value in values.items()})
     return made
-
-
-@functools.cache
-def _warn_fixed(name: str, given: str, used: str) -> None:
-    logger.warning(
-        "args.%s=%s has no effect: it is read when the trainer is built, and the run continues with %s",
-        name,
-        given,
-        used,
-    )

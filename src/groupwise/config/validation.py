@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 from groupwise.config.rules import CAUTIONS, RULES, Check
 from groupwise.config.settings import Setting, default_of, violation
 from groupwise.config.trl import is_trl_default
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, warn_once
 
 if TYPE_CHECKING:
     from groupwise.config.grpo_config import GRPOConfig
@@ -31,7 +31,7 @@ def check(config: GRPOConfig) -> None:
     """
     _raise_for(violations(config), type(config).__name__)
     for message in warnings_of(config):
-        _warn_once(message)
+        warn_once(logger, message)
 
 
 def check_changes(config: GRPOConfig, changed: Collection[str]) -> None:
@@ -51,7 +51,7 @@ def check_changes(config: GRPOConfig, changed: Collection[str]) -> None:
     for name in sorted(changed):
         unless = config.SETTINGS[name].no_effect_unless
         if unless is not None and not unless.holds(config):
-            _warn_once(f"{name} was changed, but has no effect unless {unless.text}")
+            warn_once(logger, f"{name} was changed, but has no effect unless {unless.text}")
 
 
 def _raise_for(violations: Mapping[str, list[str]], subject: str) -> None:
@@ -123,8 +123,3 @@ def _requirement(name: str, setting: Setting, config: GRPOConfig) -> Iterator[st
     value, default, condition = getattr(config, name), default_of(config, name), setting.requires
     if condition is not None and value != default and not condition.holds(config):
         yield violation(f"{name}={value!r} requires {condition.text}", condition.text, f"{name}={default!r}")
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    logger.warning(message)

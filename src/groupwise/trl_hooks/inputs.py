@@ -10,14 +10,13 @@ it: records are built from its tensors just before the loss.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, warn_once
 from groupwise.records import Experience, MicroBatch, TokenBatch
 
 logger = logging.getLogger(__name__)
@@ -103,20 +102,16 @@ def split_rows(inputs: Inputs, count: int) -> list[Inputs]:
             f"split into {count} micro-batches (steps_per_generation={count}); return at least one row each"
         )
     if num_rows(inputs) % count:
-        _warn_dropped(num_rows(inputs) % count, count)
+        warn_once(
+            logger,
+            "_generate_and_score_completions returned rows that %d micro-batches (steps_per_generation) "
+            "do not share equally: %d row(s) are not trained on",
+            *(count, num_rows(inputs) % count),
+        )
     return [
         {name: _select(value, slice(i * size, (i + 1) * size)) for name, value in inputs.items()}
         for i in range(count)
     ]
-
-
-@functools.cache
-def _warn_dropped(rows: int, count: int) -> None:
-    logger.warning(
-        "_generate_and_score_completions returned rows that %d micro-batches (steps_per_generation) "
-        "do not share equally: %d row(s) are not trained on",
-        *(count, rows),
-    )
 
 
 def _select(value: Any, rows: torch.Tensor | slice) -> Any:
