@@ -30,9 +30,6 @@ def compute_padded_logprobs(
 
     Args:
         model: causal LM, wrapped or not.
-        batch: B sequences.
-        head: settings of the log-prob head.
-        with_entropy: also compute entropies.
         with_aux_loss: also return the balancing loss of a mixture-of-experts model.
 
     Returns:
@@ -66,7 +63,8 @@ def _padded_kept_tokens(batch: TokenBatch, num_positions: int) -> KeptTokens | N
 def padded_inputs(model: nn.Module, batch: TokenBatch) -> tuple[ModelInputs, torch.Tensor]:
     """Build the arguments of the model's forward for ``batch``.
 
-    Positions restart at each row's first real token, so the amount of padding cannot change the result.
+    Positions count from each row's first real token, so the amount of padding cannot change the result. A
+    masked token between real ones counts too.
 
     Returns:
         arguments, and the target (B, K) of each position that the head receives: the last T + 1 if the model
@@ -82,7 +80,8 @@ def padded_inputs(model: nn.Module, batch: TokenBatch) -> tuple[ModelInputs, tor
         inputs.update({name: value for name, value in joined.items() if name in accepted})
     has_images = batch.images is not None and any(row.arrays for row in batch.images)
     if "position_ids" in accepted and not (has_images and has_own_positions(model)):
-        inputs["position_ids"] = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+        begun, not_ended = (mask.cummax(-1).values for mask in (attention_mask, attention_mask.flip(-1)))
+        inputs["position_ids"] = ((begun * not_ended.flip(-1)).cumsum(-1) - 1).clamp(min=0)
     targets_BK = F.pad(input_ids[:, 1:], (0, 1))
     if "logits_to_keep" in accepted:
         kept = batch.completion_ids_BT.shape[1] + 1
