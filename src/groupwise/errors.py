@@ -79,7 +79,6 @@ def boundary(error: type[GroupwiseError], name: str, **sample: object) -> Iterat
     ...     rewards = length(**columns)
 
     Args:
-        error: the class to raise.
         name: the user's code, as it should be called in the message.
         sample: what was being processed; long values are shortened.
 

@@ -105,9 +105,6 @@ class EnvironmentDrivenRollouts:
     """Run a :class:`RolloutEnvironment` for every row and sample the turns it requests, in batches.
 
     Args:
-        environment: the environment.
-        tokenizer: tokenizer of the policy.
-        settings: limits of a rollout.
         renderer: renders messages, and tool schemas if the environment uses tools.
         any_rank: as in :class:`groupwise.agents.MultiTurnRollouts`.
     """
@@ -139,7 +136,6 @@ class EnvironmentDrivenRollouts:
 
         Args:
             rows: dataset rows; rows of one group are adjacent.
-            backend: sampler of the turns.
             generation_kwargs: sampler settings in place of the run's, as in ``SamplingOptions``.
 
         Returns:

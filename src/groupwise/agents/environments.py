@@ -69,7 +69,6 @@ class Slot:
     """Place of one rollout in the pool; its instance is reused by the rollouts of later batches.
 
     Attributes:
-        environment_type: type of the environment.
         number: position among the instances of the type.
         columns: columns of the row that ``reset`` is called with.
     """

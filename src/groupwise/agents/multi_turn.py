@@ -119,8 +119,6 @@ class MultiTurnRollouts:
     Args:
         tools: tools of every rollout.
         pool: environments; None without.
-        tokenizer: tokenizer of the policy.
-        settings: limits of a rollout.
         renderer: renders tool schemas and tool results; None if no rollout has tools.
         any_rank: returns True if its argument is True on any rank, for backends that all ranks must call
             equally often; ``bool`` if ranks are independent.
@@ -159,7 +157,6 @@ class MultiTurnRollouts:
 
         Args:
             rows: dataset rows with a ``prompt``; rows of one group are adjacent.
-            backend: sampler of the turns.
             generation_kwargs: sampler settings in place of the run's, as in ``SamplingOptions``.
 
         Returns:

@@ -25,7 +25,6 @@ class ToolCall:
 
     Attributes:
         name: name of the tool; "unknown" if the policy gave none.
-        arguments: keyword arguments.
         error: reason why the call is invalid, which becomes its result; None for a valid call.
     """
 
@@ -324,9 +323,6 @@ class TurnParser:
         self, context_ids: Sequence[int], token_ids: Sequence[int], schemas: Sequence[ToolSchema]
     ) -> ParsedTurn:
         """Parse the turn ``token_ids``, sampled after ``context_ids``.
-
-        Args:
-            schemas: schemas of the tools in the prompt.
 
         Returns:
             The turn; a malformed tool call is returned with its ``error``.

@@ -42,8 +42,6 @@ class Tool:
     """A function that the policy may call.
 
     Attributes:
-        name: name in tool calls.
-        function: the function, sync or async.
         schema: JSON schema for the prompt.
         owner: environment whose method the function is; calls of one owner are sequential.
     """

@@ -21,10 +21,8 @@ class Trajectory:
         logps       [-0.3   -0.1  | nan    nan   | -0.7   -0.1  ]
 
     Attributes:
-        prompt_ids: token ids of the prompt.
         max_new_tokens: limit of the completion, tool results included.
         context_length: limit of prompt and completion; None: unlimited.
-        token_ids: token ids of the completion.
         loss_mask: 1 for sampled tokens, 0 for others.
         logps: sampler log-probs; NaN for tokens that were not sampled or have none.
         versions: optimizer step of the weights that sampled each token; other tokens repeat the one before.

@@ -26,9 +26,6 @@ class StepSettings:
     configuration (``trainer.args.beta = 0.1``); the later one counts. ``Setting.changes`` says when it takes
     effect. The configuration itself is never changed here.
 
-    Args:
-        args: the user's configuration.
-
     Attributes:
         current: settings of the current step, a copy of ``args`` with the changes in effect.
     """

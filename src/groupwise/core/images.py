@@ -53,7 +53,6 @@ def join_images(
         rows: image inputs, B.
         starts: column of each row's first token, B.
         width: columns of the batch.
-        device: device of the returned tensors.
 
     Returns:
         arrays by name, and token types (B, width) by name; no arrays if no row has an image.

@@ -20,8 +20,6 @@ def pad_sequences(
 
     Args:
         sequences: B sequences of numbers.
-        value: value of the padding.
-        left: pad on the left.
         multiple_of: round T up to a multiple of this number.
         dtype, device: of the returned tensor.
 

@@ -22,8 +22,6 @@ def micro_batch_budget(
     class that does not declare ``zero_grad_at_zero_advantage = True``.
 
     Args:
-        trainer: class of the trainer.
-        config: the configuration.
         aux_loss: the model has a balancing loss (mixture of experts).
         has_reference: there is a reference model. β may become positive before the rows of a generation are
             used up, so their log-probs are computed even while it is 0.

@@ -31,7 +31,6 @@ class PromptCheck:
 
     Args:
         name: the dataset, for messages.
-        processing_class: tokenizer or processor.
         context: limit of prompt and completion; None: no limit.
     """
 

@@ -153,8 +153,6 @@ class BackendFactory(Protocol):
 
     Args:
         policy: returns the unwrapped policy; call it at every generation, since training may wrap it again.
-        config: settings of the run.
-        processing_class: tokenizer or processor.
         suppress_tokens: token ids that must not be sampled (image placeholders).
     """
 

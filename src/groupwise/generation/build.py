@@ -47,8 +47,6 @@ def make_backend(
 
     Args:
         policy: returns the unwrapped policy; training may wrap it again.
-        config: settings of the run.
-        processing_class: tokenizer or processor.
         backend: the trainer's argument: an instance, a registered name, or None for the backend that
             ``config`` chooses.
 

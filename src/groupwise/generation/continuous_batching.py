@@ -31,7 +31,6 @@ class ContinuousBatchingBackend(TransformersBackend):
 
     Args:
         model: returns the unwrapped policy.
-        generation_config: sampling settings.
         batching: settings of cache and scheduler.
     """
 

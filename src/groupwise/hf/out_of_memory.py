@@ -38,7 +38,6 @@ class OutOfMemorySplitter(Generic[Batch]):
     micro-batch.
 
     Args:
-        accelerator: the trainer's.
         training_step: ``transformers.Trainer.training_step`` as a bound method.
         num_tokens: number of tokens of a micro-batch, padding included.
         split_in_half: returns two micro-batches, or one if it cannot be split.

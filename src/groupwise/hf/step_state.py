@@ -96,7 +96,6 @@ class AttributeState:
     """State held by one attribute whose value is replaced, never changed in place.
 
     Args:
-        owner, name: object and name of the attribute.
         dump, load: convert its value to plain values and back.
     """
 

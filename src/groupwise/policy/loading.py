@@ -48,7 +48,6 @@ def load_policy(
     Args:
         model: Hub id, directory or a loaded model.
         config: ``model_init_kwargs`` and ``trust_remote_code`` are read.
-        quantization_config: as in ``from_pretrained``.
 
     Raises:
         ConfigError: an unknown dtype.

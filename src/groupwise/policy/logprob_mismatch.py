@@ -46,8 +46,6 @@ class LogprobMismatchCheck:
     then every ``settings.every`` generations.
 
     Args:
-        settings: settings of the check.
-        head: settings of the log-prob head.
         reduce: sums a tensor over all ranks.
         mixed_precision: dtype of matrix products under autocast; None: that of the weights.
         truncation: the most by which the sampler's log-prob of a token exceeds the trainer's because the
@@ -72,8 +70,6 @@ class LogprobMismatchCheck:
         """Compare one generation if it is due. All ranks call this for every generation.
 
         Args:
-            model: the policy.
-            batch: completions of this rank.
             fresh: B flags, True for rows sampled from the current weights; others are not compared.
 
         Returns:

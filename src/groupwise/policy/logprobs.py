@@ -72,7 +72,6 @@ class LogprobComputer:
 
     Args:
         layout: from :func:`choose_layout`.
-        head: settings of the log-prob head.
         agree: returns True if its argument is true on every rank; called once, by all ranks.
         sharded: parameters are sharded (FSDP, DeepSpeed); the check then calls the wrapped model and compares
             no gradients.
@@ -115,8 +114,6 @@ class LogprobComputer:
 
         Args:
             model: causal LM, wrapped or not.
-            batch: B sequences.
-            with_entropy: also compute entropies.
             with_aux_loss: also return the balancing loss; only with the padded layout.
 
         Returns:

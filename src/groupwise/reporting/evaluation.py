@@ -98,7 +98,6 @@ class EvaluationMetrics:
 
         Args:
             name: evaluations of the same name are compared with the first one.
-            num_generations: completions per prompt.
             gather: concatenates the lists of all ranks.
         """
         if not self.ks:

@@ -106,8 +106,6 @@ def model_card(
         model_name: title; also the model of the quick start unless ``args.hub_model_id`` is set.
         base_model, dataset_name: Hub ids, local directories or None.
         tags: added to groupwise, grpo and generated_from_trainer.
-        args: configuration of the run.
-        versions: package versions by package name.
         log_history: ``TrainerState.log_history``; the card shows its last rewards.
         reward_names: names in the metrics ``rewards/<name>/mean``.
     """

@@ -262,7 +262,6 @@ def reload_rewards(
     Args:
         loaded: the reward functions of the step before; returned if nothing was replaced.
         functions, names, processing_classes, weights: attributes of the trainer.
-        config: settings of the step.
         policy_tokenizer: as in :func:`load_rewards`.
 
     Raises:

@@ -152,7 +152,6 @@ class StepScorer:
         tokenizer: tokenizer of the model; None: loaded from the model's id.
         policy_tokenizer: decodes completions.
         batch_size: completions per forward pass.
-        template_kwargs: further variables of the chat template.
 
     Raises:
         ConfigError: the model has more than two labels, or the separator is no token of the policy.

@@ -52,7 +52,6 @@ def reasoning_gym_dataset(tasks: Tasks, system_prompt: str | None = None) -> Dat
     """Convert reasoning-gym tasks to a training dataset for :func:`get_reasoning_gym_reward`.
 
     Args:
-        tasks: a reasoning-gym dataset.
         system_prompt: None: text prompts; a string: chat prompts with this system message; an empty string:
             chat prompts without one.
 

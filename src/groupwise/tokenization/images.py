@@ -155,7 +155,6 @@ def process_prompt(
         prompt: chat messages with their images in content blocks, or a text with the processor's image token
             at the position of each of ``images``.
         images: images of a text prompt.
-        template_kwargs: further variables of the chat template.
         max_length: longer prompts are truncated on the left, but never within an image.
 
     Returns:

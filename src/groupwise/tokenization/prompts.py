@@ -68,7 +68,6 @@ def tokenize_prompt(
     Args:
         prompt: chat messages go through the chat template, with a generation prompt unless the completion
             continues the last message (:func:`continues_final_message`); text is tokenized as it is.
-        template_kwargs: further variables of the chat template.
         max_length: longer prompts are truncated on the left.
 
     Returns:

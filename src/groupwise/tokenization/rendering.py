@@ -26,13 +26,11 @@ class Renderer:
     Args:
         tokenizer: tokenizer with a chat template.
         end_tokens: token ids that end a turn of the policy.
-        template_kwargs: further variables of the chat template.
         with_tools: prompts contain tool schemas.
         processor: processor for images in tool results; None for text.
 
     Attributes:
         chat_template: source of the model's own template.
-        turn_template: template of the turns after the prompt.
 
     Raises:
         ConfigError: the chat template cannot be used, with the reason.
@@ -62,7 +60,6 @@ class Renderer:
         """Tokenize a conversation with the model's own template, ending where the policy's turn begins.
 
         Args:
-            schemas: JSON schemas of the tools.
             max_length: longer prompts are truncated on the left.
         """
         return tokenize_prompt(self.tokenizer, messages, self.prompt_kwargs(schemas), max_length)

@@ -58,7 +58,6 @@ def openenv_factory(
 
     Args:
         urls: server URLs, without a path.
-        name: name of the tool.
         description: description of the tool; default: that of the action schema.
         timeout: time limit of a request in seconds.
 

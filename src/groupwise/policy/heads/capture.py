@@ -150,7 +150,6 @@ def logprobs_at_head(
         head_fn: ``dense_head`` or ``chunked_head``.
         targets_BK: token ids in [0, V), one per kept position.
         temperature: positive divisor of the logits.
-        with_entropy: also compute the entropy.
         kept: tokens of the truncated distribution, one entry per target in row-major order; None: all tokens.
     """
 

@@ -71,17 +71,12 @@ def chunked_head(
     computed for a frozen input. Between the passes the function saves three floats per row and its inputs.
 
     Args:
-        hidden_NH: final hidden states, one row per predicted token.
-        head: projection and logit transform.
-        targets_N: token ids in [0, V).
-        temperature: positive divisor of the logits, applied after the model's own scale and softcap.
-        with_entropy: also return the entropy.
-        kept: tokens of the truncated distribution at each of the N positions; None: all tokens.
+        hidden_NH, head, targets_N, temperature, with_entropy, kept: as in :func:`dense_head`.
         chunk_rows: rows of a tile; None picks a size for the device.
         chunk_columns: columns (vocabulary entries) of a tile; None picks a size for the device.
 
     Returns:
-        Log-probs and entropy (or None), shape (N,), float32 (float64 for float64 hidden states), in nats.
+        as :func:`dense_head`.
     """
     tile_rows, tile_columns = _CPU_TILE if hidden_NH.device.type == "cpu" else _ACCELERATOR_TILE
     rows = chunk_rows or max(1, min(hidden_NH.shape[0], tile_rows))

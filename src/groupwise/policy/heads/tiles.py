@@ -79,11 +79,9 @@ class Tiles:
     """Elementwise operations on tiles, with buffers reused for all tiles to avoid page faults.
 
     Args:
-        transform: transform of the raw projections.
         elements: number of entries of the largest tile.
         dtype: dtype of statistics, raw projections and logits.
         operand_dtype: operand dtype of the matrix products with gradients of the logits.
-        device: device of the buffers.
     """
 
     def __init__(
@@ -155,7 +153,6 @@ class Tiles:
 
         Args:
             raw_RC, bias_C, local_targets_R, kept_RC: as in :meth:`update_statistics`.
-            slopes: coefficients of these rows.
         """
         x_RC = self._logits(raw_RC, bias_C)
         slope_RC = None

@@ -105,7 +105,6 @@ def head_weights(model: PreTrainedModel, fp32: bool = False) -> HeadWeights:
 
     Args:
         model: a transformers causal language model, or a PEFT model around one.
-        fp32: project in float32.
 
     Raises:
         ConfigError: the model has no head, or an adapter changes it.

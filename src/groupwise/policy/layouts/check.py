@@ -106,8 +106,6 @@ def check_layout(
 
     Args:
         model: the policy; its parameters' gradients are not changed.
-        batch: B rows.
-        head: settings of the log-prob head.
         compute: log-probs in the layout that is checked.
         dtype: dtype of the matrix products; the float32 computation is skipped if it is not half precision.
         sharded: parameters are sharded: the wrapped model is called, equally often on every rank, and

@@ -60,8 +60,6 @@ def forward_logprobs(
         model: the causal LM, wrapped or not.
         inputs: arguments of its forward.
         targets_BK: the token predicted at each kept position, int64.
-        head: settings of the head.
-        with_entropy: also compute entropies.
         with_aux_loss: also return the balancing loss of a mixture-of-experts model.
         kept: tokens of the truncated distribution at the B · K positions; None: all tokens.
 
@@ -93,14 +91,10 @@ def forward_at_head(
 ) -> tuple[Outputs, torch.Tensor | None]:
     """Run one forward pass in which the head runs ``compute`` on the hidden states of the kept positions.
 
-    The model is called as a whole, so that wrappers (DDP, accelerate, DeepSpeed) see every forward pass.
-
     Args:
-        model: the causal LM, wrapped or not.
-        inputs: arguments of its forward.
+        model, inputs, with_aux_loss: as in :func:`forward_logprobs`.
         head: settings of the head; the precision is read.
         compute: function of the hidden states (B, K, H) and the head's weights.
-        with_aux_loss: also return the balancing loss of a mixture-of-experts model.
 
     Returns:
         outputs of ``compute``, differentiable, and the balancing loss or None.

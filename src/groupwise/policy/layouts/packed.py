@@ -198,7 +198,6 @@ def pack_sequences(batch: TokenBatch, *, shared: bool) -> PackedSequences:
     Waits once for the device, to read the lengths; the forward pass over the result does not wait.
 
     Args:
-        batch: B sequences.
         shared: include the prompt of consecutive rows with the same prompt only once.
     """
     shape = shape_of(batch)

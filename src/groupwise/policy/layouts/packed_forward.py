@@ -79,10 +79,7 @@ def compute_packed_logprobs(
 
     Args:
         model: causal LM, wrapped or not; :func:`unsupported` returned None for it.
-        batch: B sequences.
         packed: the same sequences from :func:`pack_sequences`.
-        head: settings of the log-prob head.
-        with_entropy: also compute entropies.
 
     Returns:
         log-probs and entropies (B, T), float32, zero on padding.

@@ -47,7 +47,6 @@ class RewardModel:
         model: the classifier; set to evaluation mode.
         tokenizer: tokenizer of the classifier; None: loaded from the model's id.
         batch_size: texts per forward pass.
-        template_kwargs: further variables of the chat template.
 
     Raises:
         ConfigError: the classifier has more than one label.

@@ -69,11 +69,7 @@ class _PartialCall:
 
 
 class PartialReward:
-    """A reward function that reuses its results on partial batches when it is called on the complete batch.
-
-    Args:
-        function: a ``per_sample_reward`` function.
-    """
+    """A reward function that reuses its results on partial batches when called on the complete batch."""
 
     #: Makes :func:`call_rewards` pass ``row_ids``.
     takes_row_ids = True
@@ -89,7 +85,6 @@ class PartialReward:
 
         Args:
             timeout: seconds for this call.
-            shared: further keyword arguments.
         """
         self._call_part(part, timeout, shared)
 
