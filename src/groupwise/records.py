@@ -120,6 +120,10 @@ class RolloutRequest:
     on_partial_rollout: Callable[[RolloutBatch], None] | None = None
 
 
+#: Lists of a RolloutBatch with one entry per row.
+_COLUMNS = ("rows", "prompts", "prompt_ids", "completions", "texts", "row_ids")
+
+
 @dataclass(frozen=True)
 class RolloutBatch:
     """Completions of this rank; every list has B entries, the G completions of a prompt are adjacent.
@@ -172,20 +176,20 @@ class RolloutBatch:
     def select(self, rows: Sequence[int]) -> RolloutBatch:
         """Select rows; groups may become incomplete."""
 
-        def chosen(values: Sequence[Any]) -> list[Any]:
-            return [values[row] for row in rows]
-
-        return replace(
-            self,
-            rows=chosen(self.rows),
-            prompts=chosen(self.prompts),
-            prompt_ids=chosen(self.prompt_ids),
-            completions=chosen(self.completions),
-            texts=chosen(self.texts),
-            extra={name: chosen(values) for name, values in self.extra.items()},
-            images=None if self.images is None else chosen(self.images),
-            row_ids=chosen(self.row_ids),
+        columns: dict[str, Any] = {name: getattr(self, name) for name in _COLUMNS}
+        if self.images is not None:
+            columns["images"] = self.images
+        chosen, extra = (
+            {name: [values[row] for row in rows] for name, values in given.items()}
+            for given in (columns, self.extra)
         )
+        return replace(self, **chosen, extra=extra)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[RolloutBatch]) -> RolloutBatch:
+        """Concatenate rows of text, without further columns: the finished prompts of a rollout."""
+        columns: dict[str, Any] = {n: [v for part in parts for v in getattr(part, n)] for n in _COLUMNS}
+        return cls(**columns)
 
 
 @dataclass(frozen=True)

@@ -59,15 +59,6 @@ def test_rates_of_several_steps_are_totals_over_totals(clock):
     assert merged.value() == 25.0  # 100 tokens in 4 seconds, not the mean of 10 and 30
 
 
-def test_a_new_run_starts_at_zero(clock):
-    timer = StepTimer()
-    with timer.measure("generate"):
-        clock.now += 5.0
-    timer.restart()
-    clock.now += 1.0
-    assert values(timer.close_step(tokens=1, flops=0))["step_time"] == 1.0
-
-
 def test_utilisation_is_known_on_known_accelerators_only(clock, monkeypatch):
     assert peak_flops() is None
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

@@ -15,7 +15,7 @@ from groupwise.records import Completion, RolloutBatch
 from groupwise.rewards import get_cosine_scaled_reward, isolated, per_sample_reward, think_format_reward
 from groupwise.rewards.runtime.calling import call_rewards
 from groupwise.rewards.runtime.marking import is_per_sample_reward
-from groupwise.rewards.runtime.partial import concatenated, with_partial_results
+from groupwise.rewards.runtime.partial import with_partial_results
 
 LONG = 60.0  # seconds after which a wait is given up; no test takes them
 
@@ -59,7 +59,7 @@ def test_rewards_of_parts_are_put_in_the_order_of_the_whole(is_async, timeout):
     first, second = part(3, 4), part(5)
     for one in (second, first):
         function.begin(one, timeout)
-    whole = concatenated([first, second])
+    whole = RolloutBatch.concatenate([first, second])
     assert str(call(function, whole, timeout=timeout)) == "[3.0, nan, 5.0]"
     assert sorted(token for tokens in calls for token in tokens) == [3, 4, 5]
 
@@ -71,7 +71,7 @@ def test_partial_results_of_other_rollouts_are_not_used():
     assert call(function, whole) == [3.0, 5.0] and calls == [[3], [3, 5]]
     begun = part(3)
     function.begin(begun, None)
-    assert call(function, concatenated([begun, part(5)])) == [3.0, 5.0]
+    assert call(function, RolloutBatch.concatenate([begun, part(5)])) == [3.0, 5.0]
     assert calls[2:] == [[3], [3, 5]]
 
 
@@ -136,7 +136,7 @@ def test_a_failed_partial_call_is_repeated_on_the_complete_batch():
         for one in (first, second) if begun else ():
             function.begin(one, None)
         with pytest.raises(RewardError) as caught:
-            call(function, concatenated([first, second]))
+            call(function, RolloutBatch.concatenate([first, second]))
         messages.append(str(caught.value))
     assert messages[0] == messages[1] and "five among 2" in messages[0]
 
@@ -157,7 +157,7 @@ def test_logs_of_parts_become_those_of_the_whole():
         function.begin(one, None)
     columns, metrics = {}, []
     log = {"log_extra": columns.__setitem__, "log_metric": lambda *entry: metrics.append(entry)}
-    call(function, concatenated([first, second]), **log)
+    call(function, RolloutBatch.concatenate([first, second]), **log)
     assert columns == {"token": [3, 4, 5, 6], "with_three": [True, True, None, None]}
     assert metrics == [("tokens", 3.5), ("tokens", 5.5)]
 
@@ -179,7 +179,7 @@ def test_async_partial_calls_do_not_overlap_and_are_merged():
     for one in parts[1:]:
         function.begin(one, None)
     leave.set()
-    assert call(function, concatenated(parts)) == [0.0] * 3
+    assert call(function, RolloutBatch.concatenate(parts)) == [0.0] * 3
     assert calls == [[3], [4, 5]]
 
 
@@ -192,7 +192,7 @@ def test_an_async_function_that_is_cancelled_is_not_waited_for():
     function = with_partial_results(leaves)
     first, second = part(3), part(4)
     function.begin(first, None)
-    assert call(function, concatenated([first, second]), timeout=LONG) == [1.0, 1.0]
+    assert call(function, RolloutBatch.concatenate([first, second]), timeout=LONG) == [1.0, 1.0]
 
 
 def test_a_function_can_be_called_again_after_a_timeout():

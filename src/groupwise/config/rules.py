@@ -8,6 +8,7 @@ import re
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -45,22 +46,16 @@ RULES: list[Rule] = []
 CAUTIONS: list[Rule] = []  # their messages are logged as warnings
 
 
-def rule(**example: object) -> Callable[[Check], Check]:
-    """Decorator: add a function to ``RULES``."""
-    return _add_to(RULES, example)
-
-
-def caution(**example: object) -> Callable[[Check], Check]:
-    """Decorator: add a function to ``CAUTIONS``."""
-    return _add_to(CAUTIONS, example)
-
-
-def _add_to(rules: list[Rule], example: Mapping[str, object]) -> Callable[[Check], Check]:
+def _add_to(rules: list[Rule], /, **example: object) -> Callable[[Check], Check]:
     def add(check: Check) -> Check:
         rules.append(Rule(check.__name__, check, example))
         return check
 
     return add
+
+
+#: Decorators that add a function to ``RULES`` or ``CAUTIONS``, with its example.
+rule, caution = partial(_add_to, RULES), partial(_add_to, CAUTIONS)
 
 
 # Names and parsed values

@@ -50,12 +50,8 @@ def choose_layout(wanted: str, model: nn.Module, *, group_size: int, with_aux_lo
     if not with_aux_loss:
         reason = unsupported(model, shared=wanted == "shared_prefix")
     if reason is None:
-        best = (
-            "shared_prefix"
-            if group_size > 1 and supports_packing(base_model(model), shared=True)
-            else "packed"
-        )
-        chosen = best if wanted == "auto" else wanted
+        can_share = group_size > 1 and supports_packing(base_model(model), shared=True)
+        chosen = wanted if wanted != "auto" else "shared_prefix" if can_share else "packed"
         logger.info("sequence_layout: %s", chosen)
         return chosen
     if wanted != "auto":
@@ -124,9 +120,8 @@ class LogprobComputer:
         can_pack = self.layout != "padded" and supports_packing(base_model(model), shared=shared)
         if can_pack and not self.checked:
             self._check(model, batch)
-            self.checked = (
-                True  # not earlier: after an out-of-memory error the other ranks still wait in `agree`
-            )
+            # Not earlier: after an out-of-memory error the other ranks still wait in `agree`.
+            self.checked = True
         if self.layout == "padded" or not can_pack:
             return compute_padded_logprobs(
                 model, batch, self.head, with_entropy=with_entropy, with_aux_loss=with_aux_loss

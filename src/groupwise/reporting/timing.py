@@ -45,10 +45,6 @@ class StepTimer:
             torch.cuda.synchronize()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
-    def restart(self) -> None:
-        """Discard all measurements and start a new step now."""
-        self.seconds, self.start = {}, time.perf_counter()
-
     def phases(self) -> Metrics:
         """Return ``time/<phase>`` in seconds since the previous call and clear them."""
         phases: Metrics = {f"time/{phase}": Mean(seconds) for phase, seconds in self.seconds.items()}

@@ -90,7 +90,7 @@ def format_completion(prompt: Prompt, text: str, template_kwargs: Mapping[str, A
     """
     if not is_conversational(prompt):
         return text
-    begun = _message_text(prompt[-1]) if continues_final_message(prompt, template_kwargs) else ""
+    begun = message_text(prompt[-1]) if continues_final_message(prompt, template_kwargs) else ""
     return [{"role": "assistant", "content": begun + text}]
 
 
@@ -191,6 +191,6 @@ def with_text_content(prompt: Prompt) -> Prompt:
     return [{**message, "content": content_text(message.get("content") or "")} for message in prompt]
 
 
-def _message_text(message: Message) -> str:
+def message_text(message: Mapping[str, Any]) -> str:
     """Return the text of a message; blocks of other types are skipped."""
     return "".join(block.get("text", "") for block in content_blocks(message) if block.get("type") == "text")

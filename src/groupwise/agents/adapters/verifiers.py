@@ -17,7 +17,7 @@ from datasets import Dataset
 from groupwise.agents.environment_driven import ChatFunction, ChatResponse, MaxLengthReachedError
 from groupwise.agents.parsing import ToolSchema
 from groupwise.errors import ConfigError
-from groupwise.tokenization.prompts import Message
+from groupwise.tokenization.prompts import Message, message_text
 
 _COLUMNS = ("prompt", "example_id", "answer", "info", "task")
 
@@ -170,7 +170,7 @@ def to_chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     names: dict[str, str] = {}
     chat = []
     for message in messages:
-        converted: Message = {"role": message["role"], "content": _text(message.get("content"))}
+        converted: Message = {"role": message["role"], "content": message_text(message)}
         if message.get("tool_calls"):
             names.update({call["id"]: call["name"] for call in message["tool_calls"]})
             converted["tool_calls"] = [
@@ -181,9 +181,3 @@ def to_chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
             converted["name"] = names.get(message.get("tool_call_id", ""), "unknown")
         chat.append(converted)
     return chat
-
-
-def _text(content: str | Sequence[Mapping[str, Any]] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(part.get("text", "") for part in content)

@@ -39,18 +39,6 @@ def with_partial_results(function: Callable[..., Any]) -> PartialReward:
     return (_AsyncPartialReward if is_async(function) else PartialReward)(function)
 
 
-def concatenated(parts: Sequence[RolloutBatch]) -> RolloutBatch:
-    """Concatenate the fields of several partial batches that reward functions receive."""
-    return RolloutBatch(
-        rows=[row for part in parts for row in part.rows],
-        prompts=[prompt for part in parts for prompt in part.prompts],
-        prompt_ids=[ids for part in parts for ids in part.prompt_ids],
-        completions=[completion for part in parts for completion in part.completions],
-        texts=[text for part in parts for text in part.texts],
-        row_ids=[row_id for part in parts for row_id in part.row_ids],
-    )
-
-
 @dataclass
 class _PartialCall:
     """Columns, rewards and logs of a call on a partial batch."""
@@ -159,7 +147,7 @@ class _AsyncPartialReward(PartialReward):
     def _work(self, timeout: float | None, shared: dict[str, object]) -> None:
         while parts := self._next_parts():
             try:
-                self._call_part(concatenated(parts), timeout, shared)
+                self._call_part(RolloutBatch.concatenate(parts), timeout, shared)
             except BaseException:  # the call on the complete batch raises it again in the caller's thread
                 self._failed = True
 
