@@ -411,20 +411,17 @@ class MultiTurnRollouts:
         self, index: int, prompt: Prompt, tools: ToolSet
     ) -> tuple[list[int], ImageInputs | None]:
         settings, renderer = self.settings, self.renderer if tools else None
+        kwargs = settings.template_kwargs if renderer is None else renderer.prompt_kwargs(tools.schemas)
         if self.processor is not None:
-            kwargs = settings.template_kwargs if renderer is None else renderer.prompt_kwargs(tools.schemas)
             return process_prompt(self.processor, prompt, (), kwargs, settings.max_prompt_length)
         check_no_images({}, prompt, self.tokenizer)
         text_prompt = with_text_content(prompt)
-        if renderer is None:
-            kwargs, limit = settings.template_kwargs, settings.max_prompt_length
-            return tokenize_prompt(self.tokenizer, text_prompt, kwargs, limit), None
-        if not is_conversational(text_prompt):
+        if renderer is not None and not is_conversational(text_prompt):
             raise ConfigError(
                 f"row {index} has a text prompt ({prompt!r:.80}), but tools need chat prompts: a list of "
                 "messages such as [{'role': 'user', 'content': ...}]"
             )
-        return renderer.render_prompt(text_prompt, tools.schemas, settings.max_prompt_length), None
+        return tokenize_prompt(self.tokenizer, text_prompt, kwargs, settings.max_prompt_length), None
 
     def _completion_text(self, rollout: _Rollout) -> Prompt:
         """Return the completion in the format that reward functions expect."""
