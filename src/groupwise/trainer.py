@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerState
 
 from groupwise import reporting
-from groupwise.agents.build import AgentSetup, check_agents, check_chat_template, make_agents
+from groupwise.agents.build import AgentSetup, check_agents, make_agents, make_renderer
 from groupwise.agents.environment_rows import add_environment_rows
 from groupwise.compat.transformers import trainer_state_name
 from groupwise.config.arguments import TRL_METHODS, check_arguments, check_methods
@@ -212,7 +212,7 @@ class GRPOTrainer(
             multi_turn=agents.is_multi_turn,
         )
         processing_class = load_processing_class(processing_class, model, args)
-        check_chat_template(agents, processing_class, args)
+        make_renderer(agents, processing_class, args)  # refuses a chat template before the model is loaded
         data = prepare_data(train_dataset, eval_dataset, args, model, processing_class)
         policy = prepare_policy(model, args, quantization_config, peft_config)
         check_vision(policy, processing_class, args, train_dataset, eval_dataset)

@@ -99,15 +99,6 @@ def check_agents(
     return AgentSetup(common, pool)
 
 
-def check_chat_template(setup: AgentSetup, processing_class: ProcessingClass, config: GRPOConfig) -> None:
-    """Refuse a chat template that cannot be used for several turns, before the model is loaded.
-
-    Raises:
-        ConfigError: with the reason.
-    """
-    make_renderer(setup, processing_class, config)
-
-
 def make_renderer(
     setup: AgentSetup,
     processing_class: ProcessingClass,

@@ -97,7 +97,9 @@ def read_run(
     )
     known = sorted(field.name for cls in (RunArguments, config_class) for field in fields(cls) if field.init)
     parser.add_argument("--config", help="YAML file with settings.")
-    path = _config_path(arguments)
+    files = _Parser(allow_abbrev=False, add_help=False)
+    files.add_argument("--config")
+    path = files.parse_known_args(list(arguments))[0].config
     if path is not None:
         settings = read_yaml(path)
         for key in settings:
@@ -116,12 +118,6 @@ def read_run(
         raise ConfigError(f"{unknown[0]!r} is not the value of a flag; write --field value")
     _normalize(run)
     return run, config
-
-
-def _config_path(arguments: Sequence[str]) -> str | None:
-    parser = _Parser(allow_abbrev=False, add_help=False)
-    parser.add_argument("--config")
-    return parser.parse_known_args(list(arguments))[0].config
 
 
 def read_yaml(path: str) -> dict[str, Any]:

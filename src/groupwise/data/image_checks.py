@@ -15,7 +15,6 @@ from groupwise.data import build as data_checks
 from groupwise.errors import ConfigError
 from groupwise.tokenization.images import (
     IMAGE_COLUMNS,
-    check_image_columns,
     image_token_id,
     is_processor,
     processor_required,
@@ -56,8 +55,12 @@ def check_vision(
     """
     for name, dataset in data_checks.named_datasets(train_dataset, eval_dataset).items():
         columns = getattr(dataset, "column_names", None) or []
-        check_image_columns(name, columns)
         given = [column for column in IMAGE_COLUMNS if column in columns]
+        if len(given) == 2:
+            raise ConfigError(
+                f"{name} has both an 'image' and an 'images' column; keep one: 'image' for one image per "
+                "row, 'images' for a list of them"
+            )
         if given and not is_processor(processing_class):
             raise processor_required(f"{name} has a column {given[0]!r}", processing_class)
     if not is_processor(processing_class):

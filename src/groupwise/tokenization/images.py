@@ -40,22 +40,6 @@ def is_processor(processing_class: object) -> TypeGuard[ProcessorMixin]:
     return getattr(processing_class, "image_processor", None) is not None
 
 
-def check_image_columns(name: str, columns: Sequence[str]) -> None:
-    """Refuse a dataset with two image columns.
-
-    Args:
-        name: name of the dataset, for the message.
-
-    Raises:
-        ConfigError: ``columns`` has both ``image`` and ``images``.
-    """
-    if all(column in columns for column in IMAGE_COLUMNS):
-        raise ConfigError(
-            f"{name} has both an 'image' and an 'images' column; keep one: 'image' for one image per row, "
-            "'images' for a list of them"
-        )
-
-
 def row_images(row: Mapping[str, Any]) -> list[Image]:
     """Return the images in a row's ``image`` or ``images`` column, without None entries."""
     given = row["images"] if "images" in row else [row.get("image")]
