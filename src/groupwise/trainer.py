@@ -45,14 +45,7 @@ from groupwise.hf import checkpointing
 from groupwise.hf.base import BaseTrainer
 from groupwise.hf.callbacks import SyncRefModelCallback
 from groupwise.hf.step_state import AttributeState, ObjectState, Stateful, StepState
-from groupwise.mixins import (
-    AdvantageMixin,
-    BatchingMixin,
-    LogprobMixin,
-    LossMixin,
-    RewardMixin,
-    RolloutMixin,
-)
+from groupwise.mixins import AdvantageMixin, BatchingMixin, LogprobMixin, LossMixin, RewardMixin, RolloutMixin
 from groupwise.mixins.loss import check_loss_override, objective_settings
 from groupwise.policy.build import (
     make_logprob_computer,

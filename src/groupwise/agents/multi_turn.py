@@ -12,24 +12,11 @@ from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from groupwise.agents.environments import (
-    Environment,
-    EnvironmentPool,
-    Slot,
-    add_observation,
-    empty_prompt,
-)
+from groupwise.agents.environments import Environment, EnvironmentPool, Slot, add_observation, empty_prompt
 from groupwise.agents.executor import ToolExecutor
 from groupwise.agents.parsing import ToolCall, TurnParser
 from groupwise.agents.retries import RolloutRetries, dropped_completion
-from groupwise.agents.tools import (
-    Tool,
-    ToolResult,
-    ToolSet,
-    failed_result,
-    start_tool_calls,
-    tool_result,
-)
+from groupwise.agents.tools import Tool, ToolResult, ToolSet, failed_result, start_tool_calls, tool_result
 from groupwise.agents.trajectory import Trajectory
 from groupwise.core.images import ImageInputs
 from groupwise.core.metrics import Mean, Metrics

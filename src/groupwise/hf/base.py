@@ -30,12 +30,7 @@ from groupwise.data.build import (
     num_micro_batches,
 )
 from groupwise.data.image_checks import allow_unused_vision_tower
-from groupwise.data.prompt_source import (
-    EvaluationStream,
-    PromptSource,
-    StepCounterDataset,
-    is_streaming,
-)
+from groupwise.data.prompt_source import EvaluationStream, PromptSource, StepCounterDataset, is_streaming
 from groupwise.data.sampler import as_rows
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.hf import checkpointing

@@ -18,11 +18,7 @@ from groupwise.errors import ConfigError
 from groupwise.policy.layouts.check import check_layout
 from groupwise.policy.layouts.forward import HeadSettings, base_model
 from groupwise.policy.layouts.packed import PackedSequences, pack_sequences
-from groupwise.policy.layouts.packed_forward import (
-    compute_packed_logprobs,
-    supports_packing,
-    unsupported,
-)
+from groupwise.policy.layouts.packed_forward import compute_packed_logprobs, supports_packing, unsupported
 from groupwise.policy.layouts.padded import compute_padded_logprobs
 from groupwise.records import LogprobOutput, MicroBatch, TokenBatch
 

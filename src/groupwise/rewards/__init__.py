@@ -8,11 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from groupwise.rewards.accuracy import (
-    accuracy_reward,
-    get_cosine_scaled_reward,
-    reasoning_accuracy_reward,
-)
+from groupwise.rewards.accuracy import accuracy_reward, get_cosine_scaled_reward, reasoning_accuracy_reward
 from groupwise.rewards.code import get_code_execution_reward
 from groupwise.rewards.reasoning_gym import (
     create_reasoning_gym,

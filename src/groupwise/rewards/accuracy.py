@@ -10,14 +10,7 @@ from typing import ClassVar, NamedTuple
 
 from groupwise.errors import ConfigError
 from groupwise.rewards.runtime.marking import per_sample_reward
-from groupwise.rewards.texts import (
-    Text,
-    answer_text,
-    check_number,
-    check_whole,
-    require,
-    text_with_thoughts,
-)
+from groupwise.rewards.texts import Text, answer_text, check_number, check_whole, require, text_with_thoughts
 
 LogExtra = Callable[[str, list], None]
 

@@ -14,12 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError
 from groupwise.rewards.distillation import DistillationReward
-from groupwise.rewards.process import (
-    ProcessRewardModel,
-    StepScorer,
-    is_process_reward,
-    load_process_reward,
-)
+from groupwise.rewards.process import ProcessRewardModel, StepScorer, is_process_reward, load_process_reward
 from groupwise.rewards.runtime.calling import reward_name, unique_names
 from groupwise.rewards.runtime.marking import is_per_sample_reward
 from groupwise.rewards.runtime.models import RewardModel, load_reward_model

@@ -15,13 +15,7 @@ from transformers import PreTrainedModel
 
 from groupwise.core.kept_tokens import KeptTokens
 from groupwise.policy.attention import without_adapter
-from groupwise.policy.heads import (
-    HEADS,
-    compute_at_head,
-    head_weights,
-    logprobs_at_head,
-    logps_from_logits,
-)
+from groupwise.policy.heads import HEADS, compute_at_head, head_weights, logprobs_at_head, logps_from_logits
 from groupwise.policy.heads.capture import HeadComputation, Outputs
 
 #: Arguments of a causal LM's forward.
