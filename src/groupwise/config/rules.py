@@ -86,19 +86,17 @@ def report_to_is_installed(c: GRPOConfig) -> Iterator[str]:
 
 @rule(loss_kwargs={"tau": 1.0})
 def loss_kwargs_of_objective(c: GRPOConfig) -> Iterator[str]:
-    settings = getattr(OBJECTIVES[c.loss_type], "settings", None)
+    settings = OBJECTIVES[c.loss_type].settings
     if settings is None:
         if c.loss_kwargs is not None:
             given = (
                 f"loss_kwargs={c.loss_kwargs!r} with loss_type={c.loss_type!r}, which has no hyperparameters"
             )
-            takes = [name for name, entry in OBJECTIVES.items() if getattr(entry, "settings", None)]
+            takes = [name for name, entry in OBJECTIVES.items() if entry.settings]
             yield violation(given, f"loss_type {' or '.join(takes) or 'of a registered objective'}", "None")
         return
-    hints, fields = (
-        typing.get_type_hints(settings),
-        {item.name: item for item in dataclasses.fields(settings)},
-    )
+    hints = typing.get_type_hints(settings)
+    fields = {item.name: item for item in dataclasses.fields(settings)}
     kwargs = typing.cast("dict[str, object]", c.loss_kwargs or {})
     for key, value in kwargs.items():
         if key not in fields:
