@@ -13,6 +13,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from groupwise.compat.transformers import has_stock_sampling_loop, sampling_loop
 from groupwise.core.kept_tokens import KeptTokens
 from groupwise.generation.decoding import CausalLM
+from groupwise.policy.attention import without_adapter
 
 #: Settings that remove tokens from the sampling distribution, and their neutral value; None is neutral too.
 TRUNCATING = {
@@ -32,7 +33,7 @@ def make_recorder(model: CausalLM, config: GenerationConfig) -> KeptTokensRecord
     Returns:
         None without truncation, with greedy decoding, and if the model has its own decoding loop.
     """
-    defaults = _below_adapter(model).generation_config
+    defaults = without_adapter(model).generation_config
 
     def setting(name: str) -> Any:
         own = getattr(config, name, None)
@@ -45,11 +46,7 @@ def make_recorder(model: CausalLM, config: GenerationConfig) -> KeptTokensRecord
 
 def can_record(model: CausalLM) -> bool:
     """Return True if ``model`` samples with the decoding loop of transformers."""
-    return has_stock_sampling_loop(_below_adapter(model))
-
-
-def _below_adapter(model: CausalLM) -> CausalLM:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    return has_stock_sampling_loop(without_adapter(model))
 
 
 class KeptTokensRecorder(LogitsProcessor):
