@@ -39,6 +39,7 @@ from groupwise.compat.transformers import (
 from groupwise.cpu.multinomial import multinomial
 from groupwise.generation.growing_cache import continue_rows
 from groupwise.policy.attention import install_attention_hook, without_adapter
+from groupwise.policy.layouts.forward import is_text_only
 from groupwise.policy.layouts.packed_forward import has_prompt_learning
 
 #: Causal language model, plain or PEFT; transformers has no type for it.
@@ -89,8 +90,7 @@ def can_decode_groups(model: CausalLM, config: GenerationConfig) -> bool:
         has_stock_sampling_loop(base)
         and not has_prompt_learning(model)
         and not base.config.is_encoder_decoder
-        and base.config.get_text_config(decoder=True)
-        is base.config  # others compute position ids differently
+        and is_text_only(model)  # others compute position ids differently
         and not is_stateful(base)
         and supports_dynamic_cache(base)
         and "past_key_values" in inspect.signature(base.forward).parameters
