@@ -211,19 +211,21 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
     ) -> list[Completion]:
         """Return one record per row: the sampler's, in ``known``, if a hook has left its tokens alone."""
         completions = []
-        for row, completion in enumerate(known or [Completion([])] * len(token_ids)):
+        for row, sampled in enumerate(known or [Completion([])] * len(token_ids)):
             ids = [int(token) for token in token_ids[row]]
             own_logps = None if logps is None else logps[row]
             mask = None if loss_masks is None else loss_masks[row]
-            sampled = completion.token_ids, completion.logps, completion.loss_mask
-            if ids != sampled[0] or own_logps is not sampled[1] or mask is not sampled[2]:
-                completion = Completion(
+            if ids == sampled.token_ids and own_logps is sampled.logps and mask is sampled.loss_mask:
+                completions.append(sampled)
+                continue
+            completions.append(
+                Completion(
                     ids,
                     None if own_logps is None else [torch.nan if v is None else float(v) for v in own_logps],
                     None if mask is None else [int(value) for value in mask],
                     truncated=not ids or ids[-1] not in self.backend.end_tokens,
                 )
-            completions.append(completion)
+            )
         return completions
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
