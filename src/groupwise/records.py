@@ -176,14 +176,11 @@ class RolloutBatch:
     def select(self, rows: Sequence[int]) -> RolloutBatch:
         """Select rows; groups may become incomplete."""
 
-        columns: dict[str, Any] = {name: getattr(self, name) for name in _COLUMNS}
-        if self.images is not None:
-            columns["images"] = self.images
-        chosen, extra = (
-            {name: [values[row] for row in rows] for name, values in given.items()}
-            for given in (columns, self.extra)
-        )
-        return replace(self, **chosen, extra=extra)
+        def chosen(columns: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: [values[row] for row in rows] for name, values in columns.items()}
+
+        names = _COLUMNS if self.images is None else (*_COLUMNS, "images")
+        return replace(self, **chosen({n: getattr(self, n) for n in names}), extra=chosen(self.extra))
 
     @classmethod
     def concatenate(cls, parts: Sequence[RolloutBatch]) -> RolloutBatch:
