@@ -16,8 +16,8 @@ from groupwise.policy.heads import (
     check_head,
     chunked_head,
     head_weights,
-    logprobs_at_head,
 )
+from groupwise.policy.heads.capture import compute_at_head, logprob_computation
 
 SIZES = {
     "vocab_size": 67,
@@ -84,6 +84,10 @@ def gradients(model, loss):
     model.zero_grad()
     loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def logprobs_at_head(model, head_fn, weights, targets, *given, **options):
+    return compute_at_head(model, weights, logprob_computation(head_fn, targets, *given, **options))
 
 
 def captured_scores(model, head_fn, temperature, called=None):

@@ -3,7 +3,6 @@
 `dense` materializes all logits, `chunked` one tile at a time.
 """
 
-from groupwise.policy.heads.capture import HeadOutputs, compute_at_head, logprobs_at_head
 from groupwise.policy.heads.chunked import chunked_head
 from groupwise.policy.heads.dense import dense_head, logps_from_logits
 from groupwise.policy.heads.weights import HeadWeights, check_head, head_weights
@@ -12,13 +11,10 @@ HEADS = {"dense": dense_head, "chunked": chunked_head}
 
 __all__ = [
     "HEADS",
-    "HeadOutputs",
     "HeadWeights",
     "check_head",
     "chunked_head",
-    "compute_at_head",
     "dense_head",
     "head_weights",
-    "logprobs_at_head",
     "logps_from_logits",
 ]

@@ -9,7 +9,7 @@ Axes: B sequences, K positions that the model passes to its head, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -62,12 +62,6 @@ class HeadOutputs:
         # Columns of exact zeros: adding them changes no value and ties the graph to the model's output.
         columns = iter(model_logits.unbind(-1))
         return tuple(None if value is None else self._routed(value, next(columns)) for value in self.outputs)
-
-    def read_logprobs(self, model_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return log-probs and entropies of :func:`logprobs_at_head`; see :meth:`read`."""
-        logps_BK, entropy_BK = self.read(model_logits)
-        assert logps_BK is not None
-        return logps_BK, entropy_BK
 
     def _routed(self, value: torch.Tensor, column_BK: torch.Tensor) -> torch.Tensor:
         carried_BK = column_BK.to(value.dtype) / self.head.scale
@@ -124,33 +118,21 @@ def compute_at_head(
         yield captured
 
 
-def logprobs_at_head(
-    model: PreTrainedModel,
+def logprob_computation(
     head_fn: HeadFunction,
-    head: HeadWeights,
     targets_BK: torch.Tensor,
     temperature: float = 1.0,
     with_entropy: bool = True,
     kept: KeptTokens | None = None,
-) -> AbstractContextManager[HeadOutputs]:
-    """Context manager in which the model's head computes log-probs of ``targets_BK`` (and entropies).
-
-    ``targets_BK[:, k]`` is the token that follows kept position k. For the last T tokens of a sequence call
-    the model with ``logits_to_keep=T + 1``; the last column of the targets is any valid id and its result is
-    dropped::
-
-        targets = torch.cat([ids[:, -T:], ids[:, -1:]], dim=1)
-        with logprobs_at_head(model, chunked_head, head_weights(model), targets) as captured:
-            output = wrapped_model(input_ids=ids, attention_mask=mask, logits_to_keep=T + 1, use_cache=False)
-        logps, entropy = captured.read(output.logits)
-        logps = logps[:, :-1]
+) -> HeadComputation:
+    """Return the computation of log-probs of ``targets_BK`` (and entropies), for :func:`compute_at_head`.
 
     Args:
-        model, head: as in :func:`compute_at_head`.
-        head_fn: ``dense_head`` or ``chunked_head``.
-        targets_BK: token ids in [0, V), one per kept position.
-        temperature: positive divisor of the logits.
-        kept: tokens of the truncated distribution, one entry per target in row-major order; None: all tokens.
+        head_fn: ``dense_head`` or ``chunked_head``; the other arguments are those of this function.
+        targets_BK: token ids in [0, V). ``targets_BK[:, k]`` follows the kept position k: for the last T
+            tokens of a sequence the model is called with ``logits_to_keep=T + 1``, and the last column is a
+            dummy.
+        kept: one entry per target in row-major order; None: all tokens.
     """
 
     def compute(hidden_BKH: torch.Tensor, live: HeadWeights) -> Outputs:
@@ -160,7 +142,7 @@ def logprobs_at_head(
         logps_N, entropy_N = head_fn(*rows, with_entropy=with_entropy, kept=kept)
         return logps_N.view(wanted), None if entropy_N is None else entropy_N.view(wanted)
 
-    return compute_at_head(model, head, compute)
+    return compute
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import extract_model_from_parallel
@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from groupwise.core.kept_tokens import KeptTokens
 from groupwise.policy.attention import without_adapter
-from groupwise.policy.heads import HEADS, compute_at_head, head_weights, logprobs_at_head, logps_from_logits
-from groupwise.policy.heads.capture import HeadComputation, Outputs
+from groupwise.policy.heads import HEADS, head_weights, logps_from_logits
+from groupwise.policy.heads.capture import HeadComputation, Outputs, compute_at_head, logprob_computation
 
 #: Arguments of a causal LM's forward.
 ModelInputs = dict[str, Any]
@@ -64,15 +64,10 @@ def forward_logprobs(
     if head.name == "dense":
         output = model(**_arguments(inputs, with_aux_loss))
         logps, entropy = logps_from_logits(output.logits, targets_BK, head.temperature, with_entropy, kept)
-    else:
-        inner = unwrapped(model)
-        weights = head_weights(inner, fp32=head.fp32)
-        with logprobs_at_head(
-            inner, HEADS[head.name], weights, targets_BK, head.temperature, with_entropy, kept
-        ) as captured:
-            output = model(**_arguments(inputs, with_aux_loss))
-        logps, entropy = captured.read_logprobs(output.logits)
-    return logps, entropy, output.aux_loss if with_aux_loss else None
+        return logps, entropy, output.aux_loss if with_aux_loss else None
+    compute = logprob_computation(HEADS[head.name], targets_BK, head.temperature, with_entropy, kept)
+    outputs, aux_loss = forward_at_head(model, inputs, head, compute, with_aux_loss=with_aux_loss)
+    return cast(torch.Tensor, outputs[0]), outputs[1], aux_loss
 
 
 def forward_at_head(
