@@ -190,8 +190,7 @@ def train_row(trainer: GRPOTrainer, prompt_tokens: int, completion_tokens: int) 
     rollout = RolloutBatch([{}], [""], [ids[:prompt_tokens]], [Completion(ids[prompt_tokens:])], [""])
     tokens = trainer.collate(rollout)
     logps = trainer.old_and_ref_logps(tokens, on_policy=True)
-    advantages_BX = torch.ones((1, 1), device=trainer.accelerator.device)
-    window = [Experience(**{**vars(tokens), **logps._asdict()}, advantages_BX=advantages_BX)]
+    window = [Experience.from_tokens(tokens, torch.ones(1), logps)]
     (batch,) = trainer.set_token_weights(window, trainer.compute_entropy_masks(window))
     # The first call also checks the layout; that must not count as memory of the row.
     trainer.compute_logprobs(model.eval(), batch)

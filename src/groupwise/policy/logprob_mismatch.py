@@ -92,7 +92,8 @@ class LogprobMismatchCheck:
         tokens = self._total(compared_BT)
         if not tokens:
             return {}
-        trainer_BT = self._trainer_logps(model, batch)
+        with evaluation_mode(model), torch.no_grad():
+            trainer_BT = compute_padded_logprobs(model, batch, self.head, with_entropy=False).logps_BT
         excess_BT = sampler_BT.nan_to_num() - trainer_BT
         unexplained_BT = excess_BT - excess_BT.clamp(0.0, self.truncation)
         gap = self._total(unexplained_BT.abs() * compared_BT) / tokens
@@ -100,10 +101,6 @@ class LogprobMismatchCheck:
         if not gap <= tolerance:  # also for NaN
             self._report(gap, tolerance)
         return {"sampling/logprob_mismatch": Mean(gap)}
-
-    def _trainer_logps(self, model: nn.Module, batch: TokenBatch) -> torch.Tensor:
-        with evaluation_mode(model), torch.no_grad():
-            return compute_padded_logprobs(model, batch, self.head, with_entropy=False).logps_BT
 
     def _report(self, gap: float, tolerance: float) -> None:
         message = (
