@@ -464,9 +464,8 @@ class GRPOTrainer(
             # With kl_in_reward the KL is part of every reward, so log-probs come before advantages.
             logps = self.old_and_ref_logps(tokens) if self.settings.kl_in_reward else None
             rewards = self.apply_kl_penalty(rewards, tokens, logps)
-            advantages = rewards.local_rows(
-                self.compute_advantages(rewards)
-            )  # (N,) or (N, T) -> (B,) or (B, T)
+            # (N,) or (N, T) of all ranks -> (B,) or (B, T) of this one
+            advantages = rewards.local_rows(self.compute_advantages(rewards))
             only = self.select_rows_for_logprobs(tokens, advantages, micro_batch_size)
             logps = logps or self.old_and_ref_logps(tokens, only, on_policy=on_policy)
         if self.settings.log_completions:

@@ -207,9 +207,8 @@ class _Float32(TorchFunctionMode):
     def __init__(self, device_type: str) -> None:
         super().__init__()
         self.device_type = device_type
-        self._weights: list[
-            tuple[torch.Tensor, torch.Tensor]
-        ] = []  # of the running call, with float32 copies
+        #: Weights of the running call, with their float32 copies.
+        self._weights: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
