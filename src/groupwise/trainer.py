@@ -33,7 +33,7 @@ from groupwise.data.build import (
     prepare_data,
     prompts_per_batch,
 )
-from groupwise.data.dynamic_sampling import DynamicBatch, DynamicSamplingSettings, LeftoverGroups
+from groupwise.data.dynamic_sampling import DynamicBatch, LeftoverGroups
 from groupwise.data.image_checks import check_vision, has_image_columns
 from groupwise.data.prompt_source import PromptSource, num_valid_rows
 from groupwise.data.rebalancing import WindowStats, cache_sized
@@ -425,8 +425,7 @@ class GRPOTrainer(
         self.sync_sampler("train")
         for step, rows in self.upcoming_rows():  # rollout_staleness: a server generates them meanwhile
             self.prefetch_rollouts(self.make_request(rows), step=step)
-        settings = DynamicSamplingSettings.from_config(self.settings)
-        batch = DynamicBatch(self.leftover_groups, settings)  # one round unless dynamic_sampling
+        batch = DynamicBatch(self.leftover_groups, self.settings)  # one round unless dynamic_sampling
         while not batch.is_full:  # the same decision on every rank
             rows = self.prompts.take(batch.num_to_sample)  # B rows of this rank, G per prompt
             batch.add(*self.sample(self.make_request(rows)))
@@ -592,7 +591,7 @@ class GRPOTrainer(
 
     def add_behavior_logps(self, surplus: LeftoverGroups) -> LeftoverGroups:
         """Compute the log-probs of leftover groups under the policy that sampled them, the current one."""
-        rollouts = surplus.local_rollouts(DynamicSamplingSettings.from_config(self.settings))
+        rollouts = surplus.local_rollouts(self.settings)
         if rollouts is None:
             return surplus
         logps_BT = self.old_and_ref_logps(self.collate(rollouts)).old_logps_BT

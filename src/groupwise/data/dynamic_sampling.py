@@ -23,45 +23,13 @@ from groupwise.core.advantages import AGGREGATIONS, GroupRewards, total_rewards
 from groupwise.core.images import ImageInputs
 from groupwise.core.kept_tokens import KeptTokens
 from groupwise.core.metrics import Mean, Metrics
+from groupwise.data.build import prompts_per_batch
 from groupwise.records import Completion, RewardBatch, RolloutBatch, Row
 
 logger = logging.getLogger(__name__)
 
 #: A reward range below this share of the largest reward is rounding.
 _ROUNDING = 1e-6
-
-
-@dataclass(frozen=True)
-class DynamicSamplingSettings:
-    """Size of a generation batch, and how it is filled.
-
-    enabled: replace groups without reward variance; otherwise one round is the batch.
-    num_prompts: groups of a full batch, all ranks together.
-    num_generations: completions per prompt, G.
-    max_rounds: generation rounds, after which groups without variance fill the batch.
-    aggregation: name of the combination of reward functions that must differ within a group.
-    world_size, rank: number of ranks, which share the completions evenly, and this rank.
-    """
-
-    enabled: bool
-    num_prompts: int
-    num_generations: int
-    max_rounds: int
-    aggregation: str = "sum_then_normalize"
-    world_size: int = 1
-    rank: int = 0
-
-    @classmethod
-    def from_config(cls, config: GRPOConfig) -> DynamicSamplingSettings:
-        return cls(
-            enabled=config.dynamic_sampling,
-            num_prompts=config.generation_batch_size // config.num_generations,  # type: ignore[operator]
-            num_generations=config.num_generations,
-            max_rounds=config.dynamic_sampling_max_rounds,
-            aggregation=config.multi_objective_aggregation,
-            world_size=config.world_size,
-            rank=config.process_index,
-        )
 
 
 @dataclass(frozen=True)
@@ -131,7 +99,7 @@ class LeftoverGroups:
         ]
         return cls(groups, state["share_with_variance"], state["has_warned"])
 
-    def local_rollouts(self, settings: DynamicSamplingSettings) -> RolloutBatch | None:
+    def local_rollouts(self, config: GRPOConfig) -> RolloutBatch | None:
         """Return this rank's share of the completions, to compute their log-probs; None without groups.
 
         Every rank gets the same number: the last completion is repeated.
@@ -139,10 +107,10 @@ class LeftoverGroups:
         samples = [sample for group in self.groups for sample in group]
         if not samples:
             return None
-        share = -(-len(samples) // settings.world_size)
-        first = settings.rank * share
+        share = -(-len(samples) // config.world_size)
+        first = config.process_index * share
         own = [samples[min(row, len(samples) - 1)] for row in range(first, first + share)]
-        return _rollout_batch(own, settings.num_generations)
+        return _rollout_batch(own, config.num_generations)
 
     def with_behavior_logps(self, logps: Sequence[list[float]]) -> LeftoverGroups:
         """Set the log-probs of each completion under the policy that sampled it.
@@ -168,27 +136,27 @@ class DynamicBatch:
     groups without variance where the rounds did not suffice. Without dynamic sampling, the first round is the
     batch, unchanged.
 
-    >>> batch = DynamicBatch(leftover_groups, settings)
+    >>> batch = DynamicBatch(leftover_groups, config)
     >>> while not batch.is_full:
     ...     batch.add(*sample(prompts.take(batch.num_to_sample)))
     >>> rollouts, rewards, leftover_groups = batch.finish()
 
     Args:
         leftover: groups of the step before.
-        settings: the same on every rank, apart from ``rank``.
+        config: settings of the step.
         gather: joins the lists of all ranks in rank order.
     """
 
     def __init__(
         self,
         leftover: LeftoverGroups,
-        settings: DynamicSamplingSettings,
+        config: GRPOConfig,
         gather: Callable[[list[tuple[int, Sample]]], list[tuple[int, Sample]]] = gather_object,
     ) -> None:
-        self.settings = settings
+        self.config, self.num_prompts = config, prompts_per_batch(config)
         self._leftover = leftover
         self._gather = gather
-        self._reused = leftover.groups[: settings.num_prompts]  # sampled by an earlier policy
+        self._reused = leftover.groups[: self.num_prompts]  # sampled by an earlier policy
         self._rounds: list[tuple[RolloutBatch, RewardBatch]] = []
         # (round, group of that round)
         self._with_variance: list[tuple[int, int]] = []
@@ -199,30 +167,30 @@ class DynamicBatch:
         """True if no further round is needed or allowed: the same on every rank."""
         if not self._rounds:
             return False
-        settings = self.settings
-        return not settings.enabled or not self.num_unfilled or len(self._rounds) == settings.max_rounds
+        was_last = len(self._rounds) == self.config.dynamic_sampling_max_rounds
+        return not self.config.dynamic_sampling or not self.num_unfilled or was_last
 
     @property
     def num_unfilled(self) -> int:
         """Number of groups with variance that the batch still lacks."""
-        return max(self.settings.num_prompts - len(self._reused) - len(self._with_variance), 0)
+        return max(self.num_prompts - len(self._reused) - len(self._with_variance), 0)
 
     @property
     def num_to_sample(self) -> int:
         """Number of prompts of the next round."""
-        if not self.settings.enabled:
-            return self.settings.num_prompts
-        return round_size(self.num_unfilled, self._share_with_variance, self.settings)
+        if not self.config.dynamic_sampling:
+            return self.num_prompts
+        return round_size(self.num_unfilled, self._share_with_variance, self.config)
 
     @property
     def metrics(self) -> Metrics:
         """Metrics ``dynamic_sampling/…`` of the rounds so far; empty without dynamic sampling."""
-        if not self.settings.enabled:
+        if not self.config.dynamic_sampling:
             return {}
         num_unfilled, num_flat = self.num_unfilled, len(self._without_variance)
         return {
             "dynamic_sampling/rounds": Mean(float(len(self._rounds))),
-            "dynamic_sampling/unfilled_share": Mean(float(num_unfilled), self.settings.num_prompts),
+            "dynamic_sampling/unfilled_share": Mean(float(num_unfilled), self.num_prompts),
             "dynamic_sampling/carried": Mean(float(len(self._reused))),
             "dynamic_sampling/discarded_share": Mean(
                 float(num_flat - num_unfilled), num_flat + len(self._with_variance)
@@ -237,8 +205,8 @@ class DynamicBatch:
             rewards: rewards of all ranks; whole groups.
         """
         self._rounds.append((rollouts, rewards))
-        if self.settings.enabled:
-            variance_P = has_variance(rewards.rewards, self.settings.aggregation)
+        if self.config.dynamic_sampling:
+            variance_P = has_variance(rewards.rewards, self.config.multi_objective_aggregation)
             for group, varies in enumerate(variance_P):
                 groups = self._with_variance if varies else self._without_variance
                 groups.append((len(self._rounds) - 1, group))
@@ -250,15 +218,15 @@ class DynamicBatch:
             this rank's rollouts; the rewards of all ranks; leftover groups, which still lack the log-probs of
             this step's samples (``LeftoverGroups.with_behavior_logps``).
         """
-        if not self.settings.enabled:
+        if not self.config.dynamic_sampling:
             return *self._rounds[0], self._leftover
-        settings, num_unfilled = self.settings, self.num_unfilled
+        num_unfilled, num_prompts = self.num_unfilled, self.num_prompts
         chosen = self._with_variance + self._without_variance[:num_unfilled]
         groups = self._reused + self._collect(chosen)
-        samples = [sample for group in groups[: settings.num_prompts] for sample in group]
-        rollouts, rewards = _to_batches(samples, settings, self._rounds[0][1].rewards)
+        samples = [sample for group in groups[:num_prompts] for sample in group]
+        rollouts, rewards = _to_batches(samples, self.config, self._rounds[0][1].rewards)
         leftover = LeftoverGroups(
-            self._leftover.groups[settings.num_prompts :] + groups[settings.num_prompts :],
+            self._leftover.groups[num_prompts:] + groups[num_prompts:],
             self._share_with_variance,
             self._leftover.has_warned or num_unfilled > 0,
         )
@@ -267,9 +235,9 @@ class DynamicBatch:
                 "dynamic sampling: after dynamic_sampling_max_rounds=%d rounds, %d of the %d groups of the "
                 "batch have no reward variance, and so no gradient. The prompts may be too easy or too hard, "
                 "or the reward constant; see the metric dynamic_sampling/unfilled_share",
-                settings.max_rounds,
+                self.config.dynamic_sampling_max_rounds,
                 num_unfilled,
-                settings.num_prompts,
+                num_prompts,
             )
         return rollouts, rewards, leftover
 
@@ -281,7 +249,7 @@ class DynamicBatch:
 
     def _collect(self, chosen: Sequence[tuple[int, int]]) -> list[Group]:
         """Gather the chosen groups in this order on every rank; a group may have samples of several ranks."""
-        size = self.settings.num_generations
+        size = self.config.num_generations
         own = []
         for place, (number, group) in enumerate(chosen):
             rollouts, rewards = self._rounds[number]
@@ -294,14 +262,15 @@ class DynamicBatch:
         return groups
 
 
-def round_size(num_unfilled: int, share_with_variance: float, settings: DynamicSamplingSettings) -> int:
+def round_size(num_unfilled: int, share_with_variance: float, config: GRPOConfig) -> int:
     """Return the prompts of a round: enough to expect the missing groups, at most a full batch.
 
     The completions of a round divide evenly over the ranks.
     """
-    unit = settings.world_size // math.gcd(settings.world_size, settings.num_generations)
-    expected = math.ceil(max(num_unfilled, 1) / max(share_with_variance, 1 / settings.num_prompts))
-    return min(-(-expected // unit) * unit, settings.num_prompts)
+    unit = config.world_size // math.gcd(config.world_size, config.num_generations)
+    most = prompts_per_batch(config)
+    expected = math.ceil(max(num_unfilled, 1) / max(share_with_variance, 1 / most))
+    return min(-(-expected // unit) * unit, most)
 
 
 def has_variance(rewards: GroupRewards, aggregation: str = "sum_then_normalize") -> list[bool]:
@@ -363,11 +332,11 @@ def _rollout_batch(samples: Sequence[Sample], num_generations: int) -> RolloutBa
 
 
 def _to_batches(
-    samples: Sequence[Sample], settings: DynamicSamplingSettings, like: GroupRewards
+    samples: Sequence[Sample], config: GRPOConfig, like: GroupRewards
 ) -> tuple[RolloutBatch, RewardBatch]:
     """Join the samples of all ranks to this rank's rollout batch and the rewards of all ranks."""
-    share = len(samples) // settings.world_size
-    local = slice(settings.rank * share, (settings.rank + 1) * share)
+    share = len(samples) // config.world_size
+    local = slice(config.process_index * share, (config.process_index + 1) * share)
     functions = sorted({function for sample in samples for function in sample.step_rewards})
     rewards = replace(
         like,
@@ -378,7 +347,7 @@ def _to_batches(
     own = samples[local]
     names = {name: None for sample in own for name in sample.columns}
     columns = {name: [sample.columns.get(name) for sample in own] for name in names}
-    return _rollout_batch(own, settings.num_generations), RewardBatch(rewards, local, columns)
+    return _rollout_batch(own, config.num_generations), RewardBatch(rewards, local, columns)
 
 
 def _is_plain(value: object) -> bool:
