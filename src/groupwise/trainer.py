@@ -306,10 +306,6 @@ class GRPOTrainer(
             self._set_rewards(rewards)
         if self.settings.entropy_coef != before.entropy_coef:
             self.entropy_control = EntropyControl(self.settings.entropy_coef)
-        self.evaluation.ks = self.settings.eval_pass_at_k or []
-        self.evaluation.threshold = self.settings.eval_pass_threshold
-        self.evaluation.functions = self.reward_func_names
-        self.evaluation.aggregation = self.settings.multi_objective_aggregation
         self._apply_settings()
 
     def _apply_settings(self) -> None:
@@ -364,10 +360,7 @@ class GRPOTrainer(
             )
 
     def _set_run_state(self) -> None:
-        args = self.args
-        self.evaluation = EvaluationMetrics(
-            args.eval_pass_at_k or [], args.eval_pass_threshold, self.reward_func_names
-        )
+        self.evaluation = EvaluationMetrics()
         self.step_state = StepState(lambda: self.state.global_step, lambda: self._components)
         self._reset_run_state(None)
         self.num_parameters = self.model.num_parameters(exclude_embeddings=True)
@@ -532,7 +525,7 @@ class GRPOTrainer(
             self.sync_sampler("eval")
             rollouts, rewards = self.sample(request)
             self.backend.release()
-            self.evaluation.add(rollouts, rewards)
+            self.evaluation.add(rollouts, rewards, self.settings)
             window = self.make_experience(rollouts, rewards, len(inputs), on_policy=True)
             num_padding_rows = len(inputs) - rewards.num_valid
             (batch,) = self.set_token_weights(window, self.compute_entropy_masks(window), num_padding_rows)

@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from support.runs import WORDS, policy, prompts, tokenizer, trainer
 
-from groupwise import ConfigError, register_aggregation
+from groupwise import ConfigError, GRPOConfig, register_aggregation
 from groupwise.core.advantages import GroupRewards
 from groupwise.core.confidence import gain_interval
 from groupwise.records import Completion, RewardBatch, RolloutBatch
@@ -196,8 +196,10 @@ def test_a_registered_aggregation_decides_what_passes(tmp_path):
 
 def test_completions_of_several_ranks_make_up_the_groups():
     # Two ranks with 6 of 12 completions each, and a last batch with 4 that count: 16 in groups of 4.
+    config = GRPOConfig("unused", use_cpu=True, eval_pass_at_k=[1, 4], eval_pass_threshold=0.0)
+
     def record(rank):
-        found = EvaluationMetrics([1, 4], 0.0, ["solved"])
+        found = EvaluationMetrics()
         for start, count in ((0, 12), (12, 4)):
             rows = torch.arange(start, start + count)
             rewards = GroupRewards((rows % 4 < rows // 4).float().unsqueeze(1), torch.ones(1), 4)
@@ -207,13 +209,13 @@ def test_completions_of_several_ranks_make_up_the_groups():
                 [{}] * 6, [str((start + row) // 4) for row in range(local.start, local.stop)], [[0]] * 6,
                 [Completion([0])] * 6, names,
             )  # fmt: skip
-            found.add(rollout, RewardBatch(rewards, local))
+            found.add(rollout, RewardBatch(rewards, local), config)
         return found
 
     first, second = record(0), record(1)
     both = first.completions + second.completions
     assert len(both) == 16
-    metrics = first.compute("eval", 4, lambda own: both)
+    metrics = first.compute("eval", 4, config, ["solved"], lambda own: both)
     assert metrics["pass@1"] == pytest.approx((0 + 1 / 4 + 2 / 4 + 3 / 4) / 4)
     assert metrics["pass@4"] == pytest.approx(3 / 4)
 

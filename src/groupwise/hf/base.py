@@ -276,7 +276,13 @@ class BaseTrainer(Trainer):
             self._mode = "train"
         values = self._drain_metrics("eval", metric_key_prefix)
         values.update(
-            self.evaluation.compute(metric_key_prefix, num_generations_eval(self.settings), gather_object)
+            self.evaluation.compute(
+                metric_key_prefix,
+                num_generations_eval(self.settings),
+                self.settings,
+                self.reward_func_names,
+                gather_object,
+            )
         )
         ours = {f"{metric_key_prefix}_{name}": value for name, value in values.items()}
         if isinstance(dataloader, EvaluationStream):  # Trainer cannot count the samples of one

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.advantages import total_rewards
 from groupwise.core.confidence import gain_interval
 from groupwise.core.pass_at_k import majority_at_k, mean_with_interval, pass_at_k
@@ -50,29 +51,23 @@ class EvaluatedCompletion:
 class EvaluationMetrics:
     """Completions of the running evaluation, and the values of the first evaluation of each name.
 
-    ks: values of k; nothing is stored if empty.
-    threshold: a completion passes if its reward is greater.
-    functions: names of the reward functions.
-    aggregation: combines their rewards into the one that is compared with the threshold.
+    Nothing is stored without ``eval_pass_at_k``.
+
     first: by evaluation name, a digest of the prompts and the values by prompt.
     looks: by evaluation name, the number of gains computed so far.
     """
 
-    ks: Sequence[int]
-    threshold: float
-    functions: Sequence[str]
-    aggregation: str = "sum_then_normalize"
     completions: list[EvaluatedCompletion] = field(default_factory=list)
     num_batches: int = 0
     first: dict[str, tuple[str, PromptValues]] = field(default_factory=dict)
     looks: dict[str, int] = field(default_factory=dict)
 
-    def add(self, rollouts: RolloutBatch, rewards: RewardBatch) -> None:
+    def add(self, rollouts: RolloutBatch, rewards: RewardBatch, config: GRPOConfig) -> None:
         """Store this rank's valid completions of a batch; padding rows are skipped."""
-        if not self.ks:
+        if not config.eval_pass_at_k:
             return
         rewards_NF = rewards.rewards.rewards_NF
-        total_N = total_rewards(rewards.rewards, self.aggregation)
+        total_N = total_rewards(rewards.rewards, config.multi_objective_aggregation)
         answers = rewards.columns.get(ANSWER_COLUMN, [_text(text) for text in rollouts.texts])
         completions = []
         for index, row in enumerate(range(rewards.local.start, min(rewards.local.stop, len(total_N)))):
@@ -92,20 +87,23 @@ class EvaluationMetrics:
         self,
         name: str,
         num_generations: int,
+        config: GRPOConfig,
+        functions: Sequence[str],
         gather: Callable[[list[EvaluatedCompletion]], list[EvaluatedCompletion]],
     ) -> dict[str, float]:
         """Return the metrics of the evaluation that ended, and clear its completions.
 
         Args:
             name: evaluations of the same name are compared with the first one.
+            functions: names of the reward functions.
             gather: concatenates the lists of all ranks.
         """
-        if not self.ks:
+        if not config.eval_pass_at_k:
             return {}
         completions = sorted(gather(self.completions), key=lambda one: one.position)
         self.completions, self.num_batches = [], 0
         groups = [completions[i : i + num_generations] for i in range(0, len(completions), num_generations)]
-        values = prompt_values(groups, self.ks, self.threshold, self.functions)
+        values = prompt_values(groups, config.eval_pass_at_k, config.eval_pass_threshold, functions)
         digest = hashlib.sha256("\0".join(group[0].prompt for group in groups).encode()).hexdigest()
         metrics = _summary(values)
         first_digest, first_values = self.first.get(name, (digest, values))

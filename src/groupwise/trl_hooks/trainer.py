@@ -408,7 +408,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         request = self.make_request(inputs) if training else self.make_eval_request(inputs)
         rollouts, rewards = self.sample(request)
         if not training:
-            self.evaluation.add(rollouts, rewards)
+            self.evaluation.add(rollouts, rewards, self.settings)
         # TRL's rule for old log-probs, in training and in evaluation.
         on_policy = self.args.gradient_accumulation_steps % micro_batches_per_generation(self.settings) == 0
         (experience,) = self.make_experience(rollouts, rewards, len(rollouts), on_policy=on_policy)
