@@ -93,7 +93,7 @@ MIXINS = [
             "start = self.accelerator.process_index * len(rollouts)\n        metrics",
             "start = 0\n        metrics",
         ),
-        ("if not math.isnan(seconds):", "if math.isnan(seconds):"),
+        ("in times if not math.isnan(s)", "in times if math.isnan(s)"),
         ('if self.settings.reward_on_error == "none":', "if True:"),
         ("Sum(float(i in calls.failures))", "Sum(float(bool(calls.failures)))"),
         ("logged.append({str(name): Mean(float(value))})", "pass"),

@@ -84,9 +84,8 @@ class RewardMixin:
         rewards = self._gather_rewards(rewards_FB, rollouts)
         start = self.accelerator.process_index * len(rollouts)
         metrics = reward_metrics(rewards, self.reward_func_names, self.settings.multi_objective_aggregation)
-        for name, seconds in zip(self.reward_func_names, calls.seconds_F, strict=False):
-            if not math.isnan(seconds):
-                metrics[f"time/reward/{name}"] = Mean(seconds)
+        times = zip(self.reward_func_names, calls.seconds_F, strict=False)
+        metrics.update({f"time/reward/{name}": Mean(s) for name, s in times if not math.isnan(s)})
         if self.settings.reward_on_error == "none":
             for i, name in enumerate(self.reward_func_names):
                 metrics[f"rewards/{name}/errors"] = Sum(float(i in calls.failures))
