@@ -109,6 +109,18 @@ def continuous(model: Any, prompts: list[list[int]], config: Any, lengths: list[
     return counts
 
 
+def load_model(path: str, method: str, precision: str) -> Any:
+    """Load the model of a method: each sets its own attention implementation.
+
+    The cache of continuous batching has the dtype of the weights: in bf16 they are in bfloat16.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if precision == "bf16" and method == "continuous_batching":
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    return prepare_precision(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), precision)
+
+
 METHODS = {"groupwise": groupwise, "generate": plain, "continuous_batching": continuous}
 
 
@@ -123,7 +135,7 @@ def main() -> None:
     add_precision(parser)
     options = parser.parse_args()
     from smollm2 import local_model
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers import AutoTokenizer, GenerationConfig
 
     path, case = str(local_model()), CASES[options.case]
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -140,9 +152,7 @@ def main() -> None:
         bos_token_id=1,
     )
     seconds: dict[str, list[float]] = {name: [] for name in options.methods}
-    # One model per method: each sets its own attention implementation.
-    load = partial(AutoModelForCausalLM.from_pretrained, path, dtype=torch.float32)
-    models = {name: prepare_precision(load(), options.precision) for name in seconds}
+    models = {name: load_model(path, name, options.precision) for name in seconds}
     lengths = skewed_lengths(GROUP * len(prompts), options.limit)
     for name, model in models.items():  # warm-up
         METHODS[name](model, prompts, config, [2] * len(lengths))
