@@ -294,7 +294,11 @@ def test_logged_completions_have_the_images_of_their_prompts(multimodal, tmp_pat
 
 
 def question(row: dict) -> str:
-    return row["prompt"][0]["content"]
+    """Text of the prompt with ``<image>`` for each image block."""
+    content = row["prompt"][0]["content"]
+    if isinstance(content, str):
+        return content
+    return "".join(block["text"] if block["type"] == "text" else "<image>" for block in content)
 
 
 def test_a_rollout_func_must_return_the_tokens_of_the_processor(tmp_path):
