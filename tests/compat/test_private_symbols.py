@@ -392,6 +392,33 @@ def test_vllm_symbols():
     assert all(callable(function) for function in compat_vllm.layerwise_reload())
     assert isinstance(WeightTransferEngineFactory._registry, dict)
     assert accepts(core_client.EngineCoreClient.shutdown, ["self"])
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    assert accepts(LLMEngine.reset_encoder_cache, ["self"])
+    assert accepts(DummyModelLoader.load_weights, ["self", "model", "model_config"])
+
+
+def test_dummy_weights_leave_buffers_as_they_are():
+    pytest.importorskip("vllm")
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    from groupwise.compat import vllm as compat_vllm
+
+    def loaded() -> nn.Module:
+        model = nn.Linear(4, 4)
+        model.register_buffer("normalization", torch.full((3,), 2.0))
+        nn.init.constant_(model.weight, 2.0)
+        DummyModelLoader(LoadConfig(load_format="dummy")).load_weights(model, None)
+        return model
+
+    assert not torch.equal(loaded().normalization, torch.full((3,), 2.0))  # what vLLM does alone
+    with compat_vllm.preserve_buffers():
+        model = loaded()
+    assert torch.equal(model.normalization, torch.full((3,), 2.0))
+    assert model.weight.abs().max() < 1.0
+    assert not torch.equal(loaded().normalization, torch.full((3,), 2.0))
 
 
 def test_every_module_of_compat_is_imported_without_its_library():

@@ -194,13 +194,35 @@ def qwen2_5_vl() -> tuple[Any, Any]:
     return transformers.Qwen2_5_VLForConditionalGeneration(config), processor
 
 
+def qwen2_5_vl_for_engine() -> tuple[Any, Any]:
+    """Qwen2.5-VL with the least head size of vLLM's kernels for CPUs, and its processor with torchvision."""
+    vision = {"depth": 2, "num_heads": 2, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]}
+    rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e4}  # half a head in all
+    config = transformers.Qwen2_5_VLConfig(
+        text_config={**TEXT, "hidden_size": 64, "rope_parameters": rope},
+        vision_config={**vision, "hidden_size": 64, "intermediate_size": 64, "out_hidden_size": 64},
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=SPECIAL.index("<video>"),
+        vision_start_token_id=SPECIAL.index("<boi>"),
+        vision_end_token_id=SPECIAL.index("<eoi>"),
+    )
+    processor = transformers.Qwen2_5_VLProcessor(
+        transformers.Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=56 * 56),
+        tokenizer(image_token="<image>", video_token="<video>"),
+        transformers.Qwen2VLVideoProcessor(),
+        chat_template=template("<boi> <image> <eoi>"),
+    )
+    return transformers.Qwen2_5_VLForConditionalGeneration(config), processor
+
+
 FAMILIES = {"idefics3": idefics3, "gemma3": gemma3, "llava_next": llava_next, "qwen2_5_vl": qwen2_5_vl}
+FOR_ENGINE = {"qwen2_5_vl_for_engine": qwen2_5_vl_for_engine}
 
 
 def build(family: str, seed: int = 0) -> tuple[Any, Any]:
     """Return a model with random weights and its processor."""
     torch.manual_seed(seed)
-    model, processor = FAMILIES[family]()
+    model, processor = {**FAMILIES, **FOR_ENGINE}[family]()
     model.generation_config.eos_token_id = 1
     with torch.no_grad():
         for weight in model.parameters():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -62,6 +63,31 @@ def layerwise_reload() -> tuple[Callable[[nn.Module], None], Callable[[nn.Module
     return initialize_layerwise_reload, finalize_layerwise_reload
 
 
+@contextmanager
+def preserve_buffers() -> Iterator[None]:
+    """Keep the loader of dummy weights from overwriting buffers of the models that it loads.
+
+    Buffers that no checkpoint has are computed from the config, such as the pixel normalization of Qwen-VL
+    (``input_norm``). vLLM's loader overwrites the persistent ones with random numbers, and no weight update
+    would restore them.
+    """
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    load = DummyModelLoader.load_weights
+
+    def load_parameters(self: Any, model: nn.Module, model_config: Any) -> None:
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        load(self, model, model_config)
+        for buffer, value in buffers:
+            buffer.copy_(value)
+
+    DummyModelLoader.load_weights = load_parameters  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DummyModelLoader.load_weights = load  # type: ignore[method-assign]
+
+
 def add_lora(engine: Any, request: Any) -> None:
     """Load a LoRA adapter into a ``vllm.LLM``."""
     engine.llm_engine.add_lora(request)
@@ -70,6 +96,11 @@ def add_lora(engine: Any, request: Any) -> None:
 def remove_lora(engine: Any, adapter_id: int) -> None:
     """Unload a LoRA adapter from a ``vllm.LLM``."""
     engine.llm_engine.remove_lora(adapter_id)
+
+
+def reset_encoder_cache(engine: Any) -> None:
+    """Discard the outputs of the vision tower that a ``vllm.LLM`` keeps by image."""
+    engine.llm_engine.reset_encoder_cache()
 
 
 def shut_down(engine: Any) -> None:

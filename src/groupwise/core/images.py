@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+
+class ExpandedSpan(NamedTuple):
+    """Tokens of a sequence in which the processor expanded image tokens.
+
+    start, end: positions in the sequence.
+    token_ids: the tokens before the expansion, one image token per image.
+    """
+
+    start: int
+    end: int
+    token_ids: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -18,10 +32,44 @@ class ImageInputs:
         first axis is the processor's (images, tiles or patches).
     token_types: by name, one number per token from the start of the sequence; tokens beyond its end are 0
         (text).
+    images: the images before processing, in order, for engines with a processor of their own. Not part of a
+        checkpoint.
+    spans: spans whose image tokens are expanded, in order; for the same engines.
     """
 
     arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)
     token_types: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    images: Sequence[Any] = ()
+    spans: Sequence[ExpandedSpan] = ()
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of the arrays; empty without images."""
+        if not self.arrays:
+            return ""
+        found = hashlib.blake2b(digest_size=16)
+        for name in sorted(self.arrays):
+            array = self.arrays[name].contiguous()
+            found.update(f"{name} {array.dtype} {tuple(array.shape)}".encode())
+            found.update(array.reshape(-1).view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()
+
+    def unexpanded(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the sequence with one image token per image."""
+        result, end = list[int](), 0
+        for span in self.spans:
+            result += [*token_ids[end : span.start], *span.token_ids]
+            end = span.end
+        return [*result, *token_ids[end:]]
+
+    def without_first(self, count: int) -> ImageInputs:
+        """Return the inputs of the sequence without its first ``count`` tokens, which belong to no image."""
+        types = {name: numbers[count:] for name, numbers in self.token_types.items()}
+        spans = [
+            ExpandedSpan(max(start - count, 0), end - count, token_ids[max(count - start, 0) :])
+            for start, end, token_ids in self.spans
+        ]
+        return replace(self, token_types=types, spans=spans)
 
     def followed_by(self, other: ImageInputs, start: int) -> ImageInputs:
         """Append the image inputs of tokens that begin at position ``start`` of the sequence."""
@@ -33,7 +81,8 @@ class ImageInputs:
         for name in dict.fromkeys([*self.token_types, *other.token_types]):
             own = list(self.token_types.get(name, ()))[:start]
             types[name] = [*own, *[0] * (start - len(own)), *other.token_types.get(name, ())]
-        return ImageInputs(arrays, types)
+        moved = [ExpandedSpan(first + start, end + start, ids) for first, end, ids in other.spans]
+        return ImageInputs(arrays, types, [*self.images, *other.images], [*self.spans, *moved])
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain dictionaries of tensors and numbers."""

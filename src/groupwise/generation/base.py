@@ -174,11 +174,13 @@ class BackendEntry:
         check_settings: raises ConfigError for settings that the backend does not support, before anything is
             loaded; None: nothing to check.
         supports_images: as in :class:`GenerationBackend`, known before the backend is constructed.
+        check_images: raises ConfigError if a run with images cannot use the backend; None: nothing to check.
     """
 
     factory: BackendFactory
     check_settings: Callable[[GRPOConfig], None] | None = None
     supports_images: bool = False
+    check_images: Callable[[GRPOConfig], None] | None = None
 
 
 def text_tokenizer(processing_class: ProcessingClass) -> PreTrainedTokenizerBase:

@@ -33,6 +33,8 @@ def check_backend(
         supports_images = entry.supports_images
         if entry.check_settings is not None:
             entry.check_settings(config)
+        if with_images and entry.check_images is not None:
+            entry.check_images(config)
     if with_images and not supports_images:
         raise images_unsupported("a dataset has a column of images", name)
 

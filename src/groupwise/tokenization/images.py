@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, cast
 
 import torch
 from numpy import ndarray
 from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
 
-from groupwise.core.images import ImageInputs
+from groupwise.core.images import ExpandedSpan, ImageInputs
 from groupwise.errors import ConfigError
 from groupwise.tokenization.prompts import (
     Message,
@@ -158,14 +159,17 @@ def process_prompt(
             return_tensors="pt",
             **generation_options(prompt, template_kwargs),
         )
-        ids, read = _split_inputs(processor, cast(Mapping[str, Any], inputs), len(prompt_images(messages)))
+        loaded = prompt_images(messages)
+        ids, read = _split_inputs(processor, cast(Mapping[str, Any], inputs), len(loaded))
+        if loaded:
+            text = processor.apply_chat_template(messages, **generation_options(prompt, template_kwargs))
+            read = _with_images(read, loaded, ids, _tokenize(processor, cast(str, text)))
     else:
         ids, read = process_text(processor, cast(str, prompt), images)
     excess = 0 if max_length is None else max(len(ids) - max_length, 0)
     if excess:
         _check_truncation(ids[:excess], processor, max_length, len(ids))
-    types = {name: numbers[excess:] for name, numbers in read.token_types.items()}
-    return ids[excess:], ImageInputs(read.arrays, types)
+    return ids[excess:], read.without_first(excess)
 
 
 def process_text(
@@ -193,7 +197,24 @@ def process_text(
     loaded = [load_image(image) for image in images]
     call = cast(Any, processor)  # subclasses have keyword arguments of their own
     inputs = call(text=[text], images=[loaded] if loaded else None, return_tensors="pt", **options)
-    return _split_inputs(processor, inputs, len(images))
+    ids, read = _split_inputs(processor, inputs, len(images))
+    if loaded:
+        read = _with_images(read, loaded, ids, processor.tokenizer(text, **options)["input_ids"])
+    return ids, read
+
+
+def _tokenize(processor: ProcessorMixin, text: str) -> list[int]:
+    """Tokenize a rendered chat as the processor does, without expanding image tokens."""
+    tokenizer = processor.tokenizer
+    has_start = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+    return tokenizer(text, add_special_tokens=not has_start)["input_ids"]
+
+
+def _with_images(
+    inputs: ImageInputs, images: Sequence[Image], ids: Sequence[int], unexpanded: Sequence[int]
+) -> ImageInputs:
+    """Add the images of a sequence, and its tokens before their image tokens were expanded."""
+    return replace(inputs, images=images, spans=[ExpandedSpan(0, len(ids), unexpanded)])
 
 
 def _split_inputs(
@@ -236,6 +257,25 @@ def load_image(image: Image) -> Image:
     except Exception as error:
         shown = source if isinstance(source, str) else "the bytes of a dataset row"
         raise ConfigError(f"an image cannot be opened: {str(shown)[:200]!r}: {error}") from error
+
+
+def as_rgb(image: Image) -> PIL.Image.Image:
+    """Convert an opened image to a PIL image in RGB, as image processors do.
+
+    Raises:
+        ConfigError: an array or tensor of other values than 8-bit pixels, which PIL cannot represent exactly.
+    """
+    from PIL import Image as PILImage
+
+    if not isinstance(image, PILImage.Image):
+        array = cast("torch.Tensor | ndarray", image)
+        if str(array.dtype).removeprefix("torch.") != "uint8":
+            raise ConfigError(
+                f"an image is an array of {array.dtype}, and vLLM gets images of 8-bit pixels; convert it to "
+                "uint8 (0 to 255) or to a PIL image, or set use_vllm=False"
+            )
+        image = PILImage.fromarray(_pixels(array))
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def thumbnail(image: Image) -> bytes:

@@ -119,10 +119,7 @@ class Renderer:
             raise PrefixMismatchError(f"the template renders a turn differently before {messages!r:.200}")
         # Gemma 4 ends a turn with the token that begins the tool message: the policy sampled it already.
         end += ids[end : end + 1] == [end_token]
-        if images is not None:
-            types = {name: numbers[end:] for name, numbers in images.token_types.items()}
-            images = ImageInputs(images.arrays, types)
-        return ids[end:], images
+        return ids[end:], None if images is None else images.without_first(end)
 
     def _encode(self, messages: list[Message]) -> tuple[list[int], ImageInputs | None]:
         """Tokenize a conversation with a generation prompt, images included."""

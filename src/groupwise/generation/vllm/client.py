@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from groupwise.errors import BackendError
 from groupwise.generation.vllm.background import EventLoopThread
 from groupwise.generation.vllm.http import HttpClient, LostAnswerError, ServerUnavailableError
+from groupwise.generation.vllm.images import check_expanded, server_prompt
 from groupwise.generation.vllm.sampling import DEFAULT_MAX_LOGPROBS, Request, kept_tokens, num_logprobs
 from groupwise.records import Completion
 
@@ -83,7 +84,7 @@ class VLLMServers:
         wanted = num_logprobs(sampling)
         logprobs = wanted if wanted <= DEFAULT_MAX_LOGPROBS else 0  # more would be refused
         own = {"n": count, "seed": request.seed, "max_tokens": request.max_tokens, "logprobs": logprobs}
-        body: dict[str, Any] = {"token_ids": list(request.prompt), "sampling_params": {**sampling, **own}}
+        body: dict[str, Any] = {**server_prompt(request), "sampling_params": {**sampling, **own}}
         async with self._slots[index]:
             response = await server.call(
                 "POST",
@@ -93,6 +94,7 @@ class VLLMServers:
                 before_retry=lambda: self._check_weights(server),
                 check=_check_complete,
             )
+        check_expanded(request, response.get("prompt_token_ids"), f"the vLLM server at {server.url}")
         choices = sorted(response["choices"], key=lambda choice: choice["index"])
         return [self._completion(choices[row % count], logprobs > 0) for row in range(len(request.rows))]
 
@@ -153,9 +155,15 @@ class VLLMServers:
         """Suspend running requests until :meth:`resume`."""
         self._post("/pause?mode=keep", doing="pausing")
 
-    def resume(self) -> None:
-        """Continue suspended requests; their keys and values are recomputed with the new weights."""
+    def resume(self, *, with_images: bool = False) -> None:
+        """Continue suspended requests; their keys and values are recomputed with the new weights.
+
+        Args:
+            with_images: requests may have images; the outputs of the vision tower are recomputed, too.
+        """
         self._post("/reset_prefix_cache?reset_running_requests=true", doing="resetting the prefix cache")
+        if with_images:
+            self._post("/reset_encoder_cache", doing="resetting the encoder cache")
         self._post("/resume", doing="resuming")
 
     def abandon_update(self) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from groupwise.compat.vllm import has_bitsandbytes, shut_down
+from groupwise.compat.vllm import has_bitsandbytes, preserve_buffers, reset_encoder_cache, shut_down
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import BackendError, ConfigError
 from groupwise.generation.base import (
@@ -30,6 +30,12 @@ from groupwise.generation.base import (
 from groupwise.generation.decoding import CausalLM
 from groupwise.generation.transformers_backend import end_tokens as find_end_tokens
 from groupwise.generation.vllm.engine import check_engine, engine_arguments, sampling_arguments
+from groupwise.generation.vllm.images import (
+    check_engine_images,
+    check_expanded,
+    engine_prompt,
+    has_multimodal_classes,
+)
 from groupwise.generation.vllm.isolation import preserve_model_classes, preserve_rng_state
 from groupwise.generation.vllm.plugin import register
 from groupwise.generation.vllm.sampling import Request, group_requests, kept_tokens, num_logprobs
@@ -64,6 +70,7 @@ class ColocatedBackend(GenerationBackend):
         seed: of the run; request seeds are derived from it, the step, the rank and the prompt.
         process_index: rank of this process.
         sleeps: free the engine's memory while the trainer trains.
+        with_images: the engine processes images.
     """
 
     def __init__(
@@ -78,8 +85,10 @@ class ColocatedBackend(GenerationBackend):
         seed: int = 0,
         process_index: int = 0,
         sleeps: bool = False,
+        with_images: bool = False,
     ) -> None:
         self.engine: LLM | None = engine
+        self.supports_images = with_images
         self.sampling, self.end_tokens = sampling, end_tokens
         self.max_tokens, self.group, self.weight_sync, self.sleeps = max_tokens, group, weight_sync, sleeps
         self.max_model_len: int = engine.model_config.max_model_len
@@ -108,7 +117,13 @@ class ColocatedBackend(GenerationBackend):
         self._wake("kv_cache")
         limits = self._limits(prompts, sampling)
         requests = group_requests(
-            prompts, limits, self.seed, self.version, self.process_index, self._num_samples
+            prompts,
+            limits,
+            self.seed,
+            self.version,
+            self.process_index,
+            self._num_samples,
+            sampling.images,
         )
         settings = {**self.sampling, **sampling.generation_kwargs}
         with preserve_rng_state():
@@ -131,7 +146,7 @@ class ColocatedBackend(GenerationBackend):
         """Return the samples of each request."""
         from vllm.sampling_params import SamplingParams
 
-        prompts = [{"prompt_token_ids": list(request.prompt)} for request in requests]
+        prompts = [engine_prompt(request) for request in requests]
         counts = [request.num_samples(settings["temperature"]) for request in requests]
         wanted = num_logprobs(settings)
         logprobs = wanted if wanted <= self._max_logprobs else 0  # a script may have raised top_k since
@@ -142,6 +157,8 @@ class ColocatedBackend(GenerationBackend):
             for request, count in zip(requests, counts, strict=True)
         ]
         outputs = self._engine.generate(prompts, params, use_tqdm=False, **self.weight_sync.generate_kwargs())
+        for request, output in zip(requests, outputs, strict=True):
+            check_expanded(request, output.prompt_token_ids, "the engine")
         return [
             [self._completion(output.outputs[row % count], logprobs > 0) for row in range(len(request.rows))]
             for request, count, output in zip(requests, counts, outputs, strict=True)
@@ -171,6 +188,8 @@ class ColocatedBackend(GenerationBackend):
         with preserve_rng_state():
             self.weight_sync.push(source, step)
         self._engine.reset_prefix_cache()
+        if self.supports_images:
+            reset_encoder_cache(self._engine)  # outputs of the vision tower with the weights before
         self.version = step
         if self._num_samples_step != step:
             self._num_samples_step, self._num_samples = step, {}
@@ -233,11 +252,12 @@ def make_backend(
         only_adapter = sends_only_adapter(model, arguments)
         quantized = loads_quantized(model, arguments)
         _save_config(base, directory, quantized=quantized)
-        if is_processor(processing_class):  # a multimodal architecture, whose prompts here are text only
-            arguments.setdefault("language_model_only", True)
+        with_processor = is_processor(processing_class)
+        if with_processor:
+            arguments.setdefault("language_model_only", not has_multimodal_classes())
         if only_adapter:
             arguments |= adapter_arguments(model, directory, quantized=quantized)
-        with preserve_model_classes(base):
+        with preserve_model_classes(base), preserve_buffers():
             engine = LLM(**arguments)
     return ColocatedBackend(
         engine,
@@ -249,6 +269,7 @@ def make_backend(
         seed=config.seed,
         process_index=config.process_index,
         sleeps=config.vllm_enable_sleep_mode,
+        with_images=with_processor and not arguments["language_model_only"],
     )
 
 
@@ -316,7 +337,11 @@ def check_policy(model: CausalLM, backend: str = "colocate") -> None:
             "the adapter adds virtual tokens to prompts, which cannot be merged into weights; use LoRA or "
             "another adapter of weights, or set use_vllm=False"
         )
-    tied = model.config.get_text_config().tie_word_embeddings
+    # Vision-language models have it in the config around that of the text.
+    tied = any(
+        getattr(config, "tie_word_embeddings", False)
+        for config in (model.config, model.config.get_text_config())
+    )
     if tied and hasattr(model.get_output_embeddings(), "modules_to_save"):
         raise ConfigError(
             "modules_to_save has the output layer of a model that ties it to its embeddings: vLLM ties them, "
@@ -332,4 +357,4 @@ def _dtype(config: GRPOConfig, model: PreTrainedModel) -> str:
     return str(model.dtype).removeprefix("torch.")
 
 
-ENTRY = BackendEntry(make_backend, check_engine)
+ENTRY = BackendEntry(make_backend, check_engine, supports_images=True, check_images=check_engine_images)

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import SAMPLING_FIELDS
+from groupwise.core.images import ImageInputs
 from groupwise.core.kept_tokens import KeptTokens
 from groupwise.generation.base import json_dict
 
@@ -31,12 +32,14 @@ class Request:
         rows: indices of the samples in the ``generate`` call.
         seed: seed of the first sample; vLLM adds 1 per further sample.
         max_tokens: maximum completion length.
+        images: images of the prompt; None for text.
     """
 
     prompt: Sequence[int]
     rows: Sequence[int]
     seed: int
     max_tokens: int
+    images: ImageInputs | None = None
 
     def num_samples(self, temperature: float) -> int:
         """Return ``n`` of vLLM's sampling parameters; it must be 1 for greedy decoding."""
@@ -99,31 +102,41 @@ def group_requests(
     step: int,
     rank: int,
     num_samples: dict[int, int] | None = None,
+    images: Sequence[ImageInputs] | None = None,
 ) -> list[Request]:
-    """Merge adjacent rows with equal prompt and limit into one request each.
+    """Merge adjacent rows with equal prompt, images and limit into one request each.
 
-    The seed of a sample is derived from the run's seed, the step, the rank, the prompt and the number of
-    earlier samples of that prompt. It does not depend on other prompts, the order of requests or the servers.
+    The seed of a sample is derived from the run's seed, the step, the rank, the prompt with its images, and
+    the number of earlier samples of that prompt. It does not depend on other prompts, the order of requests
+    or the servers.
 
     Args:
         prompts: B token lists.
         limits: maximum completion length per prompt, B.
         num_samples: samples per prompt so far in this step, by base seed; updated in place.
+        images: image inputs per row, B; None for prompts of text.
     """
     requests: list[Request] = []
     num_samples = {} if num_samples is None else num_samples
     row = 0
     while row < len(prompts):
         end = row + 1
-        while end < len(prompts) and prompts[end] == prompts[row] and limits[end] == limits[row]:
+        while (
+            end < len(prompts)
+            and prompts[end] == prompts[row]
+            and limits[end] == limits[row]
+            and (images is None or images[end].digest == images[row].digest)
+        ):
             end += 1
-        key = f"{seed} {step} {rank} {list(prompts[row])}".encode()
+        pictures = "" if images is None else images[row].digest
+        key = f"{seed} {step} {rank} {list(prompts[row])}{pictures}".encode()
         digest = hashlib.blake2b(key, digest_size=8).digest()
         base_seed = (
             int.from_bytes(digest, "big") >> 2
         )  # 62 bits: base_seed + samples fits a signed 64-bit integer
         first = num_samples.get(base_seed, 0)
-        requests.append(Request(prompts[row], range(row, end), base_seed + first, limits[row]))
+        own = None if images is None else images[row]
+        requests.append(Request(prompts[row], range(row, end), base_seed + first, limits[row], own))
         num_samples[base_seed] = first + end - row
         row = end
     return requests

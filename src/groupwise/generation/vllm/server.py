@@ -45,6 +45,7 @@ from groupwise.generation.vllm.sampling import (
 from groupwise.generation.vllm.serve import as_shell_line, serve_command
 from groupwise.generation.weight_iterator import buckets
 from groupwise.records import Completion, SamplingOptions
+from groupwise.tokenization.images import is_processor
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,8 @@ class VLLMServerBackend(GenerationBackend):
         tokenizer: compared with the servers' tokenizer; None skips that.
         suppress_tokens: token ids that are not sampled.
     """
+
+    supports_images = True
 
     def __init__(
         self,
@@ -172,7 +175,8 @@ class VLLMServerBackend(GenerationBackend):
         seed = self.config.seed
         if sampling.generation_kwargs:  # requests with different settings must not share a key
             seed ^= zlib.crc32(repr(sorted(sampling.generation_kwargs.items())).encode())
-        return group_requests(prompts, limits, seed, step, self.config.process_index, num_samples)
+        rank = self.config.process_index
+        return group_requests(prompts, limits, seed, step, rank, num_samples, sampling.images)
 
     def _submit(self, requests: list[Request], sampling: SamplingOptions) -> None:
         """Send the requests that are not pending."""
@@ -313,7 +317,7 @@ class VLLMServerBackend(GenerationBackend):
             self._sender = sender
         servers.pause()
         self._sender.push(weights, servers, step)
-        servers.resume()
+        servers.resume(with_images=is_processor(self.tokenizer))
 
     def _make_sender(self, servers: VLLMServers) -> transport.WeightSender:
         """Return the sender that matches the servers' ``--weight-transfer-config``."""
@@ -398,4 +402,4 @@ def _own_address(servers: VLLMServers) -> str:
         return probe.getsockname()[0]
 
 
-ENTRY = BackendEntry(make_backend, check_settings)
+ENTRY = BackendEntry(make_backend, check_settings, supports_images=True)
