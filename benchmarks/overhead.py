@@ -61,7 +61,7 @@ def take_apart(trainer: Any, clock: Clock) -> None:
     accelerator = trainer.accelerator
     accelerator.backward = clock.timed("model", accelerator.backward)
     accelerator.clip_grad_norm_ = clock.timed("update", accelerator.clip_grad_norm_)
-    decoding.choose = clock.timed("drawing", decoding.choose)
+    decoding.sample_tokens = clock.timed("drawing", decoding.sample_tokens)
     LogitsProcessorList.__call__ = clock.timed("drawing", LogitsProcessorList.__call__)
     create = trainer.create_optimizer
 
