@@ -2,9 +2,10 @@
 
     python benchmarks/learning/figures.py benchmarks/results/learning
 
-Prints a Markdown table of accuracy in and out of the trained tasks, mean ± 95 % interval over seeds
-(Student), and writes ``curves.png`` (reward over steps) and ``samples.png`` (Pass@K and Maj@K before and
-after) beside the files.
+Prints Markdown tables of accuracy in and out of the trained tasks, mean ± 95 % interval over seeds (Student),
+and of the gain over the initial model with an interval over questions. Writes beside the files ``curves.png``
+(reward over steps), ``minutes.png`` (reward over minutes, groupwise and TRL) and ``samples.png`` (Pass@K and
+Maj@K of the initial model and of every cell).
 """
 
 from __future__ import annotations
@@ -57,25 +58,48 @@ def score(metrics: Mapping[str, float], names: Sequence[str], metric: str) -> fl
 
 def last_k(run: Mapping[str, Any]) -> int:
     """Return the largest k of the evaluation."""
-    return max(int(k) for name in run["after"] for k in re.findall(r"_pass@(\d+)$", name))
+    return max(int(k) for name in run["evaluation"] for k in re.findall(r"_pass@(\d+)$", name))
 
 
 def table(results: Results) -> str:
-    """Return accuracy (pass@1), Maj@K and Pass@K after training, in and out of the trained tasks."""
+    """Return accuracy (pass@1), Maj@K and Pass@K of every cell, in and out of the trained tasks."""
     k = last_k(next(iter(results.values()))[0])
     columns = [(where, metric) for where in ("in", "out") for metric in ("pass@1", f"maj@{k}", f"pass@{k}")]
-    names = {"in": tasks.TRAINED, "out": tuple(tasks.UNSEEN)}
+    names = {"in": tasks.TRAINED, "out": tasks.UNSEEN}
     lines = [
         "| cell | seeds | " + " | ".join(f"{metric}, {where}" for where, metric in columns) + " |",
         "|---" * (len(columns) + 2) + "|",
     ]
     for cell, runs in results.items():
         shown = [
-            _shown(interval([score(run["after"], names[where], metric) for run in runs]))
+            _shown(interval([score(run["evaluation"], names[where], metric) for run in runs]))
             for where, metric in columns
         ]
         lines.append(f"| {cell} | {len(runs)} | " + " | ".join(shown) + " |")
     return "\n".join(lines)
+
+
+def gains(results: Results) -> str:
+    """Return the gain in accuracy over the initial model by task, of every seed.
+
+    The intervals are 95 % confidence sequences over the questions of one run: valid after every evaluation.
+    """
+    names = [*tasks.TRAINED, *tasks.UNSEEN]
+    lines = ["| cell | seed | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
+    for cell, runs in results.items():
+        for run in runs:
+            keys = [f"eval_{name}_pass@1_gain" for name in names]
+            if any(key in run["evaluation"] for key in keys):
+                shown = [_gain(run["evaluation"], key) for key in keys]
+                lines.append(f"| {cell} | {run['seed']} | " + " | ".join(shown) + " |")
+    return "\n".join(lines)
+
+
+def _gain(metrics: Mapping[str, float], key: str) -> str:
+    if key not in metrics:
+        return "-"
+    low, high = metrics[f"{key}_low"], metrics[f"{key}_high"]
+    return f"{metrics[key]:+.1%} ({low:+.1%} to {high:+.1%})"
 
 
 def _shown(given: tuple[float, float]) -> str:
@@ -85,18 +109,45 @@ def _shown(given: tuple[float, float]) -> str:
     return f"{mean:.1%}" if math.isnan(half) else f"{mean:.1%} ± {half:.1%}"
 
 
-def draw_curves(results: Results, path: Path) -> None:
-    """Draw the training reward over steps, one line per run and one colour per cell."""
+def rewards(run: Mapping[str, Any], window: int) -> list[float]:
+    """Return the mean reward of the last ``window`` steps, by step from step ``window`` on."""
+    logged = [log["reward"] for log in run.get("history", []) if "reward" in log]
+    return [math.fsum(logged[end - window : end]) / window for end in range(window, len(logged) + 1)]
+
+
+def mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:
+    """Return the mean over seeds by step, as far as the shortest curve."""
+    return [math.fsum(values) / len(values) for values in zip(*curves, strict=False)]
+
+
+def draw_curves(results: Results, path: Path, window: int) -> None:
+    """Draw the training reward over steps, mean over seeds, one line per cell that has rewards."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.5))
     for number, (cell, runs) in enumerate(results.items()):
-        for run in runs:
-            points = [(log["step"], log["reward"]) for log in run.get("history", []) if "reward" in log]
-            if points:
-                label = cell if run is runs[0] else None
-                axes.plot(*zip(*points, strict=True), color=f"C{number % 10}", label=label)
-    axes.set(xlabel="optimizer step", ylabel="mean reward of the batch")
+        curve = mean_curve([rewards(run, window) for run in runs])
+        if curve:
+            steps = range(window, window + len(curve))
+            axes.plot(steps, curve, color=f"C{number % 10}", label=f"{cell} ({len(runs)})")
+    axes.set(xlabel="optimizer step", ylabel=f"reward, mean of {window} steps and of all seeds")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(title="cell (seeds)", fontsize="small")
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    plt.close(figure)
+
+
+def draw_minutes(results: Results, path: Path, window: int) -> None:
+    """Draw the training reward of GRPO over minutes with both libraries, one line per seed."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5))
+    for cell, label, colour in (("grpo_outcome", "groupwise", "C0"), ("trl", "TRL", "C1")):
+        for number, run in enumerate(results.get(cell, [])):
+            minutes = [seconds / 60 for seconds in run["step_seconds"]][window - 1 :]
+            curve = rewards(run, window)[: len(minutes)]
+            axes.plot(minutes, curve, color=colour, label=None if number else label)
+    axes.set(xlabel="minutes of training", ylabel=f"reward, mean of {window} steps")
     if axes.get_legend_handles_labels()[0]:
         axes.legend()
     figure.savefig(path, dpi=120, bbox_inches="tight")
@@ -104,20 +155,20 @@ def draw_curves(results: Results, path: Path) -> None:
 
 
 def draw_samples(results: Results, path: Path) -> None:
-    """Draw Pass@K and Maj@K over K on held-out questions of the trained tasks, before and after."""
+    """Draw Pass@K and Maj@K over K on held-out questions of the trained tasks; the initial model is black."""
     import matplotlib.pyplot as plt
 
     figure, panels = plt.subplots(1, 2, figsize=(9, 4), sharey=True)
-    first = next(iter(results.values()))  # all cells start from the same model
-    lines = [("before training", "before", "black", first)]
-    lines += [(cell, "after", f"C{number % 10}", runs) for number, (cell, runs) in enumerate(results.items())]
+    names = next(iter(results.values()))[0]["evaluation"]
     for axes, kind in zip(panels, ("pass", "maj"), strict=True):
-        ks = sorted({int(k) for name in first[0]["after"] for k in re.findall(rf"_{kind}@(\d+)$", name)})
-        for label, when, colour, runs in lines:
+        ks = sorted({int(k) for name in names for k in re.findall(rf"_{kind}@(\d+)$", name)})
+        for number, (cell, runs) in enumerate(results.items()):
             means = [
-                interval([score(run[when], tasks.TRAINED, f"{kind}@{k}") for run in runs])[0] for k in ks
+                interval([score(run["evaluation"], tasks.TRAINED, f"{kind}@{k}") for run in runs])[0]
+                for k in ks
             ]
-            axes.plot(ks, means, marker="o", color=colour, label=label)
+            colour = "black" if cell == "instruct" else f"C{number % 10}"
+            axes.plot(ks, means, marker="o", color=colour, label=cell)
         axes.set(xlabel="K", ylabel=f"{kind.capitalize()}@K", xscale="log")
         axes.set_xticks(ks, [str(k) for k in ks])
         axes.minorticks_off()
@@ -131,13 +182,15 @@ def main(arguments: Sequence[str] | None = None) -> str:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("directory", type=Path)
+    parser.add_argument("--window", type=int, default=5, help="steps that curves are averaged over")
     options = parser.parse_args(arguments)
     results = load(options.directory)
     if not results:
         raise SystemExit(f"{options.directory} has no finished run; run benchmarks/learning/run.py first")
-    draw_curves(results, options.directory / "curves.png")
+    draw_curves(results, options.directory / "curves.png", options.window)
+    draw_minutes(results, options.directory / "minutes.png", options.window)
     draw_samples(results, options.directory / "samples.png")
-    shown = table(results)
+    shown = f"{table(results)}\n\n{gains(results)}"
     print(shown)
     return shown
 

@@ -18,6 +18,9 @@ from groupwise.core.advantages import ADVANTAGES, AdvantageSettings, GroupReward
 #: Completions (texts) of an offline method by question, the last message of the prompt.
 Samples = Mapping[str, Sequence[str]]
 
+#: Completions that are sampled at once.
+BATCH = 64
+
 
 def rft(rewards: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
     """A_i = 1 for a correct completion, else 0: SFT, RFT, online RFT (DeepSeekMath eq. 10). Returns (N,)."""
@@ -95,13 +98,18 @@ def sort_samples(
     tokenizer = trainer.processing_class
     correct: dict[str, list[str]] = {}
     wrong: dict[str, list[str]] = {}
-    for row in rows:
-        chats = chat_ids([row["prompt"]] * count, tokenizer)
-        found = trainer.backend.generate(chats, SamplingOptions())
-        texts = dict.fromkeys(tokenizer.decode(one.token_ids, skip_special_tokens=True) for one in found)
-        for text in texts:
+    rows = [row for row in rows for _ in range(count)]
+    for start in range(0, len(rows), BATCH):
+        batch = rows[start : start + BATCH]
+        found = trainer.backend.generate(
+            chat_ids([row["prompt"] for row in batch], tokenizer), SamplingOptions()
+        )
+        for row, one in zip(batch, found, strict=True):
+            text = tokenizer.decode(one.token_ids, skip_special_tokens=True)
             (right,) = reward(completions=[[{"role": "assistant", "content": text}]], answer=[row["answer"]])
-            (correct if right else wrong).setdefault(row["prompt"][-1]["content"], []).append(text)
+            texts = (correct if right else wrong).setdefault(row["prompt"][-1]["content"], [])
+            if text not in texts:
+                texts.append(text)
     return correct, wrong
 
 

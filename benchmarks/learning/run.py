@@ -5,8 +5,9 @@
     python benchmarks/learning/run.py --tiny --output /tmp/tiny    # random model, seconds
     python benchmarks/learning/figures.py benchmarks/results/learning
 
-A cell is a method and a seed. Its file has the settings, both evaluations, the log of training and versions.
-A second call skips cells whose file exists, so that an interrupted run continues with the next cell.
+A cell is a method and a seed. Its file has the settings, the evaluation, the log of training, the seconds of
+every step and versions. A second call skips cells whose file exists, so an interrupted run continues with the
+next cell. ``instruct`` is the initial model. Its evaluation runs first: the other cells are compared with it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import copy
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import platform
 import tempfile
@@ -28,29 +30,27 @@ from typing import Any
 import methods
 import tasks
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
 
-from groupwise import GRPOConfig, GRPOTrainer
+from groupwise import GRPOConfig, GRPOTrainer, IterativeConfig, IterativeGRPO
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "learning"
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Size of a run: questions are per task, ``samples`` are the completions per held-out question."""
+    """Size of a run: ``test_questions`` are per task, ``samples`` are completions per held-out question."""
 
-    steps: int = 60
-    prompts_per_step: int = 8
+    steps: int = 24
+    prompts_per_step: int = 4
     generations: int = 8
-    max_tokens: int = 96
-    train_questions: int = 512
-    test_questions: int = 100
-    samples: int = 8
-    stored_samples: int = 4
-    learning_rate: float = 1e-5
+    max_tokens: int = 24
+    test_questions: int = 48
+    samples: int = 4
+    learning_rate: float = 2e-5
 
 
-TINY = Scale(2, 2, 4, 8, 8, 2, 4, 2, 1e-3)
+TINY = Scale(2, 2, 4, 8, 2, 4, 1e-3)
 
 
 @dataclass(frozen=True)
@@ -60,23 +60,31 @@ class Cell:
     source: "policy", "solutions" (of the data), "filtered" (correct samples of the initial policy) or "pairs"
         (correct and wrong samples, trained by TRL's ``DPOTrainer``); None: no training.
     process: a reward for every step of the solution instead of one for the answer.
+    iterations: outer iterations of iterative GRPO, which refreshes the reference at the end of each.
+    library: "groupwise", or "trl" for the same settings in TRL's ``GRPOTrainer``.
     settings: changes of the configuration.
     """
 
     source: str | None = "policy"
     process: bool = False
+    iterations: int = 1
+    library: str = "groupwise"
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 RFT = {"advantage_baseline": "rft"}
+#: Stored completions repeat within a group, so two per question do; a step has as many questions as GRPO's.
+STORED = {**RFT, "num_generations": 2}
 METHODS = {
     "instruct": Cell(source=None),
-    "sft": Cell("solutions", settings=RFT),
-    "rft": Cell("filtered", settings=RFT),
+    "sft": Cell("solutions", settings=STORED),
+    "rft": Cell("filtered", settings=STORED),
     "online_rft": Cell(settings=RFT),
     "dpo": Cell("pairs"),
     "grpo_outcome": Cell(),
     "grpo_process": Cell(process=True),
+    "grpo_iterative": Cell(iterations=2, settings={"beta": 0.04}),
+    "trl": Cell(library="trl"),
 }
 
 #: Each changes one thing of ``grpo_outcome``. Staleness needs a vLLM server and is not among them.
@@ -97,18 +105,18 @@ ABLATIONS = {
 CELLS = {**METHODS, **ABLATIONS}
 
 
-def config(cell: Cell, scale: Scale, seed: int, directory: str) -> GRPOConfig:
-    """Return the configuration of a cell."""
-    rows = scale.prompts_per_step * scale.generations
+def settings(cell: Cell, scale: Scale, seed: int) -> dict[str, Any]:
+    """Return the settings of a cell, for the configuration of both libraries."""
+    stored = cell.source in ("solutions", "filtered")
+    rows = scale.prompts_per_step * (cell.settings["num_generations"] if stored else scale.generations)
     given = {
         "loss_type": "grpo",
         "learning_rate": scale.learning_rate,
         "max_steps": scale.steps,
         "num_generations": scale.generations,
         "per_device_train_batch_size": rows,
-        "per_device_eval_batch_size": 8 * scale.samples,
+        "per_device_eval_batch_size": 16 * scale.samples,
         "num_generations_eval": scale.samples,
-        "eval_pass_at_k": [k for k in (1, 2, 4, 8, 16, 32, 64) if k <= scale.samples],
         "max_completion_length": scale.max_tokens,
         "gradient_checkpointing": False,
         "seed": seed,
@@ -119,57 +127,70 @@ def config(cell: Cell, scale: Scale, seed: int, directory: str) -> GRPOConfig:
         "report_to": "none",
         "disable_tqdm": True,
     }
-    return GRPOConfig(directory, **{**given, **cell.settings})
+    return {**given, **cell.settings}
+
+
+def config(cell: Cell, scale: Scale, seed: int, directory: str) -> GRPOConfig:
+    """Return the configuration of a cell."""
+    ks = [k for k in (1, 2, 4, 8, 16, 32, 64) if k <= scale.samples]
+    return GRPOConfig(directory, eval_pass_at_k=ks, **settings(cell, scale, seed))
 
 
 def test_sets(scale: Scale) -> dict[str, Any]:
     """Return held-out questions of the trained tasks, and those of tasks that are never trained on."""
     size = scale.test_questions
-    sets = {task: tasks.generated(task, size, held_out=True) for task in tasks.TRAINED}
+    sets = {task: tasks.generated(task, size, held_out=True) for task in tasks.GENERATORS}
     if importlib.util.find_spec("reasoning_gym") is not None:
-        sets |= {task: tasks.unseen(task, size) for task in tasks.UNSEEN}
+        sets |= {task: tasks.reasoning_gym(task, size) for task in tasks.REASONING_GYM}
     return {task: tasks.dataset(task, questions) for task, questions in sets.items()}
 
 
 def train_rows(scale: Scale) -> Any:
-    """Return the training questions of all trained tasks, in turn."""
+    """Return the training questions of all trained tasks, in turn: one pass with groups of one size."""
     from datasets import interleave_datasets
 
-    size = scale.train_questions
+    size = math.ceil(scale.steps * scale.prompts_per_step / len(tasks.TRAINED))
     return interleave_datasets([tasks.dataset(task, tasks.generated(task, size)) for task in tasks.TRAINED])
 
 
-def run_cell(name: str, model_path: str, scale: Scale, seed: int) -> dict[str, Any]:
-    """Train a cell from ``model_path`` and evaluate it before and after; returns the content of its file."""
+class Clock(TrainerCallback):
+    """Seconds since the start of training at the end of every step: wall clock, and of this process."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.processor_seconds: list[float] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self.seconds:  # iterative GRPO begins several times
+            self.start = time.perf_counter(), time.process_time()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seconds.append(round(time.perf_counter() - self.start[0], 2))
+        self.processor_seconds.append(round(time.process_time() - self.start[1], 2))
+
+
+def run_cell(
+    name: str, model_path: str, scale: Scale, seed: int, initial: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Train a cell from ``model_path`` and evaluate it; returns the content of its file.
+
+    ``initial`` is the content of the file of ``instruct`` with this seed; None for ``instruct`` itself.
+    """
     cell, started = CELLS[name], time.time()
     set_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(model_path, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    rows, sets = train_rows(scale), test_sets(scale)
+    sets = test_sets(scale)
     with tempfile.TemporaryDirectory() as directory:
         args = config(cell, scale, seed, directory)
-
-        def trainer(data: Any = rows, reward: Any = tasks.correct, **given: Any) -> GRPOTrainer:
-            return GRPOTrainer(model, reward, args, data, sets, processing_class=tokenizer, **given)
-
-        judge = trainer()  # evaluates the answer alone, whatever is trained on
-        stored, wrong = stored_samples(cell, judge, rows, scale)
-        data = with_samples(rows, stored, wrong, cell)
-        result = {"trained": cell.source is not None and len(data) > 0, "num_train_questions": len(data)}
-        result["before"] = result["after"] = judge.evaluate()
-        begun = time.time()
-        if result["trained"] and cell.source == "pairs":
-            result["history"] = train_dpo(model, tokenizer, data, args, stored, wrong)
-        elif result["trained"]:
-            replay = {} if cell.source == "policy" else {"rollout_func": methods.replay(stored)}
-            run = trainer(data, tasks.get_step_reward(tokenizer) if cell.process else tasks.correct, **replay)
-            run.train()
-            result["history"] = run.state.log_history
-        result["train_seconds"] = round(time.time() - begun, 2)
-        if result["trained"]:
-            after = trainer()
-            after.evaluation.load_state_dict(judge.evaluation.state_dict())  # gains by question
-            result["after"] = after.evaluate()
+        judged = config(METHODS["instruct"], scale, seed, directory)
+        result = train_cell(cell, model, tokenizer, scale, args) if cell.source is not None else {}
+        judge = GRPOTrainer(model, tasks.correct, judged, train_rows(scale), sets, processing_class=tokenizer)
+        if initial is not None:
+            judge.evaluation.load_state_dict(initial["by_question"])  # gains by question
+        result["evaluation"] = judge.evaluate()
+        if initial is None:
+            result["by_question"] = judge.evaluation.state_dict()
     return {
         "cell": name,
         "seed": seed,
@@ -182,18 +203,51 @@ def run_cell(name: str, model_path: str, scale: Scale, seed: int) -> dict[str, A
     }
 
 
-def stored_samples(cell: Cell, trainer: GRPOTrainer, rows: Any, scale: Scale) -> tuple[dict, dict]:
+def train_cell(cell: Cell, model: Any, tokenizer: Any, scale: Scale, args: GRPOConfig) -> dict[str, Any]:
+    """Train ``model`` in place; returns the log and the seconds of every step."""
+    rows, clock, begun = train_rows(scale), Clock(), time.time()
+    stored, wrong = stored_samples(cell, model, tokenizer, rows, args)
+    rows = with_samples(rows, stored, wrong, cell)
+    reward = tasks.get_step_reward(tokenizer) if cell.process else tasks.correct
+    common = {"train_dataset": rows, "processing_class": tokenizer, "callbacks": [clock]}
+    if len(rows) == 0:
+        log = []  # no question had the samples that the method needs
+    elif cell.source == "pairs":
+        log = train_dpo(model, tokenizer, rows, args, stored, wrong, clock)
+    elif cell.library == "trl":
+        log = train_trl(model, reward, settings(cell, scale, args.seed), str(args.output_dir), common)
+    elif cell.iterations > 1:
+        outer = IterativeConfig(iterations=cell.iterations)
+        runner = IterativeGRPO(model, reward, args, iterative=outer, **common)
+        runner.train()
+        log = runner.trainer.state.log_history
+    else:
+        replay = {} if cell.source == "policy" else {"rollout_func": methods.replay(stored)}
+        trainer = GRPOTrainer(model, reward, args, **common, **replay)
+        trainer.train()
+        log = trainer.state.log_history
+    return {
+        "num_train_questions": len(rows),
+        "history": log,
+        "step_seconds": clock.seconds,
+        "step_processor_seconds": clock.processor_seconds,
+        "train_seconds": round(time.time() - begun, 2),  # with the sampling of stored completions
+    }
+
+
+def stored_samples(cell: Cell, model: Any, tokenizer: Any, rows: Any, args: GRPOConfig) -> tuple[dict, dict]:
     """Return correct and wrong completions by question, for methods that do not sample from the policy."""
     if cell.source == "solutions":
         return {row["prompt"][-1]["content"]: [row["solution"]] for row in rows}, {}
     if cell.source in ("filtered", "pairs"):
-        return methods.sort_samples(trainer, rows, scale.stored_samples, tasks.correct)
+        sampler = GRPOTrainer(model, tasks.correct, args, rows, processing_class=tokenizer)
+        return methods.sort_samples(sampler, rows, Scale.generations, tasks.correct)
     return {}, {}
 
 
 def with_samples(rows: Any, stored: Mapping, wrong: Mapping, cell: Cell) -> Any:
     """Return the rows that a method can train on: with stored completions, if it needs them."""
-    if cell.source in (None, "policy"):
+    if cell.source == "policy":
         return rows
 
     def has_samples(row: Mapping[str, Any]) -> bool:
@@ -203,8 +257,19 @@ def with_samples(rows: Any, stored: Mapping, wrong: Mapping, cell: Cell) -> Any:
     return rows.filter(has_samples)
 
 
+def train_trl(
+    model: Any, reward: Any, given: Mapping[str, Any], directory: str, common: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Train with TRL's ``GRPOTrainer``; returns its log."""
+    import trl
+
+    trainer = trl.GRPOTrainer(model, reward, trl.GRPOConfig(directory, **given), **common)
+    trainer.train()
+    return trainer.state.log_history
+
+
 def train_dpo(
-    model: Any, tokenizer: Any, rows: Any, args: GRPOConfig, correct: Mapping, wrong: Mapping
+    model: Any, tokenizer: Any, rows: Any, args: GRPOConfig, correct: Mapping, wrong: Mapping, clock: Clock
 ) -> list[dict[str, Any]]:
     """Train with TRL's ``DPOTrainer`` on pairs of stored samples; returns its log."""
     from datasets import Dataset
@@ -231,6 +296,7 @@ def train_dpo(
         ),
         train_dataset=Dataset.from_list(pairs),
         processing_class=tokenizer,
+        callbacks=[clock],
     )
     trainer.train()
     return trainer.state.log_history
@@ -250,21 +316,27 @@ def _installed(name: str) -> bool:
 def run_all(
     names: Sequence[str], seeds: Sequence[int], model_path: str, scale: Scale, output: Path
 ) -> list[Path]:
-    """Run every cell without a file in ``output``; returns the files that were written."""
+    """Run every cell without a file in ``output``; returns the files that were written.
+
+    ``instruct`` runs for every seed: the other cells are compared with it.
+    """
     output.mkdir(parents=True, exist_ok=True)
     written = []
     for seed in seeds:
-        for name in names:
+        initial = None
+        for name in ["instruct", *(name for name in names if name != "instruct")]:
             path = output / f"{name}-{seed}.json"
             if path.exists():
                 print(f"{path.name}: finished before", flush=True)
-                continue
-            result = run_cell(name, model_path, scale, seed)
-            partial = path.with_suffix(".partial")
-            partial.write_text(json.dumps(result, indent=1) + "\n")
-            os.replace(partial, path)  # a file with this name is complete
-            written.append(path)
-            print(f"{path.name}: {result['seconds']:.0f} s", flush=True)
+            else:
+                result = run_cell(name, model_path, scale, seed, initial)
+                partial = path.with_suffix(".partial")
+                partial.write_text(json.dumps(result, indent=1) + "\n")
+                os.replace(partial, path)  # a file with this name is complete
+                written.append(path)
+                print(f"{path.name}: {result['seconds']:.0f} s", flush=True)
+            if name == "instruct":
+                initial = json.loads(path.read_text())
     return written
 
 

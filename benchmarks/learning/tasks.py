@@ -1,7 +1,8 @@
 """Generated tasks with a step-by-step solution: arithmetic chains, word problems and reasoning-gym tasks.
 
-Every question is generated from a seed and checked by its number. Training and held-out questions of a task
-do not overlap; the reasoning-gym tasks are never trained on.
+Every question is generated from a seed and checked by its number. Only chains are trained on, and their
+held-out questions do not overlap with those. Every prompt begins with the same worked example, without which
+a model of 135 million parameters solves none of the chains.
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ from typing import Any
 
 from datasets import Dataset
 
-INSTRUCTION = "Work step by step, one equation per line. End with a line 'Answer:' and the number."
+EXAMPLE = (
+    {"role": "system", "content": "Calculate step by step, one equation per line."},
+    {"role": "user", "content": "Start with 4. Add 3. Subtract 2. What is the result?"},
+    {"role": "assistant", "content": "4 + 3 = 7\n7 - 2 = 5"},
+)
 
-#: Tasks that are trained on, and reasoning-gym tasks that are only evaluated.
-TRAINED = ("chains", "stories")
-UNSEEN = {
-    "chain_sum": {"min_digits": 1, "max_digits": 2, "max_terms": 3},
+#: Generated tasks that are trained on, and all tasks that are only evaluated.
+TRAINED = ("chains",)
+UNSEEN = ("stories", "chain_sum", "letter_counting")
+REASONING_GYM = {
+    "chain_sum": {"min_digits": 1, "max_digits": 1, "max_terms": 3},
     "letter_counting": {"max_words": 6},
 }
 
@@ -37,50 +43,30 @@ class Question:
 
 
 def chain(rng: random.Random) -> Question:
-    """Two or three operations on a number: "Start with 7. Add 5. Multiply by 2. What is the result?"."""
-    value = rng.randint(2, 20)
+    """Two additions or subtractions, never below 0: "Start with 7. Add 5. Subtract 2. …"."""
+    value = rng.randint(2, 9)
     parts, lines = [f"Start with {value}."], []
-    for _ in range(rng.randint(2, 3)):
-        kind, number = rng.choice(["+", "-", "*"]), rng.randint(2, 9)
-        result = {"+": value + number, "-": value - number, "*": value * number}[kind]
-        word = {"+": f"Add {number}.", "-": f"Subtract {number}.", "*": f"Multiply by {number}."}[kind]
-        parts.append(word)
-        lines.append(f"{value} {kind} {number} = {result}")
+    for _ in range(2):
+        number = rng.randint(1, 9)
+        adds = number > value or rng.random() < 0.5
+        result = value + number if adds else value - number
+        parts.append(f"{'Add' if adds else 'Subtract'} {number}.")
+        lines.append(f"{value} {'+' if adds else '-'} {number} = {result}")
         value = result
-    return Question(" ".join([*parts, "What is the result?"]), str(value), _solution(lines, value))
+    return Question(" ".join([*parts, "What is the result?"]), str(value), "\n".join(lines))
 
 
 def story(rng: random.Random) -> Question:
-    """A purchase and a gift, or several boxes: two operations in words."""
+    """An addition and a subtraction in words."""
     name, other = rng.sample(NAMES, 2)
     thing, first, second = rng.choice(THINGS), rng.randint(2, 9), rng.randint(2, 9)
-    if rng.random() < 0.5:
-        third = rng.randint(1, first * second - 1)
-        text = (
-            f"{name} has {first} boxes with {second} {thing} each and gives {third} {thing} to {other}. "
-            f"How many {thing} does {name} have left?"
-        )
-        lines = [
-            f"{first} * {second} = {first * second}",
-            f"{first * second} - {third} = {first * second - third}",
-        ]
-        answer = first * second - third
-    else:
-        third = rng.randint(2, 9)
-        text = (
-            f"{name} has {first} {thing} and finds {second} more. {other} has {third} times as many. "
-            f"How many {thing} does {other} have?"
-        )
-        lines = [
-            f"{first} + {second} = {first + second}",
-            f"{first + second} * {third} = {(first + second) * third}",
-        ]
-        answer = (first + second) * third
-    return Question(text, str(answer), _solution(lines, answer))
-
-
-def _solution(lines: Sequence[str], answer: int) -> str:
-    return "\n".join([*lines, f"Answer: {answer}"])
+    third = rng.randint(1, first + second - 1)
+    text = f"{name} has {first} {thing}, finds {second} and gives {third} to {other}. How many are left?"
+    lines = [
+        f"{first} + {second} = {first + second}",
+        f"{first + second} - {third} = {first + second - third}",
+    ]
+    return Question(text, str(first + second - third), "\n".join(lines))
 
 
 GENERATORS: dict[str, Callable[[random.Random], Question]] = {"chains": chain, "stories": story}
@@ -99,11 +85,11 @@ def generated(task: str, size: int, *, held_out: bool = False) -> list[Question]
     return found
 
 
-def unseen(task: str, size: int) -> list[Question]:
+def reasoning_gym(task: str, size: int) -> list[Question]:
     """Return questions of a reasoning-gym task with an integer answer; the package must be installed."""
     from groupwise.rewards import create_reasoning_gym
 
-    entries = create_reasoning_gym(task, size=size, seed=1, **UNSEEN[task])
+    entries = create_reasoning_gym(task, size=size, seed=1, **REASONING_GYM[task])
     return [Question(entries[i]["question"], str(entries[i]["answer"]), None) for i in range(size)]
 
 
@@ -111,7 +97,7 @@ def dataset(task: str, questions: Sequence[Question]) -> Dataset:
     """Return rows with ``prompt`` (chat), ``answer``, ``solution`` and ``task``."""
     rows: list[dict[str, Any]] = [
         {
-            "prompt": [{"role": "user", "content": f"{question.text}\n{INSTRUCTION}"}],
+            "prompt": [*EXAMPLE, {"role": "user", "content": question.text}],
             "answer": question.answer,
             "solution": question.solution or "",
             "task": task,
@@ -122,9 +108,9 @@ def dataset(task: str, questions: Sequence[Question]) -> Dataset:
 
 
 def final_number(text: str) -> str | None:
-    """Return the number after the last "Answer:", else the last number; None without one."""
-    numbers = re.findall(r"-?\d+", text.rpartition("Answer:")[2])
-    return numbers[0 if "Answer:" in text else -1] if numbers else None
+    """Return the last number; None without one."""
+    numbers = re.findall(r"-?\d+", text)
+    return numbers[-1] if numbers else None
 
 
 def correct(
@@ -147,7 +133,7 @@ def is_true_equation(line: str) -> bool:
 
 
 def get_step_reward(tokenizer: Any) -> Callable[..., list[list[tuple[int, float]]]]:
-    """Create a process reward: 1 per true equation and for the right last line, 0 per other line.
+    """Create a process reward: 1 per true equation, 1 for a last line that ends with the answer, else 0.
 
     A line ends at the token with its line break, or at the last token of the completion.
     """
@@ -165,7 +151,7 @@ def get_step_reward(tokenizer: Any) -> Callable[..., list[list[tuple[int, float]
             if not ("\n" in line or last):
                 continue
             text = line.strip()
-            good = final_number(text) == right if last or "Answer:" in text else is_true_equation(text)
+            good = final_number(text) == right if last else is_true_equation(text)
             if text or last:
                 found.append((index, float(good)))
             line = ""

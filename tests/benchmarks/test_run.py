@@ -12,30 +12,32 @@ import run
 import tasks
 from datasets import Dataset
 from support.runs import policy, tokenizer, trainer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from groupwise import GRPOConfig
 
-SMALL = ["--tiny", "--steps", "1", "--test_questions", "2", "--samples", "2", "--train_questions", "4"]
+SMALL = ["--tiny", "--steps", "1", "--test_questions", "2", "--samples", "2"]
 
 
 def test_cells_leave_files_that_a_second_call_skips(tmp_path, capsys):
     arguments = [*SMALL, "--cells", "sft", "grpo_process", "--seeds", "0", "--output", str(tmp_path)]
     written = run.main(arguments)
-    assert [path.name for path in written] == ["sft-0.json", "grpo_process-0.json"]
+    assert [path.name for path in written] == ["instruct-0.json", "sft-0.json", "grpo_process-0.json"]
     first = {path.name: path.read_text() for path in tmp_path.iterdir()}
     (tmp_path / "grpo_process-0.json").unlink()
     assert [path.name for path in run.main(arguments)] == ["grpo_process-0.json"]
     assert (tmp_path / "sft-0.json").read_text() == first["sft-0.json"]
     assert "sft-0.json: finished before" in capsys.readouterr().out
 
-    result = json.loads(first["sft-0.json"])
-    assert result["trained"] and result["num_train_questions"] == 8 and result["seed"] == 0
+    initial, result = (json.loads(first[f"{cell}-0.json"]) for cell in ("instruct", "sft"))
+    assert "history" not in initial and result["num_train_questions"] == 2 and result["seed"] == 0
     (logged,) = [log for log in result["history"] if "reward" in log]
     assert logged["reward"] == 1.0  # replayed solutions are correct
+    assert len(result["step_seconds"]) == len(result["step_processor_seconds"]) == 1
     for task in tasks.TRAINED:
-        for when in ("before", "after"):
-            assert {f"eval_{task}_{name}" for name in ("pass@1", "pass@2", "maj@2")} <= set(result[when])
-        assert f"eval_{task}_pass@1_gain_low" in result["after"]
+        names = {f"eval_{task}_{name}" for name in ("pass@1", "pass@2", "maj@2")}
+        assert names <= set(initial["evaluation"]) and names <= set(result["evaluation"])
+        assert f"eval_{task}_pass@1_gain_low" in result["evaluation"]
     # The same sample of the same seed trains again to the same numbers.
     again = json.loads((tmp_path / "grpo_process-0.json").read_text())
     once = json.loads(first["grpo_process-0.json"])
@@ -44,11 +46,32 @@ def test_cells_leave_files_that_a_second_call_skips(tmp_path, capsys):
     assert rewards[0] == rewards[1] and losses[0] == losses[1]
 
 
+def test_iterative_grpo_and_trl_train_every_step_and_change_the_model(tmp_path, monkeypatch):
+    """Two steps of each; the policy's own samples earn no reward, so that a constant would train nothing."""
+
+    def first_letter(completions, **_):
+        return [float(ord(c[-1]["content"][:1] or " ") % 2) for c in completions]
+
+    monkeypatch.setattr(tasks, "correct", first_letter)
+    path = run.tiny_model(tmp_path / "model")
+    for cell in ("grpo_iterative", "trl"):
+        scale = run.Scale(2, 2, 4, 4, 2, 2, 1e-2)
+        model, words = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        args = run.config(run.CELLS[cell], scale, 0, str(tmp_path / cell))
+        result = run.train_cell(run.CELLS[cell], model, words, scale, args)
+        assert len(result["step_seconds"]) == 2 and result["step_seconds"][0] < result["step_seconds"][1]
+        assert len([log for log in result["history"] if "reward" in log]) == 2
+        assert any((now != then).any() for now, then in zip(model.parameters(), before, strict=True)), cell
+
+
 def test_every_cell_is_a_valid_configuration(tmp_path):
     methods.register()
     for name, cell in run.CELLS.items():
         config = run.config(cell, run.Scale(), 3, str(tmp_path))
-        assert config.seed == 3 and config.max_steps == 60, name
+        assert config.seed == 3 and config.max_steps == 24, name
+        stored = cell.source in ("solutions", "filtered")
+        assert config.per_device_train_batch_size == (8 if stored else 32), name
     plain, tried = (
         run.config(run.CELLS[c], run.TINY, 0, str(tmp_path)) for c in ("grpo_outcome", "beta_0.04")
     )
@@ -58,11 +81,13 @@ def test_every_cell_is_a_valid_configuration(tmp_path):
 def result_file(directory, cell: str, seed: int, after: float) -> None:
     metrics = {
         f"eval_{task}_{name}": after
-        for task in ("chains", "stories")
+        for task in tasks.TRAINED
         for name in ("pass@1", "pass@4", "maj@4", "pass@1_ci95")
     }
     history = [{"step": 1, "reward": 0.5}, {"step": 2, "reward": after}, {"train_loss": 0.0}]
-    result = {"cell": cell, "seed": seed, "before": metrics, "after": metrics, "history": history}
+    metrics |= {"eval_chains_pass@1_gain" + end: x for end, x in (("", 0.1), ("_low", 0.0), ("_high", 0.2))}
+    seconds = {"step_seconds": [3.0, 60.0]}
+    result = {"cell": cell, "seed": seed, "evaluation": metrics, "history": history, **seconds}
     (directory / f"{cell}-{seed}.json").write_text(json.dumps(result))
 
 
@@ -78,7 +103,15 @@ def test_the_table_has_means_and_student_intervals_over_seeds(tmp_path):
     )
     assert shown[2] == "| grpo_outcome | 3 |" + " 40.0% ± 49.7% |" * 3 + " - |" * 3
     assert shown[3] == "| sft | 1 |" + " 25.0% |" * 3 + " - |" * 3
-    assert {"curves.png", "samples.png"} <= {path.name for path in tmp_path.iterdir()}
+    assert shown[7] == "| grpo_outcome | 0 | +10.0% (+0.0% to +20.0%) | - | - | - |"
+    assert {"curves.png", "minutes.png", "samples.png"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_curves_are_means_over_steps_and_seeds():
+    runs = [{"history": [{"reward": r} for r in values]} for values in ([0, 1, 1, 0], [1, 1, 0])]
+    assert figures.rewards(runs[0], 2) == [0.5, 1.0, 0.5]
+    assert figures.mean_curve([figures.rewards(one, 2) for one in runs]) == [0.75, 0.75]
+    assert figures.rewards({}, 2) == []
 
 
 def test_an_empty_directory_is_an_error(tmp_path):
@@ -131,6 +164,6 @@ def test_dpo_trains_on_pairs_of_samples(tmp_path):
     )
     before = [parameter.detach().clone() for parameter in model.parameters()]
     correct, wrong = ({f"w{i}": [f"w{i + shift}"] for i in range(2)} for shift in (5, 9))
-    history = run.train_dpo(model, words, rows, args, correct, wrong)
+    history = run.train_dpo(model, words, rows, args, correct, wrong, run.Clock())
     assert history[0]["loss"] == pytest.approx(math.log(2), abs=1e-3)  # policy and reference are equal
     assert any((now != then).any() for now, then in zip(model.parameters(), before, strict=True))

@@ -8,7 +8,7 @@ import re
 import pytest
 import tasks
 
-TEXTS = ["3 + 4 = 7", "7 * 2 = 15", "so it is", "Answer: 14"]
+TEXTS = ["3 + 4 = 7", "7 * 2 = 15", "so it is", "7 * 2 = 14"]
 
 
 class Letters:
@@ -18,17 +18,17 @@ class Letters:
         return "".join(chr(token) for token in ids)
 
 
-@pytest.mark.parametrize("task", tasks.TRAINED)
+@pytest.mark.parametrize("task", tasks.GENERATORS)
 def test_solutions_are_true_and_end_with_the_answer(task):
     for question in tasks.generated(task, 100):
-        *lines, last = question.solution.split("\n")
-        assert len(lines) >= 2 and all(tasks.is_true_equation(line) for line in lines)
-        assert last == f"Answer: {question.answer}" and lines[-1].endswith(f" = {question.answer}")
+        lines = question.solution.split("\n")
+        assert len(lines) == 2 and all(tasks.is_true_equation(line) for line in lines)
+        assert tasks.final_number(question.solution) == question.answer
         numbers = re.findall(r"\d+", question.text)
         assert all(number in numbers for number in re.findall(r"^\d+", lines[0]))
 
 
-@pytest.mark.parametrize("task", tasks.TRAINED)
+@pytest.mark.parametrize("task", tasks.GENERATORS)
 def test_held_out_questions_are_never_trained_on(task):
     train = [question.text for question in tasks.generated(task, 1000)]
     held_out = [question.text for question in tasks.generated(task, 100, held_out=True)]
@@ -37,21 +37,21 @@ def test_held_out_questions_are_never_trained_on(task):
     assert train == [question.text for question in tasks.generated(task, 1000)]  # the same in every process
 
 
-@pytest.mark.parametrize("task", tasks.UNSEEN)
+@pytest.mark.parametrize("task", tasks.REASONING_GYM)
 def test_tasks_of_reasoning_gym_have_integer_answers(task):
     if importlib.util.find_spec("reasoning_gym") is None:
         pytest.skip("reasoning_gym is not installed")
-    for question in tasks.unseen(task, 20):
+    for question in tasks.reasoning_gym(task, 20):
         assert re.fullmatch(r"-?\d+", question.answer) and question.solution is None
 
 
 @pytest.mark.parametrize(
     ("text", "number"),
     [
-        ("3 + 4 = 7\nAnswer: 7", "7"),
-        ("Answer: 5\nno, Answer: -6 apples, not 7", "-6"),
-        ("it is 12, or 13", "13"),
-        ("Answer: none", None),
+        ("3 + 4 = 7", "7"),
+        ("5 - 11 = -6 apples", "-6"),
+        ("it is 12, or 13.", "13"),
+        ("none", None),
         ("", None),
     ],
 )
@@ -61,7 +61,7 @@ def test_the_final_number(text, number):
 
 def test_answers_are_rewarded_and_logged_as_votes():
     logged = {}
-    chats = [[{"role": "assistant", "content": text}] for text in ("Answer: 7", "Answer: 8", "?")]
+    chats = [[{"role": "assistant", "content": text}] for text in ("3 + 4 = 7", "3 + 4 = 8", "?")]
     rewards = tasks.correct(
         chats, ["7", "7", "7"], log_extra=lambda name, values: logged.update({name: values})
     )
