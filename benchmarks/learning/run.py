@@ -41,13 +41,13 @@ RESULTS = Path(__file__).resolve().parents[1] / "results" / "learning"
 class Scale:
     """Size of a run: ``test_questions`` are per task, ``samples`` are completions per held-out question."""
 
-    steps: int = 24
-    prompts_per_step: int = 4
+    steps: int = 40
+    prompts_per_step: int = 8
     generations: int = 8
     max_tokens: int = 24
     test_questions: int = 48
     samples: int = 4
-    learning_rate: float = 2e-5
+    learning_rate: float = 1e-5
 
 
 TINY = Scale(2, 2, 4, 8, 2, 4, 1e-3)
