@@ -41,7 +41,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "results" / "learning"
 class Scale:
     """Size of a run: ``test_questions`` are per task, ``samples`` are completions per held-out question."""
 
-    steps: int = 40
+    steps: int = 30
     prompts_per_step: int = 8
     generations: int = 8
     max_tokens: int = 24
@@ -112,6 +112,7 @@ def settings(cell: Cell, scale: Scale, seed: int) -> dict[str, Any]:
     given = {
         "loss_type": "grpo",
         "learning_rate": scale.learning_rate,
+        "lr_scheduler_type": "constant",
         "max_steps": scale.steps,
         "num_generations": scale.generations,
         "per_device_train_batch_size": rows,
@@ -169,6 +170,13 @@ class Clock(TrainerCallback):
         self.processor_seconds.append(round(time.process_time() - self.start[1], 2))
 
 
+class Judge(GRPOTrainer):
+    """Evaluation of rewards alone: the loss of an evaluation takes as long as its samples."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return torch.zeros(())
+
+
 def run_cell(
     name: str, model_path: str, scale: Scale, seed: int, initial: Mapping[str, Any] | None
 ) -> dict[str, Any]:
@@ -185,7 +193,7 @@ def run_cell(
         args = config(cell, scale, seed, directory)
         judged = config(METHODS["instruct"], scale, seed, directory)
         result = train_cell(cell, model, tokenizer, scale, args) if cell.source is not None else {}
-        judge = GRPOTrainer(model, tasks.correct, judged, train_rows(scale), sets, processing_class=tokenizer)
+        judge = Judge(model, tasks.correct, judged, train_rows(scale), sets, processing_class=tokenizer)
         if initial is not None:
             judge.evaluation.load_state_dict(initial["by_question"])  # gains by question
         result["evaluation"] = judge.evaluate()
@@ -285,6 +293,7 @@ def train_dpo(
             max_steps=args.max_steps,
             per_device_train_batch_size=args.per_device_train_batch_size // 2,
             learning_rate=args.learning_rate,
+            lr_scheduler_type=args.lr_scheduler_type,
             seed=args.seed,
             bf16=False,
             use_cpu=args.use_cpu,
@@ -303,10 +312,11 @@ def train_dpo(
 
 
 def versions() -> dict[str, str]:
-    """Return versions of Python and of the packages that decide the numbers, and the processor."""
+    """Return versions of Python and of the packages that decide the numbers, the processor and its threads."""
     names = [n for n in ("torch", "transformers", "trl", "reasoning-gym") if _installed(n)]
     found = {name: importlib.metadata.version(name) for name in names}
-    return {"python": platform.python_version(), "processor": platform.processor(), **found}
+    machine = {"processor": platform.processor(), "threads": str(torch.get_num_threads())}
+    return {"python": platform.python_version(), **machine, **found}
 
 
 def _installed(name: str) -> bool:
