@@ -653,9 +653,26 @@ class GRPOTrainer(
         state = checkpointing.load_state(directory, self.args.process_index, self.args.world_size)
         checkpointing.warn_if_prompt_order_changed(state["order"], self.settings, self.train_dataset)
         self.step_state.load_state_dict(state)
+        if not self.buffer.is_empty:
+            self._continue_generation(state.get("sampler", {}))
         if self.args.ignore_data_skip:
             self.prompts.seek(self.prompts.epoch)
         self._load_reference(directory)
+
+    def _continue_generation(self, saved: Mapping[str, float]) -> None:
+        """Keep the sampler settings of a checkpoint until its generation batch is used up."""
+        now = sampler_settings(self.settings)
+        changed = {name: value for name, value in saved.items() if value != now[name]}
+        if not changed:
+            return
+        self.step_settings.hold(changed)
+        self.settings = self.step_settings.current
+        self._apply_settings()
+        logger.warning(
+            "resumed with %s: the generation batch of the checkpoint was sampled with %s and is finished with it",
+            ", ".join(f"{name}={now[name]}" for name in changed),
+            ", ".join(f"{name}={value}" for name, value in changed.items()),
+        )
 
     def _load_reference(self, directory: str) -> None:
         checkpointing.load_reference(
@@ -686,6 +703,7 @@ class GRPOTrainer(
     def save_rollout_state(self, directory: str) -> None:
         state = self.step_state.state_dict()
         state["order"] = checkpointing.prompt_order_settings(self.settings, self.train_dataset)
+        state["sampler"] = sampler_settings(self.settings)
         checkpointing.save_state(directory, self.args.process_index, self.args.world_size, state)
         if self.settings.sync_ref_model and self.args.should_save:
             checkpointing.save_reference(directory, self.accelerator.unwrap_model(self.reference.model))

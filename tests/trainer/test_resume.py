@@ -119,6 +119,30 @@ def test_resume_with_a_reference_inside_a_generation(tmp_path: Path, accumulatio
     assert all(entry["kl"] > 0 for entry in resumed.state.log_history[-3:-1])
 
 
+@pytest.mark.parametrize("changed", [{"temperature": 0.5}, {"top_k": 3}], ids=str)
+def test_resume_with_another_sampler_inside_a_generation(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, changed: dict[str, float]
+) -> None:
+    """Steps 1 to 4 share a generation, which keeps the settings that it was sampled with."""
+    reuse = {"num_iterations": 2, "steps_per_generation": 2, "beta": 0.1, "max_steps": 6}
+    whole = make_trainer(tmp_path / "whole", **reuse)
+    whole.train()
+    (name,) = changed
+
+    def resumed_from(step: int) -> Any:
+        caplog.clear()
+        trainer = make_trainer(tmp_path / f"from-{step}", **reuse, **changed, save_strategy="no")
+        trainer.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+        return trainer
+
+    resumed = resumed_from(2)
+    assert f"resumed with {name}={changed[name]}: the generation batch" in caplog.text
+    assert _history(resumed)[:4] == _history(whole)[:4]
+    assert _history(resumed)[4] != _history(whole)[4]  # the next generation has the new setting
+    assert _history(resumed_from(4))[4] == _history(resumed)[4]
+    assert "the generation batch of the checkpoint" not in caplog.text
+
+
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_resume_with_dropout(tmp_path: Path, checkpointing: bool) -> None:
     def make(directory: Path, **settings: Any) -> Any:

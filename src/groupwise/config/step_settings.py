@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainingArguments
@@ -72,6 +73,10 @@ class StepSettings:
         elif message := setting.violation(f"trainer.{attribute}", value, getattr(self.args, name)):
             raise ConfigError(message)
         return value
+
+    def hold(self, sampler: Mapping[str, Any]) -> None:
+        """Use these settings of the sampler, by field, until the next generation begins."""
+        self.current = _copy(self.current, dict(sampler))
 
     def begin_step(self, *, new_generation: bool, new_run: bool = False) -> GRPOConfig:
         """Return the settings of the next step: changes take effect.
