@@ -237,10 +237,27 @@ def test_workers_start_once_per_epoch_after_a_rollback(own_sampler, monkeypatch)
     assert len(starts) == 2
     workers.rollback()
     assert workers.take(6) + workers.take(6) == before
-    assert len(starts) == 4
+    assert len(starts) == 2  # the rows since the mark were kept
     workers.mark()
-    assert workers.take(6) == plain.take(6) and len(starts) == 5  # the third epoch
+    assert workers.take(6) == plain.take(6) and len(starts) == 3  # the third epoch
     assert list(workers._order) == [1, 2]  # orders before the mark are dropped
+    assert min(workers._rows_read) == (1, 6)  # and so are rows
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_workers_start_once_per_epoch_when_later_batches_are_looked_at(world_size, monkeypatch):
+    """A server that generates ahead is sent the rows of later batches before the next batch is taken."""
+    starts, start = [], DatasetPrompts._loader_from
+    monkeypatch.setattr(DatasetPrompts, "_loader_from", lambda *given: starts.append(1) or start(*given))
+    for rank in range(world_size):
+        plain, workers = (
+            dataset_prompts(Rows(9), rank, world_size, num_workers=number) for number in (0, 1)
+        )
+        for _ in range(5):  # a batch is 3 prompts, an epoch 3 batches
+            assert list(workers.upcoming(2, 3)) == list(plain.upcoming(2, 3))
+            assert workers.take(3) == plain.take(3)
+            workers.mark()
+    assert len(starts) == 3 * world_size  # the fifth batch looks into the third epoch
 
 
 def test_dynamic_sampling_drops_no_prompt():

@@ -209,6 +209,7 @@ class DatasetPrompts(PromptSource):
         self._iterated = 0  # epochs drawn from a sampler without set_epoch
         self._order: dict[int, list[int]] = {}  # of the marked epoch and of later ones
         self._reader: Iterator[tuple[tuple[int, int], Row]] | None = None
+        self._rows_read: dict[tuple[int, int], Row] = {}  # by workers, since the mark
 
     def _read_places(self, epoch: int) -> Iterator[tuple[int, int]]:
         """Return the positions of an epoch, (epoch, place): its prompts are ``_order[epoch][place]``."""
@@ -252,16 +253,23 @@ class DatasetPrompts(PromptSource):
     def _read_rows(self, prompts: Sequence[tuple[int, int]]) -> list[Row]:
         if self.num_workers == 0:
             return [self.dataset[self._order[epoch][place]] for epoch, place in prompts]
+        self._rows_read = {place: row for place, row in self._rows_read.items() if place >= self._mark}
         return [self._read_in_worker(position) for position in prompts]
 
     def _read_in_worker(self, position: tuple[int, int]) -> Row:
         for _ in range(2):
-            if self._reader is not None:
+            # Rows before the position are kept: they are taken later if this one is only looked at.
+            while position not in self._rows_read and self._reader is not None:
                 read, row = next(self._reader, (None, None))
-                if read == position and row is not None:
-                    return row
-            # A new epoch or a rollback: the workers start again at this position.
-            self._reader = iter(self._loader_from(*position))
+                if read is not None and row is not None:
+                    self._rows_read[read] = row
+                if read is None or read > position:  # the end of an epoch, or a batch of another size
+                    self._reader = None
+            if position in self._rows_read:
+                return self._rows_read[position]
+            # The workers start at the first row that is not taken.
+            epoch, _ = position
+            self._reader = iter(self._loader_from(*min(position, max((epoch, 0), (self.epoch, self.index)))))
         return self.dataset[self._order[position[0]][position[1]]]
 
     def _loader_from(self, epoch: int, first: int) -> DataLoader[Any]:
