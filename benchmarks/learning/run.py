@@ -84,9 +84,10 @@ METHODS = {
     "grpo_outcome": Cell(),
     "grpo_process": Cell(process=True),
     "grpo_iterative": Cell(iterations=2, settings={"beta": 0.04}),
-    # The same update in micro-batches: TRL needs 12 GB for all rows at once.
+    # Its first steps, as many as fit into an hour of one core, in micro-batches: TRL needs 12 GB for all rows.
     "trl": Cell(
-        library="trl", settings={"per_device_train_batch_size": 16, "gradient_accumulation_steps": 4}
+        library="trl",
+        settings={"max_steps": 15, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 4},
     ),
 }
 
@@ -315,7 +316,7 @@ def train_dpo(
 
 
 def versions() -> dict[str, str]:
-    """Return versions of Python and of the packages that decide the numbers, the processor and its threads."""
+    """Return versions of Python and of the packages that decide the numbers, processor and threads."""
     names = [n for n in ("torch", "transformers", "trl", "reasoning-gym") if _installed(n)]
     found = {name: importlib.metadata.version(name) for name in names}
     machine = {"processor": platform.processor(), "threads": str(torch.get_num_threads())}

@@ -669,7 +669,7 @@ class GRPOTrainer(
         self.settings = self.step_settings.current
         self._apply_settings()
         logger.warning(
-            "resumed with %s: the generation batch of the checkpoint was sampled with %s and is finished with it",
+            "resumed with %s: the generation batch of the checkpoint is finished with %s, as it was sampled",
             ", ".join(f"{name}={now[name]}" for name in changed),
             ", ".join(f"{name}={value}" for name, value in changed.items()),
         )
