@@ -84,7 +84,7 @@ METHODS = {
     "grpo_outcome": Cell(),
     "grpo_process": Cell(process=True),
     "grpo_iterative": Cell(iterations=2, settings={"beta": 0.04}),
-    # Its first steps, as many as fit into an hour of one core, in micro-batches: TRL needs 12 GB for all rows.
+    # Its first steps, about an hour on one core; in micro-batches, since all rows at once need 12 GB in TRL.
     "trl": Cell(
         library="trl",
         settings={"max_steps": 15, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 4},

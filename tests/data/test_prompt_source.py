@@ -250,9 +250,7 @@ def test_workers_start_once_per_epoch_when_later_batches_are_looked_at(world_siz
     starts, start = [], DatasetPrompts._loader_from
     monkeypatch.setattr(DatasetPrompts, "_loader_from", lambda *given: starts.append(1) or start(*given))
     for rank in range(world_size):
-        plain, workers = (
-            dataset_prompts(Rows(9), rank, world_size, num_workers=number) for number in (0, 1)
-        )
+        plain, workers = (dataset_prompts(Rows(9), rank, world_size, num_workers=number) for number in (0, 1))
         for _ in range(5):  # a batch is 3 prompts, an epoch 3 batches
             assert list(workers.upcoming(2, 3)) == list(plain.upcoming(2, 3))
             assert workers.take(3) == plain.take(3)
