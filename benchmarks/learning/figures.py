@@ -3,9 +3,9 @@
     python benchmarks/learning/figures.py benchmarks/results/learning
 
 Prints Markdown tables of accuracy in and out of the trained tasks, mean ± 95 % interval over seeds (Student),
-and of the gain over the initial model with an interval over questions. Writes beside the files ``curves.png``
-(reward over steps), ``minutes.png`` (reward over minutes, groupwise and TRL) and ``samples.png`` (Pass@K and
-Maj@K of the initial model and of every cell).
+of the gain over the initial model with an interval over questions, and of the steps of both libraries. Writes
+beside the files ``curves.png`` (reward over steps), ``minutes.png`` (reward over minutes, groupwise and TRL)
+and ``samples.png`` (Pass@K and Maj@K of the initial model and of every cell).
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import tasks
@@ -109,6 +111,31 @@ def _shown(given: tuple[float, float]) -> str:
     return f"{mean:.1%}" if math.isnan(half) else f"{mean:.1%} ± {half:.1%}"
 
 
+def against_trl(results: Results) -> str:
+    """Return reward and seconds of the steps that both libraries took, by seed; medians of the seconds."""
+    lines = [
+        "| seed | steps | mean reward, groupwise | TRL | seconds per step, groupwise | TRL | ratio |",
+        "|---" * 7 + "|",
+    ]
+    others = {run["seed"]: run for run in results.get("trl", [])}
+    for run in results.get("grpo_outcome", []):
+        if (other := others.get(run["seed"])) is None:
+            continue
+        count = min(len(run["step_seconds"]), len(other["step_seconds"]))
+        ours, theirs = (math.fsum(rewards(one, 1)[:count]) / count for one in (run, other))
+        own, its = (median(step_seconds(one)[:count]) for one in (run, other))
+        lines.append(
+            f"| {run['seed']} | {count} | {ours:.1%} | {theirs:.1%} | {own:.1f} | {its:.1f} | {its / own:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def step_seconds(run: Mapping[str, Any]) -> list[float]:
+    """Return the seconds of every step."""
+    ends = [0.0, *run["step_seconds"]]
+    return [end - start for start, end in pairwise(ends)]
+
+
 def rewards(run: Mapping[str, Any], window: int) -> list[float]:
     """Return the mean reward of the last ``window`` steps, by step from step ``window`` on."""
     logged = [log["reward"] for log in run.get("history", []) if "reward" in log]
@@ -190,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> str:
     draw_curves(results, options.directory / "curves.png", options.window)
     draw_minutes(results, options.directory / "minutes.png", options.window)
     draw_samples(results, options.directory / "samples.png")
-    shown = f"{table(results)}\n\n{gains(results)}"
+    shown = "\n\n".join([table(results), gains(results), against_trl(results)])
     print(shown)
     return shown
 

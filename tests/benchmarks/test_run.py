@@ -107,6 +107,15 @@ def test_the_table_has_means_and_student_intervals_over_seeds(tmp_path):
     assert {"curves.png", "minutes.png", "samples.png"} <= {path.name for path in tmp_path.iterdir()}
 
 
+def test_steps_of_both_libraries_are_compared_as_far_as_both_went():
+    def cell(seed, rewards, seconds):
+        return {"seed": seed, "history": [{"reward": r} for r in rewards], "step_seconds": seconds}
+
+    ours = [cell(seed, [0.0, 0.5, 1.0], [2.0, 3.0, 7.0]) for seed in (0, 1)]
+    shown = figures.against_trl({"grpo_outcome": ours, "trl": [cell(1, [0.5, 0.5], [9.0, 15.0])]})
+    assert shown.splitlines()[2:] == ["| 1 | 2 | 25.0% | 50.0% | 1.5 | 7.5 | 5.0 |"]
+
+
 def test_curves_are_means_over_steps_and_seeds():
     runs = [{"history": [{"reward": r} for r in values]} for values in ([0, 1, 1, 0], [1, 1, 0])]
     assert figures.rewards(runs[0], 2) == [0.5, 1.0, 0.5]
