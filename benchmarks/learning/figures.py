@@ -124,9 +124,8 @@ def against_trl(results: Results) -> str:
         count = min(len(run["step_seconds"]), len(other["step_seconds"]))
         ours, theirs = (math.fsum(rewards(one, 1)[:count]) / count for one in (run, other))
         own, its = (median(step_seconds(one)[:count]) for one in (run, other))
-        lines.append(
-            f"| {run['seed']} | {count} | {ours:.1%} | {theirs:.1%} | {own:.1f} | {its:.1f} | {its / own:.1f} |"
-        )
+        cells = f"{ours:.1%} | {theirs:.1%} | {own:.1f} | {its:.1f} | {its / own:.1f}"
+        lines.append(f"| {run['seed']} | {count} | {cells} |")
     return "\n".join(lines)
 
 
