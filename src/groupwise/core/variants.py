@@ -91,8 +91,9 @@ def prompt_mean(rows: WeightInputs, counts: WindowCounts) -> torch.Tensor:
 def maxrl(rewards: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
     """A_i = (r_i − r̄) / r̄ with the group mean r̄, 0 where r̄ = 0 (MaxRL, arXiv 2602.02710).
 
-    For binary rewards the policy gradient is then unbiased for the maximum-likelihood objective truncated at
-    order G. ``scale_rewards`` has no effect. Completions without any reward get 0.
+    For binary rewards the policy gradient of whole sequences is then unbiased for the maximum-likelihood
+    objective truncated at order G - 1 (version 3, theorem 5). ``scale_rewards`` has no effect. Completions
+    without any reward get 0.
 
     Returns:
         (N,) float32.
