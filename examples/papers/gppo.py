@@ -1,6 +1,7 @@
 r"""GPPO: Klear-Reasoner: Advancing Reasoning Capability via Gradient-Preserving Clipping Policy Optimization
 
-arXiv 2508.07629, section not checked
+arXiv 2508.07629; equation and clip range as in the authors' code,
+https://github.com/Kwai-Klear/KlearReasoner, `compute_gppo_loss`
 
 $$
 L = -\frac{1}{\sum_i \lvert o_i\rvert} \sum_{i,t} \min\Big(\rho_{it} A_i,\
@@ -8,8 +9,8 @@ L = -\frac{1}{\sum_i \lvert o_i\rvert} \sum_{i,t} \min\Big(\rho_{it} A_i,\
 \frac{\rho_{it}}{\mathrm{sg}[\rho_{it}]}\,A_i\Big)
 $$
 
-Tokens beyond the clip range have the gradient of its bound instead of none. The clip range is the library's
-default.
+Tokens beyond the clip range have the gradient of its bound instead of none. The code also bounds the loss
+of negative advantages (dual clip) and has a weight for a loss on positive examples; both are left out.
 """
 
 import torch
@@ -24,4 +25,4 @@ def gppo(inputs, settings):
 
 
 register_objective("gppo", gppo, "token_mean", zero_grad_at_zero_advantage=True)
-config = GRPOConfig("out", loss_type="gppo", epsilon=0.2)
+config = GRPOConfig("out", loss_type="gppo", epsilon=0.2, epsilon_high=0.28)

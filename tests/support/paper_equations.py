@@ -109,6 +109,16 @@ def mean_of_tokens(s: Samples, loss: PerToken) -> Dual:
     return total(loss(i, t) for i, t in pairs(s)) / max(len(pairs(s)), 1)
 
 
+def mean_of_prompts(s: Samples, loss: PerToken) -> Dual:
+    """1/P Σ_p 1/Σ_{i ∈ p}|o_i| Σ_{i ∈ p} Σ_t."""
+
+    def prompt(group: list[int]) -> Number:
+        terms = [loss(i, t) for i in group for t in s.tokens(i)]
+        return total(terms) / max(len(terms), 1)
+
+    return total(prompt(group) for group in s.groups()) / len(s.groups())
+
+
 def sum_over_tokens(s: Samples, loss: PerToken, divisor: float) -> Dual:
     return total(loss(i, t) for i, t in pairs(s)) / divisor
 
@@ -233,7 +243,7 @@ def luspo(s: Samples) -> Dual:
 
 @paper("vespo")
 def vespo(s: Samples) -> Dual:
-    a = group_relative(s)
+    a = per_group(s, first(s), centred)
 
     def phi(i: int) -> float:
         w = math.exp(sum(stop(s.log_ratio(i, t)) for t in s.tokens(i)))
@@ -264,7 +274,7 @@ def gppo(s: Samples) -> Dual:
 
     def loss(i: int, t: int) -> Number:
         rho = s.ratio(i, t)
-        bound = min(max(stop(rho), 0.8), 1.2) * rho / stop(rho)
+        bound = min(max(stop(rho), 0.8), 1.28) * rho / stop(rho)
         return -1.0 * minimum(rho * a[i], bound * a[i])
 
     return mean_of_tokens(s, loss)
@@ -353,13 +363,7 @@ def dr_grpo(s: Samples) -> Dual:
 def scalerl(s: Samples) -> Dual:
     raw = per_group(s, first(s), centred)
     a = [value / (std(raw) + TINY) for value in raw]
-
-    def prompt(group: list[int]) -> Number:
-        terms = [(i, t) for i in group for t in s.tokens(i)]
-        weighted = (min(stop(s.ratio(i, t)), 5.0) * a[i] * s.logps[i][t] for i, t in terms)
-        return -total(weighted) / max(len(terms), 1)
-
-    return total(prompt(group) for group in s.groups()) / len(s.groups())
+    return mean_of_prompts(s, lambda i, t: -min(stop(s.ratio(i, t)), 5.0) * a[i] * s.logps[i][t])
 
 
 # Advantages
@@ -426,7 +430,8 @@ def reinforce_plus_plus(s: Samples) -> Dual:
 
 @paper("magistral")
 def magistral(s: Samples) -> Dual:
-    return default_loss(s, whitened(s), 0.28)
+    a = whitened(s)
+    return mean_of_prompts(s, lambda i, t: ppo_clip(s.ratio(i, t), a[i], 0.2, 0.28))
 
 
 @paper("maxrl")
@@ -613,7 +618,10 @@ def icepop(s: Samples) -> Dual:
     def popped(k: float) -> float:
         return k if 0.5 <= k <= 5.0 else 0.0
 
-    return corrected(s, lambda i, t: popped(mismatch(s, i, t)))
+    a = group_relative(s)
+    return mean_of_sequences(
+        s, lambda i, t: popped(mismatch(s, i, t)) * ppo_clip(s.ratio(i, t), a[i], 0.2, 0.2)
+    )
 
 
 @paper("sequence_tis")
