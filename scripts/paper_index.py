@@ -100,8 +100,8 @@ of $P$ prompts, $G$ for each; $\\lvert o_i\\rvert$ loss tokens; reward $r_i$, ad
 the ratio of the current to the old policy for token $t$; sg stops the gradient. Where no advantage is given
 it is GRPO's. Mean and standard deviation are those of the group, the latter with divisor $G - 1$ and plus
 $10^{-4}$, as in TRL. Settings that a file does not mention have the [defaults](configuration.md) of the
-library. A source says where the equation stands if that was checked. Recipes that register an advantage
-expect a number from every reward function.
+library. A source says where the equation stands in the paper, or which code it was compared with. Recipes
+that register an advantage expect a number from every reward function.
 """
 
 TRL_INTRODUCTION = """\

@@ -1,13 +1,14 @@
 r"""AsymRE: Asymmetric REINFORCE for off-Policy Reinforcement Learning: Balancing positive and negative
 rewards
 
-arXiv 2506.20520, section not checked
+arXiv 2506.20520, version 2, equation 4; offset of section 5.3
 
 $$
 L = -\frac1N \sum_i A_i \log\pi_\theta(o_i), \quad A_i = r_i - (\mathrm{mean}(r) + \delta_V)
 $$
 
 No importance ratio. A baseline below the mean, $\delta_V < 0$, weighs good completions more than bad ones.
+The paper's rewards are 1 and -1.
 """
 
 from groupwise import GRPOConfig, register_advantage, register_objective

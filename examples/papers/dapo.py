@@ -12,8 +12,9 @@ L_\mathrm{max} \\
 -1 & \mathrm{otherwise} \end{cases}
 $$
 
-Pass `reward_funcs` after the rule-based reward. Groups without reward variance are sampled again, and
-completions that reach the length limit are masked.
+Equation 8 is the mean over the tokens of a prompt, then over prompts; `loss_type="dapo"` is the mean over all
+tokens, as in TRL. Pass `reward_funcs` after the rule-based reward. Groups without reward variance are sampled
+again, and completions that reach the length limit are masked.
 """
 
 from groupwise import GRPOConfig

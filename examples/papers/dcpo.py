@@ -1,6 +1,6 @@
 r"""DCPO: Dynamic Clipping Policy Optimization
 
-arXiv 2509.02333, equations 4 and 8; clip range not checked
+arXiv 2509.02333, version 2, equations 4 and 8; clip range of appendix A.9
 
 $$
 L = -\frac1P \sum_i \frac{1}{\lvert o_i\rvert} \sum_t \min\big(\min(\rho_{it}, 10)\,A_i,\

@@ -1,6 +1,6 @@
 r"""GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL Optimization
 
-arXiv 2601.05242, section not checked; equation as in TRL's paper index
+arXiv 2601.05242, version 1, equations 4, 6 and 7, sections 3.1 and 3.2
 
 $$
 A_i = \frac{a_i - \mathrm{mean}_\mathrm{batch}(a)}{\mathrm{std}_\mathrm{batch}(a)},
@@ -8,7 +8,7 @@ A_i = \frac{a_i - \mathrm{mean}_\mathrm{batch}(a)}{\mathrm{std}_\mathrm{batch}(a
 $$
 
 Each reward function is normalized within its group before the weighted sum. The weights are an example for
-two functions.
+two functions. The loss is the default; equation 3 of the paper is that of `loss_type="grpo"`.
 """
 
 from groupwise import GRPOConfig

@@ -1,6 +1,6 @@
 r"""Kimi k1.5: Scaling Reinforcement Learning with LLMs
 
-arXiv 2501.12599, policy optimization; section not checked
+arXiv 2501.12599, equation 3, section 2.3.2
 
 $$
 L = \frac1N \sum_i \Big[ -(r_i - \mathrm{mean}(r)) \log\pi_\theta(o_i)

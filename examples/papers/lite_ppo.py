@@ -1,6 +1,6 @@
 r"""Lite PPO: Part I: Tricks or Traps? A Deep Dive into RL for LLM Reasoning
 
-arXiv 2508.08221, section not checked; values as TRL's paper index quotes them
+arXiv 2508.08221, version 3, section 5, with sections 4.1.2 and 4.3.1; sampling of section 3.1
 
 $$
 L = -\frac{1}{\sum_i \lvert o_i\rvert} \sum_{i,t} \min\big(\rho_{it} A_i,\

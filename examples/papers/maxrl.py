@@ -1,6 +1,6 @@
 r"""MaxRL: Maximum Likelihood Reinforcement Learning
 
-arXiv 2602.02710, section not checked
+arXiv 2602.02710, version 3, section 4.3 and algorithm 1
 
 $$
 A_i = \frac{r_i - \mathrm{mean}(r)}{\mathrm{mean}(r)}

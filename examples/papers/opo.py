@@ -1,6 +1,7 @@
 r"""OPO: On-Policy RL with Optimal Reward Baseline
 
-arXiv 2505.23585, section not checked
+arXiv 2505.23585, version 2, section 3.2; equation as in the authors' addition to verl,
+https://verl.readthedocs.io/en/latest/algo/opo.html
 
 $$
 A_i = r_i - \frac{\sum_j \lvert o_j\rvert\, r_j}{\sum_j \lvert o_j\rvert}

@@ -1,6 +1,7 @@
 r"""RLOO: Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs
 
-arXiv 2402.14740, section not checked; values as TRL's paper index quotes them
+arXiv 2402.14740, version 2, section 2.3, and equation 3 for $R_i$; 4 completions as in table 1, KL weight of
+its TL;DR runs
 
 $$
 L = -\frac1N \sum_i A_i \log\pi_\theta(o_i), \quad A_i = R_i - \frac{1}{G-1}\sum_{j \ne i} R_j,

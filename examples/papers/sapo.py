@@ -1,6 +1,7 @@
 r"""SAPO: Soft Adaptive Policy Optimization
 
-arXiv 2511.20347, section not checked
+arXiv 2511.20347, equations 5 and 6, section 3; temperatures as appendix D of the VESPO
+paper, arXiv 2602.10693, quotes them
 
 $$
 L = -\frac1N \sum_i \frac{1}{\lvert o_i\rvert} \sum_t

@@ -1,6 +1,6 @@
 r"""ScaleRL: The Art of Scaling Reinforcement Learning Compute for LLMs
 
-arXiv 2510.13786, section 3.2; bound of the ratio as in TRL's paper index
+arXiv 2510.13786, sections 3.2 and 4; bounds of 4, 5 and 8 did equally well, appendix A.17
 
 $$
 L = -\frac1P \sum_p \frac{1}{\sum_{i \in p} \lvert o_i\rvert} \sum_{i \in p} \sum_t

@@ -1,6 +1,6 @@
 r"""TOPR: Tapered Off-Policy REINFORCE: Stable and Efficient Reinforcement Learning for LLMs
 
-arXiv 2503.14286, section not checked
+arXiv 2503.14286, version 2, equation 8, section 3
 
 $$
 L = -\frac1N \Big( \sum_{i:\,r_i > 0} r_i \log\pi_\theta(o_i)

@@ -1,6 +1,6 @@
 r"""2-GRPO: It Takes Two: Your GRPO Is Secretly DPO
 
-arXiv 2510.00977, section not checked
+arXiv 2510.00977, version 3, section 4.3; equation 7 for two completions
 
 $$
 L = -\frac1P \sum_p \frac12 \Big[ \frac{1}{\lvert o^+\rvert} \sum_t \min\big(\rho_t^+ a,\
@@ -10,7 +10,9 @@ L = -\frac1P \sum_p \frac12 \Big[ \frac{1}{\lvert o^+\rvert} \sum_t \min\big(\rh
 \quad a = \frac{r^+ - r^-}{2\,\mathrm{std}(r)}
 $$
 
-GRPO with two completions per prompt: the better one is contrasted with the other.
+GRPO with two completions per prompt: the better one is contrasted with the other. The paper's advantages
+are 1 and -1; with divisor $G - 1$ they are 0.71 and -0.71. Its variant with re-sampling is
+`dynamic_sampling=True`.
 """
 
 from groupwise import GRPOConfig
