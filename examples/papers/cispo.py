@@ -8,7 +8,8 @@ L = -\frac{1}{\sum_i \lvert o_i\rvert} \sum_{i,t}
 $$
 
 Only the upper bound is used, as in the paper's experiments. `epsilon_high` is the bound of the ratio
-itself. The paper does not give its value; 5 is the one of TRL's ScaleRL entry.
+itself. The paper does not give its value; ScaleRL (arXiv 2510.13786, appendix A.17) saw no difference
+between 4, 5 and 8.
 """
 
 from groupwise import GRPOConfig
