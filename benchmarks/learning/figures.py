@@ -4,7 +4,7 @@
 
 Prints Markdown tables of accuracy in and out of the trained tasks, mean ± 95 % interval over seeds (Student),
 of the gain over the initial model with an interval over questions, and of the steps of both libraries. Writes
-beside the files ``curves.png`` (reward over steps), ``minutes.png`` (reward over minutes, groupwise and TRL)
+beside the files ``curves.png`` (reward over steps), ``minutes.png`` (over minutes, groupwise and TRL)
 and ``samples.png`` (Pass@K and Maj@K of the initial model and of every cell).
 """
 
@@ -112,16 +112,19 @@ def _shown(given: tuple[float, float]) -> str:
 
 
 def against_trl(results: Results) -> str:
-    """Return reward and seconds of the steps that both libraries took, by seed; medians of the seconds."""
+    """Return reward and processor seconds of the steps that both libraries took, by seed.
+
+    The seconds are medians of a process's own time, which other processes on the machine do not lengthen.
+    """
     lines = [
-        "| seed | steps | mean reward, groupwise | TRL | seconds per step, groupwise | TRL | ratio |",
+        "| seed | steps | mean reward, groupwise | TRL | processor s per step, groupwise | TRL | ratio |",
         "|---" * 7 + "|",
     ]
     others = {run["seed"]: run for run in results.get("trl", [])}
     for run in results.get("grpo_outcome", []):
         if (other := others.get(run["seed"])) is None:
             continue
-        count = min(len(run["step_seconds"]), len(other["step_seconds"]))
+        count = min(len(step_seconds(run)), len(step_seconds(other)))
         ours, theirs = (math.fsum(rewards(one, 1)[:count]) / count for one in (run, other))
         own, its = (median(step_seconds(one)[:count]) for one in (run, other))
         cells = f"{ours:.1%} | {theirs:.1%} | {own:.1f} | {its:.1f} | {its / own:.1f}"
@@ -130,8 +133,8 @@ def against_trl(results: Results) -> str:
 
 
 def step_seconds(run: Mapping[str, Any]) -> list[float]:
-    """Return the seconds of every step."""
-    ends = [0.0, *run["step_seconds"]]
+    """Return the processor seconds of every step."""
+    ends = [0.0, *run["step_processor_seconds"]]
     return [end - start for start, end in pairwise(ends)]
 
 
@@ -164,16 +167,16 @@ def draw_curves(results: Results, path: Path, window: int) -> None:
 
 
 def draw_minutes(results: Results, path: Path, window: int) -> None:
-    """Draw the training reward of GRPO over minutes with both libraries, one line per seed."""
+    """Draw the training reward of GRPO over processor minutes with both libraries, one line per seed."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.5))
     for cell, label, colour in (("grpo_outcome", "groupwise", "C0"), ("trl", "TRL", "C1")):
         for number, run in enumerate(results.get(cell, [])):
-            minutes = [seconds / 60 for seconds in run["step_seconds"]][window - 1 :]
+            minutes = [seconds / 60 for seconds in run["step_processor_seconds"]][window - 1 :]
             curve = rewards(run, window)[: len(minutes)]
             axes.plot(minutes, curve, color=colour, label=None if number else label)
-    axes.set(xlabel="minutes of training", ylabel=f"reward, mean of {window} steps")
+    axes.set(xlabel="processor minutes of training", ylabel=f"reward, mean of {window} steps")
     if axes.get_legend_handles_labels()[0]:
         axes.legend()
     figure.savefig(path, dpi=120, bbox_inches="tight")

@@ -86,7 +86,7 @@ def result_file(directory, cell: str, seed: int, after: float) -> None:
     }
     history = [{"step": 1, "reward": 0.5}, {"step": 2, "reward": after}, {"train_loss": 0.0}]
     metrics |= {"eval_chains_pass@1_gain" + end: x for end, x in (("", 0.1), ("_low", 0.0), ("_high", 0.2))}
-    seconds = {"step_seconds": [3.0, 60.0]}
+    seconds = {"step_processor_seconds": [3.0, 60.0]}
     result = {"cell": cell, "seed": seed, "evaluation": metrics, "history": history, **seconds}
     (directory / f"{cell}-{seed}.json").write_text(json.dumps(result))
 
@@ -109,7 +109,7 @@ def test_the_table_has_means_and_student_intervals_over_seeds(tmp_path):
 
 def test_steps_of_both_libraries_are_compared_as_far_as_both_went():
     def cell(seed, rewards, seconds):
-        return {"seed": seed, "history": [{"reward": r} for r in rewards], "step_seconds": seconds}
+        return {"seed": seed, "history": [{"reward": r} for r in rewards], "step_processor_seconds": seconds}
 
     ours = [cell(seed, [0.0, 0.5, 1.0], [2.0, 3.0, 7.0]) for seed in (0, 1)]
     shown = figures.against_trl({"grpo_outcome": ours, "trl": [cell(1, [0.5, 0.5], [9.0, 15.0])]})
