@@ -52,6 +52,7 @@ SIGNATURES = [
     ("accelerate.utils.memory", "clear_device_cache", ["garbage_collection"]),
     ("peft.tuners.tuners_utils", "BaseTunerLayer.get_base_layer", ["self"]),
     ("peft.tuners.tuners_utils", "BaseTunerLayer.merge", ["self"]),
+    ("peft.tuners.lora", "Linear.merge", ["self"]),
     ("vllm.distributed.weight_transfer.nccl_common", "trainer_init", ["init_info"]),
     (
         "vllm.distributed.weight_transfer.packed_tensor",
@@ -365,7 +366,8 @@ def test_bitsandbytes_marks_its_parameters():
     bitsandbytes = pytest.importorskip("bitsandbytes")
     assert "quant_state" in inspect.getsource(bitsandbytes.nn.Params4bit)
     assert "SCB" in inspect.getsource(bitsandbytes.nn.Int8Params)
-    assert hasattr(bitsandbytes.nn.Linear4bit(8, 8), "support_avx512bf16_for_cpu")
+    layer = bitsandbytes.nn.Linear4bit(8, 8)
+    assert hasattr(layer, "support_avx512bf16_for_cpu") and hasattr(layer, "quant_state")
 
 
 def test_liger_switches_are_boolean_arguments():

@@ -11,12 +11,22 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from support.engine_runs import ENGINE, engine_greedy, greedy, policy, sync, trainer, trainer_logps
+from support.engine_runs import (
+    ENGINE,
+    assert_follows_four_bits,
+    engine_greedy,
+    four_bit_policy,
+    greedy,
+    policy,
+    sync,
+    trainer,
+    trainer_logps,
+)
 from support.launch import WITH_VLLM, run_ranks
 from support.oracle_advantages import process_advantages
 from support.process_rewards import byte_tokenizer, step_classifier
 from support.runs import prompts
-from transformers import BitsAndBytesConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from groupwise.errors import BackendError
 from groupwise.generation.weight_iterator import PolicyWeights
@@ -305,29 +315,8 @@ def test_an_adapter_arrives(tmp_path, alone):
 
 
 def test_an_engine_follows_the_adapter_of_a_4_bit_policy(tmp_path):
-    """The engine has the values of the 4-bit weights in float32, so both compute the same."""
     pytest.importorskip("bitsandbytes")
-    policy().save_pretrained(tmp_path / "base")
-    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
-    run = trainer(
-        tmp_path,
-        model=str(tmp_path / "base"),
-        model_init_kwargs={"quantization_config": quantization, "dtype": "float32"},
-        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]),
-        learning_rate=0.05,
-    )
-    old = engine_greedy_after_sync(run)
-    run.train()
-    for line in run.state.log_history[:2]:
-        assert line["sampling/sampling_logp_difference/mean"] < 1e-4
-    new = engine_greedy_after_sync(run)
-    run.backend.close()
-    assert new == greedy(run.model, PROMPTS, 6, run.backend.end_tokens) != old
-
-
-def engine_greedy_after_sync(run: Any) -> list[list[int]]:
-    sync(run, run.model)
-    return engine_greedy(run.backend, PROMPTS)
+    assert_follows_four_bits(trainer(tmp_path, **four_bit_policy(tmp_path / "base")), PROMPTS)
 
 
 def qwen3() -> Any:

@@ -205,6 +205,11 @@ MISFITS = {
         {"temperature": 0.7},
         "--logprobs-mode processed_logprobs",
     ),
+    "packed weights": (
+        {"quantization": "bitsandbytes"},
+        {},
+        "quantized by bitsandbytes, but full matrices are sent; serve the model without quantization",
+    ),
     "logits": ({"logprobs_mode": "processed_logits"}, {}, "--logprobs-mode processed_logprobs"),
     "a short context": (
         {"max_model_len": 16},

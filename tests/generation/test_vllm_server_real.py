@@ -8,7 +8,16 @@ import time
 
 import pytest
 import torch
-from support.engine_runs import engine_greedy, greedy, policy, sync, trainer, trainer_logps
+from support.engine_runs import (
+    assert_follows_four_bits,
+    engine_greedy,
+    four_bit_policy,
+    greedy,
+    policy,
+    sync,
+    trainer,
+    trainer_logps,
+)
 from support.vllm_process import ServerProcess
 from transformers import TrainerCallback
 
@@ -85,6 +94,12 @@ def test_log_probs_are_those_of_the_sampling_distribution(server, tmp_path):
             assert torch.tensor(completion.logps).double().sub(expected).abs().max() < 1e-4
             assert completion.versions == [0] * len(completion.token_ids)
     run.backend.close()
+
+
+def test_the_server_follows_a_4_bit_policy(server, tmp_path):
+    """The server has the checkpoint before quantization, and gets merged matrices of the 4-bit weights."""
+    pytest.importorskip("bitsandbytes")
+    assert_follows_four_bits(run_for(server, tmp_path, **four_bit_policy(tmp_path / "base")), PROMPTS)
 
 
 def test_weights_updated_in_mid_completion_are_recorded_per_token(server, tmp_path):

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from groupwise.errors import BackendError
 from groupwise.generation.vllm.weight_sync import adapter_arguments
 from groupwise.generation.weight_iterator import base_weights, buckets, weight_iterator
+from groupwise.policy.build import keep_weights_trainable_through
 
 LAYERS = ["q_proj", "v_proj", "down_proj"]
 
@@ -125,14 +126,83 @@ def test_the_weights_below_an_adapter_are_those_of_the_base(tmp_path):
     assert_same(base_weights(with_adapter(policy())), expected, rtol=0, atol=0)
 
 
-def four_bit_policy(directory):
+WIDE = {"hidden_size": 64, "tie_word_embeddings": True}
+
+
+def four_bit_policy(directory, shape=WIDE, dtype=torch.float32, **adapter):
     """A 4-bit policy with an adapter, and the checkpoint that it was loaded from."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
-    original = checkpoint(policy(tie_word_embeddings=True, hidden_size=64), directory)
+    original = checkpoint(policy(**shape), directory)
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-    model = AutoModelForCausalLM.from_pretrained(directory, quantization_config=config)
+    model = AutoModelForCausalLM.from_pretrained(directory, quantization_config=config, dtype=dtype)
     assert isinstance(model.model.layers[0].self_attn.q_proj, bitsandbytes.nn.Linear4bit)
-    return with_adapter(model), original
+    keep_weights_trainable_through(model)  # as the trainer does
+    return with_adapter(model, **adapter), original
+
+
+UNTIED = {**WIDE, "tie_word_embeddings": False}
+BIASED = {**WIDE, "attention_bias": True}
+
+
+@pytest.mark.parametrize(
+    ("shape", "adapter"),
+    [
+        (WIDE, {}),
+        (WIDE, {"use_rslora": True, "lora_alpha": 3}),
+        (WIDE, {"use_dora": True}),
+        (UNTIED, {"modules_to_save": ["lm_head"]}),
+        (BIASED, {"bias": "all"}),
+    ],
+    ids=["lora", "rslora", "dora", "saved_module", "bias"],
+)
+def test_adapters_are_merged_into_the_matrices_of_4_bit_weights(tmp_path, shape, adapter):
+    model, original = four_bit_policy(tmp_path, shape, **adapter)
+    ids = torch.arange(2, 12)[None]
+    with torch.no_grad():
+        logits = model(ids).logits
+    before = {name: (parameter, parameter.data.clone()) for name, parameter in model.named_parameters()}
+    got = dict(weight_iterator(model))
+    assert got.keys() == original.keys()
+    for name, parameter in model.named_parameters():
+        assert parameter is before[name][0] and torch.equal(parameter.data, before[name][1]), name
+    plain = policy(**shape)
+    plain.load_state_dict(got, strict=False)
+    with torch.no_grad():
+        torch.testing.assert_close(plain(ids).logits, logits, rtol=0, atol=1e-5)
+        with model.disable_adapter():
+            assert (model(ids).logits - logits).abs().max() > 1e-3
+        assert torch.equal(model(ids).logits, logits)
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 2**-22), (torch.bfloat16, 1.001 * 2**-8)])
+def test_a_merged_4_bit_weight_is_rounded_once(tmp_path, dtype, rounding):
+    """The sum of the dequantized matrix and the adapter's product is correct to the last bit of its dtype."""
+    model, _ = four_bit_policy(tmp_path, dtype=dtype)
+    got, base = dict(weight_iterator(model)), dict(base_weights(model))
+    for path, layer in model.get_base_model().named_modules():
+        if any(path.endswith(name) for name in LAYERS):
+            left, right = layer.lora_B.default.weight.double(), layer.lora_A.default.weight.double()
+            product = layer.scaling["default"] * left @ right
+            expected = base[f"{path}.weight"].double() + product
+            merged = got[f"{path}.weight"]
+            assert merged.dtype == dtype and product.abs().max() > 0.01
+            # float32: of the largest weight, because the product of matrices is rounded too
+            scale = expected.abs() if dtype == torch.bfloat16 else expected.abs().max()
+            assert ((merged.double() - expected).abs() <= rounding * scale + 1e-7).all(), path
+
+
+def test_8_bit_and_sharded_weights_are_refused(tmp_path):
+    model, _ = four_bit_policy(tmp_path)
+    layer = model.get_base_model().model.layers[0].self_attn.k_proj
+    # Sharding replaces a parameter by a tensor without the quantization state.
+    layer.weight = torch.nn.Parameter(layer.weight.data.clone(), requires_grad=False)
+    layer.weight.full_tensor = lambda: pytest.fail("gathered")
+    with pytest.raises(BackendError, match=r"k_proj\.weight is quantized .* without FSDP and ZeRO-3"):
+        dict(weight_iterator(model))
+    config = BitsAndBytesConfig(load_in_8bit=True)
+    eight = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    with pytest.raises(BackendError, match="is quantized to 8 bits"):
+        dict(weight_iterator(eight))
 
 
 def test_the_4_bit_weights_below_an_adapter_are_those_that_its_layers_compute_with(tmp_path):
@@ -151,8 +221,6 @@ def test_the_4_bit_weights_below_an_adapter_are_those_that_its_layers_compute_wi
     ids = torch.arange(2, 12)[None]
     with model.disable_adapter(), torch.no_grad():
         torch.testing.assert_close(plain(ids).logits, model(ids).logits, rtol=0, atol=1e-5)
-    with pytest.raises(BackendError, match="is quantized and cannot be sent"):
-        dict(weight_iterator(model))
 
 
 def test_4_bit_weights_are_saved_as_a_checkpoint_that_loads_without_loss(tmp_path):

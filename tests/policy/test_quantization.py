@@ -49,19 +49,21 @@ def test_without_an_adapter_the_error_names_it(quantization, use_vllm):
 
 
 @pytest.mark.parametrize(
-    ("quantization", "settings", "message"),
+    ("quantization", "adapter", "message"),
     [
-        (EIGHT, {}, "by bitsandbytes to 8 bits, and vLLM samples only from policies that bitsandbytes"),
-        (GPTQ, {}, "quantized by gptq, and vLLM samples only"),
-        (FOUR, {"vllm_mode": "server"}, "set vllm_mode='colocate', which sends only the adapter"),
+        (EIGHT, LORA, "by bitsandbytes to 8 bits, and vLLM samples only from policies that bitsandbytes"),
+        (GPTQ, LORA, "quantized by gptq, and vLLM samples only"),
+        (FOUR, peft.IA3Config(), "to 4 bits and has an adapter of type IA3, but only LoRA can be sent"),
     ],
 )
-def test_what_vllm_cannot_sample_from_is_refused(quantization, settings, message):
-    assert message in refused(quantization, LORA, use_vllm=True, **settings)
+@pytest.mark.parametrize("mode", ["colocate", "server"])
+def test_what_vllm_cannot_sample_from_is_refused(quantization, adapter, message, mode):
+    assert message in refused(quantization, adapter, use_vllm=True, vllm_mode=mode)
 
 
 def test_adapters_on_quantized_weights_are_accepted():
-    check(FOUR, LORA, use_vllm=True)
+    for mode in ("colocate", "server"):
+        check(FOUR, LORA, use_vllm=True, vllm_mode=mode)
     for quantization in (FOUR, EIGHT, GPTQ):
         check(quantization, LORA)
     check(GPTQ, None)  # transformers knows which methods train without an adapter
@@ -93,25 +95,19 @@ def test_a_loaded_model_has_its_own():
         colocate.check_policy(model)
     model.peft_config = {"default": LORA}
     colocate.check_policy(model)
-    with pytest.raises(ConfigError, match="a vLLM server gets full weights"):
-        colocate.check_policy(model, "server")
 
 
-def test_only_the_adapter_of_a_quantized_policy_is_sent():
+def test_by_default_only_the_adapter_of_a_quantized_policy_is_sent_to_a_colocated_engine():
     whole, quantized = SimpleNamespace(), SimpleNamespace(is_quantized=True)
     assert not colocate.sends_only_adapter(whole, {}) and colocate.sends_only_adapter(quantized, {})
     assert colocate.sends_only_adapter(whole, {"enable_lora": True})
-    with pytest.raises(ConfigError, match="leave it out: only the adapter is sent"):
-        colocate.sends_only_adapter(quantized, {"enable_lora": False})
+    assert not colocate.sends_only_adapter(quantized, {"enable_lora": False})
 
 
-def test_an_adapter_that_vllm_does_not_support_is_refused_without_advice_to_merge(tmp_path):
+def test_an_adapter_that_vllm_does_not_support_is_refused_with_advice_to_merge(tmp_path):
     lora = peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True)
     model = peft.get_peft_model(policy(), lora)
-    with pytest.raises(ConfigError, match="to send merged weights"):
-        adapter_arguments(model, str(tmp_path))
-    model.base_model.model.is_quantized = True
-    with pytest.raises(ConfigError, match="set use_vllm=False: the weights of a quantized policy"):
+    with pytest.raises(ConfigError, match=r"has use_dora.*\['enable_lora'\] to False to send merged weights"):
         adapter_arguments(model, str(tmp_path))
 
 

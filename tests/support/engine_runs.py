@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig
+from transformers import BitsAndBytesConfig
 
 from groupwise.generation.weight_iterator import PolicyWeights
 from support import runs
@@ -20,6 +23,31 @@ def policy(seed: int = 0, **changes: Any) -> Any:
 def trainer(directory: Any, **given: Any) -> Any:
     settings = {"use_vllm": True, "vllm_engine_kwargs": ENGINE, "model": policy(), **given}
     return runs.trainer(directory, **settings)
+
+
+def four_bit_policy(directory: Path) -> dict[str, Any]:
+    """Return the trainer's arguments of a policy in 4 bits with an adapter; saves its checkpoint."""
+    policy().save_pretrained(directory)
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    return {
+        "model": str(directory),
+        "model_init_kwargs": {"quantization_config": quantization, "dtype": "float32"},
+        "peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]),
+        "learning_rate": 0.05,
+    }
+
+
+def assert_follows_four_bits(run: Any, prompts: list[list[int]]) -> None:
+    """Train and compare the engine with the policy; both compute with the same matrices in float32."""
+    sync(run, run.model)
+    old = engine_greedy(run.backend, prompts)
+    run.train()
+    for line in run.state.log_history[:2]:
+        assert line["sampling/sampling_logp_difference/max"] < 1e-4
+    sync(run, run.model)
+    new = engine_greedy(run.backend, prompts)
+    assert new == greedy(run.model, prompts, 6, run.backend.end_tokens) != old
+    run.backend.close()
 
 
 def sync(run: Any, model: Any) -> None:

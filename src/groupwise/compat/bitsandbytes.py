@@ -14,13 +14,23 @@ def is_quantized(parameter: torch.Tensor) -> bool:
     return hasattr(parameter, "quant_state") or hasattr(parameter, "SCB")
 
 
-def dequantized(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return a weight under its name, a 4-bit one as the matrix that its layer computes with."""
+def cannot_dequantize(module: nn.Module, weight: torch.Tensor, *, sharded: bool) -> bool:
+    """Return True for 8 bits, and for the 4-bit layers of a sharded model: shards have no quantization state.
+
+    Args:
+        module: the layer of the weight.
+        sharded: ``weight`` is a shard or was gathered from shards.
+    """
+    return hasattr(weight, "SCB") or (sharded and hasattr(module, "quant_state"))
+
+
+def dequantized(weight: torch.Tensor) -> torch.Tensor:
+    """Return the data of a weight, of a 4-bit one the matrix that its layer computes with."""
     if not is_quantized(weight):
-        return {name: weight.detach()}
+        return weight.data
     from bitsandbytes.functional import dequantize_4bit
 
-    return {name: dequantize_4bit(weight.data, weight.quant_state)}  # type: ignore[attr-defined]
+    return dequantize_4bit(weight.data, weight.quant_state)  # type: ignore[attr-defined]
 
 
 def as_saved(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:

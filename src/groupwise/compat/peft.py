@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -15,3 +15,13 @@ def wrapper_types() -> tuple[type[BaseTunerLayer], type[ModulesToSaveWrapper]]:
     from peft.utils import ModulesToSaveWrapper
 
     return BaseTunerLayer, ModulesToSaveWrapper
+
+
+def merge_dequantized(tuner: Any) -> None:
+    """Merge a LoRA layer of 4 bits into its base layer, whose weight was replaced by a full matrix.
+
+    The layer's own ``merge`` would quantize the sum.
+    """
+    from peft.tuners.lora import Linear
+
+    Linear.merge(tuner)

@@ -16,9 +16,9 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from groupwise.compat.bitsandbytes import as_saved, dequantized, is_quantized
+from groupwise.compat.bitsandbytes import as_saved, cannot_dequantize, dequantized, is_quantized
 from groupwise.compat.deepspeed import is_partitioned
-from groupwise.compat.peft import wrapper_types
+from groupwise.compat.peft import merge_dequantized, wrapper_types
 from groupwise.compat.torch import WRAPPER_NAMES, persistent_buffers, set_parameter
 from groupwise.compat.transformers import to_checkpoint_names
 from groupwise.errors import BackendError
@@ -35,6 +35,8 @@ _WRAPPERS = WRAPPER_NAMES | {"base_layer", "original_module", "token_adapter"}
 def weight_iterator(model: CausalLM) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over all weights once, with adapters merged; does not change the model.
 
+    4-bit weights are dequantized first, so that the sums are those that the layers compute with.
+
     Args:
         model: the unwrapped model (plain, PEFT, ZeRO-3 or ``fully_shard``); under FSDP version 1 the
             outermost ``FullyShardedDataParallel``. If it is sharded, all ranks must iterate to the end.
@@ -43,7 +45,7 @@ def weight_iterator(model: CausalLM) -> Iterator[tuple[str, torch.Tensor]]:
         (checkpoint name, whole tensor on the model's device); the tensor is valid until the model changes.
 
     Raises:
-        BackendError: quantized weights, or an adapter on one of two tied layers.
+        BackendError: 8-bit or sharded 4-bit weights, or an adapter on one of two tied layers.
     """
     units = _units(model)
     model = (
@@ -63,7 +65,7 @@ def weight_iterator(model: CausalLM) -> Iterator[tuple[str, torch.Tensor]]:
             for path, module in modules:
                 tuners = adapters.get(id(module), [])
                 tensors = dict(_own_tensors(module))
-                _check(path, tensors, tuners, uses)
+                _check(path, module, tensors, tuners, uses, summoned=unit is not None)
                 own = {name: tensor for name, tensor in tensors.items() if id(tensor) not in seen}
                 seen.update((id(tensor), tensor) for tensor in own.values())
                 if not own:
@@ -77,7 +79,7 @@ def weight_iterator(model: CausalLM) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def base_weights(model: CausalLM, *, dequantize: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    """Iterate over the weights below the adapters, which are left out; 4-bit weights are allowed.
+    """Iterate over the weights below the adapters, which are left out.
 
     Args:
         model: the unwrapped model, not sharded if it is quantized.
@@ -87,14 +89,13 @@ def base_weights(model: CausalLM, *, dequantize: bool = True) -> Iterator[tuple[
     Yields:
         (checkpoint name, tensor).
     """
-    if not any(map(is_quantized, model.parameters())):
+    if dequantize or not any(map(is_quantized, model.parameters())):
         with model.disable_adapter():
             yield from weight_iterator(model)
         return
     base = model.get_base_model()
     to_checkpoint = to_checkpoint_names(base)
     _, skipped = _adapters(base)
-    convert = dequantized if dequantize else as_saved
     seen: set[int] = set()
     for path, module in base.named_modules():
         if id(module) in skipped:
@@ -102,7 +103,7 @@ def base_weights(model: CausalLM, *, dequantize: bool = True) -> Iterator[tuple[
         own = {name: tensor for name, tensor in _own_tensors(module) if id(tensor) not in seen}
         seen.update(map(id, own.values()))
         for name, tensor in own.items():
-            tensors = convert(f"{_checkpoint_path(path)}{name}", tensor)
+            tensors = as_saved(f"{_checkpoint_path(path)}{name}", tensor)
             yield from (to_checkpoint(tensors) if len(tensors) == 1 else tensors).items()
 
 
@@ -214,10 +215,22 @@ def _adapters(model: nn.Module) -> tuple[dict[int, list[Any]], set[int]]:
     return adapters, {id(part) for module in absent for part in module.modules()}
 
 
-def _check(path: str, own: dict[str, torch.Tensor], tuners: list[Any], uses: Counter[int]) -> None:
+def _check(
+    path: str,
+    module: nn.Module,
+    own: dict[str, torch.Tensor],
+    tuners: list[Any],
+    uses: Counter[int],
+    *,
+    summoned: bool,
+) -> None:
     for name, tensor in own.items():
-        if is_quantized(tensor):
-            raise BackendError(f"{path}.{name} is quantized and cannot be sent to another engine")
+        sharded = summoned or is_partitioned(tensor) or hasattr(tensor, "full_tensor")
+        if cannot_dequantize(module, tensor, sharded=sharded):
+            raise BackendError(
+                f"{path}.{name} is quantized to 8 bits, or to 4 bits and sharded, and cannot be sent to "
+                "another engine; load the policy in 4 bits without FSDP and ZeRO-3, or set use_vllm=False"
+            )
         if tuners and uses[id(tensor)] > 1:
             raise BackendError(
                 f"{path}.{name} has an adapter and is tied to another layer without it, so it cannot be "
@@ -226,7 +239,8 @@ def _check(path: str, own: dict[str, torch.Tensor], tuners: list[Any], uses: Cou
 
 
 def _merged(module: nn.Module, own: dict[str, torch.Tensor], tuners: list[Any]) -> dict[str, torch.Tensor]:
-    """Merge the module's adapters into copies of its tensors, then restore its parameters."""
+    """Merge the module's adapters into (dequantized) copies of its tensors, then restore its parameters."""
+    in_4_bits = any(map(is_quantized, own.values()))
     owners = [module, *(part for tuner in tuners for part in tuner.modules() if part is not module)]
     originals = {
         (owner, name): parameter
@@ -237,12 +251,15 @@ def _merged(module: nn.Module, own: dict[str, torch.Tensor], tuners: list[Any]) 
     try:
         with gathering(originals.values()):
             for (owner, name), parameter in originals.items():
-                copy = whole_tensor(parameter.data).clone()
+                copy = whole_tensor(dequantized(parameter)).clone()
                 set_parameter(owner, name, nn.Parameter(copy, requires_grad=False))
         for tuner in tuners:
             if not tuner.disable_adapters:
                 tuner.merged_adapters = list(tuner.merged_adapters)
-                tuner.merge()
+                if in_4_bits:
+                    merge_dequantized(tuner)
+                else:
+                    tuner.merge()
         return {name: getattr(module, name).data for name in own}
     finally:
         for (owner, name), parameter in originals.items():
@@ -255,9 +272,8 @@ def _gathered(own: dict[str, torch.Tensor], *, copy: bool) -> dict[str, torch.Te
     copy = copy or any(map(is_partitioned, own.values()))
     with gathering(own.values()):
         # FSDP and ZeRO free gathered tensors at the end of the context.
-        return {
-            name: whole_tensor(t.data).clone() if copy else whole_tensor(t.data) for name, t in own.items()
-        }
+        whole = {name: whole_tensor(dequantized(tensor)) for name, tensor in own.items()}
+        return {name: tensor.clone() for name, tensor in whole.items()} if copy else whole
 
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, cast
 
 from transformers import AutoConfig, PreTrainedModel
@@ -9,7 +10,6 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.config.sampling import chosen_backend
 from groupwise.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -59,26 +59,25 @@ def check_quantization(
     quantization = quantization_of(model, config, quantization_config)
     if quantization is None:
         return
-    has_adapter = peft_config is not None or hasattr(model, "peft_config")
+    adapters = [peft_config] if peft_config is not None else getattr(model, "peft_config", {}).values()
     if config.use_vllm:
-        check_quantization_for_vllm(quantization, chosen_backend(config), has_adapter=has_adapter)
-    elif not has_adapter and _method(quantization) == "bitsandbytes":
+        check_quantization_for_vllm(quantization, adapters)
+    elif not adapters and _method(quantization) == "bitsandbytes":
         raise _without_adapter(quantization)
 
 
 def check_quantization_for_vllm(
-    quantization: QuantizationConfigMixin, backend: str, *, has_adapter: bool
+    quantization: QuantizationConfigMixin, adapters: Collection[PeftConfig]
 ) -> None:
-    """Check that a vLLM backend can sample from a quantized policy: only its adapter can be sent.
+    """Check that vLLM can sample from a quantized policy.
 
     Args:
-        backend: "colocate" or "server".
-        has_adapter: the policy trains an adapter.
+        adapters: adapters of the policy.
 
     Raises:
-        ConfigError: no adapter, another quantization than 4 bits by bitsandbytes, or a server.
+        ConfigError: not a LoRA adapter, or another quantization than 4 bits by bitsandbytes.
     """
-    if not has_adapter:
+    if not adapters:
         raise _without_adapter(quantization)
     if _method(quantization) != "bitsandbytes" or not getattr(quantization, "load_in_4bit", False):
         raise ConfigError(
@@ -86,11 +85,12 @@ def check_quantization_for_vllm(
             "bitsandbytes quantized to 4 bits; load it with BitsAndBytesConfig(load_in_4bit=True), or set "
             "use_vllm=False"
         )
-    if backend == "server":
+    other = {_name(adapter.peft_type) for adapter in adapters} - {"LORA"}
+    if other:
         raise ConfigError(
-            f"the policy is quantized by {describe(quantization)}, but a vLLM server gets full weights, "
-            "which it does not have; set vllm_mode='colocate', which sends only the adapter, or "
-            "use_vllm=False"
+            f"the policy is quantized by {describe(quantization)} and has an adapter of type "
+            f"{', '.join(sorted(other))}, but only LoRA can be sent to vLLM then; pass "
+            "peft_config=LoraConfig(...), or set use_vllm=False"
         )
 
 
@@ -101,8 +101,11 @@ def describe(quantization: QuantizationConfigMixin) -> str:
 
 
 def _method(quantization: QuantizationConfigMixin) -> str:
-    method = quantization.quant_method
-    return str(getattr(method, "value", method))
+    return _name(quantization.quant_method)
+
+
+def _name(member: object) -> str:
+    return str(getattr(member, "value", member))
 
 
 def _without_adapter(quantization: QuantizationConfigMixin) -> ConfigError:

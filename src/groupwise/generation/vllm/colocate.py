@@ -238,7 +238,7 @@ def make_backend(
 ) -> ColocatedBackend:
     """Start an engine in this process; see :class:`groupwise.generation.base.BackendFactory`."""
     model: CausalLM = policy()
-    check_policy(model, "colocate")
+    check_policy(model)
     from vllm import LLM
 
     register()
@@ -250,7 +250,7 @@ def make_backend(
         processing_class.save_pretrained(directory)
         arguments = engine_arguments(config, directory, _dtype(config, base))
         only_adapter = sends_only_adapter(model, arguments)
-        quantized = loads_quantized(model, arguments)
+        quantized = only_adapter and loads_quantized(model, arguments)
         _save_config(base, directory, quantized=quantized)
         with_processor = is_processor(processing_class)
         if with_processor:
@@ -284,20 +284,8 @@ def _save_config(model: PreTrainedModel, directory: str, *, quantized: bool) -> 
 
 
 def sends_only_adapter(model: CausalLM, arguments: Mapping[str, Any]) -> bool:
-    """Return True if the adapter is sent without the base weights: with ``enable_lora``, or a quantized base.
-
-    Raises:
-        ConfigError: ``enable_lora`` is False for a quantized policy.
-    """
-    chosen = arguments.get("enable_lora")
-    if getattr(model, "is_quantized", False):
-        if chosen is False:
-            raise ConfigError(
-                "vllm_engine_kwargs['enable_lora']=False sends all weights, but those of a quantized policy "
-                "cannot be sent; leave it out: only the adapter is sent"
-            )
-        return True
-    return bool(chosen)
+    """Return ``enable_lora``, by default True for a quantized policy: the base weights are not sent."""
+    return bool(arguments.get("enable_lora", getattr(model, "is_quantized", False)))
 
 
 def loads_quantized(model: CausalLM, arguments: Mapping[str, Any]) -> bool:
@@ -323,16 +311,12 @@ def loads_quantized(model: CausalLM, arguments: Mapping[str, Any]) -> bool:
     return False
 
 
-def check_policy(model: CausalLM, backend: str = "colocate") -> None:
-    """Raise ConfigError for a policy whose weights a vLLM engine cannot load.
-
-    Args:
-        backend: "colocate" or "server".
-    """
+def check_policy(model: CausalLM) -> None:
+    """Raise ConfigError for a policy whose weights a vLLM engine cannot load."""
+    adapters = getattr(model, "peft_config", {}).values()
     if getattr(model, "is_quantized", False):
-        has_adapter = bool(getattr(model, "peft_config", None))
-        check_quantization_for_vllm(model.config.quantization_config, backend, has_adapter=has_adapter)
-    if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
+        check_quantization_for_vllm(model.config.quantization_config, adapters)
+    if any(config.is_prompt_learning for config in adapters):
         raise ConfigError(
             "the adapter adds virtual tokens to prompts, which cannot be merged into weights; use LoRA or "
             "another adapter of weights, or set use_vllm=False"

@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 #: Config fields that determine the shapes of weights.
 _SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _SENDABLE = ("groupwise", "nccl", "ipc")
+#: Quantizations of checkpoints with packed weights, which do not take the full matrices that are sent.
+_PACKED = ("bitsandbytes", "awq", "auto_awq", "awq_marlin", "gptq", "auto_gptq", "gptq_marlin")
 _PROBE = "The answer: 3.14 + 2.7 = 5.84\n\tünïcode 你好"
 
 
@@ -36,6 +38,7 @@ class ServerInfo:
     max_model_length: int
     max_samples: int
     weight_transfer: str | None
+    quantization: str | None
     shape: dict[str, int]
 
 
@@ -84,6 +87,7 @@ def _fetch_info(servers: VLLMServers, server: HttpClient) -> ServerInfo:
         max_model_length=model["max_model_len"],
         max_samples=info["scheduler_config"]["max_num_seqs"],
         weight_transfer=transfer.get("backend"),
+        quantization=model.get("quantization"),
         shape=_shape(model["model"]),
     )
 
@@ -106,6 +110,11 @@ def _problems(info: ServerInfo, policy: PreTrainedConfig, config: GRPOConfig) ->
             found.append(
                 f"it serves {info.model} with {name}={size}, but the policy has {expected}; serve that model"
             )
+    if info.quantization in _PACKED:
+        found.append(
+            f"its weights are quantized by {info.quantization}, but full matrices are sent; serve the model "
+            "without quantization, also for a policy in 4 bits"
+        )
     if info.weight_transfer is None:
         found.append(
             "it takes no weights; start it with --weight-transfer-config, as groupwise vllm-serve does"

@@ -381,7 +381,7 @@ def make_backend(
         ConfigError: vLLM cannot load the policy's weights.
     """
     model = policy()
-    check_policy(model, "server")
+    check_policy(model)
     end_tokens = frozenset(find_end_tokens(model, text_tokenizer(processing_class)))
     return VLLMServerBackend(config, model.config, end_tokens, processing_class, suppress_tokens)
 

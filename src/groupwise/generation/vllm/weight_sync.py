@@ -139,13 +139,9 @@ def adapter_arguments(model: CausalLM, directory: str, *, quantized: bool = Fals
         if getattr(settings, name, None)
     ] + (["bias"] if settings.bias != "none" else [])
     if unsupported:
-        way_out = (
-            "leave it out, or set use_vllm=False: the weights of a quantized policy cannot be sent merged"
-            if getattr(model, "is_quantized", False)
-            else "leave enable_lora out of vllm_engine_kwargs to send merged weights"
-        )
         raise ConfigError(
-            f"the adapter has {', '.join(unsupported)}, which vLLM does not support in an adapter; {way_out}"
+            f"the adapter has {', '.join(unsupported)}, which vLLM does not support in an adapter; "
+            "set vllm_engine_kwargs['enable_lora'] to False to send merged weights"
         )
     from safetensors.torch import save_file
 
