@@ -30,6 +30,13 @@ Row = dict[str, Any]
 Mode = Literal["train", "eval"]
 
 
+def copied(value: Any) -> Any:
+    """Copy lists and dictionaries at any depth; other values, such as images, are shared."""
+    if type(value) is list:
+        return [copied(entry) for entry in value]
+    return {key: copied(entry) for key, entry in value.items()} if type(value) is dict else value
+
+
 @dataclass(frozen=True)
 class Completion:
     """One sampled completion of C tokens.

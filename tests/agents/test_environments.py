@@ -76,6 +76,18 @@ def test_reset_gets_the_row_and_methods_are_tools():
     assert row["prompt"] == given  # the dataset's row is not changed
 
 
+def test_reset_may_change_its_arguments():
+    class Taking:
+        def reset(self, items: list[int], **row: Any) -> None:
+            self.number = len(items)
+            items.clear()
+
+    row = {**question("Take."), "items": [1, 2, 3]}
+    loop, _ = generate_rollouts(EnvironmentPool(Taking), [["done"], ["done"]], [row, row])
+    assert [environment.number for environment in loop.environments] == [3, 3]
+    assert row["items"] == [1, 2, 3]
+
+
 def test_instances_are_reused_by_every_batch():
     Counter.made = 0
     environments = EnvironmentPool(Counter)

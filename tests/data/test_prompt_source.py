@@ -29,6 +29,17 @@ def test_epochs_follow_each_other():
     assert source.state_dict() == {"epoch": 3, "index": 1}
 
 
+def test_every_completion_has_a_row_of_its_own():
+    source = PromptSource(lambda epoch: [{"items": [1, 2], "more": {"a": [3]}}], RankShare(num_generations=2))
+    for row in source.take(1):
+        assert row == {"items": [1, 2], "more": {"a": [3]}}
+        row["items"].clear()
+        row["more"]["a"].clear()
+        row["new"] = True
+    source.rollback()
+    assert source.take(1) == [{"items": [1, 2], "more": {"a": [3]}}] * 2
+
+
 def test_a_source_continues_from_every_state():
     def read(epoch):
         return [(epoch, place) for place in range(4)]

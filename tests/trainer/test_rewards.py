@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import math
 import time
@@ -254,7 +255,11 @@ def test_numpy_values_that_rewards_log_are_plain_in_a_checkpoint(tmp_path):
 def test_a_reward_that_changes_its_arguments_changes_nothing_else(tmp_path):
     seen = []
 
-    def spoiling(prompts, completions, completion_ids, **_):
+    def spoiling(prompts, completions, completion_ids, tests, **_):
+        for cases in tests:
+            assert len(cases) == 2  # not spoiled by the completions before
+            cases[0]["text"] = "spoiled"
+            cases.pop()
         for messages in (*prompts, *completions):
             messages[0]["content"] = "spoiled"
             messages.clear()
@@ -262,19 +267,21 @@ def test_a_reward_that_changes_its_arguments_changes_nothing_else(tmp_path):
             ids.clear()
         return [0.0] * 4
 
-    def looking(prompts, completions, completion_ids, **_):
+    def looking(prompts, completions, completion_ids, tests, **_):
+        assert tests == [[{"text": "1"}, {"text": "2"}]] * 4
         seen.append([(p[0]["content"], c[0]["role"]) for p, c in zip(prompts, completions, strict=True)])
         assert all(completion_ids)
         return [0.0] * 4
 
-    rows = list(chats())
+    rows = [{**row, "tests": [{"text": "1"}, {"text": "2"}]} for row in chats()]
+    unchanged = copy.deepcopy(rows)
     run = trainer(tmp_path, [spoiling, looking], train_dataset=rows)
     rollouts = generate(run, [rows[1]] * 4)
     before = [list(completion.token_ids) for completion in rollouts.completions]
     run.compute_rewards(rollouts)
     assert seen == [[("w1 w2", "assistant")] * 4]
     assert [completion.token_ids for completion in rollouts.completions] == before
-    assert rows == list(chats())
+    assert rows == unchanged
 
 
 def test_a_batch_in_which_no_steps_are_found_has_no_rewards(tmp_path):

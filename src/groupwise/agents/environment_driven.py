@@ -19,7 +19,7 @@ from groupwise.agents.trajectory import Trajectory
 from groupwise.core.metrics import Mean, Metrics
 from groupwise.errors import AgentError, boundary
 from groupwise.generation.base import GenerationBackend
-from groupwise.records import RolloutBatch
+from groupwise.records import RolloutBatch, copied
 from groupwise.tokenization.prompts import Message, replace_surrogates
 from groupwise.tokenization.rendering import PrefixMismatchError, Renderer
 
@@ -177,7 +177,7 @@ class EnvironmentDrivenRollouts:
 
             error: BaseException | None = None
             try:
-                rollouts[index].columns = await self.environment.run_rollout(rows[index], chat)
+                rollouts[index].columns = await self.environment.run_rollout(copied(rows[index]), chat)
             except MaxLengthReachedError:
                 pass  # the completion is complete, without columns
             except BaseException as problem:  # SystemExit would end the event loop

@@ -13,6 +13,7 @@ from groupwise.agents.executor import ToolExecutor
 from groupwise.agents.parsing import ToolSchema
 from groupwise.agents.tools import Content, Tool, ToolSet, make_tool
 from groupwise.errors import AgentError, ConfigError, RewardError, boundary
+from groupwise.records import copied
 from groupwise.tokenization.prompts import Message, Prompt, content_blocks, content_text, is_conversational
 
 _NOT_TOOLS = ("reset", "get_reward")
@@ -177,7 +178,7 @@ class EnvironmentPool:
         resets: dict[int, Callable[[], Any]] = {}
         for index, slot in enumerate(slots):
             try:
-                resets[index] = partial(slot.create().reset, **slot.columns)
+                resets[index] = partial(slot.create().reset, **copied(slot.columns))
             except AgentError as error:
                 outcomes[index] = error
         for index, future in zip(resets, self.executor.run_all(list(resets.values())), strict=True):

@@ -22,7 +22,7 @@ from groupwise.compat.torch import hide_dataloader_worker
 from groupwise.data.prompt_checks import PromptCheck
 from groupwise.data.sampler import GroupSampler
 from groupwise.errors import ConfigError
-from groupwise.records import Row
+from groupwise.records import Row, copied
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +171,8 @@ class PromptSource:
         numbers = self.share.prompt_numbers(len(prompts))
         rows = dict(zip(numbers, self._read_rows([prompts[n] for n in numbers]), strict=True))
         size = self.share.num_generations
-        return [rows[row // size] for row in self.share.row_numbers(len(prompts))]
+        # Copies: user code may change the row of one completion, and a rollback reads the prompts again.
+        return [copied(rows[row // size]) for row in self.share.row_numbers(len(prompts))]
 
     def _read_rows(self, prompts: Sequence[Any]) -> list[Row]:
         return list(prompts)
@@ -408,7 +409,7 @@ class EvaluationStream:
             if share.world_size > 1:
                 rows += islice(cycle(first), missing)
             self._count(self.batch_size - missing)
-            own = rows[share.rank * size : (share.rank + 1) * size]
+            own = [copied(row) for row in rows[share.rank * size : (share.rank + 1) * size]]
             yield EvaluationRows(own, self.batch_size - missing if missing else None)
             if missing:
                 return

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, Sampler, Subset
 
-from groupwise.records import Row
+from groupwise.records import Row, copied
 
 
 class GroupSampler(Sampler[int]):
@@ -71,5 +71,5 @@ def repeat_rows(dataset: Dataset[Any], times: int, max_rows: int | None = None) 
 
 
 def as_rows(rows: Sequence[Row]) -> Any:
-    """Collate rows to a list of rows: reward functions take Python values."""
-    return list(rows)
+    """Collate rows to a list of copies: reward functions take Python values, and may change them."""
+    return [copied(row) for row in rows]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from groupwise.errors import BackendError, boundary
-from groupwise.records import Completion, RolloutFunction
+from groupwise.records import Completion, RolloutFunction, copied
 from groupwise.tokenization.prompts import Prompt
 
 _RESERVED_KEYS = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
@@ -32,7 +32,7 @@ def call_rollout_function(
     """
     name = getattr(function, "__name__", type(function).__name__)
     with boundary(BackendError, f"rollout_func {name!r}"):
-        output = function([_copy(prompt) for prompt in prompts], trainer)
+        output = function(copied(prompts), trainer)
     missing = [key for key in ("prompt_ids", "completion_ids") if key not in output]
     if missing:
         raise BackendError(
@@ -53,10 +53,6 @@ def call_rollout_function(
         if key not in _RESERVED_KEYS and values is not None
     }
     return [list(ids) for ids in output["prompt_ids"]], completions, extra
-
-
-def _copy(prompt: Prompt) -> Prompt:
-    return prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
 
 
 def _completion(output: dict[str, Any], row: int, name: str, end_tokens: frozenset[int]) -> Completion:

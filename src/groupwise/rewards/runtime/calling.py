@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from groupwise.compat.transformers import name_or_path
 from groupwise.errors import RewardError, boundary
-from groupwise.records import RolloutBatch
+from groupwise.records import RolloutBatch, copied
 from groupwise.rewards.process import ProcessRewardModel
 from groupwise.rewards.runtime.models import RewardModel
 
@@ -66,24 +66,17 @@ def unique_names(names: Sequence[str]) -> list[str]:
 def reward_arguments(rollouts: RolloutBatch) -> dict[str, Any]:
     """Return the columns that reward functions receive as keyword arguments, B entries each.
 
-    Lists, and the messages of chats, are copies: a function that changes its arguments cannot change the
-    prompts and tokens that are trained on or the arguments of another function.
+    Lists and dictionaries are copies: a function that changes its arguments cannot change the prompts and
+    tokens that are trained on or the arguments of another function.
     """
     columns = {key: None for row in rollouts.rows for key in row if key not in _RESERVED}
     return {
-        **{key: [row.get(key) for row in rollouts.rows] for key in columns},
-        **{key: list(values) for key, values in rollouts.extra.items()},
+        **{key: [copied(row.get(key)) for row in rollouts.rows] for key in columns},
+        **{key: [copied(value) for value in values] for key, values in rollouts.extra.items()},
         "prompts": copied(rollouts.prompts),
         "completions": copied(rollouts.texts),
         "completion_ids": [list(completion.token_ids) for completion in rollouts.completions],
     }
-
-
-def copied(value: Any) -> Any:
-    """Copy lists and dictionaries at any depth; other values, such as images, are shared."""
-    if isinstance(value, list):
-        return [copied(entry) for entry in value]
-    return {key: copied(entry) for key, entry in value.items()} if type(value) is dict else value
 
 
 class RewardCalls(NamedTuple):
