@@ -303,6 +303,8 @@ class GRPOTrainer(
             text_tokenizer(self.processing_class),
         )
         if rewards is not self._loaded_rewards:
+            if rewards.callables != self._loaded_rewards.callables:
+                self.leftover_groups = self.leftover_groups.without_groups("reward_funcs was replaced")
             self._set_rewards(rewards)
         if self.settings.entropy_coef != before.entropy_coef:
             self.entropy_control = EntropyControl(self.settings.entropy_coef)
@@ -653,11 +655,19 @@ class GRPOTrainer(
         state = checkpointing.load_state(directory, self.args.process_index, self.args.world_size)
         checkpointing.warn_if_prompt_order_changed(state["order"], self.settings, self.train_dataset)
         self.step_state.load_state_dict(state)
+        self._check_leftover_groups(state["order"]["num_generations"], state.get("reward_func_names"))
         if not self.buffer.is_empty:
             self._continue_generation(state.get("sampler", {}))
         if self.args.ignore_data_skip:
             self.prompts.seek(self.prompts.epoch)
         self._load_reference(directory)
+
+    def _check_leftover_groups(self, num_generations: int, names: list[str] | None) -> None:
+        """Drop the groups of a checkpoint with another number of completions or other reward functions."""
+        if num_generations != self.settings.num_generations or names not in (None, self.reward_func_names):
+            self.leftover_groups = self.leftover_groups.without_groups(
+                f"they have {num_generations} completions each, with rewards of {', '.join(names or ['?'])}"
+            )
 
     def _continue_generation(self, saved: Mapping[str, float]) -> None:
         """Keep the sampler settings of a checkpoint until its generation batch is used up."""
@@ -704,6 +714,7 @@ class GRPOTrainer(
         state = self.step_state.state_dict()
         state["order"] = checkpointing.prompt_order_settings(self.settings, self.train_dataset)
         state["sampler"] = sampler_settings(self.settings)
+        state["reward_func_names"] = list(self.reward_func_names)
         checkpointing.save_state(directory, self.args.process_index, self.args.world_size, state)
         if self.settings.sync_ref_model and self.args.should_save:
             checkpointing.save_reference(directory, self.accelerator.unwrap_model(self.reference.model))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import pickle
+import threading
 from collections import Counter
 from dataclasses import fields, replace
 from types import SimpleNamespace
@@ -15,7 +17,8 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.ranks import on_ranks
-from support.runs import WORDS, policy, tokenizer, trainer
+from support.runs import WORDS, count_reward, policy, tokenizer, trainer
+from transformers import TrainerCallback
 
 from groupwise import Completion, GRPOTrainer, register_aggregation
 from groupwise.core.advantages import GroupRewards
@@ -518,3 +521,59 @@ def test_a_checkpoint_of_a_run_without_dynamic_sampling_continues_with_a_warning
     run = trainer(tmp_path, **{**given, "dynamic_sampling": True, "max_steps": 2})
     run.train(resume_from_checkpoint=True)
     assert "dynamic_sampling=True (was False)" in caplog.text and run.state.global_step == 2
+
+
+def test_environments_are_no_part_of_leftover_groups():
+    """A lock, as a database connection, can neither be sent to another process nor saved."""
+    prompts = Prompts({0, 1}, 2)
+
+    def sample(count):
+        rollouts, rewards = prompts.sample(count)
+        return replace(rollouts, extra={"environments": [threading.Lock() for _ in rollouts.rows]}), rewards
+
+    batch = DynamicBatch(LeftoverGroups(), config_of(1, 2), lambda own: pickle.loads(pickle.dumps(own)))
+    batch.add(*sample(2))
+    rollouts, _, leftover = batch.finish()
+    assert rollouts.extra == {} and len(leftover.groups) == 1
+    assert len(leftover.state_dict()["groups"]) == 1
+
+
+def one_left_over():
+    """Rewards of which the first round has one varied group, and the second one group more than needed."""
+    calls = []
+
+    def varied(completion_ids, **_):
+        calls.append(len(completion_ids))
+        flat = 4 if len(calls) == 1 else 0
+        return [0.0] * flat + [float(i) for i in range(len(completion_ids) - flat)]
+
+    return varied
+
+
+def test_leftover_groups_do_not_keep_the_rewards_of_replaced_functions(tmp_path, caplog):
+    class Replace(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            assert len(run.leftover_groups.groups) == 1 or state.global_step > 1
+            run.reward_funcs = [count_reward, by_position]
+
+    def by_position(completion_ids, **_):
+        return [float(i) for i in range(len(completion_ids))]
+
+    run = trainer(tmp_path, one_left_over(), dynamic_sampling=True, per_device_train_batch_size=8,
+                  callbacks=[Replace()])  # fmt: skip
+    run.train()
+    assert "1 leftover groups of dynamic sampling are dropped: reward_funcs was replaced" in caplog.text
+    carried = [line["dynamic_sampling/carried"] for line in run.state.log_history if "loss" in line]
+    assert carried == [0, 0]
+
+
+@pytest.mark.parametrize("changes", [{"num_generations": 2}, {"rewards": count_reward}])
+def test_leftover_groups_of_a_run_with_other_groups_or_rewards_are_not_continued(tmp_path, caplog, changes):
+    given = {"rewards": one_left_over(), "dynamic_sampling": True, "per_device_train_batch_size": 8}
+    run = trainer(tmp_path, **given, save_strategy="steps", save_steps=1, max_steps=1)
+    run.train()
+    assert len(run.leftover_groups.groups) == 1
+    run = trainer(tmp_path, **{**given, **changes})
+    run.train(resume_from_checkpoint=True)
+    assert "1 leftover groups of dynamic sampling are dropped: they have 4 completions each" in caplog.text
+    assert [line["dynamic_sampling/carried"] for line in run.state.log_history if "loss" in line][-1] == 0

@@ -99,6 +99,12 @@ class LeftoverGroups:
         ]
         return cls(groups, state["share_with_variance"], state["has_warned"])
 
+    def without_groups(self, reason: str) -> LeftoverGroups:
+        """Drop the groups; a warning gives the reason if there are any."""
+        if self.groups:
+            logger.warning("%d leftover groups of dynamic sampling are dropped: %s", len(self.groups), reason)
+        return replace(self, groups=[])
+
     def local_rollouts(self, config: GRPOConfig) -> RolloutBatch | None:
         """Return this rank's share of the completions, to compute their log-probs; None without groups.
 
@@ -307,7 +313,8 @@ def _sample(rollouts: RolloutBatch, rewards: RewardBatch, row: int) -> Sample:
         prompt_ids=rollouts.prompt_ids[index],
         completion=rollouts.completions[index],
         text=rollouts.texts[index],
-        extra={name: column[index] for name, column in rollouts.extra.items()},
+        # Without environments: a process reuses its own, and they may hold what cannot be sent or saved.
+        extra={name: column[index] for name, column in rollouts.extra.items() if name != "environments"},
         images=None if rollouts.images is None else rollouts.images[index],
         columns={name: values[index] for name, values in rewards.columns.items()},
         rewards=rewards.rewards.rewards_NF[row].tolist(),
