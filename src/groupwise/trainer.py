@@ -20,7 +20,7 @@ from groupwise.compat.transformers import trainer_state_name
 from groupwise.config.arguments import TRL_METHODS, check_arguments, check_methods
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import corrects_for_sampler, sampler_settings, truncated_logprob_bound
-from groupwise.config.step_settings import BuiltAttribute, SettingAttribute, StepSettings
+from groupwise.config.step_settings import BuiltAttribute, SettingAttribute, StepSettings, UnreadAttribute
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean
 from groupwise.cpu import trim_heap
@@ -172,6 +172,9 @@ class GRPOTrainer(
     tools = BuiltAttribute("pass tools to the trainer")
     router_aux_loss_coef = BuiltAttribute("set GRPOConfig(router_aux_loss_coef=…)")
     aux_loss_enabled = BuiltAttribute("set GRPOConfig(router_aux_loss_coef=…)")
+    generation_config = UnreadAttribute(
+        "trainer.temperature, top_p, top_k, min_p and repetition_penalty, or GRPOConfig(generation_kwargs=…)"
+    )
 
     def __init__(
         self,

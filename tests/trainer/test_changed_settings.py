@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.runs import count_reward, policy, prompts, tokenizer, trainer
-from transformers import LlamaConfig, LlamaForSequenceClassification, TrainerCallback
+from transformers import GenerationConfig, LlamaConfig, LlamaForSequenceClassification, TrainerCallback
 
 from groupwise import ConfigError, GRPOTrainer
 
@@ -278,6 +278,13 @@ def test_what_cannot_change_is_refused_at_the_assignment(tmp_path, name, value):
     with pytest.raises(ConfigError, match=rf"trainer.{name}.*is read when the trainer is built"):
         setattr(run, name, value)
     assert getattr(run, name) == before
+
+
+def test_a_generation_config_is_refused_at_the_assignment(tmp_path):
+    run = trainer(tmp_path)
+    with pytest.raises(ConfigError, match=r"trainer\.generation_config is not read.*trainer\.temperature"):
+        run.generation_config = GenerationConfig(temperature=0.5)
+    assert not hasattr(run, "generation_config")
 
 
 def test_another_training_set_is_refused_when_training_starts(tmp_path):

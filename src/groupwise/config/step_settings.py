@@ -170,6 +170,28 @@ class BuiltAttribute:
         vars(trainer)[self.name] = value
 
 
+class UnreadAttribute:
+    """Attribute of TRL's trainer that has no effect here: an assignment is an error.
+
+    Args:
+        way_out: attributes or settings with the same effect, for the message.
+    """
+
+    def __init__(self, way_out: str) -> None:
+        self.way_out = way_out
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, trainer: Any, owner: type | None = None) -> Any:
+        if trainer is None:
+            return self
+        raise AttributeError(f"trainer.{self.name} does not exist; use {self.way_out}")
+
+    def __set__(self, trainer: Any, value: Any) -> None:
+        raise ConfigError(f"trainer.{self.name} is not read: use {self.way_out}")
+
+
 def _own_fields(config: GRPOConfig) -> dict[str, Any]:
     """Return the settings that the trainer reads; other fields of ``TrainingArguments`` are ``Trainer``'s."""
     inherited = {field.name for field in dataclasses.fields(TrainingArguments)}
