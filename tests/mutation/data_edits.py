@@ -62,7 +62,7 @@ DATA = [
         ("len(set(group)) > 1 or len(group) < size", "len(group) < size"),
         ("len(groups) == self.prompts_per_batch or not self.drop_last", "True"),
         (" or not self.drop_last:", ":"),
-        ("if read == position and row is not None:", "if row is not None:"),
+        ("self._rows_read[read] = row", "self._rows_read[position] = row"),
         ("if place >= first]", "]"),
         ("if number >= self._mark[0]}", "if False}"),
         ("self._loader = self._loader or self.make_loader()", "self._loader = self.make_loader()"),
