@@ -53,7 +53,8 @@ INHERITED: Final[dict[str, Setting]] = {
         "Not supported.", example=0.1, unsupported="the policy loss has no labels to smooth"
     ),
     "neftune_noise_alpha": Setting(
-        "Noise on the embeddings in training forwards; generation and old log-probs have none."
+        "Noise on the embeddings in training forwards, which are padded then; generation and old log-probs "
+        "have none."
     ),
     "torch_empty_cache_steps": Setting("Micro-batches between two releases of cached device memory."),
     # Precision and speed

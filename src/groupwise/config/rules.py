@@ -449,6 +449,17 @@ def entropy_coef_outside_bounds(c: GRPOConfig) -> Iterator[str]:
         yield violation(given, f"from {low} to {high}", f"{bounded}")
 
 
+@rule(neftune_noise_alpha=5.0, sequence_layout="packed")
+def noise_of_packed_sequences(c: GRPOConfig) -> Iterator[str]:
+    if c.neftune_noise_alpha is not None and c.sequence_layout not in ("auto", "padded"):
+        yield violation(
+            f"neftune_noise_alpha={c.neftune_noise_alpha} with sequence_layout={c.sequence_layout!r}: the "
+            "noise is scaled by the length of a row, which has many sequences there",
+            "sequence_layout='padded', or 'auto', which then means it",
+            "sequence_layout='auto'",
+        )
+
+
 @rule(use_liger_kernel=True, entropy_coef=0.1)
 def beyond_liger(c: GRPOConfig) -> Iterator[str]:
     for limit in LIGER_LIMITS:

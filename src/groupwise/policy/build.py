@@ -156,8 +156,10 @@ def make_logprob_computer(
     policy: PreTrainedModel, config: GRPOConfig, accelerator: Accelerator
 ) -> LogprobComputer:
     """Build the log-prob computer with the configured layout and head."""
+    # NEFTune scales its noise by the length of a row: that of a sequence in the padded layout alone.
+    only_padded = config.use_liger_kernel or config.neftune_noise_alpha is not None
     layout = choose_layout(
-        "padded" if config.use_liger_kernel else config.sequence_layout,
+        "padded" if only_padded else config.sequence_layout,
         policy,
         group_size=config.num_generations,
         with_aux_loss=router_aux_loss_coef(policy, config) != 0.0,

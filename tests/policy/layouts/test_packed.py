@@ -9,6 +9,7 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from support.batches import packed, token_batch
+from support.runs import trainer
 
 from groupwise.errors import ConfigError
 from groupwise.policy.attention import install_attention_hook
@@ -203,6 +204,11 @@ def test_auto_takes_the_layout_that_computes_least():
     assert choose_layout("padded", model, group_size=4, with_aux_loss=False) == "padded"
     with pytest.raises(ConfigError, match="balancing loss"):
         choose_layout("packed", model, group_size=4, with_aux_loss=True)
+
+
+def test_noise_on_embeddings_is_scaled_by_the_length_of_a_sequence(tmp_path):
+    assert trainer(tmp_path).logprob_computer.layout == "shared_prefix"
+    assert trainer(tmp_path, neftune_noise_alpha=5.0).logprob_computer.layout == "padded"
 
 
 def test_the_first_use_check_finds_computation_across_packed_sequences(caplog):
