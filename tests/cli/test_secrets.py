@@ -79,6 +79,7 @@ def test_copies_and_pickles_of_a_configuration_have_no_token():
 
 def test_masking_goes_by_whole_names():
     given = {"api_key": "x", "deep": [{"auth_token": "y", "pad_token": "<pad>", "max_tokens": 3}], "token": 1}
+    assert masked({"hf_token": "z", "bos_token": "<s>"}) == {"hf_token": None, "bos_token": "<s>"}
     assert masked(given) == {
         "api_key": None,
         "deep": [{"auth_token": None, "pad_token": "<pad>", "max_tokens": 3}],

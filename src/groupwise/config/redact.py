@@ -12,7 +12,7 @@ SECRET_VARIABLES = (
     *("TRACKIO_TOKEN", "AWS_SECRET_ACCESS_KEY"),
 )
 _SECRET_NAME = re.compile(
-    r"(token|(.*_)?(api_key|auth_token|hub_token|access_token|password|secret))", re.IGNORECASE
+    r"(token|(.*_)?(api_key|(auth|hub|hf|access)_token|password|secret))", re.IGNORECASE
 )
 _HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}\b")
 
