@@ -1,11 +1,11 @@
 """Tables and figures of the files that ``run.py`` wrote.
 
-    python benchmarks/learning/figures.py benchmarks/results/learning
+    python benchmarks/learning/figures.py benchmarks/results/learning --images docs/images/learning
 
 Prints Markdown tables of accuracy in and out of the trained tasks, mean ± 95 % interval over seeds (Student),
 of the gain over the initial model with an interval over questions, and of the steps of both libraries. Writes
-beside the files ``curves.png`` (reward over steps), ``minutes.png`` (over minutes, groupwise and TRL)
-and ``samples.png`` (Pass@K and Maj@K of the initial model and of every cell).
+to ``--images``, or beside the files, ``curves.png`` (reward over steps), ``minutes.png`` (over minutes,
+groupwise and TRL) and ``samples.png`` (Pass@K and Maj@K of the initial model and of every cell).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 
 import tasks
 
-#: 97.5 % quantiles of Student's t for 1, 2, … degrees of freedom.
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+#: 97.5 % quantiles of Student's t for 2, 3, … degrees of freedom.
+STUDENT = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 Results = dict[str, list[dict[str, Any]]]
 
@@ -38,18 +38,18 @@ def load(directory: Path) -> Results:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return mean and half-width of the 95 % interval over seeds; NaN for a single seed.
+    """Return mean and half-width of the 95 % interval over seeds; NaN below three seeds.
 
     Raises:
         ValueError: no value, or more than ten.
     """
-    if not 1 <= len(values) <= len(STUDENT) + 1:
-        raise ValueError(f"{len(values)} seeds; allowed: 1 to {len(STUDENT) + 1}")
+    if not 1 <= len(values) <= len(STUDENT) + 2:
+        raise ValueError(f"{len(values)} seeds; allowed: 1 to {len(STUDENT) + 2}")
     count, mean = len(values), math.fsum(values) / len(values)
-    if count == 1:
+    if count < 3:  # that of two would be ± six times their difference
         return mean, math.nan
     variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
-    return mean, STUDENT[count - 2] * math.sqrt(variance / count)
+    return mean, STUDENT[count - 3] * math.sqrt(variance / count)
 
 
 def score(metrics: Mapping[str, float], names: Sequence[str], metric: str) -> float:
@@ -211,14 +211,17 @@ def main(arguments: Sequence[str] | None = None) -> str:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("directory", type=Path)
+    parser.add_argument("--images", type=Path, help="folder of the figures; default: that of the files")
     parser.add_argument("--window", type=int, default=5, help="steps that curves are averaged over")
     options = parser.parse_args(arguments)
     results = load(options.directory)
     if not results:
         raise SystemExit(f"{options.directory} has no finished run; run benchmarks/learning/run.py first")
-    draw_curves(results, options.directory / "curves.png", options.window)
-    draw_minutes(results, options.directory / "minutes.png", options.window)
-    draw_samples(results, options.directory / "samples.png")
+    images = options.images or options.directory
+    images.mkdir(parents=True, exist_ok=True)
+    draw_curves(results, images / "curves.png", options.window)
+    draw_minutes(results, images / "minutes.png", options.window)
+    draw_samples(results, images / "samples.png")
     shown = "\n\n".join([table(results), gains(results), against_trl(results)])
     print(shown)
     return shown

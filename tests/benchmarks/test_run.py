@@ -128,8 +128,9 @@ def test_an_empty_directory_is_an_error(tmp_path):
         figures.main([str(tmp_path)])
 
 
-def test_intervals_of_no_and_one_seed():
-    assert figures.interval([0.5])[0] == 0.5 and math.isnan(figures.interval([0.5])[1])
+def test_intervals_of_few_seeds():
+    for values in ([0.5], [0.25, 0.75]):
+        assert figures.interval(values)[0] == 0.5 and math.isnan(figures.interval(values)[1])
     with pytest.raises(ValueError, match="0 seeds; allowed: 1 to 10"):
         figures.interval([])
 
