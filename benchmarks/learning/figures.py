@@ -25,6 +25,9 @@ import tasks
 #: 97.5 % quantiles of Student's t for 2, 3, … degrees of freedom.
 STUDENT = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
+#: Cells that train on stored completions, whose rewards say nothing about the policy.
+STORED = ("sft", "rft", "dpo")
+
 Results = dict[str, list[dict[str, Any]]]
 
 
@@ -150,13 +153,13 @@ def mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:
 
 
 def draw_curves(results: Results, path: Path, window: int) -> None:
-    """Draw the training reward over steps, mean over seeds, one line per cell that has rewards."""
+    """Draw the training reward over steps, mean over seeds, one line per cell that samples."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.5))
     for number, (cell, runs) in enumerate(results.items()):
         curve = mean_curve([rewards(run, window) for run in runs])
-        if curve:
+        if curve and cell not in STORED:
             steps = range(window, window + len(curve))
             axes.plot(steps, curve, color=f"C{number % 10}", label=f"{cell} ({len(runs)})")
     axes.set(xlabel="optimizer step", ylabel=f"reward, mean of {window} steps and of all seeds")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import figures
 import methods
@@ -121,6 +122,13 @@ def test_curves_are_means_over_steps_and_seeds():
     assert figures.rewards(runs[0], 2) == [0.5, 1.0, 0.5]
     assert figures.mean_curve([figures.rewards(one, 2) for one in runs]) == [0.75, 0.75]
     assert figures.rewards({}, 2) == []
+
+
+def test_the_page_shows_the_results():
+    results = figures.load(run.RESULTS)
+    page = Path(run.__file__).parents[2].joinpath("docs", "learning.md").read_text()
+    for table in (figures.table, figures.gains, figures.against_trl):
+        assert table(results) in page
 
 
 def test_an_empty_directory_is_an_error(tmp_path):
