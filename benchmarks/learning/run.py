@@ -62,6 +62,8 @@ class Cell:
     process: a reward for every step of the solution instead of one for the answer.
     iterations: outer iterations of iterative GRPO, which refreshes the reference at the end of each.
     library: "groupwise", or "trl" for the same settings in TRL's ``GRPOTrainer``.
+    max_steps: the first steps of the run only; None: all.
+    micro_batches: parts that a step's rows are computed in; the update is the same.
     settings: changes of the configuration.
     """
 
@@ -69,6 +71,8 @@ class Cell:
     process: bool = False
     iterations: int = 1
     library: str = "groupwise"
+    max_steps: int | None = None
+    micro_batches: int = 1
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -84,11 +88,8 @@ METHODS = {
     "grpo_outcome": Cell(),
     "grpo_process": Cell(process=True),
     "grpo_iterative": Cell(iterations=2, settings={"beta": 0.04}),
-    # Its first steps, about an hour on one core; in micro-batches, since all rows at once need 12 GB in TRL.
-    "trl": Cell(
-        library="trl",
-        settings={"max_steps": 15, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 4},
-    ),
+    # About an hour on one core; in micro-batches, since TRL needs 12 GB for all rows at once.
+    "trl": Cell(library="trl", max_steps=15, micro_batches=4),
 }
 
 #: Each changes one thing of ``grpo_outcome``. Staleness needs a vLLM server and is not among them.
@@ -117,9 +118,10 @@ def settings(cell: Cell, scale: Scale, seed: int) -> dict[str, Any]:
         "loss_type": "grpo",
         "learning_rate": scale.learning_rate,
         "lr_scheduler_type": "constant",
-        "max_steps": scale.steps,
+        "max_steps": min(scale.steps, cell.max_steps or scale.steps),
         "num_generations": scale.generations,
-        "per_device_train_batch_size": rows,
+        "per_device_train_batch_size": rows // cell.micro_batches,
+        "gradient_accumulation_steps": cell.micro_batches,
         "per_device_eval_batch_size": 16 * scale.samples,
         "num_generations_eval": scale.samples,
         "max_completion_length": scale.max_tokens,

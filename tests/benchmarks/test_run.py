@@ -70,9 +70,10 @@ def test_every_cell_is_a_valid_configuration(tmp_path):
     methods.register()
     for name, cell in run.CELLS.items():
         config = run.config(cell, run.Scale(), 3, str(tmp_path))
-        assert config.seed == 3 and config.max_steps == 40, name
+        assert config.seed == 3 and config.max_steps == (15 if name == "trl" else 30), name
         stored = cell.source in ("solutions", "filtered")
-        assert config.per_device_train_batch_size == (16 if stored else 64), name
+        rows = config.per_device_train_batch_size * config.gradient_accumulation_steps
+        assert rows == config.generation_batch_size == (16 if stored else 64), name
     plain, tried = (
         run.config(run.CELLS[c], run.TINY, 0, str(tmp_path)) for c in ("grpo_outcome", "beta_0.04")
     )
