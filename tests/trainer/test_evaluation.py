@@ -272,3 +272,13 @@ def test_a_prediction_is_an_evaluation_of_other_rows(tmp_path):
     }
     assert wanted["test_pass@4"] == pytest.approx(2 / 3)
     assert {name: output.metrics[name] for name in wanted} == pytest.approx(wanted)
+
+
+def test_an_evaluation_sampler_that_repeats_rows_is_refused(tmp_path):
+    """As TRL's does: here the rows themselves are repeated."""
+    run = run_of(tmp_path)
+    run._get_eval_sampler = lambda rows: list(range(len(rows))) * 4
+    with pytest.raises(ConfigError, match="returns 48 indices for 12 rows, which are repeated"):
+        run.evaluate()
+    run._get_eval_sampler = lambda rows: list(range(len(rows)))
+    assert run.evaluate()["eval_pass@4"] == pytest.approx(2 / 3)

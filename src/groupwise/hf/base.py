@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -371,9 +371,24 @@ class BaseTrainer(Trainer):
             dataset=rows,
             description="Evaluation",
             batch_size=self.args.eval_batch_size,
-            sampler_fn=self._get_eval_sampler,  # type: ignore[arg-type]
+            sampler_fn=self._checked_eval_sampler,  # type: ignore[arg-type]
             dataloader_key=eval_dataset if isinstance(eval_dataset, str) else "eval",
         )
+
+    def _checked_eval_sampler(self, rows: Dataset[Any]) -> Any:
+        """Return the sampler of the rows of an evaluation, which a subclass may override.
+
+        Raises:
+            ConfigError: it repeats the rows, as TRL's does; an evaluation would take that many times as long.
+        """
+        sampler: Any = self._get_eval_sampler(rows)
+        if isinstance(sampler, Sized) and len(sampler) > len(rows):  # type: ignore[arg-type]
+            raise ConfigError(
+                f"{type(self).__name__}._get_eval_sampler returns {len(sampler)} indices for "
+                f"{len(rows)} rows, which are repeated num_generations_eval times already; "  # type: ignore[arg-type]
+                "return every index once"
+            )
+        return sampler
 
     def get_test_dataloader(self, test_dataset: Dataset[Any]) -> DataLoader[Any]:
         """Return the loader of ``predict``: the same rows as for an evaluation."""
