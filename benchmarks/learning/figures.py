@@ -26,7 +26,7 @@ import tasks
 STUDENT = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 #: Cells that train on stored completions, whose rewards say nothing about the policy.
-STORED = ("sft", "rft", "dpo")
+OFFLINE = ("sft", "rft", "dpo")
 
 Results = dict[str, list[dict[str, Any]]]
 
@@ -159,7 +159,7 @@ def draw_curves(results: Results, path: Path, window: int) -> None:
     figure, axes = plt.subplots(figsize=(8, 4.5))
     for number, (cell, runs) in enumerate(results.items()):
         curve = mean_curve([rewards(run, window) for run in runs])
-        if curve and cell not in STORED:
+        if curve and cell not in OFFLINE:
             steps = range(window, window + len(curve))
             axes.plot(steps, curve, color=f"C{number % 10}", label=f"{cell} ({len(runs)})")
     axes.set(xlabel="optimizer step", ylabel=f"reward, mean of {window} steps and of all seeds")

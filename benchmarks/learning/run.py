@@ -88,7 +88,7 @@ METHODS = {
     "grpo_outcome": Cell(),
     "grpo_process": Cell(process=True),
     "grpo_iterative": Cell(iterations=2, settings={"beta": 0.04}),
-    # About an hour on one core; in micro-batches, since TRL needs 12 GB for all rows at once.
+    # About 40 minutes on one core; in micro-batches, since TRL needs 12 GB for all rows at once.
     "trl": Cell(library="trl", max_steps=15, micro_batches=4),
 }
 
@@ -176,7 +176,7 @@ class Clock(TrainerCallback):
         self.processor_seconds.append(round(time.process_time() - self.start[1], 2))
 
 
-class Judge(GRPOTrainer):
+class RewardEvaluator(GRPOTrainer):
     """Evaluation of rewards alone: the loss of an evaluation takes as long as its samples."""
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -197,14 +197,16 @@ def run_cell(
     sets = test_sets(scale)
     with tempfile.TemporaryDirectory() as directory:
         args = config(cell, scale, seed, directory)
-        judged = config(METHODS["instruct"], scale, seed, directory)
+        eval_args = config(METHODS["instruct"], scale, seed, directory)
         result = train_cell(cell, model, tokenizer, scale, args) if cell.source is not None else {}
-        judge = Judge(model, tasks.correct, judged, train_rows(scale), sets, processing_class=tokenizer)
+        evaluator = RewardEvaluator(
+            model, tasks.correct, eval_args, train_rows(scale), sets, processing_class=tokenizer
+        )
         if initial is not None:
-            judge.evaluation.load_state_dict(initial["by_question"])  # gains by question
-        result["evaluation"] = judge.evaluate()
+            evaluator.evaluation.load_state_dict(initial["by_question"])  # gains by question
+        result["evaluation"] = evaluator.evaluate()
         if initial is None:
-            result["by_question"] = judge.evaluation.state_dict()
+            result["by_question"] = evaluator.evaluation.state_dict()
     return {
         "cell": name,
         "seed": seed,

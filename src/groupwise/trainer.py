@@ -660,7 +660,8 @@ class GRPOTrainer(
         self.step_state.load_state_dict(state)
         self._check_leftover_groups(state["order"]["num_generations"], state.get("reward_func_names"))
         if not self.buffer.is_empty:
-            self._continue_generation(state.get("sampler", {}))
+            self.settings = self.step_settings.hold(state.get("sampler", {}))
+            self._apply_settings()
         if self.args.ignore_data_skip:
             self.prompts.seek(self.prompts.epoch)
         self._load_reference(directory)
@@ -671,21 +672,6 @@ class GRPOTrainer(
             self.leftover_groups = self.leftover_groups.without_groups(
                 f"they have {num_generations} completions each, with rewards of {', '.join(names or ['?'])}"
             )
-
-    def _continue_generation(self, saved: Mapping[str, float]) -> None:
-        """Keep the sampler settings of a checkpoint until its generation batch is used up."""
-        now = sampler_settings(self.settings)
-        changed = {name: value for name, value in saved.items() if value != now[name]}
-        if not changed:
-            return
-        self.step_settings.hold(changed)
-        self.settings = self.step_settings.current
-        self._apply_settings()
-        logger.warning(
-            "resumed with %s: the generation batch of the checkpoint is finished with %s, as it was sampled",
-            ", ".join(f"{name}={now[name]}" for name in changed),
-            ", ".join(f"{name}={value}" for name, value in changed.items()),
-        )
 
     def _load_reference(self, directory: str) -> None:
         checkpointing.load_reference(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainingArguments
 
 from groupwise.config.resolution import resolve_defaults
-from groupwise.config.sampling import SAMPLING_FIELDS
+from groupwise.config.sampling import SAMPLING_FIELDS, sampler_settings
 from groupwise.config.validation import check_changes
 from groupwise.errors import ConfigError, warn_once
 
@@ -74,9 +74,24 @@ class StepSettings:
             raise ConfigError(message)
         return value
 
-    def hold(self, sampler: Mapping[str, Any]) -> None:
-        """Use these settings of the sampler, by field, until the next generation begins."""
-        self.current = _copy(self.current, dict(sampler))
+    def hold(self, sampler: Mapping[str, Any]) -> GRPOConfig:
+        """Return the settings with those that the generation batch of a checkpoint was sampled with.
+
+        They stay until the next generation begins; a warning names those that differ from the configuration.
+
+        Args:
+            sampler: saved :func:`~groupwise.config.sampling.sampler_settings`.
+        """
+        now = sampler_settings(self.current)
+        changed = {name: value for name, value in sampler.items() if value != now[name]}
+        if changed:
+            self.current = _copy(self.current, changed)
+            logger.warning(
+                "resumed with %s: the generation batch of the checkpoint was sampled and is finished with %s",
+                ", ".join(f"{name}={now[name]}" for name in changed),
+                ", ".join(f"{name}={value}" for name, value in changed.items()),
+            )
+        return self.current
 
     def begin_step(self, *, new_generation: bool, new_run: bool = False) -> GRPOConfig:
         """Return the settings of the next step: changes take effect.
