@@ -7,13 +7,16 @@ the public registry; offline completions come from a ``rollout_func``.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from groupwise import SamplingOptions, register_advantage
 from groupwise.core.advantages import ADVANTAGES, AdvantageSettings, GroupRewards, total_rewards, weighted_sum
+from groupwise.policy.layouts.forward import evaluation_mode
 
 #: Completions (texts) of an offline method by question, the last message of the prompt.
 Samples = Mapping[str, Sequence[str]]
@@ -80,6 +83,67 @@ def replay(samples: Samples) -> Any:
         return {"prompt_ids": chats, "completion_ids": [completion_ids[row] for row in range(len(prompts))]}
 
     return rollout
+
+
+def stale_samples(staleness: int) -> Any:
+    """Return a ``rollout_func`` that samples from the policy of ``staleness`` optimizer steps before.
+
+    It returns that policy's log-probs, so that the trainer logs the difference, and corrects for it with
+    ``rollout_func_importance_sampling_correction=True``. The first steps have the initial policy. Needs one
+    generation per optimizer step; keeps ``staleness + 1`` copies of the weights.
+    """
+    snapshots: deque[list[torch.Tensor]] = deque(maxlen=staleness + 1)
+
+    def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        chats = chat_ids(prompts, trainer.processing_class)
+        snapshots.append([parameter.detach().clone() for parameter in trainer.model.parameters()])
+        with weights(trainer.model, snapshots[0]), evaluation_mode(trainer.model):
+            completions = [one.token_ids for one in trainer.backend.generate(chats, SamplingOptions())]
+            logps = sampled_logps(trainer.model, chats, completions)
+        return {"prompt_ids": chats, "completion_ids": completions, "logprobs": logps}
+
+    return rollout
+
+
+@contextmanager
+def weights(model: torch.nn.Module, values: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Give the parameters of ``model`` other values; afterwards they have their own again."""
+
+    def assign(values: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), values, strict=True):
+                parameter.copy_(value)
+
+    own = [parameter.detach().clone() for parameter in model.parameters()]
+    assign(values)
+    try:
+        yield
+    finally:
+        assign(own)
+
+
+@torch.no_grad()
+def sampled_logps(
+    model: Any, prompts: Sequence[list[int]], completions: Sequence[list[int]]
+) -> list[list[float]]:
+    """Return the log-probs of completion tokens at temperature 1.
+
+    Consecutive rows with one prompt share its keys and values. Completions are padded on the right, where
+    causal attention hides the padding from the tokens before it.
+    """
+    found: list[list[float]] = []
+    for prompt, rows in itertools.groupby(range(len(prompts)), key=lambda row: prompts[row]):
+        group = [completions[row] for row in rows]
+        ids_GT = torch.nn.utils.rnn.pad_sequence([torch.tensor(one) for one in group], batch_first=True)
+        ids_GT = ids_GT.to(model.device)
+        read = model(torch.tensor([prompt], device=model.device), use_cache=True)
+        cache = read.past_key_values
+        cache.batch_repeat_interleave(len(group))
+        first_G1V = read.logits[:, -1:].expand(len(group), -1, -1)
+        logits_GTV = torch.cat([first_G1V, model(ids_GT, past_key_values=cache).logits[:, :-1]], dim=1)
+        logps_GT = logits_GTV.float().log_softmax(-1).gather(-1, ids_GT.unsqueeze(-1)).squeeze(-1)
+        found += [row[: len(one)] for row, one in zip(logps_GT.tolist(), group, strict=True)]
+    return found
 
 
 def chat_ids(prompts: Sequence[Any], tokenizer: Any) -> list[list[int]]:

@@ -60,6 +60,7 @@ class Cell:
     source: "policy", "solutions" (of the data), "filtered" (correct samples of the initial policy) or "pairs"
         (correct and wrong samples, trained by TRL's ``DPOTrainer``); None: no training.
     process: a reward for every step of the solution instead of one for the answer.
+    staleness: optimizer steps between the policy that samples and the one that is trained.
     iterations: outer iterations of iterative GRPO, which refreshes the reference at the end of each.
     library: "groupwise", or "trl" for the same settings in TRL's ``GRPOTrainer``.
     max_steps: the first steps of the run only; None: all.
@@ -69,6 +70,7 @@ class Cell:
 
     source: str | None = "policy"
     process: bool = False
+    staleness: int = 0
     iterations: int = 1
     library: str = "groupwise"
     max_steps: int | None = None
@@ -92,7 +94,8 @@ METHODS = {
     "trl": Cell(library="trl", max_steps=15, micro_batches=4),
 }
 
-#: Each changes one thing of ``grpo_outcome``. Staleness needs a vLLM server and is not among them.
+CORRECTED = {"rollout_func_importance_sampling_correction": True}
+#: Each changes one thing of ``grpo_outcome``; ``stale_*_corrected`` adds the correction to ``stale_*``.
 ABLATIONS = {
     "loss_dapo": Cell(settings={"loss_type": "dapo"}),
     "loss_dr_grpo": Cell(settings={"loss_type": "dr_grpo"}),
@@ -106,6 +109,8 @@ ABLATIONS = {
     "iterations_2": Cell(settings={"num_iterations": 2}),
     "iterations_2_clip_higher": Cell(settings={"num_iterations": 2, "epsilon_high": 0.28}),
     "dynamic_sampling": Cell(settings={"dynamic_sampling": True}),
+    **{f"stale_{steps}": Cell(staleness=steps) for steps in (1, 2, 4)},
+    **{f"stale_{steps}_corrected": Cell(staleness=steps, settings=CORRECTED) for steps in (1, 2, 4)},
 }
 CELLS = {**METHODS, **ABLATIONS}
 
@@ -238,8 +243,11 @@ def train_cell(cell: Cell, model: Any, tokenizer: Any, scale: Scale, args: GRPOC
         runner.train()
         log = runner.trainer.state.log_history
     else:
-        replay = {} if cell.source == "policy" else {"rollout_func": methods.replay(stored)}
-        trainer = GRPOTrainer(model, reward, args, **common, **replay)
+        if cell.source != "policy":
+            common["rollout_func"] = methods.replay(stored)
+        elif cell.staleness:
+            common["rollout_func"] = methods.stale_samples(cell.staleness)
+        trainer = GRPOTrainer(model, reward, args, **common)
         trainer.train()
         log = trainer.state.log_history
     return {
@@ -323,7 +331,8 @@ def versions() -> dict[str, str]:
     """Return versions of Python and of the packages that decide the numbers, processor and threads."""
     names = [n for n in ("torch", "transformers", "trl", "reasoning-gym") if _installed(n)]
     found = {name: importlib.metadata.version(name) for name in names}
-    machine = {"processor": platform.processor(), "threads": str(torch.get_num_threads())}
+    processor = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+    machine = {"processor": processor, "threads": str(torch.get_num_threads())}
     return {"python": platform.python_version(), **machine, **found}
 
 

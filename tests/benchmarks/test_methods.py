@@ -192,6 +192,47 @@ def test_replayed_completions_make_the_update_of_supervised_fine_tuning(tmp_path
         torch.testing.assert_close(trained, expected - expected.grad, rtol=1e-4, atol=1e-6)
 
 
+def test_stale_samples_come_from_the_policy_of_earlier_steps(tmp_path):
+    """Staleness 2: initial policy in the first three steps, then that of two updates before."""
+    run = trainer(
+        tmp_path,
+        train_dataset=chats(),
+        rollout_func=methods.stale_samples(2),
+        max_steps=4,
+        per_device_train_batch_size=8,
+        logprob_mismatch_check="off",
+    )
+    current, sampling = [], []
+    inner, generate = run.rollout_func, run.backend.generate
+
+    def parameters() -> list[torch.Tensor]:
+        return [parameter.detach().clone() for parameter in run.model.parameters()]
+
+    def watched(prompts, options):
+        sampling.append(parameters())
+        return generate(prompts, options)
+
+    def rollout(prompts, trainer):
+        current.append(parameters())
+        found = inner(prompts, trainer)
+        torch.testing.assert_close(parameters(), current[-1], rtol=0, atol=0)  # the policy is back
+        with methods.weights(run.model, sampling[-1]):
+            for ids, completion, logps in zip(*found.values(), strict=True):
+                with torch.no_grad():
+                    logits_TV = run.model(torch.tensor([ids + completion])).logits[0, len(ids) - 1 : -1]
+                expected = logits_TV.log_softmax(-1)[range(len(completion)), completion].tolist()
+                assert logps == pytest.approx(expected, abs=1e-5)
+        return found
+
+    run.rollout_func, run.backend.generate = rollout, watched
+    run.train()
+    assert len({float(sum(p.sum() for p in values)) for values in current}) == 4  # every step updates
+    for step, updates in enumerate([0, 0, 0, 1]):
+        torch.testing.assert_close(sampling[step], current[updates], rtol=0, atol=0)
+    gaps = [log["sampling/sampling_logp_difference/mean"] for log in run.state.log_history[:4]]
+    assert gaps[0] < 1e-5 and min(gaps[1:]) > 1e-3
+
+
 def test_dpo_pairs_through_the_trainer(tmp_path):
     run = trainer(
         tmp_path,
