@@ -46,6 +46,7 @@ from groupwise.hf.base import BaseTrainer
 from groupwise.hf.callbacks import SyncRefModelCallback
 from groupwise.hf.step_state import AttributeState, ObjectState, Stateful, StepState
 from groupwise.mixins import AdvantageMixin, BatchingMixin, LogprobMixin, LossMixin, RewardMixin, RolloutMixin
+from groupwise.mixins.advantage import checked_advantages
 from groupwise.mixins.loss import check_loss_override, objective_settings
 from groupwise.policy.build import (
     make_logprob_computer,
@@ -462,7 +463,7 @@ class GRPOTrainer(
             logps = self.old_and_ref_logps(tokens) if self.settings.kl_in_reward else None
             rewards = self.apply_kl_penalty(rewards, tokens, logps)
             # (N,) or (N, T) of all ranks -> (B,) or (B, T) of this one
-            advantages = rewards.local_rows(self.compute_advantages(rewards))
+            advantages = rewards.local_rows(checked_advantages(self.compute_advantages(rewards), rewards))
             only = self.select_rows_for_logprobs(tokens, advantages, micro_batch_size)
             logps = logps or self.old_and_ref_logps(tokens, only, on_policy=on_policy)
         if self.settings.log_completions:

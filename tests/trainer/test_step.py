@@ -249,6 +249,32 @@ def test_a_window_of_outcome_and_token_wise_advantages_trains_on_every_token(tmp
     assert torch.equal(run(TokenWise, sampler=True), outcome)
 
 
+def test_a_column_of_advantages_is_one_for_each_completion(tmp_path):
+    class Column(GRPOTrainer):
+        def compute_advantages(self, rewards):
+            return super().compute_advantages(rewards)[:, None]
+
+    trained = []
+    for kind in (GRPOTrainer, Column):
+        run = trainer(tmp_path, kind=kind, max_steps=1)
+        run.train()
+        trained.append(weights(run))
+    assert torch.equal(*trained)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(4, 2), (3, 6), (3, 1)])
+def test_advantages_of_another_shape_are_refused(tmp_path, rows, columns):
+    class Wrong(GRPOTrainer):
+        def compute_advantages(self, rewards):
+            return super().compute_advantages(rewards)[:rows, None].expand(-1, columns)
+
+    run = trainer(tmp_path, kind=Wrong)
+    with pytest.raises(
+        ConfigError, match=rf"shape \({rows}, {columns}\); allowed: \(4,\), one .* or \(4, 6\)"
+    ):
+        run.train()
+
+
 def test_every_prompt_of_an_epoch_is_seen_once_in_groups(tmp_path):
     seen = []
 

@@ -6,6 +6,7 @@ import torch
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.advantages import ADVANTAGES, AdvantageSettings
+from groupwise.errors import ConfigError
 from groupwise.records import RewardBatch
 
 
@@ -29,3 +30,21 @@ class AdvantageMixin:
             scale=self.settings.scale_rewards, aggregation=self.settings.multi_objective_aggregation
         )
         return ADVANTAGES[self.settings.advantage_baseline](rewards.rewards, settings)
+
+
+def checked_advantages(advantages: torch.Tensor, rewards: RewardBatch) -> torch.Tensor:
+    """Return the result of ``compute_advantages``, which may be overridden or registered; (N, 1) as (N,).
+
+    Raises:
+        ConfigError: it has not one row per completion of all ranks, or fewer columns than the longest one.
+    """
+    num_rows, num_tokens = len(rewards.rewards.rewards_NF), rewards.rewards.num_tokens
+    shape = tuple(advantages.shape)
+    if shape == (num_rows, 1):  # as token-wise advantages, they would be those of the first tokens
+        return advantages.squeeze(1)
+    if shape == (num_rows,) or (len(shape) == 2 and shape[0] == num_rows and shape[1] >= num_tokens):
+        return advantages
+    raise ConfigError(
+        f"compute_advantages returned a tensor of shape {shape}; allowed: ({num_rows},), one advantage for "
+        f"each completion of all processes, or ({num_rows}, {num_tokens}), one for each of its tokens"
+    )
