@@ -11,6 +11,7 @@ from support.runs import experience, policy, tokenizer, trainer
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from groupwise import ConfigError
+from groupwise.records import RolloutBatch, SamplingOptions
 
 peft = pytest.importorskip("peft")
 
@@ -61,6 +62,40 @@ def test_an_adapter_of_virtual_tokens_trains_in_the_padded_layout(tmp_path, kind
     assert start and all((trained[name] != start[name]).any() for name in start)
     with pytest.raises(ConfigError, match="its adapter adds virtual tokens to every prompt"):
         trainer(tmp_path, peft_config=adapter, sequence_layout="packed", gradient_checkpointing=checkpointing)
+    with pytest.raises(ConfigError, match="would sample without the virtual tokens"):
+        trainer(
+            tmp_path, peft_config=adapter, use_transformers_continuous_batching=True,
+            gradient_checkpointing=checkpointing,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PromptEncoderConfig"])
+@torch.no_grad()
+def test_virtual_tokens_precede_a_prompt_as_if_it_were_alone(tmp_path, kind):
+    adapter = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    model = policy(initializer_range=0.5)
+    run = trainer(tmp_path, model=model, peft_config=adapter, top_k=4, pad_to_multiple_of=8)
+    for parameter in run.model.parameters():
+        if parameter.requires_grad:
+            parameter.normal_(0.0, 2.0, generator=torch.Generator().manual_seed(1))
+    prompts = [[4, 5], [9, 10, 11, 12, 13, 14], [6, 7, 8], [9]]
+    greedy = SamplingOptions(generation_kwargs={"temperature": 0.0})
+    alone = [run.backend.generate([prompt], greedy)[0] for prompt in prompts]
+    assert run.backend.generate(prompts, greedy) == alone
+    completions = run.backend.generate(prompts)
+
+    def logps(rows, head):
+        ids, chosen = [prompts[row] for row in rows], [completions[row] for row in rows]
+        run.logprob_computer.head = replace(run.logprob_computer.head, name=head)
+        texts = [""] * len(rows)
+        return run.compute_logprobs(run.model, run.collate(RolloutBatch(texts, texts, ids, chosen, texts)))
+
+    for head in ("chunked", "dense"):
+        together_BT = logps(range(4), head).logps_BT
+        for row, completion in enumerate(completions):
+            (one_T,) = logps([row], head).logps_BT
+            count = len(completion.token_ids)
+            torch.testing.assert_close(together_BT[row, :count], one_T[:count])
 
 
 def test_a_fresh_adapter_is_measured_against_the_base(tmp_path):

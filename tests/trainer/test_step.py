@@ -116,6 +116,24 @@ def test_settings_of_the_models_generation_config_apply_if_the_run_sets_them(tmp
     assert not seen & {5, 6} and seen & set(range(7, 20))
 
 
+@pytest.mark.parametrize("continuous", [False, True])
+def test_generation_kwargs_that_generate_would_ignore_are_refused(tmp_path, continuous):
+    message = r"generation_kwargs\['temprature'\] is unknown to transformers; nearest valid: 'temperature'"
+    with pytest.raises(ConfigError, match=message):
+        trainer(
+            tmp_path, generation_kwargs={"temprature": 0.5}, use_transformers_continuous_batching=continuous
+        )
+
+
+def test_sampler_settings_that_log_probs_do_not_have_are_reported(tmp_path, caplog):
+    trainer(tmp_path, top_k=5, generation_kwargs={"suppress_tokens": [5]})  # recorded with the kept tokens
+    assert "biases the importance ratio" not in caplog.text
+    kwargs = {"suppress_tokens": [5], "num_beams": 2, "min_length": 0}
+    trainer(tmp_path, repetition_penalty=1.2, generation_kwargs=kwargs)
+    found = {"suppress_tokens": [5], "num_beams": 2, "repetition_penalty": 1.2}
+    assert f"sampled with {found}, but log-probs are those of the distribution without" in caplog.text
+
+
 def test_sampled_frequencies_are_those_of_the_computed_log_probs(tmp_path):
     """The log-probs of the trainer are the distribution the completions were drawn from (chi-square test)."""
     run = trainer(tmp_path, max_completion_length=1, temperature=2.0, model=policy(initializer_range=0.6))

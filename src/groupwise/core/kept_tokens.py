@@ -70,15 +70,15 @@ class KeptTokens:
 
 
 def join_kept_tokens(
-    rows: Sequence[KeptTokens | None], widths: Sequence[int], start: int = 0
+    rows: Sequence[KeptTokens | None], widths: Sequence[int], start: int | Sequence[int] = 0
 ) -> KeptTokens | None:
     """Lay out the kept tokens of B sequences row after row, as the positions of a forward pass.
 
     Args:
         rows: kept tokens per sequence, B; None: the whole vocabulary at every position.
         widths: positions of each row in the result, B.
-        start: position of each sequence's first token in its row; positions before it and after its end keep
-            the whole vocabulary.
+        start: position of each sequence's first token in its row, one for all or B; positions before it and
+            after its end keep the whole vocabulary.
 
     Returns:
         sum(widths) positions; None if no position is truncated.
@@ -86,10 +86,10 @@ def join_kept_tokens(
     if all(row is None or not len(row.ids) for row in rows):
         return None
     counts = torch.zeros(sum(widths), dtype=torch.int32)
-    offset = 0
-    for row, width in zip(rows, widths, strict=True):
+    offset, starts = 0, [start] * len(rows) if isinstance(start, int) else start
+    for row, width, first in zip(rows, widths, starts, strict=True):
         if row is not None:
-            counts[offset + start : offset + start + len(row)] = row.counts
+            counts[offset + first : offset + first + len(row)] = row.counts
         offset += width
     return KeptTokens(torch.cat([row.ids for row in rows if row is not None]), counts)
 

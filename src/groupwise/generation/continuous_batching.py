@@ -12,11 +12,13 @@ from transformers import GenerationConfig, PreTrainedModel
 from groupwise.compat.transformers import logits_processors
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import BackendError, ConfigError, nearest_name
+from groupwise.generation import transformers_backend
 from groupwise.generation.base import RUN_SETTINGS, BackendEntry, ProcessingClass, json_dict, text_tokenizer
 from groupwise.generation.decoding import CausalLM, requires_lockstep_forwards
 from groupwise.generation.transformers_backend import TransformersBackend, generation_config
 from groupwise.policy.attention import without_attention_hook
 from groupwise.policy.layouts.forward import evaluation_mode
+from groupwise.policy.layouts.packed_forward import has_prompt_learning
 from groupwise.records import Completion, SamplingOptions
 
 if TYPE_CHECKING:
@@ -81,7 +83,8 @@ class ContinuousBatchingBackend(TransformersBackend):
 
 
 def check_settings(config: GRPOConfig) -> None:
-    """Raise ConfigError for settings that ``ContinuousBatchingConfig`` does not have."""
+    """Raise ConfigError for settings that sampler, cache or scheduler do not have."""
+    transformers_backend.check_settings(config)
     batching_config(json_dict(config.transformers_continuous_batching_config))
 
 
@@ -117,8 +120,14 @@ def make_backend(
     """Construct the backend; see :class:`groupwise.generation.base.BackendFactory`.
 
     Raises:
-        ConfigError: continuous batching does not support a sampling setting.
+        ConfigError: continuous batching does not support a sampling setting or the policy's adapter.
     """
+    if has_prompt_learning(policy()):
+        raise ConfigError(
+            "use_transformers_continuous_batching=True would sample without the virtual tokens of the "
+            "policy's adapter; set use_transformers_continuous_batching=False, or use LoRA"
+        )
+    transformers_backend.warn_about_run_settings(config)
     sampler = generation_config(config, policy(), text_tokenizer(processing_class), suppress_tokens)
     _check_sampling(policy(), sampler)
     batching = batching_config(json_dict(config.transformers_continuous_batching_config))

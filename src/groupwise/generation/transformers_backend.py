@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -15,12 +16,12 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from groupwise.compat.deepspeed import gathered
 from groupwise.compat.transformers import is_zero3_enabled
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.config.sampling import SAMPLING_FIELDS
+from groupwise.config.sampling import SAMPLING_FIELDS, truncating
 from groupwise.core.images import ImageInputs, join_images
 from groupwise.core.kept_tokens import KeptTokens
 from groupwise.core.padding import length_mask, pad_sequences
 from groupwise.cpu import cpu_generation
-from groupwise.errors import BackendError
+from groupwise.errors import BackendError, ConfigError, nearest_name
 from groupwise.generation.base import (
     RUN_SETTINGS,
     BackendEntry,
@@ -37,9 +38,10 @@ from groupwise.generation.decoding import (
     keep_autocast_weights,
     requires_lockstep_forwards,
 )
-from groupwise.generation.truncation import can_record, make_recorder, sample_and_record
+from groupwise.generation.truncation import TRUNCATING, can_record, make_recorder, sample_and_record
 from groupwise.policy.attention import without_adapter
 from groupwise.policy.layouts.forward import evaluation_mode
+from groupwise.policy.layouts.packed_forward import has_prompt_learning
 from groupwise.records import Completion, SamplingOptions
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,16 @@ MODEL_SETTINGS: dict[str, object] = {
     **{"min_length": 0, "min_new_tokens": 0, "guidance_scale": 1.0, "watermarking_config": None},
     **{"remove_invalid_values": False, "renormalize_logits": False, "num_beams": 1, "penalty_alpha": 0.0},
 }
+
+
+#: Settings that remove tokens from the distribution: a record of truncation contains their effect too.
+_MASKING = frozenset(
+    {
+        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "suppress_tokens"),
+        *("begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "min_length"),
+        "min_new_tokens",
+    }
+)
 
 
 class TransformersBackend(GenerationBackend):
@@ -95,9 +107,34 @@ class TransformersBackend(GenerationBackend):
         """Return True unless the model has a decoding loop of its own."""
         return can_record(self.model())
 
-    @torch.no_grad()
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions = RUN_SETTINGS
+    ) -> list[Completion]:
+        if not has_prompt_learning(self.model()):
+            return self._generate(prompts, sampling)
+        if requires_lockstep_forwards(self.model()) and not self.gather_weights:
+            raise BackendError(
+                "an adapter of virtual tokens samples prompts of each length apart, and with sharded "
+                "parameters (FSDP, ZeRO-3) ranks would wait for each other forever; do not shard, or use LoRA"
+            )
+        # Padding would stand between the virtual tokens and the prompt, and change its positions.
+        completions: dict[int, Completion] = {}
+        for length in dict.fromkeys(map(len, prompts)):
+            rows = [row for row, prompt in enumerate(prompts) if len(prompt) == length]
+            part = replace(
+                sampling,
+                max_tokens=None
+                if sampling.max_tokens is None
+                else [sampling.max_tokens[row] for row in rows],
+                images=None if sampling.images is None else [sampling.images[row] for row in rows],
+            )
+            of_length = self._generate([prompts[row] for row in rows], part, padded=False)
+            completions.update(zip(rows, of_length, strict=True))
+        return [completions[row] for row in range(len(prompts))]
+
+    @torch.no_grad()
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions, *, padded: bool = True
     ) -> list[Completion]:
         model: CausalLM = self.model()
         config = self._config_for(sampling)
@@ -106,8 +143,9 @@ class TransformersBackend(GenerationBackend):
             by_group = sampling.images is None and not lockstep and can_decode_groups(model, config)
             recorder = make_recorder(model, config)
         distinct, copies = group_prompts(prompts) if by_group else (prompts, [])
+        multiple = self.pad_to_multiple_of if padded else None
         input_ids = pad_sequences(
-            distinct, config.pad_token_id, left=True, multiple_of=self.pad_to_multiple_of, device=model.device
+            distinct, config.pad_token_id, left=True, multiple_of=multiple, device=model.device
         )
         attention_mask = length_mask(
             [len(prompt) for prompt in distinct], input_ids.shape[1], left=True, device=model.device
@@ -199,6 +237,42 @@ def _warn_about_model_settings(model: CausalLM, config: GenerationConfig) -> Non
         )
 
 
+def warn_about_run_settings(config: GRPOConfig) -> None:
+    """Log the settings of the run that change the distribution of a token, but not its log-prob."""
+    neutral = {**MODEL_SETTINGS, "repetition_penalty": 1.0, "do_sample": True}
+    for name in (*TRUNCATING, "renormalize_logits", "remove_invalid_values"):
+        neutral.pop(name, None)
+    given = {**json_dict(config.generation_kwargs), "repetition_penalty": config.repetition_penalty}
+    changes = {
+        name: value
+        for name, value in given.items()
+        if name in neutral
+        and value not in (None, neutral[name])
+        and not (name in _MASKING and truncating(config))
+    }
+    if changes:
+        logger.warning(
+            "completions are sampled with %r, but log-probs are those of the distribution without these "
+            "settings, which biases the importance ratio",
+            changes,
+        )
+
+
+def check_settings(config: GRPOConfig) -> None:
+    """Check the names in ``generation_kwargs``, of which ``generate`` ignores those that it does not know.
+
+    Raises:
+        ConfigError: a name is unknown; the message has the nearest one.
+    """
+    known = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
+    for name in json_dict(config.generation_kwargs):
+        if name not in (*known, *SAMPLING_FIELDS):
+            raise ConfigError(
+                f"generation_kwargs[{name!r}] is unknown to transformers; nearest valid: "
+                f"{nearest_name(name, known)!r}"
+            )
+
+
 def _check_every_row_has_images(images: Sequence[ImageInputs]) -> None:
     """Ranks that share parameters must all run the vision tower."""
     if not all(row.arrays for row in images):
@@ -218,6 +292,7 @@ def make_backend(
     """Construct the backend; see :class:`groupwise.generation.base.BackendFactory`."""
     sampler = generation_config(config, policy(), text_tokenizer(processing_class), suppress_tokens)
     _warn_about_model_settings(policy(), sampler)
+    warn_about_run_settings(config)
     multiple = cast("int | None", config.pad_to_multiple_of)  # "auto" is resolved
     gather_weights = is_zero3_enabled() and config.ds3_gather_for_generation
     return TransformersBackend(policy, sampler, multiple, gather_weights=gather_weights)
@@ -268,4 +343,4 @@ def generation_config(
     return GenerationConfig(**settings)
 
 
-ENTRY = BackendEntry(make_backend, supports_images=True)
+ENTRY = BackendEntry(make_backend, check_settings, supports_images=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -15,6 +18,7 @@ from groupwise.policy.layouts.forward import (
     forward_logprobs,
     has_own_positions,
 )
+from groupwise.policy.layouts.packed_forward import has_prompt_learning
 from groupwise.records import LogprobOutput, TokenBatch
 
 
@@ -35,6 +39,10 @@ def compute_padded_logprobs(
     Returns:
         log-probs and entropies (B, T), float32, with arbitrary values on padding; balancing loss, a scalar.
     """
+    if has_prompt_learning(model):
+        return _right_padded_logprobs(
+            model, batch, head, with_entropy=with_entropy, with_aux_loss=with_aux_loss
+        )
     inputs, targets_BK = padded_inputs(model, batch)
     logps_BK, entropy_BK, aux_loss = forward_logprobs(
         model,
@@ -49,6 +57,48 @@ def compute_padded_logprobs(
     predictors = slice(-(batch.completion_ids_BT.shape[1] + 1), -1)
     return LogprobOutput(
         logps_BK[:, predictors], None if entropy_BK is None else entropy_BK[:, predictors], aux_loss
+    )
+
+
+def _right_padded_logprobs(
+    model: nn.Module, batch: TokenBatch, head: HeadSettings, *, with_entropy: bool, with_aux_loss: bool
+) -> LogprobOutput:
+    """Compute log-probs for an adapter of virtual tokens, which PEFT puts before the first column.
+
+    Padding between them and a prompt would change the positions of the prompt, so that the log-probs of a row
+    would depend on the longest prompt beside it. All padding is on the right here.
+    """
+    num_prompt, num_completion = batch.prompt_ids_BL.shape[1], batch.completion_ids_BT.shape[1]
+    start_B1 = batch.prompt_mask_BL.argmax(-1, keepdim=True)  # first real token
+    column_1S = torch.arange(num_prompt + num_completion, device=start_B1.device).unsqueeze(0)
+    order_BS = (column_1S + start_B1) % column_1S.shape[1]
+    ids_BS = torch.cat([batch.prompt_ids_BL, batch.completion_ids_BT], dim=1).gather(1, order_BS)
+    mask_BS = torch.cat([batch.prompt_mask_BL, batch.completion_mask_BT], dim=1).gather(1, order_BS)
+    no_prompt: dict[str, Any] = {"prompt_ids_BL": ids_BS[:, :0], "prompt_mask_BL": mask_BS[:, :0]}
+    rows = replace(batch, **no_prompt, completion_ids_BT=ids_BS, completion_mask_BT=mask_BS, kept_tokens=None)
+    inputs, _ = padded_inputs(model, rows)
+    if "logits_to_keep" in inputs:
+        inputs["logits_to_keep"] = column_1S.shape[1]
+    starts = start_B1.flatten().tolist()
+    kept = None
+    if batch.kept_tokens is not None:
+        places = [num_prompt - 1 - start for start in starts]
+        kept = join_kept_tokens(batch.kept_tokens, [column_1S.shape[1]] * len(batch), places)
+    logps_BS, entropy_BS, aux_loss = forward_logprobs(
+        model,
+        inputs,
+        F.pad(ids_BS[:, 1:], (0, 1)),
+        head,
+        with_entropy=with_entropy,
+        with_aux_loss=with_aux_loss,
+        kept=kept,
+    )
+    # The logits at the position before a token predict it.
+    predictors_BT = num_prompt - 1 - start_B1 + column_1S[:, :num_completion]
+    return LogprobOutput(
+        logps_BS.gather(1, predictors_BT),
+        None if entropy_BS is None else entropy_BS.gather(1, predictors_BT),
+        aux_loss,
     )
 
 
