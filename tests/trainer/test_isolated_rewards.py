@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing.connection
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -220,6 +222,40 @@ def test_processes_end_with_the_script(tmp_path):
             return
         time.sleep(0.05)
     pytest.fail("the process that starts workers is still there")
+
+
+@pytest.mark.timeout(60)
+def test_a_call_ends_with_a_trainer_that_is_killed(tmp_path):
+    def endless(completions, **_):
+        (tmp_path / "started").write_text(str(os.getpid()))
+        os.rename(tmp_path / "started", tmp_path / "worker")
+        time.sleep(600)
+
+    trainer = os.fork()
+    if trainer == 0:
+        try:
+            judge(isolated(endless), ["a"])
+        finally:
+            os._exit(1)
+    wait_until((tmp_path / "worker").exists)
+    worker = int((tmp_path / "worker").read_text())
+    command = Path(f"/proc/{worker}/cmdline")
+    assert command.read_bytes()
+    os.kill(trainer, signal.SIGKILL)
+    os.waitpid(trainer, 0)
+    try:
+        wait_until(lambda: not command.exists() or not command.read_bytes())  # empty for a zombie
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
+
+
+def wait_until(condition):
+    for _ in range(400):
+        if condition():
+            return
+        time.sleep(0.05)
+    pytest.fail("it did not come to pass within twenty seconds")
 
 
 @pytest.mark.parametrize(

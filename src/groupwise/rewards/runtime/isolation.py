@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -186,10 +187,12 @@ def _serve(connection: Connection, reward: Callable[..., Any], timeout: float | 
             number, rows = connection.recv()
         except EOFError:
             return
-        connection.send((number, _score_rows(rows, timeout, processes)))
+        connection.send((number, _score_rows(rows, timeout, processes, connection)))
 
 
-def _score_rows(rows: list[bytes], timeout: float | None, processes: int) -> list[bytes]:
+def _score_rows(
+    rows: list[bytes], timeout: float | None, processes: int, connection: Connection
+) -> list[bytes]:
     """Score rows in a new pool of workers, and return a pickled ``RowResult`` for each.
 
     Rows reach the workers by fork and results come back as files. Through pipes that the workers share, a
@@ -216,6 +219,9 @@ def _score_rows(rows: list[bytes], timeout: float | None, processes: int) -> lis
             if deadline is not None and time.monotonic() > deadline:
                 os.killpg(pool, signal.SIGKILL)  # and its workers
                 deadline = None
+            if connection.poll():  # closed, since nothing is sent during a call: the trainer has ended
+                with suppress(ProcessLookupError):  # the pool is not the leader of its group yet
+                    os.killpg(pool, signal.SIGKILL)
             time.sleep(0.002)
         lost = pickle.dumps(RowResult(None, "has no result: its pool of processes was stopped", math.nan))
         paths = [Path(directory, str(i)) for i in range(len(rows))]
