@@ -7,10 +7,11 @@ import sqlite3
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 from support.scripted import ScriptedBackend, agents, byte_tokenizer, call, question
 
-from groupwise.agents import EnvironmentPool
+from groupwise.agents import EnvironmentPool, allow_image_paths
 from groupwise.agents.environments import add_observation
 from groupwise.agents.executor import ToolExecutor
 from groupwise.errors import AgentError, ConfigError, RewardError
@@ -53,6 +54,31 @@ class Silent:
     async def get_reward(self) -> float:
         await asyncio.sleep(0)
         return 0.5
+
+
+class Pictures:
+    """Returns the blocks in its row, which may come from elsewhere."""
+
+    def reset(self, blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return blocks
+
+
+class TrustedPictures(Pictures):
+    reset = allow_image_paths(lambda self, blocks: blocks)
+
+
+@pytest.mark.parametrize("image", [{"image": "/etc/hosts"}, {"url": "http://x/y.png"}, {"image": [1, 2]}])
+def test_an_observation_of_an_image_by_path_needs_the_decorator(image):
+    blocks = [{"type": "text", "text": "look"}, {"type": "image", **image}]
+    pool = EnvironmentPool(Pictures)
+    (outcome,) = pool.reset(pool.acquire([{"blocks": blocks}]))
+    assert isinstance(outcome, AgentError) and "an image block with a path or a URL, which is not" in str(
+        outcome
+    )
+    seen = [*blocks[:1], {"type": "image", "image": np.zeros((2, 2, 3), dtype=np.uint8)}]
+    assert pool.reset(pool.acquire([{"blocks": seen}])) == [seen]
+    trusted = EnvironmentPool(TrustedPictures)
+    assert trusted.reset(trusted.acquire([{"blocks": blocks}])) == [blocks]
 
 
 def generate_rollouts(

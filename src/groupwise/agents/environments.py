@@ -11,10 +11,17 @@ from typing import Any, Protocol, cast
 
 from groupwise.agents.executor import ToolExecutor
 from groupwise.agents.parsing import ToolSchema
-from groupwise.agents.tools import Content, Tool, ToolSet, make_tool
+from groupwise.agents.tools import Content, Tool, ToolSet, make_tool, may_open_images
 from groupwise.errors import AgentError, ConfigError, RewardError, boundary
 from groupwise.records import copied
-from groupwise.tokenization.prompts import Message, Prompt, content_blocks, content_text, is_conversational
+from groupwise.tokenization.prompts import (
+    Message,
+    Prompt,
+    content_blocks,
+    content_text,
+    is_content_blocks,
+    is_conversational,
+)
 
 _NOT_TOOLS = ("reset", "get_reward")
 
@@ -185,7 +192,9 @@ class EnvironmentPool:
             title, columns = slots[index].environment_type.title, slots[index].columns
             try:
                 with boundary(AgentError, f"{title}, method 'reset'", sample=index, row=columns):
-                    outcomes[index] = _checked_observation(future.result())
+                    observation = future.result()
+                    _check_observation(observation, slots[index].create().reset)
+                    outcomes[index] = observation
             except AgentError as error:
                 outcomes[index] = error
         return outcomes
@@ -257,12 +266,17 @@ def _create_type(name: str | None, factory: EnvironmentFactory) -> _EnvironmentT
     return _EnvironmentType(factory, title, cls, [instance], schemas)
 
 
-def _checked_observation(observation: Any) -> Content | None:
+def _check_observation(observation: Any, reset: Callable[..., Any]) -> None:
     if not isinstance(observation, str | list | None):
         raise TypeError(
             f"it returned {type(observation).__name__}; allowed: None, str, a list of content blocks"
         )
-    return observation
+    if is_content_blocks(observation) and not may_open_images(observation, reset):
+        raise TypeError(
+            "it returned an image block with a path or a URL, which is not opened; return an image object, "
+            "or decorate it with groupwise.agents.allow_image_paths if its observations can be trusted with "
+            "the trainer's files"
+        )
 
 
 def _reward_func(cls: type, title: str, pool: EnvironmentPool) -> Callable[..., Any]:

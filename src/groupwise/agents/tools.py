@@ -14,7 +14,7 @@ from transformers.utils import get_json_schema
 from groupwise.agents.executor import Invocation, ToolExecutor
 from groupwise.agents.parsing import ToolCall, ToolSchema
 from groupwise.errors import AgentError, ConfigError, is_interrupt, warn_once
-from groupwise.tokenization.images import open_result_images
+from groupwise.tokenization.images import is_image_object, open_result_images
 from groupwise.tokenization.prompts import is_content_blocks, replace_surrogates
 
 logger = logging.getLogger(__name__)
@@ -28,13 +28,18 @@ _PATHS_NAME = "allow_image_paths"
 
 
 def allow_image_paths(function: F) -> F:
-    """Decorate a tool whose image blocks may name local files and URLs, which the trainer opens.
+    """Decorate a tool or ``reset`` whose image blocks may name local files and URLs, which the trainer opens.
 
-    Without it only image objects (PIL, arrays, tensors, bytes) are images: a tool that returns JSON from
+    Without it only image objects (PIL, arrays, tensors, bytes) are images: a function that returns JSON from
     elsewhere cannot make the trainer read a file or fetch an address.
     """
     setattr(function, _PATHS_NAME, True)
     return function
+
+
+def may_open_images(content: Sequence[Mapping[str, Any]], function: Callable[..., Any]) -> bool:
+    """Return True if all images in the content blocks that a function returned may be opened."""
+    return getattr(function, _PATHS_NAME, False) or all(map(is_image_object, content))
 
 
 @dataclass(frozen=True)

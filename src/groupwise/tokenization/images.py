@@ -361,14 +361,21 @@ def open_result_images(content: list[dict[str, Any]], *, paths: bool) -> list[di
     Raises:
         ConfigError: an image cannot be opened.
     """
-    for block in filter(_is_image, content):
+    for block in content:
         image = _image_of(block) if _has_image(block) else None
-        is_object = not isinstance(image, (Mapping, str, list, tuple, int, float, type(None)))
-        if isinstance(image, Mapping):
-            is_object = isinstance(image.get("bytes"), bytes)
-        if not is_object and not (paths and isinstance(image, (str, Mapping))):
+        if not is_image_object(block) and not (paths and isinstance(image, (str, Mapping))):
             return None
     return _load_blocks(content)
+
+
+def is_image_object(block: Mapping[str, Any]) -> bool:
+    """Return True for a block of text, and for an image that is not a path or a URL, so not from JSON."""
+    if not _is_image(block):
+        return True
+    image = _image_of(block) if _has_image(block) else None
+    if isinstance(image, Mapping):
+        return isinstance(image.get("bytes"), bytes)
+    return not isinstance(image, (str, list, tuple, int, float, type(None)))
 
 
 def _is_empty(block: Mapping[str, Any]) -> bool:
