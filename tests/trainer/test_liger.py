@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -273,6 +276,18 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     args = GRPOConfig(str(tmp_path), bf16=False, use_cpu=True, use_liger_kernel=True)
     with pytest.raises(ConfigError, match="groupwise\\[liger\\]"):
         check_liger("nowhere", args)
+
+
+@needs_liger
+def test_a_liger_without_the_arguments_of_the_loss_is_refused(tmp_path, monkeypatch):
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    (oldest,) = re.findall(r'"liger-kernel>=([\d.]+)"', project.read_text())
+    version = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: "0.8.0" if name == "liger-kernel" else version(name)
+    )
+    with pytest.raises(ConfigError, match=rf"needs liger-kernel>={oldest}, and 0.8.0 is installed"):
+        trainer(tmp_path, use_liger_kernel=True)
 
 
 @needs_liger

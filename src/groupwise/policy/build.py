@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from packaging.version import Version
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -24,6 +26,9 @@ from groupwise.policy.quantization import check_quantization
 
 if TYPE_CHECKING:
     from peft import PeftConfig
+
+#: The first version whose loss has the arguments that ``LigerLoss`` passes; the extra in pyproject.toml.
+_OLDEST_LIGER = "0.8.1"
 
 
 def prepare_policy(
@@ -101,8 +106,8 @@ def check_liger(
     """Check that Liger's loss supports the model and its adapter.
 
     Raises:
-        ConfigError: liger-kernel is not installed, the model bounds its logits by a softcap, or an adapter
-            adds virtual tokens.
+        ConfigError: liger-kernel is not installed or too old, the model bounds its logits by a softcap, or an
+            adapter adds virtual tokens.
     """
     if importlib.util.find_spec("liger_kernel") is None:
         raise ConfigError(
@@ -122,6 +127,12 @@ def check_liger(
                 f"use_liger_kernel=True with a {type(adapter).__name__}, whose virtual tokens Liger's fused "
                 "loss would count as tokens of the prompt; set use_liger_kernel=False, or use LoRA"
             )
+    installed = importlib.metadata.version("liger-kernel")
+    if Version(installed) < Version(_OLDEST_LIGER):
+        raise ConfigError(
+            f"use_liger_kernel=True needs liger-kernel>={_OLDEST_LIGER}, and {installed} is installed, whose "
+            "loss lacks arguments; upgrade it, or set use_liger_kernel=False"
+        )
 
 
 def text_config(model: str | PreTrainedModel, config: GRPOConfig) -> PretrainedConfig:
