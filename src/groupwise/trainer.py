@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -17,10 +19,16 @@ from groupwise import reporting
 from groupwise.agents.build import AgentSetup, check_agents, make_agents, make_renderer
 from groupwise.agents.environment_rows import add_environment_rows
 from groupwise.compat.transformers import trainer_state_name
-from groupwise.config.arguments import TRL_METHODS, check_arguments, check_methods
+from groupwise.config.arguments import TRL_HOOKS, TRL_METHODS, check_arguments, check_methods
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import corrects_for_sampler, sampler_settings, truncated_logprob_bound
-from groupwise.config.step_settings import BuiltAttribute, SettingAttribute, StepSettings, UnreadAttribute
+from groupwise.config.step_settings import (
+    BuiltAttribute,
+    MissingAttribute,
+    SettingAttribute,
+    StepSettings,
+    UnreadAttribute,
+)
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean
 from groupwise.cpu import trim_heap
@@ -138,8 +146,8 @@ class GRPOTrainer(
     num_generations_eval = SettingAttribute()
     num_iterations = SettingAttribute()
     max_completion_length = SettingAttribute()
-    max_tool_calling_iterations = SettingAttribute()
-    chat_template_kwargs = SettingAttribute()
+    max_tool_calling_iterations = SettingAttribute(none=sys.maxsize)  # TRL's value, which scripts compare
+    chat_template_kwargs = SettingAttribute(none=MappingProxyType({}))  # scripts pass it with **
     pad_to_multiple_of = SettingAttribute()
     shuffle_dataset = SettingAttribute()
     temperature = SettingAttribute()
@@ -173,9 +181,17 @@ class GRPOTrainer(
     tools = BuiltAttribute("pass tools to the trainer")
     router_aux_loss_coef = BuiltAttribute("set GRPOConfig(router_aux_loss_coef=…)")
     aux_loss_enabled = BuiltAttribute("set GRPOConfig(router_aux_loss_coef=…)")
-    generation_config = UnreadAttribute(
-        "trainer.temperature, top_p, top_k, min_p and repetition_penalty, or GRPOConfig(generation_kwargs=…)"
-    )
+    generation_config = UnreadAttribute()
+    generation_kwargs = UnreadAttribute()
+    eos_token_ids = UnreadAttribute()
+    chat_template = UnreadAttribute()
+    continuous_batching_config = UnreadAttribute()
+    environment_factories = UnreadAttribute()
+    vllm_generation = UnreadAttribute()
+    _metrics = MissingAttribute(f"record_metric, or {TRL_HOOKS}")
+    _logs = MissingAttribute(f"log_extra in a reward function, or {TRL_HOOKS}")
+    _step = MissingAttribute(f"trainer.state.global_step, or {TRL_HOOKS}")
+    _buffered_inputs = MissingAttribute(f"trainer.buffer, or {TRL_HOOKS}")
 
     def __init__(
         self,
@@ -268,7 +284,7 @@ class GRPOTrainer(
                 "cannot be made in advance",
                 args.rollout_staleness,
             )
-        if args.rollout_func_importance_sampling_correction and rollout_func is None:
+        if args.rollout_func_importance_sampling_correction and not self.has_untrusted_logps():
             logger.warning(
                 "rollout_func_importance_sampling_correction=True has no effect without a rollout_func"
             )
@@ -311,7 +327,7 @@ class GRPOTrainer(
                 self.leftover_groups = self.leftover_groups.without_groups("reward_funcs was replaced")
             self._set_rewards(rewards)
         if self.settings.entropy_coef != before.entropy_coef:
-            self.entropy_control = EntropyControl(self.settings.entropy_coef)
+            self.entropy_control = replace(self.entropy_control, coef=self.settings.entropy_coef)
         self._apply_settings()
 
     def _apply_settings(self) -> None:
@@ -333,7 +349,7 @@ class GRPOTrainer(
             logger.warning("%s", self.truncation_warning)
         unknown = bool(self.truncation_warning)
         self.logprob_mismatch.truncation = truncated_logprob_bound(settings) if unknown else 0.0
-        corrects = corrects_for_sampler(settings, has_rollout_func=self.rollout_func is not None)
+        corrects = corrects_for_sampler(settings, untrusted=self.has_untrusted_logps())
         self.objective_settings = objective_settings(
             settings, corrects_for_sampler=corrects, truncation_unknown=unknown
         )
@@ -356,6 +372,10 @@ class GRPOTrainer(
                 lambda batch, logprobs: self.compute_policy_loss(batch, logprobs),
             )
         )
+
+    def has_untrusted_logps(self) -> bool:
+        """Return True if log-probs of completions may be placeholders: those of a ``rollout_func``."""
+        return self.rollout_func is not None
 
     def _check_beta(self, beta: float) -> None:
         if beta > 0 and not self.reference.exists:

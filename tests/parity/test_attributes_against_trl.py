@@ -153,6 +153,23 @@ def test_every_attribute_of_a_setting_exists() -> None:
     assert ours - theirs == {"ref_model", "environments"}
 
 
+def test_no_public_attribute_of_trl_is_assigned_in_silence() -> None:
+    """The others are of TRL's event loop and uploads, or are compared with the newest at every step."""
+    (constructor,) = ast.parse(textwrap.dedent(inspect.getsource(trl.GRPOTrainer.__init__))).body
+    theirs = {
+        node.attr
+        for node in ast.walk(constructor)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr[0] != "_"
+        if ast.unparse(node.value) == "self"
+    }
+    plain = {
+        name for name in theirs if not hasattr(inspect.getattr_static(GRPOTrainer, name, None), "__set__")
+    }
+    watched = {"reward_funcs", "reward_func_names", "reward_processing_classes", "reward_weights"}
+    internal = {"async_loop", "async_loop_thread", "async_loop_ready_event", "commit_scheduler"}
+    assert len(theirs) > 50 and plain == watched | internal | {"rollout_func"}
+
+
 @pytest.mark.parametrize("logging_steps", [2, 3, 100])
 def test_last_log(logging_steps: int, policy: Policy, tmp_path: Path) -> None:
     """The last entry has the metrics of the steps that were not logged before, under TRL's names."""

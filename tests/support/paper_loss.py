@@ -61,7 +61,7 @@ def loss_and_gradient(
     logprob.processing_class = SimpleNamespace(pad_token_id=0)
     loss.entropy_control = entropy or EntropyControl(config.entropy_coef)
     loss.objective_settings = objective_settings(
-        config, corrects_for_sampler=corrects_for_sampler(config, has_rollout_func=False)
+        config, corrects_for_sampler=corrects_for_sampler(config, untrusted=False)
     )
     logps_NT, entropies_NT = (
         _padded(rows, 0.0).requires_grad_() for rows in (samples.logps, samples.entropies)

@@ -12,6 +12,7 @@ from support.runs import count_reward, policy, prompts, tokenizer, trainer
 from transformers import GenerationConfig, LlamaConfig, LlamaForSequenceClassification, TrainerCallback
 
 from groupwise import ConfigError, GRPOTrainer
+from groupwise.core.entropy import EntropyControl
 
 
 class AtStepEnd(TrainerCallback):
@@ -105,6 +106,25 @@ def test_further_sampler_settings_reach_the_sampler(tmp_path):
     run.train()
     (config,) = used
     assert (config.top_p, config.top_k, config.min_p, config.repetition_penalty) == (0.9, 5, 0.01, 1.1)
+
+
+def test_minus_one_turns_top_k_off_as_in_a_configuration(tmp_path):
+    run = trainer(tmp_path, top_k=5)
+    run.top_k = -1
+    assert run.top_k == 0
+    run.refresh_settings()
+    assert run.settings.top_k == 0 and run.sampler_changes == {"top_k": 0}
+    with pytest.raises(ConfigError, match=r"trainer\.top_k=-2 is out of range"):
+        run.top_k = -2
+
+
+def test_an_assigned_entropy_coefficient_keeps_the_measured_entropy(tmp_path):
+    """Otherwise a schedule in every step would turn the adaptive bonus off."""
+    run = trainer(tmp_path, use_adaptive_entropy=True, entropy_coef=0.1)
+    run.entropy_control = EntropyControl(0.15, entropy=0.1)
+    run.entropy_coef = 0.3
+    run.refresh_settings()
+    assert run.entropy_control == EntropyControl(0.3, entropy=0.1)
 
 
 def test_the_number_of_iterations_changes_with_the_next_generation(tmp_path):

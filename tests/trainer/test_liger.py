@@ -260,6 +260,11 @@ def test_settings_without_liger_support_are_refused_before_loading(tmp_path, pla
     assert len(lines) == 1 and reason in lines[0] and given.partition("=")[0] in lines[0]
 
 
+def test_truncation_in_generation_kwargs_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"typical_p.*Liger's log-probs are of the full distribution"):
+        GRPOConfig(str(tmp_path), bf16=False, use_liger_kernel=True, generation_kwargs={"typical_p": 0.9})
+
+
 def test_a_softcap_is_refused_before_the_weights_load(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}

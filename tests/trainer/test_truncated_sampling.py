@@ -236,6 +236,13 @@ def test_trl_hooks_train_on_the_full_distribution_and_say_so(tmp_path, caplog):
     assert run.state.log_history[0]["clip_ratio/region_mean"] == 0
 
 
+def test_truncation_in_generation_kwargs_is_named_too(tmp_path, caplog):
+    kwargs = {"typical_p": 0.9, "eta_cutoff": 0.0}
+    run = trainer(tmp_path, kind=trl_hooks.GRPOTrainer, generation_kwargs=kwargs)
+    assert "typical_p=0.9: completions are sampled from a truncated distribution" in caplog.text
+    assert run.logprob_mismatch.truncation == math.inf  # no bound on the mass that it removes
+
+
 @pytest.mark.parametrize("settings", [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}], ids=str)
 def test_with_them_there_is_no_warning_and_no_bias(tmp_path, caplog, settings):
     run = trainer(tmp_path, max_steps=1, **settings)

@@ -31,6 +31,10 @@ TRL_METHODS = {
     "_log_completion_extra": "log_extra in a reward function",
 }
 
+#: The way out for subclasses and scripts written for TRL.
+TRL_HOOKS = (
+    "'from groupwise.trl_hooks import GRPOConfig, GRPOTrainer', with which code written for TRL runs as it is"
+)
 
 #: Prefixes of local paths; a hub id has none of them.
 _LOCAL = ("/", "./", "../", "~")

@@ -79,8 +79,8 @@ LIGER_LIMITS = (
     ),
     LigerLimit(
         lambda c: bool(truncating(c)),
-        "top_p={c.top_p} with top_k={c.top_k} and min_p={c.min_p}",
-        "1.0 with 0 and None",
+        "top_p={c.top_p}, top_k={c.top_k}, min_p={c.min_p} and generation_kwargs={c.generation_kwargs}",
+        "settings that do not truncate the sampling distribution",
         "Liger's log-probs are of the full distribution",
         "use_liger_kernel=False",
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from groupwise.config.grpo_config import GRPOConfig
@@ -18,6 +18,17 @@ SAMPLING_FIELDS = {
     "cache_implementation": "cache_implementation",
     "max_new_tokens": "max_completion_length",
     "max_tokens": "max_completion_length",
+}
+
+#: Settings that remove tokens from the sampling distribution, and their neutral value; None is neutral too.
+TRUNCATING: dict[str, object] = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "top_h": None,
 }
 
 
@@ -38,25 +49,34 @@ def sampler_settings(config: GRPOConfig) -> dict[str, float]:
     }
 
 
-def corrects_for_sampler(config: GRPOConfig, *, has_rollout_func: bool) -> bool:
+def corrects_for_sampler(config: GRPOConfig, *, untrusted: bool) -> bool:
     """Return True if the loss has the importance-sampling correction.
 
-    Log-probs of a ``rollout_func`` are often placeholders: without vLLM they are only logged, unless
-    ``rollout_func_importance_sampling_correction`` is set.
+    Args:
+        untrusted: log-probs may be placeholders, as those of a ``rollout_func`` often are. Without vLLM they
+            are then only logged, unless ``rollout_func_importance_sampling_correction`` is set.
     """
-    trusted = config.use_vllm or not has_rollout_func or config.rollout_func_importance_sampling_correction
+    trusted = config.use_vllm or not untrusted or config.rollout_func_importance_sampling_correction
     return config.vllm_importance_sampling_correction and trusted
+
+
+def _truncations(config: GRPOConfig) -> dict[str, object]:
+    """Return the settings that truncate the sampling distribution, fields and ``generation_kwargs``."""
+    kwargs = cast("dict[str, object]", config.generation_kwargs or {})
+    given = {
+        name: getattr(config, name) if name in SAMPLING_FIELDS else kwargs.get(name) for name in TRUNCATING
+    }
+    return {name: value for name, value in given.items() if value not in (None, TRUNCATING[name])}
 
 
 def truncating(config: GRPOConfig) -> str:
     """Return the settings that truncate the sampling distribution: ``"top_p=0.9, top_k=50"``."""
-    on = {"top_p": config.top_p < 1, "top_k": bool(config.top_k), "min_p": bool(config.min_p)}
-    return ", ".join(f"{name}={getattr(config, name)}" for name, used in on.items() if used)
+    return ", ".join(f"{name}={value}" for name, value in _truncations(config).items())
 
 
 def truncated_logprob_bound(config: GRPOConfig) -> float:
     """Return the most by which truncation raises the log-prob of a sampled token.
 
-    Truncation divides its probability by the kept mass: at least ``top_p``, and unknown with top_k or min_p.
+    Truncation divides its probability by the kept mass: at least ``top_p``, and unknown with other settings.
     """
-    return math.inf if config.top_k or config.min_p else -math.log(config.top_p)
+    return -math.log(config.top_p) if _truncations(config).keys() <= {"top_p"} else math.inf

@@ -84,5 +84,5 @@ def unreported_truncation(
     return (
         f"{used}: completions are sampled from a truncated distribution, but log-probs are those of the full "
         f"one, which biases the importance ratio, because {reason}. The metric sampling/truncated_mass shows "
-        "by how much, if the sampler reports log-probs; top_p=1.0 with top_k=0 and min_p=None is unbiased"
+        "by how much, if the sampler reports log-probs; without these settings the ratio is unbiased"
     )

@@ -11,20 +11,10 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 from groupwise.compat.transformers import has_stock_sampling_loop, sampling_loop
+from groupwise.config.sampling import TRUNCATING
 from groupwise.core.kept_tokens import KeptTokens
 from groupwise.generation.decoding import CausalLM
 from groupwise.policy.attention import without_adapter
-
-#: Settings that remove tokens from the sampling distribution, and their neutral value; None is neutral too.
-TRUNCATING = {
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "top_h": None,
-}
 
 
 def make_recorder(model: CausalLM, config: GenerationConfig) -> KeptTokensRecorder | None:
