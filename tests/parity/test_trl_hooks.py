@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import textwrap
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -509,6 +511,91 @@ def test_evaluation(policy: Policy, tmp_path: Path) -> None:
     assert logs[0]["eval_loss"] == pytest.approx(logs[1]["eval_loss"], abs=1e-6)
     for name in ("eval_reward_doubled", "eval_reward", "eval_completions/clipped_ratio"):
         assert last[0][name] == pytest.approx(last[1][name], abs=1e-5), name
+
+
+def copied(*names: str) -> Any:
+    """Return a maker of subclasses that override hooks with the bodies that TRL's own trainer has."""
+
+    def make(base: type) -> type:
+        if base is trl.GRPOTrainer:
+            return base
+        bodies = [textwrap.dedent(inspect.getsource(getattr(trl.GRPOTrainer, name))) for name in names]
+        scope = {**vars(sys.modules[trl.GRPOTrainer.__module__]), "base": base}
+        exec("class Trainer(base):\n" + textwrap.indent("\n".join(bodies), "    "), scope)
+        return scope["Trainer"]
+
+    return make
+
+
+COPIES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "loss": (
+        ("_compute_loss",),
+        {
+            **{"use_adaptive_entropy": True, "entropy_coef": 0.05, "entropy_coef_delta": 0.03},
+            **{"entropy_target": 3.2, "loss_type": "grpo", "top_entropy_quantile": 0.5},
+        },
+    ),
+    "generation batch": (
+        (
+            *("_calculate_rewards", "_generate_and_score_completions", "compute_loss", "prediction_step"),
+            *("get_high_entropy_mask", "log"),
+        ),
+        {"beta": 0.04},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_bodies_that_a_subclass_copied_from_trl(name: str, policy: Policy, tmp_path: Path) -> None:
+    """Public subclasses often copy the whole body of a hook and change a few lines."""
+    names, options = COPIES[name]
+    ours, theirs = train_both(policy, Setting({**SPLIT, **options}, subclass=copied(*names)), tmp_path)
+    assert_same_update(ours, theirs, policy)
+    assert_same_log(ours, theirs, but=TOKEN_METRICS)
+    logged = {name for name, value in theirs.log[0].items() if value is not None}
+    assert logged <= ours.log[0].keys() and ours.logged("entropy_coef") == theirs.logged("entropy_coef")
+
+
+def sampler_with_logps(base: type) -> type:
+    """A sampler of its own without vLLM, which reports log-probs far from those of the policy."""
+
+    class Trainer(base):
+        def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations):
+            seen, sampled = Counter(), []
+            for prompt in self.processing_class.batch_decode(prompt_ids):
+                sampled.append(completion(prompt, seen[prompt]))
+                seen[prompt] += 1
+            return sampled, [[-1.0 - 0.5 * t for t in range(len(ids))] for ids in sampled]
+
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            assert "sampling_per_token_logps" in output and "importance_sampling_ratio" not in output
+            return output
+
+    return Trainer
+
+
+def test_log_probs_of_a_hook_do_not_correct_the_loss_without_vllm(policy: Policy, tmp_path: Path) -> None:
+    setting = Setting({**SPLIT, "max_steps": 2}, subclass=sampler_with_logps, scripted=False)
+    assert_same_update(*train_both(policy, setting, tmp_path), policy)
+
+
+def weighted_tokens(base: type) -> type:
+    """Tokens with weights between 0 and 1, in the mask of tools."""
+
+    class Trainer(base):
+        def _compute_loss(self, model, inputs):
+            mask = inputs["completion_mask"]
+            weights = torch.arange(mask.shape[1]).remainder(3) / 2 * torch.ones_like(mask)
+            return super()._compute_loss(model, {**inputs, "tool_mask": weights})
+
+    return Trainer
+
+
+def test_a_mask_of_weights_counts_once(policy: Policy, tmp_path: Path) -> None:
+    options = {**SPLIT, "loss_type": "grpo", "entropy_coef": 0.05, "max_steps": 2}
+    setting = Setting(options, subclass=weighted_tokens)
+    assert_same_update(*train_both(policy, setting, tmp_path), policy)
 
 
 HELPERS = ("get_off_policy_mask", "get_gamma_weights")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +12,11 @@ import pytest
 import torch
 from support import agent_runs
 from support.runs import count_reward, policy, prompts, tokenizer, trainer
+from transformers import GenerationConfig
 
 from groupwise import ConfigError, RewardError
+from groupwise import GRPOTrainer as PlainTrainer
+from groupwise.config.step_settings import UNREAD
 from groupwise.records import Row
 from groupwise.trl_hooks import GRPOTrainer, checks
 
@@ -72,6 +76,34 @@ def test_with_liger_the_loss_is_that_of_the_hook(tmp_path, caplog):
     assert liger.losses == plain.losses == 2
     for name, tensor in plain.model.state_dict().items():
         assert torch.equal(tensor, liger.model.state_dict()[name])
+
+
+def test_objectives_over_whole_groups_are_refused_also_later(tmp_path):
+    with pytest.raises(ConfigError, match="loss_type='scalerl' counts the tokens of whole groups"):
+        run(tmp_path, loss_type="scalerl")
+    made = run(tmp_path)
+    made.loss_type = "scalerl"
+    with pytest.raises(ConfigError, match="loss_type='scalerl' counts the tokens of whole groups"):
+        made.train()
+
+
+def test_an_overridden_tokenization_is_refused_with_tools_which_would_not_call_it(tmp_path):
+    class Theirs(GRPOTrainer):
+        def _tokenize_prompts(self, prompts):
+            return super()._tokenize_prompts(prompts)
+
+    with pytest.raises(ConfigError, match=r"Theirs overrides _tokenize_prompts .here: with tools"):
+        agent_runs.trainer(tmp_path, Theirs, tools=[agent_runs.measure])
+
+
+def test_images_of_a_hook_are_refused(tmp_path):
+    class Theirs(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            return {**output, "pixel_values": torch.zeros(len(inputs), 3, 2, 2)}
+
+    with pytest.raises(ConfigError, match=r"pixel_values: groupwise.trl_hooks does not support images"):
+        run(tmp_path, Theirs).train()
 
 
 def test_images_are_refused(tmp_path):
@@ -277,6 +309,8 @@ def test_every_turn_of_a_tool_rollout_is_sampled_by_the_hook(tmp_path):
     plain = agent_runs.trainer(tmp_path, tools=[agent_runs.measure], max_steps=1)  # from the same seed
     plain.train()
     assert calls[0] == (4, 4) and len(calls) > 1  # the first turn of all, then those with a tool result
+    # As in TRL: rollouts have different histories, which a hook must not take for copies of one prompt.
+    assert {num_generations for _, num_generations in calls[1:]} == {1}
     completion_mask, tool_mask = made.masks
     assert 0 < int((completion_mask * tool_mask).sum()) < int(completion_mask.sum())
     lines = [made.state.log_history[0], plain.state.log_history[0]]
@@ -341,3 +375,104 @@ def test_a_hook_may_sample_with_the_model_itself(tmp_path):
     made.train()
     assert made.eos_token_ids == [1] and made._tokenizer is made.processing_class
     assert len(made._buffered_inputs) == 1 and made.state.global_step == 2
+
+
+def test_settings_of_the_sampler_that_hooks_read_do_not_change_in_silence(tmp_path):
+    made = run(tmp_path, top_p=0.9, generation_kwargs={"top_k": -1, "no_repeat_ngram_size": 3})
+    config = made.generation_config
+    assert (config.top_p, config.top_k, config.no_repeat_ngram_size) == (0.9, 0, 3)
+    way = r"is not read by the sampler: use trainer\.temperature, .* change a copy"
+    with pytest.raises(ConfigError, match=rf"trainer\.generation_config\.temperature=0\.5 {way}"):
+        made.generation_config.temperature = 0.5
+    with pytest.raises(ConfigError, match=way):
+        made.generation_config.update(min_p=0.1)
+    with pytest.raises(ConfigError, match=rf"trainer\.generation_kwargs {way}"):
+        made.generation_kwargs["min_p"] = 0.1
+    with pytest.raises(ConfigError, match=way):
+        made.generation_kwargs.update(min_p=0.1)
+    with pytest.raises(ConfigError, match=r"trainer\.eos_token_ids is not read by the sampler: use model\."):
+        made.eos_token_ids.append(5)
+    assert [*made.eos_token_ids, 5] == [1, 5]
+    for changed in (copy.copy(config), copy.deepcopy(config)):
+        changed.temperature = 0.5
+        assert type(changed) is GenerationConfig and changed.to_dict() == {
+            **config.to_dict(),
+            "temperature": 0.5,
+        }
+    for arguments in (dict(made.generation_kwargs), copy.deepcopy(made.generation_kwargs)):
+        arguments["min_p"] = 0.1
+        assert type(arguments) is dict
+    made.temperature = 0.5
+    made.refresh_settings()
+    assert made.generation_config.temperature == made.generation_kwargs["temperature"] == 0.5
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, PlainTrainer])
+def test_assigned_attributes_that_nothing_reads_are_errors(tmp_path, kind):
+    made = run(tmp_path, kind)
+    for name in UNREAD.keys() - {"vllm_generation"}:
+        with pytest.raises(ConfigError, match=f"trainer.{name} is not read: use"):
+            setattr(made, name, None)
+        assert hasattr(made, name) is (kind is GRPOTrainer)
+
+
+@pytest.mark.parametrize("name", ["_metrics", "_logs", "_step", "_buffered_inputs"])
+def test_the_plain_trainer_names_the_import_for_attributes_of_trl(name):
+    made = PlainTrainer.__new__(PlainTrainer)
+    with pytest.raises(
+        AttributeError, match=f"trainer.{name} does not exist; use .*groupwise.trl_hooks import"
+    ):
+        getattr(made, name)
+    setattr(made, name, 3)  # an attribute of its own
+    assert getattr(made, name) == 3
+
+
+def test_arguments_that_scripts_unpack_and_compare_are_never_none(tmp_path):
+    for kind in (GRPOTrainer, PlainTrainer):
+        made = run(tmp_path, kind)
+        assert dict(**made.chat_template_kwargs) == {} and made.max_tool_calling_iterations > 10**9
+        with pytest.raises(TypeError):
+            made.chat_template_kwargs["enable_thinking"] = False
+    assert run(tmp_path, chat_template_kwargs={"a": 1}).chat_template_kwargs == {"a": 1}
+
+
+class CopiedTurn(GRPOTrainer):
+    """The body of TRL's hook, without its branches for engines."""
+
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations):
+        assert self.continuous_batching_config is None and self.environment_factories is None
+        width = max(map(len, prompt_ids))
+        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompt_ids])
+        with torch.no_grad(), self._dist.summon_full_params(self.model_wrapped, recurse=False):
+            mask = (ids != 0).long()
+            sampled = self.model.generate(
+                input_ids=ids, attention_mask=mask, generation_config=self.generation_config
+            )
+        new = sampled[:, width:]
+        ends = torch.isin(new, torch.tensor(self.eos_token_ids))
+        lengths = [row.index(True) + 1 if any(row) else len(row) for row in ends.tolist()]
+        return [row[:length] for row, length in zip(new.tolist(), lengths, strict=True)], None
+
+    def _calculate_rewards(self, *given):
+        self._pending_metrics["pending"] += [1.0, 2.0]
+        self._pending_extra_logs["row"] += range(4)
+        return super()._calculate_rewards(*given)
+
+    def log(self, logs, start_time=None):
+        self._metrics["train" if self.model.training else "eval"]["late"].append(
+            float(self.state.global_step)
+        )
+        super().log(logs, start_time)
+
+
+def test_private_state_that_copied_bodies_use(tmp_path):
+    made = run(tmp_path, CopiedTurn, max_steps=1, log_completions=True, eval_dataset=prompts(2))
+    made.train()
+    assert made.state.log_history[0]["pending"] == 1.5 and made.state.log_history[0]["late"] == 1.0
+    assert list(made._logs["extra"]["row"]) == [0, 1, 2, 3]
+    made.evaluate()
+    assert made.state.log_history[-1]["eval_late"] == 1.0
+    with pytest.raises(TypeError):
+        made._metrics["train"] = {}
+    made._metrics = {"train": {"mine": [2.0]}, "eval": {}}
+    assert made._metrics["train"]["mine"] == [2.0] and made._metrics["train"]["other"] == []

@@ -2,16 +2,130 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+import math
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import torch
 from transformers import GenerationConfig
 
+from groupwise.config.sampling import SAMPLING_FIELDS
+from groupwise.config.step_settings import SAMPLER_ATTRIBUTES, UNREAD, UnreadAttribute
+from groupwise.core.entropy import EntropyControl
 from groupwise.core.masks import off_policy_keep
 from groupwise.core.surrogates import SurrogateInputs, SurrogateSettings, vespo_gate
+from groupwise.errors import ConfigError
 from groupwise.generation.base import GenerationBackend, json_dict, text_tokenizer
 from groupwise.trl_hooks.inputs import Inputs
 from groupwise.trl_hooks.state import InputsBuffer
+
+_COPY = "; for a generate call of your own, change a copy (copy.deepcopy)"
+
+
+class ReadOnlyGenerationConfig(GenerationConfig):
+    """Sampler settings that hooks read: an assignment is an error, since the sampler would not read it.
+
+    ``copy.copy`` and ``copy.deepcopy`` return a ``GenerationConfig``, which may change.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise ConfigError(
+            f"trainer.generation_config.{name}={value!r} is not read by the sampler: use "
+            f"{SAMPLER_ATTRIBUTES}{_COPY}"
+        )
+
+    def __copy__(self) -> GenerationConfig:
+        made = GenerationConfig.__new__(GenerationConfig)
+        vars(made).update(vars(self))
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GenerationConfig:
+        made = GenerationConfig.__new__(GenerationConfig)
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
+
+def _refusal(name: str) -> Any:
+    """Return a method that refuses to change a container of the trainer."""
+
+    def refuse(self: object, *given: object, **named: object) -> NoReturn:
+        raise ConfigError(f"trainer.{name} is not read by the sampler: use {UNREAD[name]}{_COPY}")
+
+    return refuse
+
+
+class ReadOnlyArguments(dict[str, Any]):
+    """Sampler arguments that hooks read: a change is an error, since the sampler would not read it.
+
+    ``dict(…)``, ``copy()`` and ``copy.deepcopy`` return a ``dict``, which may change.
+    """
+
+    __setitem__ = __delitem__ = __ior__ = _refusal("generation_kwargs")
+    update = setdefault = pop = popitem = clear = _refusal("generation_kwargs")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(dict(self), memo)
+
+
+class ReadOnlyTokens(list[int]):
+    """End tokens that hooks read: a change is an error. Copies may change."""
+
+    __setitem__ = __delitem__ = __iadd__ = _refusal("eos_token_ids")
+    append = extend = insert = remove = pop = clear = _refusal("eos_token_ids")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> list[int]:
+        return list(self)
+
+
+def _end_tokens(trainer: Any) -> ReadOnlyTokens:
+    """Return the tokens that end a completion, that of the tokenizer first."""
+    first = trainer._tokenizer.eos_token_id
+    return ReadOnlyTokens([first, *sorted(trainer.backend.end_tokens - {first})])
+
+
+def _generation_kwargs(trainer: Any) -> ReadOnlyArguments:
+    """Return the arguments of ``model.generate`` for a hook that samples itself."""
+    args, tokenizer = trainer.settings, trainer._tokenizer
+    given = json_dict(args.generation_kwargs)  # keys with a field of their own are resolved to it
+    return ReadOnlyArguments(
+        {
+            "max_new_tokens": args.max_completion_length,
+            "do_sample": True,
+            "pad_token_id": tokenizer.pad_token_id,
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": list(trainer.eos_token_ids),
+            "temperature": args.temperature,
+            "top_p": args.top_p,
+            "top_k": max(args.top_k or 0, 0),
+            "min_p": args.min_p,
+            "repetition_penalty": args.repetition_penalty,
+            "cache_implementation": args.cache_implementation,
+            **{name: value for name, value in given.items() if name not in SAMPLING_FIELDS},
+        }
+    )
+
+
+def _generation_config(trainer: Any) -> GenerationConfig:
+    """Return the configuration of ``model.generate`` for a hook that samples itself."""
+    config = GenerationConfig(**trainer.generation_kwargs, disable_compile=True)
+    config.__class__ = ReadOnlyGenerationConfig  # its constructor assigns
+    return config
+
+
+def _environment_factories(trainer: Any) -> None:
+    """Return None: the trainer has no environments.
+
+    Raises:
+        AttributeError: it has.
+    """
+    if getattr(trainer.agents, "pool", trainer.agents) is not None:
+        raise AttributeError(
+            "trainer.environment_factories does not exist in groupwise.trl_hooks: _generate resets the "
+            "environments; call super()._generate_and_score_completions(inputs)"
+        )
 
 
 class TrlAttributes:
@@ -21,43 +135,50 @@ class TrlAttributes:
     processing_class: Any
     backend: GenerationBackend
     buffer: InputsBuffer
+    entropy_control: EntropyControl
+    is_fsdp_enabled: bool
+    tools: list[Any]
 
     _is_vlm = False
-    chat_template = None
+    _last_loaded_step = None
+    _entropy_window_stats = None  # for a loss that adapts the entropy coefficient itself
+
+    generation_config = UnreadAttribute(_generation_config)
+    generation_kwargs = UnreadAttribute(_generation_kwargs)
+    eos_token_ids = UnreadAttribute(_end_tokens)
+    chat_template = UnreadAttribute(lambda trainer: None)
+    continuous_batching_config = UnreadAttribute(lambda trainer: getattr(trainer.backend, "batching", None))
+    environment_factories = UnreadAttribute(_environment_factories)
 
     @property
     def _tokenizer(self) -> Any:
         return text_tokenizer(self.processing_class)
 
     @property
-    def eos_token_ids(self) -> list[int]:
-        """Tokens that end a completion, that of the tokenizer first."""
-        first = self._tokenizer.eos_token_id
-        return [first, *sorted(self.backend.end_tokens - {first})]
+    def _standalone_tools(self) -> list[Any]:
+        return self.tools
 
     @property
-    def generation_kwargs(self) -> dict[str, Any]:
-        """Arguments of ``model.generate`` for a hook that samples itself."""
-        args, tokenizer = self.settings, self._tokenizer
-        return {
-            "max_new_tokens": args.max_completion_length,
-            "do_sample": True,
-            "pad_token_id": tokenizer.pad_token_id,
-            "bos_token_id": tokenizer.bos_token_id,
-            "eos_token_id": self.eos_token_ids,
-            "temperature": args.temperature,
-            "top_p": args.top_p,
-            "top_k": max(args.top_k or 0, 0),
-            "min_p": args.min_p,
-            "repetition_penalty": args.repetition_penalty,
-            "cache_implementation": args.cache_implementation,
-            **json_dict(args.generation_kwargs),
-        }
+    def _entropy_bonus_enabled(self) -> bool:
+        return self.settings.use_adaptive_entropy or self.settings.entropy_coef != 0.0
 
     @property
-    def generation_config(self) -> GenerationConfig:
-        """Configuration of ``model.generate`` for a hook that samples itself."""
-        return GenerationConfig(**self.generation_kwargs, disable_compile=True)
+    def _last_world_entropy(self) -> float:
+        """Mean token entropy of the last window; infinite before the first one."""
+        return math.inf if self.entropy_control.entropy is None else self.entropy_control.entropy
+
+    @_last_world_entropy.setter
+    def _last_world_entropy(self, entropy: float) -> None:
+        self.entropy_control = replace(self.entropy_control, entropy=entropy)
+
+    @property
+    def _dist(self) -> Any:
+        if self.is_fsdp_enabled:
+            raise AttributeError(
+                "trainer._dist does not exist in groupwise.trl_hooks under FSDP: sample with "
+                "trainer.backend.generate(prompt_ids), which gathers the parameters"
+            )
+        return SimpleNamespace(summon_full_params=lambda module, **options: nullcontext())
 
     @property
     def vllm_generation(self) -> Any:

@@ -28,6 +28,11 @@ NOT_OVERRIDABLE = {
     "_log_completion_extra": "log_extra in a reward function",
 }
 
+#: Methods that exist here, but whose overrides would not be called with tools or environments.
+NOT_CALLED_WITH_TOOLS = {
+    "_tokenize_prompts": "with tools or environments the chat template of processing_class, or _generate",
+}
+
 #: Settings that TRL's hooks cannot express: the default, the reason, and the counterpart.
 REFUSED_SETTINGS: dict[str, tuple[Any, str, str]] = {
     "dynamic_sampling": (
@@ -55,6 +60,12 @@ NO_REF_LOGPS = (
     "resume with beta=0 and set trainer.args.beta later, or from a checkpoint at the end of a generation"
 )
 
+#: Keys of a dictionary of a micro-batch that TRL passes to the model.
+IMAGE_INPUTS = (
+    *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
+    *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
+)
+
 NO_IMAGES = (
     "groupwise.trl_hooks does not support images; use groupwise.GRPOTrainer, whose generate_rollouts, "
     "compute_logprobs and compute_policy_loss receive them in records (docs/vlm.md)"
@@ -70,9 +81,11 @@ def check_overrides(trainer: object, base: type) -> None:
     Raises:
         ConfigError: with the counterpart of every such method.
     """
+    with_tools = getattr(trainer, "agents", None) is not None  # unknown before the trainer is built
+    refused = {**NOT_OVERRIDABLE, **(NOT_CALLED_WITH_TOOLS if with_tools else {})}
     found = [
         f"{name} (here: {counterpart})"
-        for name, counterpart in NOT_OVERRIDABLE.items()
+        for name, counterpart in refused.items()
         if getattr(type(trainer), name) is not getattr(base, name) or name in vars(trainer)
     ]
     if found:
@@ -99,10 +112,18 @@ def check_settings(args: GRPOConfig, processing_class: Any) -> None:
             "use_liger_kernel=True has no effect: as in TRL, the loss is that of _compute_loss, and Liger's "
             "layers need a GPU"
         )
+    if is_processor(processing_class):
+        raise ConfigError(f"processing_class is a {type(processing_class).__name__}: {NO_IMAGES}")
+
+
+def check_objective(args: GRPOConfig) -> None:
+    """Refuse objectives that count the tokens of whole groups.
+
+    Raises:
+        ConfigError: with the counterpart.
+    """
     if NORMALIZERS[OBJECTIVES[args.loss_type].normalizer].needs_group_tokens:
         raise ConfigError(
             f"loss_type={args.loss_type!r} counts the tokens of whole groups, which TRL's hooks may split; "
             "use another loss_type, or groupwise.GRPOTrainer"
         )
-    if is_processor(processing_class):
-        raise ConfigError(f"processing_class is a {type(processing_class).__name__}: {NO_IMAGES}")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,13 +16,14 @@ from torch import nn
 from groupwise import trainer as pipeline
 from groupwise.core.advantages import GroupRewards
 from groupwise.core.masks import entropy_threshold
-from groupwise.core.metrics import Mean, masked_mean
+from groupwise.core.metrics import Mean, Metrics, masked_mean
 from groupwise.core.objectives import OBJECTIVES, correction
 from groupwise.core.weights import NORMALIZERS, WindowCounts
 from groupwise.data.build import micro_batches_per_generation, num_generations_eval, prompts_per_batch
 from groupwise.data.rebalancing import WindowStats
 from groupwise.errors import ConfigError, RewardError
 from groupwise.generation.base import RUN_SETTINGS
+from groupwise.generation.transformers_backend import TransformersBackend
 from groupwise.hf.step_state import Stateful
 from groupwise.mixins.reward import reward_metrics
 from groupwise.records import (
@@ -36,9 +38,18 @@ from groupwise.records import (
     SamplingOptions,
     TokenBatch,
 )
+from groupwise.reporting.metrics import rollout_metrics
 from groupwise.tokenization.images import insert_images
 from groupwise.trl_hooks.attributes import TrlAttributes
-from groupwise.trl_hooks.checks import NO_IMAGES, NO_REF_LOGPS, REFUSED, check_overrides, check_settings
+from groupwise.trl_hooks.checks import (
+    IMAGE_INPUTS,
+    NO_IMAGES,
+    NO_REF_LOGPS,
+    REFUSED,
+    check_objective,
+    check_overrides,
+    check_settings,
+)
 from groupwise.trl_hooks.forward import logprobs_of_rows
 from groupwise.trl_hooks.inputs import (
     Inputs,
@@ -84,13 +95,19 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
     _rollouts: RolloutBatch | None = None  # returned by the default _generate
     _rewards: RewardBatch | None = None  # returned by the default _calculate_rewards
     _sampling: SamplingOptions | None = None  # of the turn in progress
+    _records_rollouts = False  # the caller of _generate records metrics of its rollouts
+    _measures_entropy = False  # the default _compute_loss was called in this window
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_overrides(self, GRPOTrainer)
         super().__init__(*args, **kwargs)
         check_settings(self.args, self.processing_class)
+        check_overrides(self, GRPOTrainer)  # again: with tools more is refused
         #: Columns of the completions table, the newest generation batch; hooks may extend them.
         self._logs = make_logs(self.settings.generation_batch_size)
+        #: Columns and metrics of hooks that are not in ``_logs`` and ``_metrics`` yet.
+        self._pending_extra_logs: defaultdict[str, list[Any]] = defaultdict(list)
+        self._pending_metrics: defaultdict[str, list[float]] = defaultdict(list)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train; see :meth:`groupwise.GRPOTrainer.train`."""
@@ -105,6 +122,19 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         components = super()._make_stateful_components()
         components.update({f"{mode}_metrics": metrics for mode, metrics in self.metrics.items()})
         return components
+
+    def _apply_settings(self) -> None:
+        check_objective(self.settings)
+        super()._apply_settings()
+
+    def has_untrusted_logps(self) -> bool:
+        """Return True also for log-probs of a hook: as in TRL, only those of vLLM correct the loss."""
+        return super().has_untrusted_logps() or isinstance(self.backend, TransformersBackend)
+
+    def update_entropy_coef(self, window_entropy: Mean) -> Metrics:
+        """Update the adaptive coefficient, unless an overridden loss does, which measures no entropy here."""
+        measured, self._measures_entropy = self._measures_entropy, False
+        return super().update_entropy_coef(window_entropy) if measured else {}
 
     def loader_generator(self) -> torch.Generator | None:
         """Return None: as with TRL's loader, a seed is drawn from the global generator at every epoch."""
@@ -181,7 +211,11 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         """
         self._request, self._rollouts = request, None
         prompts = [insert_images(row) for row in request.rows]
-        prompt_ids, completion_ids, tool_mask, texts, logps, extra, *_ = self._generate(prompts)
+        self._records_rollouts = True
+        try:
+            prompt_ids, completion_ids, tool_mask, texts, logps, extra, *_ = self._generate(prompts)
+        finally:
+            self._records_rollouts = False
         if not len(prompt_ids) == len(completion_ids) == len(texts) == len(prompts):
             raise ConfigError(
                 f"_generate returned {len(prompt_ids)} prompts, {len(completion_ids)} completions and "
@@ -251,6 +285,9 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             )
             rollouts = self.make_rollouts(request, prompt_ids, self._completions(completion_ids, logps))
         self._rollouts = rollouts
+        if not self._records_rollouts:  # called by a hook
+            metrics = rollout_metrics(rollouts, len(prompts), self.state.global_step)
+            self.metrics[request.mode].record(metrics)
         given = rollouts.completions
         return (
             rollouts.prompt_ids,
@@ -303,8 +340,9 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         """Sample one turn with the hook: ``GenerationBackend.generate`` of the agents."""
         self._sampling = sampling
         try:
+            given = [list(prompt) for prompt in prompts]
             group = 1 if self._request is None else self._request.num_generations
-            ids, logps = self._generate_single_turn([list(prompt) for prompt in prompts], None, {}, group)
+            ids, logps = self._generate_single_turn(given, None, {}, group if is_grouped(given, group) else 1)
         finally:
             self._sampling = None
         return self._completions(ids, logps)
@@ -394,7 +432,17 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
 
     def _log_completion_extra(self, column: str, values: list[Any]) -> None:
         """Add a column to the completions table, one value per completion of this rank."""
-        self._logs["extra"][column].extend(gather_object(list(values)))
+        self._pending_extra_logs[column].extend(values)
+
+    def _flush_pending(self, mode: str) -> None:
+        """Add pending columns of all ranks to ``_logs``, and pending metrics to ``_metrics``."""
+        for column in sorted(set(gather_object(list(self._pending_extra_logs)))):
+            values = self._pending_extra_logs.get(column, [])
+            self._logs["extra"][column].extend(gather_object(values))
+        self._pending_extra_logs.clear()
+        for name, numbers in self._pending_metrics.items():
+            self._metrics[mode][name].extend(numbers)
+        self._pending_metrics.clear()
 
     # Hooks of the generation batch.
 
@@ -415,6 +463,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         metrics = self.metrics[request.mode]
         metrics.rows = []  # the table is made from ``_logs``
         extend_logs(self._logs, rollouts, rewards, experience.advantages_BX.mean(1), self.reward_func_names)
+        self._flush_pending(request.mode)
         correction_BX = None
         if experience.sampler_logps_BT is not None:
             mask_BT = experience.loss_mask_BT.to(experience.old_logps_BT.dtype)
@@ -557,6 +606,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         if settings.beta > 0 and not settings.kl_in_reward and inputs.get("ref_per_token_logps") is None:
             raise ConfigError(NO_REF_LOGPS.format(beta=settings.beta))
         mask_BT = loss_mask(inputs)
+        self._measures_entropy = True
         logps_BT, entropy_BT, aux_loss = self._get_per_token_logps_and_entropies(
             model,
             torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
@@ -564,6 +614,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             mask_BT.shape[1],
             compute_entropy=True,
             compute_aux_loss=self.aux_loss_enabled,
+            **{name: inputs[name] for name in IMAGE_INPUTS if inputs.get(name) is not None},
         )
         entropy_mask_BT = mask_BT.float()
         if self.settings.top_entropy_quantile < 1.0:
@@ -574,7 +625,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         batch = micro_batch(
             inputs,
             token_weights_BT=self._token_weights(inputs, mask_BT, num_batches),
-            entropy_mask_BT=entropy_mask_BT,
+            entropy_mask_BT=(entropy_mask_BT != 0).float(),  # a mask of weights counts once, as token weights
             entropy_weights_BT=self._entropy_weights(entropy_mask_BT, num_batches),
             share=1 / num_batches,
         )
@@ -630,11 +681,27 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
     # Logs.
 
     @property
-    def _metrics(self) -> dict[str, defaultdict[str, list[float]]]:
+    def _metrics(self) -> Mapping[str, defaultdict[str, list[float]]]:
         """Values since the last log by mode and name, logged as their mean over all ranks."""
-        return {mode: metrics.lists for mode, metrics in self.metrics.items()}
+        return MappingProxyType({mode: metrics.lists for mode, metrics in self.metrics.items()})
+
+    @_metrics.setter
+    def _metrics(self, lists: Mapping[str, Mapping[str, list[float]]]) -> None:
+        for mode, metrics in self.metrics.items():
+            metrics.lists.clear()
+            metrics.lists.update(lists[mode])
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log; what an overridden ``log`` added to the metrics of an evaluation is included, as in TRL."""
+        metrics = self.metrics["eval"]
+        if any(name.startswith("eval_") for name in logs) and any(gather_object([bool(metrics.lists)])):
+            names = list(metrics.lists)
+            values, _ = metrics.drain(lambda part: gather_object([part]))
+            logs.update({f"eval_{name}": values[name] for name in names if name in values})
+        super().log(logs, start_time)
 
     def _drain_metrics(self, mode: str, label: str) -> dict[str, float]:
+        self._flush_pending(mode)
         if self.settings.log_completions and self.is_world_process_zero():
             self.metrics[mode].rows = logged_rows(self._logs, self.state.global_step)
         return super()._drain_metrics(mode, label)
@@ -644,6 +711,13 @@ def _model_inputs(batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return token ids and attention mask (B, L + T)."""
     ids = torch.cat([batch.prompt_ids_BL, batch.completion_ids_BT], dim=1)
     return ids, torch.cat([batch.prompt_mask_BL, batch.completion_mask_BT], dim=1)
+
+
+def is_grouped(prompt_ids: list[list[int]], num_generations: int) -> bool:
+    """Return True if the prompts are groups of ``num_generations`` equal neighbours."""
+    return len(prompt_ids) % num_generations == 0 and all(
+        ids == prompt_ids[row - row % num_generations] for row, ids in enumerate(prompt_ids)
+    )
 
 
 def _by_row(
