@@ -200,6 +200,17 @@ def test_a_second_run_samples_from_the_weights_of_the_first(fake: Any, tmp_path:
     assert seen and all(torch.equal(tensor, trained[name]) for name, tensor in seen[0].items())
 
 
+def test_an_evaluation_samples_from_weights_that_a_script_loaded(fake: Any, tmp_path: Path) -> None:
+    seen = record_weights(fake)
+    run = run_for(fake, tmp_path, eval_dataset=runs.prompts(2))
+    run.evaluate()
+    other = runs.policy(seed=1).state_dict()
+    run.model.load_state_dict(other)
+    seen.clear()
+    run.evaluate()
+    assert seen and all(torch.equal(tensor, other[name]) for name, tensor in seen[0].items())
+
+
 def test_a_trainer_whose_server_was_lost_resumes_by_itself(fake: Any, tmp_path: Path) -> None:
     expected = run_for(fake, tmp_path / "whole")
     expected.train()

@@ -33,6 +33,7 @@ from groupwise.data.image_checks import allow_unused_vision_tower
 from groupwise.data.prompt_source import EvaluationStream, PromptSource, StepCounterDataset, is_streaming
 from groupwise.data.sampler import as_rows
 from groupwise.errors import ConfigError, TrainingError
+from groupwise.generation.base import GenerationBackend
 from groupwise.hf import checkpointing
 from groupwise.hf.checkpointing import CheckpointWriter
 from groupwise.hf.out_of_memory import OutOfMemorySplitter, TrainingStep
@@ -84,6 +85,7 @@ class BaseTrainer(Trainer):
     reward_func_names: list[str]
     prepared_data: PreparedData
     step_state: StepState
+    backend: GenerationBackend
     _mode: Mode = "train"  # "eval" during an evaluation, for record_metric
 
     def __init__(
@@ -266,6 +268,8 @@ class BaseTrainer(Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Evaluate; the metrics also contain those of generation, rewards and loss."""
+        if not self.is_in_train:
+            self.backend.invalidate_weights()  # a script may have loaded others at the same step
         self._mode = "eval"
         try:
             with self.step_state.rollback_on_failure():
