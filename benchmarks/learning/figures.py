@@ -4,8 +4,8 @@
 
 Prints Markdown tables of accuracy in and out of the trained tasks, mean ± 95 % interval over seeds (Student),
 of the gain over the initial model with an interval over questions, and of the steps of both libraries. Writes
-to ``--images``, or beside the files, ``curves.png`` (reward over steps), ``minutes.png`` (over minutes,
-groupwise and TRL) and ``samples.png`` (Pass@K and Maj@K of the initial model and of every cell).
+to ``--images``, or beside the files, ``curves.png`` (reward over steps), ``against_trl.png`` (over steps and
+minutes with both libraries) and ``samples.png`` (Pass@K and Maj@K of the initial model and of every cell).
 """
 
 from __future__ import annotations
@@ -107,32 +107,43 @@ def _gain(metrics: Mapping[str, float], key: str) -> str:
     return f"{metrics[key]:+.1%} ({low:+.1%} to {high:+.1%})"
 
 
-def _shown(given: tuple[float, float]) -> str:
+def _shown(given: tuple[float, float], spec: str = ".1%", sign: str = "") -> str:
     mean, half = given
     if math.isnan(mean):
         return "-"
-    return f"{mean:.1%}" if math.isnan(half) else f"{mean:.1%} ± {half:.1%}"
+    return f"{mean:{sign}{spec}}" + ("" if math.isnan(half) else f" ± {half:{spec}}")
 
 
 def against_trl(results: Results) -> str:
-    """Return reward and processor seconds of the steps that both libraries took, by seed.
+    """Return reward and processor seconds of the steps that both libraries took, by seed and on average.
 
     The seconds are medians of a process's own time, which other processes on the machine do not lengthen.
+    Difference and ratio of one seed's two runs are paired; their intervals over seeds are Student's.
     """
     lines = [
-        "| seed | steps | mean reward, groupwise | TRL | processor s per step, groupwise | TRL | ratio |",
-        "|---" * 7 + "|",
+        "| seed | steps | mean reward, groupwise | TRL | difference "
+        "| processor s per step, groupwise | TRL | ratio |",
+        "|---" * 8 + "|",
     ]
-    others = {run["seed"]: run for run in results.get("trl", [])}
-    for run in results.get("grpo_outcome", []):
-        if (other := others.get(run["seed"])) is None:
-            continue
+    compared = []
+    for run, other in paired(results):
         count = min(len(step_seconds(run)), len(step_seconds(other)))
         ours, theirs = (math.fsum(rewards(one, 1)[:count]) / count for one in (run, other))
         own, its = (median(step_seconds(one)[:count]) for one in (run, other))
-        cells = f"{ours:.1%} | {theirs:.1%} | {own:.1f} | {its:.1f} | {its / own:.1f}"
+        compared.append((ours, theirs, ours - theirs, own, its, its / own))
+        cells = f"{ours:.1%} | {theirs:.1%} | {ours - theirs:+.1%} | {own:.1f} | {its:.1f} | {its / own:.1f}"
         lines.append(f"| {run['seed']} | {count} | {cells} |")
+    if len(compared) > 1:
+        ours, theirs, difference, own, its, ratio = map(interval, zip(*compared, strict=True))
+        percents = f"{ours[0]:.1%} | {theirs[0]:.1%} | {_shown(difference, '.1%', sign='+')}"
+        lines.append(f"| mean | | {percents} | {own[0]:.1f} | {its[0]:.1f} | {_shown(ratio, '.1f')} |")
     return "\n".join(lines)
+
+
+def paired(results: Results) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the runs of ``grpo_outcome`` and ``trl`` with the same seed."""
+    others = {run["seed"]: run for run in results.get("trl", [])}
+    return [(run, others[run["seed"]]) for run in results.get("grpo_outcome", []) if run["seed"] in others]
 
 
 def step_seconds(run: Mapping[str, Any]) -> list[float]:
@@ -169,19 +180,27 @@ def draw_curves(results: Results, path: Path, window: int) -> None:
     plt.close(figure)
 
 
-def draw_minutes(results: Results, path: Path, window: int) -> None:
-    """Draw the training reward of GRPO over processor minutes with both libraries, one line per seed."""
+def draw_against_trl(results: Results, path: Path, window: int) -> None:
+    """Draw the training reward of GRPO with both libraries, over steps and over processor minutes.
+
+    Thin lines are seeds that both libraries ran, thick ones their mean, as far as the shortest.
+    """
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 4.5))
-    for cell, label, colour in (("grpo_outcome", "groupwise", "C0"), ("trl", "TRL", "C1")):
-        for number, run in enumerate(results.get(cell, [])):
-            minutes = [seconds / 60 for seconds in run["step_processor_seconds"]][window - 1 :]
-            curve = rewards(run, window)[: len(minutes)]
-            axes.plot(minutes, curve, color=colour, label=None if number else label)
-    axes.set(xlabel="processor minutes of training", ylabel=f"reward, mean of {window} steps")
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend()
+    figure, (by_step, by_minute) = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
+    runs = list(zip(*paired(results), strict=True)) or [(), ()]
+    for colour, label, seeds in zip(("C0", "C1"), ("groupwise", "TRL"), runs, strict=True):
+        curves = [rewards(run, window) for run in seeds]
+        minutes = [[seconds / 60 for seconds in run["step_processor_seconds"][window - 1 :]] for run in seeds]
+        for times, curve in zip(minutes, curves, strict=True):
+            by_step.plot(range(window, window + len(curve)), curve, color=colour, alpha=0.35, linewidth=1)
+            by_minute.plot(times, curve[: len(times)], color=colour, alpha=0.35, linewidth=1)
+        mean = mean_curve(curves)
+        by_step.plot(range(window, window + len(mean)), mean, color=colour, linewidth=2.5, label=label)
+        by_minute.plot(mean_curve(minutes)[: len(mean)], mean, color=colour, linewidth=2.5, label=label)
+    by_step.set(xlabel="optimizer step", ylabel=f"reward, mean of {window} steps")
+    by_minute.set(xlabel="processor minutes of training")
+    by_step.legend()
     figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)
 
@@ -223,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> str:
     images = options.images or options.directory
     images.mkdir(parents=True, exist_ok=True)
     draw_curves(results, images / "curves.png", options.window)
-    draw_minutes(results, images / "minutes.png", options.window)
+    draw_against_trl(results, images / "against_trl.png", options.window)
     draw_samples(results, images / "samples.png")
     shown = "\n\n".join([table(results), gains(results), against_trl(results)])
     print(shown)

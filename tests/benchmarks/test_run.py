@@ -106,16 +106,20 @@ def test_the_table_has_means_and_student_intervals_over_seeds(tmp_path):
     assert shown[2] == "| grpo_outcome | 3 |" + " 40.0% ± 49.7% |" * 3 + " - |" * 3
     assert shown[3] == "| sft | 1 |" + " 25.0% |" * 3 + " - |" * 3
     assert shown[7] == "| grpo_outcome | 0 | +10.0% (+0.0% to +20.0%) | - | - | - |"
-    assert {"curves.png", "minutes.png", "samples.png"} <= {path.name for path in tmp_path.iterdir()}
+    assert {"curves.png", "against_trl.png", "samples.png"} <= {path.name for path in tmp_path.iterdir()}
 
 
 def test_steps_of_both_libraries_are_compared_as_far_as_both_went():
     def cell(seed, rewards, seconds):
         return {"seed": seed, "history": [{"reward": r} for r in rewards], "step_processor_seconds": seconds}
 
-    ours = [cell(seed, [0.0, 0.5, 1.0], [2.0, 3.0, 7.0]) for seed in (0, 1)]
+    ours = [cell(seed, [0.0, 0.5, 1.0], [2.0, 3.0, 7.0]) for seed in (0, 1, 2, 3)]
     shown = figures.against_trl({"grpo_outcome": ours, "trl": [cell(1, [0.5, 0.5], [9.0, 15.0])]})
-    assert shown.splitlines()[2:] == ["| 1 | 2 | 25.0% | 50.0% | 1.5 | 7.5 | 5.0 |"]
+    assert shown.splitlines()[2:] == ["| 1 | 2 | 25.0% | 50.0% | -25.0% | 1.5 | 7.5 | 5.0 |"]
+    theirs = [cell(1, [0.5, 0.5], [9.0, 15.0]), cell(2, [0.0, 0.3], [3.0, 6.0]), cell(3, [0.6], [4.0])]
+    shown = figures.against_trl({"grpo_outcome": ours, "trl": theirs})
+    # Differences -0.25, 0.1, -0.6: mean -0.25, deviation 0.35; ratios 5, 2, 2: mean 3, deviation √3.
+    assert shown.splitlines()[5] == "| mean | | 16.7% | 41.7% | -25.0% ± 87.0% | 1.7 | 4.8 | 3.0 ± 4.3 |"
 
 
 def test_curves_are_means_over_steps_and_seeds():
