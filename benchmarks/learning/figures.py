@@ -3,7 +3,7 @@
     python benchmarks/learning/figures.py benchmarks/results/learning --images docs/images/learning
 
 Prints Markdown tables of accuracy in and out of the trained tasks, mean ± 95 % interval over seeds (Student),
-of the gain over the initial model with an interval over questions, and of the steps of both libraries. Writes
+of the gain over the initial model with intervals over questions, and of the steps of both libraries. Writes
 to ``--images``, or beside the files, ``curves.png`` (reward over steps), ``against_trl.png`` (over steps and
 minutes with both libraries) and ``samples.png`` (Pass@K and Maj@K of the initial model and of every cell).
 """
@@ -85,18 +85,23 @@ def table(results: Results) -> str:
 
 
 def gains(results: Results) -> str:
-    """Return the gain in accuracy over the initial model by task, of every seed.
+    """Return the gain in accuracy over the initial model by task, of every seed and on average.
 
-    The intervals are 95 % confidence sequences over the questions of one run: valid after every evaluation.
+    The intervals of a seed are 95 % confidence sequences over the questions of one run: valid after every
+    evaluation. Those of the mean are Student's over seeds.
     """
     names = [*tasks.TRAINED, *tasks.UNSEEN]
+    keys = [f"eval_{name}_pass@1_gain" for name in names]
     lines = ["| cell | seed | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
     for cell, runs in results.items():
+        if not any(key in run["evaluation"] for key in keys for run in runs):
+            continue  # the initial model
         for run in runs:
-            keys = [f"eval_{name}_pass@1_gain" for name in names]
-            if any(key in run["evaluation"] for key in keys):
-                shown = [_gain(run["evaluation"], key) for key in keys]
-                lines.append(f"| {cell} | {run['seed']} | " + " | ".join(shown) + " |")
+            shown = [_gain(run["evaluation"], key) for key in keys]
+            lines.append(f"| {cell} | {run['seed']} | " + " | ".join(shown) + " |")
+        if len(runs) > 2:
+            means = [interval([run["evaluation"].get(key, math.nan) for run in runs]) for key in keys]
+            lines.append(f"| {cell} | mean | " + " | ".join(_shown(mean, sign="+") for mean in means) + " |")
     return "\n".join(lines)
 
 

@@ -106,6 +106,7 @@ def test_the_table_has_means_and_student_intervals_over_seeds(tmp_path):
     assert shown[2] == "| grpo_outcome | 3 |" + " 40.0% ± 49.7% |" * 3 + " - |" * 3
     assert shown[3] == "| sft | 1 |" + " 25.0% |" * 3 + " - |" * 3
     assert shown[7] == "| grpo_outcome | 0 | +10.0% (+0.0% to +20.0%) | - | - | - |"
+    assert shown[10] == "| grpo_outcome | mean | +10.0% ± 0.0% | - | - | - |"
     assert {"curves.png", "against_trl.png", "samples.png"} <= {path.name for path in tmp_path.iterdir()}
 
 
