@@ -559,12 +559,9 @@ def test_bodies_that_a_subclass_copied_from_trl(name: str, policy: Policy, tmp_p
 def sampler_with_logps(base: type) -> type:
     """A sampler of its own without vLLM, which reports log-probs far from those of the policy."""
 
-    class Trainer(base):
-        def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations):
-            seen, sampled = Counter(), []
-            for prompt in self.processing_class.batch_decode(prompt_ids):
-                sampled.append(completion(prompt, seen[prompt]))
-                seen[prompt] += 1
+    class Trainer(fixed_sampler(base)):
+        def _generate_single_turn(self, *given, **named):
+            sampled, _ = super()._generate_single_turn(*given, **named)
             return sampled, [[-1.0 - 0.5 * t for t in range(len(ids))] for ids in sampled]
 
         def _generate_and_score_completions(self, inputs):

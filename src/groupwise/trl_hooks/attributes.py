@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, NoReturn
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
 
 from groupwise.config.sampling import SAMPLING_FIELDS
-from groupwise.config.step_settings import SAMPLER_ATTRIBUTES, UNREAD, UnreadAttribute
+from groupwise.config.step_settings import SAMPLER_ATTRIBUTES, UnreadAttribute
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.masks import off_policy_keep
 from groupwise.core.surrogates import SurrogateInputs, SurrogateSettings, vespo_gate
@@ -21,8 +22,6 @@ from groupwise.errors import ConfigError
 from groupwise.generation.base import GenerationBackend, json_dict, text_tokenizer
 from groupwise.trl_hooks.inputs import Inputs
 from groupwise.trl_hooks.state import InputsBuffer
-
-_COPY = "; for a generate call of your own, change a copy (copy.deepcopy)"
 
 
 class ReadOnlyGenerationConfig(GenerationConfig):
@@ -34,7 +33,7 @@ class ReadOnlyGenerationConfig(GenerationConfig):
     def __setattr__(self, name: str, value: Any) -> None:
         raise ConfigError(
             f"trainer.generation_config.{name}={value!r} is not read by the sampler: use "
-            f"{SAMPLER_ATTRIBUTES}{_COPY}"
+            f"{SAMPLER_ATTRIBUTES}; for a generate call of your own, change a copy (copy.deepcopy)"
         )
 
     def __copy__(self) -> GenerationConfig:
@@ -48,49 +47,17 @@ class ReadOnlyGenerationConfig(GenerationConfig):
         return made
 
 
-def _refusal(name: str) -> Any:
-    """Return a method that refuses to change a container of the trainer."""
-
-    def refuse(self: object, *given: object, **named: object) -> NoReturn:
-        raise ConfigError(f"trainer.{name} is not read by the sampler: use {UNREAD[name]}{_COPY}")
-
-    return refuse
-
-
-class ReadOnlyArguments(dict[str, Any]):
-    """Sampler arguments that hooks read: a change is an error, since the sampler would not read it.
-
-    ``dict(…)``, ``copy()`` and ``copy.deepcopy`` return a ``dict``, which may change.
-    """
-
-    __setitem__ = __delitem__ = __ior__ = _refusal("generation_kwargs")
-    update = setdefault = pop = popitem = clear = _refusal("generation_kwargs")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return copy.deepcopy(dict(self), memo)
-
-
-class ReadOnlyTokens(list[int]):
-    """End tokens that hooks read: a change is an error. Copies may change."""
-
-    __setitem__ = __delitem__ = __iadd__ = _refusal("eos_token_ids")
-    append = extend = insert = remove = pop = clear = _refusal("eos_token_ids")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> list[int]:
-        return list(self)
-
-
-def _end_tokens(trainer: Any) -> ReadOnlyTokens:
+def _end_tokens(trainer: Any) -> tuple[int, ...]:
     """Return the tokens that end a completion, that of the tokenizer first."""
     first = trainer._tokenizer.eos_token_id
-    return ReadOnlyTokens([first, *sorted(trainer.backend.end_tokens - {first})])
+    return (first, *sorted(trainer.backend.end_tokens - {first}))
 
 
-def _generation_kwargs(trainer: Any) -> ReadOnlyArguments:
-    """Return the arguments of ``model.generate`` for a hook that samples itself."""
+def _generation_kwargs(trainer: Any) -> Mapping[str, Any]:
+    """Return the read-only arguments of ``model.generate`` for a hook that samples itself."""
     args, tokenizer = trainer.settings, trainer._tokenizer
     given = json_dict(args.generation_kwargs)  # keys with a field of their own are resolved to it
-    return ReadOnlyArguments(
+    return MappingProxyType(
         {
             "max_new_tokens": args.max_completion_length,
             "do_sample": True,
