@@ -64,6 +64,7 @@ class Cell:
     iterations: outer iterations of iterative GRPO, which refreshes the reference at the end of each.
     library: "groupwise", or "trl" for the same settings in TRL's ``GRPOTrainer``.
     max_steps: the first steps of the run only; None: all.
+    sampling_seed: added to the seed; the questions and their order stay.
     micro_batches: parts that a step's rows are computed in; the update is the same.
     settings: changes of the configuration.
     """
@@ -74,6 +75,7 @@ class Cell:
     iterations: int = 1
     library: str = "groupwise"
     max_steps: int | None = None
+    sampling_seed: int = 0
     micro_batches: int = 1
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -94,29 +96,43 @@ METHODS = {
     "trl": Cell(library="trl", max_steps=15, micro_batches=4),
 }
 
+
+def _ablation(staleness: int = 0, **settings: Any) -> Cell:
+    """Return the first half of ``grpo_outcome``, where the reward rises most, with changed settings.
+
+    The questions are those of ``grpo_outcome``, their samples are others. All cells sample equally often.
+    """
+    steps = 15 * settings.get("num_iterations", 1)
+    return Cell(staleness=staleness, sampling_seed=100, max_steps=steps, settings=settings)
+
+
 CORRECTED = {"rollout_func_importance_sampling_correction": True}
-#: Each changes one thing of ``grpo_outcome``; ``stale_*_corrected`` adds the correction to ``stale_*``.
+#: ``resampled`` changes nothing: its difference from ``grpo_outcome`` is chance.
 ABLATIONS = {
-    "loss_dapo": Cell(settings={"loss_type": "dapo"}),
-    "loss_dr_grpo": Cell(settings={"loss_type": "dr_grpo"}),
-    "loss_gspo": Cell(settings={"importance_sampling_level": "sequence"}),
-    "loss_cispo": Cell(settings={"loss_type": "cispo", "epsilon_high": 5.0}),
-    "scale_batch": Cell(settings={"scale_rewards": "batch"}),
-    "scale_none": Cell(settings={"scale_rewards": "none"}),
-    "beta_0.04": Cell(settings={"beta": 0.04}),
-    "group_4": Cell(settings={"num_generations": 4}),
-    "group_16": Cell(settings={"num_generations": 16}),
-    "iterations_2": Cell(settings={"num_iterations": 2}),
-    "iterations_2_clip_higher": Cell(settings={"num_iterations": 2, "epsilon_high": 0.28}),
-    "dynamic_sampling": Cell(settings={"dynamic_sampling": True}),
-    **{f"stale_{steps}": Cell(staleness=steps) for steps in (1, 2, 4)},
-    **{f"stale_{steps}_corrected": Cell(staleness=steps, settings=CORRECTED) for steps in (1, 2, 4)},
+    "resampled": _ablation(),
+    "loss_dapo": _ablation(loss_type="dapo"),
+    "loss_dr_grpo": _ablation(loss_type="dr_grpo"),
+    "loss_gspo": _ablation(importance_sampling_level="sequence"),
+    "loss_cispo": _ablation(loss_type="cispo", epsilon_high=5.0),
+    "scale_batch": _ablation(scale_rewards="batch"),
+    "scale_none": _ablation(scale_rewards="none"),
+    "beta_0.04": _ablation(beta=0.04),
+    "group_4": _ablation(num_generations=4),
+    "group_16": _ablation(num_generations=16),
+    "iterations_2": _ablation(num_iterations=2),
+    "iterations_2_clip_higher": _ablation(num_iterations=2, epsilon_high=0.28),
+    "dynamic_sampling": _ablation(dynamic_sampling=True),
+    **{f"stale_{steps}": _ablation(steps) for steps in (1, 2, 4)},
+    **{f"stale_{steps}_corrected": _ablation(steps, **CORRECTED) for steps in (1, 2, 4)},
 }
 CELLS = {**METHODS, **ABLATIONS}
 
 
 def settings(cell: Cell, scale: Scale, seed: int) -> dict[str, Any]:
-    """Return the settings of a cell, for the configuration of both libraries."""
+    """Return the settings of a cell, for the configuration of both libraries.
+
+    TRL orders the questions by ``seed`` and ignores ``data_seed``; here they are the same for its cell.
+    """
     stored = cell.source in ("solutions", "filtered")
     rows = scale.prompts_per_step * (cell.settings["num_generations"] if stored else scale.generations)
     given = {
@@ -131,7 +147,8 @@ def settings(cell: Cell, scale: Scale, seed: int) -> dict[str, Any]:
         "num_generations_eval": scale.samples,
         "max_completion_length": scale.max_tokens,
         "gradient_checkpointing": False,
-        "seed": seed,
+        "seed": seed + cell.sampling_seed,
+        "data_seed": seed,
         "bf16": False,  # float32 everywhere: the same numbers with and without native bfloat16
         "use_cpu": not torch.cuda.is_available(),
         "logging_steps": 1,
@@ -236,7 +253,7 @@ def train_cell(cell: Cell, model: Any, tokenizer: Any, scale: Scale, args: GRPOC
     elif cell.source == "pairs":
         log = train_dpo(model, tokenizer, rows, args, stored, wrong, clock)
     elif cell.library == "trl":
-        log = train_trl(model, reward, settings(cell, scale, args.seed), str(args.output_dir), common)
+        log = train_trl(model, reward, settings(cell, scale, args.data_seed), str(args.output_dir), common)
     elif cell.iterations > 1:
         outer = IterativeConfig(iterations=cell.iterations)
         runner = IterativeGRPO(model, reward, args, iterative=outer, **common)
