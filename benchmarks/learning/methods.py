@@ -123,15 +123,14 @@ def weights(model: torch.nn.Module, values: Sequence[torch.Tensor]) -> Iterator[
 
 
 @torch.no_grad()
-def sampled_logps(
+def token_logprobs(
     model: Any, prompts: Sequence[list[int]], completions: Sequence[list[int]]
-) -> list[list[float]]:
-    """Return the log-probs of completion tokens at temperature 1.
+) -> Iterator[torch.Tensor]:
+    """Yield the log-probs of the vocabulary at every token of every completion, (T, V), at temperature 1.
 
     Consecutive rows with one prompt share its keys and values. Completions are padded on the right, where
     causal attention hides the padding from the tokens before it.
     """
-    found: list[list[float]] = []
     for prompt, rows in itertools.groupby(range(len(prompts)), key=lambda row: prompts[row]):
         group = [completions[row] for row in rows]
         ids_GT = torch.nn.utils.rnn.pad_sequence([torch.tensor(one) for one in group], batch_first=True)
@@ -141,9 +140,16 @@ def sampled_logps(
         cache.batch_repeat_interleave(len(group))
         first_G1V = read.logits[:, -1:].expand(len(group), -1, -1)
         logits_GTV = torch.cat([first_G1V, model(ids_GT, past_key_values=cache).logits[:, :-1]], dim=1)
-        logps_GT = logits_GTV.float().log_softmax(-1).gather(-1, ids_GT.unsqueeze(-1)).squeeze(-1)
-        found += [row[: len(one)] for row, one in zip(logps_GT.tolist(), group, strict=True)]
-    return found
+        for logits_TV, one in zip(logits_GTV, group, strict=True):
+            yield logits_TV[: len(one)].float().log_softmax(-1)
+
+
+def sampled_logps(
+    model: Any, prompts: Sequence[list[int]], completions: Sequence[list[int]]
+) -> list[list[float]]:
+    """Return the log-probs of completion tokens at temperature 1."""
+    found = zip(completions, token_logprobs(model, prompts, completions), strict=True)
+    return [logps_TV[torch.arange(len(ids)), ids].tolist() for ids, logps_TV in found]
 
 
 def chat_ids(prompts: Sequence[Any], tokenizer: Any) -> list[list[int]]:
