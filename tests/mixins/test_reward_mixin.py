@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.mixin_hosts import Ranks, host
 
-from groupwise.core.advantages import GroupRewards, nan_std
+from groupwise.core.advantages import AdvantageSettings, GroupRewards, nan_std, normalized_advantages
 from groupwise.errors import RewardError
 from groupwise.mixins import RewardMixin
 from groupwise.mixins import reward as reward_module
@@ -235,4 +235,15 @@ def test_step_rewards_count_by_their_sum():
     table = GroupRewards(torch.tensor([[NAN, 1.0], [NAN, 2.0]]), torch.tensor([1.0, 3.0]), 2, steps)
     found = values(reward_metrics(table, ["steps", "whole"]))
     assert found["rewards/steps/mean"] == 1.75 and found["rewards/whole/mean"] == 1.5
-    assert found["reward"] == 4.5  # weight 3 times the mean of 1 and 2
+    assert found["reward"] == 6.25  # 3 + 3 · 1 and 0.5 + 3 · 2
+    alone = GroupRewards(torch.full((2, 1), NAN), torch.tensor([2.0]), 2, {0: [[(0, 2.0)], []]})
+    found = values(reward_metrics(alone, ["steps"]))
+    assert (found["reward"], found["frac_reward_zero_std"]) == (4.0, 1.0)  # without steps: no reward
+
+
+def test_a_group_of_equal_sums_whose_steps_differ_has_a_gradient():
+    steps = {0: [[(0, 1.0), (1, 2.0)], [(0, 3.0)], [(0, 1.0)], [(0, 1.0)]]}
+    table = GroupRewards(torch.full((4, 1), NAN), torch.tensor([1.0]), 2, steps, num_tokens=2)
+    assert values(reward_metrics(table, ["steps"]))["frac_reward_zero_std"] == 0.5
+    advantages_NT = normalized_advantages(table, AdvantageSettings())
+    assert advantages_NT.ne(0).any(-1).tolist() == [True, True, False, False]

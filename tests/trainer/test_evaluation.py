@@ -74,6 +74,24 @@ def test_pass_at_k_of_an_evaluation(tmp_path):
     assert not [name for name in metrics if "maj@1" in name or "gain" in name]
 
 
+def test_step_rewards_are_evaluated_by_their_sum(tmp_path):
+    """The same completions pass as with `solved`, by two steps that sum to 1."""
+
+    def stepwise(**given):
+        return [[(0, passed - 0.5), (1, 0.5)] for passed in solved(**given)]
+
+    run = run_of(tmp_path / "steps", stepwise, max_steps=1, log_completions=True, num_completions_to_print=0)
+    found, outcome = run.evaluate(), run_of(tmp_path / "outcome").evaluate()
+    assert found["eval_reward"] == outcome["eval_reward"] == pytest.approx(5 / 12)
+    for name in ("eval_pass@2", "eval_maj@4", "eval_avg@4"):
+        assert found[name] == outcome[name], name
+    run.train()
+    assert run.state.log_history[0]["reward"] == run.state.log_history[0]["rewards/stepwise/mean"]
+    (path,) = Path(tmp_path, "steps", "completions").glob("*.parquet")
+    table = Dataset.from_parquet(str(path), cache_dir=str(tmp_path / "cache"))
+    assert set(table["stepwise"]) <= {0.0, 1.0} and len(table) == 4
+
+
 def test_no_pass_at_k_metrics_by_default(tmp_path):
     assert not [name for name in run_of(tmp_path, eval_pass_at_k=None).evaluate() if "@" in name]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,6 +34,27 @@ class GroupRewards:
     step_rewards: dict[int, StepRewards] = field(default_factory=dict)
     num_tokens: int = 0
     penalty_N: torch.Tensor | None = None
+
+    def with_step_sums(self) -> GroupRewards:
+        """Return outcome rewards alone: a completion's step rewards are their sum, NaN without steps.
+
+        For metrics, evaluation and logs; advantages have the rewards of the steps.
+        """
+        rewards_NF = self.rewards_NF.clone()
+        for column, steps_N in self.step_rewards.items():
+            sums = [math.fsum(r for _, r in steps) if steps else math.nan for steps in steps_N]
+            rewards_NF[:, column] = torch.tensor(sums).to(rewards_NF)
+        return replace(self, rewards_NF=rewards_NF, step_rewards={})
+
+    def steps_vary(self) -> torch.Tensor:
+        """Return which groups have step rewards that differ (P,)."""
+        size = self.num_generations
+        varies_P = torch.zeros(len(self.rewards_NF) // size, dtype=torch.bool)
+        for steps_N in self.step_rewards.values():
+            for group in range(len(varies_P)):
+                rows = steps_N[group * size : (group + 1) * size]
+                varies_P[group] |= len({reward for steps in rows for _, reward in steps}) > 1
+        return varies_P
 
 
 @dataclass(frozen=True)

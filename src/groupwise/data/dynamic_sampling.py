@@ -296,12 +296,8 @@ def has_variance(rewards: GroupRewards, aggregation: str = "sum_then_normalize")
     high_FP = values_FPG.masked_fill(~present_FPG, -torch.inf).amax(-1)
     low_FP = values_FPG.masked_fill(~present_FPG, torch.inf).amin(-1)
     scale_FP = torch.maximum(high_FP.abs(), low_FP.abs())
-    varies_P = (present_FPG.any(-1) & (high_FP - low_FP > _ROUNDING * scale_FP)).any(0).tolist()
-    for steps_N in rewards.step_rewards.values():
-        for number in range(len(varies_P)):
-            group = steps_N[number * size : (number + 1) * size]
-            varies_P[number] |= len({reward for steps in group for _, reward in steps}) > 1
-    return varies_P
+    varies_P = (present_FPG.any(-1) & (high_FP - low_FP > _ROUNDING * scale_FP)).any(0)
+    return (varies_P.cpu() | rewards.steps_vary()).tolist()
 
 
 def _sample(rollouts: RolloutBatch, rewards: RewardBatch, row: int) -> Sample:

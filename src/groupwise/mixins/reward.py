@@ -190,25 +190,26 @@ def reward_metrics(
 ) -> Metrics:
     """Statistics of the global batch (the same on every rank), weighted by the number of rewards.
 
+    Step rewards count by their sum; a group whose step rewards differ is not one of zero deviation.
+
     Args:
         names: names of the reward functions, in the order of their columns.
         aggregation: combines them into ``reward``, ``reward_std`` and ``frac_reward_zero_std``.
     """
     metrics: Metrics = {}
+    sums = rewards.with_step_sums()
     for column, name in enumerate(names):
-        values_N = rewards.rewards_NF[:, column]
-        if column in rewards.step_rewards:
-            sums = [sum(r for _, r in steps) if steps else math.nan for steps in rewards.step_rewards[column]]
-            values_N = torch.tensor(sums, dtype=torch.float32)  # without steps, the reward is missing
+        values_N = sums.rewards_NF[:, column]
         scored = (~values_N.isnan()).sum().item()
         if scored:
             metrics[f"rewards/{name}/mean"] = Mean(values_N.nansum().item(), scored)
             metrics[f"rewards/{name}/std"] = Mean(nan_std(values_N, 0).item() * scored, scored)
-    total_PG = total_rewards(rewards, aggregation).view(-1, rewards.num_generations)
+    total_PG = total_rewards(sums, aggregation).view(-1, rewards.num_generations)
     scored = (~total_PG.isnan()).sum().item()
     if scored:
-        std_P = nan_std(total_PG, -1)[~total_PG.isnan().all(-1)]
+        scored_P = ~total_PG.isnan().all(-1)
+        constant_P = scored_P & (nan_std(total_PG, -1).squeeze(-1) < 1e-8) & ~rewards.steps_vary()
         metrics["reward"] = Mean(total_PG.nansum().item(), scored)
         metrics["reward_std"] = Mean(nan_std(total_PG.flatten(), 0).item() * scored, scored)
-        metrics["frac_reward_zero_std"] = Mean((std_P < 1e-8).sum().item(), len(std_P))
+        metrics["frac_reward_zero_std"] = Mean(constant_P.sum().item(), scored_P.sum().item())
     return metrics

@@ -66,8 +66,8 @@ class EvaluationMetrics:
         """Store this rank's valid completions of a batch; padding rows are skipped."""
         if not config.eval_pass_at_k:
             return
-        rewards_NF = rewards.rewards.rewards_NF
-        total_N = total_rewards(rewards.rewards, config.multi_objective_aggregation)
+        sums = rewards.rewards.with_step_sums()
+        total_N = total_rewards(sums, config.multi_objective_aggregation)
         answers = rewards.columns.get(ANSWER_COLUMN, [_text(text) for text in rollouts.texts])
         completions = []
         for index, row in enumerate(range(rewards.local.start, min(rewards.local.stop, len(total_N)))):
@@ -75,7 +75,7 @@ class EvaluationMetrics:
                 EvaluatedCompletion(
                     position=(self.num_batches, row),
                     prompt=str(rollouts.prompts[index]),
-                    rewards=[total_N[row].item(), *rewards_NF[row].tolist()],
+                    rewards=[total_N[row].item(), *sums.rewards_NF[row].tolist()],
                     answer=None if answers[index] in _NO_ANSWER else str(answers[index]),
                 )
             )

@@ -199,8 +199,9 @@ def extend_logs(
     size = rewards.num_valid  # without padding rows
     logs["prompt"].extend(gather_object(rollouts.prompts[:size]))
     logs["completion"].extend(gather_object(rollouts.texts[:size]))
+    sums_NF = rewards.rewards.with_step_sums().rewards_NF
     for column, name in enumerate(reward_names):
-        logs["rewards"][name].extend(rewards.rewards.rewards_NF[:, column].tolist())
+        logs["rewards"][name].extend(sums_NF[:, column].tolist())
     logs["advantages"].extend(gather_object(advantages_B[:size].tolist()))
     for name in sorted(set(gather_object(list(rewards.columns)))):
         values = rewards.columns.get(name, [None] * len(rollouts))
