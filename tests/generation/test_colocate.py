@@ -170,6 +170,24 @@ def test_weights_are_sent_once_per_step_and_after_loading(run):
     assert engine_greedy(run.backend, PROMPTS) == greedy(run.model, PROMPTS, 6, run.backend.end_tokens)
 
 
+def test_an_interrupted_generation_leaves_no_requests(run, monkeypatch):
+    sync(run, run.model)
+    inner, steps = run.backend.engine.llm_engine, []
+    step = inner.step
+
+    def interrupted():
+        steps.append(step())
+        if len(steps) == 3:
+            raise KeyboardInterrupt
+        return steps[-1]
+
+    monkeypatch.setattr(inner, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.backend.generate([*PROMPTS, [4, 5]])
+    assert not inner.has_unfinished_requests()
+    assert engine_greedy(run.backend, PROMPTS) == greedy(run.model, PROMPTS, 6, run.backend.end_tokens)
+
+
 def test_equal_neighbours_are_samples_of_one_request_and_differ(run, monkeypatch):
     sync(run, run.model)
     requests = []

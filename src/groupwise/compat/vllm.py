@@ -103,6 +103,20 @@ def reset_encoder_cache(engine: Any) -> None:
     engine.llm_engine.reset_encoder_cache()
 
 
+@contextmanager
+def abort_on_error(engine: Any) -> Iterator[None]:
+    """Abort the requests of a ``vllm.LLM`` when its generation fails, as by Ctrl-C.
+
+    It would answer them in its next generation, among the requests of that.
+    """
+    try:
+        yield
+    except BaseException:
+        inner = engine.llm_engine
+        inner.abort_request(list(inner.output_processor.request_states), internal=True)
+        raise
+
+
 def shut_down(engine: Any) -> None:
     """Stop a ``vllm.LLM`` and free its memory."""
     engine.llm_engine.engine_core.shutdown()

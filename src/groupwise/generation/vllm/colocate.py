@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from groupwise.compat.vllm import has_bitsandbytes, preserve_buffers, reset_encoder_cache, shut_down
+from groupwise.compat.vllm import (
+    abort_on_error,
+    has_bitsandbytes,
+    preserve_buffers,
+    reset_encoder_cache,
+    shut_down,
+)
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import BackendError, ConfigError
 from groupwise.generation.base import (
@@ -156,7 +162,10 @@ class ColocatedBackend(GenerationBackend):
             )
             for request, count in zip(requests, counts, strict=True)
         ]
-        outputs = self._engine.generate(prompts, params, use_tqdm=False, **self.weight_sync.generate_kwargs())
+        with abort_on_error(self._engine):
+            outputs = self._engine.generate(
+                prompts, params, use_tqdm=False, **self.weight_sync.generate_kwargs()
+            )
         for request, output in zip(requests, outputs, strict=True):
             check_expanded(request, output.prompt_token_ids, "the engine")
         return [
