@@ -249,6 +249,13 @@ def test_a_weight_call_is_sent_once(servers, fake):
 def test_server_addresses_are_parsed():
     with pytest.raises(BackendError, match="ftp://x"):
         parse_url("ftp://x")
+    for url in ("http://host:8000/?key=1", "http://host:port", "host:70000"):
+        with pytest.raises(BackendError, match="is not the address of a server"):
+            parse_url(url)
+    for url in ("http://user:secret@host:8000", "user:secret@host"):
+        with pytest.raises(BackendError, match="set VLLM_API_KEY") as refused:
+            parse_url(url)
+        assert "secret" not in str(refused.value)
     assert parse_url("localhost:9000") == "http://localhost:9000"
     assert parse_url("http://0.0.0.0:8000/") == "http://127.0.0.1:8000"
     assert parse_url("https://host/prefix/") == "https://host:443/prefix"

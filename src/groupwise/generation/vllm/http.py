@@ -227,15 +227,25 @@ def parse_url(url: str) -> str:
     """Return ``url`` with scheme and port (default: http, 8000), without a trailing slash.
 
     Raises:
-        BackendError: not an http or https address.
+        BackendError: not an http or https address, or one with a password or a query.
     """
     parts = urlsplit(url if "//" in url else f"http://{url}")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if "@" in parts.netloc:  # without the address: messages and saved settings must not have the password
+        raise BackendError(
+            "the address has a user name or password, which are not sent; set VLLM_API_KEY to the key that "
+            "the server was started with"
+        )
+    try:
+        port = parts.port
+    except ValueError:  # not a number, or above 65535
+        port = -1
+    has_more = parts.query or parts.fragment or port == -1
+    if parts.scheme not in ("http", "https") or not parts.hostname or has_more:
         raise BackendError(f"{url!r} is not the address of a server; allowed: http://host:port")
     # 0.0.0.0 means all addresses when listening; connecting to it is not portable.
     host = "127.0.0.1" if parts.hostname == "0.0.0.0" else parts.hostname
     host = f"[{host}]" if ":" in host else host
-    port = parts.port or (443 if parts.scheme == "https" else 8000)
+    port = port or (443 if parts.scheme == "https" else 8000)
     return f"{parts.scheme}://{host}:{port}{parts.path.rstrip('/')}"
 
 

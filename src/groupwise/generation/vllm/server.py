@@ -366,7 +366,7 @@ def check_settings(config: GRPOConfig) -> None:
         for url in server_urls(config):
             parse_url(url)
     except BackendError as error:
-        raise ConfigError(f"vllm_server_base_url={config.vllm_server_base_url!r}: {error}") from None
+        raise ConfigError(f"vllm_server_base_url: {error}") from None
 
 
 def make_backend(
