@@ -88,7 +88,7 @@ METHODS = {
     "sft": Cell("solutions", settings=STORED),
     "rft": Cell("filtered", settings=STORED),
     "online_rft": Cell(settings=RFT),
-    "dpo": Cell("pairs"),
+    "dpo": Cell("pairs", settings=STORED),
     "grpo_outcome": Cell(),
     "grpo_process": Cell(process=True),
     "grpo_iterative": Cell(iterations=2, settings={"beta": 0.04}),
@@ -133,7 +133,7 @@ def settings(cell: Cell, scale: Scale, seed: int) -> dict[str, Any]:
 
     TRL orders the questions by ``seed`` and ignores ``data_seed``; here they are the same for its cell.
     """
-    stored = cell.source in ("solutions", "filtered")
+    stored = cell.source in ("solutions", "filtered", "pairs")
     rows = scale.prompts_per_step * (cell.settings["num_generations"] if stored else scale.generations)
     given = {
         "loss_type": "grpo",

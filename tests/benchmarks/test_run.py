@@ -74,7 +74,7 @@ def test_every_cell_is_a_valid_configuration(tmp_path):
         half = name == "trl" or (ablation and config.num_iterations == 1)
         assert config.max_steps == (15 if half else 30), name
         assert (config.seed, config.data_seed) == (103 if ablation else 3, 3), name
-        stored = cell.source in ("solutions", "filtered")
+        stored = cell.source in ("solutions", "filtered", "pairs")
         rows = config.per_device_train_batch_size * config.gradient_accumulation_steps
         assert rows == config.generation_batch_size == (16 if stored else 64), name
     plain, tried = (
