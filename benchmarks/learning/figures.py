@@ -3,9 +3,10 @@
     python benchmarks/learning/figures.py benchmarks/results/learning --images docs/images/learning
 
 Prints Markdown tables of accuracy in and out of the trained tasks, mean ± 95 % interval over seeds (Student),
-of the gain over the initial model with intervals over questions, and of the steps of both libraries. Writes
-to ``--images``, or beside the files, ``curves.png`` (reward over steps), ``against_trl.png`` (over steps and
-minutes with both libraries) and ``samples.png`` (Pass@K and Maj@K of the initial model and of every cell).
+of the gain over the initial model with intervals over questions, of the steps of both libraries, and of the
+ablations. Writes ``curves.png`` (reward over steps), ``against_trl.png`` (over steps and minutes with both
+libraries) and ``samples.png`` (Pass@K and Maj@K of the initial model and of every cell) to ``--images``, by
+default beside the files.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import tasks
+from run import ABLATIONS
 
 #: 97.5 % quantiles of Student's t for 2, 3, … degrees of freedom.
 STUDENT = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
-#: Cells that train on stored completions, whose rewards say nothing about the policy.
-OFFLINE = ("sft", "rft", "dpo")
+#: Cells whose reward is not the share of right answers of the policy: of stored completions, and of lines.
+OTHER_REWARD = ("sft", "rft", "dpo", "grpo_process")
 
 Results = dict[str, list[dict[str, Any]]]
 
@@ -34,7 +36,7 @@ Results = dict[str, list[dict[str, Any]]]
 def load(directory: Path) -> Results:
     """Return the finished runs of every cell, by seed."""
     found: Results = {}
-    for path in sorted(directory.glob("*.json")):
+    for path in sorted(directory.glob("*-*.json")):  # of run.py; same_step.json is another comparison
         result = json.loads(path.read_text())
         found.setdefault(result["cell"], []).append(result)
     return {cell: sorted(runs, key=lambda run: run["seed"]) for cell, runs in found.items()}
@@ -119,6 +121,42 @@ def _shown(given: tuple[float, float], spec: str = ".1%", sign: str = "") -> str
     return f"{mean:{sign}{spec}}" + ("" if math.isnan(half) else f" ± {half:{spec}}")
 
 
+def tables(results: Results) -> list[str]:
+    """Return the tables of methods and of their gains, of the steps of both libraries, and of ablations."""
+    methods = without_ablations(results)
+    return [table(methods), gains(methods), against_trl(results), ablations(results)]
+
+
+def without_ablations(results: Results) -> Results:
+    """Return the results of the methods."""
+    return {cell: runs for cell, runs in results.items() if cell not in ABLATIONS}
+
+
+def ablations(results: Results) -> str:
+    """Return the mean reward of the ablations, its difference from that of ``resampled``, and accuracy.
+
+    Differences are of runs with the same seed, which have the same questions. The row of ``grpo_outcome`` has
+    as many of its first steps: its difference is chance, only the samples are others.
+    """
+    base = {one["seed"]: rewards(one, 1) for one in results.get("resampled", [])}
+    lines = [
+        "| cell | seeds | mean reward | difference from resampled | pass@1, in | pass@1, out |",
+        "|---" * 6 + "|",
+    ]
+    for cell in ["grpo_outcome", *ABLATIONS]:
+        runs = [one for one in results.get(cell, []) if one["seed"] in base]
+        if not runs:
+            continue
+        means = [fmean(rewards(one, 1)[: len(base[one["seed"]])]) for one in runs]
+        differences = [mean - fmean(base[one["seed"]]) for mean, one in zip(means, runs, strict=True)]
+        shown = [_shown(interval(means)), _shown(interval(differences), sign="+")]
+        for names in (tasks.TRAINED, tasks.UNSEEN):
+            accuracy = interval([score(one["evaluation"], names, "pass@1") for one in runs])
+            shown.append(_shown(accuracy) if cell in ABLATIONS else "-")  # grpo_outcome went on
+        lines.append(f"| {cell} | {len(runs)} | " + " | ".join(shown) + " |")
+    return "\n".join(lines)
+
+
 def against_trl(results: Results) -> str:
     """Return reward and processor seconds of the steps that both libraries took, by seed and on average.
 
@@ -169,13 +207,13 @@ def mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:
 
 
 def draw_curves(results: Results, path: Path, window: int) -> None:
-    """Draw the training reward over steps, mean over seeds, one line per cell that samples."""
+    """Draw the training reward over steps, mean over seeds, one line per cell whose reward is accuracy."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.5))
     for number, (cell, runs) in enumerate(results.items()):
         curve = mean_curve([rewards(run, window) for run in runs])
-        if curve and cell not in OFFLINE:
+        if curve and cell not in OTHER_REWARD:
             steps = range(window, window + len(curve))
             axes.plot(steps, curve, color=f"C{number % 10}", label=f"{cell} ({len(runs)})")
     axes.set(xlabel="optimizer step", ylabel=f"reward, mean of {window} steps and of all seeds")
@@ -246,10 +284,10 @@ def main(arguments: Sequence[str] | None = None) -> str:
         raise SystemExit(f"{options.directory} has no finished run; run benchmarks/learning/run.py first")
     images = options.images or options.directory
     images.mkdir(parents=True, exist_ok=True)
-    draw_curves(results, images / "curves.png", options.window)
+    draw_curves(without_ablations(results), images / "curves.png", options.window)
     draw_against_trl(results, images / "against_trl.png", options.window)
-    draw_samples(results, images / "samples.png")
-    shown = "\n\n".join([table(results), gains(results), against_trl(results)])
+    draw_samples(without_ablations(results), images / "samples.png")
+    shown = "\n\n".join(tables(results))
     print(shown)
     return shown
 

@@ -640,15 +640,19 @@ def test_callbacks_see_a_normal_trainer(tmp_path):
 def test_the_saved_model_loads_and_the_card_is_written(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    run = trainer(tmp_path, max_steps=1)
+    class Counts(GRPOTrainer):
+        _tag_names = ("counting",)
+
+    run = trainer(tmp_path, kind=Counts, max_steps=1)
     run.train()
     run.save_model()
-    run.create_model_card(model_name="counts")
+    run.create_model_card(model_name="counts", tags="small")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     for name, parameter in run.model.named_parameters():
         assert torch.equal(loaded.get_parameter(name), parameter)
     assert AutoTokenizer.from_pretrained(tmp_path).decode([4, 5]).split() == WORDS[:2]
-    assert "GRPO" in (tmp_path / "README.md").read_text()
+    card = (tmp_path / "README.md").read_text()
+    assert "GRPO" in card and "- counting\n- small\n" in card
 
 
 def test_an_evaluation_batch_of_incomplete_groups_is_refused(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -86,6 +86,7 @@ class BaseTrainer(Trainer):
     prepared_data: PreparedData
     step_state: StepState
     backend: GenerationBackend
+    _tag_names: Sequence[str] = ()  # TRL's name: tags of a subclass in its model cards
     _mode: Mode = "train"  # "eval" during an evaluation, for record_metric
 
     def __init__(
@@ -310,7 +311,8 @@ class BaseTrainer(Trainer):
     ) -> None:
         """Write the model card, ``README.md``, into the output directory."""
         if self.is_world_process_zero():
-            reporting.write_model_card(self, model_name, dataset_name, tags)
+            given = [tags] if isinstance(tags, str) else tags or []
+            reporting.write_model_card(self, model_name, dataset_name, [*self._tag_names, *given])
 
     # Data.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -189,20 +189,20 @@ class TrainedModel(Protocol):
 
 
 def write_model_card(
-    trainer: TrainedModel, model_name: str | None, dataset_name: str | None, tags: str | Iterable[str] | None
+    trainer: TrainedModel, model_name: str | None, dataset_name: str | None, tags: Sequence[str]
 ) -> None:
     """Write the model card as ``README.md`` to the output directory.
 
     Args:
         model_name: title; default: the last component of the output directory.
-        tags: one or several further tags, or None.
+        tags: further tags.
     """
     directory = Path(str(trainer.args.output_dir))
     card = model_card(
         model_name=model_name or directory.name,
         base_model=name_or_path(getattr(trainer.model, "config", None)) or None,
         dataset_name=dataset_name,
-        tags=[tags] if isinstance(tags, str) else list(tags or []),
+        tags=tags,
         args=trainer.args,
         versions={"transformers": transformers.__version__, "torch": torch.__version__},
         log_history=trainer.state.log_history,
