@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
@@ -11,7 +14,7 @@ import transformers
 from support.runs import chats, count_reward, policy, prompts, tokenizer, trainer
 
 from groupwise import ConfigError, GRPOConfig, GRPOTrainer, TrainingError
-from groupwise.config.arguments import TRL_METHODS, check_processes
+from groupwise.config.arguments import TRL_METHODS, check_arguments, check_processes
 from groupwise.errors import warn_once
 from groupwise.policy.loading import load_policy
 
@@ -118,6 +121,20 @@ def test_parallelism_that_the_launcher_sets_is_refused(tmp_path):
     check_processes(GRPOConfig(str(tmp_path), bf16=False), SimpleNamespace(cp_size=1, tp_size=None))
     with pytest.raises(ConfigError, match=r"parallelism_config=\(tp_size=2\): log-probs are"):
         check_processes(GRPOConfig(str(tmp_path), bf16=False), SimpleNamespace(tp_size=2))
+
+
+def test_an_old_deepspeed_is_refused(tmp_path, monkeypatch):
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    (oldest,) = re.findall(r'"deepspeed>=([\d.]+)"', project.read_text())
+    version = importlib.metadata.version
+    installed = {"deepspeed": "0.18.9"}
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: installed.get(name) or version(name))
+    args = GRPOConfig(str(tmp_path), bf16=False, use_cpu=True)
+    args.deepspeed_plugin = object()  # as an argument or a launcher sets it
+    with pytest.raises(ConfigError, match=f"deepspeed>={oldest}, and 0.18.9 is installed, with which ZeRO-2"):
+        check_arguments("a/model that is never loaded", args)
+    installed["deepspeed"] = oldest
+    assert check_arguments("a/model that is never loaded", args) is args
 
 
 def test_a_reward_that_takes_no_further_arguments_is_refused_at_once(tmp_path):

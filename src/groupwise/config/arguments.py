@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from packaging.version import Version
 from transformers import PreTrainedModel
 
 from groupwise.compat.transformers import name_or_path
@@ -35,6 +37,9 @@ TRL_METHODS = {
 TRL_HOOKS = (
     "'from groupwise.trl_hooks import GRPOConfig, GRPOTrainer', with which code written for TRL runs as it is"
 )
+
+#: The oldest DeepSpeed whose updates were seen to be those of one process; the extra in pyproject.toml.
+_OLDEST_DEEPSPEED = "0.19"
 
 #: Prefixes of local paths; a hub id has none of them.
 _LOCAL = ("/", "./", "../", "~")
@@ -71,7 +76,7 @@ def check_arguments(model: str | PreTrainedModel, args: GRPOConfig | None) -> GR
 
     Raises:
         ConfigError: ``args`` has another type, the directory of the model does not exist, or the output
-            directory is not writable.
+            directory is not writable; or an old DeepSpeed is installed.
     """
     if args is None:
         args = GRPOConfig(f"{model_name(model)}-GRPO")
@@ -85,7 +90,27 @@ def check_arguments(model: str | PreTrainedModel, args: GRPOConfig | None) -> GR
         _check_writable(args.output_dir)
     if _device_map(model, args) is None:
         check_processes(args)
+    if args.deepspeed_plugin is not None:
+        check_version(
+            "deepspeed",
+            _OLDEST_DEEPSPEED,
+            "training with DeepSpeed",
+            "with which ZeRO-2 updated embeddings wrongly or failed; upgrade it",
+        )
     return args
+
+
+def check_version(package: str, oldest: str, needed_by: str, consequence: str) -> None:
+    """Check the version of an optional package.
+
+    Raises:
+        ConfigError: it is older than ``oldest``.
+    """
+    installed = importlib.metadata.version(package)
+    if Version(installed) < Version(oldest):
+        raise ConfigError(
+            f"{needed_by} needs {package}>={oldest}, and {installed} is installed, {consequence}"
+        )
 
 
 def _device_map(model: str | PreTrainedModel, args: GRPOConfig) -> object:

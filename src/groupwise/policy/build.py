@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from packaging.version import Version
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from groupwise.compat.bitsandbytes import disable_cpu_packing
+from groupwise.config.arguments import check_version
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.cpu import install_cpu_training
 from groupwise.errors import ConfigError
@@ -127,12 +126,12 @@ def check_liger(
                 f"use_liger_kernel=True with a {type(adapter).__name__}, whose virtual tokens Liger's fused "
                 "loss would count as tokens of the prompt; set use_liger_kernel=False, or use LoRA"
             )
-    installed = importlib.metadata.version("liger-kernel")
-    if Version(installed) < Version(_OLDEST_LIGER):
-        raise ConfigError(
-            f"use_liger_kernel=True needs liger-kernel>={_OLDEST_LIGER}, and {installed} is installed, whose "
-            "loss lacks arguments; upgrade it, or set use_liger_kernel=False"
-        )
+    check_version(
+        "liger-kernel",
+        _OLDEST_LIGER,
+        "use_liger_kernel=True",
+        "whose loss lacks arguments; upgrade it, or set use_liger_kernel=False",
+    )
 
 
 def text_config(model: str | PreTrainedModel, config: GRPOConfig) -> PretrainedConfig:
