@@ -27,7 +27,7 @@ from run import ABLATIONS
 #: 97.5 % quantiles of Student's t for 2, 3, … degrees of freedom.
 STUDENT = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
-#: Cells whose reward is not the share of right answers of the policy: of stored completions, and of lines.
+#: Cells whose reward is not the policy's share of right answers, but that of stored completions or of lines.
 OTHER_REWARD = ("sft", "rft", "dpo", "grpo_process")
 
 Results = dict[str, list[dict[str, Any]]]

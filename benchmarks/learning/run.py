@@ -100,7 +100,8 @@ METHODS = {
 def _ablation(staleness: int = 0, **settings: Any) -> Cell:
     """Return the first half of ``grpo_outcome``, where the reward rises most, with changed settings.
 
-    The questions are those of ``grpo_outcome``, their samples are others. All cells sample equally often.
+    The questions are those of ``grpo_outcome``, their samples are others. A cell that trains on its samples
+    twice has twice as many steps.
     """
     steps = 15 * settings.get("num_iterations", 1)
     return Cell(staleness=staleness, sampling_seed=100, max_steps=steps, settings=settings)

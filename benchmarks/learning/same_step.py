@@ -162,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     print(json.dumps(found), flush=True)
     found["samples"] = []
     one_step = run.Scale(1, options.questions)
-    for steps in (0, options.train_steps)[: 1 + bool(options.train_steps)]:
+    for steps in sorted({0, options.train_steps}):
         if steps:
             train(OURS, model, tasks.correct, run.Scale(steps), options.seed, processing_class=tokenizer)
         for cell in (OURS, TRL):

@@ -107,7 +107,7 @@ def reset_encoder_cache(engine: Any) -> None:
 def abort_on_error(engine: Any) -> Iterator[None]:
     """Abort the requests of a ``vllm.LLM`` when its generation fails, as by Ctrl-C.
 
-    It would answer them in its next generation, among the requests of that.
+    Requests that stay in the engine make its next generation fail.
     """
     try:
         yield
