@@ -242,8 +242,8 @@ def test_step_rewards_count_by_their_sum():
 
 
 def test_a_group_of_equal_sums_whose_steps_differ_has_a_gradient():
-    steps = {0: [[(0, 1.0), (1, 2.0)], [(0, 3.0)], [(0, 1.0)], [(0, 1.0)]]}
-    table = GroupRewards(torch.full((4, 1), NAN), torch.tensor([1.0]), 2, steps, num_tokens=2)
-    assert values(reward_metrics(table, ["steps"]))["frac_reward_zero_std"] == 0.5
+    steps = {0: [[(0, 1.0), (1, 2.0)], [(0, 3.0)], [(0, 1.0)], [(0, 1.0)]], 1: [[(0, 2.0)]] * 4}
+    table = GroupRewards(torch.full((4, 2), NAN), torch.ones(2), 2, steps, num_tokens=2)
+    assert values(reward_metrics(table, ["steps", "constant"]))["frac_reward_zero_std"] == 0.5
     advantages_NT = normalized_advantages(table, AdvantageSettings())
     assert advantages_NT.ne(0).any(-1).tolist() == [True, True, False, False]

@@ -17,6 +17,7 @@ PADDING = ("tests/core/test_pad_sequences.py",)
 REGISTRATION = ("tests/core/test_registration.py",)
 VARIANTS = ("tests/reference/test_variants.py",)
 CONFIDENCE = ("tests/core/test_confidence.py",)
+STEPS = ("tests/mixins/test_reward_mixin.py", "-k", "steps or step_rewards")
 DISTILLATION = ("tests/rewards/test_distillation.py", "-k", "loop or outcome")
 
 
@@ -175,6 +176,9 @@ CORE = [
     *_of(
         "advantages.py",
         ("STD_EPSILON = 1e-4", "STD_EPSILON = 1e-6", ADVANTAGES),
+        ("math.fsum(r for _, r in steps)", "max(r for _, r in steps)", STEPS),
+        (" if steps else math.nan", "", STEPS),
+        ("varies_P[group] |= len(", "varies_P[group] = len(", STEPS),
         ("(count - 1).clamp", "count.clamp", ADVANTAGES),
         ("centred.square().sum(dim, keepdim=True)", "centred.square().sum()", ADVANTAGES),
         ("(rewards_NF * weights_F)", "rewards_NF", ADVANTAGES),

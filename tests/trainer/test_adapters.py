@@ -11,6 +11,8 @@ from support.runs import experience, policy, tokenizer, trainer
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from groupwise import ConfigError
+from groupwise.errors import BackendError
+from groupwise.generation import transformers_backend
 from groupwise.records import RolloutBatch, SamplingOptions
 
 peft = pytest.importorskip("peft")
@@ -96,6 +98,17 @@ def test_virtual_tokens_precede_a_prompt_as_if_it_were_alone(tmp_path, kind):
             (one_T,) = logps([row], head).logps_BT
             count = len(completion.token_ids)
             torch.testing.assert_close(together_BT[row, :count], one_T[:count])
+
+
+def test_virtual_tokens_with_sharded_parameters_are_refused_unless_the_weights_are_gathered(
+    tmp_path, monkeypatch
+):
+    run = trainer(tmp_path, peft_config=peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    monkeypatch.setattr(transformers_backend, "requires_lockstep_forwards", lambda model: True)
+    with pytest.raises(BackendError, match=r"with sharded parameters \(FSDP, ZeRO-3\).*or use LoRA"):
+        run.backend.generate([[4, 5]])
+    run.backend.gather_weights = True
+    assert run.backend.generate([[4, 5]])[0].token_ids
 
 
 def test_a_fresh_adapter_is_measured_against_the_base(tmp_path):
