@@ -657,6 +657,7 @@ class GRPOTrainer(
         try:
             return super().train(directory, *args, **kwargs)
         finally:
+            self.is_in_train = False  # an interrupt leaves it True: evaluate() would be one within the run
             self.backend.disconnect()
 
     def _reset_run_state(self, directory: str | None) -> None:

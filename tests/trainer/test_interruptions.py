@@ -68,6 +68,7 @@ def test_an_interrupted_trainer_resumes_by_itself(tmp_path: Path, whole: Any, ev
     run.add_callback(Once(event, 3, interrupt))
     with pytest.raises(KeyboardInterrupt):
         run.train()
+    assert not run.is_in_train
     run.train(resume_from_checkpoint=True)
     assert_same_weights(run, whole)
     assert history(run) == history(whole)
