@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import subprocess
+import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
@@ -203,9 +205,31 @@ def test_buckets_pass_through_shared_memory_files_that_are_removed(tmp_path):
     sender.push([pairs[:3], pairs[3:]], receiver, version=7)
     assert receiver.infos == [{}, "complete", "7"] and receiver.got.keys() == weights.keys()
     assert all(torch.equal(receiver.got[name], tensor) for name, tensor in weights.items())
-    assert list(sender.directory.iterdir()) == []
+    assert [path.name for path in sender.directory.iterdir()] == ["lock"]
     sender.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_of_a_killed_process_are_removed_by_the_next_sender(tmp_path):
+    code = (
+        "import os, signal, sys\n"
+        "from groupwise.generation.vllm.transport import SharedMemorySender\n"
+        "sender = SharedMemorySender(sys.argv[1])\n"
+        "(sender.directory / 'bucket').write_text('weights')\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    (tmp_path / "groupwise-of-another-program").mkdir()
+    running = SharedMemorySender(tmp_path)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment).returncode == -9
+    (killed,) = (path.parent for path in tmp_path.glob("*/bucket"))
+    sender = SharedMemorySender(tmp_path)
+    assert not killed.exists() and running.directory.exists() and sender.directory.exists()
+    assert (tmp_path / "groupwise-of-another-program").exists()
+    for one in (running, sender):
+        one.close()
+        one.close()
+        assert not one.directory.exists()
 
 
 def test_a_bucket_that_shared_memory_cannot_hold_is_refused(tmp_path, monkeypatch):

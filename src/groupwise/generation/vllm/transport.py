@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import torch
 
@@ -115,6 +115,9 @@ class LocalSender(WeightSender):
 class SharedMemorySender(WeightSender):
     """Sender for an engine on the same machine: one file per bucket in shared memory, removed once loaded.
 
+    A sender locks its directory. Directories that nothing locks are removed first: a process that was killed
+    cannot remove its own.
+
     Args:
         directory: where the files are written; default: /dev/shm, which all processes of a machine share.
     """
@@ -123,9 +126,10 @@ class SharedMemorySender(WeightSender):
         parent = Path(directory) if directory else _SHARED_MEMORY
         if not parent.is_dir():
             parent = Path(tempfile.gettempdir())
-        self.directory = Path(tempfile.mkdtemp(prefix="groupwise-", dir=parent))
+        _remove_abandoned(parent)
+        self.directory, lock = _locked_directory(parent)
         # At the latest when the process ends: shared memory would stay occupied.
-        self._remove = weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
+        self._remove = weakref.finalize(self, _remove, self.directory, lock)
 
     def send(self, bucket: Bucket, receiver: WeightReceiver) -> None:
         from safetensors.torch import save_file
@@ -146,6 +150,31 @@ class SharedMemorySender(WeightSender):
 
     def close(self) -> None:
         self._remove()
+
+
+def _locked_directory(parent: Path) -> tuple[Path, IO[str]]:
+    """Make a directory with a locked file; the lock ends with the process or with the returned file."""
+    import fcntl
+
+    hidden = Path(tempfile.mkdtemp(prefix=".groupwise-", dir=parent))  # not found before it is locked
+    lock = open(hidden / "lock", "w")  # noqa: SIM115  open as long as the sender
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return hidden.rename(parent / hidden.name.removeprefix(".")), lock
+
+
+def _remove(directory: Path, lock: IO[str]) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    lock.close()
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove the directories of senders whose process has ended; those of other users are skipped."""
+    import fcntl
+
+    for directory in parent.glob("groupwise-*"):
+        with suppress(OSError), open(directory / "lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process runs
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 class NcclSender(WeightSender):
