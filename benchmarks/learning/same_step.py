@@ -41,7 +41,7 @@ class Sampled(Exception):
 
 
 class Recorder:
-    """Reward function that keeps the questions and completions (token ids) of every step.
+    """Reward function that keeps the prompts and completions (token ids) of every step.
 
     Raises:
         Sampled: after ``steps`` steps; None: never.
@@ -55,10 +55,8 @@ class Recorder:
     def __call__(
         self, prompts: list, completion_ids: list, completions: list, answer: list, **_: Any
     ) -> list:
-        questions = [prompt[-1]["content"] for prompt in prompts]
-        self.steps.append(
-            [(q, [int(i) for i in ids]) for q, ids in zip(questions, completion_ids, strict=True)]
-        )
+        ids = [[int(token) for token in row] for row in completion_ids]
+        self.steps.append(list(zip(prompts, ids, strict=True)))
         self.rewards += tasks.correct(completions=completions, answer=answer)
         if len(self.steps) == self.limit:
             raise Sampled
@@ -92,7 +90,7 @@ def updates(model: Any, tokenizer: Any, scale: run.Scale, seed: int) -> dict[str
         left = list(next(steps))
         found = []
         for prompt in prompts:
-            one = next((one for one in left if one[0] == prompt[-1]["content"]), None)
+            one = next((one for one in left if one[0] == prompt), None)
             if one is None:
                 raise ValueError(f"TRL did not sample {prompt[-1]['content']!r} in this step")
             left.remove(one)
@@ -101,7 +99,8 @@ def updates(model: Any, tokenizer: Any, scale: run.Scale, seed: int) -> dict[str
 
     train(OURS, ours, replayed, scale, seed, processing_class=tokenizer, rollout_func=rollout)
     questions = [
-        [sorted(question for question, _ in step) for step in one.steps] for one in (sampled, replayed)
+        [sorted(prompt[-1]["content"] for prompt, _ in step) for step in one.steps]
+        for one in (sampled, replayed)
     ]
     return {
         "steps": len(sampled.steps),
@@ -124,8 +123,9 @@ def samples(cell: run.Cell, model: Any, tokenizer: Any, scale: run.Scale, seed: 
     """
     recorder = Recorder(steps=1)
     train(cell, model, recorder, scale, seed, processing_class=tokenizer)
-    rows = sorted(recorder.steps[0])  # those of one question share its keys and values
-    prompts = methods.chat_ids([[{"role": "user", "content": question}] for question, _ in rows], tokenizer)
+    # Rows of one question share its keys and values.
+    rows = sorted(recorder.steps[0], key=lambda row: row[0][-1]["content"])
+    prompts = methods.chat_ids([prompt for prompt, _ in rows], tokenizer)
     completions = [ids for _, ids in rows]
     excess = []
     for ids, logps_TV in zip(completions, methods.token_logprobs(model, prompts, completions), strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import methods
 import pytest
 import run
 import same_step
@@ -27,6 +28,21 @@ def test_another_loss_is_seen_in_the_updates(tmp_path, monkeypatch):
     model, words = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     found = same_step.updates(model, words, run.Scale(3, 4, 4, 16), 0)
     assert found["same_questions"] and found["difference_of_updates"] > 0.01
+
+
+def test_samples_are_scored_under_their_whole_prompt(tmp_path, monkeypatch):
+    path, scale, scored = run.tiny_model(tmp_path), run.Scale(1, 2), []
+    model, words = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    logprobs = methods.token_logprobs
+
+    def watched(model, prompts, completions):
+        scored.extend(prompts)
+        return logprobs(model, prompts, completions)
+
+    monkeypatch.setattr(methods, "token_logprobs", watched)
+    same_step.samples(run.Cell(), model, words, scale, 0)
+    expected = methods.chat_ids([row["prompt"] for row in run.train_rows(scale)], words)
+    assert len(scored) == 16 and {*map(tuple, scored)} == {*map(tuple, expected)}
 
 
 def test_samples_of_another_temperature_are_seen(tmp_path):
