@@ -9,7 +9,7 @@ The recipe is that of ``run.py``. Three parts, printed and written to ``same_ste
 - three steps by the completions that TRL sampled: Euclidean norm of the difference of the weights, as a share
   of that of TRL's update;
 - samples of both libraries, of the initial weights and of those after ``--train_steps`` steps: reward,
-  length, and the mean of -log p minus the policy's entropy, 0 on average for samples of the policy itself.
+  length, and ``excess``, the mean of -log p minus the policy's entropy (0 on average for its own samples).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Recorder:
         self.rewards += tasks.correct(completions=completions, answer=answer)
         if len(self.steps) == self.limit:
             raise Sampled
-        # Unlike the answer, the length varies with every model, so that every group has a gradient.
+        # A random model gives no right answer; the lengths differ in some groups, which then have a gradient.
         return [float(len(ids) % 3) for ids in completion_ids]
 
 

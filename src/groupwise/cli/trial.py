@@ -15,7 +15,7 @@ import torch
 
 from groupwise.cli.report import Finding, fail, ok, warn
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.core.advantages import GroupRewards, total_rewards
+from groupwise.core.advantages import GroupRewards, step_sum, total_rewards
 from groupwise.cpu.malloc import malloc_trim
 from groupwise.errors import RewardError
 from groupwise.records import Completion, Experience, RolloutBatch, RolloutRequest
@@ -104,7 +104,7 @@ def reward_findings(
             yield fail("reward", str(error))
             continue
         seconds = time.perf_counter() - start
-        values = [sum(r for _, r in v) if isinstance(v, list) else v for v in called.rewards_FB[0]]
+        values = [step_sum(v) if isinstance(v, list) else v for v in called.rewards_FB[0]]
         columns.append(values)
         yield from _value_findings(name, values, seconds)
         if seconds > max(sampling_seconds, 0.5):

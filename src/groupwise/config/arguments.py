@@ -95,7 +95,7 @@ def check_arguments(model: str | PreTrainedModel, args: GRPOConfig | None) -> GR
             "deepspeed",
             _OLDEST_DEEPSPEED,
             "training with DeepSpeed",
-            "with which ZeRO-2 updated embeddings wrongly or failed; upgrade it",
+            "with which ZeRO-2 was seen to update embeddings wrongly, or to fail; upgrade it",
         )
     return args
 

@@ -16,6 +16,11 @@ STD_EPSILON = 1e-4
 StepRewards = Sequence[Sequence[tuple[int, float]]]
 
 
+def step_sum(steps: Sequence[tuple[int, float]]) -> float:
+    """Sum the step rewards of a completion; NaN without steps."""
+    return math.fsum(r for _, r in steps) if steps else math.nan
+
+
 @dataclass(frozen=True)
 class GroupRewards:
     """Rewards of all ranks; the G completions of a prompt are adjacent.
@@ -42,8 +47,7 @@ class GroupRewards:
         """
         rewards_NF = self.rewards_NF.clone()
         for column, steps_N in self.step_rewards.items():
-            sums = [math.fsum(r for _, r in steps) if steps else math.nan for steps in steps_N]
-            rewards_NF[:, column] = torch.tensor(sums).to(rewards_NF)
+            rewards_NF[:, column] = torch.tensor([step_sum(steps) for steps in steps_N]).to(rewards_NF)
         return replace(self, rewards_NF=rewards_NF, step_rewards={})
 
     def steps_vary(self) -> torch.Tensor:

@@ -236,16 +236,15 @@ def parse_url(url: str) -> str:
             "the server was started with"
         )
     try:
-        port = parts.port
+        port = parts.port or (443 if parts.scheme == "https" else 8000)
     except ValueError:  # not a number, or above 65535
-        port = -1
-    has_more = parts.query or parts.fragment or port == -1
-    if parts.scheme not in ("http", "https") or not parts.hostname or has_more:
+        port = 0
+    host, is_http = parts.hostname, parts.scheme in ("http", "https")
+    if not is_http or not host or not port or parts.query or parts.fragment:
         raise BackendError(f"{url!r} is not the address of a server; allowed: http://host:port")
     # 0.0.0.0 means all addresses when listening; connecting to it is not portable.
-    host = "127.0.0.1" if parts.hostname == "0.0.0.0" else parts.hostname
+    host = "127.0.0.1" if host == "0.0.0.0" else host
     host = f"[{host}]" if ":" in host else host
-    port = port or (443 if parts.scheme == "https" else 8000)
     return f"{parts.scheme}://{host}:{port}{parts.path.rstrip('/')}"
 
 
