@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -19,16 +17,11 @@ from groupwise import reporting
 from groupwise.agents.build import AgentSetup, check_agents, make_agents, make_renderer
 from groupwise.agents.environment_rows import add_environment_rows
 from groupwise.compat.transformers import trainer_state_name
-from groupwise.config.arguments import TRL_HOOKS, TRL_METHODS, check_arguments, check_methods
+from groupwise.config.arguments import TRL_METHODS, check_arguments, check_methods
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import corrects_for_sampler, sampler_settings, truncated_logprob_bound
-from groupwise.config.step_settings import (
-    BuiltAttribute,
-    MissingAttribute,
-    SettingAttribute,
-    StepSettings,
-    UnreadAttribute,
-)
+from groupwise.config.step_settings import StepSettings
+from groupwise.config.trainer_attributes import TrainerAttributes
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean
 from groupwise.cpu import trim_heap
@@ -101,6 +94,7 @@ class GRPOTrainer(
     LogprobMixin,
     LossMixin,
     BatchingMixin,
+    TrainerAttributes,
     BaseTrainer,
 ):
     """Group relative policy optimisation on top of ``transformers.Trainer``.
@@ -140,58 +134,6 @@ class GRPOTrainer(
     window: list[WindowEntry]
     window_entropy: Mean
     window_is_empty: bool
-
-    # Public attributes that read and change settings; ``Setting.changes`` says when a change takes effect.
-    num_generations = SettingAttribute()
-    num_generations_eval = SettingAttribute()
-    num_iterations = SettingAttribute()
-    max_completion_length = SettingAttribute()
-    max_tool_calling_iterations = SettingAttribute(none=sys.maxsize)  # TRL's value, which scripts compare
-    chat_template_kwargs = SettingAttribute(none=MappingProxyType({}))  # scripts pass it with **
-    pad_to_multiple_of = SettingAttribute()
-    shuffle_dataset = SettingAttribute()
-    temperature = SettingAttribute()
-    top_p = SettingAttribute()
-    top_k = SettingAttribute()
-    min_p = SettingAttribute()
-    repetition_penalty = SettingAttribute()
-    use_transformers_continuous_batching = SettingAttribute()
-    use_vllm = SettingAttribute()
-    vllm_mode = SettingAttribute()
-    vllm_gpu_memory_utilization = SettingAttribute()
-    vllm_tensor_parallel_size = SettingAttribute()
-    vllm_importance_sampling_correction = SettingAttribute()
-    vllm_importance_sampling_mode = SettingAttribute()
-    vllm_importance_sampling_clip_max = SettingAttribute()
-    vllm_importance_sampling_clip_min = SettingAttribute()
-    epsilon_low = SettingAttribute("epsilon")
-    epsilon_high = SettingAttribute()
-    loss_type = SettingAttribute()
-    importance_sampling_level = SettingAttribute()
-    off_policy_mask_threshold = SettingAttribute()
-    mask_truncated_completions = SettingAttribute()
-    top_entropy_quantile = SettingAttribute()
-    use_adaptive_entropy = SettingAttribute()
-    scale_rewards = SettingAttribute()
-    multi_objective_aggregation = SettingAttribute()
-    log_completions = SettingAttribute()
-    log_multimodal = SettingAttribute()
-    log_unique_prompts = SettingAttribute()
-    num_completions_to_print = SettingAttribute()
-    tools = BuiltAttribute("pass tools to the trainer")
-    router_aux_loss_coef = BuiltAttribute("set GRPOConfig(router_aux_loss_coef=…)")
-    aux_loss_enabled = BuiltAttribute("set GRPOConfig(router_aux_loss_coef=…)")
-    generation_config = UnreadAttribute()
-    generation_kwargs = UnreadAttribute()
-    eos_token_ids = UnreadAttribute()
-    chat_template = UnreadAttribute()
-    continuous_batching_config = UnreadAttribute()
-    environment_factories = UnreadAttribute()
-    vllm_generation = UnreadAttribute()
-    _metrics = MissingAttribute(f"record_metric, or {TRL_HOOKS}")
-    _logs = MissingAttribute(f"log_extra in a reward function, or {TRL_HOOKS}")
-    _step = MissingAttribute(f"trainer.state.global_step, or {TRL_HOOKS}")
-    _buffered_inputs = MissingAttribute(f"trainer.buffer, or {TRL_HOOKS}")
 
     def __init__(
         self,

@@ -80,13 +80,15 @@ def test_overrides_are_seen():
     assert rules.overrides(source, taken_by_trainer()) == ["AMixin.evaluate", "AMixin.state", "AMixin.train"]
 
 
-def test_the_trainer_has_seven_bases_and_no_attribute_in_two_of_them():
+def test_no_attribute_is_in_two_bases_of_the_trainer():
     from groupwise import GRPOTrainer
+    from groupwise.config.trainer_attributes import TrainerAttributes
     from groupwise.hf.base import BaseTrainer
 
-    assert set(GRPOTrainer.__bases__) == {*CLASSES, BaseTrainer} and GRPOTrainer.__bases__[-1] is BaseTrainer
+    assert set(GRPOTrainer.__bases__) == {*CLASSES, TrainerAttributes, BaseTrainer}
+    assert GRPOTrainer.__bases__[-1] is BaseTrainer
     assert BaseTrainer.__bases__ == (transformers.Trainer,)
-    sources = [FILES["hf/base.py"], *MIXINS.values()]
+    sources = [FILES["config/trainer_attributes.py"], FILES["hf/base.py"], *MIXINS.values()]
     assert rules.defined_twice(sources, {cls.__name__ for cls in GRPOTrainer.__bases__}) == set()
 
 

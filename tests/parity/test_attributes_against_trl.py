@@ -22,7 +22,7 @@ from support.parity_runs import (
 )
 from transformers import TrainerCallback
 
-from groupwise.config.step_settings import SettingAttribute
+from groupwise.config.trainer_attributes import SettingAttribute, TrainerAttributes
 from groupwise.trainer import GRPOTrainer
 
 trl = pytest.importorskip("trl", minversion="1.16.0")
@@ -145,7 +145,9 @@ def test_every_attribute_of_a_setting_exists() -> None:
     theirs = _attributes_from_settings()
     assert len(theirs) > 30
     ours = {
-        name for name, value in vars(GRPOTrainer).items() if isinstance(value, SettingAttribute | property)
+        name
+        for name, value in (vars(TrainerAttributes) | vars(GRPOTrainer)).items()
+        if isinstance(value, SettingAttribute | property)
     }
     # Set from settings by TRL's constructor, but not settings of the loss, the sampler or the logs.
     others = {"commit_scheduler", "gradient_checkpointing_kwargs", "vllm_generation", "reward_weights"}

@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 
 from groupwise import ConfigError, RewardError
 from groupwise import GRPOTrainer as PlainTrainer
-from groupwise.config.step_settings import UNREAD
+from groupwise.config.trainer_attributes import UNREAD
 from groupwise.records import Row
 from groupwise.trl_hooks import GRPOTrainer, checks
 

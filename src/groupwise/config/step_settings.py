@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainingArguments
@@ -18,22 +18,6 @@ if TYPE_CHECKING:
     from groupwise.config.grpo_config import GRPOConfig
 
 logger = logging.getLogger(__name__)
-
-#: Attributes and settings of the sampler, for messages about those that it does not read.
-SAMPLER_ATTRIBUTES = (
-    "trainer.temperature, top_p, top_k, min_p and repetition_penalty, or GRPOConfig(generation_kwargs=…)"
-)
-
-#: Attributes of TRL's trainer that are not read here, and those with the same effect.
-UNREAD = {
-    "generation_config": SAMPLER_ATTRIBUTES,
-    "generation_kwargs": SAMPLER_ATTRIBUTES,
-    "eos_token_ids": "model.generation_config.eos_token_id before the trainer is built",
-    "chat_template": "processing_class.chat_template before the trainer is built",
-    "continuous_batching_config": "GRPOConfig(transformers_continuous_batching_config=…)",
-    "environment_factories": "the argument environment_factory of the trainer",
-    "vllm_generation": "trainer.backend",
-}
 
 
 class StepSettings:
@@ -152,103 +136,6 @@ class StepSettings:
             check_changes(chosen, changed)
         self.current = chosen
         return chosen
-
-
-class SettingAttribute:
-    """Attribute of the trainer that reads and changes a setting; see :class:`StepSettings`.
-
-    >>> class Trainer:
-    ...     epsilon_low = SettingAttribute("epsilon")
-
-    Args:
-        name: field of the configuration; None: it has the name of the attribute.
-        none: value that is read instead of None.
-    """
-
-    def __init__(self, name: str | None = None, *, none: Any = None) -> None:
-        self.name = name
-        self.none = none
-
-    def __set_name__(self, owner: type, attribute: str) -> None:
-        self.attribute = attribute
-        self.name = self.name or attribute
-
-    def __get__(self, trainer: Any, owner: type | None = None) -> Any:
-        if trainer is None:
-            return self
-        value = trainer.step_settings.value(self.name)
-        return self.none if value is None else value
-
-    def __set__(self, trainer: Any, value: Any) -> None:
-        trainer.step_settings.assign(self.name, value, self.attribute)
-
-
-class BuiltAttribute:
-    """Attribute of the trainer that is set when the trainer is built; a later assignment is an error.
-
-    Args:
-        way_out: the way to get another value, for the message.
-    """
-
-    def __init__(self, way_out: str) -> None:
-        self.way_out = way_out
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, trainer: Any, owner: type | None = None) -> Any:
-        return self if trainer is None else vars(trainer)[self.name]
-
-    def __set__(self, trainer: Any, value: Any) -> None:
-        if self.name in vars(trainer):
-            raise ConfigError(
-                f"trainer.{self.name} is read when the trainer is built; assigning it later would have no "
-                f"effect: {self.way_out}"
-            )
-        vars(trainer)[self.name] = value
-
-
-class MissingAttribute:
-    """Attribute of TRL's trainer that does not exist here: reading it is an error.
-
-    A subclass may have an attribute of its own with this name.
-
-    Args:
-        way_out: attributes or settings with the same meaning, for the message.
-    """
-
-    def __init__(self, way_out: str) -> None:
-        self.way_out = way_out
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, trainer: Any, owner: type | None = None) -> Any:
-        if trainer is None:
-            return self
-        raise AttributeError(f"trainer.{self.name} does not exist; use {self.way_out}")
-
-
-class UnreadAttribute(MissingAttribute):
-    """Attribute of ``UNREAD``: an assignment is an error too.
-
-    Args:
-        read: returns the value that hooks read; None: there is none.
-    """
-
-    def __init__(self, read: Callable[[Any], Any] | None = None) -> None:
-        self.read = read
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name, self.way_out = name, UNREAD[name]
-
-    def __get__(self, trainer: Any, owner: type | None = None) -> Any:
-        if trainer is None or self.read is None:
-            return super().__get__(trainer, owner)
-        return self.read(trainer)
-
-    def __set__(self, trainer: Any, value: Any) -> None:
-        raise ConfigError(f"trainer.{self.name} is not read: use {self.way_out}")
 
 
 def _own_fields(config: GRPOConfig) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from transformers import GenerationConfig
 
 from groupwise.config.sampling import SAMPLING_FIELDS
-from groupwise.config.step_settings import SAMPLER_ATTRIBUTES, UnreadAttribute
+from groupwise.config.trainer_attributes import SAMPLER_ATTRIBUTES, UnreadAttribute
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.masks import off_policy_keep
 from groupwise.core.surrogates import SurrogateInputs, SurrogateSettings, vespo_gate

@@ -1,0 +1,185 @@
+"""Public attributes of the trainer that read and change settings, and those of TRL that are refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+from groupwise.config.arguments import TRL_HOOKS
+from groupwise.config.step_settings import StepSettings
+from groupwise.errors import ConfigError
+
+#: Attributes and settings of the sampler, for messages about those that it does not read.
+SAMPLER_ATTRIBUTES = (
+    "trainer.temperature, top_p, top_k, min_p and repetition_penalty, or GRPOConfig(generation_kwargs=…)"
+)
+
+#: Attributes of TRL's trainer that are not read here, and those with the same effect.
+UNREAD = {
+    "generation_config": SAMPLER_ATTRIBUTES,
+    "generation_kwargs": SAMPLER_ATTRIBUTES,
+    "eos_token_ids": "model.generation_config.eos_token_id before the trainer is built",
+    "chat_template": "processing_class.chat_template before the trainer is built",
+    "continuous_batching_config": "GRPOConfig(transformers_continuous_batching_config=…)",
+    "environment_factories": "the argument environment_factory of the trainer",
+    "vllm_generation": "trainer.backend",
+}
+
+
+class SettingAttribute:
+    """Attribute of the trainer that reads and changes a setting; see :class:`StepSettings`.
+
+    >>> class Trainer:
+    ...     epsilon_low = SettingAttribute("epsilon")
+
+    Args:
+        name: field of the configuration; None: it has the name of the attribute.
+        none: value that is read instead of None.
+    """
+
+    def __init__(self, name: str | None = None, *, none: Any = None) -> None:
+        self.name = name
+        self.none = none
+
+    def __set_name__(self, owner: type, attribute: str) -> None:
+        self.attribute = attribute
+        self.name = self.name or attribute
+
+    def __get__(self, trainer: Any, owner: type | None = None) -> Any:
+        if trainer is None:
+            return self
+        value = trainer.step_settings.value(self.name)
+        return self.none if value is None else value
+
+    def __set__(self, trainer: Any, value: Any) -> None:
+        trainer.step_settings.assign(self.name, value, self.attribute)
+
+
+class BuiltAttribute:
+    """Attribute of the trainer that is set when the trainer is built; a later assignment is an error.
+
+    Args:
+        way_out: the way to get another value, for the message.
+    """
+
+    def __init__(self, way_out: str) -> None:
+        self.way_out = way_out
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, trainer: Any, owner: type | None = None) -> Any:
+        return self if trainer is None else vars(trainer)[self.name]
+
+    def __set__(self, trainer: Any, value: Any) -> None:
+        if self.name in vars(trainer):
+            raise ConfigError(
+                f"trainer.{self.name} is read when the trainer is built; assigning it later would have no "
+                f"effect: {self.way_out}"
+            )
+        vars(trainer)[self.name] = value
+
+
+class MissingAttribute:
+    """Attribute of TRL's trainer that does not exist here: reading it is an error.
+
+    A subclass may have an attribute of its own with this name.
+
+    Args:
+        way_out: attributes or settings with the same meaning, for the message.
+    """
+
+    def __init__(self, way_out: str) -> None:
+        self.way_out = way_out
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, trainer: Any, owner: type | None = None) -> Any:
+        if trainer is None:
+            return self
+        raise AttributeError(f"trainer.{self.name} does not exist; use {self.way_out}")
+
+
+class UnreadAttribute(MissingAttribute):
+    """Attribute of ``UNREAD``: an assignment is an error too.
+
+    Args:
+        read: returns the value that hooks read; None: there is none.
+    """
+
+    def __init__(self, read: Callable[[Any], Any] | None = None) -> None:
+        self.read = read
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name, self.way_out = name, UNREAD[name]
+
+    def __get__(self, trainer: Any, owner: type | None = None) -> Any:
+        if trainer is None or self.read is None:
+            return super().__get__(trainer, owner)
+        return self.read(trainer)
+
+    def __set__(self, trainer: Any, value: Any) -> None:
+        raise ConfigError(f"trainer.{self.name} is not read: use {self.way_out}")
+
+
+class TrainerAttributes:
+    """Public attributes of the trainer, under TRL's names; ``Setting.changes`` says when they act."""
+
+    step_settings: StepSettings
+
+    # The value of a setting; an assignment changes it.
+    num_generations = SettingAttribute()
+    num_generations_eval = SettingAttribute()
+    num_iterations = SettingAttribute()
+    max_completion_length = SettingAttribute()
+    max_tool_calling_iterations = SettingAttribute(none=sys.maxsize)  # TRL's value, which scripts compare
+    chat_template_kwargs = SettingAttribute(none=MappingProxyType({}))  # scripts pass it with **
+    pad_to_multiple_of = SettingAttribute()
+    shuffle_dataset = SettingAttribute()
+    temperature = SettingAttribute()
+    top_p = SettingAttribute()
+    top_k = SettingAttribute()
+    min_p = SettingAttribute()
+    repetition_penalty = SettingAttribute()
+    use_transformers_continuous_batching = SettingAttribute()
+    use_vllm = SettingAttribute()
+    vllm_mode = SettingAttribute()
+    vllm_gpu_memory_utilization = SettingAttribute()
+    vllm_tensor_parallel_size = SettingAttribute()
+    vllm_importance_sampling_correction = SettingAttribute()
+    vllm_importance_sampling_mode = SettingAttribute()
+    vllm_importance_sampling_clip_max = SettingAttribute()
+    vllm_importance_sampling_clip_min = SettingAttribute()
+    epsilon_low = SettingAttribute("epsilon")
+    epsilon_high = SettingAttribute()
+    loss_type = SettingAttribute()
+    importance_sampling_level = SettingAttribute()
+    off_policy_mask_threshold = SettingAttribute()
+    mask_truncated_completions = SettingAttribute()
+    top_entropy_quantile = SettingAttribute()
+    use_adaptive_entropy = SettingAttribute()
+    scale_rewards = SettingAttribute()
+    multi_objective_aggregation = SettingAttribute()
+    log_completions = SettingAttribute()
+    log_multimodal = SettingAttribute()
+    log_unique_prompts = SettingAttribute()
+    num_completions_to_print = SettingAttribute()
+    # Set once, when the trainer is built.
+    tools = BuiltAttribute("pass tools to the trainer")
+    router_aux_loss_coef = BuiltAttribute("set GRPOConfig(router_aux_loss_coef=…)")
+    aux_loss_enabled = BuiltAttribute("set GRPOConfig(router_aux_loss_coef=…)")
+    # Attributes of TRL's trainer that are not read, or do not exist, here.
+    generation_config = UnreadAttribute()
+    generation_kwargs = UnreadAttribute()
+    eos_token_ids = UnreadAttribute()
+    chat_template = UnreadAttribute()
+    continuous_batching_config = UnreadAttribute()
+    environment_factories = UnreadAttribute()
+    vllm_generation = UnreadAttribute()
+    _metrics = MissingAttribute(f"record_metric, or {TRL_HOOKS}")
+    _logs = MissingAttribute(f"log_extra in a reward function, or {TRL_HOOKS}")
+    _step = MissingAttribute(f"trainer.state.global_step, or {TRL_HOOKS}")
+    _buffered_inputs = MissingAttribute(f"trainer.buffer, or {TRL_HOOKS}")
