@@ -9,6 +9,7 @@ KL = ("tests/reference/test_objectives.py", "-k", "differentiates or k1 or k2 or
 GARBAGE = ("tests/reference/test_objectives.py", "-k", "garbage or bounded_away")
 LIMITS = ("tests/reference/test_surrogate_limits.py",)
 MASKS = ("tests/reference/test_masks.py",)
+DEVICE = ("tests/trainer/test_another_device.py", "-k", "high_entropy")
 DIAGNOSTICS = ("tests/reference/test_diagnostics.py",)
 WEIGHTS = ("tests/reference/test_weights.py",)
 ADVANTAGES = ("tests/reference/test_advantages.py",)
@@ -109,7 +110,8 @@ CORE = [
         "masks.py",
         ("(1.0 - top_quantile)", "top_quantile", MASKS),
         ("* (entropies.numel() - 1)", "* entropies.numel()", MASKS),
-        (" * (position - below)", "", MASKS),
+        (", position - below)", ", 0.0)", MASKS),
+        ("entropies.sort()", "entropies.double().sort()", DEVICE),
         ("behaviour_logps_BT - logps_BT.detach()", "logps_BT.detach() - behaviour_logps_BT", MASKS),
         ("drift_B1 <= threshold", "drift_B1 < threshold", MASKS),
         ("advantages_BX >= 0", "advantages_BX > 0", MASKS),

@@ -19,10 +19,10 @@ def entropy_threshold(entropies: torch.Tensor, top_quantile: float) -> torch.Ten
         return torch.tensor(float("inf"))
     position = (1.0 - top_quantile) * (entropies.numel() - 1)
     # torch.quantile is limited to 2^24 values; sorting is not.
-    ordered = entropies.double().sort().values
+    ordered = entropies.sort().values
     below = int(position)
     above = min(below + 1, ordered.numel() - 1)
-    return (ordered[below] + (ordered[above] - ordered[below]) * (position - below)).to(entropies.dtype)
+    return torch.lerp(ordered[below], ordered[above], position - below)
 
 
 def off_policy_keep(

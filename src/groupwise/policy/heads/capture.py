@@ -71,7 +71,7 @@ class HeadOutputs:
         described = (self.head.scale, self.head.softcap)
         if not model_logits.numel() or _checked.get(self.module) == described:
             return
-        *zeros, probe = model_logits.detach()[0, 0].double().tolist()
+        *zeros, probe = model_logits.detach()[0, 0].tolist()
         expected = self.head.shape_logits(torch.tensor(_PROBE, dtype=torch.float64)).item()
         rounding = 16 * torch.finfo(model_logits.dtype).eps
         if any(zeros) or abs(probe - expected) > rounding * abs(expected):
