@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import re
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -21,7 +24,7 @@ from groupwise.agents.adapters import (
     reasoning_gym_factory,
     verifiers_dataset,
 )
-from groupwise.agents.adapters.openenv import observation_text
+from groupwise.agents.adapters.openenv import OpenEnvSession, observation_text
 from groupwise.agents.multi_turn import MultiTurnSettings
 from groupwise.errors import ConfigError
 
@@ -338,3 +341,15 @@ def test_other_versions_of_verifiers_and_other_objects_are_refused(
     monkeypatch.setattr(adapter.importlib.metadata, "version", lambda name: "0.4.0")
     with pytest.raises(ConfigError, match=r"0\.1\.12 to 0\.2\.x, and verifiers 0\.4\.0 is installed"):
         VerifiersEnvironment(FakeEnvironment())
+
+
+def test_an_old_package_for_websockets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("websockets.sync.client")
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    (oldest,) = re.findall(r'"websockets>=([\d.]+)"', project.read_text())
+    version = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: "14.2" if name == "websockets" else version(name)
+    )
+    with pytest.raises(ConfigError, match=f"ws://127.0.0.1:1 needs websockets>={oldest}, and 14.2 is"):
+        OpenEnvSession("ws://127.0.0.1:1", 1.0)

@@ -12,8 +12,10 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from groupwise.agents.executor import thread_safe
+from groupwise.config.arguments import check_version
 from groupwise.errors import ConfigError
 
+_OLDEST_WEBSOCKETS = "15"
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")  # a proxy cannot reach this machine
 
 
@@ -160,6 +162,7 @@ class _WebSocketClient:
             raise ConfigError(
                 f"{url} needs the package websockets (pip install 'groupwise[openenv]')"
             ) from missing
+        check_version("websockets", _OLDEST_WEBSOCKETS, url, "whose client lacks an argument; upgrade it")
         self.connect, self.url, self.timeout = connect, f"{url.rstrip('/')}/ws", timeout
         self.connection: Any = None
 
