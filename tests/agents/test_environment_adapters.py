@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import re
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from support.configs import oldest_version, set_installed
 from support.scripted import ScriptedBackend, agents, byte_tokenizer, call, question
 
 from groupwise.agents import EnvironmentDrivenRollouts, EnvironmentPool, Renderer
@@ -345,11 +343,7 @@ def test_other_versions_of_verifiers_and_other_objects_are_refused(
 
 def test_an_old_package_for_websockets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("websockets.sync.client")
-    project = Path(__file__).parents[2] / "pyproject.toml"
-    (oldest,) = re.findall(r'"websockets>=([\d.]+)"', project.read_text())
-    version = importlib.metadata.version
-    monkeypatch.setattr(
-        importlib.metadata, "version", lambda name: "14.2" if name == "websockets" else version(name)
-    )
+    set_installed(monkeypatch, "websockets", "14.2")
+    oldest = oldest_version("websockets")
     with pytest.raises(ConfigError, match=f"ws://127.0.0.1:1 needs websockets>={oldest}, and 14.2 is"):
         OpenEnvSession("ws://127.0.0.1:1", 1.0)

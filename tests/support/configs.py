@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -25,3 +28,16 @@ def invalid(build: Callable[..., GRPOConfig], **kwargs: object) -> tuple[dict[st
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return the messages that groupwise logged; another test may have made transformers verbose."""
     return [record.getMessage() for record in caplog.records if record.name.startswith("groupwise")]
+
+
+def oldest_version(package: str) -> str:
+    """Return the lower bound of an optional package in pyproject.toml."""
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    (oldest,) = re.findall(rf'"{package}>=([\d.]+)"', project.read_text())
+    return str(oldest)
+
+
+def set_installed(patch: pytest.MonkeyPatch, package: str, installed: str) -> None:
+    """Let ``package`` have the version ``installed``."""
+    version = importlib.metadata.version
+    patch.setattr(importlib.metadata, "version", lambda name: installed if name == package else version(name))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
 import pytest
 import torch
 import transformers
+from support.configs import oldest_version, set_installed
 from support.runs import chats, count_reward, policy, prompts, tokenizer, trainer
 
 from groupwise import ConfigError, GRPOConfig, GRPOTrainer, TrainingError
@@ -124,16 +122,13 @@ def test_parallelism_that_the_launcher_sets_is_refused(tmp_path):
 
 
 def test_an_old_deepspeed_is_refused(tmp_path, monkeypatch):
-    project = Path(__file__).parents[2] / "pyproject.toml"
-    (oldest,) = re.findall(r'"deepspeed>=([\d.]+)"', project.read_text())
-    version = importlib.metadata.version
-    installed = {"deepspeed": "0.18.9"}
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: installed.get(name) or version(name))
+    oldest = oldest_version("deepspeed")
+    set_installed(monkeypatch, "deepspeed", "0.18.9")
     args = GRPOConfig(str(tmp_path), bf16=False, use_cpu=True)
     args.deepspeed_plugin = object()  # as an argument or a launcher sets it
     with pytest.raises(ConfigError, match=f"deepspeed>={oldest}, and 0.18.9 is installed, with which ZeRO-2"):
         check_arguments("a/model that is never loaded", args)
-    installed["deepspeed"] = oldest
+    set_installed(monkeypatch, "deepspeed", oldest)
     assert check_arguments("a/model that is never loaded", args) is args
 
 

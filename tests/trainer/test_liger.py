@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from support.configs import oldest_version, set_installed
 from support.runs import WORDS, count_reward, experience, policy, prompts, tokenizer, trainer, weighed
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
@@ -285,12 +284,8 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
 
 @needs_liger
 def test_a_liger_without_the_arguments_of_the_loss_is_refused(tmp_path, monkeypatch):
-    project = Path(__file__).parents[2] / "pyproject.toml"
-    (oldest,) = re.findall(r'"liger-kernel>=([\d.]+)"', project.read_text())
-    version = importlib.metadata.version
-    monkeypatch.setattr(
-        importlib.metadata, "version", lambda name: "0.8.0" if name == "liger-kernel" else version(name)
-    )
+    set_installed(monkeypatch, "liger-kernel", "0.8.0")
+    oldest = oldest_version("liger-kernel")
     with pytest.raises(ConfigError, match=rf"needs liger-kernel>={oldest}, and 0.8.0 is installed"):
         trainer(tmp_path, use_liger_kernel=True)
 
