@@ -57,11 +57,11 @@ class SettingAttribute:
         trainer.step_settings.assign(self.name, value, self.attribute)
 
 
-class BuiltAttribute:
-    """Attribute of the trainer that is set when the trainer is built; a later assignment is an error.
+class _RefusedAttribute:
+    """Attribute whose error names a way out.
 
     Args:
-        way_out: the way to get another value, for the message.
+        way_out: attributes, settings or arguments to use instead.
     """
 
     def __init__(self, way_out: str) -> None:
@@ -69,6 +69,10 @@ class BuiltAttribute:
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
+
+
+class BuiltAttribute(_RefusedAttribute):
+    """Attribute of the trainer that is set when the trainer is built; a later assignment is an error."""
 
     def __get__(self, trainer: Any, owner: type | None = None) -> Any:
         return self if trainer is None else vars(trainer)[self.name]
@@ -82,20 +86,11 @@ class BuiltAttribute:
         vars(trainer)[self.name] = value
 
 
-class MissingAttribute:
+class MissingAttribute(_RefusedAttribute):
     """Attribute of TRL's trainer that does not exist here: reading it is an error.
 
     A subclass may have an attribute of its own with this name.
-
-    Args:
-        way_out: attributes or settings with the same meaning, for the message.
     """
-
-    def __init__(self, way_out: str) -> None:
-        self.way_out = way_out
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
 
     def __get__(self, trainer: Any, owner: type | None = None) -> Any:
         if trainer is None:
