@@ -1,4 +1,7 @@
-"""oneDNN's linear layers against float64: as close as PyTorch's own, in value and in every gradient."""
+"""oneDNN's linear layers against float64: as close as PyTorch's own, in value and in every gradient.
+
+bfloat16 by autocast and by the weights' dtype; processors that emulate it run these tests too, packing apart.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,24 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from groupwise.compat.torch import has_native_bf16_cpu
 from groupwise.cpu import linear
 from groupwise.cpu.linear import OneDNNLinear, packed_weights, replace_linears
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
+
+
+FLOAT32, AUTOCAST, BFLOAT16 = PRECISIONS = ("float32", "autocast", "bfloat16")
+native_bf16 = pytest.mark.skipif(not has_native_bf16_cpu(), reason="this CPU emulates bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def bfloat16_everywhere(monkeypatch):
+    monkeypatch.setattr(linear, "has_native_bf16_cpu", lambda: True)
+
+
+def autocast_for(precision):
+    return torch.autocast("cpu", torch.bfloat16, enabled=precision == AUTOCAST)
 
 
 class Quantised(torch.nn.Linear):
@@ -26,22 +43,24 @@ def results(layer, inputs, weights):
     return [output.detach(), inputs.grad, *(parameter.grad for parameter in layer.parameters())]
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(7, 200), (3, 5, 200), (1, 1, 200), (0, 200)])
-def test_values_and_gradients_are_as_close_as_those_of_pytorch(shape, bias):
+def test_values_and_gradients_are_as_close_as_those_of_pytorch(shape, bias, precision):
     torch.manual_seed(0)
-    plain = torch.nn.Linear(200, 130, bias=bias)
+    dtype = torch.bfloat16 if precision == BFLOAT16 else torch.float32
+    plain = torch.nn.Linear(200, 130, bias=bias, dtype=dtype)
     fast, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
     assert replace_linears(fast) == 1
-    inputs = torch.randn(shape)
-    weights = torch.randn(*shape[:-1], 130)
+    inputs = torch.randn(shape).to(dtype)
+    weights = torch.randn(*shape[:-1], 130).to(dtype)
     truth = results(exact, inputs.double(), weights.double())
-    for ours, theirs, true in zip(
-        results(fast, inputs, weights), results(plain, inputs, weights), truth, strict=True
-    ):
-        assert ours.dtype == torch.float32 and ours.shape == true.shape
-        if ours.numel():
-            assert (ours - true).abs().max() <= 2 * (theirs - true).abs().max() + 1e-6
+    with autocast_for(precision):
+        ours, theirs = (results(layer, inputs, weights) for layer in (fast, plain))
+    for one, reference, true in zip(ours, theirs, truth, strict=True):
+        assert one.dtype == reference.dtype and one.shape == true.shape
+        if one.numel():
+            assert (one - true).abs().max() <= 2 * (reference - true).abs().max() + 1e-6
 
 
 def test_operands_need_not_be_contiguous():
@@ -61,28 +80,28 @@ def test_a_frozen_weight_gets_no_gradient():
     assert layer.weight.grad is None and inputs.grad is not None and layer.bias.grad is not None
 
 
-def test_a_checkpoint_does_not_repeat_the_last_product(monkeypatch):
+@pytest.mark.parametrize("precision", [FLOAT32, AUTOCAST])
+def test_a_checkpoint_does_not_repeat_the_last_product(precision, monkeypatch):
     torch.manual_seed(0)
     layers = torch.nn.Sequential(torch.nn.Linear(200, 130), torch.nn.SiLU(), torch.nn.Linear(130, 200))
     replace_linears(layers)
     inputs = torch.randn(3, 200, requires_grad=True)
-    layers(inputs).square().sum().backward()
+    with autocast_for(precision):
+        layers(inputs).square().sum().backward()
     expected = [inputs.grad, *(parameter.grad for parameter in layers.parameters())]
     inputs.grad = None
     layers.zero_grad()
     shapes = []
-    product = linear.onednn_linear
-    monkeypatch.setattr(
-        linear, "onednn_linear", lambda *given: shapes.append(given[1].shape) or product(*given)
-    )
-    output = checkpoint(layers, inputs, use_reentrant=False)
-    forward = shapes.copy()
-    output.square().sum().backward()
+    product = linear._product
+    monkeypatch.setattr(linear, "_product", lambda *given: shapes.append(given[1].shape) or product(*given))
+    with autocast_for(precision):
+        output = checkpoint(layers, inputs, use_reentrant=False)
+        forward = shapes.copy()
+        output.square().sum().backward()
     got = [inputs.grad, *(parameter.grad for parameter in layers.parameters())]
     assert forward == [(130, 200), (200, 130)]
-    assert (
-        shapes[2] == forward[0] and len(shapes) == 2 + 1 + 4
-    )  # one recomputed, two of each layer's gradient
+    # One is recomputed; two of each layer's gradient.
+    assert shapes[2] == forward[0] and len(shapes) == 2 + 1 + 4
     for one, other in zip(got, expected, strict=True):
         assert torch.equal(one, other)
 
@@ -93,8 +112,8 @@ def test_other_dtypes_and_vectors_use_pytorch():
     replace_linears(layer)
     inputs = torch.randn(3, 200)
     assert torch.equal(layer(inputs[0]), plain(inputs[0]))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert layer(inputs).dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.float16):
+        assert torch.equal(layer(inputs), plain(inputs)) and layer(inputs).dtype == torch.float16
     assert layer.double()(inputs.double()).dtype == torch.float64
 
 
@@ -132,10 +151,34 @@ def test_a_packed_copy_does_not_outlive_its_weight():
         torch.testing.assert_close(layer(inputs), 2 * before)
 
 
-def test_nothing_is_packed_that_other_precisions_do_not_use():
+@native_bf16
+@pytest.mark.parametrize("bias", [True, False])
+def test_weights_are_cast_once_and_packed_under_autocast(bias):
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(200, 130, bias=bias)
+    fast, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
+    replace_linears(fast)
+    with torch.no_grad(), packed_weights(fast):
+        for precision in (AUTOCAST, FLOAT32):  # another dtype starts from the weight, not from the copy
+            copies = []
+            for _ in range(6):
+                inputs = torch.randn(8, 1, 200)
+                truth = exact(inputs.double())
+                with autocast_for(precision):
+                    bound = 2 * (plain(inputs) - truth).abs().max() + 1e-6
+                    assert (fast(inputs) - truth).abs().max() <= bound
+                copies.append(fast.packing.weight_OI)
+            assert [each.is_mkldnn for each in copies] == [False] * 3 + [True] * 3
+            assert len({id(each) for each in copies}) == 2
+            assert copies[-1].dtype == (torch.bfloat16 if precision == AUTOCAST else torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_nothing_is_packed_that_other_precisions_do_not_use(dtype, monkeypatch):
+    monkeypatch.setattr(linear, "has_native_bf16_cpu", lambda: False)
     layer = torch.nn.Linear(200, 130)
     replace_linears(layer)
-    with torch.no_grad(), packed_weights(layer), torch.autocast("cpu", torch.bfloat16):
+    with torch.no_grad(), packed_weights(layer), torch.autocast("cpu", dtype):
         for _ in range(6):
             layer(torch.randn(3, 200))
         assert not layer.packing.weight_OI.is_mkldnn

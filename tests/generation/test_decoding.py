@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
@@ -377,6 +378,44 @@ def test_the_cache_is_written_in_place_until_it_is_full():
         assert growing.get_seq_length() == reference.get_seq_length() == 5 + step
         places.add(growing.keys.data_ptr())
     assert len(places) <= 5  # of 80 steps: at first, when rows left, and when the room was used up
+
+
+def test_the_cache_is_stored_in_the_dtype_of_new_values():
+    """Under autocast keys and the prompt are float32; attention would cast them all for every token."""
+    torch.manual_seed(0)
+    filled, rows = DynamicLayer(), torch.tensor([0, 0, 1])
+    start = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 6)
+    filled.update(*start)
+    growing = GrowingLayer(filled, rows, limit=1000)
+    expected = [states[rows].bfloat16() for states in start]
+    for _ in range(40):
+        keys, values = torch.randn(3, 3, 1, 5), torch.randn(3, 3, 1, 6).bfloat16()
+        expected = [
+            torch.cat([old, new.bfloat16()], dim=2) for old, new in zip(expected, (keys, values), strict=True)
+        ]
+        for mine, theirs in zip(growing.update(keys, values), expected, strict=True):
+            assert mine.dtype == torch.bfloat16 and torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_half_precision_attention_of_one_query_is_no_further_from_the_truth(autocast, masked, dtype):
+    torch.manual_seed(0)
+    query, key, value = (3 * torch.randn(4, heads, n, 16) for heads, n in ((6, 1), (2, 90), (2, 90)))
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    mask = torch.rand(4, 1, 1, 90) < 0.7 if masked else None
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        out = OneQueryAttention(mask)(query, key, value, None, None)
+
+    def fused(dtype):
+        operands = [states.to(dtype) for states in (query, key, value)]
+        return scaled_dot_product_attention(*operands, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+
+    truth = fused(torch.float64)
+    assert out.dtype == dtype and out.shape == truth.shape
+    error, budget = ((each - truth).square().mean().sqrt() for each in (out, fused(dtype)))
+    assert error <= 1.02 * budget
 
 
 def test_a_window_hides_older_positions():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 WRAPPER_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
+@cache
 def has_native_bf16_cpu() -> bool:
     """Return True if the CPU computes bfloat16 by AVX512_BF16 or AMX.
 
@@ -97,7 +99,10 @@ def has_onednn_linear() -> bool:
 
 
 def onednn_linear(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return ``left @ right.T + bias`` in float32 on a CPU, ``left`` (..., I) non-empty, ``right`` (O, I)."""
+    """Return ``left @ right.T + bias`` on a CPU in the one dtype of all operands, float32 or bfloat16.
+
+    ``left`` is (..., I) and not empty, ``right`` is (O, I).
+    """
     import torch
 
     return torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")

@@ -1,7 +1,9 @@
-"""Float32 linear layers on a CPU, computed with oneDNN.
+"""Linear layers on a CPU, computed with oneDNN in float32 and bfloat16.
 
 PyTorch multiplies float32 matrices with MKL, which uses half of the vector units of non-Intel processors.
-oneDNN uses all of them, and its kernels are in every PyTorch build for x86. The rounding error is the same.
+oneDNN uses all of them, and its kernels are in every PyTorch build for x86. PyTorch multiplies bfloat16
+matrices with oneDNN too; here their weights are packed while decoding, and a checkpoint does not repeat its
+last product. The rounding error is the same.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from groupwise.compat.torch import has_onednn_linear, onednn_linear, onednn_pack
+from groupwise.compat.torch import has_native_bf16_cpu, has_onednn_linear, onednn_linear, onednn_pack
 
 _MIN_FEATURES = 128  # below that, on either side, the call costs more than the product
 _ROWS = 8  # rows the packed layout is chosen for; layouts for 8 and for 512 rows are equally fast on both
@@ -21,12 +23,14 @@ _USES = 4  # products before a weight is packed; packing costs what 20 to 30 pro
 
 
 class _Packing:
-    """A weight that is copied to oneDNN's packed layout at its fourth use."""
+    """A constant weight in the dtype of the products, copied to oneDNN's packed layout at its fourth use."""
 
     def __init__(self, weight_OI: torch.Tensor) -> None:
-        self.weight_OI, self.uses = weight_OI, 0
+        self.source_OI, self.weight_OI, self.uses = weight_OI, weight_OI, 0
 
-    def weight_at_next_use(self) -> torch.Tensor:
+    def weight_at_next_use(self, dtype: torch.dtype) -> torch.Tensor:
+        if self.weight_OI.dtype != dtype:
+            self.weight_OI, self.uses = self.source_OI.to(dtype), 0
         self.uses += 1
         if self.uses == _USES:
             self.weight_OI = onednn_pack(self.weight_OI, _ROWS)
@@ -39,18 +43,23 @@ class OneDNNLinear(torch.nn.Linear):
     packing: _Packing | None = None  # set inside packed_weights
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        plain = input.dtype == self.weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-        if not plain or input.dim() < 2 or not input.numel():
+        dtype = _operand_dtype(input, self.weight)
+        if dtype is None or input.dim() < 2 or not input.numel():
             return F.linear(input, self.weight, self.bias)
-        if not torch.is_grad_enabled():
-            weight = self.packing.weight_at_next_use() if self.packing else self.weight
-            return onednn_linear(input, weight, self.bias)
-        # The inputs are saved before the product is computed: a checkpoint's recomputation stops once all
-        # tensors are saved, so it skips the last product.
-        output = _Linear.apply(input, self.weight, self.bias)
-        with torch.no_grad():
-            output.data = onednn_linear(input, self.weight, self.bias)
-        return output
+        if torch.is_grad_enabled():
+            return _linear_with_gradient(input, self.weight, self.bias, dtype)
+        weight = self.packing.weight_at_next_use(dtype) if self.packing else self.weight.to(dtype)
+        return _product(input.to(dtype), weight, None if self.bias is None else self.bias.to(dtype))
+
+
+def _operand_dtype(input: torch.Tensor, weight: torch.Tensor) -> torch.dtype | None:
+    """Return the dtype that autocast or the operands choose for the product; None: not one for oneDNN."""
+    dtypes = {input.dtype, weight.dtype}
+    if torch.is_autocast_enabled("cpu") and torch.float64 not in dtypes:
+        dtypes = {torch.get_autocast_dtype("cpu")}
+    if dtypes == {torch.float32} or (dtypes == {torch.bfloat16} and has_native_bf16_cpu()):
+        return dtypes.pop()
+    return None
 
 
 def replace_linears(model: torch.nn.Module) -> int:
@@ -91,21 +100,44 @@ def _eligible(module: torch.nn.Module) -> bool:
     )
 
 
+def _linear_with_gradient(
+    input: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    with torch.no_grad():  # _Linear has the gradients of these casts
+        operand, operand_OI = input.to(dtype), weight_OI.to(dtype)
+    # The operands are saved before the product is computed: a checkpoint's recomputation stops once all
+    # tensors are saved, so it skips the last product.
+    output = _Linear.apply(input, weight_OI, bias_O, operand, operand_OI)
+    with torch.no_grad():
+        output.data = _product(operand, operand_OI, None if bias_O is None else bias_O.to(dtype))
+    return output
+
+
+def _product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute `left @ right.T + bias`."""
+    if left.dtype == torch.bfloat16 and not right.is_mkldnn:
+        return F.linear(left, right, bias)  # oneDNN too, without copies of transposed operands
+    return onednn_linear(left, right, bias)
+
+
 class _Linear(torch.autograd.Function):
-    """Backward pass of the product; the forward allocates the output and the caller fills it."""
+    """Backward pass of the product of the operands; the forward allocates the output and the caller fills it.
+
+    Gradients have the dtype of the operands; autograd casts them to those of input, weight and bias.
+    """
 
     @staticmethod
-    def forward(ctx, input_NI, weight_OI, bias_O):
-        ctx.save_for_backward(input_NI, weight_OI)
-        return input_NI.new_empty(*input_NI.shape[:-1], len(weight_OI))
+    def forward(ctx, input, weight_OI, bias_O, operand_NI, operand_OI):
+        ctx.save_for_backward(operand_NI, operand_OI)
+        return operand_NI.new_empty(*operand_NI.shape[:-1], len(operand_OI))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_NO):
-        input_NI, weight_OI = ctx.saved_tensors
+        operand_NI, operand_OI = ctx.saved_tensors
         flat_NO = grad_NO.flatten(0, -2)
-        grad_input = onednn_linear(grad_NO, weight_OI.t()) if ctx.needs_input_grad[0] else None
+        grad_input = _product(grad_NO, operand_OI.t()) if ctx.needs_input_grad[0] else None
         grad_weight = (
-            onednn_linear(flat_NO.t(), input_NI.flatten(0, -2).t()) if ctx.needs_input_grad[1] else None
+            _product(flat_NO.t(), operand_NI.flatten(0, -2).t()) if ctx.needs_input_grad[1] else None
         )
-        return grad_input, grad_weight, flat_NO.sum(0) if ctx.needs_input_grad[2] else None
+        return grad_input, grad_weight, flat_NO.sum(0) if ctx.needs_input_grad[2] else None, None, None

@@ -265,7 +265,8 @@ class OneQueryAttention:
     ) -> torch.Tensor:
         rows, heads, _, size = query_RH1D.shape
         visible = slice(-window if window else None, None)
-        out = scaled_dot_product_attention(
+        attention = _float32_attention if _is_half_on_cpu(value_RKSD) else scaled_dot_product_attention
+        out = attention(
             query_RH1D.reshape(rows, key_RKSD.shape[1], -1, size),
             key_RKSD[:, :, visible],
             value_RKSD[:, :, visible],
@@ -273,3 +274,23 @@ class OneQueryAttention:
             scale=scale,
         )
         return out.reshape(rows, 1, heads, -1)
+
+
+def _is_half_on_cpu(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.dtype in (torch.bfloat16, torch.float16)
+
+
+def _float32_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    scale: float | None,
+) -> torch.Tensor:
+    """Compute scaled_dot_product_attention in float32; faster than the CPU's fused kernel for few queries."""
+    with torch.autocast("cpu", enabled=False):
+        scores = query.float() @ key.float().transpose(-1, -2)
+        scores *= query.shape[-1] ** -0.5 if scale is None else scale
+        if attn_mask is not None:
+            scores.masked_fill_(~attn_mask, torch.finfo(scores.dtype).min)
+        return (scores.softmax(-1) @ value.float()).to(value.dtype)

@@ -17,7 +17,8 @@ class GrowingLayer(DynamicLayer):
     """``DynamicLayer`` whose keys and values are views of larger buffers.
 
     Full buffers grow by a quarter, so that memory follows the completions rather than their limit, and each
-    position is copied only a few times.
+    position is copied only a few times. Buffers have the dtype of new values: under autocast new keys and
+    ``filled`` are float32, and attention would cast every position again for every token.
 
     Args:
         filled: the layer after the prefill.
@@ -41,7 +42,8 @@ class GrowingLayer(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append positions; returns all keys and values, (R, K, S, D) each."""
         start, end = self.get_seq_length(), self.get_seq_length() + key_states.shape[-2]
-        if end > self.buffers[0].shape[-2]:
+        if end > self.buffers[0].shape[-2] or value_states.dtype != self.dtype:
+            self.dtype = value_states.dtype
             rows = torch.arange(len(key_states), device=self.device)
             self.buffers = [self._with_capacity(old, rows) for old in (self.keys, self.values)]
         for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
@@ -61,7 +63,7 @@ class GrowingLayer(DynamicLayer):
     def _with_capacity(self, old: Any, rows: torch.Tensor) -> torch.Tensor:
         length = old.shape[-2]
         capacity = max(length + 1, min(length + length // 4 + 32, self.limit))
-        buffer = old.new_empty(len(rows), old.shape[1], capacity, old.shape[-1])
+        buffer = old.new_empty(len(rows), old.shape[1], capacity, old.shape[-1], dtype=self.dtype)
         buffer[:, :, :length] = old[rows]
         return buffer
 

@@ -136,16 +136,20 @@ def test_chunk_size_changes_nothing(n, v, chunk_rows, chunk_columns):
 @pytest.mark.parametrize("transform", [{}, {"softcap": 3.0, "scale": 0.5}], ids=["plain", "softcap"])
 @pytest.mark.parametrize("shape", [(1, 17), (64, 129), (50, 1031)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
-def test_chunked_is_no_further_from_the_truth_than_dense(dtype, shape, transform, fp32):
+@pytest.mark.parametrize("chunk_rows", [24, 64])  # several row tiles, and all rows in one
+def test_chunked_is_no_further_from_the_truth_than_dense(
+    chunk_rows, dtype, shape, transform, fp32, monkeypatch
+):
+    monkeypatch.setattr(chunked, "has_native_bf16_cpu", lambda: True)
     n, v = shape
     hidden, weight, bias, targets = rows(n, v, 64, dtype, spread=0.3)
     inputs = (hidden, weight, bias, targets, 0.9)
     expected = outcome_of_truth(*inputs, transform=transform)
     dense = outcome_of(dense_head, *inputs, fp32=fp32, transform=transform)
-    chunked = outcome_of(
-        chunked_head, *inputs, fp32=fp32, transform=transform, chunk_rows=24, chunk_columns=100
+    by_tiles = outcome_of(
+        chunked_head, *inputs, fp32=fp32, transform=transform, chunk_rows=chunk_rows, chunk_columns=100
     )
-    for one, reference, exact in zip(chunked, dense, expected, strict=True):
+    for one, reference, exact in zip(by_tiles, dense, expected, strict=True):
         # 4 float32 roundings of the largest value: what another order of summation may cost.
         slack = 4 * torch.finfo(torch.float32).eps * (1 + exact.abs().max())
         budget = (reference - exact).square().mean().sqrt() + slack

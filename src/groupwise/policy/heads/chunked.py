@@ -20,7 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from groupwise.compat.torch import addmm_into, has_onednn_linear, mm_into, onednn_linear
+from groupwise.compat.torch import (
+    addmm_into,
+    has_native_bf16_cpu,
+    has_onednn_linear,
+    mm_into,
+    onednn_linear,
+)
 from groupwise.core.kept_tokens import KeptMask, KeptTokens
 from groupwise.policy.heads.dense import projection_dtype, statistics_dtype
 from groupwise.policy.heads.tiles import LogitTransform, RowSlopes, RowStatistics, Tiles
@@ -188,7 +194,7 @@ def _backward_tiles(saved, grad_logps_N, grad_entropy_N, plan: _Plan, needed):
             if grad_hidden_NH is not None:
                 _accumulate(grad_hidden_NH[rows], grad_RC, weight_CH)
             if needs_weight:
-                sum_CH = _accumulate(sum_CH, grad_RC.t(), hidden_RH)
+                sum_CH = _accumulate(sum_CH, grad_RC.t(), hidden_RH, whole=len(hidden_RH) == len(hidden_NH))
             if sum_C is not None:
                 sum_C += grad_RC.sum(0, dtype=sum_C.dtype)
         if grad_weight_VH is not None:
@@ -231,15 +237,21 @@ def _product(left, right) -> torch.Tensor:
     return left @ right.t()
 
 
-def _accumulate(sum_: torch.Tensor | None, left, right) -> torch.Tensor:
+def _accumulate(sum_: torch.Tensor | None, left, right, *, whole: bool = False) -> torch.Tensor:
     """Compute `sum_ += left @ right` in the dtype of `sum_`; None is zero in the statistics' dtype.
 
     Rounding each tile's product to half precision before the sum would add one error per tile, while a
     single full product is rounded once.
+
+    Args:
+        whole: this product is the whole sum, which may be rounded to the dtype of `right`.
     """
     dtype = statistics_dtype(right.dtype) if sum_ is None else sum_.dtype
     if not left.is_cuda:
-        product = _product(left.to(dtype), right.to(dtype).t())
+        # A CPU's product of bfloat16 operands is twice as fast, but has no wider result.
+        rounded = whole and right.dtype == torch.bfloat16 and left.device.type == "cpu"
+        operand_dtype = right.dtype if rounded and has_native_bf16_cpu() else dtype
+        product = _product(left.to(operand_dtype), right.to(operand_dtype).t())
         return product if sum_ is None else sum_.add_(product)
     if sum_ is None:
         sum_ = torch.zeros(left.shape[0], right.shape[1], dtype=dtype, device=left.device)
