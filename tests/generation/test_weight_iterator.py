@@ -126,7 +126,8 @@ def test_the_weights_below_an_adapter_are_those_of_the_base(tmp_path):
     assert_same(base_weights(with_adapter(policy())), expected, rtol=0, atol=0)
 
 
-WIDE = {"hidden_size": 64, "tie_word_embeddings": True}
+# With AVX512, bitsandbytes 0.50 dequantizes matrices that are narrower than its blocks of 64 wrongly.
+WIDE = {"hidden_size": 64, "intermediate_size": 64, "tie_word_embeddings": True}
 
 
 def four_bit_policy(directory, shape=WIDE, dtype=torch.float32, **adapter):
@@ -216,7 +217,7 @@ def test_the_4_bit_weights_below_an_adapter_are_those_that_its_layers_compute_wi
         # 16 levels of nf4, at most 0.15 of a block's largest weight from the next one
         assert exact or (got[name] - tensor).abs().max() < 0.16 * tensor.abs().max()
     assert quantized == 14  # seven layers in each of two blocks
-    plain = policy(tie_word_embeddings=True, hidden_size=64)
+    plain = policy(**WIDE)
     plain.load_state_dict(got, strict=False)
     ids = torch.arange(2, 12)[None]
     with model.disable_adapter(), torch.no_grad():
@@ -232,6 +233,28 @@ def test_4_bit_weights_are_saved_as_a_checkpoint_that_loads_without_loss(tmp_pat
     assert arguments["max_lora_rank"] == 8  # the least that vLLM has for a rank of 4
     model.get_base_model().config.save_pretrained(saved)
     loaded = AutoModelForCausalLM.from_pretrained(saved)  # its config has the quantization
+    keep_weights_trainable_through(loaded)
     ids = torch.arange(2, 12)[None]
     with model.disable_adapter(), torch.no_grad():
         assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def test_weights_that_a_cpu_repacked_are_unpacked(tmp_path):
+    """As of a model that generated before it was given to the trainer, on a CPU with AVX512_BF16."""
+    model, _ = four_bit_policy(tmp_path)
+    before = dict(base_weights(model))
+    functional = pytest.importorskip("bitsandbytes.functional")
+    layers = [module for module in model.modules() if hasattr(module, "support_avx512bf16_for_cpu")]
+    for layer in layers:
+        layer.support_avx512bf16_for_cpu = True
+        layer.weight.data, _ = functional._convert_weight_packed_for_cpu(
+            layer.weight.data, layer.weight.quant_state
+        )
+    keep_weights_trainable_through(model)
+    assert len(layers) == 14
+    assert not any(layer.support_avx512bf16_for_cpu for layer in layers)
+    after = dict(base_weights(model))
+    for name, tensor in before.items():
+        # Scales were rounded to bfloat16 and quantized to 8 bits again.
+        assert after[name].dtype == tensor.dtype
+        assert (after[name] - tensor).abs().max() <= 0.02 * tensor.abs().max(), name

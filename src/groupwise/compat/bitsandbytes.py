@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -42,9 +42,18 @@ def as_saved(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def disable_cpu_packing(module: nn.Module) -> None:
-    """Keep a 4-bit layer from repacking its weights at the first forward on a CPU.
+    """Keep a 4-bit layer from repacking its weights on a CPU with AVX512_BF16, or undo it if it has.
 
-    Repacking is permanent, and no gradient flows through packed weights.
+    The first forward in evaluation repacks. No gradient flows through packed weights, and they cannot be
+    dequantized. Undoing it quantizes nested scales again, which rounds them.
     """
-    if hasattr(module, "support_avx512bf16_for_cpu"):
-        module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+    if not hasattr(module, "support_avx512bf16_for_cpu"):
+        return
+    module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+    weight: Any = module.weight
+    if getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
+        from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse
+
+        weight.data, weight.quant_state = _convert_weight_packed_for_cpu_inverse(
+            weight.data, weight.quant_state
+        )
