@@ -41,19 +41,22 @@ def as_saved(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: weight.data, **{f"{name}.{key}": value for key, value in state.items()}}
 
 
-def disable_cpu_packing(module: nn.Module) -> None:
-    """Keep a 4-bit layer from repacking its weights on a CPU with AVX512_BF16, or undo it if it has.
+def disable_cpu_packing(module: nn.Module) -> bool:
+    """Keep a 4-bit layer from repacking its weights on a CPU with AVX512_BF16, and undo it if it has.
 
     The first forward in evaluation repacks. No gradient flows through packed weights, and they cannot be
-    dequantized. Undoing it quantizes nested scales again, which rounds them.
+    dequantized.
+
+    Returns:
+        True if the weights were unpacked. Their scales were rounded, nested ones twice.
     """
     if not hasattr(module, "support_avx512bf16_for_cpu"):
-        return
+        return False
     module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
     weight: Any = module.weight
-    if getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
-        from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse
+    if not getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
+        return False
+    from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse
 
-        weight.data, weight.quant_state = _convert_weight_packed_for_cpu_inverse(
-            weight.data, weight.quant_state
-        )
+    weight.data, weight.quant_state = _convert_weight_packed_for_cpu_inverse(weight.data, weight.quant_state)
+    return True

@@ -101,10 +101,13 @@ def has_onednn_linear() -> bool:
 def onednn_linear(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return ``left @ right.T + bias`` on a CPU in the one dtype of all operands, float32 or bfloat16.
 
-    ``left`` is (..., I) and not empty, ``right`` is (O, I).
+    ``left`` is (..., I) and not empty, ``right`` is (O, I), which may be packed by ``onednn_pack``.
     """
     import torch
 
+    if left.dtype == torch.bfloat16 and not right.is_mkldnn:
+        # Calls oneDNN too; the operator below would copy transposed operands.
+        return torch.nn.functional.linear(left, right, bias)
     return torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
 
 

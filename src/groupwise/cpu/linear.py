@@ -49,7 +49,7 @@ class OneDNNLinear(torch.nn.Linear):
         if torch.is_grad_enabled():
             return _linear_with_gradient(input, self.weight, self.bias, dtype)
         weight = self.packing.weight_at_next_use(dtype) if self.packing else self.weight.to(dtype)
-        return _product(input.to(dtype), weight, None if self.bias is None else self.bias.to(dtype))
+        return onednn_linear(input.to(dtype), weight, None if self.bias is None else self.bias.to(dtype))
 
 
 def _operand_dtype(input: torch.Tensor, weight: torch.Tensor) -> torch.dtype | None:
@@ -109,15 +109,8 @@ def _linear_with_gradient(
     # tensors are saved, so it skips the last product.
     output = _Linear.apply(input, weight_OI, bias_O, operand, operand_OI)
     with torch.no_grad():
-        output.data = _product(operand, operand_OI, None if bias_O is None else bias_O.to(dtype))
+        output.data = onednn_linear(operand, operand_OI, None if bias_O is None else bias_O.to(dtype))
     return output
-
-
-def _product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute `left @ right.T + bias`."""
-    if left.dtype == torch.bfloat16 and not right.is_mkldnn:
-        return F.linear(left, right, bias)  # oneDNN too, without copies of transposed operands
-    return onednn_linear(left, right, bias)
 
 
 class _Linear(torch.autograd.Function):
@@ -136,8 +129,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad_NO):
         operand_NI, operand_OI = ctx.saved_tensors
         flat_NO = grad_NO.flatten(0, -2)
-        grad_input = _product(grad_NO, operand_OI.t()) if ctx.needs_input_grad[0] else None
+        grad_input = onednn_linear(grad_NO, operand_OI.t()) if ctx.needs_input_grad[0] else None
         grad_weight = (
-            _product(flat_NO.t(), operand_NI.flatten(0, -2).t()) if ctx.needs_input_grad[1] else None
+            onednn_linear(flat_NO.t(), operand_NI.flatten(0, -2).t()) if ctx.needs_input_grad[1] else None
         )
         return grad_input, grad_weight, flat_NO.sum(0) if ctx.needs_input_grad[2] else None, None, None

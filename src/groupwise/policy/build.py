@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 #: The first version whose loss has the arguments that ``LigerLoss`` passes; the extra in pyproject.toml.
 _OLDEST_LIGER = "0.8.1"
+
+logger = logging.getLogger(__name__)
 
 
 def prepare_policy(
@@ -83,10 +86,16 @@ def check_prefix_tuning(policy: PreTrainedModel, config: GRPOConfig) -> None:
 def keep_weights_trainable_through(model: PreTrainedModel) -> None:
     """Stop bitsandbytes from repacking 4-bit weights at their first use for sampling on a CPU.
 
-    Repacked weights propagate no gradient, and adapters would silently not train.
+    Repacked weights propagate no gradient, and adapters would silently not train. Those that an earlier
+    forward repacked are unpacked, with a warning.
     """
-    for module in model.modules():
-        disable_cpu_packing(module)
+    unpacked = [disable_cpu_packing(module) for module in model.modules()]
+    if any(unpacked):
+        logger.warning(
+            "%d 4-bit layers were repacked by bitsandbytes in an earlier forward. They were unpacked; "
+            "their scales are rounded. Load the model anew to train on exactly its weights.",
+            sum(unpacked),
+        )
 
 
 def speed_up(models: list[nn.Module | None], config: GRPOConfig, accelerator: Accelerator) -> None:
