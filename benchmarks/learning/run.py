@@ -123,8 +123,8 @@ ABLATIONS = {
     "iterations_2": _ablation(num_iterations=2),
     "iterations_2_clip_higher": _ablation(num_iterations=2, epsilon_high=0.28),
     "dynamic_sampling": _ablation(dynamic_sampling=True),
-    **{f"stale_{steps}": _ablation(steps) for steps in (1, 2, 4)},
-    **{f"stale_{steps}_corrected": _ablation(steps, **CORRECTED) for steps in (1, 2, 4)},
+    **{f"stale_{steps}": _ablation(steps) for steps in range(1, 5)},
+    **{f"stale_{steps}_corrected": _ablation(steps, **CORRECTED) for steps in range(1, 5)},
 }
 CELLS = {**METHODS, **ABLATIONS}
 
