@@ -44,7 +44,7 @@ from groupwise.generation.build import check_backend, make_backend, unreported_t
 from groupwise.generation.weight_iterator import PolicyWeights, gatherable
 from groupwise.hf import checkpointing
 from groupwise.hf.base import BaseTrainer
-from groupwise.hf.callbacks import SyncRefModelCallback
+from groupwise.hf.callbacks import CheckpointProductsCallback, SyncRefModelCallback
 from groupwise.hf.step_state import AttributeState, ObjectState, Stateful, StepState
 from groupwise.mixins import AdvantageMixin, BatchingMixin, LogprobMixin, LossMixin, RewardMixin, RolloutMixin
 from groupwise.mixins.advantage import checked_advantages
@@ -333,6 +333,7 @@ class GRPOTrainer(
         self._reset_run_state(None)
         self.num_parameters = self.model.num_parameters(exclude_embeddings=True)
         reporting.show_rewards_in_progress(self)
+        self.add_callback(CheckpointProductsCallback())
         if self.settings.sync_ref_model:
             self.add_callback(SyncRefModelCallback(self.reference, self.args, self.accelerator))
 

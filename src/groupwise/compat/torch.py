@@ -91,6 +91,11 @@ def addmm_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> to
     return out.addmm_(left.to(out.dtype), right.to(out.dtype))
 
 
+def in_place_changes(tensor: torch.Tensor) -> int:
+    """Return the number of in-place operations on ``tensor`` and its views."""
+    return tensor._version
+
+
 def has_onednn_linear() -> bool:
     """Return True if this build has the operators of ``onednn_linear`` and ``onednn_pack``."""
     import torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -97,6 +98,23 @@ def sdpa_attention_forward() -> Callable[..., tuple[torch.Tensor, None]]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     return sdpa_attention_forward
+
+
+def add_checkpoint_contexts(
+    model: nn.Module, context_fn: Callable[[], tuple[AbstractContextManager, AbstractContextManager]]
+) -> None:
+    """Pass ``context_fn`` to the gradient checkpointing that ``gradient_checkpointing_enable`` has set up.
+
+    Reentrant checkpointing, which has no such argument, and layers that have a function already keep theirs.
+    """
+    for module in model.modules():
+        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
+        if not isinstance(checkpoint, partial):
+            continue
+        given = checkpoint.keywords
+        if given.get("use_reentrant") is False and "context_fn" not in given:
+            extended = partial(checkpoint, context_fn=context_fn)
+            module._gradient_checkpointing_func = extended  # type: ignore[assignment]
 
 
 def is_stateful(model: nn.Module) -> bool:

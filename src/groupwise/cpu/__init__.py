@@ -1,7 +1,7 @@
 """Savings of time and memory that only CPU runs use; the functions do nothing on other devices.
 
-:func:`install_cpu_training` once per run, :func:`cpu_generation` around sampling, :func:`trim_heap` between
-the forward and the backward pass.
+:func:`install_cpu_training` once per run, :func:`keep_checkpoint_products` after gradient checkpointing is
+enabled, :func:`cpu_generation` around sampling, :func:`trim_heap` between the forward and the backward pass.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from groupwise.cpu.linear import packed_weights, replace_linears
+from groupwise.compat.transformers import add_checkpoint_contexts
+from groupwise.cpu.checkpoint import checkpoint_contexts
+from groupwise.cpu.linear import OneDNNLinear, packed_weights, replace_linears
 from groupwise.cpu.malloc import keep_large_blocks, malloc_trim, return_large_blocks
 
-__all__ = ["cpu_generation", "install_cpu_training", "trim_heap"]
+__all__ = ["cpu_generation", "install_cpu_training", "keep_checkpoint_products", "trim_heap"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,16 @@ def install_cpu_training(models: Iterable[torch.nn.Module], *, onednn_linears: b
     return_large_blocks()
     if onednn_linears:
         logger.info("%d linear layers compute with oneDNN", sum(map(replace_linears, on_cpu)))
+
+
+def keep_checkpoint_products(model: torch.nn.Module) -> None:
+    """Let the checkpoints of ``model`` keep products of linear layers; a no-op without oneDNN's layers.
+
+    Gradient checkpointing that is enabled later does not; nor do reentrant checkpoints, and those that have
+    contexts of their own.
+    """
+    if any(isinstance(module, OneDNNLinear) for module in model.modules()):
+        add_checkpoint_contexts(model, checkpoint_contexts)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from groupwise.config.grpo_config import GRPOConfig
+from groupwise.cpu import keep_checkpoint_products
 from groupwise.policy.reference import Reference
 
 
@@ -31,3 +32,18 @@ class SyncRefModelCallback(TrainerCallback):
     ) -> None:
         if state.global_step % self.sync_steps == 0:
             self.reference.mix(self.accelerator.unwrap_model(model), self.alpha)
+
+
+class CheckpointProductsCallback(TrainerCallback):
+    """Call :func:`keep_checkpoint_products` once ``Trainer.train`` has enabled gradient checkpointing."""
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if args.gradient_checkpointing and model is not None:
+            keep_checkpoint_products(model)
