@@ -263,13 +263,13 @@ def test_rows_without_loss_tokens_are_skipped_without_the_setting():
     assert rows_of(batches) == [None, [2, 3]] and stats.skipped_rows == 2
 
 
-def test_a_cpu_computes_few_tokens_at_a_time_but_no_prompt_twice(monkeypatch):
+def test_a_cpu_computes_few_tokens_at_a_time_largest_part_first_but_no_prompt_twice(monkeypatch):
     monkeypatch.setattr("groupwise.data.rebalancing._CACHE_TOKENS", 20)
     # groups of 10 + 4 x 2 = 18 and 3 + 4 x 2 = 11 tokens and one of 4 + 2 x 4 = 12
     batch = MicroBatch.concatenate(window([10] * 4 + [3] * 4 + [4] * 2, [2] * 8 + [4] * 2, [1.0] * 10, 10))
-    assert rows_of(cache_sized(batch, "shared_prefix")) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    # rows of 12, 5 and 8 tokens, in their order
-    assert rows_of(cache_sized(batch, "packed")) == [[0], [1], [2], [3, 4], [5, 6, 7], [8, 9]]
+    assert rows_of(cache_sized(batch, "shared_prefix")) == [[0, 1, 2, 3], [8, 9], [4, 5, 6, 7]]
+    # rows of 12, 5 and 8 tokens, taken in their order
+    assert rows_of(cache_sized(batch, "packed")) == [[3, 4], [8, 9], [5, 6, 7], [0], [1], [2]]
     full = MicroBatch.concatenate(window([10, 6], [2, 2], [1.0] * 2, 2))
     assert rows_of(cache_sized(full, "packed")) == [[0, 1]]  # 12 + 8 tokens
     small = batch.select([0, 1])

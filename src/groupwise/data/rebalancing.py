@@ -294,20 +294,22 @@ def rows_needing_logps(
 def cache_sized(batch: MicroBatch, layout: str) -> list[MicroBatch]:
     """Split a micro-batch into parts whose activations fit a CPU cache, without computing a prompt twice.
 
-    Larger matrix products are no faster on a CPU, and they write more activations to memory.
+    Larger matrix products are no faster on a CPU, and they write more activations to memory. The largest part
+    comes first: no gradients are allocated yet, so its checkpoints can keep products (``groupwise.cpu``).
     """
     shape = shape_of(batch)
     groups = shape.groups() if layout == "shared_prefix" else [[row] for row in range(len(batch))]
     parts: list[list[int]] = []
-    room = 0
+    sizes: list[int] = []
     for group in groups:
         cost = _piece_cost(shape, group)
-        if cost > room:
+        if not parts or sizes[-1] + cost > _CACHE_TOKENS:
             parts.append([])
-            room = _CACHE_TOKENS
+            sizes.append(0)
         parts[-1] += group
-        room -= cost
-    return [batch] if len(parts) == 1 else [batch.select(part) for part in parts]
+        sizes[-1] += cost
+    largest_first = sorted(range(len(parts)), key=lambda part: -sizes[part])
+    return [batch] if len(parts) == 1 else [batch.select(parts[part]) for part in largest_first]
 
 
 def plan_micro_batches(
