@@ -15,6 +15,7 @@ from groupwise import cpu
 from groupwise.cpu import linear
 from groupwise.cpu.checkpoint import checkpoint_contexts
 from groupwise.cpu.linear import replace_linears
+from groupwise.hf.callbacks import CheckpointProductsCallback
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 
@@ -142,11 +143,7 @@ def test_a_run_keeps_products(tmp_path, products):
     kept = len(products)
     products.clear()
     other = wide_run(tmp_path / "other", gradient_checkpointing=True)
-    other.callback_handler.callbacks = [
-        callback
-        for callback in other.callback_handler.callbacks
-        if type(callback).__name__ != "CheckpointProductsCallback"
-    ]
+    other.remove_callback(CheckpointProductsCallback)
     other.train()
     assert len(products) - kept == 2 * 6
     for one, two in zip(run.model.parameters(), other.model.parameters(), strict=True):
