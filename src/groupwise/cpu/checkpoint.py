@@ -1,8 +1,11 @@
-"""Products that gradient checkpointing keeps, in memory that the gradients of their weights need later.
+"""Selective activation checkpointing that needs no memory of its own: outputs of linear layers are kept.
 
 A checkpoint keeps its inputs and computes everything else twice. The memory of a step is largest at the end
 of the backward pass, when every gradient exists. Until the gradient of a weight is allocated, its memory is
 free and holds the product with the weight, which is then not computed a second time.
+
+PyTorch's ``create_selective_checkpoint_contexts`` calls Python at every operation of both passes, and decides
+by operation alone. Here only linear layers ask, with their weight at hand.
 """
 
 from __future__ import annotations

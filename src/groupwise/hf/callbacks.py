@@ -38,12 +38,7 @@ class CheckpointProductsCallback(TrainerCallback):
     """Call :func:`keep_checkpoint_products` once ``Trainer.train`` has enabled gradient checkpointing."""
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if args.gradient_checkpointing and model is not None:
-            keep_checkpoint_products(model)
+        if args.gradient_checkpointing:
+            keep_checkpoint_products(kwargs["model"])
