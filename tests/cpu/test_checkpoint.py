@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.runs import policy, trainer
 from torch.utils.checkpoint import checkpoint, noop_context_fn
+from transformers import AutoModelForCausalLM
 
 from groupwise import cpu
 from groupwise.cpu import linear
@@ -171,3 +172,26 @@ def test_models_without_onednn_layers_are_left_alone():
     before = model.model.layers[0]._gradient_checkpointing_func
     cpu.keep_checkpoint_products(model)
     assert model.model.layers[0]._gradient_checkpointing_func is before
+
+
+@pytest.mark.real_model
+@pytest.mark.parametrize("tokens", [16, 640])
+def test_the_whole_gradient_of_a_real_model_in_bf16_is_the_same(tokens, smollm2_path, products):
+    model = AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.float32).train()
+    replace_linears(model)
+    ids = torch.randint(1000, (1, tokens), generator=torch.Generator().manual_seed(0))
+
+    def gradient():
+        products.clear()
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return [parameter.grad.clone() for parameter in model.parameters()], len(products)
+
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    expected, all_products = gradient()
+    cpu.keep_checkpoint_products(model)
+    found, fewer_products = gradient()
+    assert same(found, expected)
+    assert all_products - fewer_products == 6 * len(model.model.layers)  # all but the last of each layer
