@@ -7,6 +7,8 @@ import ctypes
 import multiprocessing.connection
 import os
 import signal
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -34,6 +36,8 @@ def by_text(completions, log_extra, log_metric, trainer_state=None, **_):
         ctypes.string_at(0)  # a segmentation fault
     if text == "exit":
         os._exit(3)
+    if text == "leave":
+        sys.exit(0)
     if text == "hang":
         time.sleep(60)
     if text == "two":
@@ -62,6 +66,7 @@ def test_completions_are_judged_one_by_one_in_order():
         ("crash", r"ended its process \(SIGSEGV\)"),
         ("exit", r"ended its process \(exit code 3\)"),
         ("hang", "took longer than 2.0 seconds and was killed"),
+        ("leave", "raised SystemExit: 0"),
         ("raise", "raised KeyError: 'no such answer'"),
         ("two", r"raised ValueError: log_extra\('said', ...\) has 2 values for one completion"),
     ],
@@ -113,6 +118,25 @@ def test_a_worker_that_dies_while_it_sends_takes_no_other_result_with_it(process
     assert found == [1.0, 5.0, 2.0, None, 3.0, 5.0, 4.0]
     assert [value and len(value) for value in columns["text"]] == [None, 10**6, None, None, None, 10**6, None]
     assert judge(reward, ["ccc", "a"]) == [3.0, 1.0]
+
+
+def dies_after_its_reward(completions, **_):
+    """A thread of the row "late" ends the process when the row has its reward and others are scored."""
+    (text,) = completions
+    if text == "late":
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    else:
+        time.sleep(0.3)
+    return [float(len(text))]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_worker_that_dies_after_its_row_takes_no_reward_of_another(processes):
+    reward = isolated(dies_after_its_reward, processes=processes, on_error="none")
+    rewards = judge(reward, ["a", "late", "bb", "ccc", "late"])
+    assert [rewards[i] for i in (0, 2, 3)] == [1.0, 2.0, 3.0]
+    assert rewards[1] in (4.0, None) and rewards[4] in (4.0, None)
 
 
 @pytest.mark.timeout(60)
@@ -178,7 +202,7 @@ def test_state_and_memory_of_a_call_do_not_persist():
         return [float(len(kept))]
 
     reward = isolated(leaking)
-    assert judge(reward, ["a", "b"]) == [1.0, 2.0]
+    assert judge(reward, ["a", "b"]) == [1.0, 1.0]
     assert judge(reward, ["c"]) == [1.0]
     assert kept == []
 

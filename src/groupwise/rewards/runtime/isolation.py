@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import itertools
 import math
@@ -15,16 +16,14 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from groupwise.errors import ConfigError, RewardError
-from groupwise.rewards.texts import require
 
 LogExtra = Callable[[str, list[Any]], None]
 LogMetric = Callable[[str, float], None]
@@ -57,11 +56,12 @@ def isolated(
     processes: int = 1,
     on_error: str = "raise",
 ) -> Callable[..., list[Any]]:
-    """Run a reward function in worker processes, one completion per call.
+    """Run a reward function in worker processes, one completion per process.
 
-    Every call of the trainer starts fresh workers, so that leaked memory is returned and global state is
-    reset. A function that compares completions with each other cannot be isolated. The workers descend from a
-    process that is forked here: call this early in a script, before a model is on a GPU.
+    Every completion has a fresh process, so that leaked memory is returned, global state is reset, and a
+    thread that ends its process late ends no other completion. A function that compares completions with each
+    other cannot be isolated. The workers descend from a process that is forked here: call this early in a
+    script, before a model is on a GPU.
 
     The column ``<name>_seconds`` of the completions table has the seconds of each completion, and the metric
     ``rewards/<name>/slowest_seconds`` the maximum.
@@ -74,7 +74,6 @@ def isolated(
 
     Raises:
         ConfigError: the reward is a model, an argument is out of range, or the system has no ``fork``.
-        ImportError: pebble is not installed (``groupwise[rewards]``).
     """
     import torch
 
@@ -89,7 +88,6 @@ def isolated(
             f"isolated(timeout={timeout}, processes={processes}, on_error={on_error!r}); allowed: timeout "
             "None or above 0, processes from 1, on_error 'raise' or 'none'"
         )
-    require("pebble", "isolated")
     return _Isolated(reward, timeout, processes, on_error)
 
 
@@ -105,12 +103,7 @@ class _Isolated:
         self.numbers = itertools.count()
         # Workers descend from this process, which has no model, no threads and no GPU.
         self.connection, theirs = multiprocessing.Pipe()
-        if os.fork() == 0:
-            try:
-                self.connection.close()
-                _serve(theirs, reward, timeout, processes)
-            finally:
-                os._exit(0)
+        _fork(_serve, theirs, self.connection, reward, timeout, processes)
         theirs.close()
 
     def __call__(
@@ -174,14 +167,41 @@ def _unpickled(result: bytes) -> RowResult:
         return RowResult(None, f"returned an object that cannot be sent: {error}", math.nan)
 
 
-def _serve(connection: Connection, reward: Callable[..., Any], timeout: float | None, processes: int) -> None:
-    """Answer each numbered list of rows with a list of results, until the trainer ends."""
-    import pebble  # noqa: F401  # once: each pool is a fork of this process
+def _fork(function: Callable[..., None], *arguments: object) -> int:
+    """Run a function in a forked process, and return the process id. Exit handlers do not run in it."""
+    _flush()  # the process would print a pending line again
+    process = os.fork()
+    if process == 0:
+        try:
+            function(*arguments)
+            _flush()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    return process
 
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, ValueError):  # None, or closed
+            stream.flush()
+
+
+def _serve(
+    connection: Connection,
+    trainers_end: Connection,
+    reward: Callable[..., Any],
+    timeout: float | None,
+    processes: int,
+) -> None:
+    """Answer each numbered list of rows with a list of results, until the trainer ends."""
+    trainers_end.close()  # an open copy would hide the end of the trainer
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is handled by the trainer
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     global _reward
     _reward = reward  # inherited by fork: closures cannot be pickled
+    gc.freeze()  # a collection in a worker would copy the memory of everything that is imported here
     while True:
         try:
             number, rows = connection.recv()
@@ -193,7 +213,7 @@ def _serve(connection: Connection, reward: Callable[..., Any], timeout: float | 
 def _score_rows(
     rows: list[bytes], timeout: float | None, processes: int, connection: Connection
 ) -> list[bytes]:
-    """Score rows in a new pool of workers, and return a pickled ``RowResult`` for each.
+    """Score each row in a worker of its own, and return a pickled ``RowResult`` for each.
 
     Rows reach the workers by fork and results come back as files. Through pipes that the workers share, a
     worker that dies while it writes would block the others or shift their results to other rows.
@@ -204,17 +224,7 @@ def _score_rows(
     if timeout is not None:  # the pool keeps the time limit of each row; this limit is for the pool itself
         deadline = time.monotonic() + timeout * math.ceil(len(rows) / processes) + _POOL_SECONDS
     with tempfile.TemporaryDirectory(prefix="groupwise-") as directory:
-        pool = os.fork()
-        if pool == 0:
-            status = 1
-            try:
-                os.setsid()
-                _run_pool(directory, timeout, processes)
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(status)
+        pool = _fork(_run_pool, directory, timeout, processes)
         while os.waitpid(pool, os.WNOHANG)[0] == 0:
             if deadline is not None and time.monotonic() > deadline:
                 os.killpg(pool, signal.SIGKILL)  # and its workers
@@ -236,37 +246,42 @@ _rows: list[bytes]
 
 
 def _run_pool(directory: str, timeout: float | None, processes: int) -> None:
-    """Write the results of all rows as files named by their number."""
-    import torch
-    from pebble import ProcessPool
+    """Run a worker for each row, up to ``processes`` at the same time, and write the results it leaves out.
 
-    # One thread per worker: torch's thread pool does not survive a fork.
-    with ProcessPool(
-        min(processes, len(_rows)),
-        initializer=torch.set_num_threads,
-        initargs=(1,),
-        context=multiprocessing.get_context("fork"),
-    ) as pool:
-        futures = [pool.schedule(_score_row, args=(directory, i), timeout=timeout) for i in range(len(_rows))]
-        for i, future in enumerate(futures):
-            failure = _failure(future, timeout)
-            if failure is not None:
-                _write_result(directory, i, failure)
+    A worker ends with its row: one that served the next row too could end in the middle of it.
+    """
+    os.setsid()  # the pool and its workers are killed as a group
+    waiting = deque(range(len(_rows)))
+    running: dict[int, tuple[int, float]] = {}  # process id: row, start
+    while waiting or running:
+        while waiting and len(running) < processes:
+            i = waiting.popleft()
+            running[_fork(_score_row, directory, i)] = i, time.monotonic()
+        for worker, (i, start) in list(running.items()):
+            exceeded = timeout is not None and time.monotonic() - start > timeout
+            if exceeded:
+                os.kill(worker, signal.SIGKILL)
+            ended, status = os.waitpid(worker, 0 if exceeded else os.WNOHANG)
+            if not ended:
+                continue
+            del running[worker]
+            if not Path(directory, str(i)).is_file():
+                _write_result(directory, i, _failure(timeout if exceeded else None, status))
+        time.sleep(0.002)
 
 
-def _failure(future: Future[None], timeout: float | None) -> RowResult | None:
-    from pebble import ProcessExpired
+def _failure(exceeded: float | None, status: int) -> RowResult:
+    """Return the result of a worker that ended without one.
 
-    try:
-        return future.result()
-    except FutureTimeoutError:
-        return RowResult(None, f"took longer than {timeout} seconds and was killed", timeout or math.nan)
-    except ProcessExpired as error:
-        code = error.exitcode
-        ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return RowResult(None, f"ended its process ({ending})", math.nan)
-    except Exception as error:
-        return RowResult(None, f"failed: {type(error).__name__}: {error}", math.nan)
+    Args:
+        exceeded: time limit at which it was killed, if it was.
+        status: its status as ``os.waitpid`` returns it.
+    """
+    if exceeded is not None:
+        return RowResult(None, f"took longer than {exceeded} seconds and was killed", exceeded)
+    code = os.waitstatus_to_exitcode(status)
+    ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    return RowResult(None, f"ended its process ({ending})", math.nan)
 
 
 def _write_result(directory: str, i: int, result: RowResult) -> None:
@@ -283,6 +298,9 @@ def _write_result(directory: str, i: int, result: RowResult) -> None:
 
 def _score_row(directory: str, i: int) -> None:
     """Call the reward function on one completion, in a worker."""
+    import torch
+
+    torch.set_num_threads(1)  # torch's thread pool does not survive a fork
     columns: dict[str, Any] = {}
     metrics: list[tuple[str, float]] = []
     start = time.monotonic()
@@ -305,7 +323,7 @@ def _score_row(directory: str, i: int) -> None:
         if len(output) != 1:
             raise ValueError(f"it returned {len(output)} rewards for one completion")
         (value,) = output
-    except Exception as error:
+    except BaseException as error:  # SystemExit too
         failure = f"raised {type(error).__name__}: {error}"
     _write_result(directory, i, RowResult(value, failure, time.monotonic() - start, columns, metrics))
 
