@@ -20,7 +20,7 @@ from groupwise.compat.transformers import trainer_state_name
 from groupwise.config.arguments import TRL_METHODS, check_arguments, check_methods
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import corrects_for_sampler, sampler_settings, truncated_logprob_bound
-from groupwise.config.step_settings import StepSettings
+from groupwise.config.step_settings import StepSettings, resume_settings, warn_of_changes_on_resume
 from groupwise.config.trainer_attributes import TrainerAttributes
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean
@@ -621,9 +621,13 @@ class GRPOTrainer(
         if directory is None:
             return
         state = checkpointing.load_state(directory, self.args.process_index, self.args.world_size)
-        checkpointing.warn_if_prompt_order_changed(state["order"], self.settings, self.train_dataset)
+        saved = state["settings"]
+        warn_of_changes_on_resume(saved, self.settings, self.train_dataset)
+        self.resumed_optimizer = state["optimizer"]
         self.step_state.load_state_dict(state)
-        self._check_leftover_groups(state["order"]["num_generations"], state.get("reward_func_names"))
+        if saved["entropy_coef"] != self.settings.entropy_coef:
+            self.entropy_control = replace(self.entropy_control, coef=self.settings.entropy_coef)
+        self._check_leftover_groups(saved["num_generations"], state.get("reward_func_names"))
         if not self.buffer.is_empty:
             self.settings = self.step_settings.hold(state.get("sampler", {}))
             self._apply_settings()
@@ -666,7 +670,8 @@ class GRPOTrainer(
 
     def save_rollout_state(self, directory: str) -> None:
         state = self.step_state.state_dict()
-        state["order"] = checkpointing.prompt_order_settings(self.settings, self.train_dataset)
+        state["settings"] = resume_settings(self.settings, self.train_dataset)
+        state["optimizer"] = self.optimizer_classes()
         state["sampler"] = sampler_settings(self.settings)
         state["reward_func_names"] = list(self.reward_func_names)
         checkpointing.save_state(directory, self.args.process_index, self.args.world_size, state)

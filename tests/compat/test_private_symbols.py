@@ -100,6 +100,7 @@ TRAINER_HOOKS = {
     "_push_from_checkpoint": ["self", "checkpoint_folder"],
     "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
     "_load_best_model": ["self"],
+    "_load_optimizer_and_scheduler": ["self", "checkpoint"],
     "_load_rng_state": ["self", "checkpoint"],
 }
 

@@ -1,4 +1,4 @@
-"""Settings and rewards that scripts and callbacks change between two optimizer steps."""
+"""Settings and rewards that change between two optimizer steps, or when a run resumes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.resume_runs import make_trainer
 from support.runs import count_reward, policy, prompts, tokenizer, trainer
 from transformers import GenerationConfig, LlamaConfig, LlamaForSequenceClassification, TrainerCallback
 
@@ -323,3 +324,78 @@ def test_a_fixed_setting_changed_through_the_configuration_is_reported_and_not_u
         caplog.text.count("args.num_generations=2 has no effect: it is read when the trainer is built") == 1
     )
     assert logged(run, "frac_reward_zero_std")[1] in (0.0, 1.0)  # one group of four, not two of two
+
+
+# A run that resumes with other settings.
+
+RUN = {"max_steps": 4, "save_steps": 2, "entropy_coef": 0.25, "learning_rate": 0.01}
+PLATEAU = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 2}
+
+
+class Groups(TrainerCallback):
+    """Keeps settings of the optimizer, and the gradient norm after clipping, of every step."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[Any, ...]] = []
+
+    def on_pre_optimizer_step(self, args, state, control, optimizer, model, **_):
+        (group, _), norms = optimizer.param_groups, [p.grad.norm() for p in model.parameters()]
+        norm = torch.stack(norms).norm().item()
+        self.steps.append((group["lr"], group["betas"], group["eps"], group["weight_decay"], norm))
+
+
+def resumed(directory, **changes: Any) -> tuple[GRPOTrainer, list[tuple[Any, ...]]]:
+    run, groups = make_trainer(directory, **{**RUN, "save_strategy": "no", **changes}), Groups()
+    run.add_callback(groups)
+    run.train(resume_from_checkpoint=str(directory / "checkpoint-2"))
+    return run, groups.steps
+
+
+def test_a_resumed_run_says_which_changed_settings_act(tmp_path, caplog):
+    make_trainer(tmp_path, **RUN).train()
+    resumed(tmp_path, max_grad_norm=1e-3)
+    assert "resumed with" not in caplog.text  # it acts at once
+    run, steps = resumed(
+        tmp_path,
+        learning_rate=0.1,
+        weight_decay=0.5,
+        adam_beta1=0.5,
+        adam_epsilon=1e-3,
+        optim="adamw_torch",
+        lr_scheduler_type="constant",
+        max_steps=5,
+        logging_steps=2,
+        max_grad_norm=1e-3,
+        entropy_coef=0.5,
+    )
+    # linear to 0 in four steps: 0.005 was saved for the third; constant at the initial 0.01 after it
+    assert [lr for lr, *_ in steps] == [0.005, 0.01, 0.01]
+    assert {tuple(kept) for _, *kept, _ in steps} == {((0.9, 0.999), 1e-8, 0.0)}
+    assert run.optimizer.param_groups[0]["fused"]
+    assert max(norm for *_, norm in steps) < 1.01e-3
+    assert [line["step"] for line in run.state.log_history if "loss" in line] == [1, 2, 3, 4, 5]
+    assert logged(run, "entropy_coef") == [0.25, 0.25, 0.5, 0.5, 0.5]
+    for words in (
+        "resumed with learning_rate=0.1 (was 0.01), ",
+        "optim=adamw_torch (was adamw_torch_fused), weight_decay=0.5 (was 0.0), adam_beta1=0.5 (was 0.9), "
+        "adam_epsilon=0.001 (was 1e-08), which has no effect",
+        "resumed with max_steps=5 (was 4), lr_scheduler_type=constant (was linear), which changes the "
+        "learning rates from the second step on",
+        "resumed with logging_steps=2 (was 1), which has no effect",
+    ):
+        assert words in caplog.text
+    assert caplog.text.count("resumed with") == 3
+    with pytest.raises(
+        ConfigError, match=r"state of torch\.AdamW .* torch\.SGD and torch.LambdaLR cannot load"
+    ):
+        resumed(tmp_path, optim="sgd")
+
+
+def test_a_schedule_with_a_state_is_neither_changed_nor_replaced_on_resume(tmp_path, caplog):
+    make_trainer(tmp_path, **RUN, **PLATEAU, lr_scheduler_kwargs={"factor": 0.5}).train()
+    run, _ = resumed(tmp_path, **PLATEAU, lr_scheduler_kwargs={"factor": 0.25}, max_steps=3)
+    assert run.lr_scheduler.factor == 0.5
+    assert "lr_scheduler_kwargs={'factor': 0.25} (was {'factor': 0.5}), which has no effect" in caplog.text
+    assert "max_steps" not in caplog.text  # the schedule does not depend on it
+    with pytest.raises(ConfigError, match=r"torch\.ReduceLROnPlateau, which .* torch\.LambdaLR cannot load"):
+        resumed(tmp_path, lr_scheduler_type="linear")

@@ -36,7 +36,13 @@ from groupwise.config.resolution import (
     resolve_precision,
     resolve_sampling,
 )
-from groupwise.config.settings import Setting, with_settings
+from groupwise.config.settings import (
+    OPTIMIZER_STATE,
+    PROMPT_ORDER,
+    TRAINER_STATE,
+    Setting,
+    with_settings,
+)
 from groupwise.config.trl import TRL_DEFAULTS
 from groupwise.config.validation import check
 from groupwise.core.advantages import ADVANTAGES, AGGREGATIONS
@@ -71,9 +77,11 @@ class GRPOConfig(TrainingArguments):
 
     # Changed defaults of TrainingArguments
     learning_rate: Annotated[float, Setting(
-        "Initial learning rate.", ge=0, example=-1e-6, card="always", changes="run")] = 1e-6
+        "Initial learning rate.", ge=0, example=-1e-6, card="always", changes="run",
+        on_resume=OPTIMIZER_STATE)] = 1e-6
     logging_steps: Annotated[float, Setting(
-        "Optimizer steps between logs; a value below 1 is a fraction of all steps.")] = 10
+        "Optimizer steps between logs; a value below 1 is a fraction of all steps.",
+        on_resume=TRAINER_STATE)] = 10
     gradient_checkpointing: Annotated[bool, Setting(
         "Recompute activations in the backward pass to save memory.", card="if_changed")] = True
     remove_unused_columns: Annotated[bool, Setting(
@@ -98,7 +106,8 @@ class GRPOConfig(TrainingArguments):
 
     # Batches
     num_generations: Annotated[int, Setting(
-        "Completions per prompt (G); divides generation_batch_size.", ge=2, example=1, card="always")] = 8
+        "Completions per prompt (G); divides generation_batch_size.", ge=2, example=1, card="always",
+        on_resume=PROMPT_ORDER)] = 8
     num_generations_eval: Annotated[int | None, Setting(
         "Completions per prompt in evaluation. None: num_generations.", ge=1, example=0,
         changes="step")] = None
@@ -110,14 +119,15 @@ class GRPOConfig(TrainingArguments):
     pad_to_multiple_of: Annotated[int | str | None, Setting(
         "Pad prompts and completions to a multiple of this length. auto: 128 on Neuron, off elsewhere.",
         ge=1, choices=("auto",), example=0)] = None
-    shuffle_dataset: Annotated[bool, Setting("Shuffle the training prompts.", card="if_changed")] = True
+    shuffle_dataset: Annotated[bool, Setting(
+        "Shuffle the training prompts.", card="if_changed", on_resume=PROMPT_ORDER)] = True
     generation_batch_size: Annotated[int | None, Setting(
         "Completions generated at a time by all processes. Set this or steps_per_generation.",
-        ge=1, example=-8, card="always")] = None
+        ge=1, example=-8, card="always", on_resume=PROMPT_ORDER)] = None
     steps_per_generation: Annotated[int | None, Setting(
         "Micro-batches per generation batch: per_device_train_batch_size x processes x this many "
         "completions. None: gradient_accumulation_steps.",
-        ge=1, example=0)] = None
+        ge=1, example=0, on_resume=PROMPT_ORDER)] = None
 
     # Generation
     temperature: Annotated[float, Setting(
@@ -224,7 +234,7 @@ class GRPOConfig(TrainingArguments):
         no_effect_unless=KL, card="if_changed", changes="step")] = False
     num_iterations: Annotated[int, Setting(
         "Optimization epochs over each generation batch (mu).", ge=1, example=0, card="always",
-        changes="generation")] = 1
+        changes="generation", on_resume=PROMPT_ORDER)] = 1
     epsilon: Annotated[float, Setting(
         "Clip range of the ratio below 1, and above 1 unless epsilon_high is set.",
         ge=0, example=-0.2, card="always", changes="step")] = 0.2
@@ -354,7 +364,8 @@ class GRPOConfig(TrainingArguments):
     skip_zero_advantage: Annotated[bool, Setting(
         "Skip rows that cannot contribute to the gradient.", card="if_changed", changes="generation")] = True
     dynamic_sampling: Annotated[bool, Setting(
-        "Resample groups whose rewards do not vary (DAPO).", card="if_changed")] = False
+        "Resample groups whose rewards do not vary (DAPO).", card="if_changed",
+        on_resume=PROMPT_ORDER)] = False
     dynamic_sampling_max_rounds: Annotated[int, Setting(
         "Maximum number of generation rounds per batch.",
         ge=1, example=0, no_effect_unless=on("dynamic_sampling"), card="if_changed")] = 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from groupwise.config.settings import Setting
+from groupwise.config.settings import OPTIMIZER_STATE, PROMPT_ORDER, SCHEDULE, TRAINER_STATE, Setting
 
 _NO_PREDICTIONS: Final = "an evaluation returns metrics, and no predictions"
 _SCRIPT: Final = "For the script: the trainer does not read it."
@@ -16,9 +16,14 @@ _EVAL_LOADER: Final = "Of the evaluation loader; training rows have one loader p
 INHERITED: Final[dict[str, Setting]] = {
     # Output and length of the run
     "output_dir": Setting("Directory of checkpoints, logged completions and the model card."),
-    "num_train_epochs": Setting("Passes over the training prompts.", card="always", changes="run"),
+    "num_train_epochs": Setting(
+        "Passes over the training prompts.", card="always", changes="run", on_resume=SCHEDULE
+    ),
     "max_steps": Setting(
-        "Optimizer steps; overrides num_train_epochs if positive.", card="if_changed", changes="run"
+        "Optimizer steps; overrides num_train_epochs if positive.",
+        card="if_changed",
+        changes="run",
+        on_resume=SCHEDULE,
     ),
     "per_device_train_batch_size": Setting(
         "Completions per device and micro-batch.", ge=1, example=0, card="always"
@@ -33,18 +38,31 @@ INHERITED: Final[dict[str, Setting]] = {
         "is split in any case",
     ),
     # Optimizer
-    "lr_scheduler_type": Setting("Learning rate schedule.", card="always", changes="run"),
-    "lr_scheduler_kwargs": Setting("Arguments of the learning rate schedule.", changes="run"),
-    "warmup_steps": Setting(
-        "Warmup steps, or their share of all steps if below 1.", card="if_changed", changes="run"
+    "lr_scheduler_type": Setting("Learning rate schedule.", card="always", changes="run", on_resume=SCHEDULE),
+    "lr_scheduler_kwargs": Setting(
+        "Arguments of the learning rate schedule.", changes="run", on_resume=SCHEDULE
     ),
-    "optim": Setting("Optimizer.", card="always", changes="run"),
-    "optim_args": Setting("Arguments of the optimizer.", changes="run"),
-    "optim_target_modules": Setting("Modules of GaLore and APOLLO optimizers.", changes="run"),
-    "weight_decay": Setting("Weight decay.", card="if_changed", changes="run"),
-    "adam_beta1": Setting("First momentum coefficient of Adam.", card="if_changed", changes="run"),
-    "adam_beta2": Setting("Second momentum coefficient of Adam.", card="if_changed", changes="run"),
-    "adam_epsilon": Setting("Numerical stability term of Adam.", card="if_changed", changes="run"),
+    "warmup_steps": Setting(
+        "Warmup steps, or their share of all steps if below 1.",
+        card="if_changed",
+        changes="run",
+        on_resume=SCHEDULE,
+    ),
+    "optim": Setting("Optimizer.", card="always", changes="run", on_resume=OPTIMIZER_STATE),
+    "optim_args": Setting("Arguments of the optimizer.", changes="run", on_resume=OPTIMIZER_STATE),
+    "optim_target_modules": Setting(
+        "Modules of GaLore and APOLLO optimizers.", changes="run", on_resume=OPTIMIZER_STATE
+    ),
+    "weight_decay": Setting("Weight decay.", card="if_changed", changes="run", on_resume=OPTIMIZER_STATE),
+    "adam_beta1": Setting(
+        "First momentum coefficient of Adam.", card="if_changed", changes="run", on_resume=OPTIMIZER_STATE
+    ),
+    "adam_beta2": Setting(
+        "Second momentum coefficient of Adam.", card="if_changed", changes="run", on_resume=OPTIMIZER_STATE
+    ),
+    "adam_epsilon": Setting(
+        "Numerical stability term of Adam.", card="if_changed", changes="run", on_resume=OPTIMIZER_STATE
+    ),
     "max_grad_norm": Setting("Largest gradient norm; 0: no clipping.", card="if_changed"),
     "average_tokens_across_devices": Setting(
         "No effect.", ignored="token weights are always counted over all processes"
@@ -87,7 +105,9 @@ INHERITED: Final[dict[str, Setting]] = {
     "trackio_static_space_id": Setting(_TRACKIO),
     # Evaluation
     "eval_strategy": Setting("When to evaluate: steps, epoch or no."),
-    "eval_steps": Setting("Optimizer steps between evaluations; None: logging_steps."),
+    "eval_steps": Setting(
+        "Optimizer steps between evaluations; None: logging_steps.", on_resume=TRAINER_STATE
+    ),
     "eval_delay": Setting("Steps or epochs before the first evaluation."),
     "eval_on_start": Setting("Evaluate before training."),
     "per_device_eval_batch_size": Setting("Completions per device in evaluation.", ge=1, example=0),
@@ -100,13 +120,17 @@ INHERITED: Final[dict[str, Setting]] = {
     "label_names": Setting("No effect.", ignored=_NO_PREDICTIONS),
     # Checkpoints and the Hub
     "save_strategy": Setting("When to save: steps, epoch, best or no."),
-    "save_steps": Setting("Optimizer steps between checkpoints."),
+    "save_steps": Setting("Optimizer steps between checkpoints.", on_resume=TRAINER_STATE),
     "save_total_limit": Setting("Number of checkpoints that are kept."),
     "save_only_model": Setting("Save weights alone; such a checkpoint cannot be resumed from."),
     "save_on_each_node": Setting("Save on every node, not only on the first."),
     "enable_jit_checkpoint": Setting("Save a checkpoint when the process receives SIGTERM."),
     "load_best_model_at_end": Setting("Load the best checkpoint when training ends."),
-    "metric_for_best_model": Setting("Metric of the best checkpoint."),
+    "metric_for_best_model": Setting(
+        "Metric of the best checkpoint.",
+        on_resume="which is compared with the best value of the former metric, in the trainer_state.json "
+        "of the checkpoint",
+    ),
     "greater_is_better": Setting("Direction of metric_for_best_model."),
     "ignore_data_skip": Setting("Resume at the beginning of the epoch's prompts."),
     "restore_callback_states_from_checkpoint": Setting("Restore the state of callbacks on resume."),
@@ -119,9 +143,12 @@ INHERITED: Final[dict[str, Setting]] = {
     "hub_revision": Setting("Branch that is uploaded to."),
     # Data
     "seed": Setting(
-        "Seed of sampling, of the order of prompts and of dropout.", card="always", changes="run"
+        "Seed of sampling, of the order of prompts and of dropout.",
+        card="always",
+        changes="run",
+        on_resume=PROMPT_ORDER,
     ),
-    "data_seed": Setting("Seed of the order of prompts; None: seed.", changes="run"),
+    "data_seed": Setting("Seed of the order of prompts; None: seed.", changes="run", on_resume=PROMPT_ORDER),
     "full_determinism": Setting("Deterministic algorithms, which are slower."),
     "dataloader_num_workers": Setting("Processes that read rows ahead."),
     "dataloader_drop_last": Setting(

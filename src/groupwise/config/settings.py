@@ -8,7 +8,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 from groupwise.errors import nearest_name
 
@@ -28,6 +28,22 @@ class Condition:
 
     text: str
     holds: Callable[[GRPOConfig], bool]
+
+
+#: Consequences of changes on resume; ``on_resume`` of several settings.
+PROMPT_ORDER: Final = (
+    "which changes the order of prompts: some prompts of this epoch may be repeated or skipped; the "
+    "generation batch of the checkpoint is finished first"
+)
+OPTIMIZER_STATE: Final = (
+    "which has no effect: optimizer and schedule continue with their state and the values of the checkpoint; "
+    "for other values, start a new run with the checkpoint as its model"
+)
+SCHEDULE: Final = (
+    "which changes the learning rates from the second step on: they follow the changed schedule with the "
+    "initial learning rate of the checkpoint; the first step has the learning rate that was saved"
+)
+TRAINER_STATE: Final = "which has no effect: the value in trainer_state.json of the checkpoint acts"
 
 
 @dataclass(frozen=True)
@@ -50,6 +66,7 @@ class Setting:
         paths, credentials or free text are never listed.
     changes: when a change takes effect: at the next optimizer step, at the first step that begins with a new
         generation, or with the next run; None: the setting is read when the trainer is built.
+    on_resume: consequence of a value that differs from that of the checkpoint; the resumed run warns with it.
     optional_value: the flag alone means True; ``HfArgumentParser`` does this only if the default is a bool.
     types: accepted types; filled in from the annotation, empty if the type is not checked.
     """
@@ -67,6 +84,7 @@ class Setting:
     renamed_to: str | None = None
     card: Literal["always", "if_changed"] | None = None
     changes: Literal["step", "generation", "run"] | None = None
+    on_resume: str = ""
     optional_value: bool = False
     types: frozenset[type] = frozenset()
 

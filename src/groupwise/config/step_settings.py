@@ -1,16 +1,17 @@
-"""Settings of the current optimizer step, which scripts and callbacks may change during a run."""
+"""Settings of the current optimizer step, which may change during a run and when a run resumes."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainingArguments
 
 from groupwise.config.resolution import resolve_defaults
 from groupwise.config.sampling import SAMPLING_FIELDS, sampler_settings
+from groupwise.config.settings import OPTIMIZER_STATE, PROMPT_ORDER, SCHEDULE
 from groupwise.config.validation import check_changes
 from groupwise.errors import ConfigError, warn_once
 
@@ -165,3 +166,32 @@ def _copy(config: GRPOConfig, values: dict[str, Any]) -> GRPOConfig:
     vars(made).update(vars(config))
     vars(made).update({name: _plain(value) for name, value in values.items()})
     return made
+
+
+#: Schedules whose arguments are in their saved state; the others are functions of the step.
+_STATEFUL_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
+
+
+def resume_settings(config: GRPOConfig, train_dataset: object) -> dict[str, Any]:
+    """Return the settings that a checkpoint keeps to name changes on resume, and the number of rows."""
+    names = [name for name, setting in config.SETTINGS.items() if setting.on_resume]
+    values = {name: getattr(config, name) for name in [*names, "entropy_coef"]}
+    if config.max_steps > 0:
+        values["num_train_epochs"] = None  # not read
+    values["rows of train_dataset"] = len(train_dataset) if isinstance(train_dataset, Sized) else None
+    return {name: getattr(value, "value", value) for name, value in values.items()}  # enums as their text
+
+
+def warn_of_changes_on_resume(saved: Mapping[str, Any], config: GRPOConfig, train_dataset: object) -> None:
+    """Log a warning per consequence of changes since ``saved``, the settings of a checkpoint."""
+    now = resume_settings(config, train_dataset)
+    changes: dict[str, list[str]] = {}
+    for name in [name for name, value in saved.items() if now.get(name) != value]:
+        setting = config.SETTINGS.get(name)
+        consequence = setting.on_resume if setting else PROMPT_ORDER
+        if consequence == SCHEDULE and now["lr_scheduler_type"] in _STATEFUL_SCHEDULES:
+            consequence = OPTIMIZER_STATE if name == "lr_scheduler_kwargs" else ""
+        changes.setdefault(consequence, []).append(f"{name}={now.get(name)} (was {saved[name]})")
+    for consequence, changed in changes.items():
+        if consequence:
+            logger.warning("resumed with %s, %s", ", ".join(changed), consequence)

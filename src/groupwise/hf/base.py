@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, gather_object
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -74,6 +75,7 @@ class BaseTrainer(Trainer):
     ``_push_from_checkpoint``             5.2    upload after the checkpoint is renamed
     ``_load_from_checkpoint``             5.2    weights that ``save_pretrained`` renamed are converted back
     ``_load_best_model``                  5.2    the same
+    ``_load_optimizer_and_scheduler``     5.2    states of other classes are refused
     ``_load_rng_state``                   5.2    restored before, not after the first generation
     ====================================  =====  ===============================================
     """
@@ -115,6 +117,7 @@ class BaseTrainer(Trainer):
             allow_unused_vision_tower(self.accelerator, args)
         compat_transformers.mark_loss_as_scaled(self)  # token weights add up over the accumulation window
         self.pending_rng_checkpoint: str | None = None
+        self.resumed_optimizer: list[str] = []  # optimizer_classes() of the checkpoint
         self.rng = RngState()
         self.checkpoint_writer = CheckpointWriter(self.accelerator)
         self.splitter: OutOfMemorySplitter[MicroBatch] = OutOfMemorySplitter(
@@ -482,6 +485,29 @@ class BaseTrainer(Trainer):
             return False
         checkpointing.load_converted(directory, model)
         return True
+
+    def optimizer_classes(self) -> list[str]:
+        """Return package and class of optimizer and scheduler; other classes cannot load their states."""
+        optimizer = self.optimizer
+        if isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = optimizer.optimizer
+        parts = (optimizer, self.lr_scheduler)
+        return [f"{type(part).__module__.split('.')[0]}.{type(part).__qualname__}" for part in parts]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load the states of optimizer and scheduler.
+
+        Raises:
+            ConfigError: they were saved by other classes; the first optimizer step would fail.
+        """
+        now = self.optimizer_classes()
+        if checkpoint is not None and now != self.resumed_optimizer:
+            raise ConfigError(
+                f"checkpoint {checkpoint!r} has the state of {' and '.join(self.resumed_optimizer)}, which "
+                f"{' and '.join(now)} cannot load; resume with the optim and lr_scheduler_type of the "
+                "checkpoint, or start a new run with the checkpoint as its model"
+            )
+        super()._load_optimizer_and_scheduler(checkpoint)
 
     def restore_pending_rng(self) -> None:
         """Restore the RNG state of the checkpoint that the run resumes from, once.

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -331,33 +331,6 @@ def _wrong_world_size(directory: str, saved: int, now: int) -> ConfigError:
         f"checkpoint {directory!r} was written by {saved} processes and cannot be resumed with {now}: every "
         f"rank saves its part of the generated batch; start {saved} processes"
     )
-
-
-_ORDER_SETTINGS = (
-    *("num_generations", "generation_batch_size", "steps_per_generation", "num_iterations"),
-    *("shuffle_dataset", "seed", "data_seed", "dynamic_sampling"),
-)
-
-
-def prompt_order_settings(config: GRPOConfig, train_dataset: object) -> dict[str, Any]:
-    """Return the settings that determine the order of prompts, and the number of training rows.
-
-    A resumed run warns if any of them changed, because prompts would be skipped or repeated.
-    """
-    rows = len(train_dataset) if isinstance(train_dataset, Sized) else None
-    return {**{name: getattr(config, name) for name in _ORDER_SETTINGS}, "rows of train_dataset": rows}
-
-
-def warn_if_prompt_order_changed(saved: dict[str, Any], config: GRPOConfig, train_dataset: object) -> None:
-    """Compare ``prompt_order_settings`` of a checkpoint with those of the resumed run."""
-    now = prompt_order_settings(config, train_dataset)
-    changed = [f"{name}={now[name]} (was {value})" for name, value in saved.items() if now[name] != value]
-    if changed:
-        logger.warning(
-            "resumed with %s, which changes the order of prompts: some prompts of this epoch may be repeated "
-            "or skipped; the generation batch of the checkpoint is finished first",
-            ", ".join(changed),
-        )
 
 
 def save_reference(directory: str, model: nn.Module) -> None:
