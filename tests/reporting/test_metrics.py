@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
+import groupwise
 from groupwise.core.metrics import Mean, Sum
 from groupwise.reporting.metrics import MetricBuffer
 
@@ -67,6 +70,18 @@ def test_two_reductions_of_one_name_are_refused():
     with pytest.raises(ValueError, match=r"record_metric\('x'.*metric 'x' is both Mean and Sum"):
         buffer.record_metric("x", 1.0, "sum")
     assert buffer.drain(alone)[0] == {"x": 1.0}
+
+
+def test_a_metric_of_the_trainer_is_refused():
+    """Of every name that a reduction is recorded under anywhere in the library."""
+    source = "".join(path.read_text() for path in Path(groupwise.__file__).parent.rglob("*.py"))
+    found = re.findall(r'f?"([\w/{}]+)"\]?(?:: | = )(?:Mean|Sum|Min|Max|masked_mean)\(', source)
+    names = {re.sub(r"{\w+}", "length", name) for name in found}
+    assert {"num_tokens", "kl", "rewards/length/mean", "time/reward/length"} <= names and len(names) > 40
+    for name in [*names - {"time/length", "length/mean", "length/min", "length/max"}, "grad_norm", "pass@4"]:
+        with pytest.raises(ValueError, match=rf"the trainer logs '{name}' itself; .* 'custom/{name}'"):
+            MetricBuffer().record_metric(name, 1.0)
+        MetricBuffer().record_metric(f"custom/{name}", 1.0)
 
 
 def test_the_state_survives_a_checkpoint():

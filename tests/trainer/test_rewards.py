@@ -6,6 +6,7 @@ import asyncio
 import copy
 import functools
 import math
+import re
 import time
 
 import numpy as np
@@ -215,6 +216,32 @@ def test_logged_columns_and_metrics_arrive(tmp_path):
 
     (table,) = (tmp_path / "completions").glob("*.parquet")
     assert "length" in pandas.read_parquet(table).columns
+
+
+def test_every_name_in_the_log_is_refused_as_the_name_of_a_metric(tmp_path):
+    def reward(completion_ids, log_metric, **_):
+        log_metric("custom/reward", 7.0)
+        return [float(sum(ids) % 5) for ids in completion_ids]
+
+    options = {"beta": 0.1, "entropy_coef": 0.1, "eval_pass_at_k": [1, 2], "dynamic_sampling": True}
+    run = trainer(tmp_path, [reward, count_reward], max_steps=2, eval_dataset=prompts(2), **options)
+    run.evaluate()
+    run.train()
+    run.evaluate()
+    names = {name.removeprefix("eval_") for line in run.state.log_history for name in line}
+    assert {"custom/reward", "pass@2", "pass@2_gain", "train_loss", "learning_rate", "runtime"} <= names
+    for name in names - {"custom/reward"}:
+        with pytest.raises(ValueError, match=re.escape(f"record_metric({name!r}, ...): the trainer logs")):
+            run.record_metric(name, 1.0)
+
+    def overwriting(completions, log_metric, **_):
+        log_metric("num_tokens", 1.0)
+        return [0.0] * len(completions)
+
+    with pytest.raises(
+        RewardError, match=r"'overwriting' .* log_metric\('num_tokens', ...\): the trainer logs"
+    ):
+        first_batch(trainer(tmp_path, overwriting))
 
 
 @pytest.mark.parametrize("values", [[1, 2, 3], [1, 2, 3, 4, 5], []], ids=len)

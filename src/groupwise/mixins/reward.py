@@ -19,6 +19,7 @@ from groupwise.core.advantages import GroupRewards, nan_std, total_rewards, with
 from groupwise.core.metrics import Mean, Metrics, Sum, merge_metrics
 from groupwise.errors import RewardError
 from groupwise.records import RewardBatch, RolloutBatch
+from groupwise.reporting.metrics import check_metric_name
 from groupwise.rewards.runtime.calling import Reward, call_rewards
 from groupwise.rewards.runtime.partial import PartialReward
 
@@ -66,6 +67,7 @@ class RewardMixin:
             columns[str(column)] = values
 
         def log_metric(name: str, value: float) -> None:
+            check_metric_name(str(name), "log_metric")
             logged.append({str(name): Mean(float(value))})
 
         calls = call_rewards(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, TypedDict
@@ -26,6 +27,22 @@ from groupwise.reporting.timing import StepTimer
 
 #: Metrics that are summed over the whole run instead of since the last log.
 RUNNING_TOTALS = frozenset({"num_tokens"})
+
+#: Names that the trainer, ``Trainer`` and evaluations log.
+_TRAINER_METRICS = re.compile(
+    r"loss|grad_norm|learning_rate|epoch|step|total_flos|num_input_tokens_seen|model_preparation_time"
+    r"|train_loss|(train_)?(runtime|samples_per_second|steps_per_second)"
+    r"|reward|reward_std|frac_reward_zero_std|rewards/.+/(mean|std|errors)"
+    r"|(rewards/.+/)?(pass|maj|avg)@\d+(_gain)?(_ci95|_low|_high)?"
+    r"|completions/(mean|min|max)_(terminated_)?length|completions/clipped_ratio|num_tokens"
+    r"|time/(generate|reward|reward/.+|sync|logprobs|train|idle)|step_time|tokens_per_second|mfu"
+    r"|entropy|entropy_coef|kl|policy_loss|aux_loss|cispo_clip_ratio|vespo/phi_seq_mean"
+    r"|clip_ratio/(low_mean|low_min|high_mean|high_max|region_mean)"
+    r"|sampling/(logprob_mismatch|(sampling_logp_difference|truncated_mass|importance_sampling_ratio)/.+)"
+    r"|tools/(call|failure|fork)_frequency|rollouts/(retry_frequency|dropped_share|dropped_groups)"
+    r"|dynamic_sampling/(rounds|unfilled_share|carried|discarded_share)"
+    r"|skipped_share|padding_share|staleness(/max)?"
+)
 
 #: Reductions of ``record_metric``.
 REDUCTIONS: dict[str, Callable[[float], Reduction]] = {"mean": Mean, "sum": Sum, "min": Min, "max": Max}
@@ -79,9 +96,10 @@ class MetricBuffer:
             reduction: combines the values of all steps and ranks since the last log.
 
         Raises:
-            ValueError: the value is not a finite number, the reduction is unknown, or ``name`` was recorded
-                with another reduction since the last log.
+            ValueError: the trainer logs ``name`` itself, the value is not a finite number, the reduction is
+                unknown, or ``name`` was recorded with another reduction since the last log.
         """
+        check_metric_name(name, "record_metric")
         if reduction not in REDUCTIONS:
             raise ValueError(
                 f"record_metric({name!r}, ...): reduction={reduction!r} is unknown; allowed: "
@@ -121,6 +139,22 @@ class MetricBuffer:
     def load_state_dict(self, state: BufferState) -> None:
         self.metrics = attach_metrics(state["metrics"])
         self.rows = list(state["rows"])
+
+
+def check_metric_name(name: str, function: str) -> None:
+    """Refuse a metric of the user under a name of the trainer: the two would be mixed.
+
+    Args:
+        function: the user's call, for the message.
+
+    Raises:
+        ValueError: the trainer logs ``name`` itself.
+    """
+    if _TRAINER_METRICS.fullmatch(name):
+        raise ValueError(
+            f"{function}({name!r}, ...): the trainer logs {name!r} itself; choose another name; those that "
+            f"begin with 'custom/' are never the trainer's, such as 'custom/{name}'"
+        )
 
 
 def _as_number(value: object) -> float | None:
