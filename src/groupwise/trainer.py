@@ -744,7 +744,7 @@ class GRPOTrainer(
         Every rank should record the same names. During an evaluation it becomes ``eval_<name>``.
 
         Raises:
-            ValueError: ``name`` is a metric of the trainer, the value is no finite number, or the reduction is
+            ValueError: ``name`` is a metric of the trainer, the value is not finite, or the reduction is
                 unknown.
         """
         self.metrics[self._mode].record_metric(name, value, reduction)

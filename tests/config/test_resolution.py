@@ -263,16 +263,44 @@ def test_pickle_save_and_copy(build, tmp_path):
         assert other.to_dict() == config.to_dict()
 
 
-def test_replace(build):
-    config = build(gradient_accumulation_steps=2)
-    replaced = dataclasses.replace(config, beta=0.1)
-    assert (replaced.beta, replaced.generation_batch_size, replaced.steps_per_generation) == (0.1, 16, 2)
-    resized = dataclasses.replace(config, steps_per_generation=4, generation_batch_size=None)
-    assert resized.generation_batch_size == 32
-    with pytest.raises(
-        ConfigError, match="generation_batch_size=16 and steps_per_generation=4 are both given"
-    ):
-        dataclasses.replace(config, steps_per_generation=4)
+DERIVED = ("steps_per_generation", "generation_batch_size", "num_generations_eval", "epsilon_high")
+
+
+def derived(config):
+    return tuple(getattr(config, name) for name in DERIVED)
+
+
+def copies(config):
+    yield config
+    yield GRPOConfig(**config.to_dict())
+    yield from (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config)))
+    yield dataclasses.replace(config, beta=0.1)
+
+
+def test_replace_derives_open_settings_again(build):
+    for config in copies(build(gradient_accumulation_steps=2)):
+        assert derived(config) == (2, 16, 8, 0.2)
+        changes = {"gradient_accumulation_steps": 4, "num_generations": 4, "epsilon": 0.1}
+        assert derived(dataclasses.replace(config, **changes)) == (4, 32, 4, 0.1)  # as a new configuration
+        assert derived(dataclasses.replace(config, generation_batch_size=32)) == (4, 32, 8, 0.2)
+        assert derived(dataclasses.replace(config, steps_per_generation=1)) == (1, 8, 8, 0.2)
+
+
+def test_replace_keeps_given_settings(build):
+    given = {"generation_batch_size": 16, "num_generations_eval": 8, "epsilon_high": 0.2}
+    for config in copies(build(gradient_accumulation_steps=2, **given)):
+        changes = {"gradient_accumulation_steps": 4, "num_generations": 4, "epsilon": 0.1}
+        assert derived(dataclasses.replace(config, **changes)) == (2, 16, 8, 0.2)
+        with pytest.raises(
+            ConfigError, match="generation_batch_size=16 and steps_per_generation=4 are both given"
+        ):
+            dataclasses.replace(config, steps_per_generation=4)
+
+
+def test_the_placeholder_of_a_token_is_no_token(build):
+    config = build(hub_token="hf_secret")
+    assert dataclasses.replace(config, beta=0.1).hub_token == "hf_secret"
+    assert GRPOConfig(**config.to_dict()).hub_token is None
 
 
 def test_repr_hides_tokens(build):

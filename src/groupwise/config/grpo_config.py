@@ -29,6 +29,7 @@ from groupwise.config.redact import masked
 from groupwise.config.resolution import (
     move_old_names,
     parse_strings,
+    reopen_derived,
     reset_ignored,
     resolve_batch_sizes,
     resolve_defaults,
@@ -64,8 +65,9 @@ class GRPOConfig(TrainingArguments):
 
     Parse it with ``HfArgumentParser`` from flags, YAML or dicts; dict and list fields also accept JSON text.
     Building a configuration resolves settings that are left open, then validates all of them at once.
-    Resolved values are kept: a copy by ``dataclasses.replace`` has the resolved ``epsilon_high`` unless that
-    is replaced too.
+    ``dataclasses.replace``, and a configuration built from ``to_dict()``, derive ``epsilon_high``,
+    ``num_generations_eval``, ``steps_per_generation`` and ``generation_batch_size`` again if they were
+    open; a resolved ``bf16`` is kept.
 
     Raises:
         ConfigError: one line per violated constraint.
@@ -401,6 +403,7 @@ class GRPOConfig(TrainingArguments):
     # fmt: on
 
     def __post_init__(self) -> None:
+        reopen_derived(self)
         parse_strings(self)
         move_old_names(self)
         resolve_precision(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -22,6 +23,26 @@ if TYPE_CHECKING:
     from groupwise.config.grpo_config import GRPOConfig
 
 logger = logging.getLogger(__name__)
+
+
+class DerivedInt(int):
+    """Value of an open field that follows from other fields; a configuration built from it derives it again.
+
+    ``dataclasses.replace`` passes all values of the old configuration to the constructor, as if given.
+    """
+
+
+class DerivedFloat(float):
+    """As :class:`DerivedInt`."""
+
+
+def reopen_derived(config: GRPOConfig) -> None:
+    """Set values that another configuration derived, and the token placeholder of ``to_dict``, to None."""
+    for field in dataclasses.fields(config):
+        if isinstance(getattr(config, field.name), DerivedInt | DerivedFloat):
+            setattr(config, field.name, None)
+    if config.hub_token == "<HUB_TOKEN>":
+        config.hub_token = None
 
 
 def parse_strings(config: GRPOConfig) -> None:
@@ -137,9 +158,9 @@ def resolve_sampling(config: GRPOConfig) -> None:
 def resolve_defaults(config: GRPOConfig) -> None:
     """Resolve settings from valid values only: an invalid value is reported once, under its own name."""
     if config.epsilon_high is None and _is_valid(config, "epsilon"):
-        config.epsilon_high = config.epsilon
+        config.epsilon_high = DerivedFloat(config.epsilon)
     if config.num_generations_eval is None and _is_valid(config, "num_generations"):
-        config.num_generations_eval = config.num_generations
+        config.num_generations_eval = DerivedInt(config.num_generations)
     if config.top_k in (None, -1):  # -1: vLLM's value for off
         config.top_k = 0
     padding = str(config.pad_to_multiple_of).lower()
@@ -157,13 +178,13 @@ def resolve_batch_sizes(config: GRPOConfig) -> None:
     if not all(_is_valid(config, name) for name in (*names, "generation_batch_size", "steps_per_generation")):
         return
     if config.steps_per_generation is None and config.generation_batch_size is None:
-        config.steps_per_generation = config.gradient_accumulation_steps
+        config.steps_per_generation = DerivedInt(config.gradient_accumulation_steps)
     micro_batch = config.per_device_train_batch_size * config.world_size
     size, steps = config.generation_batch_size, config.steps_per_generation
     if size is None and steps is not None:
-        config.generation_batch_size = micro_batch * steps
+        config.generation_batch_size = DerivedInt(micro_batch * steps)
     elif size is not None and steps is None and size % micro_batch == 0:
-        config.steps_per_generation = size // micro_batch
+        config.steps_per_generation = DerivedInt(size // micro_batch)
 
 
 def resolve_liger(config: GRPOConfig) -> None:

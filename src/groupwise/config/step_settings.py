@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainingArguments
 
-from groupwise.config.resolution import resolve_defaults
+from groupwise.config.resolution import DerivedInt, resolve_defaults
 from groupwise.config.sampling import SAMPLING_FIELDS, sampler_settings
 from groupwise.config.settings import OPTIMIZER_STATE, PROMPT_ORDER, SCHEDULE
 from groupwise.config.validation import check_changes
@@ -179,7 +179,8 @@ def resume_settings(config: GRPOConfig, train_dataset: object) -> dict[str, Any]
     if config.max_steps > 0:
         values["num_train_epochs"] = None  # not read
     values["rows of train_dataset"] = len(train_dataset) if isinstance(train_dataset, Sized) else None
-    return {name: getattr(value, "value", value) for name, value in values.items()}  # enums as their text
+    plain = {name: getattr(value, "value", value) for name, value in values.items()}  # enums as their text
+    return {name: int(value) if isinstance(value, DerivedInt) else value for name, value in plain.items()}
 
 
 def warn_of_changes_on_resume(saved: Mapping[str, Any], config: GRPOConfig, train_dataset: object) -> None:
