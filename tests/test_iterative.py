@@ -156,14 +156,32 @@ def test_the_policy_is_rewarded_by_the_updated_model(whole, tmp_path):
 
 
 @pytest.mark.parametrize("checkpoint", ["checkpoint-1", None])
-def test_reward_models_of_another_course_of_the_run_are_removed(tmp_path, checkpoint):
+def test_reward_models_of_another_course_of_the_run_are_moved_aside(tmp_path, checkpoint, caplog):
     """Otherwise a run that ends before its first update would resume with one of them."""
-    runner(tmp_path, max_steps=2, iterative={"iterations": 1}).train()
+    one = {"max_steps": 2, "iterative": {"iterations": 1}}
+    runner(tmp_path, **one).train()
     (tmp_path / "reward-model-2").mkdir()
-    run = runner(tmp_path, label_func=fails_at(1, has_vowel), max_steps=2, iterative={"iterations": 1})
+    models = {path.name: (path / "examples.json") for path in tmp_path.glob("reward-model-[01]")}
+    finished = {name: path.read_bytes() for name, path in models.items()}
+    caplog.clear()
+    run = runner(tmp_path, label_func=fails_at(1, has_vowel), **one)
     with pytest.raises(RewardError, match="Stops"):
         run.train(checkpoint and str(tmp_path / checkpoint))
     assert [path.name for path in tmp_path.glob("reward-model-*")] == ["reward-model-0"]
+    (aside,) = (tmp_path / "_earlier_runs").iterdir()
+    kept = {"checkpoint-2", "reward-model-1", "reward-model-2"}
+    kept |= {"checkpoint-1", "reward-model-0"} if checkpoint is None else set()
+    assert {path.name for path in aside.iterdir()} == kept
+    assert (aside / "reward-model-1" / "examples.json").read_bytes() == finished["reward-model-1"]
+    assert len([text for text in caplog.messages if "moved" in text]) == 1
+
+
+def test_a_damaged_reward_model_is_refused(tmp_path):
+    runner(tmp_path, max_steps=2, iterative={"iterations": 1}).train()
+    examples = tmp_path / "reward-model-1" / "examples.json"
+    examples.write_text(examples.read_text()[:-5])
+    with pytest.raises(ConfigError, match=r"reward-model-1' is damaged: examples\.json has"):
+        runner(tmp_path, max_steps=2, iterative={"iterations": 1}).train(True)
 
 
 def test_a_run_that_a_callback_stops_ends_there(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +14,14 @@ import torch
 from accelerate.utils import DistributedType, broadcast, gather_object, set_seed
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from groupwise.compat.transformers import checkpoint_prefix, trainer_state_name
+from groupwise.compat.transformers import checkpoint_prefix
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.iterative import IterativeConfig
 from groupwise.data.build import prompts_per_batch
 from groupwise.data.prompt_source import is_streaming
 from groupwise.errors import ConfigError, RewardError
 from groupwise.hf import checkpointing
+from groupwise.hf.run_directory import damage
 from groupwise.records import RolloutBatch
 from groupwise.rewards.runtime.calling import call_rewards, reward_name
 from groupwise.rewards.runtime.models import RewardModel
@@ -88,20 +89,17 @@ class IterativeGRPO:
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> None:
         """Run all iterations; ``resume_from_checkpoint`` (True or a directory) continues exactly."""
-        trainer, output_dir = self.trainer, str(self.trainer.args.output_dir)
-        checkpoint = checkpointing.find_checkpoint(resume_from_checkpoint, output_dir)
-        step = 0
-        if checkpoint is not None:
-            step = TrainerState.load_from_json(str(Path(checkpoint, trainer_state_name()))).global_step
-        iteration, steps_done = divmod(step, self.steps)
-        if self.label_func is not None:
-            self._restore_reward_model(iteration, steps_done, checkpoint)
-        for current in range(iteration + 1, self.iterative.iterations + 1):
-            checkpoint = self._train_policy(current * self.steps, checkpoint)
-            if trainer.state.global_step < current * self.steps:
-                return  # a callback or a signal stopped the run
+        trainer = self.trainer
+        with trainer.run_directory.open(resume_from_checkpoint, saves=True) as checkpoint:
+            iteration, steps_done = divmod(trainer.run_directory.step or 0, self.steps)
             if self.label_func is not None:
-                self._update_reward_model(current)
+                self._restore_reward_model(iteration, steps_done, checkpoint)
+            for current in range(iteration + 1, self.iterative.iterations + 1):
+                checkpoint = self._train_policy(current * self.steps, checkpoint)
+                if trainer.state.global_step < current * self.steps:
+                    return  # a callback or a signal stopped the run
+                if self.label_func is not None:
+                    self._update_reward_model(current)
 
     def _train_policy(self, last_step: int, checkpoint: str | None) -> str:
         """Train up to ``last_step``; return the checkpoint that was saved there."""
@@ -144,14 +142,14 @@ class IterativeGRPO:
     def _restore_reward_model(self, iteration: int, steps_done: int, checkpoint: str | None) -> None:
         """Load the reward model that belongs to a checkpoint, or save the initial one of a new run."""
         if checkpoint is None:
-            self._remove_after(-1)
+            self._move_aside_after(-1)
             self.history, self.reward_metrics = [], []
             self._save_reward_model(0)
             return
         # At the end of an iteration, the run may have stopped before its reward model was trained.
         is_pending = steps_done == 0 and not self._directory(iteration).is_dir()
         self._load_reward_model(iteration - 1 if is_pending else iteration)
-        self._remove_after(iteration)
+        self._move_aside_after(iteration)
         if is_pending:
             self.trainer.load_checkpoint_weights(checkpoint)
             self._update_reward_model(iteration)
@@ -160,6 +158,8 @@ class IterativeGRPO:
         directory = self._directory(iteration)
         if not directory.is_dir():
             raise ConfigError(f"{str(directory)!r} is missing: the checkpoint cannot be resumed without it")
+        if found := damage(directory):
+            raise ConfigError(f"{str(directory)!r} is damaged: {found}; copy it again, or start a new run")
         checkpointing.load_converted(str(directory), self.scorer.model)
         state = json.loads((directory / "examples.json").read_text(encoding="utf-8"))
         self.history = [Example(*values) for values in state["history"]]
@@ -167,24 +167,22 @@ class IterativeGRPO:
 
     def _save_reward_model(self, iteration: int) -> None:
         """Write model, tokenizer and history, and rename the directory when it is complete."""
-        final = self._directory(iteration)
-        if self.trainer.args.should_save:
-            staged = checkpointing.staging_dir(str(final.parent)) / final.name
-            self.scorer.model.save_pretrained(staged)
-            self.scorer.tokenizer.save_pretrained(staged)
-            state = {"history": self.history, "metrics": self.reward_metrics}
-            (staged / "examples.json").write_text(json.dumps(state), encoding="utf-8")
-            checkpointing.publish(staged, final)
-        self.trainer.accelerator.wait_for_everyone()
+        model = self.scorer.model
+        size = sum(tensor.nbytes for tensor in model.state_dict().values())
+        with self.trainer.checkpoint_writer.staged(self._directory(iteration), lambda: size) as staged:
+            if self.trainer.args.should_save:
+                model.save_pretrained(staged)
+                self.scorer.tokenizer.save_pretrained(staged)
+                state = {"history": self.history, "metrics": self.reward_metrics}
+                (staged / "examples.json").write_text(json.dumps(state), encoding="utf-8")
 
-    def _remove_after(self, iteration: int) -> None:
-        """Remove reward models of later iterations, which another course of the run left."""
-        self.trainer.accelerator.wait_for_everyone()
-        if self.trainer.args.should_save:
-            for path in self._directory(0).parent.glob("reward-model-*"):
-                if path.name.removeprefix("reward-model-").isdecimal() and int(path.name[13:]) > iteration:
-                    shutil.rmtree(path)
-        self.trainer.accelerator.wait_for_everyone()
+    def _move_aside_after(self, iteration: int) -> None:
+        """Move reward models of later iterations, and checkpoints, that this run does not continue."""
+        directory, found = self._directory(0).parent, re.compile(r"reward-model-(\d+)")
+        numbers = {path: found.fullmatch(path.name) for path in sorted(directory.glob("reward-model-*"))}
+        self.trainer.run_directory.move_aside(
+            [path for path, number in numbers.items() if number and int(number[1]) > iteration]
+        )
 
     def _update_reward_model(self, iteration: int) -> None:
         """Train the reward model on completions of the current policy and a share of the history."""

@@ -595,13 +595,14 @@ class GRPOTrainer(
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train; ``resume_from_checkpoint`` (True or a directory) continues exactly where it was saved."""
         check_methods(self, self.uncalled_methods)  # a script may have replaced methods on the instance
-        directory = checkpointing.find_checkpoint(resume_from_checkpoint, str(self.args.output_dir))
-        self._reset_run_state(directory)
-        try:
-            return super().train(directory, *args, **kwargs)
-        finally:
-            self.is_in_train = False  # an interrupt leaves it True: evaluate() would be one within the run
-            self.backend.disconnect()
+        with self.run_directory.open(resume_from_checkpoint) as directory:
+            self._reset_run_state(directory)
+            self.run_directory.move_aside()
+            try:
+                return super().train(directory, *args, **kwargs)
+            finally:
+                self.is_in_train = False  # an interrupt leaves it True: evaluate() would be within the run
+                self.backend.disconnect()
 
     def _reset_run_state(self, directory: str | None) -> None:
         """Start a run from its beginning, or from the checkpoint in ``directory``."""

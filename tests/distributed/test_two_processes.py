@@ -186,6 +186,8 @@ def test_a_launched_run_resumes(trained: Path, tmp_path: Path) -> None:
     for rank in (0, 1):
         refusal = (trained / f"refused_{rank}.txt").read_text()
         assert "written by 1 processes and cannot be resumed with 2" in refusal
+        locked = (trained / f"locked_{rank}.txt").read_text()
+        assert "used by another run (process 7 on host elsewhere, since 2026-02-03)" in locked
     assert _same(torch.load(trained / "resumed.pt"), torch.load(trained / "whole.pt"))
     assert _history(trained, "resumed") == _history(trained, "whole")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -16,21 +17,16 @@ import torch
 from huggingface_hub import HfApi
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file
+from support.iterative_runs import runner
 from support.resume_runs import make_trainer, vowels
 from support.runs import prompts, trainer
 from transformers import TrainerCallback
 
+from groupwise import GRPOConfig
 from groupwise.errors import ConfigError
-from groupwise.hf import checkpointing
-from groupwise.hf.checkpointing import (
-    clear_staging,
-    find_checkpoint,
-    load_state,
-    publish,
-    rotate,
-    save_state,
-    staging_dir,
-)
+from groupwise.hf import run_directory
+from groupwise.hf.checkpointing import load_state, save_state
+from groupwise.hf.run_directory import RunDirectory, find_checkpoint
 
 
 def _write(directory: Path, **files: str) -> Path:
@@ -44,28 +40,31 @@ def _names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
+def _run(directory: Path) -> RunDirectory:
+    return RunDirectory(GRPOConfig(str(directory), use_cpu=True, bf16=False, report_to="none"))
+
+
+def _publish(directory: Path) -> None:
+    run = _run(directory)
+    with run.claimed():
+        staged = _write(run.staging / "checkpoint-3", weights="new")
+        run.publish(staged, directory / "checkpoint-3")
+        assert not run.staging.exists()
+
+
 def test_publish_moves_the_whole_directory(tmp_path: Path) -> None:
-    staged = _write(staging_dir(str(tmp_path)) / "checkpoint-3", weights="new")
-    publish(staged, tmp_path / "checkpoint-3")
+    _publish(tmp_path)
     assert _names(tmp_path) == ["checkpoint-3"]
+    assert _names(tmp_path / "checkpoint-3") == ["groupwise_manifest.json", "weights"]
     assert (tmp_path / "checkpoint-3" / "weights").read_text() == "new"
 
 
 def test_publish_replaces_a_checkpoint_of_the_same_name(tmp_path: Path) -> None:
     _write(tmp_path / "checkpoint-3", weights="old", left_over="old")
-    staged = _write(staging_dir(str(tmp_path)) / "checkpoint-3", weights="new")
-    publish(staged, tmp_path / "checkpoint-3")
+    _publish(tmp_path)
     assert _names(tmp_path) == ["checkpoint-3"]
-    assert _names(tmp_path / "checkpoint-3") == ["weights"]
+    assert _names(tmp_path / "checkpoint-3") == ["groupwise_manifest.json", "weights"]
     assert (tmp_path / "checkpoint-3" / "weights").read_text() == "new"
-
-
-def test_clear_staging_leaves_checkpoints(tmp_path: Path) -> None:
-    _write(tmp_path / "checkpoint-1")
-    _write(staging_dir(str(tmp_path)) / "checkpoint-2", half="x")
-    clear_staging(str(tmp_path))
-    assert _names(tmp_path) == ["checkpoint-1"]
-    clear_staging(str(tmp_path))
 
 
 _COMPLETE = {"trainer_state.json": "{}", "groupwise_state_0.pt": "x"}
@@ -75,9 +74,9 @@ def test_find_checkpoint_takes_the_highest_step(tmp_path: Path, caplog: Any) -> 
     for name in ("checkpoint-9", "checkpoint-10", "checkpoint-best", "checkpoint-11.old"):
         _write(tmp_path / name, **_COMPLETE)
     (tmp_path / "checkpoint-50").write_text("a file")
-    _write(staging_dir(str(tmp_path)) / "checkpoint-99", **_COMPLETE)
+    _write(tmp_path / "_incomplete_0123456789ab" / "checkpoint-99", **_COMPLETE)
     assert find_checkpoint(True, str(tmp_path)) == str(tmp_path / "checkpoint-10")
-    assert caplog.text == ""
+    assert "skipped" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -91,7 +90,14 @@ def test_find_checkpoint_skips_what_cannot_be_resumed(
     for step in (5, 6):
         _write(tmp_path / f"checkpoint-{step}", **files)
     assert find_checkpoint(True, str(tmp_path)) == str(tmp_path / "checkpoint-4")
-    assert "checkpoint-6, checkpoint-5 skipped: the state of the run is not complete there" in caplog.text
+    for step in (5, 6):
+        assert f"checkpoint-{step} skipped: the state of the run is not complete there" in caplog.text
+
+
+def _rotate(newest: Path, limit: int | None, best: str | None) -> None:
+    run = _run(newest.parent)
+    with run.claimed():
+        run.rotate(newest, limit, best)
 
 
 def test_rotation_deletes_incomplete_checkpoints_first(tmp_path: Path) -> None:
@@ -100,7 +106,7 @@ def test_rotation_deletes_incomplete_checkpoints_first(tmp_path: Path) -> None:
         for name, content in _COMPLETE.items():
             (tmp_path / f"checkpoint-{step}" / name).write_text(content)
         os.utime(tmp_path / f"checkpoint-{step}", (1000 + step, 1000 + step))
-    rotate(tmp_path / "checkpoint-4", 2, None)
+    _rotate(tmp_path / "checkpoint-4", 2, None)
     assert _names(tmp_path) == ["checkpoint-2", "checkpoint-4"]
 
 
@@ -199,7 +205,7 @@ def _checkpoints_of_age(directory: Path, *steps: int) -> None:
     [
         (None, None, [1, 2, 3, 9]),
         (4, None, [1, 2, 3, 9]),
-        (2, None, [2, 3]),  # 9 is the oldest: it was left by an earlier run
+        (2, None, [2, 3]),  # 9 is the oldest
         (1, None, [3]),
         (2, 1, [1, 3]),
         (1, 1, [1, 3]),  # the newest and the best stay, whatever the limit
@@ -209,14 +215,14 @@ def _checkpoints_of_age(directory: Path, *steps: int) -> None:
 )
 def test_rotation(tmp_path: Path, limit: int | None, best: int | None, kept: list[int]) -> None:
     _checkpoints_of_age(tmp_path, 9, 1, 2, 3)
-    rotate(tmp_path / "checkpoint-3", limit, best and str(tmp_path / f"checkpoint-{best}"))
+    _rotate(tmp_path / "checkpoint-3", limit, best and str(tmp_path / f"checkpoint-{best}"))
     assert _names(tmp_path) == [f"checkpoint-{step}" for step in kept]
 
 
 def test_rotation_knows_the_best_by_another_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _checkpoints_of_age(tmp_path / "run", 1, 2, 3)
     monkeypatch.chdir(tmp_path)
-    rotate(tmp_path / "run" / "checkpoint-3", 1, "run/checkpoint-1")
+    _rotate(tmp_path / "run" / "checkpoint-3", 1, "run/checkpoint-1")
     assert _names(tmp_path / "run") == ["checkpoint-1", "checkpoint-3"]
 
 
@@ -280,17 +286,18 @@ def test_a_second_run_in_the_same_directory(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-1" / "left over").touch()
     second = make_trainer(tmp_path, max_steps=2, save_total_limit=2, seed=7)
     second.train()
-    assert _names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
+    assert _names(tmp_path) == ["_earlier_runs", "checkpoint-1", "checkpoint-2"]
     assert "left over" not in _names(tmp_path / "checkpoint-1")
     saved = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
     assert all(torch.equal(second.model.state_dict()[name], saved[name]) for name in saved)
 
 
 def test_files_left_by_a_crash_are_not_in_the_next_checkpoint(tmp_path: Path) -> None:
-    _write(staging_dir(str(tmp_path)) / "checkpoint-1", rng_state_5="of a larger run")
-    make_trainer(tmp_path, max_steps=1).train()
-    assert "rng_state_5" not in _names(tmp_path / "checkpoint-1")
-    assert _names(tmp_path) == ["checkpoint-1"]
+    for staging in (tmp_path / "_run_incomplete_0123456789ab", tmp_path / "_run_incomplete"):
+        _write(staging / "checkpoint-1", rng_state_5="of a larger run")
+    make_trainer(tmp_path / "run", max_steps=1).train()
+    assert "rng_state_5" not in _names(tmp_path / "run" / "checkpoint-1")
+    assert _names(tmp_path) == ["_run_incomplete", "run"]  # the first name is one that a run gives
 
 
 def test_a_failed_write_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,6 +350,28 @@ def test_a_disk_without_space_is_named_with_the_space_needed(tmp_path: Path, fil
     assert 3 * size <= trainer._estimate_checkpoint_bytes() < 3.1 * size
 
 
+@pytest.mark.parametrize("policy", [True, False])
+def test_a_full_disk_while_the_tokenizer_is_written_is_named(tmp_path: Path, policy: bool) -> None:
+    """Its Rust library writes the file: no file of this process can become as large."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    run = runner(tmp_path)
+    owner = run.trainer.processing_class if policy else run.scorer.tokenizer
+    save = owner.save_pretrained
+
+    def save_to_a_full_disk(*given: Any, **options: Any) -> Any:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
+        try:
+            return save(*given, **options)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    owner.save_pretrained = save_to_a_full_disk
+    name = "checkpoint-1" if policy else "reward-model-0"
+    with pytest.raises(OSError, match=rf"{name} could not be written \(.*File too large.*[0-9.] MB, and"):
+        run.train()
+    assert _names(tmp_path) == (["reward-model-0"] if policy else [])
+
+
 class FakeHub:
     """Records the path of every file that is uploaded; background uploads run when files are flushed."""
 
@@ -354,13 +383,13 @@ class FakeHub:
             HfApi, "create_repo", lambda hub, name, **_: SimpleNamespace(repo_id=f"me/{name}")
         )
         monkeypatch.setattr(HfApi, "upload_folder", self.upload_folder)
-        flush = checkpointing._flush
+        flush = run_directory.flush
 
         def flush_after_uploads(path: Path) -> None:  # a checkpoint is being written
             self.run_waiting()
             flush(path)
 
-        monkeypatch.setattr(checkpointing, "_flush", flush_after_uploads)
+        monkeypatch.setattr(run_directory, "flush", flush_after_uploads)
 
     def upload_folder(self, *, folder_path: str, run_as_future: bool, **given: Any) -> Any:
         def upload() -> None:
@@ -407,15 +436,15 @@ def test_uploads_contain_whole_checkpoints_only(
         hub_always_push=True,
         hub_model_id="model",
     )
-    save = checkpointing.save_state
+    save = save_state
 
     def fail_at_third(directory: str, *given: Any) -> None:
         if trainer.state.global_step == 3:
-            monkeypatch.setattr(checkpointing, "clear_staging", lambda _: None)
+            monkeypatch.setattr(RunDirectory, "clear_staging", lambda _: None)
             raise KeyboardInterrupt
         save(directory, *given)
 
-    monkeypatch.setattr(checkpointing, "save_state", fail_at_third)
+    monkeypatch.setattr("groupwise.hf.checkpointing.save_state", fail_at_third)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     hub.run_waiting()
@@ -437,8 +466,13 @@ def test_a_mount_point_is_staged_inside(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 
     monkeypatch.setattr(Path, "rename", refuse)
-    make_trainer(tmp_path / "run", max_steps=1).train()
-    assert staging_dir(str(tmp_path / "run")) == tmp_path / "run" / "_incomplete"
+    seen: list[str] = []
+    run = make_trainer(tmp_path / "run", max_steps=1)
+    flush = run_directory.flush
+    monkeypatch.setattr(run_directory, "flush", lambda path: (seen.append(str(path)), flush(path)))
+    run.train()
+    assert all(re.match(rf"{tmp_path}/run/_incomplete_[0-9a-f]{{12}}/", path) for path in seen[:-1])
+    assert len(seen) > 5 and seen[-1] == str(tmp_path / "run")
     assert _names(tmp_path) == ["run"] and _names(tmp_path / "run") == ["checkpoint-1"]
 
 

@@ -11,12 +11,16 @@ The first process leaves its results in OUTPUT_DIR.
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import itertools
 import json
 import math
+import os
 import random
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -340,6 +344,18 @@ def _iterate(output_dir: Path) -> None:
         torch.save({"weights": found, "examples": examples}, output_dir / f"{name}_{rank}.pt")
 
 
+@contextmanager
+def _locked(directory: Path, rank: int) -> Iterator[None]:
+    """The directory as another run holds it: its lock, and the file that names the process."""
+    with open(directory / "_run.lock" if rank == 0 else os.devnull, "w") as file:
+        if rank == 0:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            (directory / "_run.json").write_text('{"host": "elsewhere", "process": 7, "since": "2026-02-03"}')
+        torch.distributed.barrier()
+        yield
+        torch.distributed.barrier()
+
+
 def main(mode: str, output_dir: Path, *arguments: str) -> None:
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(PATIENCE, exit=True)
@@ -372,10 +388,13 @@ def main(mode: str, output_dir: Path, *arguments: str) -> None:
     elif mode == "resume":
         (single,) = arguments
         trainer, _ = sampled_run(output_dir / "resumed")
-        try:
-            trainer.train(resume_from_checkpoint=single)
-        except ConfigError as error:
-            (output_dir / f"refused_{torch.distributed.get_rank()}.txt").write_text(str(error))
+        rank = torch.distributed.get_rank()
+        for name, lock in (("locked", _locked(output_dir / "resumed", rank)), ("refused", nullcontext())):
+            with lock:
+                try:
+                    trainer.train(resume_from_checkpoint=single)
+                except ConfigError as error:
+                    (output_dir / f"{name}_{rank}.txt").write_text(str(error))
         trainer, _ = sampled_run(output_dir / "resumed")
         trainer.train(resume_from_checkpoint=str(output_dir / "run" / "checkpoint-3"))
         _leave(output_dir, "resumed", trainer)

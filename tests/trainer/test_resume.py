@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import re
+import shutil
+import socket
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -13,13 +16,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.resume_runs import (
     gpt2_with_dropout,
     llama,
     make_trainer,
     train_in_a_process,
+    vowels,
     vowels_of_odd_prompts,
 )
+from transformers import TrainerCallback
+
+from groupwise.errors import ConfigError, RewardError, TrainingError
 
 TIMEOUT = 180  # seconds
 
@@ -300,6 +308,10 @@ def _run_to_the_end(output_dir: Path, weights: Path, *, resume: bool) -> dict[st
     return torch.load(weights)
 
 
+def _names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
 def _contents(output_dir: Path) -> dict[str, set[str]]:
     """The files of every checkpoint that has its name."""
     return {
@@ -344,10 +356,196 @@ def test_a_killed_run_is_resumed_from_its_last_whole_checkpoint(
     moments = ["after rename to checkpoint-2", "half of groupwise_state_0.pt"]
     assert _run_until(moments, whole, output_dir, resume=True) == {"checkpoint-1", "checkpoint-2"}
     # Two are kept: while the first one is being removed, then just before the fourth gets its name.
-    moments = ["after rename to checkpoint-3", "half of _killed_incomplete removed"]
+    moments = ["after rename to checkpoint-3", "half of _killed_incomplete_ID removed"]
     assert _run_until(moments, whole, output_dir, resume=True) == {"checkpoint-2", "checkpoint-3"}
     moments = ["before rename to checkpoint-4"]
     assert _run_until(moments, whole, output_dir, resume=True) == {"checkpoint-2", "checkpoint-3"}
 
     _assert_same_weights(_run_to_the_end(output_dir, tmp_path / "killed.pt", resume=True), expected)
     assert _contents(output_dir) == {"checkpoint-5": whole, "checkpoint-6": whole}
+
+
+def test_a_second_run_in_the_directory_is_refused_until_the_first_one_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    output_dir, other = tmp_path / "run", tmp_path / "_run_incomplete"
+    other.mkdir()
+    (other / "notes.txt").write_text("of the user")
+    child, talk = _start(output_dir, tmp_path / "never", resume=False, stop=True)
+    try:
+        while (moment := talk.recv()) != "half of groupwise_state_0.pt":
+            talk.send(f"go on after {moment}")
+        staged = {path for path in tmp_path.rglob("*") if path.is_file()}
+        by = rf"another run \(process {child.pid} on host {re.escape(socket.gethostname())}, since 20"
+        for resume in (None, True):
+            with pytest.raises(ConfigError, match=by):
+                make_trainer(output_dir, max_steps=1).train(resume_from_checkpoint=resume)
+        assert {path for path in tmp_path.rglob("*") if path.is_file()} == staged
+    finally:
+        child.kill()
+        child.join(TIMEOUT)
+    make_trainer(
+        output_dir, max_steps=1
+    ).train()  # a killed run has no lock, and its staged files are deleted
+    assert _names(output_dir) == ["checkpoint-1"]
+    assert _names(tmp_path) == ["_run_incomplete", "run"]
+    assert (other / "notes.txt").read_text() == "of the user"
+
+
+def test_a_run_whose_directory_another_one_took_ends_at_its_next_save(tmp_path: Path) -> None:
+    """As on a file system without locks between hosts, where both get the lock."""
+    holder = {"host": "elsewhere", "process": 7, "since": "2026-02-03 10:00:00+00:00", "id": "0" * 12}
+
+    class TakeOver(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                (tmp_path / "_run.json").write_text(json.dumps(holder))
+
+    first = make_trainer(tmp_path, max_steps=3)
+    first.add_callback(TakeOver())
+    with pytest.raises(TrainingError, match=r"process 7 on host elsewhere, since 2026.*took output_dir"):
+        first.train()
+    assert _names(tmp_path) == ["_run.json", "_run.lock", "checkpoint-1"]  # those of the other run
+
+
+def test_a_run_of_another_host_that_was_killed_is_reported(tmp_path: Path, caplog: Any) -> None:
+    holder = {"host": "elsewhere", "process": 7, "since": "2026-02-03 10:00:00+00:00", "id": "0" * 12}
+    (tmp_path / "_run.json").write_text(json.dumps(holder))
+    make_trainer(tmp_path, max_steps=1).train()
+    assert "a run was killed (process 7 on host elsewhere, since 2026" in caplog.text
+    assert _names(tmp_path) == ["checkpoint-1"]
+
+
+def test_runs_that_save_nothing_share_a_directory(tmp_path: Path) -> None:
+    class Inner(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            make_trainer(tmp_path, max_steps=1, save_strategy="no").train()
+
+    outer = make_trainer(tmp_path, max_steps=1, save_strategy="no")
+    outer.add_callback(Inner())
+    outer.train()
+    assert _names(tmp_path) == []
+
+
+def _fail_at(step: int) -> Any:
+    def reward(completions: list[str], trainer_state: Any, **given: Any) -> list[float]:
+        if trainer_state.global_step == step:
+            raise ValueError("stop")
+        return vowels(completions, **given)
+
+    return reward
+
+
+def _weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return load_file(checkpoint / "model.safetensors")
+
+
+def test_a_new_run_keeps_an_earlier_one_and_is_the_one_that_resumes(tmp_path: Path, caplog: Any) -> None:
+    output_dir = tmp_path / "run"
+    make_trainer(output_dir, max_steps=3).train()
+    earlier = {step: _weights_of(output_dir / f"checkpoint-{step}") for step in (1, 2, 3)}
+    caplog.clear()
+    with pytest.raises(RewardError):  # before its first checkpoint
+        make_trainer(output_dir, max_steps=3, seed=7, reward_funcs=_fail_at(0)).train()
+    (aside,) = (output_dir / "_earlier_runs").iterdir()
+    moved = [text for text in caplog.messages if "moved" in text]
+    assert len(moved) == 1
+    assert f"checkpoint-1, checkpoint-2, checkpoint-3 in {str(output_dir)!r} of earlier runs" in moved[0]
+    assert repr(str(aside)) in moved[0]
+    with pytest.raises(ConfigError, match=r"no checkpoint of the run that was started last.*_earlier_runs'"):
+        make_trainer(output_dir, max_steps=3, seed=7).train(resume_from_checkpoint=True)
+
+    settings = {"max_steps": 3, "seed": 7, "save_total_limit": 1}
+    with pytest.raises(RewardError):
+        make_trainer(output_dir, **settings, reward_funcs=_fail_at(2)).train()
+    resumed = make_trainer(output_dir, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    whole = make_trainer(tmp_path / "whole", **settings)
+    whole.train()
+    _assert_same_weights(_weights(resumed), _weights(whole))
+    assert _names(output_dir) == ["_earlier_runs", "checkpoint-3"]
+    for step, saved in earlier.items():
+        _assert_same_weights(_weights_of(aside / f"checkpoint-{step}"), saved)
+
+
+def test_a_run_resumed_from_an_older_checkpoint_keeps_the_later_ones(tmp_path: Path, caplog: Any) -> None:
+    make_trainer(tmp_path, max_steps=4).train()
+    run_id = json.loads((tmp_path / "checkpoint-4" / "groupwise_manifest.json").read_text())["run"]
+    later = _weights_of(tmp_path / "checkpoint-4")
+    make_trainer(tmp_path, max_steps=3, seed=5).train(str(tmp_path / "checkpoint-2"))
+    assert "checkpoint-3, checkpoint-4 in" in caplog.text and "after step 2, moved to" in caplog.text
+    assert _names(tmp_path) == ["_earlier_runs", "checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    assert run_id == json.loads((tmp_path / "checkpoint-3" / "groupwise_manifest.json").read_text())["run"]
+    (aside,) = (tmp_path / "_earlier_runs").iterdir()
+    _assert_same_weights(_weights_of(aside / "checkpoint-4"), later)
+
+
+@pytest.fixture(scope="module")
+def run_of_three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output_dir = tmp_path_factory.mktemp("three")
+    make_trainer(output_dir, max_steps=3).train()
+    return output_dir
+
+
+def _cut(path: Path) -> str:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    return f"{path.name} has {len(content) // 2} bytes instead of {len(content)}"
+
+
+def _remove(path: Path) -> str:
+    path.unlink()
+    return f"{path.name} is missing"
+
+
+def _change(path: Path) -> str:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    return f"{path.name} has other contents"
+
+
+@pytest.mark.parametrize(
+    ("file", "spoil"),
+    [
+        *((file, _remove) for file in ("optimizer.pt", "rng_state.pth", "groupwise_state_0.pt")),
+        *((file, _cut) for file in ("model.safetensors", "optimizer.pt", "trainer_state.json")),
+        ("scheduler.pt", _change),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_or_skipped(
+    tmp_path: Path, run_of_three: Path, caplog: Any, file: str, spoil: Any
+) -> None:
+    output_dir = tmp_path / "copy"
+    shutil.copytree(run_of_three, output_dir)
+    said = spoil(output_dir / "checkpoint-3" / file)
+    with pytest.raises(ConfigError) as refused:
+        make_trainer(output_dir, max_steps=4).train(str(output_dir / "checkpoint-3"))
+    assert f"checkpoint-3' is damaged: {said}" in str(refused.value)
+    assert f"the newest sound checkpoint is {str(output_dir / 'checkpoint-2')!r}" in str(refused.value)
+    caplog.clear()
+    resumed = make_trainer(output_dir, max_steps=3)
+    resumed.train(resume_from_checkpoint=True)
+    assert [text for text in caplog.messages if text.startswith(f"checkpoint-3 skipped: {said}")]
+    _assert_same_weights(_weights(resumed), _weights_of(run_of_three / "checkpoint-3"))
+
+
+def test_a_checkpoint_without_manifest_is_resumed_with_one_warning(
+    tmp_path: Path, run_of_three: Path, caplog: Any
+) -> None:
+    output_dir = tmp_path / "copy"
+    shutil.copytree(run_of_three, output_dir)
+    for step in (1, 2):
+        (output_dir / f"checkpoint-{step}" / "groupwise_manifest.json").unlink()
+    shutil.rmtree(output_dir / "checkpoint-3")
+    resumed = make_trainer(output_dir, max_steps=3)
+    resumed.train(resume_from_checkpoint=True)
+    assert len([text for text in caplog.messages if "has no groupwise_manifest.json" in text]) == 1
+    _assert_same_weights(_weights(resumed), _weights_of(run_of_three / "checkpoint-3"))
+    make_trainer(output_dir, max_steps=4).train(resume_from_checkpoint=True)
+    assert _names(output_dir) == [f"checkpoint-{step}" for step in (1, 2, 3, 4)]
+    assert "moved" not in caplog.text
+    (output_dir / "checkpoint-4" / "groupwise_manifest.json").write_text('{"run": "')
+    with pytest.raises(ConfigError, match=r"groupwise_manifest\.json is cut or overwritten"):
+        make_trainer(output_dir).train(str(output_dir / "checkpoint-4"))

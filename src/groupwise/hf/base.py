@@ -38,6 +38,7 @@ from groupwise.generation.base import GenerationBackend
 from groupwise.hf import checkpointing
 from groupwise.hf.checkpointing import CheckpointWriter
 from groupwise.hf.out_of_memory import OutOfMemorySplitter, TrainingStep
+from groupwise.hf.run_directory import RunDirectory, is_complete
 from groupwise.hf.step_state import RngState, StepState
 from groupwise.records import MicroBatch, Mode
 from groupwise.reporting.evaluation import EvaluationMetrics
@@ -119,7 +120,8 @@ class BaseTrainer(Trainer):
         self.pending_rng_checkpoint: str | None = None
         self.resumed_optimizer: list[str] = []  # optimizer_classes() of the checkpoint
         self.rng = RngState()
-        self.checkpoint_writer = CheckpointWriter(self.accelerator)
+        self.run_directory = RunDirectory(args)
+        self.checkpoint_writer = CheckpointWriter(self.accelerator, self.run_directory)
         self.splitter: OutOfMemorySplitter[MicroBatch] = OutOfMemorySplitter(
             self.accelerator,
             training_step=cast(TrainingStep[MicroBatch], super().training_step),
@@ -460,7 +462,7 @@ class BaseTrainer(Trainer):
         if step == 0 or self.args.save_strategy == SaveStrategy.NO:
             return
         directory = Path(self._get_output_dir(None), f"{compat_transformers.checkpoint_prefix()}-{step}")
-        if not checkpointing.is_complete(directory):
+        if not is_complete(directory):
             self._save_checkpoint(cast(nn.Module, self.model), None)
         logger.warning(
             "step %d is saved in %s; continue with train(resume_from_checkpoint=True)", step, directory

@@ -1,4 +1,4 @@
-"""Atomic checkpoints, their selection on resume, and the trainer state that ``Trainer`` does not save."""
+"""Atomic checkpoints, and the trainer state that ``Trainer`` does not save."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import errno
 import json
 import logging
 import os
-import re
 import shutil
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,11 +22,10 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from groupwise.compat.transformers import checkpoint_prefix, trainer_state_name
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.hf.run_directory import STATE, RunDirectory
 
 logger = logging.getLogger(__name__)
 
-_STAGING = "_incomplete"  # ``Trainer`` uploads no files whose path in ``output_dir`` begins with "_"
-_STATE = "groupwise_state_{rank}.pt"
 _REFERENCE = "groupwise_reference.pt"
 
 
@@ -40,13 +38,13 @@ class CheckpointWriter:
         is_staging: True while ``Trainer`` writes into the staging directory.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
+    def __init__(self, accelerator: Accelerator, run: RunDirectory) -> None:
+        self.accelerator, self.run = accelerator, run
         self.is_staging = False
 
     def output_dir(self, run_dir: str) -> str:
         """Return the directory in which ``Trainer`` creates ``checkpoint-N``."""
-        return str(staging_dir(run_dir)) if self.is_staging else run_dir
+        return str(self.run.staging) if self.is_staging else run_dir
 
     def save(
         self,
@@ -74,52 +72,46 @@ class CheckpointWriter:
         Raises:
             OSError: a file could not be written, for example because the disk is full. The files that were
                 written are removed.
+            TrainingError: another run writes to ``run_dir``.
         """
-        name = f"{checkpoint_prefix()}-{state.global_step}"
-        staged, final = staging_dir(run_dir) / name, Path(run_dir, name)
-        if args.should_save:
-            clear_staging(run_dir)
-        self.accelerator.wait_for_everyone()
-        try:
-            self._write(staged, final, args, state, write, write_rollout_state)
-        except BaseException as cause:
+        final = Path(run_dir, f"{checkpoint_prefix()}-{state.global_step}")
+        with self.staged(final, estimate_bytes) as staged:
+            self.is_staging = True
+            try:
+                write()
+            finally:
+                self.is_staging = False
+            if not args.save_only_model:
+                write_rollout_state(str(staged))
+            if state.best_model_checkpoint == str(staged):
+                state.best_model_checkpoint = str(final)
             if args.should_save:
-                clear_staging(run_dir)
-            # A full disk is a RuntimeError in torch and an error of its own in safetensors.
-            known = isinstance(cause, (OSError, RuntimeError, SafetensorError))
-            if known and not isinstance(cause, GroupwiseError):
-                raise _write_error(final, estimate_bytes(), cause) from cause
-            raise
-        if args.should_save:
-            publish(staged, final)
-            rotate(final, args.save_total_limit, state.best_model_checkpoint)
-        self.accelerator.wait_for_everyone()
+                state.save_to_json(str(staged / trainer_state_name()))
+        self.run.on_savers(lambda: self.run.rotate(final, args.save_total_limit, state.best_model_checkpoint))
         return str(final)
 
-    def _write(
-        self,
-        staged: Path,
-        final: Path,
-        args: GRPOConfig,
-        state: TrainerState,
-        write: Callable[[], None],
-        write_rollout_state: Callable[[str], None],
-    ) -> None:
-        """Write all files of all ranks to the staging directory, and flush them to disk."""
-        self.is_staging = True
-        try:
-            write()
-        finally:
-            self.is_staging = False
-        if not args.save_only_model:
-            write_rollout_state(str(staged))
-        if state.best_model_checkpoint == str(staged):
-            state.best_model_checkpoint = str(final)
-        self.accelerator.wait_for_everyone()
-        if args.should_save:
-            state.save_to_json(str(staged / trainer_state_name()))
-            for path in [*staged.rglob("*"), staged]:
-                _flush(path)
+    @contextmanager
+    def staged(self, final: Path, estimate_bytes: Callable[[], int]) -> Iterator[Path]:
+        """Yield the directory in which all ranks write the files of ``final``, and rename it at the end.
+
+        Raises:
+            OSError: see :meth:`save`.
+        """
+        with self.run.claimed():
+            staged = self.run.staging / final.name
+            try:
+                yield staged
+                self.accelerator.wait_for_everyone()
+                self.run.on_savers(lambda: self.run.publish(staged, final))
+            except BaseException as cause:
+                if self.run.args.should_save:
+                    self.run.clear_staging()
+                # A full disk is a RuntimeError in torch, an error of its own in safetensors, and a bare
+                # Exception in tokenizers.
+                known = isinstance(cause, (OSError, RuntimeError, SafetensorError))
+                if (known or type(cause) is Exception) and not isinstance(cause, GroupwiseError):
+                    raise _write_error(final, estimate_bytes(), cause) from cause
+                raise
 
 
 def _write_error(final: Path, needed: int, cause: BaseException) -> OSError:
@@ -135,132 +127,6 @@ def _write_error(final: Path, needed: int, cause: BaseException) -> OSError:
 
 def _megabytes(size: int) -> str:
     return f"{size / 2**20:,.1f} MB"
-
-
-def staging_dir(run_dir: str) -> Path:
-    """Return the directory in which a checkpoint is written; a run never resumes from it.
-
-    It is beside ``run_dir``, because ``run_dir`` may be uploaded while a checkpoint is written, or after a
-    crash. It is inside where a rename from beside is not possible: a mount point, a read-only parent.
-    """
-    directory = Path(run_dir).resolve()
-    if _can_rename(directory.parent, directory):
-        return directory.parent / f"_{directory.name}{_STAGING}"
-    return directory / _STAGING
-
-
-def _can_rename(source: Path, target: Path) -> bool:
-    """Return True if a directory in ``source`` can be renamed into ``target``, which is created."""
-    probe = moved = None
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-        probe = Path(tempfile.mkdtemp(prefix="_", dir=source))
-        moved = probe.rename(target / probe.name)
-    except OSError:
-        return False
-    finally:
-        left = moved or probe
-        if left is not None:
-            left.rmdir()
-    return True
-
-
-def clear_staging(run_dir: str) -> None:
-    """Delete the files of a checkpoint that a crash left incomplete."""
-    shutil.rmtree(staging_dir(run_dir), ignore_errors=True)
-
-
-def publish(staged: Path, final: Path) -> None:
-    """Rename a complete checkpoint atomically, replacing one of the same name."""
-    if final.exists():
-        os.replace(final, staged.with_name(f"{final.name}.old"))
-    os.replace(staged, final)
-    _flush(final.parent)
-    shutil.rmtree(staged.parent, ignore_errors=True)
-
-
-def rotate(newest: Path, limit: int | None, best: str | None) -> None:
-    """Delete the oldest checkpoints beside ``newest`` until ``limit`` are left, incomplete ones first.
-
-    A checkpoint is renamed before its files are deleted, so that ``checkpoint-N`` is never incomplete.
-
-    Args:
-        newest: directory of the newest checkpoint; never deleted.
-        limit: None or 0 keeps all.
-        best: directory of the best checkpoint; never deleted.
-    """
-    if limit is None or limit <= 0:
-        return
-    protected = {newest.resolve()} | ({Path(best).resolve()} if best else set())
-    # By time, not by step number: the directory may hold checkpoints of an earlier, longer run.
-    paths = sorted(
-        _checkpoints(newest.parent).values(), key=lambda path: (is_complete(path), path.stat().st_mtime)
-    )
-    surplus = len(paths) - max(limit, len(protected))
-    for path in [path for path in paths if path.resolve() not in protected][: max(surplus, 0)]:
-        discarded = staging_dir(str(newest.parent)) / path.name
-        discarded.parent.mkdir(exist_ok=True)
-        os.replace(path, discarded)
-        shutil.rmtree(discarded.parent, ignore_errors=True)
-
-
-def _checkpoints(run_dir: str | Path) -> dict[int, Path]:
-    """Map step number to directory for every checkpoint in ``run_dir``."""
-    pattern = re.compile(rf"{checkpoint_prefix()}-(\d+)")
-    return {
-        int(match[1]): path
-        for path in Path(run_dir).glob(f"{checkpoint_prefix()}-*")
-        if path.is_dir() and (match := pattern.fullmatch(path.name))
-    }
-
-
-def is_complete(directory: Path) -> bool:
-    """Return True if a run can be resumed from ``directory``.
-
-    ``enable_jit_checkpoint`` creates the directory before anything is saved.
-    """
-    has_state = any(directory.glob(_STATE.format(rank="*")))
-    return has_state and (directory / trainer_state_name()).is_file()
-
-
-def _flush(path: Path) -> None:
-    """Sync a file or directory to disk, so that after a power failure no rename precedes its contents."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | None:
-    """Return the directory to resume from, or None.
-
-    Args:
-        resume_from_checkpoint: a directory, or True for the newest complete checkpoint in ``output_dir``.
-        output_dir: directory of the run.
-
-    Raises:
-        ConfigError: the checkpoint does not exist.
-    """
-    if resume_from_checkpoint is None or resume_from_checkpoint is False:
-        return None
-    if resume_from_checkpoint is not True:
-        if not os.path.isdir(resume_from_checkpoint):
-            raise ConfigError(f"resume_from_checkpoint={resume_from_checkpoint!r} is not a directory")
-        return str(resume_from_checkpoint)
-    found = _checkpoints(output_dir)
-    if not found:
-        raise ConfigError(
-            f"resume_from_checkpoint=True, but {output_dir!r} contains no checkpoint; pass the directory of "
-            "one, or start a new run with resume_from_checkpoint=None"
-        )
-    newest_first = [found[step] for step in sorted(found, reverse=True)]
-    complete = next((path for path in newest_first if is_complete(path)), None)
-    if complete is None:
-        return str(newest_first[0])  # load_state explains what is missing
-    if skipped := [path.name for path in newest_first[: newest_first.index(complete)]]:
-        logger.warning("%s skipped: the state of the run is not complete there", ", ".join(skipped))
-    return str(complete)
 
 
 def has_converted_names(directory: str, model: nn.Module) -> bool:
@@ -302,7 +168,7 @@ def load_converted(directory: str, model: PreTrainedModel) -> None:
 def save_state(directory: str, rank: int, world_size: int, state: dict[str, Any]) -> None:
     """Write the rollout state of one rank."""
     os.makedirs(directory, exist_ok=True)
-    torch.save({**state, "world_size": world_size}, os.path.join(directory, _STATE.format(rank=rank)))
+    torch.save({**state, "world_size": world_size}, os.path.join(directory, STATE.format(rank=rank)))
 
 
 def load_state(directory: str, rank: int, world_size: int) -> dict[str, Any]:
@@ -311,9 +177,9 @@ def load_state(directory: str, rank: int, world_size: int) -> dict[str, Any]:
     Raises:
         ConfigError: the checkpoint was written by another number of processes, or by another trainer.
     """
-    path = os.path.join(directory, _STATE.format(rank=rank))
+    path = os.path.join(directory, STATE.format(rank=rank))
     if not os.path.isfile(path):
-        others = list(Path(directory).glob(_STATE.format(rank="*")))
+        others = list(Path(directory).glob(STATE.format(rank="*")))
         if others:
             raise _wrong_world_size(directory, len(others), world_size)
         raise ConfigError(

@@ -1,0 +1,450 @@
+"""Output directory of a run: its lock, the manifests of its checkpoints, their selection and rotation."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import socket
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from accelerate.utils import gather_object
+from filelock import FileLock, Timeout
+from transformers.trainer_utils import SaveStrategy
+
+from groupwise.compat.transformers import checkpoint_prefix, trainer_state_name
+from groupwise.config.grpo_config import GRPOConfig
+from groupwise.errors import ConfigError, GroupwiseError, TrainingError, warn_once
+
+logger = logging.getLogger(__name__)
+
+STATE = "groupwise_state_{rank}.pt"
+MANIFEST = "groupwise_manifest.json"
+# ``Trainer`` uploads no files whose path in ``output_dir`` begins with "_".
+_LOCK, _HOLDER, _EARLIER, _STAGING = "_run.lock", "_run.json", "_earlier_runs", "_incomplete"
+_HASHED_BYTES = 2**24  # larger files have a size in the manifest and no digest
+
+T = TypeVar("T")
+
+
+class RunDirectory:
+    """``output_dir`` of a run: locked while the run trains; checkpoints of other runs are moved aside.
+
+    The operating system ends the lock with its process, which a file beside it names. On a file system
+    without locks between hosts a second run can start, and the first one ends at its next save, because the
+    file names another process.
+
+    Attributes:
+        run_id: identity of the run, which a resumed run shares; "" before the first one.
+        step: of the checkpoint that the run resumed from; None in a new run.
+        staging: directory in which files are written before they are renamed.
+    """
+
+    def __init__(self, args: GRPOConfig) -> None:
+        self.args = args
+        self.run_id = ""
+        self.step: int | None = None
+        self.staging = Path()
+        self._depth = 0  # of nested blocks of open()
+        self._is_claimed = False
+        self._lock: FileLock | None = None
+        self._holder: dict[str, Any] | None = None
+
+    @property
+    def path(self) -> Path:
+        return Path(str(self.args.output_dir))
+
+    @contextmanager
+    def open(
+        self, resume_from_checkpoint: str | bool | None, *, saves: bool | None = None
+    ) -> Iterator[str | None]:
+        """Yield the checkpoint to resume from, or None; keep the lock of a run that saves until the end.
+
+        Collective, as all methods. A block within another one continues the same run.
+
+        Args:
+            resume_from_checkpoint: see :func:`find_checkpoint`.
+            saves: None: by ``save_strategy``; a run without checkpoints takes the lock when it saves.
+
+        Raises:
+            ConfigError: another run has the lock, or the checkpoint does not exist or is damaged.
+        """
+        if saves is None:
+            saves = self.args.save_strategy != SaveStrategy.NO or self.args.enable_jit_checkpoint
+        self._depth += 1
+        try:
+            if saves:
+                self._claim()
+            checkpoint, self.step, run_id = self.on_savers(lambda: _start(resume_from_checkpoint, self.path))
+            if checkpoint is not None or self._depth == 1:
+                self.run_id = run_id
+            yield checkpoint
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._release()
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Have the lock: for the block, or within :meth:`open` until its end.
+
+        Raises:
+            ConfigError: another run has the lock.
+            TrainingError: another run took the directory, whose file system does not lock between hosts.
+        """
+        try:
+            if self._is_claimed:
+                self.on_savers(self._check_holder)
+            else:
+                self._claim()
+                if self._depth:
+                    self.move_aside()
+            yield
+        finally:
+            if self._depth == 0:
+                self._release()
+
+    def on_savers(self, function: Callable[[], T]) -> T:
+        """Call ``function`` on ranks that save; return the first result, or raise its error, on all ranks."""
+        results: list[T] = []
+        failure = None
+        if self.args.should_save:
+            try:
+                results.append(function())
+            except (GroupwiseError, OSError) as error:
+                failure = error
+        outcomes = gather_object([(results, failure)])
+        for raised in [failure, *(other for _, other in outcomes)]:
+            if raised is not None:
+                raise raised
+        return next(found[0] for found, _ in outcomes if found)
+
+    # The lock.
+
+    def _claim(self) -> None:
+        if not self._is_claimed:
+            name = self.on_savers(_new_id)
+            self.staging = self.on_savers(lambda: self._acquire(name))
+            self._is_claimed = True
+
+    def _acquire(self, name: str) -> Path:
+        """Lock the directory, and delete what killed runs staged. Returns the staging directory."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self.path / _LOCK)
+        host = socket.gethostname()
+        try:
+            lock.acquire(timeout=0)
+            self._lock = lock
+        except Timeout:
+            raise ConfigError(
+                f"output_dir={str(self.path)!r} is used by another run ({_described(self._read_holder())}), "
+                "and two would replace each other's checkpoints; wait for its end, or choose another one. "
+                f"If that process has ended, delete {str(self.path / _LOCK)!r}"
+            ) from None
+        except (OSError, NotImplementedError) as cause:
+            logger.warning("output_dir=%r cannot be locked (%s): start no other run there", self.path, cause)
+        left = self._read_holder()
+        if left is not None and left.get("host") != host:
+            logger.warning("a run was killed (%s); if it still trains, its next save fails", _described(left))
+        since = datetime.now().astimezone().isoformat(" ", "seconds")
+        self._holder = {"host": host, "process": os.getpid(), "since": since, "id": name}
+        (self.path / _HOLDER).write_text(json.dumps(self._holder), encoding="utf-8")
+        staging = _staging_dir(self.path)
+        for killed in staging.parent.glob(glob.escape(staging.name) + "[0-9a-f]" * len(name)):
+            shutil.rmtree(killed, ignore_errors=True)
+        return staging.with_name(staging.name + name)
+
+    def _read_holder(self) -> dict[str, Any] | None:
+        try:
+            return json.loads((self.path / _HOLDER).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+
+    def _check_holder(self) -> None:
+        found = self._read_holder()
+        if found is not None and found != self._holder:
+            raise TrainingError(
+                f"another run ({_described(found)}) took output_dir={str(self.path)!r}, whose file system "
+                "has no locks between hosts; this run ends before it replaces a checkpoint of that one. "
+                "Choose another output_dir for one of them, and resume from its last checkpoint"
+            )
+
+    def _release(self) -> None:
+        if self._holder is not None and self._read_holder() == self._holder:
+            for name in (_HOLDER, _LOCK):
+                with contextlib.suppress(OSError):
+                    (self.path / name).unlink()
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = self._holder = None
+        self._is_claimed = False
+
+    def move_aside(self, others: Sequence[Path] = ()) -> None:
+        """Move checkpoints that this run does not continue, and ``others``, to ``_earlier_runs``.
+
+        These are checkpoints of other runs and of steps after :attr:`step`: resuming would take them for this
+        run's, and saving would replace or rotate them. Does nothing without the lock.
+        """
+        if self._is_claimed:
+            self.on_savers(lambda: self._move_aside(others))
+
+    def _move_aside(self, others: Sequence[Path]) -> None:
+        last = -1 if self.step is None else self.step
+        foreign = [
+            path
+            for step, path in sorted(checkpoints(self.path).items())
+            if step > last or saved_run_id(path) not in (None, self.run_id)
+        ]
+        moved = [*foreign, *others]
+        if not moved:
+            return
+        aside = self.path / _EARLIER / f"{datetime.now():%Y%m%d-%H%M%S-%f}"
+        aside.mkdir(parents=True)
+        for path in moved:
+            os.replace(path, aside / path.name)
+        logger.warning(
+            "%s in %r of %s moved to %r; delete them if you do not need them",
+            ", ".join(path.name for path in moved),
+            str(self.path),
+            "earlier runs" if self.step is None else f"other runs, or after step {self.step},",
+            str(aside),
+        )
+
+    # Files of a checkpoint.
+
+    def publish(self, staged: Path, final: Path) -> None:
+        """Write the manifest and rename a complete checkpoint atomically, replacing one of the same name."""
+        files = [path for path in sorted(staged.rglob("*")) if path.is_file()]
+        entries = {path.relative_to(staged).as_posix(): _fingerprint(path) for path in files}
+        manifest = {"run": self.run_id, "files": entries}
+        (staged / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        for path in [*staged.rglob("*"), staged]:
+            flush(path)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        if final.exists():
+            os.replace(final, staged.with_name(f"{final.name}.old"))
+        os.replace(staged, final)
+        flush(final.parent)
+        self.clear_staging()
+
+    def clear_staging(self) -> None:
+        """Delete the files of a checkpoint that could not be written."""
+        shutil.rmtree(self.staging, ignore_errors=True)
+
+    def rotate(self, newest: Path, limit: int | None, best: str | None) -> None:
+        """Delete the oldest checkpoints beside ``newest`` until ``limit`` are left, incomplete ones first.
+
+        A checkpoint is renamed before its files are deleted, so that ``checkpoint-N`` is never incomplete.
+
+        Args:
+            newest: directory of the newest checkpoint; never deleted.
+            limit: None or 0 keeps all.
+            best: directory of the best checkpoint; never deleted.
+        """
+        if limit is None or limit <= 0:
+            return
+        protected = {newest.resolve()} | ({Path(best).resolve()} if best else set())
+        paths = sorted(
+            checkpoints(newest.parent).values(), key=lambda path: (is_complete(path), path.stat().st_mtime)
+        )
+        surplus = len(paths) - max(limit, len(protected))
+        for path in [path for path in paths if path.resolve() not in protected][: max(surplus, 0)]:
+            self.staging.mkdir(exist_ok=True)
+            os.replace(path, self.staging / path.name)
+            self.clear_staging()
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex[:12]
+
+
+def _described(holder: dict[str, Any] | None) -> str:
+    if holder is None:
+        return "which has just started"
+    return f"process {holder.get('process')} on host {holder.get('host')}, since {holder.get('since')}"
+
+
+def _staging_dir(directory: Path) -> Path:
+    """Return the path, without the run's suffix, of the directory in which a checkpoint is written.
+
+    It is beside ``directory``, because that may be uploaded while a checkpoint is written, or after a crash.
+    It is inside where a rename from beside is not possible: a mount point, a read-only parent.
+    """
+    directory = directory.resolve()
+    if _can_rename(directory.parent, directory):
+        return directory.parent / f"_{directory.name}{_STAGING}_"
+    return directory / f"{_STAGING}_"
+
+
+def _can_rename(source: Path, target: Path) -> bool:
+    """Return True if a directory in ``source`` can be renamed into ``target``."""
+    probe = moved = None
+    try:
+        probe = Path(tempfile.mkdtemp(prefix="_", dir=source))
+        moved = probe.rename(target / probe.name)
+    except OSError:
+        return False
+    finally:
+        left = moved or probe
+        if left is not None:
+            left.rmdir()
+    return True
+
+
+def flush(path: Path) -> None:
+    """Sync a file or directory to disk, so that after a power failure no rename precedes its contents."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# Manifests.
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    size = path.stat().st_size
+    if size > _HASHED_BYTES:
+        return {"bytes": size}
+    return {"bytes": size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+
+
+def _manifest(directory: Path) -> dict[str, Any] | None:
+    """Return the manifest of a checkpoint; None for one of ``transformers`` or an earlier version."""
+    path = directory / MANIFEST
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def saved_run_id(directory: Path) -> str | None:
+    """Return the id of the run that wrote a checkpoint; None: unknown."""
+    try:
+        return (_manifest(directory) or {}).get("run") or None
+    except ValueError:
+        return None
+
+
+def damage(directory: Path) -> str:
+    """Return the first difference between a checkpoint and its manifest, if it has both, or ""."""
+    try:
+        manifest = _manifest(directory) or {"files": {}}
+    except ValueError:
+        return f"{MANIFEST} is cut or overwritten"
+    for name, written in manifest["files"].items():
+        path = directory / name
+        if not path.is_file():
+            return f"{name} is missing"
+        found = path.stat().st_size
+        if found != written["bytes"]:
+            return f"{name} has {found} bytes instead of {written['bytes']}"
+        if "sha256" in written and _fingerprint(path) != written:
+            return f"{name} has other contents than were written"
+    return ""
+
+
+# Selection.
+
+
+def checkpoints(run_dir: Path) -> dict[int, Path]:
+    """Map step number to directory for every checkpoint in ``run_dir``."""
+    pattern = re.compile(rf"{checkpoint_prefix()}-(\d+)")
+    return {
+        int(match[1]): path
+        for path in run_dir.glob(f"{checkpoint_prefix()}-*")
+        if path.is_dir() and (match := pattern.fullmatch(path.name))
+    }
+
+
+def is_complete(directory: Path) -> bool:
+    """Return True if a run can be resumed from ``directory``.
+
+    ``enable_jit_checkpoint`` creates the directory before anything is saved.
+    """
+    has_state = any(directory.glob(STATE.format(rank="*")))
+    return has_state and (directory / trainer_state_name()).is_file()
+
+
+def _start(resume_from_checkpoint: str | bool | None, run_dir: Path) -> tuple[str | None, int | None, str]:
+    """Return the checkpoint that a run resumes from, its step and the id of the run; None without one."""
+    directory = find_checkpoint(resume_from_checkpoint, str(run_dir))
+    if directory is None:
+        return None, None, _new_id()
+    state = Path(directory, trainer_state_name())
+    try:
+        step = json.loads(state.read_text(encoding="utf-8"))["global_step"] if state.is_file() else 0
+    except (ValueError, KeyError) as cause:
+        raise ConfigError(f"checkpoint {directory!r} is damaged: {state.name} cannot be read") from cause
+    return directory, step, saved_run_id(Path(directory)) or _new_id()
+
+
+def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | None:
+    """Return the directory to resume from, or None.
+
+    Args:
+        resume_from_checkpoint: a directory, or True for the newest sound checkpoint in ``output_dir``.
+        output_dir: directory of the run.
+
+    Raises:
+        ConfigError: the checkpoint does not exist or is damaged.
+    """
+    if resume_from_checkpoint is None or resume_from_checkpoint is False:
+        return None
+    if resume_from_checkpoint is True:
+        chosen = _newest(Path(output_dir))
+    else:
+        chosen = Path(resume_from_checkpoint)
+        if not chosen.is_dir():
+            raise ConfigError(f"resume_from_checkpoint={resume_from_checkpoint!r} is not a directory")
+        if found := damage(chosen):
+            raise _damaged(chosen, found)
+    if not (chosen / MANIFEST).is_file():
+        warn_once(logger, "%r has no %s: damaged files are not noticed", str(chosen), MANIFEST)
+    return str(chosen) if resume_from_checkpoint is True else str(resume_from_checkpoint)
+
+
+def _newest(output_dir: Path) -> Path:
+    """Return the newest checkpoint that is complete and sound, and warn of the ones before it."""
+    found = checkpoints(output_dir)
+    if not found:
+        aside = output_dir / _EARLIER
+        earlier = f" (checkpoints of earlier runs are in {str(aside)!r})" if aside.is_dir() else ""
+        raise ConfigError(
+            f"resume_from_checkpoint=True, but {str(output_dir)!r} contains no checkpoint of the run that "
+            f"was started last{earlier}; pass the directory of one, or start a new run with "
+            "resume_from_checkpoint=None"
+        )
+    skipped: dict[Path, str] = {}
+    for step in sorted(found, reverse=True):
+        reason = damage(found[step]) or (
+            "" if is_complete(found[step]) else "the state of the run is not complete there"
+        )
+        if not reason:
+            for path, why in skipped.items():
+                logger.warning("%s skipped: %s", path.name, why)
+            return found[step]
+        skipped[found[step]] = reason
+    newest = next(iter(skipped))
+    if damage(newest):
+        raise _damaged(newest, skipped[newest])
+    return newest  # load_state explains what is missing
+
+
+def _damaged(directory: Path, found: str) -> ConfigError:
+    others = sorted(checkpoints(directory.absolute().parent).items(), reverse=True)
+    sound = next((path for _, path in others if is_complete(path) and not damage(path)), None)
+    newest = f"the newest sound checkpoint is {str(sound)!r}" if sound else "no checkpoint beside it is sound"
+    return ConfigError(
+        f"checkpoint {str(directory)!r} is damaged: {found}; {newest}. Copy it again, or resume from another "
+        f"one; if the change was on purpose, delete {MANIFEST}, and nothing is checked"
+    )
