@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -549,3 +550,31 @@ def test_a_checkpoint_without_manifest_is_resumed_with_one_warning(
     (output_dir / "checkpoint-4" / "groupwise_manifest.json").write_text('{"run": "')
     with pytest.raises(ConfigError, match=r"groupwise_manifest\.json is cut or overwritten"):
         make_trainer(output_dir).train(str(output_dir / "checkpoint-4"))
+
+
+def test_a_save_of_a_run_without_save_strategy_replaces_nothing_either(tmp_path: Path, caplog: Any) -> None:
+    class Save(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_save = True
+
+    make_trainer(tmp_path, max_steps=1).train()
+    earlier = _weights_of(tmp_path / "checkpoint-1")
+    run = make_trainer(tmp_path, max_steps=2, save_strategy="no", seed=7)
+    run.add_callback(Save())
+    run.train()
+    assert _names(tmp_path) == ["_earlier_runs", "checkpoint-1", "checkpoint-2"]
+    (aside,) = (tmp_path / "_earlier_runs").iterdir()
+    _assert_same_weights(_weights_of(aside / "checkpoint-1"), earlier)
+    assert len([text for text in caplog.messages if "moved to" in text]) == 1
+
+
+def test_a_file_system_without_locks_is_reported(
+    tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*_: Any) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    make_trainer(tmp_path, max_steps=1).train()
+    assert "cannot be locked ([Errno 95] Operation not supported): start no other run there" in caplog.text
+    assert "checkpoint-1" in _names(tmp_path)
