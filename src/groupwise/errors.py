@@ -102,7 +102,11 @@ def warn_once(logger: logging.Logger, message: str, *values: object) -> None:
     logger.warning(message, *values)
 
 
-def nearest_name(name: str, options: Iterable[str]) -> str:
-    """Return the option closest in spelling to ``name``, ignoring case."""
+def nearest_name(name: str, options: Iterable[str], cutoff: float = 0) -> str:
+    """Return the option closest in spelling to ``name``, ignoring case.
+
+    Args:
+        cutoff: least similarity, from 0 to 1; the result is empty if no option reaches it.
+    """
     by_lower = {option.lower(): option for option in options}
-    return by_lower[difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0)[0]]
+    return next((by_lower[near] for near in difflib.get_close_matches(name.lower(), by_lower, 1, cutoff)), "")

@@ -71,9 +71,13 @@ def test_a_run_trains_an_adapter(run_file):
     ("changes", "flags", "message"),
     [
         ({"num_generation": 4}, [], "unknown key 'num_generation'; nearest: 'num_generations'"),
-        ({"reward_funcs": "x"}, [], "unknown key 'reward_funcs'; nearest: 'rewards'"),
+        (
+            {"reward_funcs": "x"},
+            [],
+            "rewards='my_rewards:even' and ['x'] of TRL's keys contradict each other",
+        ),
         ({}, ["--betta", "0.1"], "unknown flag '--betta'; nearest: '--beta'"),
-        ({}, ["--dataset-name", "x"], "unknown flag '--dataset-name'; nearest: '--dataset'"),
+        ({}, ["--max-step=1"], "unknown flag '--max-step'; nearest: '--max_steps'"),
         ({}, ["--num_gen", "4"], "unknown flag '--num_gen'"),
         ({}, ["0.1"], "'0.1' is not the value of a flag"),
         ({}, ["--beta", "much"], "invalid float value: 'much'"),

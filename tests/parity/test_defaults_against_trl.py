@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 import yaml
 from transformers import HfArgumentParser
+from transformers.quantizers.auto import AutoQuantizationConfig
 
 from groupwise import GRPOConfig
+from groupwise.cli.run_file import RunArguments, read_run
+from groupwise.cli.sources import lora_config
+from groupwise.cli.trl_keys import TRL_KEYS
 from groupwise.config.trl import TRL_DEFAULTS, TRL_VERSION
 from groupwise.errors import warn_once
 
@@ -104,3 +108,61 @@ def test_a_configuration_that_trl_wrote_loads_without_a_warning(how, tmp_path, c
             (config,) = parser.parse_yaml_file(file)
     assert_holds(config, dumped)
     assert [record for record in caplog.records if record.name.startswith("groupwise")] == []
+
+
+def script_classes() -> list[type]:
+    """The classes that trl grpo parses, GRPOConfig excepted: all of its fields are ours."""
+    from trl.scripts.grpo import GRPOScriptArguments
+
+    return [GRPOScriptArguments, trl.ModelConfig, trl.DatasetMixtureConfig]
+
+
+def test_every_key_of_trl_grpo_is_in_the_table():
+    theirs = {name: value for cls in script_classes() for name, value in defaults(cls).items()}
+    same = {item.name for item in dataclasses.fields(RunArguments)} & theirs.keys()
+    assert same == {"dataset_config"}
+    assert TRL_KEYS.keys() - {"torch_dtype"} == theirs.keys() - same
+    ours = {"model_revision": "main", "dtype": "float32", "dataset_train_split": "train"}
+    for name, key in TRL_KEYS.items() - {("torch_dtype", TRL_KEYS["torch_dtype"])}:
+        if key.default is not None:
+            assert key.default == theirs[name], name
+        elif name != "dataset_test_split":  # translate() has the default, which depends on eval_strategy
+            assert not theirs[name] or theirs[name] == ours[name], name
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"use_peft": True},
+        {
+            **{"use_peft": True, "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "use_rslora": True},
+            **{"lora_target_modules": ["all-linear"], "lora_modules_to_save": ["lm_head"], "use_dora": True},
+        },
+        {"use_peft": True, "lora_target_modules": ["q_proj", "v_proj"], "lora_target_parameters": ["a.b"]},
+        {"use_peft": True, "load_in_8bit": True, "lora_task_type": "SEQ_CLS", "torch_dtype": "auto"},
+        {"use_peft": True, "load_in_4bit": True, "dtype": "bfloat16", "use_bnb_nested_quant": True},
+        {"use_peft": True, "load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "lora_r": 2},
+        {"lora_r": 4, "attn_implementation": "sdpa", "model_revision": "v2", "dtype": "float16"},
+    ],
+)
+def test_keys_of_trl_grpo_build_what_they_build_in_trl(tmp_path, given):
+    from trl.scripts.grpo import make_parser
+
+    base = {"model_name_or_path": "org/model", "dataset_name": "org/rows", "output_dir": str(tmp_path)}
+    base |= {"report_to": "none", "bf16": False, "use_cpu": True, "reward_funcs": ["think_format_reward"]}
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({**base, **given}))
+    settings, config = read_run(["--config", str(path)], "train")
+    renamed = {"dtype" if name == "torch_dtype" else name: value for name, value in given.items()}
+    path.write_text(yaml.safe_dump({**base, **renamed}))  # TRL 1.16 has the new name alone
+    _, _, model, _ = make_parser().parse_args_and_config(["--config", str(path)])
+    adapter, theirs = lora_config(settings), trl.get_peft_config(model)
+    assert (adapter and adapter.to_dict()) == (theirs and theirs.to_dict())
+    options = dict(config.model_init_kwargs or {})
+    quantization = options.pop("quantization_config", None)
+    theirs = trl.get_quantization_config(model)
+    ours = quantization and AutoQuantizationConfig.from_dict(quantization)
+    assert (ours and ours.to_dict()) == (theirs and theirs.to_dict())
+    loading = {"revision": "main", "dtype": "float32", "attn_implementation": None, **options}
+    fields = (model.model_revision, model.dtype, model.attn_implementation)
+    assert tuple(loading.values()) == fields

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,12 +16,18 @@ from typing import Any, NoReturn
 import yaml
 from transformers import HfArgumentParser
 
+from groupwise.cli.trl_keys import RENAMED, TRL_KEYS, add_flags, reason_to_refuse, translate
 from groupwise.config.grpo_config import GRPOConfig, Json
+from groupwise.config.redact import redact
 from groupwise.errors import ConfigError, GroupwiseError, boundary, nearest_name
 
 
 def _opt(doc: str, default: Any = None) -> Any:
     return dataclasses.field(default=default, metadata={"help": doc})
+
+
+#: Least similarity (0 to 1) of a name that is suggested for an unknown one: one character of seven differs.
+_NEAR = 0.85
 
 
 @dataclass
@@ -48,20 +56,6 @@ class RunArguments:
     )
 
 
-#: Names in TRL scripts.
-_TRL_NAMES = {
-    "model_name_or_path": "model",
-    "dataset_name": "dataset",
-    "train_dataset": "dataset",
-    "dataset_train_split": "dataset_split",
-    "dataset_test_split": "eval_split",
-    "reward_funcs": "rewards",
-    "environment_factory": "environment",
-    "peft_config": "lora",
-    "use_peft": "lora",
-}
-
-
 class _Parser(HfArgumentParser):
     """Parser that raises ConfigError instead of printing the usage and exiting."""
 
@@ -83,10 +77,10 @@ def as_config_error(where: str) -> Iterator[None]:
 def read_run(
     arguments: Sequence[str], command: str, config_class: type[GRPOConfig] = GRPOConfig
 ) -> tuple[RunArguments, GRPOConfig]:
-    """Parse flags and the YAML file of ``--config``.
+    """Parse flags and the YAML file of ``--config``; both may have the keys of ``trl grpo``.
 
     Raises:
-        ConfigError: unreadable file, unknown key or flag (with the nearest name), or invalid settings.
+        ConfigError: unreadable file, unknown keys or flags (all of them), or invalid settings.
     """
     parser = _Parser(
         [RunArguments, config_class],  # type: ignore[list-item]
@@ -95,28 +89,27 @@ def read_run(
         allow_abbrev=False,
         description="Every setting can be a key of the YAML file or a flag; flags override the file.",
     )
-    known = sorted(field.name for cls in (RunArguments, config_class) for field in fields(cls) if field.init)
     parser.add_argument("--config", help="YAML file with settings.")
-    files = _Parser(allow_abbrev=False, add_help=False)
-    files.add_argument("--config")
-    path = files.parse_known_args(list(arguments))[0].config
-    if path is not None:
-        settings = read_yaml(path)
-        for key in settings:
-            if key not in known:
-                raise ConfigError(f"{path}: unknown key {key!r}; nearest: {_nearest(key, known)!r}")
-        parser.set_defaults(**settings)
+    add_flags(parser)
+    flags, extra = parser.parse_known_args(list(arguments))
+    settings = {} if flags.config is None else read_yaml(flags.config)
+    names = [flag[2:].split("=")[0].replace("-", "_") for flag in arguments if flag.startswith("--")]
+    known = [field.name for cls in (RunArguments, config_class) for field in fields(cls) if field.init]
+    _check_names(settings, vars(flags), extra, known)
+    for name in RENAMED.keys() & settings.keys():
+        if RENAMED[name] in settings:
+            raise ConfigError(f"{flags.config} has {RENAMED[name]} and {name}, TRL's name of it; keep one")
+        settings[RENAMED[name]] = settings[name]
+    parser.set_defaults(**settings)
     with as_config_error("settings"):
-        run, config, _, unknown = parser.parse_args_into_dataclasses(
-            args=list(arguments), return_remaining_strings=True, look_for_args_file=False
-        )
-    for flag in unknown:
-        if flag.startswith("--"):
-            name = flag[2:].split("=")[0].replace("-", "_")
-            raise ConfigError(f"unknown flag {flag!r}; nearest: '--{_nearest(name, known)}'")
-    if unknown:
-        raise ConfigError(f"{unknown[0]!r} is not the value of a flag; write --field value")
+        values = vars(parser.parse_args(list(arguments)))
+        values["model_init_kwargs"] = _from_json(values["model_init_kwargs"])
+        translated = translate(values, {*settings, *names})
+        run, config = parser.parse_dict(values, allow_extra_keys=True)
     _normalize(run)
+    if translated and os.environ.get("RANK", "0") == "0":
+        lines = "\n  ".join(["groupwise: keys of trl grpo, and what they are here:", *translated])
+        print(redact(lines), file=sys.stderr)
     return run, config
 
 
@@ -135,8 +128,37 @@ def read_yaml(path: str) -> dict[str, Any]:
     return content
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
-    return _TRL_NAMES.get(name) or nearest_name(name, known)
+def _check_names(
+    settings: Mapping[str, Any], flags: Mapping[str, Any], extra: Sequence[str], known: Sequence[str]
+) -> None:
+    """Check the names of all keys and flags.
+
+    Args:
+        settings: content of the YAML file.
+        flags: values of the flags that the parser has, by name.
+        extra: arguments that the parser does not have.
+        known: names of the settings.
+
+    Raises:
+        ConfigError: one line for each name that is unknown or refused.
+    """
+    given = {f"key {name!r}": (str(name), value) for name, value in settings.items()}
+    given |= {f"flag '--{name}'": (name, value) for name, value in flags.items() if name in TRL_KEYS}
+    for flag in (text.split("=")[0] for text in extra if text.startswith("--")):
+        given[f"flag {flag!r}"] = (flag[2:].replace("-", "_"), True)
+    lines = []
+    for text, (name, value) in given.items():
+        key = TRL_KEYS.get(name)
+        if name in known or (key is not None and not (key.instead and value)):
+            continue
+        nearest = nearest_name(name, [*known, *TRL_KEYS], cutoff=_NEAR)
+        hint = f"; nearest: {'--' * text.startswith('flag') + nearest!r}" if nearest else ""
+        reason = reason_to_refuse(name)
+        lines.append(f"{text}: {reason}" if reason else f"unknown {text}{hint}")
+    if lines:
+        raise ConfigError("\n  - ".join([f"{len(lines)} name(s) that are no settings:", *lines]))
+    if extra:
+        raise ConfigError(f"{extra[0]!r} is not the value of a flag; write --field value")
 
 
 def _normalize(run: RunArguments) -> None:

@@ -25,7 +25,7 @@ def run(arguments: Sequence[str]) -> int:
     model, port = options.model, options.port
     if options.config is not None:
         settings = read_yaml(options.config)
-        model = model or settings.get("model")
+        model = model or settings.get("model", settings.get("model_name_or_path"))  # TRL's name
         port = port or settings.get("vllm_server_port")
     if model is None:
         raise ConfigError("model is missing; give --model, or --config with a run file that has one")

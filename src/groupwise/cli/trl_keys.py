@@ -1,0 +1,278 @@
+"""Keys of ``trl grpo`` in run files and flags: a setting here, a part of one, or refused with the way out."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from transformers.hf_argparser import string_to_bool
+
+from groupwise.errors import ConfigError
+
+
+class Key(NamedTuple):
+    """Counterpart of a key of ``trl grpo``.
+
+    Attributes:
+        kind: type of the value; list: several strings.
+        setting: setting here; empty if the key is refused.
+        part: key within the setting, if the setting is a mapping.
+        default: TRL's default of the part.
+        instead: reason and way out of a refused key; it may be given as false or empty, TRL's defaults.
+    """
+
+    kind: Callable[[str], Any]
+    setting: str = ""
+    part: str = ""
+    default: object = None
+    instead: str = ""
+
+
+_LOAD, _QUANTIZE = "model_init_kwargs", "quantization_config"
+_MIXTURE = (
+    "a run has one dataset: concatenate and split the rows in Python, save them, and give the directory"
+)
+
+#: Fields of TRL's ScriptArguments, GRPOScriptArguments, ModelConfig and DatasetMixtureConfig with another
+#: name or form here, and ``torch_dtype``, the old name of ``dtype``.
+TRL_KEYS = {
+    "model_name_or_path": Key(str, "model"),
+    "model_revision": Key(str, _LOAD, "revision"),
+    "dtype": Key(str, _LOAD, "dtype"),
+    "torch_dtype": Key(str, _LOAD, "dtype"),
+    "attn_implementation": Key(str, _LOAD, "attn_implementation"),
+    "dataset_name": Key(str, "dataset"),
+    "dataset_train_split": Key(str, "dataset_split"),
+    "dataset_test_split": Key(str, "eval_split"),
+    "reward_model_name_or_path": Key(str, "rewards"),
+    "reward_funcs": Key(list, "rewards"),
+    "use_peft": Key(bool, "lora"),
+    "lora_r": Key(int, "lora", "r", 16),
+    "lora_alpha": Key(int, "lora", "lora_alpha", 32),
+    "lora_dropout": Key(float, "lora", "lora_dropout", 0.05),
+    "lora_target_modules": Key(list, "lora", "target_modules"),
+    "lora_target_parameters": Key(list, "lora", "target_parameters"),
+    "lora_modules_to_save": Key(list, "lora", "modules_to_save"),
+    "lora_task_type": Key(str, "lora", "task_type", "CAUSAL_LM"),
+    "use_rslora": Key(bool, "lora", "use_rslora"),
+    "use_dora": Key(bool, "lora", "use_dora"),
+    "load_in_8bit": Key(bool, _QUANTIZE, "load_in_8bit"),
+    "load_in_4bit": Key(bool, _QUANTIZE, "load_in_4bit"),
+    "bnb_4bit_quant_type": Key(str, _QUANTIZE, "bnb_4bit_quant_type", "nf4"),
+    "use_bnb_nested_quant": Key(bool, _QUANTIZE, "bnb_4bit_use_double_quant"),
+    "bnb_4bit_quant_storage": Key(str, _QUANTIZE, "bnb_4bit_quant_storage"),
+    "dataset_streaming": Key(
+        bool,
+        instead="a run reads its dataset from disk; pass a stream to GRPOTrainer in a script of your own",
+    ),
+    "ignore_bias_buffers": Key(bool, instead="trl grpo does not read it; see ddp_broadcast_buffers"),
+    "datasets": Key(list, instead=_MIXTURE),
+    "streaming": Key(bool, instead=_MIXTURE),
+    "test_split_size": Key(float, instead=_MIXTURE),
+}
+
+#: Fields that ``TrainingArguments`` had before transformers 5, and the way out.
+REMOVED = {
+    "adafactor": "write optim: adafactor",
+    "dispatch_batches": "write accelerator_config: {dispatch_batches: …}",
+    "evaluation_strategy": "write eval_strategy",
+    "fp16_backend": "write fp16: true, or bf16: true",
+    "fp16_opt_level": "write fp16: true, or bf16: true",
+    "fsdp_min_num_params": "write fsdp_config: {min_num_params: …}",
+    "fsdp_transformer_layer_cls_to_wrap": "write fsdp_config: {transformer_layer_cls_to_wrap: …}",
+    "group_by_length": "remove it; micro-batches are balanced by length in any case",
+    "half_precision_backend": "write fp16: true, or bf16: true",
+    "include_inputs_for_metrics": "remove it; an evaluation returns metrics, and no predictions",
+    "include_tokens_per_second": "remove it; tokens_per_second is logged in any case",
+    "jit_mode_eval": "remove it, or write torch_compile: true",
+    "logging_dir": "set the environment variable TENSORBOARD_LOGGING_DIR",
+    "mp_parameters": "remove it; it was for SageMaker",
+    "no_cuda": "write use_cpu: true",
+    "overwrite_output_dir": "remove it; scripts alone read it, and older checkpoints stay in output_dir",
+    "past_index": "remove it",
+    "per_gpu_eval_batch_size": "write per_device_eval_batch_size",
+    "per_gpu_train_batch_size": "write per_device_train_batch_size",
+    "push_to_hub_model_id": "write hub_model_id",
+    "push_to_hub_organization": "write hub_model_id: organization/name",
+    "push_to_hub_token": "write hub_token",
+    "ray_scope": "remove it; there is no hyperparameter search",
+    "save_safetensors": "remove it; weights are always saved as safetensors",
+    "split_batches": "write accelerator_config: {split_batches: …}",
+    "torchdynamo": "write torch_compile_backend",
+    "tpu_metrics_debug": "write debug: tpu_metrics_debug",
+    "tpu_num_cores": "remove it; the launcher sets the number of processes",
+    "use_ipex": "remove it",
+    "use_mps_device": "remove it; an MPS device is used if there is one",
+    "warmup_ratio": "write warmup_steps with the same value; below 1 it is a share of all steps",
+}
+
+_VARIABLE = "set the environment variable {} before the run"
+_ENGINE = "write vllm_engine_kwargs: {{{}: …}}"
+_LAUNCH = "start the run with accelerate launch --{} … -m groupwise.cli train"
+
+#: Keys of older versions of TRL, of its command and its trainer, and of scripts built on it (open-r1).
+OTHERS = {
+    "accelerate_config": _LAUNCH.format("config_file"),
+    "chat_template": "save the template in the tokenizer; chat_template_kwargs has its arguments",
+    "dataset_prompt_column": "rename the column to prompt, save the rows, and give the file as dataset",
+    "env": "set the variables before the run: libraries read them when they are imported, before this file",
+    "environment_factory": "write environment: module:name",
+    "hub_model_revision": "write hub_revision",
+    "peft_config": "write lora: {r: 16, …}",
+    "system_prompt": "write it into the prompt column: messages that begin with {role: system, content: …}",
+    "train_dataset": "write dataset",
+    "vllm_device": "remove it; see vllm_mode",
+    "vllm_dtype": _ENGINE.format("dtype"),
+    "vllm_enable_prefix_caching": _ENGINE.format("enable_prefix_caching"),
+    "wandb_entity": _VARIABLE.format("WANDB_ENTITY"),
+    "wandb_project": _VARIABLE.format("WANDB_PROJECT"),
+    "wandb_run_group": _VARIABLE.format("WANDB_RUN_GROUP"),
+}
+
+
+#: TRL's keys that only have another name here.
+RENAMED = {
+    name: key.setting
+    for name, key in TRL_KEYS.items()
+    if key.setting in ("model", "dataset", "dataset_split", "eval_split")
+}
+
+#: What switches on the settings that the other keys only fill.
+_SWITCHES = {"lora": "use_peft", _QUANTIZE: "load_in_4bit or load_in_8bit", "eval_split": "eval_strategy"}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each of TRL's keys; the parsed namespace lacks those that are not given."""
+    group = parser.add_argument_group("keys of trl grpo")
+    for name, key in TRL_KEYS.items():
+        flags = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
+        options: dict[str, Any] = {"type": key.kind}
+        if key.kind is bool:
+            options = {"type": string_to_bool, "nargs": "?", "const": True}
+        elif key.kind is list:
+            options = {"nargs": "+"}
+        counterpart = f"{key.setting}[{key.part}]" if key.part else key.setting
+        text = f"Here: {counterpart}." if counterpart else f"Not supported: {key.instead}."
+        dest = RENAMED.get(name, name)
+        group.add_argument(*flags, dest=dest, default=argparse.SUPPRESS, help=text, **options)
+
+
+def reason_to_refuse(name: str) -> str:
+    """Return why a name is not a setting here and what to do instead; empty for names of no known origin."""
+    if name in TRL_KEYS:
+        return TRL_KEYS[name].instead
+    if name in REMOVED:
+        return f"removed from TrainingArguments in transformers 5; {REMOVED[name]}"
+    if name in OTHERS:
+        return OTHERS[name]
+    from accelerate.commands.launch import launch_command_parser  # slow to import, and only needed here
+
+    options = launch_command_parser().parse_known_args(["script"])[0]  # trl grpo passes them to accelerate
+    return _LAUNCH.format(name) if name in vars(options) else ""
+
+
+def translate(values: dict[str, Any], used: Collection[str]) -> list[str]:
+    """Move the values of TRL's keys to the settings that they are here.
+
+    Args:
+        values: parsed value by name of a setting or of a key; changed in place.
+        used: names that the file or the flags contain.
+
+    Returns:
+        One sentence for each setting that keys of TRL fill, and for each key without effect.
+
+    Raises:
+        ConfigError: TRL's keys contradict each other, or a setting that is given too.
+    """
+    found = {name: values.pop(name, None) for name in TRL_KEYS.keys() - RENAMED.keys()}
+    given = {name: found[name] for name in TRL_KEYS if found.get(name) is not None}
+    filled: dict[str, Any] = {_LOAD: _loading(given), "lora": _lora(given), "rewards": _rewards(given)}
+    for setting, value in filled.items():
+        if value:
+            values[setting] = _joined(setting, values[setting], value)
+    if "dataset_name" in used and values["eval_dataset"] is None:
+        # trl grpo evaluates on one split, test by default, and does not read it unless it evaluates
+        if values["eval_strategy"] != "no":
+            values["eval_split"] = values["eval_split"] or "test"
+        elif "dataset_test_split" in used:
+            values["eval_split"] = None
+    names = [name for name in TRL_KEYS if name in used and given.get(name) is not False]
+    return _sentences(names, {**values, _QUANTIZE: filled[_LOAD].get(_QUANTIZE)})
+
+
+def _sentences(names: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each setting that the keys ``names`` fill, or would fill if it were on."""
+    keys: dict[str, list[str]] = {}
+    for name in names:
+        if TRL_KEYS[name].setting:  # else refused, or off
+            keys.setdefault(TRL_KEYS[name].setting, []).append(name)
+    return [
+        f"{', '.join(keys[setting])}: no effect without {_SWITCHES[setting]}"
+        if settings[setting] is None and setting in _SWITCHES
+        else f"{', '.join(keys[setting])}: {setting}={settings[setting]!r}"
+        for setting in keys
+    ]
+
+
+def _loading(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the loading options that the keys of ModelConfig are, with the quantization."""
+    options = _parts(given, _LOAD)
+    if given.get("load_in_4bit"):
+        options[_QUANTIZE] = _parts(given, _QUANTIZE)
+        if options.get("dtype", "auto") != "auto":
+            options[_QUANTIZE]["bnb_4bit_compute_dtype"] = options["dtype"]
+    elif given.get("load_in_8bit"):
+        options[_QUANTIZE] = {"load_in_8bit": True}
+    return options
+
+
+def _lora(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the adapter; empty without ``use_peft``."""
+    if not given.get("use_peft"):
+        return {}
+    arguments = _parts(given, "lora")
+    targets = arguments.get("target_modules")
+    if isinstance(targets, list) and len(targets) == 1:
+        (arguments["target_modules"],) = targets  # all-linear, or a pattern
+    return arguments
+
+
+def _rewards(given: Mapping[str, Any]) -> list[Any]:
+    """Return the rewards in TRL's order, the reward model first."""
+    functions = given.get("reward_funcs", [])
+    named = functions if isinstance(functions, list) else [functions]
+    model = given.get("reward_model_name_or_path")
+    return [*([] if model is None else [model]), *map(_reward, named)]
+
+
+def _reward(name: Any) -> Any:
+    """Return a reward of ``reward_funcs`` as ``rewards`` names it."""
+    if not isinstance(name, str):
+        return name  # arguments, as in rewards
+    if name == "get_soft_overlong_punishment":
+        return {name: {"max_completion_len": 1280, "soft_punish_cache": 256}}  # the only ones in trl grpo
+    module, _, function = name.rpartition(".")
+    return f"{module}:{function}" if module and not {":", "/"} & {*name} else name
+
+
+def _parts(given: Mapping[str, Any], setting: str) -> dict[str, Any]:
+    """Return the parts of a setting that are given or have a default in TRL."""
+    parts: dict[str, Any] = {}
+    for name, key in TRL_KEYS.items():
+        value = given.get(name, key.default)
+        if key.setting == setting and key.part and value is not None:
+            parts = _joined(setting, parts, {key.part: value})
+    return parts
+
+
+def _joined(setting: str, own: Any, made: Any) -> Any:
+    """Return the value of a setting that is given by its own name, by TRL's keys, or by both in parts."""
+    if own is None:
+        return made
+    mappings = isinstance(own, dict) and isinstance(made, dict)
+    if not mappings or any(own[part] != made[part] for part in own.keys() & made.keys()):
+        raise ConfigError(
+            f"{setting}={own!r} and {made!r} of TRL's keys contradict each other; keep one of them"
+        )
+    return {**own, **made}
