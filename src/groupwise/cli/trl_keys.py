@@ -89,7 +89,7 @@ REMOVED = {
     "logging_dir": "set the environment variable TENSORBOARD_LOGGING_DIR",
     "mp_parameters": "remove it; it was for SageMaker",
     "no_cuda": "write use_cpu: true",
-    "overwrite_output_dir": "remove it; scripts alone read it, and older checkpoints stay in output_dir",
+    "overwrite_output_dir": "remove it; a new run moves the checkpoints of earlier ones to _earlier_runs",
     "past_index": "remove it",
     "per_gpu_eval_batch_size": "write per_device_eval_batch_size",
     "per_gpu_train_batch_size": "write per_device_train_batch_size",
