@@ -476,7 +476,8 @@ class MicroBatch(Experience):
 
     token_weights_BT: weight of each token's loss (``groupwise.core.weights``).
     entropy_mask_BT: loss tokens in the top entropy quantile; all loss tokens without a quantile.
-    sequence_weight_B1: share of each row in the window, for terms that are one number per micro-batch.
+    sequence_weight_B1: share of each row in the window, for terms with one number per row; times the number
+        of ranks, because gradients are averaged over ranks.
     entropy_weights_BT: weights of the entropy bonus, coefficient included; None without a bonus.
     correction_BX: sampler correction that was computed before, (B, 1) or (B, T); None: the loss computes it.
     packed: the same sequences without padding, if the layout prepared it; derived, never saved or moved.

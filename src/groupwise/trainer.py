@@ -296,7 +296,7 @@ class GRPOTrainer(
             settings, corrects_for_sampler=corrects, truncation_unknown=unknown
         )
         self.micro_batch_budget = micro_batch_budget(
-            type(self),
+            self,
             settings,
             aux_loss=self.aux_loss_enabled,
             has_reference=self.reference.exists,
@@ -453,7 +453,6 @@ class GRPOTrainer(
         if last:  # the optimizer steps next
             if self.window_is_empty:  # no row of any rank has a gradient
                 self.set_zero_gradient()
-                self.metrics["train"].record({"loss": Mean(0.0, 1.0)})
             else:
                 self.remember_zero_gradient()
             self._end_window()
@@ -480,6 +479,11 @@ class GRPOTrainer(
     def _end_window(self) -> None:
         """Record the metrics of the window, and adapt the entropy coefficient."""
         metrics, stats = self.metrics["train"], self.window_stats
+        # A window counts once in the logs: computed rows with their own weight, skipped ones with loss 0.
+        skipped = Mean(0.0, stats.skipped_weight)
+        metrics.record(
+            {"loss": skipped, "policy_loss": skipped} if self._has_entropy_bonus() else {"loss": skipped}
+        )
         metrics.record(self.update_entropy_coef(self.window_entropy))
         self.window_entropy = Mean(0.0, 0.0)
         flops = 6.0 * self.num_parameters * stats.computed_tokens  # forward and backward

@@ -7,7 +7,16 @@ import math
 
 import pytest
 import torch
-from support.runs import experience, policy, prompts, trainer, weighed
+from support.runs import (
+    TermOfEveryRow,
+    TermOfTrainedRows,
+    experience,
+    policy,
+    prompts,
+    trainer,
+    weighed,
+    with_all_rows,
+)
 
 from groupwise import GRPOTrainer
 from groupwise.core.surrogates import clipped
@@ -83,6 +92,33 @@ def test_the_update_of_a_window_without_any_gradient_is_zero_and_not_absent(tmp_
     assert run.state.log_history[0]["skipped_share"] == 1.0
     assert run.state.log_history[0]["grad_norm"] == 0.0
     assert_same_weights(run, full, 1e-12)  # the weight decay alone
+
+
+MASKED = {"mask_truncated_completions": True}
+ALL_MASKED = {**MASKED, "generation_kwargs": {"suppress_tokens": [1]}}  # no completion ends
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "skipped"),
+    [
+        (TermOfEveryRow, MASKED, (0, 0)),
+        (TermOfEveryRow, ALL_MASKED, (0, 0)),
+        (TermOfTrainedRows, {}, (0.2, 0.8)),
+        (TermOfTrainedRows, {**MASKED, "num_iterations": 2}, (0.4, 0.99)),
+        (TermOfTrainedRows, ALL_MASKED, (1, 1)),
+    ],
+)
+def test_a_term_of_a_subclass_has_the_value_and_gradient_of_all_rows(tmp_path, kind, settings, skipped):
+    full = train(tmp_path, "full", kind=with_all_rows(kind), sequence_layout="padded", **settings)
+    pairs = zip(full.model.parameters(), policy().parameters(), strict=True)
+    moved = max(float((after - before).detach().abs().max()) for after, before in pairs)
+    assert (moved > 1e-4) is (skipped != (1, 1))
+    for layout in ("padded", "shared_prefix"):
+        cut = train(tmp_path, layout, kind=kind, sequence_layout=layout, **settings)
+        assert_same_weights(cut, full, 1e-7)
+        for ours, theirs in zip(cut.state.log_history[:-1], full.state.log_history[:-1], strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-6)
+            assert skipped[0] <= ours["skipped_share"] <= skipped[1]
 
 
 class ComputesEmptyWindows(GRPOTrainer):
@@ -231,7 +267,10 @@ def test_a_loss_of_a_subclass_sees_every_row(tmp_path):
         size = {"per_device_train_batch_size": 8, "max_completion_length": 8}
         config = GRPOConfig(str(tmp_path), **size, bf16=False, use_cpu=True)
         run = kind(policy(), no_variance, config, prompts(), processing_class=tokenizer())
-        assert run.micro_batch_budget.skip_zero_advantage is skips
+        assert run.micro_batch_budget.skip_zero_advantage is run.micro_batch_budget.skip_masked is skips
+    run.compute_policy_loss = run.compute_policy_loss  # a method replaced on the instance
+    run.refresh_settings()
+    assert run.micro_batch_budget.skip_zero_advantage is run.micro_batch_budget.skip_masked is False
 
 
 @pytest.mark.parametrize("layout", ["packed", "shared_prefix"])

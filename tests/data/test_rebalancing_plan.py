@@ -98,15 +98,21 @@ def test_rows_without_gradient_need_no_log_probs():
 
 
 def test_masked_tokens_have_no_gradient():
-    loss_mask_BT = torch.tensor([[1, 0], [0, 1], [0, 0]])
-    advantages_BT = torch.tensor([[0.0, 1.0], [0.0, 1.0], [1.0, 1.0]])
+    (tokens,) = window([1, 2, 3, 4], [2, 2, 2, 2], [0.0] * 4, 4)
+    tokens = replace(
+        tokens,
+        loss_mask_BT=torch.tensor([[1, 0], [0, 1], [0, 0], [0, 0]]),
+        group_ids_B=torch.tensor([0, 1, 2, -1]),  # the last row is dropped
+    )
     # row 0 has an advantage only where it has no loss
-    assert rows_with_gradient(loss_mask_BT, advantages_BT, skip_zero_advantage=True).tolist() == [
-        False, True, False
-    ]  # fmt: skip
-    assert rows_with_gradient(loss_mask_BT, advantages_BT, skip_zero_advantage=False).tolist() == [
-        True, True, False
-    ]  # fmt: skip
+    advantages_BT = torch.tensor([[0.0, 1.0], [0.0, 1.0], [1.0, 1.0], [1.0, 1.0]])
+    for skips, expected in (
+        ({}, [False, True, False, False]),
+        ({"skip_zero_advantage": False}, [True, True, False, False]),
+        # a loss that may have a gradient in any row
+        ({"skip_zero_advantage": False, "skip_masked": False}, [True, True, True, False]),
+    ):
+        assert rows_with_gradient(tokens, advantages_BT, budget(4, 2, **skips)).tolist() == expected
 
 
 def test_fixed_micro_batches_stay_as_they_are():
@@ -196,7 +202,7 @@ def test_the_length_of_a_padded_row_includes_its_prompt():
 def test_tokens_without_loss_count_in_lengths():
     (given,) = window([2, 3], [4, 1], [1.0, 1.0], 2)
     given = replace(given, loss_mask_BT=torch.tensor([[1, 0, 0, 0], [1, 0, 0, 0]]))
-    rows = WindowRows.of(given, skip_zero_advantage=True)
+    rows = WindowRows.of(given, budget(2, 4))
     assert rows == WindowRows(
         [2, 3], [4, 1], [2, 3], [True, True], [2], frozenset(given.tensors())
     )  # fmt: skip
@@ -204,7 +210,7 @@ def test_tokens_without_loss_count_in_lengths():
 
 def test_rows_per_rank_may_differ():
     one, other = (
-        WindowRows.of(batch, skip_zero_advantage=True)
+        WindowRows.of(batch, budget(3, 1))
         for size in (1, 3)
         for batch in window([2] * size, [1] * size, [1.0] * size, size)
     )
@@ -244,14 +250,13 @@ def test_padded_rows_divide_evenly_with_the_longest_rows_in_the_larger_part():
     assert rows_of(batches) == [[1, 2, 4], [0, 3]]
 
 
-def test_rows_without_gradient_are_skipped_and_still_count_in_averages():
+def test_rows_without_gradient_are_skipped_and_the_others_keep_their_weight():
     given = window([2] * 4, [3, 3, 3, 3], [0.0, 1.0, 0.0, -1.0], 2)
     for layout in ("padded", "packed", "shared_prefix"):
         batches, stats = rebalance(given, layout, budget(2, 3))
         assert rows_of(batches) == [None, [1, 3]]
-        assert (stats.skipped_rows, stats.rows) == (2, 4)
-        assert batches[1].sequence_weight_B1.sum() == pytest.approx(1.0)
-        assert given[0].sequence_weight_B1.sum() == pytest.approx(0.5)  # the buffer's rows stay as they are
+        assert (stats.skipped_rows, stats.rows, stats.skipped_weight) == (2, 4, 0.5)
+        assert batches[1].sequence_weight_B1.tolist() == [[0.25], [0.25]]
         values = {name: mean.value() for name, mean in stats.metrics().items()}
         assert values == {"skipped_share": 0.5, "padding_share": 0.0}
 
@@ -319,10 +324,7 @@ def test_two_ranks_train_on_the_micro_batches_of_one_process(layout):
                 rows[int(alone.completion_ids_BT[0, 0])] = alone
     for number, expected in enumerate(row for batch in joined for row in batch.split(1)):
         for name, tensor in expected.tensors().items():
-            assert (
-                torch.equal(rows[number].tensors()[name].nan_to_num(9.0), tensor.nan_to_num(9.0))
-                or name == "sequence_weight_B1"
-            )
+            assert torch.equal(rows[number].tensors()[name].nan_to_num(9.0), tensor.nan_to_num(9.0))
 
 
 def test_nothing_is_exchanged_when_no_row_moves():
@@ -346,21 +348,22 @@ def test_a_rank_without_rows_computes_a_row_of_weight_zero(layout):
         window([2] * 4, [3, 2, 3, 3], [0.0] * 4, 2, first=4),
     ]
     windows[1] = [replace(batch, entropy_weights_BT=batch.loss_mask_BT.float()) for batch in windows[1]]
-    ((busy, _), (idle, stats)), received = rebalance_on_ranks(windows, layout, budget(2, 3))
+    ((busy, other), (idle, stats)), received = rebalance_on_ranks(windows, layout, budget(2, 3))
     assert rows_of(busy) == [None, [3]] and rows_of(idle) == [None, [5]]  # the shortest row of this rank
     assert received == [[], []]
     for name in ("loss_mask_BT", "token_weights_BT", "entropy_mask_BT", "entropy_weights_BT"):
         assert not idle[1].tensors()[name].any()
     assert idle[1].old_logps_BT[0, 0] == -6.0
-    # each rank counts the rows that it skipped: 3 / 4 + 1 / 4, and 4 / 4
-    assert busy[1].sequence_weight_B1.sum() == idle[1].sequence_weight_B1.sum() == pytest.approx(1.0)
+    # each rank counts the rows that it skipped: 3 of 4 and 4 of 4
+    assert (busy[1].sequence_weight_B1.tolist(), other.skipped_weight) == ([[0.25]], 0.75)
+    assert (idle[1].sequence_weight_B1.tolist(), stats.skipped_weight) == ([[0.0]], 1.0)
     assert (stats.rows, stats.skipped_rows, stats.computed_tokens) == (4, 3.5, 0)
 
 
 def test_a_group_of_two_ranks_is_one_group():
     # 4 completions of 5 tokens after a prompt of 10 on two ranks: 30 tokens, and micro-batches hold 2 x 16
     windows = [window([10] * 2, [5] * 2, [1.0] * 2, 2, first=first) for first in (0, 2)]
-    rows = WindowRows.concatenate([WindowRows.of(batch, skip_zero_advantage=True) for (batch,) in windows])
+    rows = WindowRows.concatenate([WindowRows.of(batch, budget(2, 6)) for (batch,) in windows])
     assert rows.shape.groups() == [[0, 1, 2, 3]]
     assert [rows.of_rank(rank) for rank in (0, 1)] == [range(0, 2), range(2, 4)]
     # a second rank without rows would wait: the group is halved

@@ -15,6 +15,7 @@ import torch
 from filelock import FileLock
 from support.distributed_worker import OBJECTIVES, UPDATES, evaluate, policy, sampled_run, update
 from support.launch import run, run_ranks
+from support.runs import with_all_rows
 
 from groupwise.errors import ConfigError
 
@@ -78,7 +79,9 @@ def _assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]
 def test_two_processes_make_the_update_of_one(tmp_path: Path, updates: Any, case: str) -> None:
     # The single process takes the rows of both in micro-batches of the same size: so the update is the same
     # by definition also for "bnpo", whose normaliser is that of the micro-batch.
-    settings = UPDATES[case]
+    settings = dict(UPDATES[case])
+    if "kind" in settings:  # against the computation of all rows, where and when they were sampled
+        settings.update(kind=with_all_rows(settings["kind"]), sequence_layout="padded")
     single = update(tmp_path, rows=6, micro_batches=2 * settings.get("accumulate", 1), **settings)
     _assert_close(updates[case], single)
 

@@ -81,7 +81,10 @@ DATA = [
     ),
     *_rebalancing(
         ("(advantages_BX != 0) & counts_BT", "(advantages_BX != 0)"),
-        ("if skip_zero_advantage else counts_BT", "if skip_zero_advantage else counts_BT + True"),
+        (
+            "if budget.skip_zero_advantage else counts_BT",
+            "if budget.skip_zero_advantage else counts_BT + True",
+        ),
         ("sum(self.rows_per_rank[:rank])", "sum(self.rows_per_rank[: rank + 1])"),
         ("start + self.rows_per_rank[rank]", "start + self.rows_per_rank[0]"),
         ("one == other for one, other", "one != other for one, other"),
@@ -96,7 +99,8 @@ DATA = [
         ),
         ("_without_weight(batch.select([_shortest(own.shape)]))", "batch.select([_shortest(own.shape)])"),
         ("if not has_gradient]", "if has_gradient]"),
-        ("sequence_weight_B1[skipped].sum()", "sequence_weight_B1[skipped].sum() * 2"),
+        ("sequence_weight_B1[skipped].sum()", "sequence_weight_B1.sum()"),
+        ("return tokens.group_ids_B >= 0", "return tokens.group_ids_B >= -1"),
         (
             "_window_stats(rows.shape, sum(rows.has_gradient)",
             "_window_stats(rows.shape, sum(own.has_gradient)",
@@ -157,9 +161,15 @@ DATA = [
         ("has_reference and not config.kl_in_reward", "False", (TRAINING, "-k", "something_else")),
         ('vars(owner).get("zero_grad_at_zero_advantage", False)', "True", (TRAINING, "-k", "subclass")),
         (" and not bonus", "", (TRAINING, "-k", "something_else")),
+        ("skip_masked=declared,", "", (TRAINING, "-k", "subclass")),
         (
-            "zero_grad = zero_grad and OBJECTIVES",
-            "zero_grad = zero_grad or OBJECTIVES",
+            "for owner in (trainer, *type(trainer)",
+            "for owner in (*type(trainer)",
+            (TRAINING, "-k", "subclass"),
+        ),
+        (
+            "zero_grad = declared and OBJECTIVES",
+            "zero_grad = declared or OBJECTIVES",
             (TRAINING, "-k", "zero_grad or subclass"),
         ),
     ),

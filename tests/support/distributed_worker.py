@@ -36,6 +36,7 @@ from groupwise.trainer import GRPOTrainer
 from support.iterative_runs import reward_model
 from support.iterative_runs import runner as iterative_runner
 from support.process_rewards import step_classifier
+from support.runs import TermOfEveryRow, TermOfTrainedRows
 
 #: A process that hangs says where, before the test gives up on it.
 PATIENCE = 240
@@ -78,6 +79,9 @@ UPDATES: dict[str, dict[str, Any]] = {
     # Steps of a group are on both processes, and their numbers differ.
     "process reward model": {"process": True, "scale_rewards": "group"},
     "process reward model, accumulation": {"process": True, "accumulate": 2, "sequence_layout": "packed"},
+    # A loss of a subclass, summed with the share of each row.
+    "term of every row": {"kind": TermOfEveryRow, "mask_truncated_completions": True},
+    "term of trained rows": {"kind": TermOfTrainedRows, "sparse": True, "mask_truncated_completions": True},
     "off-policy mask": {"sampler": True, "off_policy_mask_threshold": 0.02},
 }
 

@@ -91,7 +91,7 @@ def main(output_dir: Path, mode: str = "exchange") -> None:
         run: Any = SimpleNamespace(accelerator=accelerator, micro_batch_budget=budget)
         batches, _ = BatchingMixin.rebalance_micro_batches(run, own, "padded")
         trained = [row for batch in batches if batch is not None for row in batch.split(1)]
-        lengths = len(pickle.dumps([WindowRows.of(batch, skip_zero_advantage=True) for batch in own]))
+        lengths = len(pickle.dumps([WindowRows.of(batch, budget) for batch in own]))
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     for row in trained:
         number = int(row.completion_ids_BT[0, 0])

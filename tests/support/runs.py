@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from groupwise import GRPOConfig, GRPOTrainer
-from groupwise.records import Experience, MicroBatch, RolloutBatch
+from groupwise.data.rebalancing import WindowStats
+from groupwise.records import Experience, LogprobOutput, LossOutput, MicroBatch, RolloutBatch
 
 WORDS = [f"w{i}" for i in range(28)]
 CHAT = (
@@ -123,3 +125,41 @@ def experience(run: GRPOTrainer, rows: list[dict[str, Any]]) -> list[Experience]
 def weighed(run: GRPOTrainer, window: list[Experience]) -> list[MicroBatch]:
     """Micro-batches of an accumulation window, with token weights."""
     return run.set_token_weights(window, run.compute_entropy_masks(window))
+
+
+class TermOfEveryRow(GRPOTrainer):
+    """A loss with the mean log-prob of the completions: every row has a gradient, also one without loss."""
+
+    def compute_policy_loss(self, batch: MicroBatch, logprobs: LogprobOutput) -> LossOutput:
+        return add_term(super().compute_policy_loss(batch, logprobs), batch, logprobs.logps_BT)
+
+
+class TermOfTrainedRows(GRPOTrainer):
+    """The same mean over the loss tokens with an advantage: the other rows have no gradient."""
+
+    zero_grad_at_zero_advantage = True
+
+    def compute_policy_loss(self, batch: MicroBatch, logprobs: LogprobOutput) -> LossOutput:
+        logps_BT = logprobs.logps_BT * batch.loss_mask_BT * (batch.advantages_BX != 0)
+        return add_term(super().compute_policy_loss(batch, logprobs), batch, logps_BT)
+
+
+def add_term(output: LossOutput, batch: MicroBatch, logps_BT: torch.Tensor) -> LossOutput:
+    """Add 0.1 times the mean over the rows of the window of the summed log-probs."""
+    sums_B1 = (logps_BT * batch.completion_mask_BT).sum(-1, keepdim=True)
+    return replace(output, loss=output.loss + 0.1 * (sums_B1 * batch.sequence_weight_B1).sum())
+
+
+def with_all_rows(kind: type[GRPOTrainer]) -> type[GRPOTrainer]:
+    """The same trainer without rebalancing: every row is computed where and when it was sampled."""
+
+    class AllRows(kind):  # type: ignore[valid-type, misc]
+        def rebalance_micro_batches(
+            self, window: list[MicroBatch], layout: str
+        ) -> tuple[list[MicroBatch | None], WindowStats]:
+            return list(window), WindowStats(sum(len(batch) for batch in window), 0, 1.0, 1, 0)
+
+        def select_rows_for_logprobs(self, tokens: Any, advantages: Any, micro_batch_size: int) -> list[int]:
+            return list(range(len(tokens)))
+
+    return AllRows

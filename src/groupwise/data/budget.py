@@ -8,7 +8,7 @@ from groupwise.data.rebalancing import MicroBatchBudget
 
 
 def micro_batch_budget(
-    trainer: type,
+    trainer: object,
     config: GRPOConfig,
     *,
     aux_loss: bool,
@@ -18,8 +18,9 @@ def micro_batch_budget(
     """Derive the limits of a micro-batch from the configuration.
 
     Rows with zero advantage are skipped unless they have another gradient: the KL to the reference, an
-    entropy bonus, an objective registered without ``zero_grad_at_zero_advantage``, or a loss method of a
-    class that does not declare ``zero_grad_at_zero_advantage = True``.
+    entropy bonus, or an objective registered without ``zero_grad_at_zero_advantage``. A loss method of a
+    class that does not declare ``zero_grad_at_zero_advantage = True`` may have a gradient in every row, also
+    in one without loss tokens.
 
     Args:
         aux_loss: the model has a balancing loss (mixture of experts).
@@ -30,24 +31,25 @@ def micro_batch_budget(
     kl_in_loss = has_reference and not config.kl_in_reward
     bonus = config.use_adaptive_entropy or config.entropy_coef != 0.0
     methods = ("compute_loss", "compute_policy_loss")
-    zero_grad = all(_declares_zero_grad(trainer, method) for method in methods)
-    zero_grad = zero_grad and OBJECTIVES[config.loss_type].zero_grad_at_zero_advantage
+    declared = all(_declares_zero_grad(trainer, method) for method in methods)
+    zero_grad = declared and OBJECTIVES[config.loss_type].zero_grad_at_zero_advantage
     return MicroBatchBudget(
         # Neither a balancing loss nor Liger's normalization is a sum over rows.
         fixed=aux_loss or config.use_liger_kernel,
         micro_batch_size=config.per_device_train_batch_size,
         max_completion_length=config.max_completion_length,
         skip_zero_advantage=config.skip_zero_advantage and zero_grad and not kl_in_loss and not bonus,
+        skip_masked=declared,
         world_size=config.world_size,
         rank=config.process_index,
         may_be_empty=may_be_empty,
     )
 
 
-def _declares_zero_grad(trainer: type, method: str) -> bool:
-    """Return the ``zero_grad_at_zero_advantage`` of the class that defines ``method``; False without one.
+def _declares_zero_grad(trainer: object, method: str) -> bool:
+    """Return the ``zero_grad_at_zero_advantage`` of what defines ``method``, the instance or a class.
 
     An override may add terms with a gradient in any row, so the declaration of its base class does not count.
     """
-    owner = next(cls for cls in trainer.__mro__ if method in vars(cls))
+    owner = next(owner for owner in (trainer, *type(trainer).__mro__) if method in vars(owner))
     return vars(owner).get("zero_grad_at_zero_advantage", False)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from groupwise.core.metrics import Mean, Metrics
+from groupwise.core.metrics import Mean, Metrics, Scalar
 from groupwise.core.partition import balanced_parts
 from groupwise.policy.layouts.packed import Shape, shape_of
 from groupwise.records import MicroBatch, TokenBatch, axes
@@ -39,7 +39,8 @@ class MicroBatchBudget:
     fixed: keep the micro-batches as they are.
     micro_batch_size: configured sequences per micro-batch.
     max_completion_length: configured tokens per completion.
-    skip_zero_advantage: skip rows whose advantages are all zero; they have no gradient.
+    skip_zero_advantage: skip rows whose loss tokens all have advantage zero; they have no gradient.
+    skip_masked: skip rows without loss tokens; they have no gradient.
     world_size, rank: number of ranks that share the rows, and this rank.
     may_be_empty: a window may have no micro-batch at all; otherwise every rank computes at least one.
     """
@@ -48,6 +49,7 @@ class MicroBatchBudget:
     micro_batch_size: int
     max_completion_length: int
     skip_zero_advantage: bool
+    skip_masked: bool = True
     world_size: int = 1
     rank: int = 0
     may_be_empty: bool = False
@@ -61,6 +63,7 @@ class WindowStats:
     tokens: prompt and completion tokens of all rows.
     computed_tokens: input tokens of the model, padding included; a shared prompt counts once per use.
     padding_tokens: padding among the computed tokens.
+    skipped_weight: sum of ``sequence_weight_B1`` over the skipped rows that this rank sampled.
     """
 
     rows: float = 0
@@ -68,6 +71,7 @@ class WindowStats:
     tokens: float = 0
     computed_tokens: int = 0
     padding_tokens: int = 0
+    skipped_weight: Scalar = 0.0
 
     @property
     def has_no_gradient(self) -> bool:
@@ -104,11 +108,9 @@ class WindowRows:
     fields: frozenset[str]
 
     @classmethod
-    def of(cls, batch: MicroBatch, *, skip_zero_advantage: bool) -> WindowRows:
+    def of(cls, batch: MicroBatch, budget: MicroBatchBudget) -> WindowRows:
         """Read the lengths of this rank's rows: one transfer to the host."""
-        gradient_B = rows_with_gradient(
-            batch.loss_mask_BT, batch.advantages_BX, skip_zero_advantage=skip_zero_advantage
-        )
+        gradient_B = rows_with_gradient(batch, batch.advantages_BX, budget)
         columns = [
             batch.prompt_mask_BL.sum(-1),
             batch.completion_mask_BT.sum(-1),
@@ -144,11 +146,13 @@ class WindowRows:
 
 
 def rows_with_gradient(
-    loss_mask_BT: torch.Tensor, advantages_BX: torch.Tensor, *, skip_zero_advantage: bool
+    tokens: TokenBatch, advantages_BX: torch.Tensor, budget: MicroBatchBudget
 ) -> torch.Tensor:
-    """Return (B,) bool: rows with a loss token, and with ``skip_zero_advantage`` one with an advantage."""
-    counts_BT = loss_mask_BT.bool()
-    return ((advantages_BX != 0) & counts_BT if skip_zero_advantage else counts_BT).any(-1)
+    """Return (B,) bool: rows that must be computed. A dropped row never is: all its weights are zero."""
+    if not budget.skip_masked:
+        return tokens.group_ids_B >= 0
+    counts_BT = tokens.loss_mask_BT.bool()
+    return ((advantages_BX != 0) & counts_BT if budget.skip_zero_advantage else counts_BT).any(-1)
 
 
 def rebalance(
@@ -174,14 +178,17 @@ def rebalance(
         All are None if no row of any rank has a gradient and ``budget.may_be_empty``.
     """
     batch = MicroBatch.concatenate(window)
-    own = WindowRows.of(batch, skip_zero_advantage=budget.skip_zero_advantage)
+    own = WindowRows.of(batch, budget)
     if budget.fixed:
         everything = list(range(len(batch)))
         whole = [everything[start : start + len(window[0])] for start in everything[:: len(window[0])]]
         return list(window), _window_stats(own.shape, len(batch), whole, "padded", 1)
     rows = WindowRows.concatenate(gather([own]))
+    skipped = [row for row, has_gradient in enumerate(own.has_gradient) if not has_gradient]
+    skipped_weight = batch.sequence_weight_B1[skipped].sum()
     if budget.may_be_empty and not any(rows.has_gradient):  # the same decision on every rank
-        return [None] * len(window), _window_stats(rows.shape, 0, [], layout, budget.world_size)
+        stats = _window_stats(rows.shape, 0, [], layout, budget.world_size)
+        return [None] * len(window), replace(stats, skipped_weight=skipped_weight)
     batch = _with_fields(batch, rows.fields)
     assigned = plan_micro_batches(rows, layout, budget, len(window))
     # Neighbours in the plan cost about the same: they become the same micro-batch of different ranks.
@@ -195,10 +202,8 @@ def rebalance(
             batches.append(mine.select([index[row] for row in part]))
         else:  # every rank runs the same number of forwards: a row of weight zero
             batches.append(_without_weight(batch.select([_shortest(own.shape)])))
-    # Averages over the rows of a window count skipped rows too.
-    skipped = [row for row, has_gradient in enumerate(own.has_gradient) if not has_gradient]
-    batches[-1] = _add_sequence_weight(batches[-1], batch.sequence_weight_B1[skipped].sum())
     stats = _window_stats(rows.shape, sum(rows.has_gradient), parts, layout, budget.world_size)
+    stats = replace(stats, skipped_weight=skipped_weight)
     return [None] * (len(window) - len(batches)) + batches, stats
 
 
@@ -280,9 +285,7 @@ def rows_needing_logps(
     """
     if budget.fixed:
         return list(range(len(tokens)))
-    gradient_B = rows_with_gradient(
-        tokens.loss_mask_BT, advantages_BX, skip_zero_advantage=budget.skip_zero_advantage
-    )
+    gradient_B = rows_with_gradient(tokens, advantages_BX, budget)
     rows = set(gradient_B.nonzero().flatten().tolist())
     if budget.world_size > 1:
         for start in range(0, len(tokens), micro_batch_size):
@@ -421,9 +424,3 @@ def _without_weight(batch: MicroBatch) -> MicroBatch:
         name: torch.zeros_like(tensor) for name, tensor in batch.tensors().items() if name in _WEIGHTS
     }
     return replace(batch, **zeros)
-
-
-def _add_sequence_weight(batch: MicroBatch, weight: torch.Tensor) -> MicroBatch:
-    sequence_weight_B1 = batch.sequence_weight_B1.clone()
-    sequence_weight_B1[0] += weight
-    return replace(batch, sequence_weight_B1=sequence_weight_B1)

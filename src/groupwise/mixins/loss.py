@@ -26,9 +26,9 @@ class LossMixin:
     objective_settings: ObjectiveSettings
     entropy_control: EntropyControl
 
-    #: Rows whose advantages are all zero have no gradient and may be skipped. Holds for the methods that the
-    #: class defines itself: a subclass that overrides ``compute_policy_loss`` or ``compute_loss`` declares it
-    #: again.
+    #: Rows in which no loss token has an advantage other than zero have no gradient and may be skipped. Holds
+    #: for the methods that the class defines itself: a subclass that overrides ``compute_policy_loss`` or
+    #: ``compute_loss`` receives every row unless it declares this again.
     zero_grad_at_zero_advantage = True
 
     def set_token_weights(
@@ -97,7 +97,8 @@ class LossMixin:
         """Compute the loss of one micro-batch; the losses of a window add up to the loss of the window.
 
         Override to train on another loss, or register an objective (``groupwise.register_objective``). Set
-        ``zero_grad_at_zero_advantage = True`` beside the override if rows without advantage have no gradient.
+        ``zero_grad_at_zero_advantage = True`` beside the override if rows without advantage, and rows without
+        loss tokens, have no gradient.
 
         Args:
             batch: masks, advantages, log-probs and token weights of this micro-batch.
