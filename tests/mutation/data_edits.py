@@ -163,8 +163,8 @@ DATA = [
         (" and not bonus", "", (TRAINING, "-k", "something_else")),
         ("skip_masked=declared,", "", (TRAINING, "-k", "subclass")),
         (
-            "for owner in (trainer, *type(trainer)",
-            "for owner in (*type(trainer)",
+            "in (trainer, *type(trainer).__mro__)",
+            "in type(trainer).__mro__",
             (TRAINING, "-k", "subclass"),
         ),
         (
