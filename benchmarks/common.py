@@ -40,8 +40,17 @@ PACKAGES = (
 
 def add_precision(parser: argparse.ArgumentParser) -> None:
     """Add ``--precision``; its value is the end of the name of the results file, after ``_``."""
+    import torch
+
+    from groupwise.config.resolution import computes_bf16_natively
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    native = "bf16" if computes_bf16_natively(device) else "float32"
     parser.add_argument(
-        "--precision", choices=PRECISIONS, default="bf16", help="float32 where the processor emulates bf16"
+        "--precision",
+        choices=PRECISIONS,
+        default=native,
+        help="default: bf16 where the device computes it, else float32: emulated products are far slower",
     )
 
 

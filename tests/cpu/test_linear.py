@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from groupwise.compat.torch import has_native_bf16_cpu
+from groupwise.compat.torch import has_native_bf16_cpu, has_onednn_linear
 from groupwise.cpu import linear
 from groupwise.cpu.linear import OneDNNLinear, packed_weights, replace_linears
 
-pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
+pytestmark = pytest.mark.skipif(not has_onednn_linear(), reason="this PyTorch has no oneDNN")
 
 
 FLOAT32, AUTOCAST, BFLOAT16 = PRECISIONS = ("float32", "autocast", "bfloat16")

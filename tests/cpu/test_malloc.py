@@ -15,6 +15,7 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only 
 # Blocks of 8 MB, each below one of 1 MB that stays and is too large for a gap left by the imports: without
 # the setting, none of them can be given back.
 PROGRAM = """
+import resource
 import sys
 import torch
 from groupwise.cpu.malloc import return_large_blocks
@@ -28,7 +29,8 @@ for _ in range(32):
     kept.append(torch.ones(1 << 18))
 del passing
 resident, shared = map(int, open("/proc/self/statm").read().split()[1:3])
-print((resident - shared) * 4096 >> 20)  # pages of libraries come and go with the load of the machine
+page = resource.getpagesize()
+print((resident - shared) * page >> 20)  # pages of libraries come and go with the load of the machine
 """
 
 

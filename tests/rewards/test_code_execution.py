@@ -368,10 +368,12 @@ PROBES = {
 
 @needs_isolation
 def test_a_program_has_no_memory_disk_or_keys_beside_its_limits(user):
-    programs = [program for program, _ in PROBES.values()]
-    results = user.run(programs)
-    assert dict(zip(PROBES, results, strict=True)) == {
-        name: ("ok", expected) for name, (_, expected) in PROBES.items()
+    probes = dict(PROBES)
+    if os.uname().machine != "x86_64":  # the probe's numbers of system calls are those of x86-64
+        del probes["session keyring"]
+    results = user.run([program for program, _ in probes.values()])
+    assert dict(zip(probes, results, strict=True)) == {
+        name: ("ok", expected) for name, (_, expected) in probes.items()
     }
 
 
