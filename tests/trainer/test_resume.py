@@ -284,6 +284,29 @@ def test_resume_with_groups_carried_over(tmp_path: Path, settings: dict[str, Any
     assert any(line.get("dynamic_sampling/carried") for line in whole.state.log_history)
 
 
+def test_resume_after_a_reward_changed_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere, start = tmp_path / "elsewhere", tmp_path / "start"
+    elsewhere.mkdir()
+    start.mkdir()
+
+    def leaving(completions: list[str], **given: Any) -> list[float]:
+        os.chdir(elsewhere)
+        return [float(len(text)) for text in completions]
+
+    monkeypatch.chdir(start)
+    settings = {"max_steps": 2, "save_steps": 2, "log_completions": True}
+    run = make_trainer("out", reward_funcs=leaving, **settings)
+    run.train()
+    run.save_model()
+    os.chdir(elsewhere)
+    run.train(resume_from_checkpoint=True)
+    assert not list(elsewhere.iterdir())
+    names = {path.name for path in (start / "out").iterdir()}
+    assert {"checkpoint-2", "completions", "model.safetensors"} <= names
+
+
 def test_resume_with_loader_workers(tmp_path: Path) -> None:
     _assert_resumes(tmp_path, [2, 3], make_trainer, num_prompts=4, dataloader_num_workers=1, max_steps=4)
 

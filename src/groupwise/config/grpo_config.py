@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -411,6 +412,8 @@ class GRPOConfig(TrainingArguments):
         if getattr(self, "activation_checkpointing", True) is None:
             self.activation_checkpointing = self.gradient_checkpointing
         super().__post_init__()
+        # Trainer reads it at every save; rewards, tools and scripts may change the working directory.
+        self.output_dir = os.path.abspath(str(self.output_dir))
         resolve_sampling(self)
         resolve_defaults(self)
         resolve_batch_sizes(self)

@@ -15,7 +15,10 @@ _EVAL_LOADER: Final = "Of the evaluation loader; training rows have one loader p
 #: Fields that newer or older versions of transformers do not have are skipped.
 INHERITED: Final[dict[str, Setting]] = {
     # Output and length of the run
-    "output_dir": Setting("Directory of checkpoints, logged completions and the model card."),
+    "output_dir": Setting(
+        "Directory of checkpoints, logged completions and the model card; a relative path becomes absolute "
+        "when the configuration is built."
+    ),
     "num_train_epochs": Setting(
         "Passes over the training prompts.", card="always", changes="run", on_resume=SCHEDULE
     ),
