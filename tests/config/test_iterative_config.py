@@ -22,12 +22,19 @@ def test_all_violations_are_in_one_message():
         "iterations=0 is not allowed; give an integer of 1 or more",
         "reward_prompts=True is not allowed",
         "reward_objective='pairwize' is unknown; allowed: pairwise, pointwise; nearest: 'pairwise'",
-        "reward_learning_rate=0 is not allowed; it is > 0",
+        "reward_learning_rate=0 is not allowed; give a finite number > 0",
         "reward_batch_size=2.5 is not allowed",
         "reward_epochs=-1 is not allowed",
         "replay_share=1.0 is not allowed; it is at least 0 and below 1",
     ):
         assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), True, "1e-5"])
+@pytest.mark.parametrize("name", ["reward_learning_rate", "replay_share"])
+def test_numbers_of_the_outer_loop_are_finite(name, value):
+    with pytest.raises(ConfigError, match=rf"{name}={value!r} is not allowed"):
+        IterativeConfig(iterations=1, **{name: value})
 
 
 def test_the_reference_moves_at_the_end_of_iterations_if_there_is_one(tmp_path):

@@ -201,6 +201,7 @@ def test_loss_kwargs_of_an_objective(build, objective_with_settings):
             "loss_kwargs['power']=0.5 is of type float; allowed: int; nearest valid: 2 (the default)",
         ),
         ({"tau": "hot"}, "loss_kwargs['tau']='hot' is of type str; allowed: float; nearest valid: a float"),
+        ({"tau": float("nan")}, "loss_kwargs['tau']=nan is not a number; allowed: numbers; nearest valid: a"),
         ({"power": 1}, "loss_kwargs={'power': 1} lacks 'tau'; allowed: tau, power"),
         (None, "loss_kwargs=None lacks 'tau'"),
     ],

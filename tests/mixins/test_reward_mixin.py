@@ -13,7 +13,7 @@ from groupwise.core.advantages import AdvantageSettings, GroupRewards, nan_std, 
 from groupwise.errors import RewardError
 from groupwise.mixins import RewardMixin
 from groupwise.mixins import reward as reward_module
-from groupwise.mixins.reward import reward_metrics
+from groupwise.mixins.reward import reward_metrics, rounded_functions
 from groupwise.records import Completion, RewardBatch, RolloutBatch
 from groupwise.rewards.runtime.partial import PartialReward
 
@@ -228,6 +228,32 @@ def test_rounding_of_equal_rewards_is_no_spread():
     assert nan_std(table[:5], 0) > 0  # 5 · 0.06 / 5 is not 0.06 in float32
     found = values(reward_metrics(GroupRewards(table, torch.tensor([1.0]), 5), ["one"]))
     assert found["frac_reward_zero_std"] == 0.5
+
+
+def test_rewards_that_float32_cannot_tell_apart_are_found(caplog, other_rank):
+    third = 1 / 3
+    groups = {  # of three completions; float32 has steps of 8 at 1e8 and of 6e-8 at 1
+        "steps of 8": [1e8, 1e8 + 3, NAN],
+        "a distance of 12": [1e8, 1e8 + 12, 1e8 + 20],
+        "a small term": [1.0, 1.0 + 1e-8, 1.0],
+        "far apart": [1e8, 3e8, NAN],
+        "equal": [1e8 + 3, 1e8 + 3, 1e8 + 3],
+        "equal but for rounding": [third, third + 5e-17, 0.1 + 0.2 + third - 0.3],
+        "small": [third, 2 * third, 1e-6],
+        "missing": [NAN, NAN, NAN],
+    }
+    found = rounded_functions(torch.tensor(list(groups.values()), dtype=torch.float64), 3)
+    assert [list(groups)[i] for i in found] == ["steps of 8", "a distance of 12", "a small term"]
+    two_groups = torch.tensor([[0.0, 1.0, 2.0, *groups["steps of 8"]]], dtype=torch.float64)
+    assert rounded_functions(two_groups, 3) == [0]
+
+    def huge(completion_ids, **_):
+        return [1e8 + len(ids) for ids in completion_ids]
+
+    for _ in range(2):
+        mixin([length, huge]).compute_rewards(rollouts(num_generations=2))
+    (record,) = caplog.records
+    assert "reward function 'huge': the differences between rewards of a group are lost" in record.message
 
 
 def test_step_rewards_count_by_their_sum():

@@ -89,6 +89,10 @@ MIXINS = [
     ),
     *_of(
         "reward",
+        ("(spread_FP > 1e-12 * magnitude_FP)", "(spread_FP > 0)"),
+        ("(spread_FP < 100 * error_FP)", "(spread_FP < error_FP)"),
+        ("is_rounded_FP.any(-1)", "is_rounded_FP.all(-1)"),
+        ("masked_fill(missing_FPG, math.inf)", "masked_fill(missing_FPG, 0.0)"),
         (
             "start = self.accelerator.process_index * len(rollouts)\n        metrics",
             "start = 0\n        metrics",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +11,10 @@ from groupwise.errors import ConfigError, nearest_name
 
 #: Objectives of the reward model: the functions are in ``groupwise.rewards.training``.
 REWARD_OBJECTIVES = ("pairwise", "pointwise")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class IterativeConfig:
         found = [
             f"{name}={value!r} is not allowed; give an integer of 1 or more"
             for name, value in given.items()
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1
+            if not _is_number(value) or not isinstance(value, int) or value < 1
         ]
         if self.reward_objective not in REWARD_OBJECTIVES:
             nearest = nearest_name(str(self.reward_objective), list(REWARD_OBJECTIVES))
@@ -53,9 +58,11 @@ class IterativeConfig:
                 f"reward_objective={self.reward_objective!r} is unknown; allowed: "
                 f"{', '.join(REWARD_OBJECTIVES)}; nearest: {nearest!r}"
             )
-        if not isinstance(self.reward_learning_rate, (int, float)) or not self.reward_learning_rate > 0:
-            found.append(f"reward_learning_rate={self.reward_learning_rate!r} is not allowed; it is > 0")
-        if not isinstance(self.replay_share, (int, float)) or not 0 <= self.replay_share < 1:
+        if not (_is_number(self.reward_learning_rate) and 0 < self.reward_learning_rate < math.inf):
+            found.append(
+                f"reward_learning_rate={self.reward_learning_rate!r} is not allowed; give a finite number > 0"
+            )
+        if not (_is_number(self.replay_share) and 0 <= self.replay_share < 1):
             found.append(f"replay_share={self.replay_share!r} is not allowed; it is at least 0 and below 1")
         if found:
             raise ConfigError("IterativeConfig: " + "; ".join(found))

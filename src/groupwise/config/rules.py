@@ -107,6 +107,8 @@ def loss_kwargs_of_objective(c: GRPOConfig) -> Iterator[str]:
             default, names = fields[key].default, type_names(types_of(hints[key]))
             nearest = f"a {names}" if default is dataclasses.MISSING else f"{default!r} (the default)"
             yield violation(given, names, nearest)
+        elif any(number != number for number in (value if isinstance(value, list) else [value])):
+            yield violation(f"loss_kwargs[{key!r}]={value!r} is not a number", "numbers", f"a value of {key}")
     for key, item in fields.items():
         required = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
         if required and key not in kwargs:

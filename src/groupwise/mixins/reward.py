@@ -17,7 +17,7 @@ from transformers import TrainerState
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.advantages import GroupRewards, nan_std, total_rewards, with_small_groups
 from groupwise.core.metrics import Mean, Metrics, Sum, merge_metrics
-from groupwise.errors import RewardError
+from groupwise.errors import RewardError, warn_once
 from groupwise.records import RewardBatch, RolloutBatch
 from groupwise.reporting.metrics import check_metric_name
 from groupwise.rewards.runtime.calling import Reward, call_rewards
@@ -172,13 +172,38 @@ class RewardMixin:
                     "and numbers on others; return None or an empty list for a completion without steps"
                 )
         matrix_FN = [[math.nan] * len(c) if i in stepwise else c for i, c in enumerate(columns)]
+        rewards_FN = torch.tensor(matrix_FN, dtype=torch.float64)
+        for i in rounded_functions(rewards_FN, rollouts.num_generations):
+            warn_once(
+                logger,
+                "reward function %r: the differences between rewards of a group are lost in float32, which "
+                "keeps 7 digits, so that their advantages are wrong; subtract a constant from the rewards",
+                self.reward_func_names[i],
+            )
         return GroupRewards(
-            rewards_NF=torch.tensor(matrix_FN, dtype=torch.float32).T,
+            rewards_NF=rewards_FN.float().T,
             weights_F=self.reward_weights,
             num_generations=rollouts.num_generations,
             step_rewards={i: [r if isinstance(r, list) else [] for r in columns[i]] for i in stepwise},
             num_tokens=max(width for _, _, width in gathered),
         )
+
+
+def rounded_functions(rewards_FN: torch.Tensor, num_generations: int) -> list[int]:
+    """Return the functions with a group whose spread is below 100 times the rounding error of float32.
+
+    A spread at the rounding error of float64 is none: the rewards are equal.
+    """
+    if not rewards_FN.numel():
+        return []
+    rewards_FPG = rewards_FN.reshape(len(rewards_FN), -1, num_generations)
+    error_FP = (rewards_FPG - rewards_FPG.float().double()).abs().nan_to_num(0.0).amax(-1)
+    missing_FPG = rewards_FPG.isnan()
+    largest_FP = rewards_FPG.masked_fill(missing_FPG, -math.inf).amax(-1)
+    spread_FP = largest_FP - rewards_FPG.masked_fill(missing_FPG, math.inf).amin(-1)
+    magnitude_FP = rewards_FPG.abs().nan_to_num(0.0).amax(-1)
+    is_rounded_FP = (spread_FP > 1e-12 * magnitude_FP) & (spread_FP < 100 * error_FP)
+    return is_rounded_FP.any(-1).nonzero().flatten().tolist()
 
 
 def _at_rows(rows: list[int], values: list[Any], num_rows: int, fill: Any) -> list[Any]:

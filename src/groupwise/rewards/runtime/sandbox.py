@@ -60,16 +60,16 @@ class LinuxSandbox:
     - has a read-only file system with the interpreter (``bin``, ``lib`` and ``pyvenv.cfg`` of its prefixes),
       ``/usr`` and four devices, without user files and ``/proc``, and a temporary, writable ``/tmp`` of 8
       times ``SandboxLimits.output``;
-    - has a pipe as its standard output, and cannot use the kernel's keyrings, System V IPC, ``memfd_create``
-      or ``io_uring``;
-    - has no network, not even loopback to the machine, and sees only its own processes;
+    - has a pipe as its standard output, and cannot use the kernel's keyrings, System V IPC, ``memfd_create``,
+      ``io_uring`` or ``userfaultfd``;
+    - has no network, not even loopback to the machine, and no sockets but those of IP and AF_UNIX, and sees
+      only its own processes;
     - has no environment variables of the training process and no root privileges;
     - is killed with all its processes after the timeout.
 
     The sandbox is not a virtual machine. It does not prevent attacks on the kernel (through all other system
     calls) or the CPU; reading the interpreter's packages and ``/usr``; using as many times the memory limit
-    as there may be processes, and all CPUs until the timeout; ``AF_VSOCK`` sockets to the host of a virtual
-    machine.
+    as there may be processes, and all CPUs until the timeout.
 
     isolated: run in new namespaces; False applies the resource limits only.
     """

@@ -35,12 +35,16 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
 #: By machine: its number for seccomp, and the numbers of the system calls that fail with EPERM. They would
 #: give access to keys of the user (add_key, request_key, keyctl) or memory that no limit counts (System V
-#: shared memory, message queues and semaphores, memfd_create, memfd_secret, io_uring_setup).
+#: shared memory, message queues and semaphores, memfd_create, memfd_secret, io_uring_setup), or hold the
+#: kernel at a page fault, which attacks on it use (userfaultfd). Last: the number of ``socket``.
 _REFUSED_CALLS = {
-    "x86_64": (0xC000003E, (248, 249, 250, 29, 68, 64, 319, 447, 425)),
-    "aarch64": (0xC00000B7, (217, 218, 219, 194, 186, 190, 279, 447, 425)),
-    "riscv64": (0xC00000F3, (217, 218, 219, 194, 186, 190, 279, 447, 425)),
+    "x86_64": (0xC000003E, (248, 249, 250, 29, 68, 64, 319, 447, 425, 323), 41),
+    "aarch64": (0xC00000B7, (217, 218, 219, 194, 186, 190, 279, 447, 425, 282), 198),
+    "riscv64": (0xC00000F3, (217, 218, 219, 194, 186, 190, 279, 447, 425, 282), 198),
 }
+#: Families of permitted sockets: AF_UNIX, AF_INET, AF_INET6. Others, such as AF_NETLINK, AF_ALG and AF_VSOCK,
+#: reach the kernel or the host of a virtual machine.
+_SOCKET_FAMILIES = (1, 2, 10)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -205,7 +209,7 @@ class _Filter(ctypes.Structure):
 
 
 def refuse_calls(*, required: bool) -> None:
-    """Make the system calls of ``_REFUSED_CALLS`` fail in this process and in those that it starts.
+    """Make ``_REFUSED_CALLS``, and sockets of other families, fail in this process and those that it starts.
 
     Args:
         required: raise on machines whose numbers are not known.
@@ -215,19 +219,26 @@ def refuse_calls(*, required: bool) -> None:
         if required:
             raise OSError(f"the system calls of {machine} are not known")
         return
-    number, calls = _REFUSED_CALLS[machine]
+    number, calls, new_socket = _REFUSED_CALLS[machine]
     load, equal, greater, answer = 0x20, 0x15, 0x35, 0x06  # struct sock_filter: code, jt, jf, k
     permit, refuse = 0x7FFF0000, 0x00050000 | errno.EPERM
-    last = len(calls) + 5  # index of the instruction that refuses; the one before it permits
-    program = [
-        (load, 0, 0, 4),  # seccomp_data.arch
-        (equal, 0, last - 2, number),  # other tables of system calls, such as those of 32 bits, are refused
-        (load, 0, 0, 0),  # seccomp_data.nr
-        (greater, last - 4, 0, 0x40000000),  # those of x32 too
-        *((equal, last - 5 - i, 0, call) for i, call in enumerate(calls)),
-        (answer, 0, 0, permit),
-        (answer, 0, 0, refuse),
+    instructions = [
+        (load, "", "", 4),  # seccomp_data.arch
+        (equal, "", "refuse", number),  # other tables of system calls, such as those of 32 bits, are refused
+        (load, "", "", 0),  # seccomp_data.nr
+        (greater, "refuse", "", 0x40000000),  # those of x32 too
+        *((equal, "refuse", "", call) for call in calls),
+        (equal, "", "permit", new_socket),
+        (load, "", "", 16),  # the lower half of seccomp_data.args[0]: the family of the socket
+        *((equal, "permit", "", family) for family in _SOCKET_FAMILIES),
+        (answer, "", "", refuse),
+        (answer, "", "", permit),
     ]
+    last = len(instructions) - 1
+    program = []
+    for i, (code, if_true, if_false, k) in enumerate(instructions):
+        skipped = {"": 0, "refuse": last - 2 - i, "permit": last - 1 - i}  # instructions to jump over
+        program.append((code, skipped[if_true], skipped[if_false], k))
     packed = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
     filters = _Filter(len(program), packed)
     done = _libc.prctl(_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(filters), 0, 0)
