@@ -345,12 +345,13 @@ class GRPOTrainer(
         """Begin an optimizer step (a hook of ``Trainer``); the first ``training_step`` makes the batches.
 
         ``Trainer`` calls ``on_step_begin`` between the two: settings assigned there act in this step.
-        ``Trainer`` counts micro-batches, ``self.prompts`` reads rows: ``epoch_iterator`` is not advanced.
+        ``self.prompts`` reads rows where TRL reads them: ``epoch_iterator`` is not advanced.
 
         Returns:
             exactly ``num_batches`` empty entries, because gradient synchronisation counts them.
         """
         self.restore_pending_rng()  # the mark contains it; Trainer would restore it only after this hook
+        self.prompts.begin_window(num_batches, self.buffer.num_left)  # a sampler may depend on rewards
         self.step_state.begin_step()  # a failure, and a checkpoint before the update, return to this state
         self.window = [WindowEntry() for _ in range(num_batches)]
         return self.window, None
@@ -629,6 +630,8 @@ class GRPOTrainer(
         saved = state["settings"]
         warn_of_changes_on_resume(saved, self.settings, self.train_dataset)
         self.resumed_optimizer = state["optimizer"]
+        if self.args.ignore_data_skip:
+            state["prompts"]["index"] = 0
         self.step_state.load_state_dict(state)
         if saved["entropy_coef"] != self.settings.entropy_coef:
             self.entropy_control = replace(self.entropy_control, coef=self.settings.entropy_coef)
@@ -636,8 +639,6 @@ class GRPOTrainer(
         if not self.buffer.is_empty:
             self.settings = self.step_settings.hold(state.get("sampler", {}))
             self._apply_settings()
-        if self.args.ignore_data_skip:
-            self.prompts.seek(self.prompts.epoch)
         self._load_reference(directory)
 
     def _check_leftover_groups(self, num_generations: int, names: list[str] | None) -> None:

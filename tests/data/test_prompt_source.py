@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.runs import prompts, trainer
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 from groupwise import ConfigError, GRPOTrainer
-from groupwise.data.prompt_source import DatasetPrompts, LoaderPrompts, PromptSource, RankShare
+from groupwise.data.prompt_source import (
+    DatasetPrompts,
+    GenerationBatches,
+    LoaderPrompts,
+    PromptSource,
+    RankShare,
+)
 from groupwise.data.sampler import GroupSampler
 
 ONE = RankShare(num_generations=1)
@@ -121,78 +129,112 @@ def test_ranks_share_the_completions_of_the_prompts(world_size):
 
 
 class Rows:
-    """Rows by index, which notes what is read."""
+    """Rows by index, which notes what is read in this process, and fails for some."""
 
-    def __init__(self, count):
-        self.count, self.read = count, []
+    def __init__(self, count, unreadable=()):
+        self.count, self.unreadable, self.read = count, unreadable, []
 
     def __len__(self):
         return self.count
 
     def __getitem__(self, index):
+        assert index not in self.unreadable
         self.read.append(index)
         return {"prompt": str(index), "row": index}
 
 
-def dataset_prompts(rows, rank=0, world_size=1, sampler=None, **given):
+def dataset_prompts(rows, rank=0, world_size=1, make_sampler=None, **given):
     settings = {"prompts_per_batch": 3, "repeats": 4, **given}
-    if sampler is None:
-        sampler = GroupSampler(rows, num_generations=2, prompts_per_batch=3, repeats=4, shuffle=True, seed=5)
-    return DatasetPrompts(rows, sampler, RankShare(2, rank, world_size), **settings)
+    return DatasetPrompts(
+        rows, make_sampler or (lambda: group_sampler(rows)), RankShare(2, rank, world_size), **settings
+    )
 
 
-def test_the_first_repeat_of_a_sampler_counts_and_the_order_is_that_of_its_indices():
-    class AnyOrder(Sampler):
-        """The same indices from a class that is not known."""
-
-        def __init__(self, inner):
-            self.inner = inner
-
-        def set_epoch(self, epoch):
-            self.inner.set_epoch(epoch)
-
-        def __iter__(self):
-            return iter(self.inner)
-
-        def __len__(self):
-            return len(self.inner)
-
-    rows = Rows(11)  # 3 batches of 3 prompts; 2 prompts are dropped
-    sampler = GroupSampler(rows, num_generations=2, prompts_per_batch=3, repeats=4, shuffle=True, seed=5)
-    taken = [row["row"] for row in dataset_prompts(rows).take(18)]
-    assert [row["row"] for row in dataset_prompts(rows, sampler=AnyOrder(sampler)).take(18)] == taken
-    expected = []
-    for epoch in (0, 1):
-        sampler.set_epoch(epoch)
-        indices = list(sampler)
-        expected += [index for start in range(0, len(indices), 24) for index in indices[start : start + 6]]
-    assert taken == expected
+def group_sampler(rows, **given):
+    options = {"num_generations": 2, "prompts_per_batch": 3, "repeats": 4, "shuffle": True, "seed": 5}
+    return GroupSampler(rows, **options, **given)
 
 
-class Drawing(Sampler):
-    """Indices of batches of 3 prompts, 2 generations and 4 repeats; each epoch draws from one generator."""
+class Rotating(Sampler):
+    """Batches of 3 prompts, 2 generations and 4 repeats; every epoch starts one prompt later."""
 
     def __init__(self, count):
-        self.count, self.generator = count, torch.Generator().manual_seed(3)
+        self.count, self.epoch = count, None
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return self.count * 8
 
     def __iter__(self):
-        order = torch.randperm(self.count, generator=self.generator).tolist()
+        self.read_epoch()
+        order = [(index + self.epoch) % self.count for index in range(self.count)]
         for start in range(0, self.count, 3):
+            self.read_batch()
             for _ in range(4):
                 yield from [index for index in order[start : start + 3] for _ in range(2)]
 
+    def read_epoch(self):
+        """Called with the first index of an epoch."""
 
-def test_a_sampler_without_epochs_is_drawn_from_once_per_epoch():
-    def source(**given):
-        return dataset_prompts(Rows(8), sampler=Drawing(8), **given)
+    def read_batch(self):
+        """Called with the first index of a generation batch."""
 
-    whole = source()
-    epochs = [[row["row"] for row in whole.take(6)[::2]] for _ in range(3)]  # 2 of 8 prompts are dropped
-    assert len({tuple(epoch) for epoch in epochs}) == 3
-    resumed = source()
-    resumed.load_state_dict({"epoch": 2, "index": 4})
-    assert [row["row"] for row in resumed.take(2)[::2]] == epochs[2][4:]
-    assert sorted(row["row"] for row in source(drop_last=False).take(8)[::2]) == list(range(8))
+
+def test_the_first_repeat_of_a_sampler_counts_and_each_iteration_is_an_epoch():
+    rows = Rows(11)  # 3 batches of 3 prompts; 2 prompts are dropped
+    sampler, expected = group_sampler(rows), []
+    for _ in range(2):
+        indices = list(sampler)
+        assert len(indices) == len(sampler) == 72  # 9 prompts, 2 generations, 4 repeats
+        expected += [index for start in range(0, 72, 24) for index in indices[start : start + 6]]
+    assert expected[:18] != expected[18:]
+    source = dataset_prompts(rows)
+    assert [row["row"] for _ in range(6) for row in source.take(3)] == expected
+
+
+def test_a_sampler_with_epochs_is_set_to_each():
+    source = dataset_prompts(Rows(6), make_sampler=lambda: Rotating(6))
+    assert [row["row"] for row in source.take(12)[::2]] == [0, 1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 0]
+    source.load_state_dict({"epoch": 2, "index": 3})
+    assert [row["row"] for row in source.take(3)[::2]] == [5, 0, 1]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_resumed_source_continues_in_a_later_epoch_and_reads_no_row_before(workers):
+    whole = dataset_prompts(Rows(11))
+    epochs = [[row["row"] for row in whole.take(9)[::2]] for _ in range(3)]
+    resumed = dataset_prompts(Rows(11, unreadable=epochs[2][:6]), num_workers=workers)
+    resumed.load_state_dict({"epoch": 2, "index": 6})
+    assert [row["row"] for row in resumed.take(3)[::2]] == epochs[2][6:]
+    resumed = dataset_prompts(Rows(11), num_workers=workers)
+    resumed.seek(2)
+    resumed.take(3)
+    resumed.seek(1)  # an epoch that the sampler is past
+    assert [row["row"] for row in resumed.take(3)[::2]] == epochs[1][:3]
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_an_incomplete_batch_is_kept_for_dynamic_sampling_alone(drop_last):
+    for make_sampler in (lambda: Rotating(8), lambda: group_sampler(Rows(8), drop_last=drop_last)):
+        source = dataset_prompts(Rows(8), make_sampler=make_sampler, drop_last=drop_last)
+        for _ in range(2):
+            taken = [row["row"] for row in source.take(6 if drop_last else 8)[::2]]
+            assert len(set(taken)) == len(taken)  # an epoch
+
+
+def test_a_sampler_without_end_is_read_as_far_as_its_length():
+    class Endless(Sampler):
+        def __len__(self):
+            return 48
+
+        def __iter__(self):
+            for index in itertools.count():
+                yield index // 2 % 3 + index // 24 * 3  # 4 repeats of 3 prompts, each twice
+
+    source = dataset_prompts(Rows(99), make_sampler=Endless)
+    assert [row["row"] for row in source.take(9)[::2]] == [0, 1, 2, 3, 4, 5, 0, 1, 2]
 
 
 def test_a_loader_is_made_once_and_the_first_repeat_of_an_item_counts():
@@ -219,64 +261,92 @@ def test_a_rank_reads_only_the_rows_of_its_completions():
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_workers_read_the_same_rows(world_size):
+def test_workers_read_the_rows_of_a_rank(world_size):
     for rank in range(world_size):
-        plain, workers = (
-            dataset_prompts(Rows(11), rank, world_size, num_workers=number) for number in (0, 1)
-        )
-        for _ in range(4):  # more than an epoch
-            assert workers.take(3) == plain.take(3)
-        workers.rollback()
-        plain.rollback()
-        assert workers.take(3) == plain.take(3)
+        plain, workers = (dataset_prompts(Rows(11), rank, world_size, num_workers=n) for n in (0, 1))
+        for source in (plain, workers):
+            source.take(3)
+            source.mark()  # inside the first epoch, which has 9 prompts
+        for _ in range(2):
+            for _ in range(4):
+                assert list(workers.upcoming(2, 3)) == list(plain.upcoming(2, 3))
+                assert workers.take(3) == plain.take(3)
+            workers.rollback()
+            plain.rollback()
+        assert workers.dataset.read == []  # in this process
 
 
-@pytest.mark.parametrize("own_sampler", [False, True])
-def test_workers_start_once_per_epoch_after_a_rollback(own_sampler, monkeypatch):
-    """The same index is in every epoch: an epoch that is read again goes on in its own order."""
-    starts, start = [], DatasetPrompts._loader_from
-    monkeypatch.setattr(DatasetPrompts, "_loader_from", lambda *given: starts.append(1) or start(*given))
-    plain, workers = (
-        dataset_prompts(Rows(9), sampler=Drawing(9) if own_sampler else None, num_workers=number)
-        for number in (0, 1)
+def test_a_batch_of_another_size_has_rows_that_a_worker_left_to_another_rank():
+    plain, workers = (dataset_prompts(Rows(9), 1, 2, num_workers=number) for number in (0, 1))
+    for size in (3, 4, 2, 1, 8):
+        assert workers.take(size) == plain.take(size)
+    assert workers.dataset.read
+
+
+@pytest.mark.parametrize(
+    ("window", "left", "batches"),
+    [
+        (4, 0, 2),  # a window is a generation: the next one is read too
+        (2, 0, 1),  # half of a generation
+        (2, 2, 1),  # its other half: the next one
+        (2, 4, 0),  # the middle of a generation that is used twice
+        (8, 0, 3),  # two generations
+        (6, 0, 2),
+        (6, 2, 2),
+    ],
+)
+def test_a_sampler_is_read_one_micro_batch_further_than_the_window(window, left, batches):
+    class Noting(Rotating):
+        def read_batch(self):
+            read.append(1)
+
+    read = []
+    source = dataset_prompts(Rows(12), make_sampler=lambda: Noting(12))
+    source.take(3)  # the present generation
+    source.begin_window(window, left)
+    assert len(read) - 1 == batches
+    assert [row["row"] for row in source.take(9)[::2]] == list(range(3, 12))
+
+
+@pytest.mark.parametrize(("prefetch_factor", "batches"), [(None, 2), (4, 3)])
+def test_a_worker_is_ahead_by_micro_batches(prefetch_factor, batches):
+    """A window of 4 and the next micro-batch, and 2 or 4 that the worker reads: 7 or 9 of 4 per batch."""
+
+    class Noting(Rotating):
+        def read_batch(self):
+            read.append(1)
+
+    read = []
+    source = dataset_prompts(
+        Rows(12), make_sampler=lambda: Noting(12), num_workers=1, prefetch_factor=prefetch_factor
     )
-    for source in (plain, workers):
+    source.begin_window(4, 0)
+    assert len(read) == batches
+
+
+def test_every_iteration_of_the_train_dataloader_is_an_epoch():
+    batches = GenerationBatches(lambda: PromptSource(letters, ONE), num_prompts=2, repeats=3, count=3)
+    assert list(batches) == [["0a", "0b"]] * 3
+    assert list(batches) == [["1a", "1b"]] * 3
+
+
+def test_an_epoch_is_not_read_before_its_first_window():
+    class Noting(Rotating):
+        def read_epoch(self):
+            epochs.append(self.epoch)
+
+    epochs = []
+    source = dataset_prompts(Rows(6), make_sampler=lambda: Noting(6))
+    for expected in ([0], [0], [0, 1]):
+        source.begin_window(4, 0)
+        assert epochs == expected
         source.take(3)
-        source.mark()  # inside the first epoch, which has 9 prompts
-    before = workers.take(6) + workers.take(6)
-    assert before == plain.take(6) + plain.take(6)
-    assert len(starts) == 2
-    workers.rollback()
-    assert workers.take(6) + workers.take(6) == before
-    assert len(starts) == 2  # the rows since the mark were kept
-    workers.mark()
-    assert workers.take(6) == plain.take(6) and len(starts) == 3  # the third epoch
-    assert list(workers._order) == [1, 2]  # orders before the mark are dropped
-    assert min(workers._rows_read) == (1, 6)  # and so are rows
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_workers_start_once_per_epoch_when_later_batches_are_looked_at(world_size, monkeypatch):
-    """A server that generates ahead is sent the rows of later batches before the next batch is taken."""
-    starts, start = [], DatasetPrompts._loader_from
-    monkeypatch.setattr(DatasetPrompts, "_loader_from", lambda *given: starts.append(1) or start(*given))
-    for rank in range(world_size):
-        plain, workers = (dataset_prompts(Rows(9), rank, world_size, num_workers=number) for number in (0, 1))
-        for _ in range(5):  # a batch is 3 prompts, an epoch 3 batches
-            assert list(workers.upcoming(2, 3)) == list(plain.upcoming(2, 3))
-            assert workers.take(3) == plain.take(3)
-            workers.mark()
-    assert len(starts) == 3 * world_size  # the fifth batch looks into the third epoch
-
-
-def test_dynamic_sampling_drops_no_prompt():
-    taken = [row["row"] for row in dataset_prompts(Rows(11), drop_last=False).take(11)][::2]
-    assert sorted(taken) == list(range(11))
+        source.mark()
 
 
 def test_a_sampler_without_groups_is_refused():
     with pytest.raises(ConfigError, match="does not yield groups"):
-        dataset_prompts(Rows(24), sampler=torch.utils.data.RandomSampler(range(24))).take(3)
+        dataset_prompts(Rows(24), make_sampler=lambda: RandomSampler(range(24))).take(3)
 
 
 def test_a_sampler_of_a_subclass_decides_the_order(tmp_path):

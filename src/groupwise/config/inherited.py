@@ -162,7 +162,7 @@ INHERITED: Final[dict[str, Setting]] = {
     "dataloader_persistent_workers": Setting(
         "No effect.", ignored="every evaluation starts its own workers, and those of training persist"
     ),
-    "dataloader_prefetch_factor": Setting(_EVAL_LOADER),
+    "dataloader_prefetch_factor": Setting("Batches that each worker reads ahead; None: 2."),
     "dataloader_multiprocessing_context": Setting(_EVAL_LOADER),
     "dataloader_in_order": Setting(
         "Not supported: False.",

@@ -29,9 +29,14 @@ class ExperienceBuffer:
         self.mark()
 
     @property
+    def num_left(self) -> int:
+        """Micro-batches that are still to be taken."""
+        return len(self.entries) * self.num_iterations - self.cursor
+
+    @property
     def is_empty(self) -> bool:
         """True if every entry was taken ``num_iterations`` times."""
-        return self.cursor >= len(self.entries) * self.num_iterations
+        return self.num_left <= 0
 
     def fill(self, entries: Sequence[Experience], num_iterations: int, num_groups: int) -> None:
         """Replace the entries by a new generation of ``num_groups`` prompts on all ranks."""

@@ -174,6 +174,7 @@ def make_group_sampler(dataset: Any, config: GRPOConfig) -> GroupSampler:
         repeats=micro_batches_per_generation(config),
         shuffle=config.shuffle_dataset,
         seed=_data_seed(config),
+        drop_last=not config.dynamic_sampling,
     )
 
 
@@ -212,12 +213,13 @@ def make_prompt_source(
         )
     return DatasetPrompts(
         data.train_dataset,
-        make_sampler(),
+        make_sampler,
         share,
         prompts_per_batch=prompts_per_batch(config),
         repeats=repeats,
         drop_last=not config.dynamic_sampling,
         num_workers=config.dataloader_num_workers,
+        prefetch_factor=config.dataloader_prefetch_factor,
     )
 
 

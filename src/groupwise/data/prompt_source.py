@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice, repeat
+from itertools import chain, cycle, islice, repeat
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from groupwise.compat.torch import hide_dataloader_worker
 from groupwise.data.prompt_checks import PromptCheck
-from groupwise.data.sampler import GroupSampler
 from groupwise.errors import ConfigError
 from groupwise.records import Row, copied
 
@@ -98,6 +97,14 @@ class PromptSource:
             later = islice(self._ahead, batch * num_prompts, (batch + 1) * num_prompts)
             yield self._rows([prompt for _, prompt in later])
 
+    def begin_window(self, num_micro_batches: int, num_left: int) -> None:
+        """Read what an accumulation window needs; only a sampler has to be read before the first ``take``.
+
+        Args:
+            num_micro_batches: of the window.
+            num_left: micro-batches that are left of the present generation.
+        """
+
     def mark(self) -> None:
         """Commit the position."""
         self._mark = self.epoch, self.index
@@ -148,24 +155,30 @@ class PromptSource:
     def _read(self, count: int) -> list[tuple[tuple[int, int], Any]]:
         read: list[tuple[tuple[int, int], Any]] = []
         while len(read) < count:
-            epoch, index = self._reading
             if self._prompts is None:
-                self._prompts = iter(self.read_epoch(epoch))
-            for prompt in self._prompts:
-                read.append(((epoch, index), prompt))
-                index += 1
-                self._reading = epoch, index
-                if len(read) == count:
-                    return read
-            if index == 0:
-                again = ": it can be read only once" if epoch else ""
-                raise ConfigError(
-                    f"{self.name} gave no rows in epoch {epoch + 1}{again}; pass a dataset that can be "
-                    "iterated again"
-                )
-            self._last_length = index
-            self._prompts, self._reading = None, (epoch + 1, 0)
+                self._prompts = iter(self.read_epoch(self._reading[0]))
+            read += self._read_in_epoch(count - len(read))
+            if len(read) < count:
+                self._end_epoch()
         return read
+
+    def _read_in_epoch(self, count: int) -> list[tuple[tuple[int, int], Any]]:
+        """Read the next prompts of the epoch: ``count``, or as many as are left."""
+        epoch, index = self._reading
+        prompts = islice(self._prompts or (), count)
+        read = [((epoch, place), prompt) for place, prompt in enumerate(prompts, start=index)]
+        self._reading = epoch, index + len(read)
+        return read
+
+    def _end_epoch(self) -> None:
+        epoch, self._last_length = self._reading
+        if self._last_length == 0:
+            again = ": it can be read only once" if epoch else ""
+            raise ConfigError(
+                f"{self.name} gave no rows in epoch {epoch + 1}{again}; pass a dataset that can be "
+                "iterated again"
+            )
+        self._prompts, self._reading = None, (epoch + 1, 0)
 
     def _rows(self, prompts: Sequence[Any]) -> list[Row]:
         numbers = self.share.prompt_numbers(len(prompts))
@@ -185,111 +198,122 @@ class DatasetPrompts(PromptSource):
     times in a row, repeated once per micro-batch that is trained on it. The first repeat counts.
 
     Args:
-        sampler: has ``set_epoch``, or yields the next epoch each time that it is iterated.
+        make_sampler: returns a sampler. One with ``set_epoch`` is set to each epoch; of any other, every
+            iteration is the next epoch.
         prompts_per_batch: P of a generation batch.
         repeats: micro-batches that are trained on a generation batch.
         drop_last: drop the incomplete last generation batch of an epoch.
         num_workers: processes that read rows ahead; 0 reads them when they are taken.
+        prefetch_factor: micro-batches that each worker is ahead, as in TRL's loader.
     """
 
     def __init__(
         self,
         dataset: Any,
-        sampler: Sampler[int],
+        make_sampler: Callable[[], Sampler[int]],
         share: RankShare,
         *,
         prompts_per_batch: int,
         repeats: int,
         drop_last: bool = True,
         num_workers: int = 0,
+        prefetch_factor: int | None = None,
     ) -> None:
-        super().__init__(self._read_places, share)
-        self.dataset, self.sampler = dataset, sampler
+        super().__init__(self._read_epoch, share)
+        self.dataset, self.make_sampler = dataset, make_sampler
         self.prompts_per_batch, self.repeats, self.drop_last = prompts_per_batch, repeats, drop_last
-        self.num_workers = num_workers
-        self._iterated = 0  # epochs drawn from a sampler without set_epoch
-        self._order: dict[int, list[int]] = {}  # of the marked epoch and of later ones
-        self._reader: Iterator[tuple[tuple[int, int], Row]] | None = None
-        self._rows_read: dict[tuple[int, int], Row] = {}  # by workers, since the mark
+        self.num_workers, self.prefetch_factor = num_workers, prefetch_factor
+        self._sampler: Any = None  # made when it is read: a subclass may keep the newest that it made
+        self._next_epoch = 0  # of a sampler without set_epoch
+        self._resumed_at = (0, 0)
 
-    def _read_places(self, epoch: int) -> Iterator[tuple[int, int]]:
-        """Return the positions of an epoch, (epoch, place): its prompts are ``_order[epoch][place]``."""
-        if epoch not in self._order:
-            self._order = {number: order for number, order in self._order.items() if number >= self._mark[0]}
-            if hasattr(self.sampler, "set_epoch"):
-                self.sampler.set_epoch(epoch)
-                self._order[epoch] = self._unique_prompts()
-            else:
-                while self._iterated <= epoch:  # random samplers draw each epoch from one generator
-                    order = self._unique_prompts()
-                    if self._iterated >= self._mark[0]:
-                        self._order[self._iterated] = order
-                    self._iterated += 1
-        if epoch not in self._order:
-            raise ConfigError(
-                f"epoch {epoch} of the sampler is over and it has no set_epoch(); add one to read it again"
-            )
-        return zip(repeat(epoch), range(len(self._order[epoch])), strict=False)
+    def begin_window(self, num_micro_batches: int, num_left: int) -> None:
+        """Read the sampler when TRL reads it, because its order may depend on rewards.
 
-    def _unique_prompts(self) -> list[int]:
-        if isinstance(self.sampler, GroupSampler):
-            order = self.sampler.prompt_order()
-            whole = len(order) - len(order) % self.prompts_per_batch
-            return order[:whole] if self.drop_last else order
-        size = self.share.num_generations
-        indices, prompts = iter(self.sampler), []
-        while chunk := list(islice(indices, self.prompts_per_batch * size * self.repeats)):
-            batch = chunk[: len(chunk) // self.repeats]
-            groups = [batch[start : start + size] for start in range(0, len(batch), size)]
-            if any(len(set(group)) > 1 or len(group) < size for group in groups) or not groups:
-                raise ConfigError(
-                    f"the train sampler {type(self.sampler).__name__} does not yield groups: it must yield "
-                    f"the indices of a generation batch, each num_generations={size} times in a row, and "
-                    f"repeat the batch {self.repeats} times (steps_per_generation · num_iterations)"
-                )
-            if len(groups) == self.prompts_per_batch or not self.drop_last:
-                prompts += [group[0] for group in groups]
-        return prompts
+        TRL's loader takes the micro-batches of the window at its beginning and reads one more, in the same
+        epoch. It reads a generation batch with the first of its micro-batches.
 
-    def _read_rows(self, prompts: Sequence[tuple[int, int]]) -> list[Row]:
+        Example: a window is a generation (4 of 4): the next one is read too. A window is half of one (2 of
+        4): the first half reads nothing more, the second the next generation.
+        """
+        missing = num_micro_batches - num_left  # below 0: the generation lasts beyond this window
+        num_batches = -(-missing // self.repeats)
+        self._read_ahead(num_batches * self.prompts_per_batch)
+        if missing % self.repeats == 0:
+            count = (num_batches + 1) * self.prompts_per_batch - len(self._ahead)
+            self._ahead.extend(self._read_in_epoch(max(count, 0)))
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue at a saved position; no rows are read before it."""
+        self._resumed_at = state["epoch"], state["index"]
+        super().load_state_dict(state)
+
+    def _read_epoch(self, epoch: int) -> Iterator[tuple[int, Row | None]]:
+        """Return the prompts of an epoch: index, and the row if a worker reads it."""
+        batches = self._micro_batches(epoch)
         if self.num_workers == 0:
-            return [self.dataset[self._order[epoch][place]] for epoch, place in prompts]
-        self._rows_read = {place: row for place, row in self._rows_read.items() if place >= self._mark}
-        return [self._read_in_worker(position) for position in prompts]
-
-    def _read_in_worker(self, position: tuple[int, int]) -> Row:
-        for _ in range(2):
-            # Rows before the position are kept: they are taken later if this one is only looked at.
-            while position not in self._rows_read and self._reader is not None:
-                read, row = next(self._reader, (None, None))
-                if read is not None and row is not None:
-                    self._rows_read[read] = row
-                if read is None or read > position:  # the end of an epoch, or a batch of another size
-                    self._reader = None
-            if position in self._rows_read:
-                return self._rows_read[position]
-            # The workers start at the first row that is not taken.
-            epoch, _ = position
-            self._reader = iter(self._loader_from(*min(position, max((epoch, 0), (self.epoch, self.index)))))
-        return self.dataset[self._order[position[0]][position[1]]]
-
-    def _loader_from(self, epoch: int, first: int) -> DataLoader[Any]:
-        """Return a loader of this rank's rows from place ``first`` to the end of the epoch."""
-        order, share = self._order[epoch], self.share
-        plan: list[tuple[tuple[int, int], int]] = []
-        for start in range(0, len(order), self.prompts_per_batch):
-            size = min(self.prompts_per_batch, len(order) - start)
-            if size * share.num_generations % share.world_size == 0:
-                places = [start + number for number in share.prompt_numbers(size)]
-                plan += [((epoch, place), order[place]) for place in places if place >= first]
-        return DataLoader(
-            _IndexedRows(self.dataset),
-            sampler=plan,
-            batch_size=None,
+            return ((index, None) for batch in batches for index, _ in batch)
+        loader = DataLoader(
+            _OwnRows(self.dataset),
+            batch_sampler=batches,  # type: ignore[arg-type]
             num_workers=self.num_workers,
+            prefetch_factor=self.prefetch_factor,
             collate_fn=_identity,
             generator=torch.Generator(),  # starting workers must not draw from the RNG that samples
         )
+        return chain.from_iterable(loader)
+
+    def _micro_batches(self, epoch: int) -> Iterator[list[tuple[int, bool]]]:
+        """Yield the indices of each generation batch, True for those that this rank reads, then its repeats.
+
+        Repeats are empty. Without them workers would read the sampler further ahead than TRL's.
+        """
+        place = 0
+        for batch in self._generation_batches(epoch):
+            own = self.share.prompt_numbers(len(batch))
+            yield [
+                (index, number in own and (epoch, place + number) >= self._resumed_at)
+                for number, index in enumerate(batch)
+            ]
+            yield from repeat([], self.repeats - 1)
+            place += len(batch)
+
+    def _generation_batches(self, epoch: int) -> Iterator[list[int]]:
+        if self._sampler is None or epoch < self._next_epoch:
+            self._sampler, self._next_epoch = self.make_sampler(), 0
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+        else:
+            for _ in range(self._next_epoch, epoch):  # random samplers draw each epoch from one generator
+                deque(self._iterate_sampler(), maxlen=0)
+            self._next_epoch = epoch + 1
+        return self._iterate_sampler()
+
+    def _iterate_sampler(self) -> Iterator[list[int]]:
+        """Yield the prompts of each generation batch, read as late as possible."""
+        size = self.prompts_per_batch * self.share.num_generations
+        indices = iter(self._sampler)
+        for _ in range(len(self._sampler) // (size * self.repeats)):
+            yield self._prompts_of(list(islice(indices, size)))
+            deque(islice(indices, size * (self.repeats - 1)), maxlen=0)
+        rest = list(islice(indices, size * self.repeats))  # to the end of the sampler, if it has one
+        if rest and not self.drop_last:
+            yield self._prompts_of(rest[: len(rest) // self.repeats])
+
+    def _prompts_of(self, indices: list[int]) -> list[int]:
+        """Return every prompt of a generation batch once."""
+        size = self.share.num_generations
+        groups = [indices[start : start + size] for start in range(0, len(indices), size)]
+        if any(len(set(group)) > 1 or len(group) < size for group in groups) or not groups:
+            raise ConfigError(
+                f"the train sampler {type(self._sampler).__name__} does not yield groups: it must yield "
+                f"the indices of a generation batch, each num_generations={size} times in a row, and "
+                f"repeat the batch {self.repeats} times (steps_per_generation · num_iterations)"
+            )
+        return [group[0] for group in groups]
+
+    def _read_rows(self, prompts: Sequence[tuple[int, Row | None]]) -> list[Row]:
+        return [self.dataset[index] if row is None else row for index, row in prompts]
 
 
 class StreamPrompts(PromptSource):
@@ -450,17 +474,45 @@ def num_valid_rows(rows: Sequence[Row], gradient_state: GradientState) -> int | 
     return remainder if remainder > 0 else None
 
 
-class StepCounterDataset(Dataset[Row]):
-    """Positions of micro-batches; ``Trainer`` counts them, :class:`PromptSource` reads the rows."""
+class GenerationBatches(Dataset[Row]):
+    """Items of the train dataloader: this rank's rows of a generation batch, once per micro-batch of it.
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    ``Trainer`` takes only their number, since :class:`PromptSource` reads the rows of a run. A script may
+    iterate them; every iteration is the next epoch. The object is both the dataset and the batch sampler of
+    the loader: a batch holds rows, not their indices.
+
+    Args:
+        make_source: returns the source of the rows, at its beginning.
+        num_prompts: prompts of a generation batch.
+        repeats: micro-batches that are trained on it.
+        count: micro-batches of an epoch.
+    """
+
+    def __init__(
+        self, make_source: Callable[[], PromptSource], *, num_prompts: int, repeats: int, count: int
+    ) -> None:
+        self.make_source = make_source
+        self.num_prompts, self.repeats, self.count = num_prompts, repeats, count
+        self.source: PromptSource | None = None
+        self.epoch = 0
 
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, index: int) -> Row:
-        return {}
+    def __getitem__(self, row: Row) -> Row:
+        return row
+
+    def __iter__(self) -> Iterator[list[Row]]:
+        self.source = self.source or self.make_source()
+        self.source.seek(self.epoch)
+        self.epoch += 1
+        rows: list[Row] = []
+        for number in range(self.count):
+            self.source.begin_window(1, -number % self.repeats)
+            if number % self.repeats == 0:
+                rows = self.source.take(self.num_prompts)
+                self.source.mark()
+            yield rows
 
 
 def broadcast_from_first(compute: Callable[[], T], is_first: bool, world_size: int) -> T:
@@ -509,15 +561,15 @@ def read_stream(
         yield row
 
 
-class _IndexedRows(Dataset[tuple[tuple[int, int], Row]]):
-    """Rows with their position, so that a reader notices when it is out of order."""
+class _OwnRows(Dataset[tuple[int, "Row | None"]]):
+    """Rows by index, read if they are marked as this rank's."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
-    def __getitem__(self, entry: tuple[tuple[int, int], int]) -> tuple[tuple[int, int], Row]:
-        position, index = entry
-        return position, self.dataset[index]
+    def __getitem__(self, entry: tuple[int, bool]) -> tuple[int, Row | None]:
+        index, is_own = entry
+        return index, self.dataset[index] if is_own else None
 
 
 class _IterableRows(IterableDataset[Row]):

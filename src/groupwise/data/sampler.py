@@ -15,8 +15,11 @@ class GroupSampler(Sampler[int]):
     """Indices of the rows of each generation batch, in the order of TRL's repeat sampler.
 
     A generation batch has ``prompts_per_batch`` prompts, each ``num_generations`` times in a row, and is
-    repeated ``repeats`` times, once per micro-batch that is trained on it. An incomplete last batch is
-    dropped.
+    repeated ``repeats`` times, once per micro-batch that is trained on it. Every iteration is an epoch: it
+    draws the next order from a generator of the sampler's own.
+
+    Args:
+        drop_last: drop an incomplete last generation batch.
 
     Example: prompts 0 and 1, G = 2, one prompt per batch, 2 repeats: ``0 0 0 0 1 1 1 1``.
     """
@@ -30,38 +33,31 @@ class GroupSampler(Sampler[int]):
         repeats: int,
         shuffle: bool,
         seed: int,
+        drop_last: bool = True,
     ) -> None:
-        self.num_prompts = len(source)
+        left_over = len(source) % prompts_per_batch if drop_last else 0
+        self.num_prompts, self.num_yielded = len(source), len(source) - left_over
         self.num_generations = num_generations
         self.prompts_per_batch = prompts_per_batch
         self.repeats = repeats
         self.shuffle = shuffle
-        self.seed = seed
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch; the order depends only on it and on the seed."""
-        self.epoch = epoch
+        self.generator = torch.Generator().manual_seed(seed)
 
     def prompt_order(self) -> list[int]:
-        """Return every prompt of the epoch once, in order."""
+        """Return every prompt once, in the order of the next epoch."""
         if not self.shuffle:
             return list(range(self.num_prompts))
-        # Seeds of neighbouring runs differ by one; a large odd stride keeps their epochs apart.
-        generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.epoch)
-        return torch.randperm(self.num_prompts, generator=generator).tolist()
+        return torch.randperm(self.num_prompts, generator=self.generator).tolist()
 
     def __iter__(self) -> Iterator[int]:
-        order = self.prompt_order()
-        whole = len(order) - len(order) % self.prompts_per_batch
-        for start in range(0, whole, self.prompts_per_batch):
+        order = self.prompt_order()[: self.num_yielded]
+        for start in range(0, len(order), self.prompts_per_batch):
             for _ in range(self.repeats):
                 for index in order[start : start + self.prompts_per_batch]:
                     yield from [index] * self.num_generations
 
     def __len__(self) -> int:
-        batches = self.num_prompts // self.prompts_per_batch
-        return batches * self.prompts_per_batch * self.num_generations * self.repeats
+        return self.num_yielded * self.num_generations * self.repeats
 
 
 def repeat_rows(dataset: Dataset[Any], times: int, max_rows: int | None = None) -> Subset[Any]:

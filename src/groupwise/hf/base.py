@@ -27,11 +27,13 @@ from groupwise.data.build import (
     evaluation_rows,
     make_group_sampler,
     make_prompt_source,
+    micro_batches_per_generation,
     num_generations_eval,
     num_micro_batches,
+    prompts_per_batch,
 )
 from groupwise.data.image_checks import allow_unused_vision_tower
-from groupwise.data.prompt_source import EvaluationStream, PromptSource, StepCounterDataset, is_streaming
+from groupwise.data.prompt_source import EvaluationStream, GenerationBatches, PromptSource, is_streaming
 from groupwise.data.sampler import as_rows
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.generation.base import GenerationBackend
@@ -62,7 +64,7 @@ class BaseTrainer(Trainer):
     ``log``                               5.2    training logs also contain the metrics of all ranks
     ``evaluation_loop``                   5.2    its metrics also contain those of generation and rewards
     ``create_model_card``                 5.2    the card describes GRPO and the settings of the run
-    ``get_train_dataloader``              5.2    counts micro-batches; the prompt source reads the rows
+    ``get_train_dataloader``              5.2    items are generation batches; only their number is used
     ``num_examples``                      5.2    prompts of the dataset, not positions
     ``get_eval_dataloader``               5.2    every row is repeated ``num_generations_eval`` times
     ``get_test_dataloader``               5.2    the same for ``predict``
@@ -322,15 +324,28 @@ class BaseTrainer(Trainer):
     # Data.
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return a loader of positions, one per micro-batch of an epoch: ``Trainer`` counts them.
+        """Return a loader whose items hold this rank's rows of a whole generation batch, as TRL's do.
 
-        ``self.prompts`` reads the rows. Override to read from a loader of your own: an item holds this rank's
-        rows of a whole generation batch, repeated once per micro-batch that is trained on it.
+        An item is repeated once per micro-batch that is trained on it. ``Trainer`` only counts them:
+        ``self.prompts`` reads the rows of a run, which a script that iterates the loader does not advance.
+        Override to train on the items of a loader of your own.
         """
-        count = num_micro_batches(
-            self.train_dataset, self.settings, lambda: self._get_train_sampler(self.train_dataset)
+        settings = self.settings
+        batches = GenerationBatches(
+            partial(make_prompt_source, self.prepared_data, settings, self._make_train_sampler),
+            num_prompts=prompts_per_batch(settings),
+            repeats=micro_batches_per_generation(settings),
+            count=num_micro_batches(self.train_dataset, settings, self._make_train_sampler),
         )
-        return DataLoader(StepCounterDataset(count), collate_fn=as_rows, generator=self.loader_generator())
+        return DataLoader(
+            batches,
+            batch_sampler=batches,  # type: ignore[arg-type]
+            collate_fn=as_rows,
+            generator=self.loader_generator(),
+        )
+
+    def _make_train_sampler(self) -> Sampler[Any]:
+        return self._get_train_sampler(self.train_dataset)
 
     def loader_generator(self) -> torch.Generator | None:
         """Return the generator that iterating the loader draws a seed from: not the one that samples."""
@@ -357,7 +372,7 @@ class BaseTrainer(Trainer):
         return make_prompt_source(
             self.prepared_data,
             self.settings,
-            make_sampler=lambda: self._get_train_sampler(self.train_dataset),
+            make_sampler=self._make_train_sampler,
             make_loader=self.get_train_dataloader if own_loader else None,
         )
 

@@ -1,0 +1,76 @@
+"""Prompts of every epoch in TRL's order, read when TRL reads them, and the loader that scripts iterate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support import launch, prompt_order
+from support.parity_runs import Policy
+from support.prompt_order import CASES, Seen
+
+pytest.importorskip("trl", minversion="1.16.0")
+pytestmark = pytest.mark.parity
+
+
+def assert_like_trl(found: dict[str, Seen]) -> None:
+    assert found["plain"] == found["trl"]
+    assert found["hooks"] == found["trl"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shuffled_prompts_have_trls_order_in_every_epoch(name: str, policy: Policy, tmp_path: Path) -> None:
+    found = prompt_order.compare(policy, tmp_path, CASES[name])
+    assert_like_trl(found)
+    per_epoch = len(found["trl"]) // CASES[name]["num_train_epochs"]
+    assert found["trl"][:per_epoch] != found["trl"][per_epoch : 2 * per_epoch]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_sampler_that_follows_rewards_is_read_when_trl_reads_it(
+    name: str, policy: Policy, tmp_path: Path
+) -> None:
+    assert_like_trl(prompt_order.compare(policy, tmp_path, CASES[name], follows_rewards=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("windows of a generation", 12),  # 5 steps an epoch: inside the third
+        ("a window is half a generation", 22),  # 16 steps an epoch, 4 per generation: inside the second
+    ],
+)
+def test_a_run_resumes_inside_a_later_epoch(name: str, step: int, policy: Policy, tmp_path: Path) -> None:
+    found = prompt_order.resumed(policy, tmp_path, CASES[name], step)
+    for trainer in ("plain", "hooks"):
+        whole, again = found[trainer], found[f"{trainer} resumed"]
+        assert again and again == whole[-len(again) :]
+    assert found["plain"] == found["hooks"]
+
+
+@pytest.mark.parametrize("name", ["read by a worker", "a window is half a generation"])
+def test_the_train_dataloader_yields_trls_items(name: str, policy: Policy, tmp_path: Path) -> None:
+    found = prompt_order.items(policy, tmp_path, CASES[name])
+    assert_like_trl(found)
+    # The last entry is of the run, which begins at the first item whatever a script has read.
+    assert found["plain"][-1] == found["plain"][0]
+
+
+def test_a_subclass_resamples_from_the_train_dataloader(policy: Policy, tmp_path: Path) -> None:
+    found = prompt_order.resample(policy, tmp_path, CASES["windows of a generation"])
+    assert found["hooks"] == found["trl"]
+
+
+def test_two_ranks_see_the_prompts_that_trls_see(policy: Policy, tmp_path: Path) -> None:
+    done = launch.run_ranks(prompt_order.__file__, policy.path, tmp_path)
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        found = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
+        assert_like_trl(found["shuffled"])
+        assert_like_trl(found["follows rewards"])
+        assert_like_trl(found["items"])
+        assert found["resampled"]["hooks"] == found["resampled"]["trl"]
+        for trainer in ("plain", "hooks"):
+            assert found["resumed"][trainer] == found["shuffled"]["trl"]
+            assert found["resumed"][f"{trainer} resumed"] == found["shuffled"]["trl"][5:]
