@@ -366,10 +366,11 @@ PROBES = {
     ),
     # AF_NETLINK, AF_ALG, AF_VSOCK; those that stay: AF_UNIX, AF_INET, AF_INET6; page faults in user space.
     "sockets and page faults": (
-        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        "userfaultfd = 323 if os.uname().machine == 'x86_64' else 282\n"
         "def refused(result): return int(result < 0 and ctypes.get_errno() == 1)\n"
         "print(*(refused(libc.socket(family, kind, 0)) for family, kind in "
-        "((16, 3), (38, 5), (40, 1), (1, 1), (2, 1), (10, 1))), refused(libc.syscall(323, 1)))",
+        "((16, 3), (38, 5), (40, 1), (1, 1), (2, 1), (10, 1))), refused(libc.syscall(userfaultfd, 1)))",
         "1 1 1 0 0 0 1\n",
     ),
     # Read a key of the session by its number, and search the session keyring for it.
