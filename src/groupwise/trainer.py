@@ -79,7 +79,8 @@ from groupwise.rewards.build import (
     LoadedRewards,
     check_rewards,
     check_teachers,
-    load_rewards,
+    load_reward_models,
+    prepare_rewards,
     reload_rewards,
     with_default_weights,
 )
@@ -169,10 +170,12 @@ class GRPOTrainer(
         processing_class = load_processing_class(processing_class, model, args)
         make_renderer(agents, processing_class, args)  # refuses a chat template before the model is loaded
         data = prepare_data(train_dataset, eval_dataset, args, model, processing_class)
+        set_seed(args.seed)  # all ranks initialise the same adapters, and heads of reward models
         policy = prepare_policy(model, args, quantization_config, peft_config)
         check_vision(policy, processing_class, args, train_dataset, eval_dataset)
         check_teachers(rewards.functions, processing_class, policy)
         self.reference = make_reference(policy, args, fresh_adapter=peft_config is not None)
+        rewards = load_reward_models(rewards, args)
         super().__init__(
             model=policy,
             args=args,
@@ -182,15 +185,16 @@ class GRPOTrainer(
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        set_seed(args.seed, device_specific=True)  # ranks must not sample the same completions
         self.prepared_data = data
         self.step_settings = StepSettings(args)
         self.settings = self.step_settings.current
         self._built_sampler = sampler_settings(args)
         self._set_rewards(
-            load_rewards(rewards, args, self.accelerator, text_tokenizer(self.processing_class))
+            prepare_rewards(rewards, args, self.accelerator, text_tokenizer(self.processing_class))
         )
         self._set_policy_state(rollout_func, agents, backend)
+        set_seed(args.seed, device_specific=True)  # ranks must not sample the same completions
+        self.rng.seed_user_code(args.seed + args.process_index)
         self._set_run_state()
 
     def _set_rewards(self, loaded: LoadedRewards) -> None:
@@ -405,7 +409,7 @@ class GRPOTrainer(
         metrics = self.metrics[request.mode]
         with metrics.phase("generate"):
             rollouts, dropped_N = self.drop_failed(self.generate_rollouts(request))
-        with metrics.phase("reward"):
+        with metrics.phase("reward"), self.rng.user_code():
             rewards = self.compute_rewards(rollouts).without(dropped_N)
         metrics.record(rollout_metrics(rollouts, rewards.num_valid, self.state.global_step))
         metrics.record(rewards.metrics)

@@ -152,8 +152,10 @@ def test_metrics_that_one_process_logs_reach_the_log(trained: Path) -> None:
 
 def test_processes_sample_different_completions(trained: Path) -> None:
     first, second = (json.loads((trained / f"seen_{rank}.json").read_text()) for rank in (0, 1))
-    assert len(first[0]) == len(second[0]) == 8
-    assert not set(first[0]) & set(second[0])
+    assert [len(texts) for texts in first] == [len(texts) for texts in second] == [8, 8]
+    for one, other in zip(first, second, strict=True):
+        assert not set(one) & set(other)
+    assert not set(first[0]) & set(first[1])
 
 
 def test_evaluation_counts_every_row_once(trained: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from groupwise.errors import RewardError
 from groupwise.mixins import RewardMixin
 from groupwise.mixins import reward as reward_module
 from groupwise.mixins.reward import reward_metrics, rounded_functions
+from groupwise.random_state import RandomState
 from groupwise.records import Completion, RewardBatch, RolloutBatch
 from groupwise.rewards.runtime.partial import PartialReward
 
@@ -27,6 +28,7 @@ def mixin(functions, rank=0, kind=RewardMixin, **settings):
         Ranks(rank=rank),
         settings={**given, "multi_objective_aggregation": "sum_then_normalize", **settings},
         state="the state",
+        rng=RandomState(),
         reward_callables=functions,
         reward_func_names=[getattr(function, "__name__", "partial") for function in functions],
         reward_weights=torch.tensor([1.0, 2.0][: len(functions)]),

@@ -5,11 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 from support.mixin_hosts import host
 from support.runs import tokenizer
 
 from groupwise.errors import ConfigError
 from groupwise.mixins import RolloutMixin
+from groupwise.random_state import RandomState
 from groupwise.records import Completion, RolloutBatch, RolloutRequest
 
 
@@ -55,6 +57,7 @@ def mixin(**attributes):
         "rollout_func": None,
         "agents": None,
         "state": None,
+        "rng": RandomState(),
     }
     return host(RolloutMixin, settings=settings, **{**defaults, **attributes})
 
@@ -133,12 +136,19 @@ def test_a_rollout_function_replaces_the_backend():
 
 def test_agents_sample_with_the_settings_of_the_request():
     def generate_rollouts(rows, backend, generation_kwargs):
-        assert rows is request.rows and backend is run.backend
+        assert rows is request.rows and backend.end_tokens is run.backend.end_tokens
+        torch.manual_seed(0)  # of an environment: turns are still sampled from the stream of the run
+        assert backend.generate([[1]]) == ["a turn", first]
         assert generation_kwargs == {"top_p": 0.5}
         columns = {"rows": rows, "prompts": ["p"], "prompt_ids": [[1]], "texts": ["t"]}
         return RolloutBatch(completions=[Completion([2])], **columns)
 
+    torch.manual_seed(3)
+    first, second = torch.rand(2).tolist()
+    torch.manual_seed(3)
     run = mixin(agents=SimpleNamespace(generate_rollouts=generate_rollouts))
+    run.backend.generate = lambda prompts: ["a turn", torch.rand(()).item()]
     request = RolloutRequest(ROWS[:1], 4, num_valid=1, mode="eval", generation_kwargs={"top_p": 0.5})
     found = run.generate_rollouts(request)
+    assert torch.rand(()).item() == second
     assert (found.num_generations, found.num_valid, found.mode) == (4, 1, "eval")

@@ -19,6 +19,7 @@ REGISTRATION = ("tests/core/test_registration.py",)
 VARIANTS = ("tests/reference/test_variants.py",)
 CONFIDENCE = ("tests/core/test_confidence.py",)
 STEPS = ("tests/mixins/test_reward_mixin.py", "-k", "steps or step_rewards")
+STREAMS = ("tests/trainer/test_random_state.py", "-k", "streams")
 DISTILLATION = ("tests/rewards/test_distillation.py", "-k", "loop or outcome")
 
 
@@ -30,6 +31,18 @@ def _of(file: str, *edits: tuple[str, str, tuple[str, ...]]) -> list[Mutation]:
 
 
 CORE = [
+    *edits_of(
+        "random_state.py",
+        (
+            "if changes:\n            self._exchange()\n        try",
+            "if active:\n            self._exchange()\n        try",
+            STREAMS,
+        ),
+        ("_set_torch_state(self._unused)", "pass", STREAMS),
+        ("torch.manual_seed(seed + _USER_SEED)", "torch.manual_seed(seed)", STREAMS),
+        ("state, self._unused = self._marked", "state, _ = self._marked", STREAMS),
+        rest=STREAMS,
+    ),
     *_of(
         "ratios.py",
         ("(log_ratio_BT * mask_BT).sum(", "log_ratio_BT.sum(", LIMITS),

@@ -41,7 +41,8 @@ from groupwise.hf import checkpointing
 from groupwise.hf.checkpointing import CheckpointWriter
 from groupwise.hf.out_of_memory import OutOfMemorySplitter, TrainingStep
 from groupwise.hf.run_directory import RunDirectory, is_complete
-from groupwise.hf.step_state import RngState, StepState
+from groupwise.hf.step_state import StepState
+from groupwise.random_state import RandomState
 from groupwise.records import MicroBatch, Mode
 from groupwise.reporting.evaluation import EvaluationMetrics
 from groupwise.reporting.metrics import MetricBuffer
@@ -121,7 +122,7 @@ class BaseTrainer(Trainer):
         compat_transformers.mark_loss_as_scaled(self)  # token weights add up over the accumulation window
         self.pending_rng_checkpoint: str | None = None
         self.resumed_optimizer: list[str] = []  # optimizer_classes() of the checkpoint
-        self.rng = RngState()
+        self.rng = RandomState()
         self.run_directory = RunDirectory(args)
         self.checkpoint_writer = CheckpointWriter(self.accelerator, self.run_directory)
         self.splitter: OutOfMemorySplitter[MicroBatch] = OutOfMemorySplitter(

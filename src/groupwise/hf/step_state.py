@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
-
-import numpy as np
-import torch
 
 
 class Stateful(Protocol):
@@ -145,49 +141,3 @@ class ObjectState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.component.load_state_dict(state)
         self.mark()
-
-
-class RngState:
-    """Random number generators of Python, NumPy and torch on this rank.
-
-    ``Trainer`` writes and restores them itself; :meth:`marked` makes it write those of the mark.
-    """
-
-    def __init__(self) -> None:
-        self.mark()
-
-    def mark(self) -> None:
-        self._marked = _get_rng_state()
-
-    def rollback(self) -> None:
-        _set_rng_state(self._marked)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: ``Trainer`` restores the generators."""
-
-    @contextmanager
-    def marked(self) -> Iterator[None]:
-        """Put the generators into the marked state for the block."""
-        present = _get_rng_state()
-        _set_rng_state(self._marked)
-        try:
-            yield
-        finally:
-            _set_rng_state(present)
-
-
-def _get_rng_state() -> tuple[Any, ...]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
-
-
-def _set_rng_state(state: tuple[Any, ...]) -> None:
-    python, numpy, cpu, cuda = state
-    random.setstate(python)
-    np.random.set_state(numpy)
-    torch.set_rng_state(cpu)
-    if cuda is not None:
-        torch.cuda.set_rng_state_all(cuda)

@@ -18,6 +18,7 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.advantages import GroupRewards, nan_std, total_rewards, with_small_groups
 from groupwise.core.metrics import Mean, Metrics, Sum, merge_metrics
 from groupwise.errors import RewardError, warn_once
+from groupwise.random_state import RandomState
 from groupwise.records import RewardBatch, RolloutBatch
 from groupwise.reporting.metrics import check_metric_name
 from groupwise.rewards.runtime.calling import Reward, call_rewards
@@ -32,6 +33,7 @@ class RewardMixin:
     accelerator: Accelerator
     settings: GRPOConfig
     state: TrainerState
+    rng: RandomState
     reward_callables: list[Callable[..., Any]]
     reward_func_names: list[str]
     reward_weights: torch.Tensor
@@ -149,8 +151,9 @@ class RewardMixin:
             return None
 
         def start(part: RolloutBatch) -> None:
-            for function in partial:
-                function.begin(part, self.settings.reward_timeout, trainer_state=self.state)
+            with self.rng.user_code():
+                for function in partial:
+                    function.begin(part, self.settings.reward_timeout, trainer_state=self.state)
 
         return start
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.images import ImageInputs
 from groupwise.generation.base import GenerationBackend, check_images, text_tokenizer
 from groupwise.generation.rollout_func import call_rollout_function
+from groupwise.random_state import RandomState
 from groupwise.records import Completion, RolloutBatch, RolloutFunction, RolloutRequest, Row, SamplingOptions
 from groupwise.tokenization.images import (
     check_no_images,
@@ -42,6 +44,7 @@ class RolloutMixin:
     state: TrainerState
     processing_class: Any
     backend: GenerationBackend
+    rng: RandomState
     rollout_func: RolloutFunction | None
     agents: MultiTurnRollouts | EnvironmentDrivenRollouts | None
 
@@ -58,7 +61,7 @@ class RolloutMixin:
         """
         rows = request.rows
         if self.agents is not None:
-            rollouts = self.agents.generate_rollouts(rows, self.backend, request.generation_kwargs)
+            rollouts = self.run_agents(request, self.backend.generate)
             return replace(
                 rollouts,
                 num_generations=request.num_generations,
@@ -75,6 +78,18 @@ class RolloutMixin:
         )
         completions = self.backend.generate(prompt_ids, sampling)
         return self.make_rollouts(request, prompt_ids, completions, images=images)
+
+    def run_agents(self, request: RolloutRequest, generate: Callable[..., list[Completion]]) -> RolloutBatch:
+        """Sample rollouts with tools or environments, which draw from the random stream of the user's code.
+
+        Args:
+            generate: samples turns as ``GenerationBackend.generate`` does, from the stream of the run.
+        """
+        assert self.agents is not None
+        turns = copy.copy(self.backend)
+        turns.generate = self.rng.user_code(False)(generate)  # type: ignore[method-assign]
+        with self.rng.user_code():
+            return self.agents.generate_rollouts(request.rows, turns, request.generation_kwargs)
 
     def make_rollouts(
         self,

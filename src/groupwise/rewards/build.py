@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError
+from groupwise.random_state import preserved_state
 from groupwise.rewards.distillation import DistillationReward
 from groupwise.rewards.process import ProcessRewardModel, StepScorer, is_process_reward, load_process_reward
 from groupwise.rewards.runtime.calling import reward_name, unique_names
@@ -155,15 +156,35 @@ def check_teachers(
             function.check_vocabulary(tokenizer, policy)
 
 
-def load_rewards(
+def load_reward_models(rewards: RewardSetup, config: GRPOConfig) -> RewardSetup:
+    """Load the reward models that are given by id; new heads draw from the global generators.
+
+    Raises:
+        ConfigError: a model has a wrong number of labels.
+    """
+    return replace(rewards, functions=[_load(function, config) for function in rewards.functions])
+
+
+def _load(function: RewardFunc, config: GRPOConfig) -> RewardFunc:
+    if is_process_reward(function, config.trust_remote_code):
+        reward = function if isinstance(function, ProcessRewardModel) else ProcessRewardModel(function)  # type: ignore[arg-type]
+        loaded = load_process_reward(reward, config.trust_remote_code)
+        return loaded if isinstance(function, ProcessRewardModel) else cast("PreTrainedModel", loaded.model)
+    if isinstance(function, str):
+        return load_reward_model(function, config.trust_remote_code)
+    return function
+
+
+def prepare_rewards(
     rewards: RewardSetup,
     config: GRPOConfig,
     accelerator: Accelerator,
     policy_tokenizer: PreTrainedTokenizerBase,
 ) -> LoadedRewards:
-    """Load reward models given by id and move all reward models to their device.
+    """Move all reward models to their device.
 
     Args:
+        rewards: with loaded models.
         policy_tokenizer: decodes the steps of completions for process reward models.
 
     Raises:
@@ -171,26 +192,35 @@ def load_rewards(
     """
     pairs = zip(rewards.functions, rewards.processing_classes, strict=True)
     entries = [
-        _load(function, tokenizer, config, accelerator, policy_tokenizer) for function, tokenizer in pairs
+        _prepare(function, tokenizer, config, accelerator, policy_tokenizer) for function, tokenizer in pairs
     ]
-    functions, callables, tokenizers = (list(column) for column in zip(*entries, strict=True))
+    callables, tokenizers = (list(column) for column in zip(*entries, strict=True))
+    functions = rewards.functions
     return LoadedRewards(
         functions, callables, _names(functions), tokenizers, with_default_weights(config, functions)
     )
 
 
-def _load(
+def _prepare(
     function: RewardFunc,
     tokenizer: Tokenizer,
     config: GRPOConfig,
     accelerator: Accelerator,
     policy_tokenizer: PreTrainedTokenizerBase,
-) -> tuple[RewardFunc, Callable[..., Any], Tokenizer]:
-    """Return the loaded function, the callable of its rewards and the tokenizer of a reward model."""
-    if is_process_reward(function, config.trust_remote_code):
-        return _load_process_reward(function, tokenizer, config, accelerator, policy_tokenizer)
-    if isinstance(function, str):
-        function = load_reward_model(function, config.trust_remote_code)
+) -> tuple[Callable[..., Any], Tokenizer]:
+    """Return the callable of the function's rewards and the tokenizer of a reward model."""
+    if is_process_reward(function):
+        reward = function if isinstance(function, ProcessRewardModel) else ProcessRewardModel(function)  # type: ignore[arg-type]
+        scorer = StepScorer(
+            accelerator.prepare_model(reward.model, evaluation_mode=True),
+            reward,
+            tokenizer,
+            policy_tokenizer,
+            config.per_device_train_batch_size,
+            config.trust_remote_code,
+            config.chat_template_kwargs,  # type: ignore[arg-type]
+        )
+        return scorer, scorer.tokenizer
     if isinstance(function, DistillationReward):
         function.teacher = accelerator.prepare_model(function.teacher, evaluation_mode=True)
     if isinstance(function, PreTrainedModel):
@@ -202,32 +232,10 @@ def _load(
             config.trust_remote_code,
             config.chat_template_kwargs,  # type: ignore[arg-type]
         )
-        return function, reward_model, reward_model.tokenizer
+        return reward_model, reward_model.tokenizer
     assert callable(function)
     # Partial calls start when a backend calls `SamplingOptions.on_finished`.
-    return function, with_partial_results(function) if is_per_sample_reward(function) else function, None
-
-
-def _load_process_reward(
-    function: Any,
-    tokenizer: Tokenizer,
-    config: GRPOConfig,
-    accelerator: Accelerator,
-    policy_tokenizer: PreTrainedTokenizerBase,
-) -> tuple[RewardFunc, Callable[..., Any], Tokenizer]:
-    reward = function if isinstance(function, ProcessRewardModel) else ProcessRewardModel(function)
-    reward = load_process_reward(reward, config.trust_remote_code)
-    scorer = StepScorer(
-        accelerator.prepare_model(reward.model, evaluation_mode=True),
-        reward,
-        tokenizer,
-        policy_tokenizer,
-        config.per_device_train_batch_size,
-        config.trust_remote_code,
-        config.chat_template_kwargs,  # type: ignore[arg-type]
-    )
-    loaded = reward if isinstance(function, ProcessRewardModel) else cast("PreTrainedModel", reward.model)
-    return loaded, scorer, scorer.tokenizer
+    return with_partial_results(function) if is_per_sample_reward(function) else function, None
 
 
 def _names(functions: Sequence[RewardFunc]) -> list[str]:
@@ -257,7 +265,7 @@ def reload_rewards(
     Args:
         loaded: the reward functions of the step before; returned if nothing was replaced.
         functions, names, processing_classes, weights: attributes of the trainer.
-        policy_tokenizer: as in :func:`load_rewards`.
+        policy_tokenizer: as in :func:`prepare_rewards`.
 
     Raises:
         ConfigError: an entry is not a reward function, or lengths differ.
@@ -293,7 +301,10 @@ def reload_rewards(
     for function, tokenizer in zip(chosen, processing_classes, strict=True):
         entry = before.get(id(function))
         if entry is None or entry[2] is not tokenizer:
-            entry = _load(function, tokenizer, config, accelerator, policy_tokenizer)
+            with preserved_state():
+                torch.manual_seed(config.seed)  # all ranks initialise the same head
+                model = _load(function, config)
+            entry = model, *_prepare(model, tokenizer, config, accelerator, policy_tokenizer)
         entries.append(entry)
     made, callables, tokenizers = (list(column) for column in zip(*entries, strict=True))
     return LoadedRewards(made, callables, list(names), tokenizers, [float(weight) for weight in weights])

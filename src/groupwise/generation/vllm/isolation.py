@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+
+from groupwise.random_state import preserved_state
 
 
 @contextmanager
 def preserve_rng_state() -> Iterator[None]:
     """Restore all global random number generators at exit; vLLM seeds them for the whole process."""
-    states = random.getstate(), numpy.random.get_state()
     set_num_threads = torch.set_num_threads
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
-        try:
+    try:
+        with preserved_state():
             yield
-        finally:
-            random.setstate(states[0])
-            numpy.random.set_state(states[1])
-            torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it
+    finally:
+        torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it
 
 
 @contextmanager
