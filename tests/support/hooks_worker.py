@@ -46,6 +46,7 @@ def hooked(base: type) -> type:
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
             lengths = torch.tensor([len(ids) for ids in completion_ids_list], device=rewards.device)
             self.seen["rows and rewards"].append((len(inputs), len(rewards)))
+            self.seen["completions"] += [list(map(int, ids)) for ids in completion_ids_list]
             self.rewards = rewards - 0.3 * self.accelerator.gather(lengths).unsqueeze(1) ** 1.5
             return self.rewards
 
@@ -112,6 +113,7 @@ CASES: dict[str, dict[str, Any]] = {
     "grpo, accumulated": {"loss_type": "grpo", **ACCUMULATED, "beta": 0.04, "top_entropy_quantile": 0.4},
     "dapo, filtered": {"loss_type": "dapo", "subclass": filtered},
     "vespo, sampler": {"loss_type": "vespo", **CORRECTED, "sampler": True},
+    "dapo, sampled": {"loss_type": "dapo", "scripted": False},
 }
 
 
@@ -119,7 +121,10 @@ def train(train_one: Any, policy: Policy, directory: Path, case: dict[str, Any],
     """Train four optimizer steps, evaluate, and return what the test compares."""
     options = {**COMMON, **case}
     sampler = noisy_sampler(policy) if options.pop("sampler", False) else None
-    setting = Setting(options, subclass=options.pop("subclass", hooked), sampler_logps=sampler)
+    scripted = options.pop("scripted", True)  # else both libraries sample the completions
+    setting = Setting(
+        options, subclass=options.pop("subclass", hooked), sampler_logps=sampler, scripted=scripted
+    )
     run: Run = train_one(policy, setting, directory, **base)
     trained = dict(run.trainer.seen)
     parameters = {name: value.clone() for name, value in run.parameters.items()}

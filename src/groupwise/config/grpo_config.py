@@ -156,7 +156,11 @@ class GRPOConfig(TrainingArguments):
     chat_template_kwargs: Annotated[Json, Setting(
         "Further arguments (dict or JSON) of the chat template.")] = None
     cache_implementation: Annotated[str | None, Setting(
-        "KV cache class of transformers' generate.", no_effect_unless=NOT_VLLM)] = None
+        "Key-value cache of generate. auto: groupwise's own with its decoding loop, where that applies. A "
+        "name such as dynamic or static: that cache of transformers, with transformers' loop and PyTorch's "
+        "linear layers. None: auto; in groupwise.trl_hooks dynamic, which on a CPU samples the completions "
+        "of TRL on the same seed and is slower.",
+        no_effect_unless=NOT_VLLM)] = None
     use_transformers_continuous_batching: Annotated[bool, Setting(
         "Generate with transformers' continuous batching.", card="if_changed")] = False
     transformers_continuous_batching_config: Annotated[Json, Setting(

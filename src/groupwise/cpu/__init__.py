@@ -1,7 +1,8 @@
 """Savings of time and memory that only CPU runs use; the functions do nothing on other devices.
 
 :func:`install_cpu_training` once per run, :func:`keep_checkpoint_products` after gradient checkpointing is
-enabled, :func:`cpu_generation` around sampling, :func:`trim_heap` between the forward and the backward pass.
+enabled, :func:`cpu_generation` or :func:`stock_linears` around sampling, :func:`trim_heap` between the
+forward and the backward pass.
 """
 
 from __future__ import annotations
@@ -14,10 +15,16 @@ import torch
 
 from groupwise.compat.transformers import add_checkpoint_contexts
 from groupwise.cpu.checkpoint import checkpoint_contexts
-from groupwise.cpu.linear import OneDNNLinear, packed_weights, replace_linears
+from groupwise.cpu.linear import OneDNNLinear, packed_weights, replace_linears, stock_linears
 from groupwise.cpu.malloc import keep_large_blocks, malloc_trim, return_large_blocks
 
-__all__ = ["cpu_generation", "install_cpu_training", "keep_checkpoint_products", "trim_heap"]
+__all__ = [
+    "cpu_generation",
+    "install_cpu_training",
+    "keep_checkpoint_products",
+    "stock_linears",
+    "trim_heap",
+]
 
 logger = logging.getLogger(__name__)
 

@@ -93,6 +93,19 @@ def packed_weights(model: torch.nn.Module) -> Iterator[None]:
             layer.packing = None
 
 
+@contextmanager
+def stock_linears(model: torch.nn.Module) -> Iterator[None]:
+    """Context manager in which linear layers are PyTorch's own: products are rounded as without groupwise."""
+    layers = [module for module in model.modules() if isinstance(module, OneDNNLinear)]
+    for layer in layers:
+        layer.__class__ = torch.nn.Linear  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.__class__ = OneDNNLinear
+
+
 def _eligible(module: torch.nn.Module) -> bool:
     return (
         type(module) is torch.nn.Linear

@@ -10,6 +10,7 @@ D head size.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
@@ -37,10 +38,13 @@ from groupwise.compat.transformers import (
     update_model_kwargs,
 )
 from groupwise.cpu.multinomial import multinomial
+from groupwise.errors import warn_once
 from groupwise.generation.growing_cache import continue_rows
 from groupwise.policy.attention import install_attention_hook, without_adapter
 from groupwise.policy.layouts.forward import is_text_only
 from groupwise.policy.layouts.packed_forward import has_prompt_learning
+
+logger = logging.getLogger(__name__)
 
 #: Causal language model, plain or PEFT; transformers has no type for it.
 CausalLM: TypeAlias = Any
@@ -57,6 +61,20 @@ ROW_SETTINGS = frozenset(
     }
 )
 
+#: Processors and criteria of transformers that these settings create; they act on each row independently.
+ROW_PROCESSORS = frozenset(
+    {
+        *("MaxLengthCriteria", "MaxTimeCriteria", "EosTokenCriteria"),
+        *("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "TemperatureLogitsWarper"),
+        *("TopKLogitsWarper", "TopPLogitsWarper", "TopHLogitsWarper", "MinPLogitsWarper"),
+        *("TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper", "LogitNormalization"),
+        *("RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor", "NoBadWordsLogitsProcessor"),
+        *("SequenceBiasLogitsProcessor", "SuppressTokensLogitsProcessor"),
+        *("SuppressTokensAtBeginLogitsProcessor", "ForcedBOSTokenLogitsProcessor"),
+        *("ForcedEOSTokenLogitsProcessor", "ExponentialDecayLengthPenalty", "InfNanRemoveLogitsProcessor"),
+    }
+)
+
 #: Values of other settings that have no effect; nor have None and False, apart from ``use_cache``.
 NEUTRAL = {"use_cache": True, "cache_implementation": "dynamic", "num_beams": 1, "num_return_sequences": 1}
 
@@ -65,6 +83,10 @@ SELECTABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 
 #: Finished rows are removed once they are this share of the batch: removal copies the cache of the others.
 FINISHED_SHARE = 0.25
+
+
+class ForeignProcessorError(Exception):
+    """A logits processor or stopping criterion may have state per row, and must see all rows in order."""
 
 
 def group_prompts(prompts: Sequence[Sequence[int]]) -> tuple[list[Sequence[int]], list[int]]:
@@ -79,16 +101,25 @@ def requires_lockstep_forwards(model: torch.nn.Module) -> bool:
 
 
 def can_decode_groups(model: CausalLM, config: GenerationConfig) -> bool:
-    """Return True if ``decode_groups`` is known to sample like ``model.generate``.
+    """Return True if ``decode_groups`` may replace the decoding loop of ``model.generate``.
 
-    Requires the generation loop and the cache of transformers, a text model with attention layers only,
-    settings that act on each row independently, and no prompt tuning. Ranks whose parameters are sharded
-    leave the loop at different steps, so they must not use it.
+    Requires that ``cache_implementation`` is None, the generation loop and the cache of transformers, a text
+    model with attention layers only, settings that act on each row independently, and no prompt tuning. Ranks
+    whose parameters are sharded leave the loop at different steps, so they must not use it.
     """
     base: CausalLM = without_adapter(model)
+    if config.cache_implementation is not None:
+        return False
+    if not has_stock_sampling_loop(base) or "generate" in vars(model):  # on the instance of a PEFT model
+        warn_once(
+            logger,
+            "%s has a generate or _sample of its own: completions are decoded by it, not by groupwise's "
+            "decoding loop, which is faster",
+            type(base).__name__,
+        )
+        return False
     return (
-        has_stock_sampling_loop(base)
-        and not has_prompt_learning(model)
+        not has_prompt_learning(model)
         and not base.config.is_encoder_decoder
         and is_text_only(model)  # others compute position ids differently
         and not is_stateful(base)
@@ -141,7 +172,14 @@ def decode_groups(
 
     Returns:
         prompts and completions, padded on the right: (sum of copies, longest).
+
+    Raises:
+        ForeignProcessorError: a processor or criterion is not one that the settings create; nothing is
+            sampled.
     """
+    for part in (*logits_processor, *stopping_criteria):
+        if type(part).__name__ not in ROW_PROCESSORS or not type(part).__module__.startswith("transformers."):
+            raise ForeignProcessorError(type(part).__qualname__)
     rows = torch.arange(len(copies), device=input_ids.device)
     rows_R = rows.repeat_interleave(torch.tensor(copies, device=input_ids.device))
     limit, pad = generation_config.max_length, generation_config.pad_token_id

@@ -20,7 +20,7 @@ from groupwise.config.sampling import SAMPLING_FIELDS, truncating
 from groupwise.core.images import ImageInputs, join_images
 from groupwise.core.kept_tokens import KeptTokens
 from groupwise.core.padding import length_mask, pad_sequences
-from groupwise.cpu import cpu_generation
+from groupwise.cpu import cpu_generation, stock_linears
 from groupwise.errors import BackendError, ConfigError, nearest_name
 from groupwise.generation.base import (
     RUN_SETTINGS,
@@ -32,6 +32,7 @@ from groupwise.generation.base import (
 )
 from groupwise.generation.decoding import (
     CausalLM,
+    ForeignProcessorError,
     can_decode_groups,
     decode_groups,
     group_prompts,
@@ -72,7 +73,8 @@ class TransformersBackend(GenerationBackend):
     """Samples with ``model.generate``, always from the current weights.
 
     ``decode_groups`` replaces the decoding loop inside ``generate`` where it applies: it processes each
-    prompt once for its whole group, and removes finished rows from the batch.
+    prompt once for its whole group, and removes finished rows from the batch. With ``stock_decoding`` loop,
+    cache and linear layers are those of transformers and PyTorch, bit for bit.
 
     Args:
         model: returns the unwrapped policy; called at every generation because training may wrap it again.
@@ -96,6 +98,7 @@ class TransformersBackend(GenerationBackend):
         self.generation_config = generation_config
         self.pad_to_multiple_of = pad_to_multiple_of
         self.gather_weights = gather_weights
+        self.stock_decoding = generation_config.cache_implementation is not None
         end = generation_config.eos_token_id
         self.end_tokens = frozenset([end] if isinstance(end, int) else end or [])
 
@@ -111,7 +114,16 @@ class TransformersBackend(GenerationBackend):
         self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions = RUN_SETTINGS
     ) -> list[Completion]:
         if not has_prompt_learning(self.model()):
-            return self._generate(prompts, sampling)
+            try:
+                return self._generate(prompts, sampling)
+            except ForeignProcessorError as found:
+                self.stock_decoding = True
+                logger.warning(
+                    "%s may have state per row: completions are decoded by the loop of transformers, not by "
+                    "groupwise's own, which is faster and removes finished rows",
+                    found,
+                )
+                return self._generate(prompts, sampling)
         if requires_lockstep_forwards(self.model()) and not self.gather_weights:
             raise BackendError(
                 "an adapter of virtual tokens samples prompts of each length apart, and with sharded "
@@ -140,7 +152,12 @@ class TransformersBackend(GenerationBackend):
         config = self._config_for(sampling)
         lockstep = requires_lockstep_forwards(model) and not self.gather_weights
         with without_model_settings(model):
-            by_group = sampling.images is None and not lockstep and can_decode_groups(model, config)
+            by_group = (
+                sampling.images is None
+                and not lockstep
+                and not self.stock_decoding
+                and can_decode_groups(model, config)
+            )
             recorder = make_recorder(model, config)
         distinct, copies = group_prompts(prompts) if by_group else (prompts, [])
         multiple = self.pad_to_multiple_of if padded else None
@@ -164,7 +181,7 @@ class TransformersBackend(GenerationBackend):
             evaluation_mode(model),  # gradient checkpointing would disable the key-value cache, too
             gathered(model) if self.gather_weights else nullcontext(),
             without_model_settings(model),
-            cpu_generation(model),
+            stock_linears(model) if self.stock_decoding else cpu_generation(model),
             nullcontext() if lockstep else keep_autocast_weights(model.device),
         ):
             sequences = model.generate(
@@ -319,6 +336,7 @@ def generation_config(
     Args:
         suppress_tokens: token ids that are not sampled, in addition to those of ``generation_kwargs``.
     """
+    cache = None if config.cache_implementation == "auto" else config.cache_implementation
     settings: dict[str, Any] = {
         "max_new_tokens": config.max_completion_length,
         "do_sample": True,
@@ -327,13 +345,13 @@ def generation_config(
         "top_k": config.top_k or 0,
         "min_p": config.min_p,
         "repetition_penalty": config.repetition_penalty,
-        "cache_implementation": config.cache_implementation,
+        "cache_implementation": cache,
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": end_tokens(model, tokenizer),
         "use_cache": True,
     }
-    if config.cache_implementation is not None:
+    if cache is not None:
         # With a static cache generate would compile itself, again for every batch size and prompt length.
         settings["disable_compile"] = True
     given = json_dict(config.generation_kwargs)  # keys with a field of their own are resolved to it

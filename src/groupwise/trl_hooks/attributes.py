@@ -69,7 +69,9 @@ def _generation_kwargs(trainer: Any) -> Mapping[str, Any]:
             "top_k": max(args.top_k or 0, 0),
             "min_p": args.min_p,
             "repetition_penalty": args.repetition_penalty,
-            "cache_implementation": args.cache_implementation,
+            "cache_implementation": None
+            if args.cache_implementation == "auto"
+            else args.cache_implementation,
             **{name: value for name, value in given.items() if name not in SAMPLING_FIELDS},
         }
     )

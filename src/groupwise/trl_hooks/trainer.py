@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -109,6 +108,12 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         self._pending_extra_logs: defaultdict[str, list[Any]] = defaultdict(list)
         self._pending_metrics: defaultdict[str, list[float]] = defaultdict(list)
 
+    def _set_policy_state(self, rollout_func: Any, agents: Any, backend: Any) -> None:
+        super()._set_policy_state(rollout_func, agents, backend)
+        if backend is None and isinstance(self.backend, TransformersBackend):
+            # The completions of TRL on the same seed, unless the user chooses groupwise's decoding loop.
+            self.backend.stock_decoding = self.args.cache_implementation != "auto"
+
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train; see :meth:`groupwise.GRPOTrainer.train`."""
         check_overrides(self, GRPOTrainer)
@@ -139,6 +144,13 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
     def loader_generator(self) -> torch.Generator | None:
         """Return None: as with TRL's loader, a seed is drawn from the global generator at every epoch."""
         return None
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        """Return the order of the rows of an evaluation, that of TRL; groups stay together."""
+        size = num_generations_eval(self.settings)
+        generator = torch.Generator().manual_seed(self.args.seed)
+        groups = torch.randperm(len(eval_dataset) // size, generator=generator).tolist()
+        return [group * size + row for group in groups for row in range(size)]
 
     # One optimizer step, in the order in which it happens.
 
@@ -273,9 +285,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         """
         request = self._request_of(prompts)
         if self.agents is not None:
-            turns = copy.copy(self.backend)  # the backend, with turns sampled by the hook
-            turns.generate = self._generate_turn  # type: ignore[method-assign]
-            rollouts = self.agents.generate_rollouts(request.rows, turns, request.generation_kwargs)
+            rollouts = self.run_agents(request, self._generate_turn)
         elif self.rollout_func is not None:
             rollouts = self._call_rollout_func(self.rollout_func, request)
         else:
@@ -407,20 +417,18 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         Returns:
             (N, F) float32 on the training device: the rewards of all ranks, gathered, NaN for None.
         """
-        self._rewards = super().compute_rewards(
-            RolloutBatch(
-                rows=inputs,
-                prompts=prompts,
-                prompt_ids=[[]] * len(prompts),
-                completions=[Completion(list(ids)) for ids in completion_ids_list],
-                texts=completions,
-                num_generations=self.num_generations
-                if self._request is None
-                else self._request.num_generations,
-                mode="train" if self.model.training else "eval",
-                extra=self._environment_column(),
-            )
+        rollouts = RolloutBatch(
+            rows=inputs,
+            prompts=prompts,
+            prompt_ids=[[]] * len(prompts),
+            completions=[Completion(list(ids)) for ids in completion_ids_list],
+            texts=completions,
+            num_generations=self.num_generations if self._request is None else self._request.num_generations,
+            mode="train" if self.model.training else "eval",
+            extra=self._environment_column(),
         )
+        with self.rng.user_code():  # a changed copy of TRL's step may call this hook itself
+            self._rewards = super().compute_rewards(rollouts)
         return self._rewards.rewards.rewards_NF.to(self.accelerator.device)
 
     def _environment_column(self) -> dict[str, list[Any]]:
