@@ -13,6 +13,7 @@ from support.process_rewards import STEP, byte_tokenizer, step_classifier
 from support.runs import tokenizer, trainer
 
 from groupwise.rewards import ProcessRewardModel
+from groupwise.rewards.process import split_steps
 
 G, L_MAX = 4, 9
 # Two prompts of different length; completions of one to four steps, one without an end token.
@@ -142,3 +143,37 @@ def test_a_run_learns_from_step_scores_and_logs_them(tmp_path):
     run.train()
     assert any(not torch.equal(value, before[key]) for key, value in run.model.state_dict().items())
     assert run.state.log_history[0]["rewards/LlamaForTokenClassification/mean"] > 0
+
+
+@pytest.mark.parametrize("separator", [STEP, "\n\n"])
+def test_a_separator_that_splits_no_completion_is_reported_in_the_first_generation(
+    tmp_path, caplog, separator
+):
+    seen = []
+
+    def count_steps(completion_ids, **_):
+        seen.append([len(split_steps(ids, tokenizer(), separator)) for ids in completion_ids])
+        return [0.0] * len(completion_ids)
+
+    run = trainer(
+        tmp_path,
+        [ProcessRewardModel(step_classifier(), separator), count_steps],
+        reward_processing_classes=[byte_tokenizer(), None],
+        per_device_train_batch_size=8,
+        max_completion_length=24,
+        generation_kwargs={"suppress_tokens": [1]},  # 8 x 24 random tokens: some are STEP
+    )
+    run.train()
+    assert len(seen) == run.args.max_steps == 2
+    for line, steps in zip(run.state.log_history[:-1], seen, strict=True):
+        expected = sum(steps) / len(steps)
+        assert line["rewards/LlamaForTokenClassification/steps"] == pytest.approx(expected)
+        assert (expected > 1) is (separator == STEP)
+        assert "rewards/count_steps/steps" not in line
+    warnings = [record.getMessage() for record in caplog.records if "step_separator" in record.getMessage()]
+    if separator == STEP:
+        assert not warnings
+    else:
+        assert len(warnings) == 1
+        assert "'LlamaForTokenClassification'" in warnings[0] and "'\\n\\n'" in warnings[0]
+        assert "8 completions" in warnings[0]

@@ -21,6 +21,7 @@ from groupwise.errors import RewardError, warn_once
 from groupwise.random_state import RandomState
 from groupwise.records import RewardBatch, RolloutBatch
 from groupwise.reporting.metrics import check_metric_name
+from groupwise.rewards.process import StepScorer
 from groupwise.rewards.runtime.calling import Reward, call_rewards
 from groupwise.rewards.runtime.partial import PartialReward
 
@@ -86,6 +87,9 @@ class RewardMixin:
         functions = calls.rewards_FB or [[] for _ in self.reward_func_names]
         rewards_FB = [_at_rows(kept, values, len(rollouts), math.nan) for values in functions]
         rewards = self._gather_rewards(rewards_FB, rollouts)
+        for column, steps_N in rewards.step_rewards.items():
+            if isinstance(scorer := self.reward_callables[column], StepScorer):
+                scorer.warn_if_unsplit(self.reward_func_names[column], steps_N)
         start = self.accelerator.process_index * len(rollouts)
         metrics = reward_metrics(rewards, self.reward_func_names, self.settings.multi_objective_aggregation)
         times = zip(self.reward_func_names, calls.seconds_F, strict=False)
@@ -234,6 +238,9 @@ def reward_metrics(
         if scored:
             metrics[f"rewards/{name}/mean"] = Mean(values_N.nansum().item(), scored)
             metrics[f"rewards/{name}/std"] = Mean(nan_std(values_N, 0).item() * scored, scored)
+        if column in rewards.step_rewards:
+            num_steps = sum(len(steps) for steps in rewards.step_rewards[column])
+            metrics[f"rewards/{name}/steps"] = Mean(num_steps, scored)
     total_PG = total_rewards(sums, aggregation).view(-1, rewards.num_generations)
     scored = (~total_PG.isnan()).sum().item()
     if scored:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,8 @@ from groupwise.compat.transformers import name_or_path
 from groupwise.errors import ConfigError
 from groupwise.rewards.runtime.models import reward_tokenizer
 from groupwise.tokenization.prompts import Prompt, tokenize_prompt
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,23 @@ class StepScorer:
             )
         self.batch_size = batch_size
         self.template_kwargs = dict(template_kwargs or {})
+        self._has_warned = False
+
+    def warn_if_unsplit(self, name: str, rewards_N: Sequence[Sequence[tuple[int, float]]]) -> None:
+        """Warn once if no completion of a generation, N of all ranks, has more than one step."""
+        if self._has_warned or max(map(len, rewards_N), default=0) != 1:
+            return
+        self._has_warned = True
+        logger.warning(
+            "process reward model %r: step_separator=%r splits none of the %d completions of a generation, so "
+            "each has one score, as from an outcome reward; wrap the model in ProcessRewardModel(model, "
+            "step_separator=...) with the text or token that ends a step in the policy's completions "
+            "(rewards/%s/steps is the mean number of steps)",
+            name,
+            self.separator,
+            len(rewards_N),
+            name,
+        )
 
     @torch.no_grad()
     def __call__(
