@@ -32,7 +32,7 @@ RUNNING_TOTALS = frozenset({"num_tokens"})
 _TRAINER_METRICS = re.compile(
     r"loss|grad_norm|learning_rate|epoch|step|total_flos|num_input_tokens_seen|model_preparation_time"
     r"|train_loss|(train_)?(runtime|samples_per_second|steps_per_second)"
-    r"|reward|reward_std|frac_reward_zero_std|rewards/.+/(mean|std|errors)"
+    r"|reward|reward_std|frac_reward_zero_std|rewards/.+/(mean|std|steps|errors)"
     r"|(rewards/.+/)?(pass|maj|avg)@\d+(_gain)?(_ci95|_low|_high)?"
     r"|completions/(mean|min|max)_(terminated_)?length|completions/clipped_ratio|num_tokens"
     r"|time/(generate|reward|reward/.+|sync|logprobs|train|idle)|step_time|tokens_per_second|mfu"

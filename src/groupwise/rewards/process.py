@@ -206,8 +206,8 @@ class StepScorer:
             return
         self._has_warned = True
         logger.warning(
-            "process reward model %r: step_separator=%r splits none of the %d completions of a generation, so "
-            "each has one score, as from an outcome reward; wrap the model in ProcessRewardModel(model, "
+            "process reward model %r: step_separator=%r splits none of the %d completions of a generation, "
+            "so each has one score, as from an outcome reward; wrap the model in ProcessRewardModel(model, "
             "step_separator=...) with the text or token that ends a step in the policy's completions "
             "(rewards/%s/steps is the mean number of steps)",
             name,
