@@ -8,10 +8,13 @@ import functools
 import logging
 import reprlib
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+
+logger = logging.getLogger(__name__)
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 200
@@ -72,8 +75,31 @@ def _is_being_cancelled() -> bool:
 
 
 @contextmanager
+def keep_grad_mode(name: str) -> Iterator[None]:
+    """Run user code; a gradient mode that it leaves behind is set back, with a warning that names the code.
+
+    ``torch.set_grad_enabled(False)`` acts on the whole thread, and the policy's loss would have no gradient.
+    """
+    torch = sys.modules.get("torch")  # code in a process without torch cannot change its mode
+    enabled = torch is not None and torch.is_grad_enabled()
+    try:
+        yield
+    finally:
+        if torch is not None and torch.is_grad_enabled() != enabled:
+            torch.set_grad_enabled(enabled)
+            warn_once(
+                logger,
+                "%s left torch.set_grad_enabled(%s) behind; the mode was set back to %s. "
+                "Use it as a context manager: with torch.set_grad_enabled(…), or with torch.no_grad()",
+                *(name, not enabled, enabled),
+            )
+
+
+@contextmanager
 def boundary(error: type[GroupwiseError], name: str, **sample: object) -> Iterator[None]:
     """Run user code; whatever it raises comes out as ``error``, naming the code and what it was given.
+
+    The gradient mode stays as it was (:func:`keep_grad_mode`).
 
     >>> with boundary(RewardError, "reward function 'length'", row=3, prompt="2+2="):
     ...     rewards = length(**columns)
@@ -87,7 +113,8 @@ def boundary(error: type[GroupwiseError], name: str, **sample: object) -> Iterat
             user code must not end training as if it had succeeded. Interrupts pass (:func:`is_interrupt`).
     """
     try:
-        yield
+        with keep_grad_mode(name):
+            yield
     except BaseException as cause:
         if is_interrupt(cause) or isinstance(cause, GeneratorExit):  # raised where a generator is closed
             raise

@@ -49,6 +49,7 @@ from groupwise.hf.step_state import AttributeState, ObjectState, Stateful, StepS
 from groupwise.mixins import AdvantageMixin, BatchingMixin, LogprobMixin, LossMixin, RewardMixin, RolloutMixin
 from groupwise.mixins.advantage import checked_advantages
 from groupwise.mixins.loss import check_loss_override, objective_settings
+from groupwise.mixins.rollout import check_counts
 from groupwise.policy.build import (
     make_logprob_computer,
     make_logprob_mismatch_check,
@@ -169,7 +170,8 @@ class GRPOTrainer(
         )
         processing_class = load_processing_class(processing_class, model, args)
         make_renderer(agents, processing_class, args)  # refuses a chat template before the model is loaded
-        data = prepare_data(train_dataset, eval_dataset, args, model, processing_class)
+        as_rendered = None if rollout_func is not None else agents.as_rendered
+        data = prepare_data(train_dataset, eval_dataset, args, model, processing_class, as_rendered)
         set_seed(args.seed)  # all ranks initialise the same adapters, and heads of reward models
         policy = prepare_policy(model, args, quantization_config, peft_config)
         check_vision(policy, processing_class, args, train_dataset, eval_dataset)
@@ -408,7 +410,9 @@ class GRPOTrainer(
         """Generate completions, B rows of this rank, and compute the rewards of all ranks, N rows."""
         metrics = self.metrics[request.mode]
         with metrics.phase("generate"):
-            rollouts, dropped_N = self.drop_failed(self.generate_rollouts(request))
+            rollouts = self.generate_rollouts(request)
+            check_counts("generate_rollouts", len(request.rows), completions=len(rollouts))
+            rollouts, dropped_N = self.drop_failed(rollouts)
         with metrics.phase("reward"), self.rng.user_code():
             rewards = self.compute_rewards(rollouts).without(dropped_N)
         metrics.record(rollout_metrics(rollouts, rewards.num_valid, self.state.global_step))
@@ -469,6 +473,7 @@ class GRPOTrainer(
         """Compute the loss of one micro-batch; the losses of a window add up to the loss of the window."""
         # Ours: log-probs (B, T), then the objective; or Liger's fused loss.
         output = self.policy_loss(model, inputs)
+        self.check_gradient(output.loss, "compute_policy_loss or compute_logprobs")
         if model.training:
             trim_heap(self.accelerator.device)  # before the backward pass, which has the peak
         metrics = self.metrics["train" if model.training else "eval"]

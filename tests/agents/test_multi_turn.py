@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import math
 import signal
@@ -13,11 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from support.scripted import CHAT, ScriptedBackend, agents, byte_tokenizer, call, question, run
 
 from groupwise.agents import ToolSet, allow_image_paths, make_tool, thread_safe
-from groupwise.agents.executor import ToolExecutor
+from groupwise.agents.executor import Invocation, ToolExecutor
 from groupwise.agents.parsing import ToolCall
 from groupwise.agents.tools import ToolResult, tool_result
 from groupwise.errors import ConfigError, warn_once
@@ -144,6 +146,19 @@ def test_sync_tools_run_in_this_thread_in_order_and_async_ones_concurrently():
     rollout, _ = run([[first, "x"], [call("note", a="3"), "y"]], [note, wait_for_other, come])
     assert [message["content"] for message in rollout.texts[0][1:-1]] == ["1", "met", "2", "came"]
     assert events == [("1", True), ("2", True), ("3", True)]
+
+
+def test_a_tool_leaves_the_gradient_mode_as_it_was(caplog):
+    warn_once.cache_clear()
+
+    def switch() -> None:
+        torch.set_grad_enabled(False)
+
+    (future,) = ToolExecutor().start([Invocation(functools.partial(switch))])
+    assert future.result() is None and torch.is_grad_enabled()
+    assert (
+        "function 'switch' of a tool or environment left torch.set_grad_enabled(False) behind" in caplog.text
+    )
 
 
 def test_sync_tools_marked_thread_safe_run_concurrently():

@@ -158,6 +158,12 @@ def test_processes_sample_different_completions(trained: Path) -> None:
     assert not set(first[0]) & set(first[1])
 
 
+def test_every_process_names_the_rank_and_the_function_whose_reward_fails(trained: Path) -> None:
+    first, second = ((trained / f"reward_error_{rank}.txt").read_text() for rank in (0, 1))
+    assert second == "reward function 'fails_on_second' raised KeyError: 'answer'"
+    assert first == f"rank 1: {second}"
+
+
 def test_evaluation_counts_every_row_once(trained: Path, tmp_path: Path) -> None:
     # 10 rows in batches of 2 x 3: the second batch has 4 rows and 2 that only fill it up.
     # Prompt i is answered with i + 1 and i + 2 vowels: the mean reward is (1 + 2 + 3 + 4 + 5) / 5 + 1 / 2.

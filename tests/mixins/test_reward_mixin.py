@@ -108,6 +108,14 @@ def test_numbers_on_one_rank_and_steps_on_another_are_refused(other_rank):
         mixin([length]).compute_rewards(rollouts())
 
 
+def test_an_error_of_another_rank_is_raised_here_too_and_the_own_one_unchanged(other_rank):
+    other_rank.append("reward function 'theirs' raised KeyError: 'answer'")
+    with pytest.raises(RewardError, match="^rank 1: reward function 'theirs' raised KeyError: 'answer'$"):
+        mixin([length]).compute_rewards(rollouts())
+    with pytest.raises(RewardError, match="^reward function '.*' returned 0 rewards for 2 completions"):
+        mixin([lambda **_: []]).compute_rewards(rollouts())
+
+
 def test_functions_get_no_dropped_completions(other_rank):
     other_rank.append(([[2.0, 7.0, NAN], [NAN, NAN, NAN]], [False, False], 5))
     batch = rollouts((1, 2, 3), extra={"seed": [5, 6, 7]})

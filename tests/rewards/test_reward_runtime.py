@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 
-from groupwise.errors import RewardError
+from groupwise.errors import RewardError, warn_once
 from groupwise.records import Completion, RolloutBatch
 from groupwise.rewards.runtime import calling
 from groupwise.rewards.runtime.calling import call_rewards
@@ -81,6 +81,32 @@ def test_threads_keep_the_callers_gradient_mode(grad):
     with torch.set_grad_enabled(grad):
         call(plain, waiting, timeout=FOREVER)
     assert seen == [grad, grad]
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("timeout", [None, FOREVER])
+def test_a_gradient_mode_that_a_function_leaves_behind_is_set_back(grad, timeout, caplog):
+    warn_once.cache_clear()
+
+    def switches(**_):
+        torch.set_grad_enabled(not torch.is_grad_enabled())
+        return [0.0, 0.0]
+
+    def switches_and_raises(**_):
+        switches()
+        raise KeyError("answer")
+
+    async def switches_async(**_):
+        return switches()
+
+    functions = [switches, switches_and_raises, switches_async, good]
+    with torch.set_grad_enabled(grad):
+        call(*functions, timeout=timeout, on_error="none")
+        assert torch.is_grad_enabled() is grad
+    for function in functions[:3]:
+        said = f"'{function.__name__}' left torch.set_grad_enabled({not grad}) behind"
+        assert sum(said in record.getMessage() for record in caplog.records) == 1
+    assert "'good' left" not in caplog.text
 
 
 @pytest.mark.parametrize(

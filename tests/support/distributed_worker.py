@@ -30,7 +30,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards import ProcessRewardModel, get_distillation_reward
 from groupwise.trainer import GRPOTrainer
 from support.iterative_runs import reward_model
@@ -153,6 +153,12 @@ def digits_if_any(completions: list[str], **_: Any) -> list[float | None]:
     """No opinion on completions without a digit."""
     counts = [sum(letter.isdigit() for letter in text) for text in completions]
     return [float(count) if count else None for count in counts]
+
+
+def fails_on_second(completions: list[str], **_: Any) -> list[float]:
+    if torch.distributed.get_rank() == 1:
+        raise KeyError("answer")
+    return vowels(completions)
 
 
 class ComputesEmptyWindows(GRPOTrainer):
@@ -390,6 +396,17 @@ def main(mode: str, output_dir: Path, *arguments: str) -> None:
         streamed = {"eval_dataset": StreamOfFirstProcess(), "eval_max_samples": 5}
         metrics = evaluate(output_dir / "evaluation of a stream", rows=3, **streamed)
         (output_dir / "evaluation_of_stream.json").write_text(json.dumps(metrics))
+        failing = make_trainer(
+            output_dir / "failing",
+            reward_funcs=fails_on_second,
+            per_device_train_batch_size=4,
+            num_generations=2,
+            max_steps=1,
+        )
+        try:
+            failing.train()
+        except RewardError as error:
+            (output_dir / f"reward_error_{torch.distributed.get_rank()}.txt").write_text(str(error))
     elif mode == "resume":
         (single,) = arguments
         trainer, _ = sampled_run(output_dir / "resumed")

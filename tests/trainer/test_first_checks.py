@@ -15,6 +15,7 @@ from groupwise import ConfigError, GRPOConfig, GRPOTrainer, TrainingError
 from groupwise.config.arguments import TRL_METHODS, check_arguments, check_processes
 from groupwise.errors import warn_once
 from groupwise.policy.loading import load_policy
+from groupwise.rewards import ProcessRewardModel
 
 
 @pytest.mark.parametrize("name", TRL_METHODS)
@@ -81,6 +82,165 @@ def test_a_model_without_name_or_path_needs_a_tokenizer(tmp_path):
 def test_datasets_of_a_wrong_type_are_refused(tmp_path, dataset, message):
     with pytest.raises(ConfigError, match=message):
         trainer(tmp_path, train_dataset=dataset)
+
+
+class Rows(list):
+    """Rows that are not in an Arrow table, which has columns of one type and no lone surrogates."""
+
+    column_names = ("prompt",)
+
+
+def rows(*given: object) -> Rows:
+    return Rows({"prompt": prompt} for prompt in given)
+
+
+def chat(content: object, **more: object) -> list[dict[str, object]]:
+    return [{"role": "user", "content": content, **more}]
+
+
+BLOCKS = [{"type": "text", "text": "w3"}]
+NO_TEMPLATE = {"chat_template": None}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokenizer_changes", "message"),
+    [
+        ("w1 \ud800", {}, r"the prompt has a lone surrogate, .*: 'w1 \\ud800'; repair the text"),
+        (chat("w1 \ud800"), {}, "the prompt has a lone surrogate"),
+        (chat("w1", name=["\udfff"]), {}, "the prompt has a lone surrogate"),
+        (chat(None), {}, r"message 0 of the prompt has no content, .*; give it a text, if only ''"),
+        ([*chat("w1"), {"role": "assistant", "tool_calls": None}], {}, "message 1 of the prompt has no con"),
+        (chat(BLOCKS), {}, r"prints a list of content blocks .* take strings as content"),
+        (chat("w1"), {"chat_template": "{{ raise_exception('who?') }}"},
+         r"cannot render the prompt \(TemplateError: who\?\): .*; change the messages"),
+        (chat("w1"), NO_TEMPLATE, "is a list of messages, but the .* has no chat template; set proc"),
+        (chat("w1"), {"chat_template": "{% if false %}w{% endif %}"}, "chat template renders nothing for"),
+        ("  ", {}, "the tokenizer finds no token in the prompt '  '; change the prompt$"),
+        ("w1 w99", {"added": ["w99"]}, r"the token 'w99' \(id 32\), .* 32 token embeddings and .* 33 tokens"),
+        (chat("w1 w99"), {"added": ["w99"]}, r"the token 'w99' \(id 32\), .*resize_token_embeddings\(33\)"),
+    ],
+)  # fmt: skip
+def test_a_prompt_that_makes_no_tokens_is_named_before_the_model_is_loaded(
+    tmp_path, monkeypatch, prompt, tokenizer_changes, message
+):
+    reads_text = tokenizer()
+    reads_text.add_tokens(tokenizer_changes.get("added", []))
+    reads_text.chat_template = tokenizer_changes.get("chat_template", reads_text.chat_template)
+    monkeypatch.setattr("groupwise.trainer.prepare_policy", None)
+    dataset = rows("w1", "w2", "w1 w2", prompt, "w3")
+    with pytest.raises(ConfigError, match=f"^train_dataset, row 3: .*{message}"):
+        trainer(tmp_path, train_dataset=dataset, processing_class=reads_text)
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match=f"^eval_dataset, row 3: .*{message}"):
+        trainer(tmp_path, processing_class=reads_text).evaluate(dataset)
+
+
+def test_prompts_of_every_kind_that_makes_tokens_are_accepted(tmp_path):
+    """Content blocks under a template for them, calls without content, added tokens that no prompt has."""
+    reads_blocks = tokenizer()
+    reads_blocks.chat_template = (
+        "{% for m in messages %}<user> {% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for block in m.content or [] %}{{ block.text }}{% endfor %}{% endif %} {% endfor %}"
+    )
+    reads_blocks.add_tokens(["w99"])
+    calls = [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "w1"}}]}]
+    given = rows("w1", chat(""), chat(BLOCKS), chat("w1") + calls, "w1 \U0001f600")
+    run = trainer(tmp_path, train_dataset=given, processing_class=reads_blocks, max_steps=1)
+    run.train()
+    own = trainer(
+        tmp_path,
+        train_dataset=rows(*[chat("w1 w2")] * 3, chat(None)),
+        processing_class=without_template(),
+        rollout_func=lambda prompts, trainer: {"prompt_ids": [[3]] * 4, "completion_ids": [[4, 5]] * 4},
+        max_steps=1,
+    )
+    own.train()
+
+
+def without_template():
+    plain = tokenizer()
+    plain.chat_template = None
+    return plain
+
+
+def test_a_tokenizer_without_pad_and_eos_token_is_refused_before_the_model_is_loaded(tmp_path):
+    bare = tokenizer()
+    bare.pad_token = bare.eos_token = None
+    with pytest.raises(
+        ConfigError, match=r"of the policy has neither a pad token nor an EOS token, .*; set tok"
+    ):
+        trainer(tmp_path, model="a-model/that-is-not-there", processing_class=bare)
+
+
+@pytest.mark.parametrize("kind", ["sequence", "token"])
+def test_a_reward_model_needs_its_own_tokenizer_before_the_policy_is_loaded(tmp_path, kind):
+    def judge(size: int) -> transformers.PreTrainedModel:
+        config = transformers.LlamaConfig(**{**policy(vocab_size=size).config.to_dict(), "num_labels": 1})
+        names = {"sequence": "LlamaForSequenceClassification", "token": "LlamaForTokenClassification"}
+        return getattr(transformers, names[kind])(config)
+
+    title = f"reward model 'LlamaFor{kind.capitalize()}Classification'"
+    with pytest.raises(
+        ConfigError, match=f"{title} has no tokenizer: .*; pass it in reward_processing_classes"
+    ):
+        trainer(tmp_path, judge(32), model="a-model/that-is-not-there")
+    with pytest.raises(
+        ConfigError, match=rf"{title} has 16 .* has 32 tokens \('w\d+' has none\): it is another"
+    ):
+        trainer(tmp_path, judge(16), model="a-model/that-is-not-there", reward_processing_classes=tokenizer())
+    extended = tokenizer()
+    extended.add_tokens(["<image>"])  # released so with models of one family
+    separator = {} if kind == "sequence" else {"step_separator": "w1"}
+    reward = ProcessRewardModel(judge(32), **separator) if separator else judge(32)
+    trainer(tmp_path, reward, reward_processing_classes=extended)
+
+
+def test_stop_strings_are_refused_before_the_model_is_loaded(tmp_path):
+    for given in ({}, {"use_transformers_continuous_batching": True}):
+        with pytest.raises(ConfigError, match=r"'stop_strings': \['w3'\].*eos_token_id.*'stop': "):
+            trainer(
+                tmp_path,
+                model="a-model/that-is-not-there",
+                generation_kwargs={"stop_strings": ["w3"]},
+                **given,
+            )
+
+
+def test_a_loss_or_model_without_gradient_says_where_it_was_lost(tmp_path):
+    class Detached(GRPOTrainer):
+        def compute_policy_loss(self, batch, logprobs):
+            output = super().compute_policy_loss(batch, logprobs)
+            return output.__class__(output.loss.detach(), output.bonus_entropy, output.metrics)
+
+    class Disabled(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            torch.set_grad_enabled(False)
+
+    with pytest.raises(
+        TrainingError, match=r"loss of step 1 has no gradient: compute_policy_loss or .* detached"
+    ):
+        trainer(tmp_path, kind=Detached).train()
+    try:
+        with pytest.raises(
+            TrainingError, match=r"of step 1 .* a callback or an override left torch\.set_grad"
+        ):
+            trainer(tmp_path, callbacks=[Disabled()]).train()
+    finally:
+        torch.set_grad_enabled(True)
+    frozen = trainer(tmp_path, model=policy().requires_grad_(False))
+    with pytest.raises(
+        ConfigError, match=r"no parameter of the LlamaForCausalLM requires a gradient, .*peft_conf"
+    ):
+        frozen.train()
+
+
+def test_too_few_completions_name_the_method_that_returned_them(tmp_path):
+    class Three(GRPOTrainer):
+        def generate_rollouts(self, request):
+            return super().generate_rollouts(request).select(range(3))
+
+    with pytest.raises(ConfigError, match="generate_rollouts returned 3 completions for 4 rows"):
+        trainer(tmp_path, kind=Three).train()
 
 
 def test_evaluation_without_a_dataset_is_refused_at_once(tmp_path):

@@ -143,10 +143,17 @@ def test_completions_must_be_one_per_row(tmp_path):
             prompt_ids, completion_ids, *others = super()._generate(prompts)
             return prompt_ids, completion_ids[:3], *others
 
-    with pytest.raises(
-        ConfigError, match="_generate returned 4 prompts, 3 completions and 4 texts for 4 rows"
+    class TheirTurn(GRPOTrainer):
+        def _generate_single_turn(self, *given, **options):
+            completion_ids, logps = super()._generate_single_turn(*given, **options)
+            return completion_ids[:3], logps
+
+    for subclass, said in (
+        (Theirs, "_generate returned 4 prompts, 3 completions, 4 texts for 4 rows"),
+        (TheirTurn, "_generate_single_turn returned 3 completions for 4 rows"),
     ):
-        run(tmp_path, Theirs).train()
+        with pytest.raises(ConfigError, match=said):
+            run(tmp_path, subclass).train()
 
 
 class Watching(GRPOTrainer):

@@ -23,7 +23,7 @@ from groupwise.errors import ConfigError
 from groupwise.generation.base import GenerationBackend, text_tokenizer
 from groupwise.records import RolloutFunction
 from groupwise.tokenization.images import is_processor
-from groupwise.tokenization.prompts import ProcessingClass
+from groupwise.tokenization.prompts import ProcessingClass, Prompt, with_text_content
 from groupwise.tokenization.rendering import Renderer
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,13 @@ class AgentSetup:
     def is_multi_turn(self) -> bool:
         """True if the run has tools or environments."""
         return bool(self.tools) or self.pool is not None or self.rollout_environment is not None
+
+    @property
+    def as_rendered(self) -> Callable[[Prompt], Prompt] | None:
+        """Return a prompt as the chat template gets it; None if the environment has its own prompts."""
+        if self.rollout_environment is not None:
+            return None
+        return with_text_content if self.is_multi_turn else lambda prompt: prompt
 
     @property
     def reward_funcs(self) -> list[Callable[..., Any]]:

@@ -13,8 +13,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from groupwise.errors import is_interrupt
-from groupwise.rewards.runtime.calling import is_async
+from groupwise.errors import is_interrupt, keep_grad_mode
+from groupwise.rewards.runtime.calling import is_async, reward_name
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,9 @@ class ToolExecutor:
             self.wait_for_next([future])
             return
         try:
-            future.set_result(function() if self.timeout is None else _interrupted(function, self.timeout))
+            with keep_grad_mode(f"the function {reward_name(function)!r} of a tool or environment"):
+                result = function() if self.timeout is None else _interrupted(function, self.timeout)
+            future.set_result(result)
         except BaseException as problem:
             if is_interrupt(problem):
                 raise

@@ -24,7 +24,9 @@ from groupwise.data.prompt_source import (
 )
 from groupwise.data.sampler import GroupSampler, repeat_rows
 from groupwise.errors import ConfigError
+from groupwise.policy.build import text_config
 from groupwise.records import Row
+from groupwise.tokenization.prompts import Prompt
 
 
 @dataclass(frozen=True)
@@ -121,16 +123,21 @@ def prepare_data(
     config: GRPOConfig,
     model: str | PreTrainedModel,
     processing_class: PreTrainedTokenizerBase | ProcessorMixin,
+    as_rendered: Callable[[Prompt], Prompt] | None = None,
 ) -> PreparedData:
     """Check every prompt that is available now; prompts computed on access are checked when they are read.
 
+    Args:
+        as_rendered: returns a prompt as the chat template gets it; None: user code renders prompts.
+
     Raises:
-        ConfigError: naming the row whose prompt is missing, empty or too long.
+        ConfigError: naming the row whose prompt is missing, empty, too long or cannot be rendered to tokens.
     """
     context = context_length(model, config)
+    num_embeddings = getattr(text_config(model, config), "vocab_size", None)
 
     def check(name: str) -> PromptCheck:
-        return PromptCheck(name, processing_class, config, context)
+        return PromptCheck(name, processing_class, config, context, num_embeddings, as_rendered)
 
     if train_dataset is not None and not is_streaming(train_dataset):
         prompts = known_prompts(train_dataset)

@@ -1,9 +1,9 @@
-"""Check prompts before anything expensive: missing, empty or too long, each named by its row."""
+"""Check prompts before anything expensive: missing, empty, not renderable or too long, named by their row."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, cast
 
 import datasets
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
@@ -13,7 +13,17 @@ from groupwise.config.sampling import chosen_backend
 from groupwise.errors import ConfigError
 from groupwise.policy.build import text_config
 from groupwise.tokenization.images import is_processor
-from groupwise.tokenization.prompts import is_conversational, tokenize_prompt
+from groupwise.tokenization.prompts import (
+    Message,
+    Prompt,
+    content_blocks,
+    generation_options,
+    has_surrogates,
+    is_conversational,
+    message_text,
+    tokenize_prompt,
+    tokens_without_embedding,
+)
 
 #: Upper bound of the tokens that a chat template adds to a message.
 _MESSAGE_TOKENS = 64
@@ -27,11 +37,13 @@ class Context(NamedTuple):
 
 
 class PromptCheck:
-    """Check that the prompt of a row is present, not empty, and short enough.
+    """Check that the prompt of a row is present, not empty, can be rendered to tokens, and is short enough.
 
     Args:
         name: the dataset, for messages.
         context: limit of prompt and completion; None: no limit.
+        num_embeddings: tokens that the model embeds; None: unknown.
+        as_rendered: returns the prompt as the chat template gets it; None: user code renders prompts.
     """
 
     def __init__(
@@ -40,17 +52,27 @@ class PromptCheck:
         processing_class: PreTrainedTokenizerBase | ProcessorMixin,
         config: GRPOConfig,
         context: Context | None,
+        num_embeddings: int | None = None,
+        as_rendered: Callable[[Prompt], Prompt] | None = None,
     ) -> None:
         self.name = name
         tokenizer: Any = getattr(processing_class, "tokenizer", processing_class)
         self.tokenizer: PreTrainedTokenizerBase = tokenizer
+        self.processing_class = processing_class
         self.config = config
+        self.template_kwargs: dict[str, Any] = dict(config.chat_template_kwargs or {})  # type: ignore[arg-type]
+        self.as_rendered = as_rendered
+        self.rendered_shapes: set[object] = set()  # of prompts that rendered without a problem
+        self.num_embeddings = num_embeddings
+        # The image tokens of a processor may have an embedding of their own.
+        size = None if is_processor(processing_class) else num_embeddings
+        self.unembedded, self.is_other_vocabulary = tokens_without_embedding(tokenizer, size)
         # The tokens of an image are known only after processing it, which is too slow to do in advance.
         self.context = None if is_processor(processing_class) else context
         self.template_tokens: int | None = None
-        # If only the processor has the chat template, the length of a chat cannot be computed here.
-        self.template_is_in_processor = (
-            self.tokenizer is not processing_class and getattr(self.tokenizer, "chat_template", None) is None
+        # If only the processor or user code has the chat template, the length of a chat is unknown here.
+        self.can_measure_chats = bool(
+            self.template_kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None)
         )
 
     def __call__(self, row: object, index: int) -> None:
@@ -85,13 +107,100 @@ class PromptCheck:
             )
         if len(prompt) == 0:
             raise ConfigError(f"{where}: the prompt is empty; remove the row or give it a prompt")
+        if has_surrogates(prompt):
+            raise ConfigError(
+                f"{where}: the prompt has a lone surrogate, half of a character, which no tokenizer encodes: "
+                f"{prompt!r:.200}; repair the text, for example with text.encode('utf-16', "
+                "'surrogatepass').decode('utf-16', 'replace')"
+            )
+        if self.as_rendered is not None:
+            self._check_tokens(prompt, where, self.as_rendered)
         if self.context is not None:
             self._check_length(prompt, where)
+
+    def _check_tokens(self, prompt: Prompt, where: str, as_rendered: Callable[[Prompt], Prompt]) -> None:
+        """Check that the prompt has tokens, all of which the model embeds.
+
+        A chat template decides by the roles and the kinds of content, so that one chat of each shape is
+        rendered; so is every prompt that may have a token without an embedding.
+        """
+        try:
+            given = prompt if is_processor(self.processing_class) else as_rendered(prompt)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        chat = given if is_conversational(given) else []
+        silent = [i for i, message in enumerate(chat) if _is_silent(message)]
+        if silent:
+            raise ConfigError(
+                f"{where}: message {silent[0]} of the prompt has no content, which a chat template prints as "
+                f"'None' or rejects: {prompt!r:.200}; give it a text, if only '', or remove the message"
+            )
+        shape = _shape(given)
+        if shape in self.rendered_shapes and not self._may_lack_embedding(given):
+            return
+        text = self._render_chat(given, where) if is_conversational(given) else given
+        if is_processor(self.processing_class):  # the tokens of images are known only after processing them
+            ids, is_empty = [], not text
+        else:
+            ids = tokenize_prompt(self.tokenizer, given, self.template_kwargs)
+            is_empty = not ids
+        if is_empty:
+            source = "the chat template renders nothing for" if chat else "the tokenizer finds no token in"
+            remedy = ", or set processing_class.chat_template" if chat else ""
+            raise ConfigError(f"{where}: {source} the prompt {prompt!r:.200}; change the prompt{remedy}")
+        beyond = [token for token in ids if self.unembedded and token >= cast(int, self.num_embeddings)]
+        if beyond:
+            raise ConfigError(
+                f"{where}: the prompt has the token {self.tokenizer.convert_ids_to_tokens(beyond[0])!r} "
+                f"(id {beyond[0]}), but the model has {self.num_embeddings} token embeddings and the "
+                f"tokenizer {len(self.tokenizer)} tokens; use the model's own tokenizer, or pass the model "
+                f"after model.resize_token_embeddings({len(self.tokenizer)})"
+            )
+        if shape is not None:
+            self.rendered_shapes.add(shape)
+
+    def _render_chat(self, messages: list[Message], where: str) -> str:
+        """Return a chat as the text of its template, images included as tokens.
+
+        Raises:
+            ConfigError: there is no template, it fails, or it prints a list of content blocks.
+        """
+        kind = type(self.processing_class).__name__
+        if not (
+            self.template_kwargs.get("chat_template") or getattr(self.processing_class, "chat_template", None)
+        ):
+            raise ConfigError(
+                f"{where}: the prompt is a list of messages, but the {kind} has no chat template; set "
+                "processing_class.chat_template, pass the tokenizer of a chat model, or make prompts strings"
+            )
+        with_images = is_processor(self.processing_class)
+        chat = [{**m, "content": content_blocks(m)} for m in messages] if with_images else messages
+        options = generation_options(messages, self.template_kwargs)
+        try:
+            text = str(cast(Any, self.processing_class).apply_chat_template(chat, tokenize=False, **options))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+        else:
+            blocks = [m["content"] for m in messages if isinstance(m.get("content"), list)]
+            if with_images or not any(str(content) in text for content in blocks):
+                return text
+            reason = "it prints a list of content blocks instead of its text"
+        raise ConfigError(
+            f"{where}: the chat template of the {kind} cannot render the prompt ({reason}): "
+            f"{messages!r:.200}; change the messages (templates of text models take strings as "
+            "content), or set processing_class.chat_template"
+        )
+
+    def _may_lack_embedding(self, prompt: Prompt) -> bool:
+        if not self.unembedded or self.is_other_vocabulary:
+            return bool(self.unembedded)
+        text = "".join(map(message_text, prompt)) if is_conversational(prompt) else prompt
+        return any(token in text for token in self.unembedded)
 
     def _check_length(self, prompt: Any, where: str) -> None:
         assert self.context is not None
         room = self.context.tokens - self.config.max_completion_length
-        if is_conversational(prompt) and self.template_is_in_processor:
+        if is_conversational(prompt) and not self.can_measure_chats:
             return
         is_chat = is_conversational(prompt)
         texts = [message.get("content") or "" for message in prompt] if is_chat else [prompt]
@@ -119,6 +228,20 @@ class PromptCheck:
                 + (f"set max_prompt_length={room}, " if room > 0 else "")
                 + "or lower max_completion_length"
             )
+
+
+def _is_silent(message: Message) -> bool:
+    """Return True for a message that has no content, nor tool calls or thoughts in its place."""
+    return message.get("content") is None and not any(
+        value for key, value in message.items() if key not in ("role", "name")
+    )
+
+
+def _shape(prompt: Prompt) -> object:
+    """Return a key that is equal for prompts that render alike; None if a prompt is like no other."""
+    if is_conversational(prompt):
+        return tuple((message["role"], type(message.get("content"))) for message in prompt)
+    return None if cast(str, prompt).isspace() else str
 
 
 def context_length(model: str | PreTrainedModel, config: GRPOConfig) -> Context | None:

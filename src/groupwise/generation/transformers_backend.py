@@ -279,8 +279,16 @@ def check_settings(config: GRPOConfig) -> None:
     """Check the names in ``generation_kwargs``, of which ``generate`` ignores those that it does not know.
 
     Raises:
-        ConfigError: a name is unknown; the message has the nearest one.
+        ConfigError: a name is unknown, with the nearest one; or ``stop_strings``, which end a completion
+            within its tokens.
     """
+    stop_strings = json_dict(config.generation_kwargs).get("stop_strings")
+    if stop_strings is not None:
+        raise ConfigError(
+            f"generation_kwargs={{'stop_strings': {stop_strings!r}}}: completions of transformers end with "
+            "an end token, not with a text; give the ids of tokens that end one, generation_kwargs="
+            "{'eos_token_id': [...]}, or use vLLM with generation_kwargs={'stop': [...]}"
+        )
     known = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
     for name in json_dict(config.generation_kwargs):
         if name not in (*known, *SAMPLING_FIELDS):

@@ -172,7 +172,16 @@ class BaseTrainer(Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train as ``Trainer.train``, without state of an earlier call."""
+        """Train as ``Trainer.train``, without state of an earlier call.
+
+        Raises:
+            ConfigError: no parameter of the policy is trained.
+        """
+        if not any(parameter.requires_grad for parameter in cast(nn.Module, self.model).parameters()):
+            raise ConfigError(
+                f"no parameter of the {type(self.model).__name__} requires a gradient, so that training "
+                "would change nothing; pass peft_config to train an adapter, or model.requires_grad_(True)"
+            )
         self.splitter.reset()
         self._window_loss, self.current_flos = None, 0
         self._logged_step = 0
@@ -190,6 +199,24 @@ class BaseTrainer(Trainer):
             BackendError: the micro-batch does not fit in memory and cannot be split.
         """
         return self.splitter.training_step(model, inputs, num_items_in_batch)
+
+    def check_gradient(self, loss: torch.Tensor, source: str) -> torch.Tensor:
+        """Return the loss of a micro-batch if its backward pass has anything to compute.
+
+        Args:
+            source: methods that made the loss.
+
+        Raises:
+            TrainingError: it has no gradient.
+        """
+        if cast(nn.Module, self.model).training and not loss.requires_grad:
+            reason = f"{source} detached it (.detach(), .item(), torch.no_grad()); compute it from log-probs"
+            if not torch.is_grad_enabled():
+                reason = (
+                    "gradients are disabled; a callback or an override left torch.set_grad_enabled(False)"
+                )
+            raise TrainingError(f"the loss of step {self.state.global_step + 1} has no gradient: {reason}")
+        return loss
 
     @property
     def knows_zero_gradient(self) -> bool:

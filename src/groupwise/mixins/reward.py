@@ -22,7 +22,7 @@ from groupwise.random_state import RandomState
 from groupwise.records import RewardBatch, RolloutBatch
 from groupwise.reporting.metrics import check_metric_name
 from groupwise.rewards.process import StepScorer
-from groupwise.rewards.runtime.calling import Reward, call_rewards
+from groupwise.rewards.runtime.calling import Reward, RewardCalls, call_rewards
 from groupwise.rewards.runtime.partial import PartialReward
 
 logger = logging.getLogger(__name__)
@@ -53,8 +53,8 @@ class RewardMixin:
             None; weights, step rewards and logged columns.
 
         Raises:
-            RewardError: a function failed, timed out, or returned a wrong number or type of values; or it
-                returned numbers on some ranks and step rewards on others.
+            RewardError: on all ranks: a function failed, timed out, or returned a wrong number or type of
+                values on one of them; or it returned numbers on some ranks and step rewards on others.
         """
         kept = [row for row, completion in enumerate(rollouts.completions) if not completion.dropped]
         columns: dict[str, list[Any]] = {}
@@ -73,20 +73,24 @@ class RewardMixin:
             check_metric_name(str(name), "log_metric")
             logged.append({str(name): Mean(float(value))})
 
-        calls = call_rewards(
-            self.reward_callables if kept else [],
-            self.reward_func_names if kept else [],
-            rollouts if len(kept) == len(rollouts) else rollouts.select(kept),
-            timeout=self.settings.reward_timeout,
-            on_error=self.settings.reward_on_error,
-            completion_logprobs=self._logprobs_of(rollouts, kept),
-            trainer_state=self.state,
-            log_extra=log_extra,
-            log_metric=log_metric,
-        )
+        failure: RewardError | None = None
+        try:
+            calls = call_rewards(
+                self.reward_callables if kept else [],
+                self.reward_func_names if kept else [],
+                rollouts if len(kept) == len(rollouts) else rollouts.select(kept),
+                timeout=self.settings.reward_timeout,
+                on_error=self.settings.reward_on_error,
+                completion_logprobs=self._logprobs_of(rollouts, kept),
+                trainer_state=self.state,
+                log_extra=log_extra,
+                log_metric=log_metric,
+            )
+        except RewardError as error:
+            failure, calls = error, RewardCalls([], {}, [])
         functions = calls.rewards_FB or [[] for _ in self.reward_func_names]
         rewards_FB = [_at_rows(kept, values, len(rollouts), math.nan) for values in functions]
-        rewards = self._gather_rewards(rewards_FB, rollouts)
+        rewards = self._gather_rewards(rewards_FB, rollouts, failure)
         for column, steps_N in rewards.step_rewards.items():
             if isinstance(scorer := self.reward_callables[column], StepScorer):
                 scorer.warn_if_unsplit(self.reward_func_names[column], steps_N)
@@ -161,12 +165,27 @@ class RewardMixin:
 
         return start
 
-    def _gather_rewards(self, rewards_FB: list[list[Reward]], rollouts: RolloutBatch) -> GroupRewards:
-        """Gather all ranks' rewards in rank order: outcome rewards as a matrix, step rewards by column."""
+    def _gather_rewards(
+        self,
+        rewards_FB: list[list[Reward]],
+        rollouts: RolloutBatch,
+        failure: RewardError | None = None,
+    ) -> GroupRewards:
+        """Gather all ranks' rewards in rank order: outcome rewards as a matrix, step rewards by column.
+
+        Args:
+            failure: error of this rank. It is raised on all ranks, which would otherwise wait for rewards
+                until the time limit of the process group, and then report a closed connection.
+        """
         has_steps_F = [any(isinstance(reward, list) for reward in column) for column in rewards_FB]
         width = max(len(completion.token_ids) for completion in rollouts.completions)
         # Objects, not tensors: ranks may differ in which functions returned step rewards.
-        gathered = gather_object([(rewards_FB, has_steps_F, width)])
+        gathered = gather_object([(rewards_FB, has_steps_F, width) if failure is None else str(failure)])
+        if failure is not None:
+            raise failure
+        failed = [f"rank {rank}: {part}" for rank, part in enumerate(gathered) if isinstance(part, str)]
+        if failed:
+            raise RewardError("; ".join(failed))
         columns = [
             [reward for part, _, _ in gathered for reward in part[i]][: rollouts.num_valid]
             for i in range(len(rewards_FB))

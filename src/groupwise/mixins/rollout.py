@@ -13,6 +13,7 @@ from groupwise.agents import EnvironmentDrivenRollouts, MultiTurnRollouts
 from groupwise.agents.parsing import TurnParser
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.images import ImageInputs
+from groupwise.errors import ConfigError
 from groupwise.generation.base import GenerationBackend, check_images, text_tokenizer
 from groupwise.generation.rollout_func import call_rollout_function
 from groupwise.random_state import RandomState
@@ -106,8 +107,12 @@ class RolloutMixin:
             prompt_ids, completions: B entries in the order of the request.
             images: image inputs per row; None without a processor.
             extra: further columns for the reward functions, B entries each.
+
+        Raises:
+            ConfigError: a list has another number of entries.
         """
         prompts = [insert_images(row) for row in request.rows]
+        check_counts("generation", len(prompts), prompts=len(prompt_ids), completions=len(completions))
         return RolloutBatch(
             rows=request.rows,
             prompts=prompts,
@@ -194,6 +199,23 @@ class RolloutMixin:
             on_partial_rollout(replace(rollouts, row_ids=list(row_ids)))
 
         return on_finished
+
+
+def check_counts(source: str, num_rows: int, **counts: int) -> None:
+    """Check that generation returned one entry per row.
+
+    Args:
+        source: the code that returned them.
+        counts: number of entries by what they are.
+
+    Raises:
+        ConfigError: with all numbers.
+    """
+    if any(count != num_rows for count in counts.values()):
+        given = ", ".join(f"{count} {name}" for name, count in counts.items())
+        raise ConfigError(
+            f"{source} returned {given} for {num_rows} rows; it must return one of each per row"
+        )
 
 
 def _same_input(row: Row, other: Row) -> bool:

@@ -24,6 +24,7 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError, nearest_name
 from groupwise.policy.heads import check_head
 from groupwise.policy.heads.weights import output_head
+from groupwise.tokenization.prompts import set_pad_token
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -105,7 +106,7 @@ def load_processing_class(
     Sets a missing pad token to the EOS token.
 
     Raises:
-        ConfigError: `processing_class` is None and the model has no name.
+        ConfigError: `processing_class` is None and the model has no name, or it has no token for padding.
     """
     if processing_class is None:
         name = model if isinstance(model, str) else name_or_path(model.config)
@@ -118,8 +119,7 @@ def load_processing_class(
             name, trust_remote_code=config.trust_remote_code, padding_side="left"
         )
     tokenizer = cast(PreTrainedTokenizerBase, getattr(processing_class, "tokenizer", processing_class))
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    set_pad_token(tokenizer, "the policy")
     return processing_class
 
 

@@ -18,7 +18,7 @@ from groupwise.rewards.distillation import DistillationReward
 from groupwise.rewards.process import ProcessRewardModel, StepScorer, is_process_reward, load_process_reward
 from groupwise.rewards.runtime.calling import reward_name, unique_names
 from groupwise.rewards.runtime.marking import is_per_sample_reward
-from groupwise.rewards.runtime.models import RewardModel, load_reward_model
+from groupwise.rewards.runtime.models import RewardModel, check_reward_tokenizer, load_reward_model
 from groupwise.rewards.runtime.partial import with_partial_results
 
 #: A callable; a sequence-classification or token-classification model, or the id of one; a wrapped one.
@@ -72,7 +72,8 @@ def check_rewards(
 
     Raises:
         ConfigError: there is no function, an entry is not one, lengths differ, one tokenizer is given for
-            several reward models, or a process reward model for rollouts of several turns.
+            several reward models, a model has no tokenizer or another model's, or a process reward model for
+            rollouts of several turns.
     """
     functions = [] if reward_funcs is None else _as_list(reward_funcs)
     if not functions and not environment_rewards:
@@ -101,6 +102,10 @@ def check_rewards(
         functions,
         {"reward_processing_classes": tokenizers, "reward_weights": config.reward_weights or functions},
     )
+    for function, tokenizer in zip(functions, tokenizers, strict=True):
+        model = function.model if isinstance(function, ProcessRewardModel) else function
+        if isinstance(model, PreTrainedModel):
+            check_reward_tokenizer(model, tokenizer)
     return RewardSetup([*functions, *environment_rewards], [*tokenizers, *[None] * len(environment_rewards)])
 
 

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig, AutoModelForTokenClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from groupwise.compat.transformers import name_or_path
 from groupwise.errors import ConfigError
-from groupwise.rewards.runtime.models import reward_tokenizer
+from groupwise.rewards.runtime.models import model_title, reward_tokenizer
 from groupwise.tokenization.prompts import Prompt, tokenize_prompt
 
 logger = logging.getLogger(__name__)
@@ -173,10 +172,10 @@ class StepScorer:
         trust_remote_code: bool,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        name, labels = name_or_path(model.config), model.config.num_labels
+        name, labels = model_title(model), model.config.num_labels
         if labels not in (1, 2):
             raise ConfigError(
-                f"process reward model {name!r} has {labels} labels; allowed: 1 (the logit is the reward) or "
+                f"process reward model {name} has {labels} labels; allowed: 1 (the logit is the reward) or "
                 "2 (the probability of label 1 is)"
             )
         separator = reward.step_separator
@@ -194,7 +193,8 @@ class StepScorer:
         self.step_token_ids = self._encode(self.step_token)
         if not self.step_token_ids:
             raise ConfigError(
-                f"step_token={self.step_token!r} is no text to the tokenizer of process reward model {name!r}"
+                f"step_token={self.step_token!r} is no text to the tokenizer of process reward model {name}; "
+                "give the step token that it was trained with in ProcessRewardModel(model, step_token=…)"
             )
         self.batch_size = batch_size
         self.template_kwargs = dict(template_kwargs or {})

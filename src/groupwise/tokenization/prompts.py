@@ -152,6 +152,51 @@ def replace_surrogates(value: T) -> T:
     return value
 
 
+def has_surrogates(value: object) -> bool:
+    """Return True if a string in JSON-like data has lone surrogates, at any depth."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:  # UTF-8 encodes every other character
+            return True
+        return False
+    if isinstance(value, dict):
+        return any(map(has_surrogates, value)) or any(map(has_surrogates, value.values()))
+    return isinstance(value, (list, tuple)) and any(map(has_surrogates, value))
+
+
+def set_pad_token(tokenizer: PreTrainedTokenizerBase, owner: str) -> None:
+    """Set a missing pad token to the EOS token.
+
+    Args:
+        owner: whose tokenizer it is, for the message.
+
+    Raises:
+        ConfigError: the tokenizer has neither.
+    """
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"the {type(tokenizer).__name__} of {owner} has neither a pad token nor an EOS token, so that "
+            "texts of different lengths make no batch; set tokenizer.pad_token to one of its tokens"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+
+
+def tokens_without_embedding(
+    tokenizer: PreTrainedTokenizerBase, num_embeddings: int | None
+) -> tuple[list[str], bool]:
+    """Return the tokens whose id is beyond a model's embedding, and True if one is not an added token.
+
+    Models are released with added tokens that only a larger relative embeds; other tokens beyond the
+    embedding are a sign of another model's tokenizer.
+    """
+    if num_embeddings is None or len(tokenizer) <= num_embeddings:
+        return [], False
+    tokens = [token for token, index in tokenizer.get_vocab().items() if index >= num_embeddings]
+    return tokens, not set(tokens) <= set(tokenizer.get_added_vocab())
+
+
 def content_blocks(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the content of a message as a list of blocks.
 

@@ -25,6 +25,7 @@ from groupwise.generation.base import RUN_SETTINGS
 from groupwise.generation.transformers_backend import TransformersBackend
 from groupwise.hf.step_state import Stateful
 from groupwise.mixins.reward import reward_metrics
+from groupwise.mixins.rollout import check_counts
 from groupwise.records import (
     Completion,
     LogprobOutput,
@@ -228,11 +229,13 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             prompt_ids, completion_ids, tool_mask, texts, logps, extra, *_ = self._generate(prompts)
         finally:
             self._records_rollouts = False
-        if not len(prompt_ids) == len(completion_ids) == len(texts) == len(prompts):
-            raise ConfigError(
-                f"_generate returned {len(prompt_ids)} prompts, {len(completion_ids)} completions and "
-                f"{len(texts)} texts for {len(prompts)} rows; it must return one of each per row"
-            )
+        check_counts(
+            "_generate",
+            len(prompts),
+            prompts=len(prompt_ids),
+            completions=len(completion_ids),
+            texts=len(texts),
+        )
         base = self._rollouts
         if base is None:  # an override without super()
             base = RolloutBatch(request.rows, prompts, prompt_ids, [], texts, row_ids=range(len(prompts)))
@@ -290,10 +293,8 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             rollouts = self._call_rollout_func(self.rollout_func, request)
         else:
             prompt_ids, images, fields = self._tokenize_prompts(prompts)
-            completion_ids, logps = self._generate_single_turn(
-                prompt_ids, images, fields, request.num_generations
-            )
-            rollouts = self.make_rollouts(request, prompt_ids, self._completions(completion_ids, logps))
+            completions = self._sample_turn(prompt_ids, images, fields, request.num_generations)
+            rollouts = self.make_rollouts(request, prompt_ids, completions)
         self._rollouts = rollouts
         if not self._records_rollouts:  # called by a hook
             metrics = rollout_metrics(rollouts, len(prompts), self.state.global_step)
@@ -352,9 +353,17 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         try:
             given = [list(prompt) for prompt in prompts]
             group = 1 if self._request is None else self._request.num_generations
-            ids, logps = self._generate_single_turn(given, None, {}, group if is_grouped(given, group) else 1)
+            return self._sample_turn(given, None, {}, group if is_grouped(given, group) else 1)
         finally:
             self._sampling = None
+
+    def _sample_turn(
+        self, prompt_ids: list[list[int]], images: Any, fields: dict[str, Any], group_size: int
+    ) -> list[Completion]:
+        """Sample with :meth:`_generate_single_turn`, and check that it returned one completion per prompt."""
+        ids, logps = self._generate_single_turn(prompt_ids, images, fields, group_size)
+        counts = {"completions": len(ids)} | ({} if logps is None else {"lists of log-probs": len(logps)})
+        check_counts("_generate_single_turn", len(prompt_ids), **counts)
         return self._completions(ids, logps)
 
     # Hooks of the rewards.
@@ -593,7 +602,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         """
         if return_outputs:
             raise ValueError("return_outputs=True: this trainer returns no outputs; use return_outputs=False")
-        return self._compute_loss(model, inputs)
+        return self.check_gradient(self._compute_loss(model, inputs), "_compute_loss")
 
     def _compute_loss(self, model: nn.Module, inputs: Inputs) -> torch.Tensor:
         """Compute the loss of one micro-batch, divided as TRL divides it.

@@ -15,7 +15,13 @@ from transformers import (
 
 from groupwise.compat.transformers import name_or_path
 from groupwise.errors import ConfigError
-from groupwise.tokenization.prompts import Prompt, join_conversation, with_rendered_results
+from groupwise.tokenization.prompts import (
+    Prompt,
+    join_conversation,
+    set_pad_token,
+    tokens_without_embedding,
+    with_rendered_results,
+)
 
 
 def load_reward_model(name: str, trust_remote_code: bool) -> PreTrainedModel:
@@ -28,16 +34,60 @@ def load_reward_model(name: str, trust_remote_code: bool) -> PreTrainedModel:
 def reward_tokenizer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, trust_remote_code: bool
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a reward model, by default that of the model's id, with a padding token."""
+    """Return the tokenizer of a reward model, by default that of the model's id, with a padding token.
+
+    Raises:
+        ConfigError: there is no tokenizer, it is another model's, or it has no token for padding.
+    """
+    check_reward_tokenizer(model, tokenizer)
     if tokenizer is None:
-        tokenizer = AutoTokenizer.from_pretrained(
-            name_or_path(model.config), trust_remote_code=trust_remote_code
-        )
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
+        name = name_or_path(model.config)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise _missing_tokenizer(
+                model, f"its tokenizer cannot be loaded from {name!r}: {error}"
+            ) from error
+        check_reward_tokenizer(model, tokenizer)
+    set_pad_token(tokenizer, f"reward model {model_title(model)}")
     # Without a padding token, batches of several texts raise or are scored at the wrong token.
     model.config.pad_token_id = tokenizer.pad_token_id
     return tokenizer
+
+
+def check_reward_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Check that a reward model has a tokenizer, whose tokens it embeds.
+
+    Args:
+        tokenizer: the tokenizer that was given; None: that of the model's id.
+
+    Raises:
+        ConfigError: none was given and the model has no id, or it is another model's.
+    """
+    if tokenizer is None:
+        if not name_or_path(model.config):
+            raise _missing_tokenizer(model, "it has no name or path to load its tokenizer from")
+        return
+    size = getattr(model.config.get_text_config(), "vocab_size", None)
+    tokens, is_other_vocabulary = tokens_without_embedding(tokenizer, size)
+    if is_other_vocabulary:
+        raise ConfigError(
+            f"reward model {model_title(model)} has {size} token embeddings, but its tokenizer has "
+            f"{len(tokenizer)} tokens ({tokens[0]!r} has none): it is another model's; pass the reward "
+            "model's own in reward_processing_classes, or None to load it from the model's name"
+        )
+
+
+def model_title(model: PreTrainedModel) -> str:
+    """Return the id of a reward model in messages, or its class if it has none."""
+    return repr(name_or_path(model.config) or type(model).__name__)
+
+
+def _missing_tokenizer(model: PreTrainedModel, reason: str) -> ConfigError:
+    return ConfigError(
+        f"reward model {model_title(model)} has no tokenizer: {reason}; pass it in "
+        "reward_processing_classes, a list with one entry per reward function"
+    )
 
 
 class RewardModel:
@@ -62,7 +112,7 @@ class RewardModel:
     ) -> None:
         if model.config.num_labels != 1:
             raise ConfigError(
-                f"reward model {name_or_path(model.config)!r} has {model.config.num_labels} labels; a reward "
+                f"reward model {model_title(model)} has {model.config.num_labels} labels; a reward "
                 "model has one (load it with num_labels=1)"
             )
         self.model = model.eval()
