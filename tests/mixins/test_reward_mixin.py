@@ -110,9 +110,9 @@ def test_numbers_on_one_rank_and_steps_on_another_are_refused(other_rank):
 
 def test_an_error_of_another_rank_is_raised_here_too_and_the_own_one_unchanged(other_rank):
     other_rank.append("reward function 'theirs' raised KeyError: 'answer'")
-    with pytest.raises(RewardError, match="^rank 1: reward function 'theirs' raised KeyError: 'answer'$"):
+    with pytest.raises(RewardError, match=r"^rank 1: reward function 'theirs' raised KeyError: 'answer'$"):
         mixin([length]).compute_rewards(rollouts())
-    with pytest.raises(RewardError, match="^reward function '.*' returned 0 rewards for 2 completions"):
+    with pytest.raises(RewardError, match=r"^reward function '.*' returned 0 rewards for 2 completions"):
         mixin([lambda **_: []]).compute_rewards(rollouts())
 
 
