@@ -25,6 +25,11 @@ from groupwise.core.metrics import Mean, Metrics
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+#: The way out for a subclass that reads TRL's dictionaries and rows.
+_TRL = (
+    "a subclass written for TRL runs as it is with 'from groupwise.trl_hooks import GRPOConfig, GRPOTrainer'"
+)
+
 #: A dataset row: ``prompt`` and the columns that reward functions receive.
 Row = dict[str, Any]
 Mode = Literal["train", "eval"]
@@ -490,6 +495,15 @@ class MicroBatch(Experience):
     correction_BX: torch.Tensor | None = field(default=None, metadata=_COMPLETION)
     packed: PackedSequences | None = None
 
+    def __getitem__(self, key: object) -> Any:
+        """Refuse to be read as TRL's dictionary.
+
+        Raises:
+            TypeError: always, with the field and the way out.
+        """
+        names = ", ".join(item.name for item in fields(self))
+        raise TypeError(f"inputs[{key!r}]: a MicroBatch has fields, not keys: {names}; {_TRL}")
+
     def num_tokens(self) -> int:
         """Return the number of input tokens in the layout of the run, padding included."""
         return super().num_tokens() if self.packed is None else self.packed.token_ids_1S.numel()
@@ -506,6 +520,17 @@ class WindowEntry:
     """
 
     batch: MicroBatch | None = None
+
+    def __getitem__(self, key: object) -> Any:
+        """Refuse to be read as the rows of TRL's loader.
+
+        Raises:
+            TypeError: always, with the way out.
+        """
+        raise TypeError(
+            f"inputs[{key!r}]: training_step makes the micro-batch; override compute_loss(model, batch) or "
+            f"compute_policy_loss(batch, logprobs), which receive it; {_TRL}"
+        )
 
 
 class PackedSequences(Protocol):

@@ -17,11 +17,12 @@ from groupwise import reporting
 from groupwise.agents.build import AgentSetup, check_agents, make_agents, make_renderer
 from groupwise.agents.environment_rows import add_environment_rows
 from groupwise.compat.transformers import trainer_state_name
-from groupwise.config.arguments import TRL_METHODS, check_arguments, check_methods
+from groupwise.config.arguments import check_arguments, check_methods
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import corrects_for_sampler, sampler_settings, truncated_logprob_bound
 from groupwise.config.step_settings import StepSettings, resume_settings, warn_of_changes_on_resume
 from groupwise.config.trainer_attributes import TrainerAttributes
+from groupwise.config.trl import REFUSED_METHODS, TRL_HOOKS
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean
 from groupwise.cpu import trim_heap
@@ -125,7 +126,9 @@ class GRPOTrainer(
     args: GRPOConfig  # type: ignore[assignment]
     model: PreTrainedModel  # type: ignore[assignment]
     zero_grad_at_zero_advantage = True  # of compute_loss, see LossMixin
-    uncalled_methods: Mapping[str, str] = TRL_METHODS  # refused in subclasses and on instances
+    refused_methods: Mapping[str, str] = REFUSED_METHODS  # of subclasses and instances: not called here
+    refused_way_out = f"A subclass written for TRL: {TRL_HOOKS}"
+    config_class = GRPOConfig  # of a trainer without args
     kept_tokens_lost_because = ""  # a subclass that passes token ids alone says so
     truncation_warning = ""  # the newest warning that the kept tokens are unknown
     buffer_class = ExperienceBuffer
@@ -155,8 +158,8 @@ class GRPOTrainer(
         environment_factory: Any = None,
         backend: str | GenerationBackend | None = None,
     ) -> None:
-        check_methods(self, self.uncalled_methods)
-        args = check_arguments(model, args)
+        check_methods(self, self.refused_methods, self.refused_way_out)
+        args = check_arguments(model, args, self.config_class)
         agents = check_agents(tools, environment_factory, rollout_func, args.tool_timeout)
         train_dataset, eval_dataset = add_environment_rows(train_dataset, eval_dataset, agents, args)
         check_data(train_dataset, eval_dataset, args)
@@ -464,6 +467,11 @@ class GRPOTrainer(
                 self.set_zero_gradient()
             else:
                 self.remember_zero_gradient()
+            # A window counts once in the logs: computed rows with their own weight, skipped ones with loss 0.
+            names = ("loss", "policy_loss") if self._has_entropy_bonus() else ("loss",)
+            skipped = Mean(0.0, self.window_stats.skipped_weight)
+            self.metrics["train"].record(dict.fromkeys(names, skipped))
+            self._adapt_entropy_coef()
             self._end_window()
         return self.loss_to_log(loss, last=last)
 
@@ -486,16 +494,14 @@ class GRPOTrainer(
                 self.window_entropy = self.window_entropy.merge(output.bonus_entropy)
         return (output.loss, output) if return_outputs else output.loss
 
-    def _end_window(self) -> None:
-        """Record the metrics of the window, and adapt the entropy coefficient."""
-        metrics, stats = self.metrics["train"], self.window_stats
-        # A window counts once in the logs: computed rows with their own weight, skipped ones with loss 0.
-        skipped = Mean(0.0, stats.skipped_weight)
-        metrics.record(
-            {"loss": skipped, "policy_loss": skipped} if self._has_entropy_bonus() else {"loss": skipped}
-        )
-        metrics.record(self.update_entropy_coef(self.window_entropy))
+    def _adapt_entropy_coef(self) -> None:
+        """Adapt the entropy coefficient to the entropy of the window, and record it."""
+        self.metrics["train"].record(self.update_entropy_coef(self.window_entropy))
         self.window_entropy = Mean(0.0, 0.0)
+
+    def _end_window(self) -> None:
+        """Record the times of the window."""
+        metrics, stats = self.metrics["train"], self.window_stats
         flops = 6.0 * self.num_parameters * stats.computed_tokens  # forward and backward
         metrics.record(metrics.timer.close_step(stats.tokens, flops))
 
@@ -512,7 +518,8 @@ class GRPOTrainer(
             window = self.make_experience(rollouts, rewards, len(inputs), on_policy=True)
             num_padding_rows = len(inputs) - rewards.num_valid
             (batch,) = self.set_token_weights(window, self.compute_entropy_masks(window), num_padding_rows)
-            loss = self.compute_loss(model, batch)
+            with self.compute_loss_context_manager():
+                loss = self.compute_loss(model, batch)
         # The losses of the ranks average to that of the batch, which counts by its rows.
         share = len(rewards.rewards.rewards_NF) / self.args.world_size
         self.metrics["eval"].record({"loss": Mean(loss.detach() * share, share)})
@@ -606,14 +613,19 @@ class GRPOTrainer(
 
     # Checkpoints.
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
         """Train; ``resume_from_checkpoint`` (True or a directory) continues exactly where it was saved."""
-        check_methods(self, self.uncalled_methods)  # a script may have replaced methods on the instance
+        check_methods(self, self.refused_methods, self.refused_way_out)  # a script may have replaced some
         with self.run_directory.open(resume_from_checkpoint) as directory:
             self._reset_run_state(directory)
             self.run_directory.move_aside()
             try:
-                return super().train(directory, *args, **kwargs)
+                return super().train(directory, trial, ignore_keys_for_eval)
             finally:
                 self.is_in_train = False  # an interrupt leaves it True: evaluate() would be within the run
                 self.backend.disconnect()

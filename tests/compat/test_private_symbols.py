@@ -104,8 +104,8 @@ TRAINER_HOOKS = {
     "_load_rng_state": ["self", "checkpoint"],
 }
 
-#: Overrides with parameters of their own: ``Trainer`` calls them with keywords that they accept or ignore.
-OWN_PARAMETERS = {"create_model_card", "train"}
+#: Overrides with parameters of their own, those of TRL: ``Trainer`` passes what they accept.
+OWN_PARAMETERS = {"create_model_card", "train", "_get_train_sampler"}
 
 
 def find(module: str, path: str) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import yaml
 from transformers import HfArgumentParser
 from transformers.quantizers.auto import AutoQuantizationConfig
 
-from groupwise import GRPOConfig
+from groupwise import GRPOConfig, trl_hooks
 from groupwise.cli.run_file import RunArguments, read_run
 from groupwise.cli.sources import lora_config
 from groupwise.cli.trl_keys import TRL_KEYS
-from groupwise.config.trl import TRL_DEFAULTS, TRL_VERSION
+from groupwise.config.arguments import warn_of_defaults
+from groupwise.config.trl import TRL_DEFAULTS, TRL_SPELLINGS, TRL_VERSION
 from groupwise.errors import warn_once
 
 trl = pytest.importorskip("trl")
@@ -58,34 +60,55 @@ def test_every_field_of_trl_exists():
 def test_table_of_defaults_that_differ():
     ours, theirs = defaults(GRPOConfig), defaults(trl.GRPOConfig)
     different = {name: value for name, value in theirs.items() if repr(ours[name]) != repr(value)}
-    assert different == TRL_DEFAULTS
+    assert different == {**TRL_DEFAULTS, **TRL_SPELLINGS}
 
 
 def test_migration_guide_has_a_row_for_each_of_them():
     rows = MIGRATING.read_text().splitlines()
     ours = defaults(GRPOConfig)
-    table = [f"| `{name}` | `{ours[name]!r}` | `{value!r}` |" for name, value in TRL_DEFAULTS.items()]
+    different = {**TRL_DEFAULTS, **TRL_SPELLINGS}
+    table = [f"| `{name}` | `{ours[name]!r}` | `{value!r}` |" for name, value in different.items()]
     start = rows.index(table[0])
     assert rows[start : start + len(table)] == table
     assert not rows[start + len(table)].startswith("|")
 
 
-def test_trl_defaults(tmp_path):
+def test_readme_names_the_defaults_that_change_a_run():
+    readme = (MIGRATING.parents[1] / "README.md").read_text()
+    ours = defaults(GRPOConfig)
+    for name, value in TRL_DEFAULTS.items():
+        assert f"`{name}` ({ours[name]}, TRL {value})" in readme
+
+
+def test_the_configuration_of_trl_hooks_has_the_defaults_of_trl(tmp_path):
+    ours, theirs = defaults(trl_hooks.GRPOConfig), defaults(trl.GRPOConfig)
+    assert {name: repr(ours[name]) for name in theirs} == {name: repr(theirs[name]) for name in theirs}
     settings = {"output_dir": str(tmp_path), "report_to": "none", "bf16": False, "use_cpu": True}
-    config = GRPOConfig.trl_defaults(**settings)
-    assert type(config) is GRPOConfig
-    assert_holds(config, {**their_config(tmp_path).to_dict()})
-    assert GRPOConfig.trl_defaults(**settings, max_completion_length=64).max_completion_length == 64
+    config = trl_hooks.GRPOConfig(**settings)
+    assert_holds(config, their_config(tmp_path).to_dict())
+    assert type(pickle.loads(pickle.dumps(config))) is trl_hooks.GRPOConfig
+    flags = ["--output_dir", str(tmp_path), "--top_k", "7", "--bf16", "false", "--use_cpu"]
+    (parsed,) = HfArgumentParser(trl_hooks.GRPOConfig).parse_args_into_dataclasses(flags)
+    assert (parsed.top_k, parsed.max_completion_length) == (7, 512)
 
 
-def test_trl_defaults_of_a_subclass(tmp_path):
-    @dataclasses.dataclass
-    class Mine(GRPOConfig):
-        extra: int = 1
-
-    mine = Mine.trl_defaults(output_dir=str(tmp_path), bf16=False, extra=2)
-    assert type(mine) is Mine
-    assert (mine.extra, mine.max_completion_length) == (2, 512)
+def test_a_run_names_the_defaults_that_it_leaves(tmp_path, caplog):
+    warn_once.cache_clear()
+    common = {"output_dir": str(tmp_path), "report_to": "none", "bf16": False, "use_cpu": True}
+    for config in (
+        trl_hooks.GRPOConfig(**common, beta=0.1),
+        GRPOConfig(**common, max_completion_length=64),  # without a KL, its correction has no effect
+        trl_hooks.GRPOConfig(**common, max_completion_length=256),
+    ):
+        warn_of_defaults(config)
+    assert caplog.records == []
+    for _ in range(2):
+        warn_of_defaults(GRPOConfig(**common, beta=0.1))
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "left at a default that differs from that of TRL 1.16.0: max_completion_length=256 (TRL: 512), "
+        "use_bias_correction_kl=False (TRL: True); set it, or take GRPOConfig from groupwise.trl_hooks"
+    )
 
 
 @pytest.mark.parametrize("how", ["arguments", "dict", "json", "yaml"])

@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from support.parity_runs import (
+    COMMON,
     OBJECTIVES,
+    PROMPTS,
     Policy,
     Run,
     Setting,
@@ -20,12 +23,17 @@ from support.parity_runs import (
     assert_same_update,
     completion,
     largest_difference,
+    mixed_reward,
     noisy_sampler,
+    prompt_text,
     train_groupwise,
     train_trl,
 )
+from transformers import Trainer
 
-from groupwise import trl_hooks
+from groupwise import GRPOConfig, GRPOTrainer, trl_hooks
+from groupwise.config.trl import MISSING_ATTRIBUTES, REFUSED_METHODS, UNREAD_ATTRIBUTES
+from groupwise.trl_hooks import checks
 
 trl = pytest.importorskip("trl")
 pytestmark = pytest.mark.parity
@@ -366,6 +374,93 @@ def bounded_logps(base: type) -> type:
     return Trainer
 
 
+def _perturb(model: Any, factor: float) -> None:
+    """Move the weights along the accumulated gradient."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += factor * parameter.grad
+
+
+def sharpness_aware(base: type) -> type:
+    """A ``training_step`` of its own: the gradient at weights that a first backward pass has perturbed."""
+
+    class Trainer(base):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            model.train()
+            self._metrics["train"]["words"].append(float(len(inputs[0]["prompt"].split())))
+            inputs = self._prepare_inputs(inputs)
+            mask = inputs["completion_mask"]
+            first = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+            self.accelerator.backward(first)
+            before = [(p, p.detach().clone()) for p in model.parameters()]
+            _perturb(model, 0.05)
+            second = self.compute_loss(model, inputs)
+            self.accelerator.backward(second)
+            with torch.no_grad():
+                for parameter, value in before:
+                    parameter.copy_(value)
+            self._metrics["train"]["masked"].append(mask.float().mean().item())
+            self._step += 1
+            return (first + second).detach() / 2
+
+    return Trainer
+
+
+def two_training_steps(base: type) -> type:
+    """``training_step`` twice with the same inputs: in TRL the second call takes the next micro-batch."""
+
+    class Trainer(base):
+        def training_step(self, model, inputs, num_items_in_batch):
+            self._metrics["train"]["rows"].append(float(len(inputs)))
+            self._metrics["train"]["words"].append(float(len(inputs[-1]["prompt"].split())))
+            first = super().training_step(model, inputs, num_items_in_batch)
+            _perturb(model, 0.05)
+            second = super().training_step(model, inputs, num_items_in_batch)
+            self._metrics["train"]["gap"].append((first - second).item())
+            return second
+
+    return Trainer
+
+
+def repeated_training_step(base: type) -> type:
+    """``training_step`` twice on one micro-batch, by a step that is set back."""
+
+    class Trainer(base):
+        def training_step(self, model, inputs, num_items_in_batch):
+            super().training_step(model, inputs, num_items_in_batch)
+            _perturb(model, 0.05)
+            self._step -= 1
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    return Trainer
+
+
+def constant_step(base: type) -> type:
+    """A ``training_step`` that leaves ``_step`` alone: a new generation for every micro-batch."""
+
+    class Trainer(base):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            model.train()
+            inputs = self._prepare_inputs(inputs)
+            loss = self.compute_loss(model, inputs)
+            self.accelerator.backward(loss)
+            return loss.detach()
+
+    return Trainer
+
+
+def changed_micro_batches(base: type) -> type:
+    """``_prepare_inputs`` with advantages that are changed again in every iteration."""
+
+    class Trainer(base):
+        def _prepare_inputs(self, generation_batch):
+            inputs = super()._prepare_inputs(generation_batch)
+            inputs["advantages"] = inputs["advantages"] * 0.7
+            return inputs
+
+    return Trainer
+
+
 SUBCLASSES: dict[Any, dict[str, Any]] = {
     no_std: {},
     shaped_rewards: {},
@@ -384,6 +479,11 @@ SUBCLASSES: dict[Any, dict[str, Any]] = {
     token_advantages: {},
     regularised_outer_loss: {},
     bounded_logps: {"beta": 0.04},
+    sharpness_aware: {"entropy_coef": 0.05, "use_adaptive_entropy": True, "entropy_target": 3.2},
+    two_training_steps: {"entropy_coef": 0.05, "use_adaptive_entropy": True, "entropy_target": 3.2},
+    repeated_training_step: {},
+    constant_step: {},
+    changed_micro_batches: {"num_iterations": 2},
 }
 
 #: Metrics over tokens are exact means over the log interval here, and means of micro-batches in TRL.
@@ -391,6 +491,7 @@ TOKEN_METRICS = frozenset(
     [
         "entropy",
         "kl",
+        "policy_loss",
         *(f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")),
     ]
 )
@@ -407,6 +508,8 @@ def test_subclass(subclass: Any, policy: Policy, tmp_path: Path) -> None:
     skipped = lengths if subclass is rewritten_generation else set()
     assert_same_log(ours, theirs, but=TOKEN_METRICS | skipped)
     assert_override_matters(ours, policy, tmp_path, options)
+    for name in {"words", "rows", "masked", "gap"} & theirs.log[0].keys():
+        assert ours.logged(name) == pytest.approx(theirs.logged(name), abs=1e-5), name
     if subclass is extra_metrics:
         own = ["advantage/max", "reward_doubled", "prompts_logged", "last_advantage", "rows", "step_seen"]
         own.append("generated_at")
@@ -538,7 +641,7 @@ COPIES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "generation batch": (
         (
             *("_calculate_rewards", "_generate_and_score_completions", "compute_loss", "prediction_step"),
-            *("get_high_entropy_mask", "log"),
+            *("get_high_entropy_mask", "log", "_prepare_inputs"),
         ),
         {"beta": 0.04},
     ),
@@ -595,30 +698,113 @@ def test_a_mask_of_weights_counts_once(policy: Policy, tmp_path: Path) -> None:
     assert_same_update(*train_both(policy, setting, tmp_path), policy)
 
 
-HELPERS = ("get_off_policy_mask", "get_gamma_weights")
-HOOKS = (
-    *("_generate", "_tokenize_prompts", "_generate_single_turn", "_calculate_rewards"),
-    *("_generate_and_score_completions", "_get_per_token_logps_and_entropies", "get_high_entropy_mask"),
-    *("compute_loss", "_compute_loss", "training_step", "prediction_step", "log", "_log_metric"),
-    *("_log_completion_extra", *HELPERS),
-)
+#: Names of TRL's trainer without an effect here, and why an override needs none.
+NOT_HERE = {
+    "_send_telemetry": "nothing is sent",
+    "_tool_call_loop": "missing, with the way out",
+    "_get_tool_suffix_ids": "missing, with the way out",
+}
 
 
-@pytest.mark.parametrize("name", HOOKS)
-def test_hooks_take_the_arguments_of_trl(name: str) -> None:
-    theirs = inspect.signature(getattr(trl.GRPOTrainer, name)).parameters
-    ours = inspect.signature(getattr(trl_hooks.GRPOTrainer, name))
-    ours.bind(*[None] * len([p for p in theirs.values() if p.default is p.empty]))
-    images = (
-        {"pixel_values", *list(theirs)[list(theirs).index("pixel_values") :]}
-        if "pixel_values" in theirs
-        else ()
-    )
-    named = [parameter for parameter in theirs if parameter not in images]
-    assert list(ours.parameters)[: len(named)] == named
-    for parameter in named:
-        required = theirs[parameter].default is inspect.Parameter.empty
-        assert required or ours.parameters[parameter].default == theirs[parameter].default
+def methods(of: type = trl.GRPOTrainer) -> list[str]:
+    """Methods that a subclass of TRL's trainer may override, those of ``transformers.Trainer`` included."""
+    names = [name for name in dir(of) if not name.startswith("__")]
+    return [name for name in names if callable(getattr(of, name))]
+
+
+@pytest.mark.parametrize("name", ["__init__", *methods()])
+def test_signatures_are_those_of_trl(name: str) -> None:
+    """Scripts look arguments up before they pass them: the names, order, kinds and defaults are TRL's."""
+    theirs = list(inspect.signature(getattr(trl.GRPOTrainer, name)).parameters.values())
+    for trainer in (trl_hooks.GRPOTrainer, GRPOTrainer):
+        if name in NOT_HERE or (trainer is GRPOTrainer and name in REFUSED_METHODS):
+            continue
+        ours = list(inspect.signature(getattr(trainer, name)).parameters.values())
+        assert [(p.name, p.kind) for p in ours[: len(theirs)]] == [(p.name, p.kind) for p in theirs]
+        for mine, given in zip(ours, theirs, strict=False):
+            assert given.default is given.empty or mine.default == given.default
+        further = ours[len(theirs) :]  # named, and optional
+        assert all(p.default is not p.empty for p in further) and bool(further) == (name == "__init__")
+
+
+def recorded(base: type, called: set[str], without: tuple[str, ...] = ()) -> type:
+    """A subclass that overrides every method of TRL's trainer, and adds the name of a method when called."""
+
+    def override(name: str) -> Any:
+        static = inspect.getattr_static(base, name)
+        if isinstance(static, staticmethod):
+
+            def function(*given: Any, **named: Any) -> Any:
+                called.add(name)
+                return static.__func__(*given, **named)
+
+            return staticmethod(function)
+
+        def method(self: Any, *given: Any, **named: Any) -> Any:
+            called.add(name)
+            return getattr(super(subclass, self), name)(*given, **named)
+
+        return method
+
+    # A loader of a subclass becomes the source of prompts, which has tests of its own.
+    names = set(methods()) - {"get_train_dataloader", *NOT_HERE, *without}
+    subclass = type("Recorded", (base,), {name: override(name) for name in names})
+    return subclass
+
+
+@pytest.mark.parametrize("library", ["trl_hooks", "plain"])
+def test_every_method_of_trl_is_called_or_refused(library: str, policy: Policy, tmp_path: Path) -> None:
+    """What TRL calls in training, evaluation or saving, and what its class defines, is called or refused."""
+    base, refused = {
+        "trl_hooks": (trl_hooks.GRPOTrainer, checks.REFUSED_METHODS),
+        "plain": (GRPOTrainer, REFUSED_METHODS),
+    }[library]
+    options = {
+        **COMMON,
+        **{"max_steps": 2, "per_device_eval_batch_size": 8, "gradient_accumulation_steps": 2},
+        **{"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1},
+        **{"load_best_model_at_end": True, "beta": 0.04, "top_entropy_quantile": 0.5},
+        "off_policy_mask_threshold": 0.5,
+    }
+    calls: dict[str, list[set[str]]] = {}
+    for name, kind, config in (("theirs", trl.GRPOTrainer, trl.GRPOConfig), ("ours", base, GRPOConfig)):
+        called: set[str] = set()
+        arguments = {
+            "model": policy.load(),
+            "reward_funcs": mixed_reward,
+            "args": config(output_dir=str(tmp_path / name), **options),
+            "train_dataset": Dataset.from_dict({"prompt": [prompt_text(i) for i in range(PROMPTS)]}),
+            "processing_class": policy.tokenizer,
+        }
+        arguments["eval_dataset"] = arguments["train_dataset"].select(range(2))
+        without = tuple(refused) if name == "ours" else ()
+        trainer = recorded(kind, called, without)(**arguments)
+        rows, saved = arguments["eval_dataset"], str(tmp_path / "saved")
+        parts = [(trainer.train,), (trainer.evaluate,), (trainer.save_model, saved), (trainer.predict, rows)]
+        parts.append((trainer.train, str(tmp_path / name / "checkpoint-2")))
+        calls[name] = []
+        for part, *given in parts:
+            called.clear()
+            part(*given)
+            calls[name].append(set(called))
+    # TRL writes the model card with every checkpoint, ours when it is uploaded or asked for.
+    ignored = {"create_model_card", "_send_telemetry", "get_train_dataloader", *NOT_HERE}
+    for theirs, ours in zip(calls["theirs"], calls["ours"], strict=True):
+        assert theirs - ours - ignored <= set(refused), theirs - ours - ignored - set(refused)
+    defined = {name for name in methods() if name in vars(trl.GRPOTrainer)} - ignored
+    # Columns are removed with remove_unused_columns only, and never those of rewards.
+    assert defined - set.union(*calls["ours"]) - set(refused) == {"_set_signature_columns_if_needed"}
+
+
+@pytest.mark.parametrize("name", sorted({*REFUSED_METHODS, *MISSING_ATTRIBUTES, *UNREAD_ATTRIBUTES}))
+def test_names_of_trl_say_what_to_use_on_the_class_too(name: str) -> None:
+    """``old = GRPOTrainer._calculate_rewards`` is how scripts replace a hook for all trainers."""
+    if hasattr(Trainer, name):
+        return
+    way_out = {**REFUSED_METHODS, **MISSING_ATTRIBUTES, **UNREAD_ATTRIBUTES}[name]
+    with pytest.raises(AttributeError) as error:
+        getattr(GRPOTrainer, name)
+    assert f"GRPOTrainer.{name} does not exist; use {way_out}" in str(error.value)
 
 
 @pytest.mark.parametrize("correction", [None, (6, 5), (6, 1)])

@@ -49,6 +49,16 @@ def test_phases_and_idle_time_add_up_to_the_step(clock):
     }
 
 
+def test_a_phase_inside_another_counts_once(clock):
+    timer = StepTimer()
+    with timer.measure("train"):
+        clock.now += 1.0
+        with timer.measure("generate"):
+            clock.now += 3.0
+        clock.now += 0.5
+    assert values(timer.phases()) == {"time/train": 1.5, "time/generate": 3.0}
+
+
 def test_rates_of_several_steps_are_totals_over_totals(clock):
     timer = StepTimer()
     clock.now += 1.0

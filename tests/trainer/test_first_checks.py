@@ -12,17 +12,18 @@ from support.configs import oldest_version, set_installed
 from support.runs import chats, count_reward, policy, prompts, tokenizer, trainer
 
 from groupwise import ConfigError, GRPOConfig, GRPOTrainer, TrainingError
-from groupwise.config.arguments import TRL_METHODS, check_arguments, check_processes
+from groupwise.config.arguments import check_arguments, check_processes
+from groupwise.config.trl import REFUSED_METHODS
 from groupwise.errors import warn_once
 from groupwise.policy.loading import load_policy
 from groupwise.rewards import ProcessRewardModel
 
 
-@pytest.mark.parametrize("name", TRL_METHODS)
+@pytest.mark.parametrize("name", REFUSED_METHODS)
 def test_overrides_of_trl_methods_are_refused_with_the_name_to_use(tmp_path, name):
     subclass = type("Theirs", (GRPOTrainer,), {name: lambda self, *given: None})
     with pytest.raises(
-        ConfigError, match=f"Theirs defines {name} .here: {TRL_METHODS[name].split(',')[0]}"
+        ConfigError, match=f"Theirs defines {name} .here: {REFUSED_METHODS[name].split(',')[0]}"
     ) as e:
         subclass(policy(), count_reward, GRPOConfig(str(tmp_path), bf16=False), prompts())
     assert "from groupwise.trl_hooks import GRPOConfig, GRPOTrainer" in str(e.value)
@@ -35,15 +36,40 @@ def test_a_method_of_trl_that_a_script_sets_on_the_trainer_is_refused(tmp_path):
         patched.train()
 
 
+def test_records_read_as_dictionaries_name_the_way_out(tmp_path):
+    class Step(GRPOTrainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            inputs[0]["prompt"]
+
+    class Loss(GRPOTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            inputs["advantages"]
+
+    for subclass, message in (
+        (Step, r"inputs\[0\]: training_step makes the micro-batch; override compute_loss"),
+        (Loss, r"inputs\['advantages'\]: a MicroBatch has fields, not keys: .*, advantages_BX, "),
+    ):
+        with pytest.raises(TypeError, match=f"{message}.*from groupwise.trl_hooks import"):
+            trainer(tmp_path / subclass.__name__, kind=subclass).train()
+
+
+def test_a_hook_replaced_on_the_class_of_the_library_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(GRPOTrainer, "_calculate_rewards", lambda self, *given: None, raising=False)
+    with pytest.raises(ConfigError, match=r"defines _calculate_rewards .here: compute_rewards"):
+        trainer(tmp_path)
+
+
 def test_suggested_verbs_exist_and_refused_names_do_not():
     verbs = {
         verb
-        for text in TRL_METHODS.values()
+        for text in REFUSED_METHODS.values()
         if " in a " not in text
         for verb in text.replace(" and ", ", ").split(", ")
     }
     assert verbs and all(callable(getattr(GRPOTrainer, verb)) for verb in verbs)
-    assert not [name for name in TRL_METHODS if hasattr(GRPOTrainer, name)]
+    assert not [
+        name for name in REFUSED_METHODS if hasattr(GRPOTrainer, name) != hasattr(transformers.Trainer, name)
+    ]
 
 
 @pytest.mark.parametrize("args", [{"output_dir": "x"}, transformers.TrainingArguments("x", use_cpu=True)])

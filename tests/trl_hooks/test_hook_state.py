@@ -9,7 +9,9 @@ import torch
 
 from groupwise import ConfigError
 from groupwise.core.metrics import Max, Mean, Sum
-from groupwise.trl_hooks.state import InputsBuffer, ListMetricBuffer
+from groupwise.data.prompt_source import PromptSource, RankShare
+from groupwise.hf.step_state import ObjectState
+from groupwise.trl_hooks.state import BUFFER_FIELDS, InputsBuffer, ListMetricBuffer
 
 
 def saved_and_loaded(state):
@@ -19,54 +21,71 @@ def saved_and_loaded(state):
     return torch.load(file, weights_only=True)
 
 
-def filled(**extra):
-    buffer = InputsBuffer()
-    buffer.fill([{"x": torch.arange(4)[:2], **extra}, {"x": torch.arange(4)[2:], **extra}], 2, 1)
+def filled(step=4, **extra):
+    buffer = InputsBuffer(step=step)
+    buffer.fill([{"x": torch.arange(4)[:2], **extra}, {"x": torch.arange(4)[2:], **extra}], 2)
     return buffer
 
 
-def test_entries_are_handed_out_as_they_are_once_per_iteration():
+def test_the_step_selects_an_entry_once_per_iteration():
     buffer = filled()
-    first = buffer.take(3)
-    assert [part["x"].tolist() for part in first] == [[0, 1], [2, 3], [0, 1]]
-    assert first[0] is first[2] and buffer.num_taken == 3
-    assert len(buffer.take(5)) == 1 and buffer.is_empty and buffer.num_taken == 4
+    assert buffer.is_empty  # as in TRL: at the step of the generation, samples are generated again
+    first, seen = buffer.current, [buffer.current["x"].tolist()]
+    for buffer.step in (5, 6, 7):
+        assert not buffer.is_empty
+        seen.append(buffer.current["x"].tolist())
+    assert seen == [[0, 1], [2, 3], [0, 1], [2, 3]]
+    buffer.step = 6
+    assert buffer.current is first  # the object that a hook may have changed
+    for buffer.step in (3, 8):
+        assert buffer.is_empty
 
 
-def test_a_rollback_returns_the_micro_batches_handed_out():
-    buffer = filled()
-    buffer.take(1)
-    buffer.mark()
-    buffer.take(2)
-    buffer.rollback()
-    assert buffer.num_taken == buffer.cursor == 1
+def numbers(count):
+    return PromptSource(lambda epoch: [{"prompt": str(i)} for i in range(count)], RankShare(2))
+
+
+def test_rows_are_given_once_per_micro_batch_and_again_after_a_resume():
+    prompts, buffer = numbers(6), InputsBuffer()
+
+    def given(source, kept):
+        return [row["prompt"] for row in kept.next_rows(source, num_prompts=2, uses=3)]
+
+    assert [given(prompts, buffer) for _ in range(4)] == [["0", "0", "1", "1"]] * 3 + [["2", "2", "3", "3"]]
+    state = saved_and_loaded(buffer.state_dict())
+    prompts.mark()
+    source, resumed = numbers(6), InputsBuffer()
+    source.load_state_dict(prompts.state_dict())
+    resumed.load_state_dict(state)
+    resumed.read_rows_again(source, num_prompts=2)
+    assert [given(source, resumed) for _ in range(3)] == [["2", "2", "3", "3"]] * 2 + [["4", "4", "5", "5"]]
 
 
 def test_a_checkpoint_holds_the_mark_with_keys_of_a_hook():
     buffer = filled(texts=["a", "b"], table={"k": [None, 1.5]}, nothing=None, scale=torch.tensor(2.0))
-    buffer.take(1)
-    buffer.mark()
-    buffer.take(1)
-    state = saved_and_loaded(buffer.state_dict())
+    buffer.step = 5
+    marked = ObjectState(buffer, BUFFER_FIELDS)
+    buffer.step = 6
+    state = saved_and_loaded(marked.state_dict())
     assert state["entries"][0]["x"].untyped_storage().nbytes() == 2 * 8  # not the storage behind the view
     other = InputsBuffer()
     other.load_state_dict(state)
-    assert other.num_taken == other.cursor == 1
-    (entry,) = other.take(1)
+    assert other.step == 5 and not other.is_empty
+    entry = other.current
     assert entry["x"].tolist() == [2, 3] and entry["texts"] == ["a", "b"] and entry["scale"] == 2.0
     assert entry["table"] == {"k": [None, 1.5]} and entry["nothing"] is None
+    marked.rollback()
+    assert buffer.step == 5
 
 
 def test_used_entries_are_not_saved():
     buffer = filled()
-    buffer.take(4)
-    buffer.mark()
-    assert buffer.state_dict() == {"entries": [], "num_iterations": 2, "cursor": 0, "num_taken": 4}
+    buffer.step = 8
+    assert buffer.state_dict()["entries"] == []
 
 
 def test_values_that_a_checkpoint_cannot_hold_are_named():
     buffer = filled(rows=[object()])
-    buffer.mark()
     with pytest.raises(ConfigError, match=r"inputs\['rows'\] holds a object, which a checkpoint cannot"):
         buffer.state_dict()
 

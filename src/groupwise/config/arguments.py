@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,30 +14,11 @@ from transformers import PreTrainedModel
 from groupwise.compat.transformers import name_or_path
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.rules import unsupported_parallelism
-from groupwise.errors import ConfigError
+from groupwise.config.settings import default_of
+from groupwise.config.trl import TRL_DEFAULTS, TRL_VERSION
+from groupwise.errors import ConfigError, warn_once
 
-#: Methods of TRL's trainer that are never called here, and the method to override or call instead.
-TRL_METHODS = {
-    "_generate": "generate_rollouts",
-    "_generate_single_turn": "generate_rollouts",
-    "_tokenize_prompts": "generate_rollouts",
-    "_tool_call_loop": "generate_rollouts",
-    "_get_tool_suffix_ids": "generate_rollouts",
-    "_calculate_rewards": "compute_rewards",
-    "_generate_and_score_completions": "generate_rollouts, compute_rewards and compute_advantages",
-    "_get_per_token_logps_and_entropies": "compute_logprobs",
-    "_compute_loss": "compute_policy_loss",
-    "get_high_entropy_mask": "compute_entropy_masks",
-    "get_off_policy_mask": "compute_policy_loss",
-    "get_gamma_weights": "compute_policy_loss",
-    "_log_metric": "log_metric in a reward function",
-    "_log_completion_extra": "log_extra in a reward function",
-}
-
-#: The way out for subclasses and scripts written for TRL.
-TRL_HOOKS = (
-    "'from groupwise.trl_hooks import GRPOConfig, GRPOTrainer', with which code written for TRL runs as it is"
-)
+logger = logging.getLogger(__name__)
 
 #: The oldest DeepSpeed whose updates were seen to be those of one process; the extra in pyproject.toml.
 _OLDEST_DEEPSPEED = "0.19"
@@ -51,39 +33,53 @@ def model_name(model: str | PreTrainedModel) -> str:
     return os.path.basename(os.path.normpath(path)) if path else type(model).__name__
 
 
-def check_methods(trainer: object, uncalled: Mapping[str, str]) -> None:
-    """Refuse methods that would be ignored, whether a subclass defines them or a script sets them.
+def check_methods(trainer: object, refused: Mapping[str, str], way_out: str) -> None:
+    """Refuse methods that would be ignored: of a subclass, or set on the instance or on the library's class.
 
     Args:
-        uncalled: method to override or call instead, by name of the method that is never called.
+        refused: method to override or call instead, by name of the method that is not called.
+        way_out: end of the message.
 
     Raises:
-        ConfigError: the trainer has one of the methods ``uncalled``.
+        ConfigError: an override of one of the methods ``refused``.
     """
-    found = [
-        f"{name} (here: {counterpart})" for name, counterpart in uncalled.items() if hasattr(trainer, name)
-    ]
+    found = [f"{name} (here: {refused[name]})" for name in refused if is_overridden(trainer, name)]
     if found:
         raise ConfigError(
             f"{type(trainer).__name__} defines {', '.join(found)}, which this trainer never calls: override "
-            "the named methods instead, or rename your own helper. A subclass written for TRL runs as it is "
-            "with 'from groupwise.trl_hooks import GRPOConfig, GRPOTrainer'; see docs/migrating.md"
+            f"the named methods instead, or rename your own helper. {way_out}; see docs/migrating.md"
         )
 
 
-def check_arguments(model: str | PreTrainedModel, args: GRPOConfig | None) -> GRPOConfig:
-    """Return the configuration of the trainer: ``args``, or the defaults if it is None.
+def is_overridden(trainer: object, name: str) -> bool:
+    """Return True if the attribute of this name is not that of this library or of transformers."""
+    if name in vars(trainer):
+        return True
+    owner = next((kind for kind in type(trainer).__mro__ if name in vars(kind)), None)
+    if owner is None:
+        return False
+    value = vars(owner)[name]
+    function = getattr(value, "__func__", value)  # of a static method
+    modules = owner.__module__, getattr(function, "__module__", None) or type(function).__module__
+    return not all(module.partition(".")[0] in ("groupwise", "transformers") for module in modules)
+
+
+def check_arguments(
+    model: str | PreTrainedModel, args: GRPOConfig | None, config_class: type[GRPOConfig] = GRPOConfig
+) -> GRPOConfig:
+    """Return the configuration of the trainer: ``args``, or the defaults of ``config_class`` if it is None.
 
     Raises:
         ConfigError: ``args`` has another type, the directory of the model does not exist, or the output
             directory is not writable; or an old DeepSpeed is installed.
     """
     if args is None:
-        args = GRPOConfig(f"{model_name(model)}-GRPO")
+        args = config_class(f"{model_name(model)}-GRPO")
     if not isinstance(args, GRPOConfig):
         raise ConfigError(
             f"args is a {type(args).__module__}.{type(args).__name__}; it must be a groupwise.GRPOConfig"
         )
+    warn_of_defaults(args)
     if isinstance(model, str) and model.startswith(_LOCAL) and not Path(model).is_dir():
         raise ConfigError(f"model={model!r} is not a directory; give a checkpoint directory or a hub id")
     if args.should_save and args.output_dir is not None:
@@ -98,6 +94,22 @@ def check_arguments(model: str | PreTrainedModel, args: GRPOConfig | None) -> GR
             "with which ZeRO-2 was seen to update embeddings wrongly, or to fail; upgrade it",
         )
     return args
+
+
+def warn_of_defaults(args: GRPOConfig) -> None:
+    """Warn, once, about fields that are left at a default other than TRL's, as far as they have an effect."""
+    found = []
+    for name, theirs in TRL_DEFAULTS.items():
+        value, unless = getattr(args, name), args.SETTINGS[name].no_effect_unless
+        if value == default_of(args, name) != theirs and (unless is None or unless.holds(args)):
+            found.append(f"{name}={value!r} (TRL: {theirs!r})")
+    if found:
+        warn_once(
+            logger,
+            "left at a default that differs from that of TRL %s: %s; set it, or take GRPOConfig from "
+            "groupwise.trl_hooks, which has TRL's defaults",
+            *(TRL_VERSION, ", ".join(found)),
+        )
 
 
 def check_version(package: str, oldest: str, needed_by: str, consequence: str) -> None:

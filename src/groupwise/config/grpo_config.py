@@ -6,7 +6,7 @@ import copy
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from transformers import TrainingArguments
 
@@ -45,16 +45,12 @@ from groupwise.config.settings import (
     Setting,
     with_settings,
 )
-from groupwise.config.trl import TRL_DEFAULTS
 from groupwise.config.validation import check
 from groupwise.core.advantages import ADVANTAGES, AGGREGATIONS
 from groupwise.core.corrections import CORRECTION_MODES
 from groupwise.core.kl import KL_ESTIMATORS
 from groupwise.core.objectives import OBJECTIVES
 from groupwise.core.ratios import RATIO_LEVELS
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 Json = dict[str, Any] | str | None  # JSON text is parsed when the configuration is built
 
@@ -424,18 +420,6 @@ class GRPOConfig(TrainingArguments):
         check(self)
         reset_ignored(self)
         resolve_liger(self)
-
-    @classmethod
-    def trl_defaults(cls, **overrides: Any) -> Self:
-        """Return a configuration with the defaults of TRL's GRPOConfig, and ``overrides``.
-
-        Args:
-            overrides: fields and their values, as in the constructor.
-
-        Raises:
-            ConfigError: as in the constructor.
-        """
-        return cls(**{**TRL_DEFAULTS, **overrides})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a dict; ``TrainingArguments`` rewrites nested dicts, so this reads a copy."""

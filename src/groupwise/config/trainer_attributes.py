@@ -7,25 +7,11 @@ from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
-from groupwise.config.arguments import TRL_HOOKS
+from transformers import Trainer
+
 from groupwise.config.step_settings import StepSettings
+from groupwise.config.trl import MISSING_ATTRIBUTES, REFUSED_METHODS, TRL_HOOKS, UNREAD_ATTRIBUTES
 from groupwise.errors import ConfigError
-
-#: Attributes and settings of the sampler, for messages about those that it does not read.
-SAMPLER_ATTRIBUTES = (
-    "trainer.temperature, top_p, top_k, min_p and repetition_penalty, or GRPOConfig(generation_kwargs=…)"
-)
-
-#: Attributes of TRL's trainer that are not read here, and those with the same effect.
-UNREAD = {
-    "generation_config": SAMPLER_ATTRIBUTES,
-    "generation_kwargs": SAMPLER_ATTRIBUTES,
-    "eos_token_ids": "model.generation_config.eos_token_id before the trainer is built",
-    "chat_template": "processing_class.chat_template before the trainer is built",
-    "continuous_batching_config": "GRPOConfig(transformers_continuous_batching_config=…)",
-    "environment_factories": "the argument environment_factory of the trainer",
-    "vllm_generation": "trainer.backend",
-}
 
 
 class SettingAttribute:
@@ -87,19 +73,18 @@ class BuiltAttribute(_RefusedAttribute):
 
 
 class MissingAttribute(_RefusedAttribute):
-    """Attribute of TRL's trainer that does not exist here: reading it is an error.
+    """Attribute of TRL's trainer that does not exist here: reading it, also of the class, is an error.
 
     A subclass may have an attribute of its own with this name.
     """
 
     def __get__(self, trainer: Any, owner: type | None = None) -> Any:
-        if trainer is None:
-            return self
-        raise AttributeError(f"trainer.{self.name} does not exist; use {self.way_out}")
+        subject = "GRPOTrainer" if trainer is None else "trainer"
+        raise AttributeError(f"{subject}.{self.name} does not exist; use {self.way_out}")
 
 
 class UnreadAttribute(MissingAttribute):
-    """Attribute of ``UNREAD``: an assignment is an error too.
+    """Attribute of ``UNREAD_ATTRIBUTES``: an assignment is an error too.
 
     Args:
         read: returns the value that hooks read; None: there is none.
@@ -109,7 +94,7 @@ class UnreadAttribute(MissingAttribute):
         self.read = read
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self.name, self.way_out = name, UNREAD[name]
+        self.name, self.way_out = name, UNREAD_ATTRIBUTES[name]
 
     def __get__(self, trainer: Any, owner: type | None = None) -> Any:
         if trainer is None or self.read is None:
@@ -166,15 +151,15 @@ class TrainerAttributes:
     tools = BuiltAttribute("pass tools to the trainer")
     router_aux_loss_coef = BuiltAttribute("set GRPOConfig(router_aux_loss_coef=…)")
     aux_loss_enabled = BuiltAttribute("set GRPOConfig(router_aux_loss_coef=…)")
-    # Attributes of TRL's trainer that are not read, or do not exist, here.
-    generation_config = UnreadAttribute()
-    generation_kwargs = UnreadAttribute()
-    eos_token_ids = UnreadAttribute()
-    chat_template = UnreadAttribute()
-    continuous_batching_config = UnreadAttribute()
-    environment_factories = UnreadAttribute()
-    vllm_generation = UnreadAttribute()
-    _metrics = MissingAttribute(f"record_metric, or {TRL_HOOKS}")
-    _logs = MissingAttribute(f"log_extra in a reward function, or {TRL_HOOKS}")
-    _step = MissingAttribute(f"trainer.state.global_step, or {TRL_HOOKS}")
-    _buffered_inputs = MissingAttribute(f"trainer.buffer, or {TRL_HOOKS}")
+
+
+def _refuse(name: str, attribute: _RefusedAttribute) -> None:
+    attribute.__set_name__(TrainerAttributes, name)
+    setattr(TrainerAttributes, name, attribute)
+
+
+for _name in UNREAD_ATTRIBUTES:
+    _refuse(_name, UnreadAttribute())
+for _name, _counterpart in {**REFUSED_METHODS, **MISSING_ATTRIBUTES}.items():
+    if not hasattr(Trainer, _name):
+        _refuse(_name, MissingAttribute(f"{_counterpart}, or {TRL_HOOKS}"))

@@ -342,7 +342,6 @@ class BaseTrainer(Trainer):
         model_name: str | None = None,
         dataset_name: str | None = None,
         tags: str | list[str] | None = None,
-        **_: object,
     ) -> None:
         """Write the model card, ``README.md``, into the output directory."""
         if self.is_world_process_zero():
@@ -379,11 +378,9 @@ class BaseTrainer(Trainer):
         """Return the generator that iterating the loader draws a seed from: not the one that samples."""
         return torch.Generator()
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[Any]:
+    def _get_train_sampler(self, dataset: Any = None) -> Sampler[Any]:
         """Return the order of the prompts; an override yields indices in the order of ``GroupSampler``."""
-        return make_group_sampler(
-            self.train_dataset if train_dataset is None else train_dataset, self.settings
-        )
+        return make_group_sampler(self.train_dataset if dataset is None else dataset, self.settings)
 
     def make_prompt_source(self) -> PromptSource:
         """Build the source of training prompts at its beginning, from the loader or sampler of a subclass.

@@ -33,17 +33,18 @@ class StepTimer:
 
     @contextmanager
     def measure(self, phase: str, *, wait: bool = True) -> Iterator[None]:
-        """Add the wall-clock time of the block to ``phase``.
+        """Add the wall-clock time of the block to ``phase``, without that of phases inside the block.
 
         Args:
             wait: synchronize the accelerator at the end of the block, so that kernels launched in it are
                 counted in this phase and not in the next one that synchronizes.
         """
-        start = time.perf_counter()
+        start, inner = time.perf_counter(), sum(self.seconds.values())
         yield
         if wait and torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+        inner -= sum(self.seconds.values())  # minus the seconds of phases inside the block
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start + inner
 
     def phases(self) -> Metrics:
         """Return ``time/<phase>`` in seconds since the previous call and clear them."""

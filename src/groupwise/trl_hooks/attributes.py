@@ -14,7 +14,8 @@ import torch
 from transformers import GenerationConfig
 
 from groupwise.config.sampling import SAMPLING_FIELDS
-from groupwise.config.trainer_attributes import SAMPLER_ATTRIBUTES, UnreadAttribute
+from groupwise.config.trainer_attributes import MissingAttribute, UnreadAttribute
+from groupwise.config.trl import SAMPLER_ATTRIBUTES
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.masks import off_policy_keep
 from groupwise.core.surrogates import SurrogateInputs, SurrogateSettings, vespo_gate
@@ -111,6 +112,7 @@ class TrlAttributes:
     _is_vlm = False
     _last_loaded_step = None
     _entropy_window_stats = None  # for a loss that adapts the entropy coefficient itself
+    _current_train_step_time = 0.0  # for a training_step that measures itself
 
     generation_config = UnreadAttribute(_generation_config)
     generation_kwargs = UnreadAttribute(_generation_kwargs)
@@ -118,6 +120,8 @@ class TrlAttributes:
     chat_template = UnreadAttribute(lambda trainer: None)
     continuous_batching_config = UnreadAttribute(lambda trainer: getattr(trainer.backend, "batching", None))
     environment_factories = UnreadAttribute(_environment_factories)
+    _tool_call_loop = MissingAttribute("tools, environment_factory or generate_rollouts")
+    _get_tool_suffix_ids = MissingAttribute("tools, environment_factory or generate_rollouts")
 
     @property
     def _tokenizer(self) -> Any:
@@ -162,9 +166,22 @@ class TrlAttributes:
         )
 
     @property
+    def _step(self) -> int:
+        """Number of micro-batches trained on, which selects the next one."""
+        return self.buffer.step
+
+    @_step.setter
+    def _step(self, step: int) -> None:
+        self.buffer.step = step
+
+    @property
     def _buffered_inputs(self) -> list[Inputs] | None:
         """Micro-batches of the newest generation batch; None before the first."""
         return self.buffer.entries or None
+
+    @_buffered_inputs.setter
+    def _buffered_inputs(self, entries: list[Inputs]) -> None:
+        self.buffer.fill(entries, self.settings.num_iterations)
 
     @staticmethod
     def get_off_policy_mask(

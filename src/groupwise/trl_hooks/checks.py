@@ -13,19 +13,23 @@ from groupwise.tokenization.images import is_processor
 
 logger = logging.getLogger(__name__)
 
-#: Methods of TRL's trainer that are not called here either, and the counterpart.
-REFUSED = {
+#: Methods of TRL's trainer, and of groupwise's, that are not called here, or not for training, and the
+#: counterpart. An override is refused.
+REFUSED_METHODS = {
     "_tool_call_loop": "generate_rollouts, or tools and environment_factory",
     "_get_tool_suffix_ids": "generate_rollouts, or tools and environment_factory",
-}
-
-#: Methods that exist here, but whose overrides would not be called, and the counterpart.
-NOT_OVERRIDABLE = {
-    "_prepare_inputs": "_generate_and_score_completions, or make_window for the schedule",
     "get_off_policy_mask": "_compute_loss",
     "get_gamma_weights": "_compute_loss",
+    "_prepare_input": "_prepare_inputs",
+    "_get_dataloader": "get_train_dataloader and get_eval_dataloader",
+    "_remove_unused_columns": "get_train_dataloader and get_eval_dataloader",
     "_log_metric": "log_metric in a reward function",
     "_log_completion_extra": "log_extra in a reward function",
+    "make_window": "_prepare_inputs",
+    "make_train_experience": "_generate_and_score_completions",
+    "make_micro_batches": "_prepare_inputs",
+    "set_token_weights": "_compute_loss",
+    "compute_entropy_masks": "get_high_entropy_mask",
 }
 
 #: Methods that exist here, but whose overrides would not be called with tools or environments.
@@ -60,7 +64,7 @@ NO_REF_LOGPS = (
     "resume with beta=0 and set trainer.args.beta later, or from a checkpoint at the end of a generation"
 )
 
-#: Keys of a dictionary of a micro-batch that TRL passes to the model.
+#: Keys of a dictionary of a micro-batch that TRL passes to the model, in the order of its parameters.
 IMAGE_INPUTS = (
     *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
     *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
@@ -72,27 +76,15 @@ NO_IMAGES = (
 )
 
 
-def check_overrides(trainer: object, base: type) -> None:
-    """Refuse overrides that would not be called, of the class or on the instance.
-
-    Args:
-        base: the class whose methods are overridden.
+def check_no_images(*inputs: object) -> None:
+    """Refuse the ``IMAGE_INPUTS``, in their order, that are not None.
 
     Raises:
-        ConfigError: with the counterpart of every such method.
+        ConfigError: with the counterpart.
     """
-    with_tools = getattr(trainer, "agents", None) is not None  # unknown before the trainer is built
-    refused = {**NOT_OVERRIDABLE, **(NOT_CALLED_WITH_TOOLS if with_tools else {})}
-    found = [
-        f"{name} (here: {counterpart})"
-        for name, counterpart in refused.items()
-        if getattr(type(trainer), name) is not getattr(base, name) or name in vars(trainer)
-    ]
-    if found:
-        raise ConfigError(
-            f"{type(trainer).__name__} overrides {', '.join(found)}, which groupwise.trl_hooks does not "
-            "call: override the named methods instead; see docs/migrating.md"
-        )
+    given = [name for name, value in zip(IMAGE_INPUTS, inputs, strict=True) if value is not None]
+    if given:
+        raise ConfigError(f"{', '.join(given)}: {NO_IMAGES}")
 
 
 def check_settings(args: GRPOConfig, processing_class: Any) -> None:

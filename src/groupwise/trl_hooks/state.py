@@ -6,6 +6,7 @@ import copy
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,58 +14,91 @@ from accelerate.utils import gather_object
 
 from groupwise.core.advantages import GroupRewards
 from groupwise.core.metrics import Mean, Reduction, Sum
-from groupwise.data.buffer import ExperienceBuffer
+from groupwise.data.prompt_source import PromptSource
 from groupwise.errors import ConfigError
-from groupwise.records import Completion, RewardBatch, RolloutBatch
+from groupwise.records import Completion, RewardBatch, RolloutBatch, Row
 from groupwise.reporting.metrics import RUNNING_TOTALS, MetricBuffer, RankPart
 from groupwise.reporting.table import CompletionRow, completion_rows
 from groupwise.trl_hooks.inputs import Inputs
 
 
-class InputsBuffer(ExperienceBuffer):
-    """Buffer of dictionaries of tensors instead of experience.
+@dataclass
+class InputsBuffer:
+    """Dictionaries of a generation batch, one per micro-batch, and the dataset rows that they are made from.
 
-    num_taken: micro-batches handed out since the beginning of the run.
+    As in TRL, ``step`` selects the dictionary, and a hook may change it. The rows follow the micro-batches of
+    ``Trainer``: those of a generation batch are given once per micro-batch that is trained on it.
+
+    entries: dictionaries of the newest generation batch.
+    num_iterations: how often each is used.
+    step: ``_step`` of the trainer, micro-batches trained on.
+    filled_at: ``step`` at which the entries were generated.
+    position: micro-batches whose rows were given to ``Trainer``.
+    rows: this rank's rows of a generation batch, given up to position ``rows_end``.
+    rows_from: epoch and index in the prompts before ``rows`` were taken.
     """
 
-    entries: list[Inputs]  # type: ignore[assignment]
+    device: torch.device | str = "cpu"
+    entries: list[Inputs] = field(default_factory=list)
+    num_iterations: int = 1
+    step: int = 0
+    filled_at: int = 0
+    position: int = 0
+    rows: list[Row] = field(default_factory=list)
+    rows_end: int = 0
+    rows_from: Mapping[str, int] = field(default_factory=dict)
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.num_taken = 0
-        super().__init__(device)
+    @property
+    def is_empty(self) -> bool:
+        """True if the next micro-batch needs a new generation."""
+        return not 0 < self.step - self.filled_at < len(self.entries) * self.num_iterations
 
-    def fill(self, entries: Sequence[Inputs], num_iterations: int, num_groups: int) -> None:  # type: ignore[override]
+    @property
+    def num_left(self) -> int:
+        """Micro-batches whose rows are those of the present generation batch."""
+        return self.rows_end - self.position
+
+    def fill(self, entries: Sequence[Inputs], num_iterations: int) -> None:
         """Replace the entries by a new generation."""
-        self.entries, self.num_iterations, self.cursor = list(entries), num_iterations, 0
+        self.entries, self.num_iterations, self.filled_at = list(entries), num_iterations, self.step
 
-    def take(self, count: int) -> list[Inputs]:  # type: ignore[override]
-        """Return the next entries, the objects themselves: a hook finds its changes in the next iteration."""
-        taken: list[Inputs] = super().take(count)  # type: ignore[assignment]
-        self.num_taken += len(taken)
-        return taken
+    @property
+    def current(self) -> Inputs:
+        """Entry of the next micro-batch, the object itself: changes of a hook last for the next iteration."""
+        return self.entries[(self.step - self.filled_at) % len(self.entries)]
 
-    def mark(self) -> None:
-        super().mark()
-        self._marked_taken = self.num_taken
+    def next_rows(self, prompts: PromptSource, num_prompts: int, uses: int) -> list[Row]:
+        """Return the rows of the next micro-batch: those of its whole generation batch, B of this rank.
 
-    def rollback(self) -> None:
-        super().rollback()
-        self.num_taken = self._marked_taken
+        Args:
+            uses: micro-batches that are trained on a generation batch.
+        """
+        if self.num_left <= 0:
+            self.rows_from = {"epoch": prompts.epoch, "index": prompts.index}
+            self.rows, self.rows_end = prompts.take(num_prompts), self.position + uses
+        self.position += 1
+        return self.rows
+
+    def read_rows_again(self, prompts: PromptSource, num_prompts: int) -> None:
+        """Take the rows of the generation batch in which a run resumes; checkpoints do not contain them."""
+        if self.num_left > 0:
+            prompts.load_state_dict(dict(self.rows_from))
+            self.rows = prompts.take(num_prompts)
+            prompts.mark()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the marked state.
+        """Return the state without the rows, which are in the dataset.
 
         Raises:
             ConfigError: an entry holds values that a checkpoint cannot.
         """
-        entries, num_iterations, cursor, _ = self._marked
-        if cursor >= len(entries) * num_iterations:
-            entries, cursor = [], 0
+        used = self.step - self.filled_at >= len(self.entries) * self.num_iterations
         return {
-            "entries": [{name: _on_host(name, value) for name, value in entry.items()} for entry in entries],  # type: ignore[attr-defined]
-            "num_iterations": num_iterations,
-            "cursor": cursor,
-            "num_taken": self._marked_taken,
+            **{name: getattr(self, name) for name in _NUMBERS},
+            "entries": [
+                {name: _on_host(name, value) for name, value in entry.items()}
+                for entry in ([] if used else self.entries)
+            ],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -73,11 +107,12 @@ class InputsBuffer(ExperienceBuffer):
         Raises:
             ConfigError: ``groupwise.GRPOTrainer`` wrote the checkpoint.
         """
-        if "num_taken" not in state:
+        if "filled_at" not in state:
             raise ConfigError(
                 "the checkpoint was written by groupwise.GRPOTrainer, whose rollout buffer "
                 "groupwise.trl_hooks cannot read; resume with the trainer that wrote it"
             )
+        vars(self).update({name: state[name] for name in _NUMBERS})
         self.entries = [
             {
                 name: value.to(self.device) if isinstance(value, torch.Tensor) else value
@@ -85,9 +120,11 @@ class InputsBuffer(ExperienceBuffer):
             }
             for entry in state["entries"]
         ]
-        self.num_iterations, self.cursor = state["num_iterations"], state["cursor"]
-        self.num_taken = state["num_taken"]
-        self.mark()
+
+
+#: Fields of the buffer that a checkpoint holds as they are, and those that a rollback restores.
+_NUMBERS = ("num_iterations", "step", "filled_at", "position", "rows_end", "rows_from")
+BUFFER_FIELDS = (*_NUMBERS, "entries", "rows")
 
 
 def _on_host(name: str, value: Any) -> Any:

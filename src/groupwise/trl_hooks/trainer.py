@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import gather_object
 from torch import nn
 
 from groupwise import trainer as pipeline
+from groupwise.config.arguments import check_methods, is_overridden
 from groupwise.core.advantages import GroupRewards
 from groupwise.core.masks import entropy_threshold
-from groupwise.core.metrics import Mean, Metrics, masked_mean
+from groupwise.core.metrics import Mean, masked_mean
 from groupwise.core.objectives import OBJECTIVES, correction
 from groupwise.core.weights import NORMALIZERS, WindowCounts
 from groupwise.data.build import micro_batches_per_generation, num_generations_eval, prompts_per_batch
+from groupwise.data.prompt_source import num_valid_rows
 from groupwise.data.rebalancing import WindowStats
 from groupwise.errors import ConfigError, RewardError
 from groupwise.generation.base import RUN_SETTINGS
 from groupwise.generation.transformers_backend import TransformersBackend
-from groupwise.hf.step_state import Stateful
+from groupwise.hf.base import BaseTrainer
+from groupwise.hf.step_state import ObjectState, Stateful
 from groupwise.mixins.reward import reward_metrics
 from groupwise.mixins.rollout import check_counts
 from groupwise.records import (
@@ -43,13 +46,14 @@ from groupwise.tokenization.images import insert_images
 from groupwise.trl_hooks.attributes import TrlAttributes
 from groupwise.trl_hooks.checks import (
     IMAGE_INPUTS,
-    NO_IMAGES,
     NO_REF_LOGPS,
-    REFUSED,
+    NOT_CALLED_WITH_TOOLS,
+    REFUSED_METHODS,
+    check_no_images,
     check_objective,
-    check_overrides,
     check_settings,
 )
+from groupwise.trl_hooks.config import GRPOConfig
 from groupwise.trl_hooks.forward import logprobs_of_rows
 from groupwise.trl_hooks.inputs import (
     Inputs,
@@ -60,20 +64,29 @@ from groupwise.trl_hooks.inputs import (
     split_rows,
     token_batch,
 )
-from groupwise.trl_hooks.state import InputsBuffer, ListMetricBuffer, extend_logs, logged_rows, make_logs
+from groupwise.trl_hooks.state import (
+    BUFFER_FIELDS,
+    InputsBuffer,
+    ListMetricBuffer,
+    extend_logs,
+    logged_rows,
+    make_logs,
+)
 
 
 class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
     """Group relative policy optimisation for subclasses and scripts written for TRL's trainer.
 
-    The step is that of :class:`groupwise.GRPOTrainer`; its verbs call TRL's hooks::
+    The step is TRL's: every micro-batch begins with the rows of its generation batch. TRL's hooks are called
+    by it and by the verbs of :class:`groupwise.GRPOTrainer`::
 
-        make_window -> make_train_experience -> _generate_and_score_completions(rows) -> dictionary
-            generate_rollouts -> _generate(prompts) -> _tokenize_prompts, _generate_single_turn
-            compute_rewards -> _calculate_rewards(rows, prompts, completions, token ids) -> (N, F), all ranks
-            old_and_ref_logps -> _get_per_token_logps_and_entropies
-        compute_loss -> _compute_loss(model, dictionary) -> scalar
-            _get_per_token_logps_and_entropies, get_high_entropy_mask
+        training_step, prediction_step -> _prepare_inputs(rows) -> dictionary of the micro-batch
+            _generate_and_score_completions(rows) -> dictionary of the generation batch, once for each
+                generate_rollouts -> _generate(prompts) -> _tokenize_prompts, _generate_single_turn
+                compute_rewards -> _calculate_rewards(rows, prompts, completions, ids) -> (N, F), all ranks
+                old_and_ref_logps -> _get_per_token_logps_and_entropies
+            compute_loss -> _compute_loss(model, dictionary) -> scalar
+                _get_per_token_logps_and_entropies, get_high_entropy_mask
 
     As in TRL, the rows of a generation batch are shuffled before they are split, every micro-batch is
     computed as it is, and the loss is divided per micro-batch. Rows are therefore neither rebalanced nor
@@ -82,11 +95,13 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
     Args and Raises: as :class:`groupwise.GRPOTrainer`.
     """
 
-    uncalled_methods = REFUSED
+    refused_methods: Mapping[str, str] = REFUSED_METHODS
+    refused_way_out = "Settings and records of groupwise.GRPOTrainer replace them"
+    config_class = GRPOConfig
     kept_tokens_lost_because = (
         "TRL's hooks pass completions without the kept tokens (groupwise.GRPOTrainer records them)"
     )
-    buffer_class = InputsBuffer
+    buffer_class = InputsBuffer  # type: ignore[assignment]
     metrics_class = ListMetricBuffer
     buffer: InputsBuffer  # type: ignore[assignment]
     metrics: dict[str, ListMetricBuffer]  # type: ignore[assignment]
@@ -96,13 +111,15 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
     _rewards: RewardBatch | None = None  # returned by the default _calculate_rewards
     _sampling: SamplingOptions | None = None  # of the turn in progress
     _records_rollouts = False  # the caller of _generate records metrics of its rollouts
-    _measures_entropy = False  # the default _compute_loss was called in this window
+    _window_begun = False  # settings of the optimizer step are those that act
+    _prepared: Inputs | None = None  # the newest micro-batch that _prepare_inputs returned
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        check_overrides(self, GRPOTrainer)
-        super().__init__(*args, **kwargs)
+    def _set_run_state(self) -> None:
+        super()._set_run_state()
         check_settings(self.args, self.processing_class)
-        check_overrides(self, GRPOTrainer)  # again: with tools more is refused
+        if self.agents is not None:
+            self.refused_methods = {**REFUSED_METHODS, **NOT_CALLED_WITH_TOOLS}
+            check_methods(self, self.refused_methods, self.refused_way_out)
         #: Columns of the completions table, the newest generation batch; hooks may extend them.
         self._logs = make_logs(self.settings.generation_batch_size)
         #: Columns and metrics of hooks that are not in ``_logs`` and ``_metrics`` yet.
@@ -115,19 +132,16 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             # The completions of TRL on the same seed, unless the user chooses groupwise's decoding loop.
             self.backend.stock_decoding = self.args.cache_implementation != "auto"
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train; see :meth:`groupwise.GRPOTrainer.train`."""
-        check_overrides(self, GRPOTrainer)
-        return super().train(*args, **kwargs)
-
     def _reset_run_state(self, directory: str | None) -> None:
         super()._reset_run_state(directory)
-        self._step = self.buffer.num_taken
+        self._prepared = None
+        if directory is not None and not self.args.ignore_data_skip:
+            self.buffer.read_rows_again(self.prompts, prompts_per_batch(self.settings))
 
     def _make_stateful_components(self) -> dict[str, Stateful]:
         components = super()._make_stateful_components()
         components.update({f"{mode}_metrics": metrics for mode, metrics in self.metrics.items()})
-        return components
+        return {**components, "buffer": ObjectState(self.buffer, BUFFER_FIELDS)}
 
     def _apply_settings(self) -> None:
         check_objective(self.settings)
@@ -136,11 +150,6 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
     def has_untrusted_logps(self) -> bool:
         """Return True also for log-probs of a hook: as in TRL, only those of vLLM correct the loss."""
         return super().has_untrusted_logps() or isinstance(self.backend, TransformersBackend)
-
-    def update_entropy_coef(self, window_entropy: Mean) -> Metrics:
-        """Update the adaptive coefficient, unless an overridden loss does, which measures no entropy here."""
-        measured, self._measures_entropy = self._measures_entropy, False
-        return super().update_entropy_coef(window_entropy) if measured else {}
 
     def loader_generator(self) -> torch.Generator | None:
         """Return None: as with TRL's loader, a seed is drawn from the global generator at every epoch."""
@@ -155,62 +164,105 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
 
     # One optimizer step, in the order in which it happens.
 
-    def make_window(self, num_batches: int) -> list[Inputs | None]:  # type: ignore[override]
-        """Return the micro-batches of one optimizer step, dictionaries of tensors."""
-        self.model.train()  # hooks read the mode from the model, which an evaluation leaves in its own
-        step = self._step
-        try:
-            return super().make_window(num_batches)  # type: ignore[return-value]
-        finally:
-            self._step = step
+    def get_batch_samples(  # type: ignore[override]
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[list[Row]], Any]:
+        """Begin an optimizer step and read the rows of its micro-batches, when TRL's loader reads them.
 
-    def make_train_experience(self, *, on_policy: bool) -> list[Inputs]:  # type: ignore[override]
-        """Generate and reward a generation batch, shuffle its rows and split it into micro-batches.
-
-        The settings decide about old log-probs, as in TRL; ``on_policy`` is not read.
+        Returns:
+            per micro-batch the rows of its whole generation batch, B of this rank, as from TRL's loader.
         """
-        self._step = self.buffer.num_taken  # that of the micro-batch which needs the completions
-        self.sync_sampler("train")
-        rows = self.prompts.take(prompts_per_batch(self.settings))  # B rows of this rank, G per prompt
-        self._request = self.make_request(rows)
-        inputs = self._generate_and_score_completions(rows)
-        self.backend.release()  # memory of a colocated engine goes to training
-        return split_rows(shuffle_rows(inputs), self.settings.steps_per_generation)  # type: ignore[arg-type]
+        super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._window_begun = False
+        with self.rollback_on_failure():
+            entries = [
+                self.buffer.next_rows(
+                    self.prompts,
+                    prompts_per_batch(self.settings),
+                    micro_batches_per_generation(self.settings),
+                )
+                for _ in range(num_batches)
+            ]
+        return entries, self._get_num_items_in_batch(entries, device)
 
-    def make_micro_batches(self, window: list[Inputs]) -> list[Inputs | None]:  # type: ignore[override]
-        """Return ``window`` as it is, and count its tokens."""
-        masks = [torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1) for batch in window]
-        tokens = sum(int(mask.sum()) for mask in masks)
-        computed = sum(mask.numel() for mask in masks)
-        rows = sum(len(mask) for mask in masks)
-        self.window_stats = WindowStats(rows, 0, tokens, computed, computed - tokens)
-        return list(window)
+    def _begin_window(self) -> None:
+        """Apply changed settings, once per optimizer step, after ``on_step_begin``."""
+        if not self._window_begun:
+            self._window_begun, self.window_stats = True, WindowStats()
+            self.refresh_settings()
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Run forward and backward of one micro-batch."""
-        loss = super().training_step(model, inputs, num_items_in_batch)
+        """Run forward and backward of one micro-batch.
+
+        Args:
+            inputs: rows of its generation batch, or what :meth:`_prepare_inputs` returned for them.
+
+        Returns:
+            its loss, detached.
+        """
+        self._begin_window()
+        last, metrics = self.accelerator.sync_gradients, self.metrics["train"]
+        with metrics.phase("train", wait=last):
+            loss = BaseTrainer.training_step(self, model, inputs, num_items_in_batch)
         self._step += 1
+        if not is_overridden(self, "training_step"):  # else the loss to log is what the override returns
+            # The losses of a window add up, and a window counts once; unlike Trainer's sum, this is resumed.
+            metrics.record({"loss": Mean(loss.detach(), 1 / self.current_gradient_accumulation_steps)})
+        if last:  # the optimizer steps next
+            metrics.record(self.window_stats.metrics())
+            self._end_window()
         return loss
 
-    def loss_to_log(self, loss: torch.Tensor, *, last: bool) -> torch.Tensor:
-        """Record the loss of a micro-batch: the losses of a window add up, and a window counts once."""
-        share = 1 / self.current_gradient_accumulation_steps
-        self.metrics["train"].record({"loss": Mean(loss.detach(), share)})
-        return super().loss_to_log(loss, last=last)
+    def _prepare_inputs(self, generation_batch: Any) -> Inputs:  # type: ignore[override]
+        """Return the dictionary of the micro-batch that ``_step`` selects, or of an evaluation batch.
+
+        In training, a generation batch is sampled and rewarded, its rows are shuffled and split. The mode is
+        that of the model.
+
+        Args:
+            generation_batch: rows, B of this rank, G per prompt. A dictionary is returned as it is.
+        """
+        if isinstance(generation_batch, Mapping):
+            return cast(Inputs, generation_batch)
+        if not self.model.training:
+            with torch.no_grad():
+                return self._make_inputs(generation_batch, "eval")
+        self._begin_window()
+        if self.buffer.is_empty:
+            with self.rollback_on_failure():
+                inputs = shuffle_rows(self._make_inputs(generation_batch, "train"))
+                self.buffer.fill(
+                    split_rows(inputs, self.settings.steps_per_generation),  # type: ignore[arg-type]
+                    self.settings.num_iterations,
+                )
+        self._prepared = inputs = self.buffer.current
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        self.window_stats = self.window_stats.with_rows(len(mask), int(mask.sum()), mask.numel())
+        return inputs
+
+    def _make_inputs(self, rows: list[Row], mode: Mode) -> Inputs:
+        """Sample and reward completions for dataset rows with the weights of this step."""
+        self.sync_sampler(mode)
+        self._request = self.make_request(rows) if mode == "train" else self.make_eval_request(rows)
+        inputs = self._generate_and_score_completions(rows)
+        self.backend.release()  # memory of a colocated engine goes to training
+        return inputs
 
     def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+        self,
+        model: nn.Module,
+        inputs: Any,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor, None, None]:
         """Generate, reward and evaluate the loss of one evaluation batch, B rows of this rank."""
-        self._request = request = self.make_eval_request(inputs)
         with torch.no_grad():
-            self.sync_sampler("eval")
-            batch = self._generate_and_score_completions(inputs)
-            self.backend.release()
+            batch = self._prepare_inputs(inputs)
             with self.compute_loss_context_manager():
                 loss = self.compute_loss(model, batch).mean().detach()
+        num_valid = num_valid_rows(inputs, self.accelerator.gradient_state)
         # The losses of the ranks average to that of the batch, which counts by its rows.
-        share = len(inputs) if request.num_valid is None else request.num_valid / self.args.world_size
+        share = len(inputs) if num_valid is None else num_valid / self.args.world_size
         self.metrics["eval"].record({"loss": Mean(loss * share, share)})
         return loss, None, None
 
@@ -287,6 +339,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             (an empty list).
         """
         request = self._request_of(prompts)
+        self.sync_sampler(request.mode)
         if self.agents is not None:
             rollouts = self.run_agents(request, self._generate_turn)
         elif self.rollout_func is not None:
@@ -470,6 +523,8 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             this rank's rows as a dictionary of tensors; see :func:`groupwise.trl_hooks.inputs.make_inputs`.
         """
         training = self.model.training
+        if training:
+            self._begin_window()
         request = self.make_request(inputs) if training else self.make_eval_request(inputs)
         rollouts, rewards = self.sample(request)
         if not training:
@@ -545,7 +600,16 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         batch_size: int | None = None,
         compute_entropy: bool = False,
         compute_aux_loss: bool = False,
-        **images: Any,
+        pixel_values: Any = None,
+        image_grid_thw: Any = None,
+        num_images: Any = None,
+        pixel_attention_mask: Any = None,
+        spatial_shapes: Any = None,
+        num_tiles: Any = None,
+        image_sizes: Any = None,
+        token_type_ids: Any = None,
+        mm_token_type_ids: Any = None,
+        image_position_ids: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Compute log-probs of the last ``logits_to_keep`` tokens at the sampling temperature.
 
@@ -556,14 +620,20 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             batch_size: rows per forward pass; None: all.
             compute_entropy: also compute entropies.
             compute_aux_loss: also compute the balancing loss of a mixture of experts.
+            pixel_values, image_grid_thw, num_images, pixel_attention_mask, spatial_shapes, num_tiles,
+                image_sizes, token_type_ids, mm_token_type_ids, image_position_ids: must be None.
 
         Returns:
             log-probs and entropies (B, T), float32, 0 where the mask is 0; the balancing loss, a scalar. The
             latter two are None unless requested.
+
+        Raises:
+            ConfigError: inputs of images.
         """
-        given = [name for name, value in images.items() if value is not None]
-        if given:
-            raise ConfigError(f"{', '.join(given)}: {NO_IMAGES}")
+        check_no_images(
+            *(pixel_values, image_grid_thw, num_images, pixel_attention_mask, spatial_shapes, num_tiles),
+            *(image_sizes, token_type_ids, mm_token_type_ids, image_position_ids),
+        )
         batch = token_batch(input_ids, attention_mask, logits_to_keep)
         return logprobs_of_rows(
             self.logprob_computer,
@@ -623,7 +693,6 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         if settings.beta > 0 and not settings.kl_in_reward and inputs.get("ref_per_token_logps") is None:
             raise ConfigError(NO_REF_LOGPS.format(beta=settings.beta))
         mask_BT = loss_mask(inputs)
-        self._measures_entropy = True
         logps_BT, entropy_BT, aux_loss = self._get_per_token_logps_and_entropies(
             model,
             torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
@@ -656,6 +725,8 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         self.metrics["train" if training else "eval"].record(output.metrics)
         if training and batch.entropy_weights_BT is not None and entropy_BT is not None:
             self.window_entropy = self.window_entropy.merge(masked_mean(entropy_BT, entropy_mask_BT))
+        if training and self.accelerator.sync_gradients:  # the last micro-batch of the window
+            self._adapt_entropy_coef()
         return output.loss
 
     def _token_weights(self, inputs: Inputs, mask_BT: torch.Tensor, num_batches: int) -> torch.Tensor:
@@ -684,15 +755,20 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         coef = self.entropy_control.applied(target)
         return entropy_mask_BT * coef / (entropy_mask_BT.sum().clamp(min=1) * num_batches)
 
-    # Micro-batches are dictionaries, which are computed as they are (see BaseTrainer).
+    # Micro-batches are computed as they are (see BaseTrainer). ``Trainer`` passes the rows of the generation.
 
-    def num_tokens(self, inputs: Inputs) -> int:  # type: ignore[override]
-        return inputs["prompt_ids"].numel() + inputs["completion_ids"].numel()
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Estimate 6 operations per parameter and token: forward and backward."""
+        return 6 * self.num_parameters * self.num_tokens(inputs)
 
-    def split_in_half(self, inputs: Inputs) -> list[Inputs]:  # type: ignore[override]
+    def num_tokens(self, inputs: Any) -> int:
+        batch = self._prepared
+        return 0 if batch is None else batch["prompt_ids"].numel() + batch["completion_ids"].numel()
+
+    def split_in_half(self, inputs: Any) -> list[Any]:
         return [inputs]
 
-    def split_for_cache(self, inputs: Inputs) -> list[Inputs]:  # type: ignore[override]
+    def split_for_cache(self, inputs: Any) -> list[Any]:
         return [inputs]
 
     # Logs.
