@@ -83,7 +83,7 @@ def seconds(run: Any) -> tuple[float, Any]:
 
 def measure_generation(model: Any, tokenizer: Any, given: argparse.Namespace, url: str) -> dict[str, Any]:
     """Return tokens per second of all three, and ratios over pairs of adjacent runs."""
-    from groupwise.generation.weight_iterator import PolicyWeights
+    from groupwise.policy.weight_iterator import PolicyWeights
 
     case, limit = given.case, given.limit
     common = (tokenizer, limit, given.precision)
@@ -119,7 +119,7 @@ def measure_sync(model: Any, tokenizer: Any, pairs: int, precision: str) -> dict
     """Return seconds per GB of weights by bucket size, in this process and through shared memory."""
     from groupwise.generation.vllm.transport import LocalSender, SharedMemorySender
     from groupwise.generation.vllm.weight_sync import LocalReceiver
-    from groupwise.generation.weight_iterator import buckets, weight_iterator
+    from groupwise.policy.weight_iterator import buckets, weight_iterator
 
     backend = engine_backend(model, tokenizer, 8, precision)
     receiver = LocalReceiver(backend.engine)

@@ -8,7 +8,7 @@ from datasets import Dataset
 from smollm2 import example_parser
 
 from groupwise import GRPOConfig, GRPOTrainer
-from groupwise.agents.adapters import VerifiersEnvironment, verifiers_dataset
+from groupwise.recipes.environments import VerifiersEnvironment, verifiers_dataset
 
 
 class Guess(vf.MultiTurnEnv):

@@ -12,7 +12,6 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from groupwise.config.grpo_config import GRPOConfig
-    from groupwise.config.iterative import IterativeConfig
     from groupwise.core.advantages import register_advantage, register_aggregation
     from groupwise.core.objectives import register_objective
     from groupwise.core.weights import register_normalizer
@@ -25,7 +24,8 @@ if TYPE_CHECKING:
         TrainingError,
     )
     from groupwise.generation.base import GenerationBackend, register_backend
-    from groupwise.iterative import IterativeGRPO
+    from groupwise.recipes.iterative import IterativeGRPO
+    from groupwise.recipes.iterative_config import IterativeConfig
     from groupwise.records import (
         Completion,
         Experience,
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 _MODULES = {
     "GRPOConfig": "config.grpo_config",
     "GRPOTrainer": "trainer",
-    "IterativeConfig": "config.iterative",
-    "IterativeGRPO": "iterative",
+    "IterativeConfig": "recipes.iterative_config",
+    "IterativeGRPO": "recipes.iterative",
     "register_normalizer": "core.weights",
     "register_objective": "core.objectives",
     "register_advantage": "core.advantages",

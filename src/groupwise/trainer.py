@@ -42,7 +42,6 @@ from groupwise.data.rebalancing import WindowStats, cache_sized
 from groupwise.errors import ConfigError
 from groupwise.generation.base import GenerationBackend, text_tokenizer
 from groupwise.generation.build import check_backend, make_backend, unreported_truncation
-from groupwise.generation.weight_iterator import PolicyWeights, gatherable
 from groupwise.hf import checkpointing
 from groupwise.hf.base import BaseTrainer
 from groupwise.hf.callbacks import CheckpointProductsCallback, SyncRefModelCallback
@@ -62,6 +61,7 @@ from groupwise.policy.liger import LigerLoss
 from groupwise.policy.loading import load_processing_class
 from groupwise.policy.loss import ObjectiveLoss, PolicyLoss
 from groupwise.policy.reference import SeparateReference, make_reference
+from groupwise.policy.weight_iterator import PolicyWeights, gatherable
 from groupwise.records import (
     Experience,
     MicroBatch,
@@ -129,8 +129,8 @@ class GRPOTrainer(
     refused_methods: Mapping[str, str] = REFUSED_METHODS  # of subclasses and instances: not called here
     refused_way_out = f"A subclass written for TRL: {TRL_HOOKS}"
     config_class = GRPOConfig  # of a trainer without args
-    kept_tokens_lost_because = ""  # a subclass that passes token ids alone says so
-    truncation_warning = ""  # the newest warning that the kept tokens are unknown
+    sampling_mask_lost_because = ""  # a subclass that passes token ids alone says so
+    truncation_warning = ""  # the newest warning that the sampling mask is unknown
     buffer_class = ExperienceBuffer
     metrics_class = MetricBuffer
     prompts: PromptSource
@@ -289,9 +289,9 @@ class GRPOTrainer(
         self.sampler_changes = {name: now[name] for name in now if now[name] != self._built_sampler[name]}
         head = replace(self.logprob_computer.head, temperature=settings.temperature)
         self.logprob_computer.head = self.logprob_mismatch.head = head
-        lost_because = self.kept_tokens_lost_because
+        lost_because = self.sampling_mask_lost_because
         if self.rollout_func is not None and not lost_because:
-            lost_because = "a rollout_func returns completions without the kept tokens"
+            lost_because = "a rollout_func returns completions without the sampling mask"
         before = self.truncation_warning
         self.truncation_warning = unreported_truncation(
             settings, self.backend, self.sampler_changes, lost_because

@@ -20,10 +20,10 @@ from support.scripted import CHAT, ScriptedBackend, agents, byte_tokenizer, call
 
 from groupwise.agents import ToolSet, allow_image_paths, make_tool, thread_safe
 from groupwise.agents.executor import Invocation, ToolExecutor
-from groupwise.agents.parsing import ToolCall
 from groupwise.agents.tools import ToolResult, tool_result
 from groupwise.errors import ConfigError, warn_once
 from groupwise.records import RolloutBatch, SamplingOptions
+from groupwise.tokenization.tool_calls import ToolCall
 
 
 def add(a: int, b: int) -> int:

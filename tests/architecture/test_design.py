@@ -35,7 +35,8 @@ LEVELS = (
     ("agents",),
     ("mixins", "hf"),
     ("trainer",),
-    ("iterative",),
+    ("sandbox",),
+    ("recipes",),
     ("trl_hooks", "cli"),
 )
 LAYERS = {

@@ -132,7 +132,7 @@ def test_differences_from_trl_are_documented():
 
 def test_names_on_the_page_of_the_paper_exist():
     page = (ROOT / "docs" / "paper.md").read_text()
-    names = re.findall(r"`((?:trainer|iterative|core|policy|mixins|data|hf|rewards)\.[\w.]+)`", page)
+    names = re.findall(r"`((?:trainer|recipes|core|policy|mixins|data|hf|rewards)\.[\w.]+)`", page)
     assert len(names) > 15
     for name in names:
         pkgutil.resolve_name(f"groupwise.{name}")

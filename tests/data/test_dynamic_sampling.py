@@ -22,7 +22,6 @@ from transformers import TrainerCallback
 
 from groupwise import Completion, GRPOTrainer, register_aggregation
 from groupwise.core.advantages import GroupRewards
-from groupwise.core.images import ImageInputs
 from groupwise.data.dynamic_sampling import (
     DynamicBatch,
     LeftoverGroups,
@@ -30,6 +29,7 @@ from groupwise.data.dynamic_sampling import (
     round_size,
 )
 from groupwise.records import RewardBatch, RolloutBatch
+from groupwise.records.images import ImageInputs
 
 NAN = math.nan
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from support.ranks import on_ranks
 
-from groupwise.core.images import ImageInputs
 from groupwise.data.rebalancing import (
     MicroBatchBudget,
     WindowRows,
@@ -21,6 +20,7 @@ from groupwise.data.rebalancing import (
     rows_with_gradient,
 )
 from groupwise.records import MicroBatch
+from groupwise.records.images import ImageInputs
 
 
 def window(prompt_lengths, completion_lengths, advantages, rows, first=0):

@@ -29,7 +29,13 @@ DOCUMENTED = [*SCRIPTS, EXAMPLES / "quickstart.py"]
 #: Line limits; 60 for every other example.
 MAX_LINES = {"quickstart.py": 84, "grpo_from_scratch.py": 150, "vlm.py": 66}
 #: Modules of groupwise that examples may import: each is described in docs/api.md.
-PUBLIC = ("groupwise", "groupwise.rewards", "groupwise.agents", "groupwise.agents.adapters", "groupwise.core")
+PUBLIC = (
+    "groupwise",
+    "groupwise.rewards",
+    "groupwise.agents",
+    "groupwise.recipes.environments",
+    "groupwise.core",
+)
 CONFIGS = sorted((EXAMPLES / "accelerate").glob("*.yaml"))
 LAUNCHED = "distributed.py"
 #: The others run with a model of two layers that has its tokenizer.

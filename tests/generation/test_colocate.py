@@ -29,7 +29,7 @@ from support.runs import prompts
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from groupwise.errors import BackendError
-from groupwise.generation.weight_iterator import PolicyWeights
+from groupwise.policy.weight_iterator import PolicyWeights
 from groupwise.records import SamplingOptions
 from groupwise.rewards import ProcessRewardModel
 
@@ -282,7 +282,7 @@ def test_truncated_samples_carry_their_kept_tokens_with_top_k_alone(tmp_path):
             ids = torch.tensor([prompt + completion.token_ids])
             with torch.no_grad():
                 logits = run.model.eval()(ids).logits[0, len(prompt) - 1 : -1] / 0.7
-            parts = completion.kept_tokens.ids.split(completion.kept_tokens.counts.tolist())
+            parts = completion.sampling_mask.ids.split(completion.sampling_mask.counts.tolist())
             for values, part, token, logp in zip(
                 logits, parts, completion.token_ids, completion.logps, strict=True
             ):
@@ -296,7 +296,7 @@ def test_truncated_samples_carry_their_kept_tokens_with_top_k_alone(tmp_path):
     sampling = SamplingOptions(generation_kwargs={"top_k": 0, "top_p": 0.7})
     gaps = []
     for prompt, completion in zip(PROMPTS, run.backend.generate(PROMPTS, sampling), strict=True):
-        assert completion.kept_tokens is None
+        assert completion.sampling_mask is None
         full = trainer_logps(run.model, prompt, completion.token_ids, 0.7)
         gaps.append(torch.tensor(completion.logps).double() - full)
     gaps = torch.cat(gaps)

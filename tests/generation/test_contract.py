@@ -14,11 +14,11 @@ from support.fake_backend import EchoBackend
 from support.fake_vllm import FakeVLLM
 
 from groupwise import ConfigError, GRPOConfig, register_backend
-from groupwise.core.images import ImageInputs
 from groupwise.generation.base import BACKENDS, GenerationBackend, check_images
 from groupwise.generation.build import check_backend, make_backend
-from groupwise.generation.weight_iterator import PolicyWeights
+from groupwise.policy.weight_iterator import PolicyWeights
 from groupwise.records import SamplingOptions
+from groupwise.records.images import ImageInputs
 
 BATCHING = {"page_size": 16, "num_blocks": 32, "max_batch_tokens": 32}
 SETTINGS: dict[str, dict[str, Any]] = {

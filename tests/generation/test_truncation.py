@@ -62,7 +62,7 @@ def test_the_kept_tokens_of_every_sampled_token_are_recorded(changes, grouped, m
     )
     assert len({len(completion.token_ids) for completion in completions}) > 2  # rows end at different places
     for prompt, completion in zip(PROMPTS, completions, strict=True):
-        sets = lists(completion.kept_tokens)
+        sets = lists(completion.sampling_mask)
         assert len(sets) == len(completion.token_ids)
         assert all(
             token in ids and len(ids) < 40 for token, ids in zip(completion.token_ids, sets, strict=True)
@@ -86,39 +86,39 @@ def test_nothing_is_recorded_without_truncation(changes, monkeypatch):
     model, config = tiny("llama"), settings(**{**SAMPLED, "max_new_tokens": 2, **changes})
     assert make_recorder(model, config) is None
     for completion in by_groups(model, PROMPTS, config) + by_generate(model, PROMPTS, config, monkeypatch):
-        assert completion.kept_tokens is None
+        assert completion.sampling_mask is None
 
 
 def test_settings_of_one_call_count_and_those_of_the_model_do_not():
     model = tiny("llama")
     backend = TransformersBackend(lambda: model, settings(**SAMPLED, top_p=1.0))
     (completion,) = backend.generate([[5]], SamplingOptions([3], generation_kwargs={"top_k": 2}))
-    assert [len(ids) for ids in lists(completion.kept_tokens)] == [2] * len(completion.token_ids)
+    assert [len(ids) for ids in lists(completion.sampling_mask)] == [2] * len(completion.token_ids)
     greedy = SamplingOptions([3], generation_kwargs={"top_k": 2, "temperature": 0})
-    assert backend.generate([[5]], greedy)[0].kept_tokens is None
+    assert backend.generate([[5]], greedy)[0].sampling_mask is None
     model.generation_config.min_p = 0.5  # not used: only settings of the run are
-    assert backend.generate([[5]])[0].kept_tokens is None
+    assert backend.generate([[5]])[0].sampling_mask is None
 
 
 def test_a_set_of_all_tokens_takes_no_memory():
     model = tiny("llama")
     (completion,) = by_groups(model, [[5]], settings(**SAMPLED, top_k=40))
-    assert lists(completion.kept_tokens) == [[]] * len(completion.token_ids)
+    assert lists(completion.sampling_mask) == [[]] * len(completion.token_ids)
 
 
 def test_the_length_limit_of_a_row_ends_its_kept_tokens():
     model = tiny("llama")
     backend = TransformersBackend(lambda: model, settings(**SAMPLED, top_k=3, eos_token_id=None))
     completions = backend.generate([[5], [5], [6]], SamplingOptions([1, 4, 2]))
-    assert [len(completion.kept_tokens) for completion in completions] == [1, 4, 2]
-    assert [len(completion.kept_tokens.ids) for completion in completions] == [3, 12, 6]
+    assert [len(completion.sampling_mask) for completion in completions] == [1, 4, 2]
+    assert [len(completion.sampling_mask.ids) for completion in completions] == [3, 12, 6]
 
 
 def test_backends_say_if_they_report_kept_tokens():
-    assert not ContinuousBatchingBackend.reports_kept_tokens(None, {})
+    assert not ContinuousBatchingBackend.reports_sampling_mask(None, {})
     model = tiny("llama")
     backend = TransformersBackend(lambda: model, settings(**SAMPLED, top_k=3))
-    assert backend.reports_kept_tokens({})
+    assert backend.reports_sampling_mask({})
     model.generate = partial(model.generate)  # a decoding loop of its own
-    assert not backend.reports_kept_tokens({})
-    assert backend.generate([[5]])[0].kept_tokens is None
+    assert not backend.reports_sampling_mask({})
+    assert backend.generate([[5]])[0].sampling_mask is None

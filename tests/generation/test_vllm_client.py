@@ -50,12 +50,12 @@ def test_a_request_asks_for_all_samples_with_the_seed_and_the_sampled_tokens_log
 def test_with_top_k_the_kept_tokens_are_requested(servers, fake):
     ((completion,),) = ask(servers, samples=1, top_k=3, top_p=0.9)
     assert completion.token_ids == [6, 14, 0, 1]
-    assert completion.kept_tokens.ids.tolist() == [6, 7, 14, 15, 0, 1, 1, 2]
-    assert completion.kept_tokens.counts.tolist() == [2, 2, 2, 2]
+    assert completion.sampling_mask.ids.tolist() == [6, 7, 14, 15, 0, 1, 1, 2]
+    assert completion.sampling_mask.counts.tolist() == [2, 2, 2, 2]
     # Without top_k any number of tokens may be kept, greedy decoding keeps one, and 20 is the server's limit.
     for sampling in ({"top_p": 0.9}, {"top_k": 3, "temperature": 0.0}, {"top_k": 21}, {"top_k": -1}):
         ((completion,),) = ask(servers, samples=1, **sampling)
-        assert completion.kept_tokens is None
+        assert completion.sampling_mask is None
     logprobs = [body["sampling_params"]["logprobs"] for path, body in fake.bodies if path == GENERATE]
     assert logprobs == [3, 0, 0, 0, 0]
 

@@ -9,9 +9,9 @@ import torch
 from support import tiny_vlm
 from support.vllm_process import ServerProcess
 
-from groupwise.core.images import join_images
-from groupwise.generation.weight_iterator import PolicyWeights
+from groupwise.policy.weight_iterator import PolicyWeights
 from groupwise.records import SamplingOptions
+from groupwise.records.images import join_images
 from groupwise.tokenization.images import process_prompt
 
 pytest.importorskip("torchvision", reason="vLLM's vision-language models need torchvision")

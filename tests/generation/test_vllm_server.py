@@ -17,7 +17,7 @@ from support.runs import policy, tokenizer
 from groupwise import GRPOConfig
 from groupwise.errors import BackendError
 from groupwise.generation.vllm.server import VLLMServerBackend
-from groupwise.generation.weight_iterator import PolicyWeights
+from groupwise.policy.weight_iterator import PolicyWeights
 from groupwise.records import SamplingOptions
 
 UPDATE = [

@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 
 from groupwise.generation.vllm import transport
 from groupwise.generation.vllm.client import fetch_num_tokens
-from groupwise.generation.weight_iterator import PolicyWeights
+from groupwise.policy.weight_iterator import PolicyWeights
 
 pytestmark = [
     pytest.mark.vllm,

@@ -18,10 +18,10 @@ from support.scripted import ScriptedBackend, agents, byte_tokenizer
 from support.tool_chats import LOOK
 
 from groupwise.agents import EnvironmentPool, Renderer
-from groupwise.agents.parsing import TurnParser
 from groupwise.mixins import RolloutMixin
 from groupwise.records import Completion, RolloutRequest
 from groupwise.tokenization.prompts import tokenize_prompt
+from groupwise.tokenization.tool_calls import TurnParser
 
 pytestmark = pytest.mark.parity
 

@@ -11,10 +11,10 @@ from support import runs
 from support.batches import token_batch
 
 from groupwise import BackendError
-from groupwise.core.kept_tokens import KeptTokens
 from groupwise.core.metrics import Mean
 from groupwise.policy.layouts import HeadSettings
 from groupwise.policy.logprob_mismatch import LogprobMismatchCheck, LogprobMismatchSettings
+from groupwise.records.sampling_mask import SamplingMask
 
 ROWS, PROMPT, COMPLETION = 4, 5, 12
 FRESH = [True] * ROWS
@@ -170,13 +170,13 @@ def test_truncated_log_probs_are_compared_with_truncated_ones():
         with torch.no_grad():
             logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
         taken = logits.gather(1, completion[:, None])
-        kept.append(KeptTokens.from_lists([(part.nonzero()[:, 0]).tolist() for part in logits >= taken]))
+        kept.append(SamplingMask.from_lists([(part.nonzero()[:, 0]).tolist() for part in logits >= taken]))
     sampled = replace(rows, sampler_logps_BT=truncated(model, rows))
-    known = replace(sampled, kept_tokens=tuple(kept))
+    known = replace(sampled, sampling_mask=tuple(kept))
     gap = make_check("error").check(model, known, FRESH)["sampling/logprob_mismatch"].value()
     assert gap < 1e-4
     with pytest.raises(BackendError):
-        make_check("error").check(model, replace(known, kept_tokens=(*kept[1:], None)), FRESH)
+        make_check("error").check(model, replace(known, sampling_mask=(*kept[1:], None)), FRESH)
 
 
 def test_without_the_kept_tokens_only_differences_that_truncation_cannot_explain_count():

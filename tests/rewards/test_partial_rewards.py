@@ -12,10 +12,11 @@ import pytest
 
 from groupwise.errors import RewardError
 from groupwise.records import Completion, RolloutBatch
-from groupwise.rewards import get_cosine_scaled_reward, isolated, per_sample_reward, think_format_reward
+from groupwise.rewards import get_cosine_scaled_reward, per_sample_reward, think_format_reward
 from groupwise.rewards.runtime.calling import call_rewards
 from groupwise.rewards.runtime.marking import is_per_sample_reward
 from groupwise.rewards.runtime.partial import with_partial_results
+from groupwise.sandbox import isolated
 
 LONG = 60.0  # seconds after which a wait is given up; no test takes them
 

@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig
 
-from groupwise.generation.weight_iterator import PolicyWeights
+from groupwise.policy.weight_iterator import PolicyWeights
 from support import runs
 
 ENGINE = {"kv_cache_memory_bytes": 2**24, "max_num_seqs": 32}

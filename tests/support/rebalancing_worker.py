@@ -23,11 +23,11 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from groupwise.core.images import ImageInputs
 from groupwise.core.padding import length_mask
 from groupwise.data.rebalancing import MicroBatchBudget, WindowRows
 from groupwise.mixins import BatchingMixin
 from groupwise.records import MicroBatch
+from groupwise.records.images import ImageInputs
 
 ROWS, MICRO_BATCH, PROMPT, LONGEST = 16, 4, 8, 64
 PIXELS = 2**18  # float32: 1 MiB per image

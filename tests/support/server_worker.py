@@ -8,7 +8,7 @@ from groupwise import GRPOConfig
 from groupwise.errors import BackendError
 from groupwise.generation.vllm.http import HttpClient
 from groupwise.generation.vllm.server import VLLMServerBackend
-from groupwise.generation.weight_iterator import PolicyWeights
+from groupwise.policy.weight_iterator import PolicyWeights
 from support.fake_vllm import GENERATE, FakeVLLM
 from support.runs import policy
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from groupwise.errors import BackendError
-from groupwise.generation.weight_iterator import PolicyWeights, gatherable, weight_iterator
+from groupwise.policy.weight_iterator import PolicyWeights, gatherable, weight_iterator
 from support.runs import policy
 
 

@@ -18,8 +18,8 @@ import deepspeed
 import torch
 from safetensors.torch import load_file
 
-from groupwise.generation import weight_iterator as streams
-from groupwise.generation.weight_iterator import buckets, weight_iterator
+from groupwise.policy import weight_iterator as streams
+from groupwise.policy.weight_iterator import buckets, weight_iterator
 from support.engine_runs import engine_greedy, greedy, policy, sync, trainer
 from support.sharded_worker import lora
 

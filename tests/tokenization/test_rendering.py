@@ -13,9 +13,9 @@ from support.scripted import CHAT, byte_tokenizer
 from support.tool_chats import LOOK
 
 from groupwise.agents import Renderer
-from groupwise.agents.parsing import TurnParser
 from groupwise.errors import ConfigError
 from groupwise.tokenization.templates import TEMPLATE_FAMILIES
+from groupwise.tokenization.tool_calls import TurnParser
 
 trl = pytest.importorskip("trl")
 FOLDER = Path(trl.__file__).parent / "chat_templates"

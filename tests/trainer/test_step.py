@@ -126,7 +126,7 @@ def test_generation_kwargs_that_generate_would_ignore_are_refused(tmp_path, cont
 
 
 def test_sampler_settings_that_log_probs_do_not_have_are_reported(tmp_path, caplog):
-    trainer(tmp_path, top_k=5, generation_kwargs={"suppress_tokens": [5]})  # recorded with the kept tokens
+    trainer(tmp_path, top_k=5, generation_kwargs={"suppress_tokens": [5]})  # recorded with the sampling mask
     assert "biases the importance ratio" not in caplog.text
     kwargs = {"suppress_tokens": [5], "num_beams": 2, "min_length": 0}
     trainer(tmp_path, repetition_penalty=1.2, generation_kwargs=kwargs)

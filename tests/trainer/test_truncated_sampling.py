@@ -10,10 +10,10 @@ from support.runs import experience, policy, prompts, trainer, weighed
 
 from groupwise import Completion, register_objective, trl_hooks
 from groupwise.agents.trajectory import Trajectory
-from groupwise.core.kept_tokens import KeptTokens
 from groupwise.core.objectives import OBJECTIVES, policy_loss
 from groupwise.core.surrogates import clipped
-from groupwise.generation.truncation import KeptTokensRecorder
+from groupwise.generation.truncation import SamplingMaskRecorder
+from groupwise.records.sampling_mask import SamplingMask
 
 ROWS = [{"prompt": "w1 w2", "row": 0}] * 4 + [{"prompt": "w5", "row": 1}] * 4
 TRUNCATION = {"top_p": 0.85, "min_p": 0.02, "temperature": 0.8}
@@ -32,13 +32,13 @@ def lists(kept):
 def sampled_logps(monkeypatch):
     """Log-probs that the sampler drew from, by step: (completions, (R, V)) in the order of sampling."""
     steps = []
-    record = KeptTokensRecorder.record
+    record = SamplingMaskRecorder.record
 
     def remember(self, scores_RV, rows_R):
         steps.append((rows_R.tolist(), scores_RV.log_softmax(-1)))
         record(self, scores_RV, rows_R)
 
-    monkeypatch.setattr(KeptTokensRecorder, "record", remember)
+    monkeypatch.setattr(SamplingMaskRecorder, "record", remember)
     return steps
 
 
@@ -59,7 +59,7 @@ def test_log_probs_are_those_of_the_sampler(tmp_path, sampled_logps, layout, hea
                     assert math.exp(trainers[row, step].item() - sampler) == pytest.approx(1.0, abs=1e-6)
                 compared += 1
     assert compared == batch.completion_mask_BT.sum() > 16
-    sizes = {len(ids) for row in batch.kept_tokens for ids in lists(row)}
+    sizes = {len(ids) for row in batch.sampling_mask for ids in lists(row)}
     assert len(sizes) > 3 and max(sizes) < 32
 
 
@@ -93,7 +93,7 @@ def masked_outputs(model, batch, temperature):
         completion = batch.completion_ids_BT[row][batch.completion_mask_BT[row].bool()]
         logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1] / temperature
         mask = torch.zeros_like(logits, dtype=torch.bool)
-        for place, ids in enumerate(lists(batch.kept_tokens[row])):
+        for place, ids in enumerate(lists(batch.sampling_mask[row])):
             mask[place, ids] = True
         all_logps = logits.masked_fill(~mask, -torch.inf).log_softmax(-1)
         entropy = -(all_logps.exp() * all_logps.masked_fill(~mask, 0.0)).sum(-1)
@@ -154,7 +154,7 @@ def test_a_resumed_run_repeats_the_run(tmp_path):
     resumed = trainer(tmp_path / "resumed", model=sharp(), **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
     entries = torch.load(next((tmp_path / "whole" / "checkpoint-1").glob("groupwise*")), weights_only=True)
-    assert "kept_tokens" in str(entries)[:1_000_000]
+    assert "sampling_mask" in str(entries)[:1_000_000]
     for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -180,19 +180,19 @@ def test_leftover_groups_keep_their_kept_tokens_over_a_checkpoint(tmp_path):
 
 def test_turns_of_an_agent_keep_their_kept_tokens():
     trajectory = Trajectory([7], max_new_tokens=20)
-    trajectory.append_sampled(Completion([3, 4], kept_tokens=KeptTokens.from_lists([[3, 5], [4]])))
+    trajectory.append_sampled(Completion([3, 4], sampling_mask=SamplingMask.from_lists([[3, 5], [4]])))
     assert trajectory.append_observed([8, 9])
-    trajectory.append_sampled(Completion([6], kept_tokens=KeptTokens.from_lists([[6, 7, 8]])))
+    trajectory.append_sampled(Completion([6], sampling_mask=SamplingMask.from_lists([[6, 7, 8]])))
     completion = trajectory.completion()
-    assert lists(completion.kept_tokens) == [[3, 5], [4], [], [], [6, 7, 8]]
+    assert lists(completion.sampling_mask) == [[3, 5], [4], [], [], [6, 7, 8]]
     assert trajectory.continue_from([7, 3, 1])  # the history after the first token was rewritten
-    assert lists(trajectory.completion().kept_tokens) == [[3, 5], []]
+    assert lists(trajectory.completion().sampling_mask) == [[3, 5], []]
     limited = Trajectory([7], max_new_tokens=1)
-    limited.append_sampled(Completion([3, 4], kept_tokens=KeptTokens.from_lists([[3, 5], [4]])))
-    assert lists(limited.completion().kept_tokens) == [[3, 5]]
+    limited.append_sampled(Completion([3, 4], sampling_mask=SamplingMask.from_lists([[3, 5], [4]])))
+    assert lists(limited.completion().sampling_mask) == [[3, 5]]
     plain = Trajectory([7], max_new_tokens=9)
     plain.append_sampled(Completion([3, 4]))
-    assert plain.completion().kept_tokens is None
+    assert plain.completion().sampling_mask is None
 
 
 def test_evaluation_with_settings_of_its_own(tmp_path):
@@ -204,7 +204,7 @@ def test_evaluation_with_settings_of_its_own(tmp_path):
     metrics = run.evaluate()
     assert metrics["eval_entropy"] == pytest.approx(0.0, abs=1e-6)
     batch = run.collate(run.generate_rollouts(run.make_request(ROWS)))
-    assert batch.kept_tokens is None  # training has no truncation
+    assert batch.sampling_mask is None  # training has no truncation
 
 
 def fixed_rollouts(given_prompts, run):
@@ -219,7 +219,7 @@ def fixed_rollouts(given_prompts, run):
 def test_without_the_kept_tokens_the_bias_is_named_and_logged(tmp_path, caplog):
     run = trainer(tmp_path, rollout_func=fixed_rollouts, top_p=0.9, logprob_mismatch_check="off")
     assert "top_p=0.9: completions are sampled from a truncated distribution" in caplog.text
-    assert "because a rollout_func returns completions without the kept tokens" in caplog.text
+    assert "because a rollout_func returns completions without the sampling mask" in caplog.text
     run.train()
     log = run.state.log_history[0]
     # Probabilities of the trainer are about 1/32, those of the sampler e^-0.5 and e^-0.25.
@@ -230,7 +230,7 @@ def test_trl_hooks_train_on_the_full_distribution_and_say_so(tmp_path, caplog):
     run = trainer(
         tmp_path, kind=trl_hooks.GRPOTrainer, model=sharp(), num_iterations=2, beta=0.1, **TRUNCATION
     )
-    assert "because TRL's hooks pass completions without the kept tokens" in caplog.text
+    assert "because TRL's hooks pass completions without the sampling mask" in caplog.text
     run.train()
     assert run.state.log_history[0]["kl"] == pytest.approx(0.0, abs=1e-6)  # all of the same distribution
     assert run.state.log_history[0]["clip_ratio/region_mean"] == 0

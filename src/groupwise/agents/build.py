@@ -15,7 +15,6 @@ from groupwise.agents.environment_driven import EnvironmentDrivenRollouts, Rollo
 from groupwise.agents.environments import EnvironmentFactory, EnvironmentPool
 from groupwise.agents.executor import ToolExecutor
 from groupwise.agents.multi_turn import MultiTurnRollouts, MultiTurnSettings
-from groupwise.agents.parsing import TurnParser
 from groupwise.agents.tools import Tool, ToolSet, make_tool
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.data.prompt_checks import context_length
@@ -25,6 +24,7 @@ from groupwise.records import RolloutFunction
 from groupwise.tokenization.images import is_processor
 from groupwise.tokenization.prompts import ProcessingClass, Prompt, with_text_content
 from groupwise.tokenization.rendering import Renderer
+from groupwise.tokenization.tool_calls import TurnParser
 
 logger = logging.getLogger(__name__)
 

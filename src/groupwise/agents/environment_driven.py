@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 
 from groupwise.agents.executor import ToolExecutor, as_exception
 from groupwise.agents.multi_turn import MIN_WAIT, MultiTurnSettings, sample_turns, start_trajectory
-from groupwise.agents.parsing import ToolSchema, TurnParser
 from groupwise.agents.retries import RolloutRetries, dropped_completion
 from groupwise.agents.trajectory import Trajectory
 from groupwise.core.metrics import Mean, Metrics
@@ -22,6 +21,7 @@ from groupwise.generation.base import GenerationBackend
 from groupwise.records import RolloutBatch, copied
 from groupwise.tokenization.prompts import Message, replace_surrogates
 from groupwise.tokenization.rendering import PrefixMismatchError, Renderer
+from groupwise.tokenization.tool_calls import ToolSchema, TurnParser
 
 
 class MaxLengthReachedError(Exception):

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, Protocol, cast
 
 from groupwise.agents.executor import ToolExecutor
-from groupwise.agents.parsing import ToolSchema
 from groupwise.agents.tools import Content, Tool, ToolSet, make_tool, may_open_images
 from groupwise.errors import AgentError, ConfigError, RewardError, boundary
 from groupwise.records import copied
@@ -22,6 +21,7 @@ from groupwise.tokenization.prompts import (
     is_content_blocks,
     is_conversational,
 )
+from groupwise.tokenization.tool_calls import ToolSchema
 
 _NOT_TOOLS = ("reset", "get_reward")
 

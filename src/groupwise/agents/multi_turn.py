@@ -14,15 +14,14 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from groupwise.agents.environments import Environment, EnvironmentPool, Slot, add_observation, empty_prompt
 from groupwise.agents.executor import ToolExecutor
-from groupwise.agents.parsing import ToolCall, TurnParser
 from groupwise.agents.retries import RolloutRetries, dropped_completion
 from groupwise.agents.tools import Tool, ToolResult, ToolSet, failed_result, start_tool_calls, tool_result
 from groupwise.agents.trajectory import Trajectory
-from groupwise.core.images import ImageInputs
 from groupwise.core.metrics import Mean, Metrics
 from groupwise.errors import AgentError, ConfigError
 from groupwise.generation.base import GenerationBackend, check_images
 from groupwise.records import RolloutBatch, SamplingOptions
+from groupwise.records.images import ImageInputs
 from groupwise.tokenization.images import check_no_images, insert_images, process_prompt
 from groupwise.tokenization.prompts import (
     Message,
@@ -36,6 +35,7 @@ from groupwise.tokenization.prompts import (
     with_text_content,
 )
 from groupwise.tokenization.rendering import PrefixMismatchError, Renderer
+from groupwise.tokenization.tool_calls import ToolCall, TurnParser
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 from transformers.utils import get_json_schema
 
 from groupwise.agents.executor import Invocation, ToolExecutor
-from groupwise.agents.parsing import ToolCall, ToolSchema
 from groupwise.errors import AgentError, ConfigError, is_interrupt, warn_once
 from groupwise.tokenization.images import is_image_object, open_result_images
 from groupwise.tokenization.prompts import is_content_blocks, replace_surrogates
+from groupwise.tokenization.tool_calls import ToolCall, ToolSchema
 
 logger = logging.getLogger(__name__)
 

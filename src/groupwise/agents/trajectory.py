@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from groupwise.core.kept_tokens import KeptTokens
 from groupwise.records import Completion
+from groupwise.records.sampling_mask import SamplingMask
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Trajectory:
         loss_mask: 1 for sampled tokens, 0 for others.
         logps: sampler log-probs; NaN for tokens that were not sampled or have none.
         versions: optimizer step of the weights that sampled each token; other tokens repeat the one before.
-        kept_tokens: token sets that truncated sampling kept; the whole vocabulary for tokens without a set.
+        sampling_mask: token sets that truncated sampling kept; the whole vocabulary for tokens without a set.
         truncated: a limit ended the rollout.
         num_forks: number of times that the history was rewritten.
     """
@@ -38,12 +38,12 @@ class Trajectory:
     loss_mask: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    kept_tokens: list[KeptTokens] = field(default_factory=list)  # parts of the completion, in order
+    sampling_mask: list[SamplingMask] = field(default_factory=list)  # parts of the completion, in order
     truncated: bool = False
     num_forks: int = 0
     has_logps: bool = False
     has_versions: bool = False
-    has_kept_tokens: bool = False
+    has_sampling_mask: bool = False
 
     @property
     def context_ids(self) -> list[int]:
@@ -67,10 +67,10 @@ class Trajectory:
         self.logps += (completion.logps or [math.nan] * len(tokens))[: len(tokens)]
         self.has_versions |= completion.versions is not None
         self.versions += (completion.versions or [0] * len(tokens))[: len(tokens)]
-        kept = completion.kept_tokens
-        self.has_kept_tokens |= kept is not None
-        self.kept_tokens.append(
-            KeptTokens.whole_vocabulary(len(tokens)) if kept is None else kept.first(len(tokens))
+        kept = completion.sampling_mask
+        self.has_sampling_mask |= kept is not None
+        self.sampling_mask.append(
+            SamplingMask.whole_vocabulary(len(tokens)) if kept is None else kept.first(len(tokens))
         )
         self.truncated = completion.truncated or len(tokens) < len(completion.token_ids)
 
@@ -88,7 +88,7 @@ class Trajectory:
         self.loss_mask += [0] * len(tokens)
         self.logps += [math.nan] * len(tokens)
         self.versions += self.versions[-1:] * len(tokens) or [0] * len(tokens)
-        self.kept_tokens.append(KeptTokens.whole_vocabulary(len(tokens)))
+        self.sampling_mask.append(SamplingMask.whole_vocabulary(len(tokens)))
         return True
 
     def continue_from(self, context_ids: Sequence[int]) -> bool:
@@ -118,8 +118,8 @@ class Trajectory:
             kept = common - len(self.prompt_ids)
             for values in (self.token_ids, self.loss_mask, self.logps, self.versions):
                 del values[kept:]
-            if self.kept_tokens:
-                self.kept_tokens = [KeptTokens.concatenate(self.kept_tokens).first(kept)]
+            if self.sampling_mask:
+                self.sampling_mask = [SamplingMask.concatenate(self.sampling_mask).first(kept)]
         return self.append_observed(context_ids[common:])
 
     def completion(self) -> Completion:
@@ -130,5 +130,5 @@ class Trajectory:
             loss_mask=self.loss_mask,
             truncated=self.truncated,
             versions=self.versions if self.has_versions else None,
-            kept_tokens=KeptTokens.concatenate(self.kept_tokens) if self.has_kept_tokens else None,
+            sampling_mask=SamplingMask.concatenate(self.sampling_mask) if self.has_sampling_mask else None,
         )

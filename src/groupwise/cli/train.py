@@ -17,9 +17,9 @@ from groupwise.cli.sources import (
     resolve_rewards,
 )
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.config.iterative import IterativeConfig
 from groupwise.errors import ConfigError, boundary, nearest_name
-from groupwise.iterative import IterativeGRPO
+from groupwise.recipes.iterative import IterativeGRPO
+from groupwise.recipes.iterative_config import IterativeConfig
 from groupwise.trainer import GRPOTrainer
 
 

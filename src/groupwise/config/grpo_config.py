@@ -134,7 +134,7 @@ class GRPOConfig(TrainingArguments):
         changes="generation")] = 1.0
     top_p: Annotated[float, Setting(
         "Nucleus sampling: keep the smallest set of tokens with this total probability. 1: off. Log-probs "
-        "are those of the truncated distribution where the sampler reports the kept tokens.",
+        "are those of the truncated distribution where the sampler reports the sampling mask.",
         gt=0, le=1, example=1.5, card="if_changed", changes="generation")] = 1.0
     top_k: Annotated[int | None, Setting(
         "Keep this many of the most probable tokens. None, 0 or -1: off. Truncates like top_p.",

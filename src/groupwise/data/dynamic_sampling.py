@@ -20,11 +20,11 @@ from accelerate.utils import gather_object
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.advantages import AGGREGATIONS, GroupRewards, total_rewards
-from groupwise.core.images import ImageInputs
-from groupwise.core.kept_tokens import KeptTokens
 from groupwise.core.metrics import Mean, Metrics
 from groupwise.data.build import prompts_per_batch
 from groupwise.records import Completion, RewardBatch, RolloutBatch, Row
+from groupwise.records.images import ImageInputs
+from groupwise.records.sampling_mask import SamplingMask
 
 logger = logging.getLogger(__name__)
 
@@ -354,7 +354,7 @@ def _to_batches(
 
 
 def _is_plain(value: object) -> bool:
-    if isinstance(value, KeptTokens):
+    if isinstance(value, SamplingMask):
         return True
     if isinstance(value, Completion):
         value = vars(value)

@@ -3,49 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.core.images import ImageInputs
 from groupwise.errors import ConfigError
+from groupwise.policy.weight_iterator import WeightSource
 from groupwise.records import Completion, SamplingOptions
+from groupwise.records.images import ImageInputs
 from groupwise.registry import Registry
 from groupwise.tokenization.prompts import ProcessingClass
 
 #: Settings of the run: no field of ``SamplingOptions`` is set.
 RUN_SETTINGS = SamplingOptions()
-
-
-@dataclass(frozen=True)
-class LoRAWeights:
-    """A LoRA adapter as PEFT saves it.
-
-    Attributes:
-        tensors: whole tensors by their name in ``adapter_model.safetensors``.
-        config: contents of ``adapter_config.json``.
-    """
-
-    tensors: Mapping[str, torch.Tensor]
-    config: Mapping[str, Any]
-
-
-class WeightSource(Protocol):
-    """Weights of the policy. Both methods may be called any number of times while the weights do not change.
-
-    They gather sharded parameters, which is a collective: if one rank reads a source, all ranks must, and to
-    the end.
-    """
-
-    def full(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Iterate over (checkpoint name, whole tensor); adapters are merged."""
-
-    def adapter(self) -> LoRAWeights:
-        """Return the active LoRA adapter alone."""
 
 
 class GenerationBackend(ABC):
@@ -82,8 +55,8 @@ class GenerationBackend(ABC):
             BackendError: generation failed; a ``ConnectionError`` too if a server is unavailable.
         """
 
-    def reports_kept_tokens(self, generation_kwargs: Mapping[str, Any]) -> bool:
-        """Return True if completions have ``kept_tokens`` with top_p, top_k or min_p.
+    def reports_sampling_mask(self, generation_kwargs: Mapping[str, Any]) -> bool:
+        """Return True if completions have ``sampling_mask`` with top_p, top_k or min_p.
 
         Otherwise the trainer's log-probs are of the full distribution, which biases the importance ratio.
 

@@ -67,7 +67,7 @@ def unreported_truncation(
     generation_kwargs: Mapping[str, Any],
     lost_because: str = "",
 ) -> str:
-    """Return a warning if completions are truncated samples without a record of the kept tokens, else "".
+    """Return a warning if completions are truncated samples without a sampling mask, else "".
 
     The trainer's log-probs are then those of the full distribution.
 
@@ -78,9 +78,9 @@ def unreported_truncation(
     used = truncating(config)
     if not used:
         return ""
-    if not lost_because and backend.reports_kept_tokens(generation_kwargs):
+    if not lost_because and backend.reports_sampling_mask(generation_kwargs):
         return ""
-    reason = lost_because or f"{type(backend).__name__} does not report the kept tokens"
+    reason = lost_because or f"{type(backend).__name__} does not report the sampling mask"
     return (
         f"{used}: completions are sampled from a truncated distribution, but log-probs are those of the full "
         f"one, which biases the importance ratio, because {reason}. The metric sampling/truncated_mass shows "

@@ -14,9 +14,10 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import BackendError, ConfigError, nearest_name
 from groupwise.generation import transformers_backend
 from groupwise.generation.base import RUN_SETTINGS, BackendEntry, ProcessingClass, json_dict, text_tokenizer
-from groupwise.generation.decoding import CausalLM, requires_lockstep_forwards
+from groupwise.generation.decoding import requires_lockstep_forwards
 from groupwise.generation.transformers_backend import TransformersBackend, generation_config
 from groupwise.policy.attention import without_attention_hook
+from groupwise.policy.introspection import CausalLM
 from groupwise.policy.layouts.forward import evaluation_mode
 from groupwise.policy.layouts.packed_forward import has_prompt_learning
 from groupwise.records import Completion, SamplingOptions
@@ -47,7 +48,7 @@ class ContinuousBatchingBackend(TransformersBackend):
         super().__init__(model, generation_config)
         self.batching = batching
 
-    def reports_kept_tokens(self, generation_kwargs: Mapping[str, Any]) -> bool:
+    def reports_sampling_mask(self, generation_kwargs: Mapping[str, Any]) -> bool:
         """Return False: the scheduler applies logits processors to rows of several requests."""
         return False
 

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -40,14 +40,12 @@ from groupwise.compat.transformers import (
 from groupwise.cpu.multinomial import multinomial
 from groupwise.errors import warn_once
 from groupwise.generation.growing_cache import continue_rows
-from groupwise.policy.attention import install_attention_hook, without_adapter
+from groupwise.policy.attention import install_attention_hook
+from groupwise.policy.introspection import CausalLM, without_adapter
 from groupwise.policy.layouts.forward import is_text_only
 from groupwise.policy.layouts.packed_forward import has_prompt_learning
 
 logger = logging.getLogger(__name__)
-
-#: Causal language model, plain or PEFT; transformers has no type for it.
-CausalLM: TypeAlias = Any
 
 #: Generation settings that act on each row independently, through a logits processor or a stopping criterion.
 ROW_SETTINGS = frozenset(

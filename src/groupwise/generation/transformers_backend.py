@@ -17,8 +17,6 @@ from groupwise.compat.deepspeed import gathered
 from groupwise.compat.transformers import is_zero3_enabled
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import SAMPLING_FIELDS, truncating
-from groupwise.core.images import ImageInputs, join_images
-from groupwise.core.kept_tokens import KeptTokens
 from groupwise.core.padding import length_mask, pad_sequences
 from groupwise.cpu import cpu_generation, stock_linears
 from groupwise.errors import BackendError, ConfigError, nearest_name
@@ -31,7 +29,6 @@ from groupwise.generation.base import (
     text_tokenizer,
 )
 from groupwise.generation.decoding import (
-    CausalLM,
     ForeignProcessorError,
     can_decode_groups,
     decode_groups,
@@ -40,10 +37,12 @@ from groupwise.generation.decoding import (
     requires_lockstep_forwards,
 )
 from groupwise.generation.truncation import TRUNCATING, can_record, make_recorder, sample_and_record
-from groupwise.policy.attention import without_adapter
+from groupwise.policy.introspection import CausalLM, without_adapter
 from groupwise.policy.layouts.forward import evaluation_mode
 from groupwise.policy.layouts.packed_forward import has_prompt_learning
 from groupwise.records import Completion, SamplingOptions
+from groupwise.records.images import ImageInputs, join_images
+from groupwise.records.sampling_mask import SamplingMask
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +105,7 @@ class TransformersBackend(GenerationBackend):
     def requires_all_ranks(self) -> bool:
         return requires_lockstep_forwards(self.model())
 
-    def reports_kept_tokens(self, generation_kwargs: Mapping[str, Any]) -> bool:
+    def reports_sampling_mask(self, generation_kwargs: Mapping[str, Any]) -> bool:
         """Return True unless the model has a decoding loop of its own."""
         return can_record(self.model())
 
@@ -195,8 +194,8 @@ class TransformersBackend(GenerationBackend):
         limits = sampling.max_tokens or [config.max_new_tokens] * len(prompts)
         kept = [None] * len(prompts) if recorder is None else recorder.completions(len(prompts))
         return [
-            self._completion(tokens[:limit], kept_tokens)
-            for tokens, limit, kept_tokens in zip(new_tokens, limits, kept, strict=True)
+            self._completion(tokens[:limit], sampling_mask)
+            for tokens, limit, sampling_mask in zip(new_tokens, limits, kept, strict=True)
         ]
 
     def _config_for(self, sampling: SamplingOptions) -> GenerationConfig:
@@ -211,11 +210,11 @@ class TransformersBackend(GenerationBackend):
             config.update(do_sample=False, temperature=1.0)
         return config
 
-    def _completion(self, tokens: list[int], kept: KeptTokens | None = None) -> Completion:
+    def _completion(self, tokens: list[int], kept: SamplingMask | None = None) -> Completion:
         end = next((place + 1 for place, token in enumerate(tokens) if token in self.end_tokens), None)
         tokens = tokens[:end]
         kept = None if kept is None else kept.first(len(tokens))
-        return Completion(tokens, truncated=end is None, kept_tokens=kept)
+        return Completion(tokens, truncated=end is None, sampling_mask=kept)
 
 
 @contextmanager

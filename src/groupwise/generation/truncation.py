@@ -1,6 +1,6 @@
 """Record of the tokens that truncated sampling keeps in the decoding loops of transformers.
 
-Axes: R rows (completions being decoded), V vocabulary, E kept tokens of all rows in one step.
+Axes: R rows (completions being decoded), V vocabulary, E tokens kept at all rows in one step.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from groupwise.compat.transformers import has_stock_sampling_loop, sampling_loop
 from groupwise.config.sampling import TRUNCATING
-from groupwise.core.kept_tokens import KeptTokens
-from groupwise.generation.decoding import CausalLM
-from groupwise.policy.attention import without_adapter
+from groupwise.policy.introspection import CausalLM, without_adapter
+from groupwise.records.sampling_mask import SamplingMask
 
 
-def make_recorder(model: CausalLM, config: GenerationConfig) -> KeptTokensRecorder | None:
+def make_recorder(model: CausalLM, config: GenerationConfig) -> SamplingMaskRecorder | None:
     """Return a recorder if ``config`` truncates the sampling distribution of ``model.generate``.
 
     Returns:
@@ -31,7 +30,7 @@ def make_recorder(model: CausalLM, config: GenerationConfig) -> KeptTokensRecord
 
     truncates = any(setting(name) not in (None, neutral) for name, neutral in TRUNCATING.items())
     samples = setting("do_sample") and setting("num_beams") in (None, 1)
-    return KeptTokensRecorder() if truncates and samples and can_record(model) else None
+    return SamplingMaskRecorder() if truncates and samples and can_record(model) else None
 
 
 def can_record(model: CausalLM) -> bool:
@@ -39,13 +38,13 @@ def can_record(model: CausalLM) -> bool:
     return has_stock_sampling_loop(without_adapter(model))
 
 
-class KeptTokensRecorder(LogitsProcessor):
+class SamplingMaskRecorder(LogitsProcessor):
     """Record of the tokens with a finite score, by row and step. As the last logits processor, it sees the
     distribution that is sampled from.
     """
 
     def __init__(self) -> None:
-        self._steps: list[tuple[torch.Tensor, torch.Tensor]] = []  # rows and ids of kept tokens, (E,) each
+        self._steps: list[tuple[torch.Tensor, torch.Tensor]] = []  # rows and ids of tokens kept, (E,) each
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.record(scores, torch.arange(len(scores), device=scores.device))
@@ -63,15 +62,15 @@ class KeptTokensRecorder(LogitsProcessor):
         place_E, id_E = kept_RV.nonzero(as_tuple=True)
         self._steps.append((rows_R[place_E].cpu(), id_E.int().cpu()))
 
-    def completions(self, num_rows: int) -> list[KeptTokens]:
-        """Return the kept tokens of every completion, one position per recorded step."""
+    def completions(self, num_rows: int) -> list[SamplingMask]:
+        """Return the sampling mask of every completion, one position per recorded step."""
         if not self._steps:
-            return [KeptTokens.whole_vocabulary(0)] * num_rows
+            return [SamplingMask.whole_vocabulary(0)] * num_rows
         counts_TR = torch.stack([torch.bincount(row_E, minlength=num_rows) for row_E, _ in self._steps])
         row_E, id_E = (torch.cat(parts) for parts in zip(*self._steps, strict=True))
         ids = id_E[row_E.sort(stable=True).indices].split(counts_TR.sum(0).tolist())
         return [
-            KeptTokens(ids_of_row.clone(), counts_T.int())
+            SamplingMask(ids_of_row.clone(), counts_T.int())
             for ids_of_row, counts_T in zip(ids, counts_TR.T, strict=True)
         ]
 
@@ -83,7 +82,7 @@ def sample_and_record(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     *,
-    recorder: KeptTokensRecorder,
+    recorder: SamplingMaskRecorder,
     synced_gpus: bool,
     **model_kwargs: Any,
 ) -> torch.Tensor:

@@ -77,9 +77,9 @@ class LogprobMixin:
             return pad_sequences(rows, math.nan, dtype=torch.float32, **pad)
 
         sampler_logps = [completion.logps for completion in completions]
-        kept_tokens = tuple(completion.kept_tokens for completion in completions)
+        sampling_mask = tuple(completion.sampling_mask for completion in completions)
         if self.settings.use_liger_kernel:  # its log-probs are of the full distribution, so all must be
-            kept_tokens = (None,) * len(completions)
+            sampling_mask = (None,) * len(completions)
         return TokenBatch(
             prompt_ids_BL=prompt_ids_BL,
             prompt_mask_BL=length_mask(prompt_lengths, prompt_ids_BL.shape[1], left=True, device=device),
@@ -94,7 +94,7 @@ class LogprobMixin:
             if all(logps is None for logps in sampler_logps)
             else padded_logps(sampler_logps),
             images=None if rollouts.images is None else tuple(rollouts.images),
-            kept_tokens=None if all(row is None for row in kept_tokens) else kept_tokens,
+            sampling_mask=None if all(row is None for row in sampling_mask) else sampling_mask,
         )
 
     def _loss_mask(self, completion: Completion) -> list[int]:
@@ -113,7 +113,7 @@ class LogprobMixin:
     ) -> LogprobOutput:
         """Compute token log-probs under ``model`` at the sampling temperature. Returns (B, T) float32.
 
-        With ``batch.kept_tokens``, log-probs and entropy are those of the truncated distribution.
+        With ``batch.sampling_mask``, log-probs and entropy are those of the truncated distribution.
         """
         with_aux_loss = self.aux_loss_enabled and model.training
         return self.logprob_computer(model, batch, with_entropy=with_entropy, with_aux_loss=with_aux_loss)

@@ -152,7 +152,7 @@ def objective_settings(
 
     Args:
         corrects_for_sampler: the loss has the importance-sampling correction.
-        truncation_unknown: the sampler truncates its distribution and does not report the kept tokens.
+        truncation_unknown: the sampler truncates its distribution and does not report the sampling mask.
     """
     built_in = SurrogateSettings(
         epsilon_low=args.epsilon,

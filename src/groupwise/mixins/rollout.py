@@ -10,14 +10,13 @@ from typing import Any
 from transformers import TrainerState
 
 from groupwise.agents import EnvironmentDrivenRollouts, MultiTurnRollouts
-from groupwise.agents.parsing import TurnParser
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.core.images import ImageInputs
 from groupwise.errors import ConfigError
 from groupwise.generation.base import GenerationBackend, check_images, text_tokenizer
 from groupwise.generation.rollout_func import call_rollout_function
 from groupwise.random_state import RandomState
 from groupwise.records import Completion, RolloutBatch, RolloutFunction, RolloutRequest, Row, SamplingOptions
+from groupwise.records.images import ImageInputs
 from groupwise.tokenization.images import (
     check_no_images,
     check_prompt_ids,
@@ -33,6 +32,7 @@ from groupwise.tokenization.prompts import (
     prompts_equal,
     tokenize_prompt,
 )
+from groupwise.tokenization.tool_calls import TurnParser
 
 #: Receives the positions of finished rows in the request and their completions.
 OnFinished = Callable[[Sequence[int], list[Completion]], None]

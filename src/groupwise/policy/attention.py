@@ -12,18 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import cast
 
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import PreTrainedModel
 
 from groupwise.compat.transformers import (
     attention_implementation,
     sdpa_attention_forward,
     supports_attention_interface,
 )
+from groupwise.policy.introspection import without_adapter
 
 IMPLEMENTATION = "groupwise_sdpa"
 
@@ -72,11 +71,6 @@ def without_attention_hook(model: nn.Module) -> Iterator[None]:
     finally:
         if has_hook:
             base.set_attn_implementation(IMPLEMENTATION)
-
-
-def without_adapter(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model below a PEFT adapter, or ``model`` itself."""
-    return cast(PreTrainedModel, getattr(model, "get_base_model", lambda: model)())
 
 
 def _register() -> None:

@@ -49,7 +49,7 @@ class LogprobMismatchCheck:
         reduce: sums a tensor over all ranks.
         mixed_precision: dtype of matrix products under autocast; None: that of the weights.
         truncation: the most by which the sampler's log-prob of a token exceeds the trainer's because the
-            sampler truncates its distribution without reporting the kept tokens; such differences do not
+            sampler truncates its distribution without reporting the sampling mask; such differences do not
             count.
     """
 

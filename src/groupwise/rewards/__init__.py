@@ -1,7 +1,4 @@
-"""Reward library. Optional packages (extra ``rewards``), and torch, are imported at the first use.
-
-Processes of :func:`isolated` rewards import this package and start faster without torch.
-"""
+"""Reward library. Optional packages (extra ``rewards``), and torch, are imported at the first use."""
 
 from __future__ import annotations
 
@@ -9,15 +6,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from groupwise.rewards.accuracy import accuracy_reward, get_cosine_scaled_reward, reasoning_accuracy_reward
-from groupwise.rewards.code import get_code_execution_reward
 from groupwise.rewards.reasoning_gym import (
     create_reasoning_gym,
     get_reasoning_gym_reward,
     reasoning_gym_dataset,
 )
-from groupwise.rewards.runtime.isolation import isolated
 from groupwise.rewards.runtime.marking import per_sample_reward
-from groupwise.rewards.runtime.sandbox import Sandbox, SandboxLimits, SandboxResult
 from groupwise.rewards.shaping import (
     get_repetition_penalty_reward,
     get_soft_overlong_punishment,
@@ -33,18 +27,13 @@ _MODULES = {"ProcessRewardModel": "process", "get_distillation_reward": "distill
 
 __all__ = [
     "ProcessRewardModel",
-    "Sandbox",
-    "SandboxLimits",
-    "SandboxResult",
     "accuracy_reward",
     "create_reasoning_gym",
-    "get_code_execution_reward",
     "get_cosine_scaled_reward",
     "get_distillation_reward",
     "get_reasoning_gym_reward",
     "get_repetition_penalty_reward",
     "get_soft_overlong_punishment",
-    "isolated",
     "per_sample_reward",
     "reasoning_accuracy_reward",
     "reasoning_gym_dataset",

@@ -11,8 +11,8 @@ import torch
 from numpy import ndarray
 from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
 
-from groupwise.core.images import ExpandedSpan, ImageInputs
 from groupwise.errors import ConfigError
+from groupwise.records.images import ExpandedSpan, ImageInputs
 from groupwise.tokenization.prompts import (
     Message,
     ProcessingClass,

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from groupwise.core.images import ImageInputs
+from groupwise.records.images import ImageInputs
 from groupwise.tokenization.images import process_text, processor_required, prompt_images
 from groupwise.tokenization.prompts import Message, content_blocks, tokenize_prompt
 from groupwise.tokenization.templates import select_turn_template, tool_call_message

@@ -98,8 +98,8 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
     refused_methods: Mapping[str, str] = REFUSED_METHODS
     refused_way_out = "Settings and records of groupwise.GRPOTrainer replace them"
     config_class = GRPOConfig
-    kept_tokens_lost_because = (
-        "TRL's hooks pass completions without the kept tokens (groupwise.GRPOTrainer records them)"
+    sampling_mask_lost_because = (
+        "TRL's hooks pass completions without the sampling mask (groupwise.GRPOTrainer records it)"
     )
     buffer_class = InputsBuffer  # type: ignore[assignment]
     metrics_class = ListMetricBuffer

@@ -17,9 +17,9 @@ import pytest
 import torch
 from test_heads import LOW, assert_close, outcome, outcome_of_truth, rows, truth, upstream
 
-from groupwise.core.kept_tokens import KeptTokens
 from groupwise.policy.heads import HeadWeights, chunked, chunked_head, dense_head
 from groupwise.policy.heads.tiles import LogitTransform, RowSlopes, RowStatistics, Tiles
+from groupwise.records.sampling_mask import SamplingMask
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
@@ -160,7 +160,7 @@ def test_truncated_distributions(transform):
     hidden, weight, bias, targets = rows(9, 131, 16, torch.float32)
     kept = [sorted({target, (5 * target) % 131, 130}) for target in targets.tolist()]
     kept[4] = []  # the whole vocabulary
-    options = {"kept": KeptTokens.from_lists(kept), "chunk_rows": 4, "chunk_columns": 50}
+    options = {"kept": SamplingMask.from_lists(kept), "chunk_rows": 4, "chunk_columns": 50}
     fused = outcome_on_device(chunked_head, hidden, weight, bias, targets, 0.9, transform, **options)
     doubles = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
     reference = HeadWeights(*doubles[1:], **transform)

@@ -13,10 +13,10 @@ from support.truncation import kept_by_top_p, logp_and_entropy, slopes
 from test_heads import TRANSFORMS, LargestTensor, rows, upstream
 
 from groupwise.core import variants  # noqa: F401  registers further objectives
-from groupwise.core.kept_tokens import KeptTokens
 from groupwise.core.objectives import OBJECTIVES, ObjectiveSettings, policy_loss
 from groupwise.core.surrogates import SurrogateSettings, cispo
 from groupwise.policy.heads import HEADS, HeadWeights, chunked_head, logps_from_logits
+from groupwise.records.sampling_mask import SamplingMask
 
 
 def logits_of(hidden, weight, bias, scale=1.0, softcap=None):
@@ -66,7 +66,7 @@ def test_values_and_gradients_are_those_of_the_scalar_loop(name, transform):
     kept = some_kept(logits, targets)
     assert len({len(ids) for ids in kept}) > 3
     chunks = {"chunk_rows": 3, "chunk_columns": 4} if name == "chunked" else {}
-    head, tokens = HeadWeights(weight, bias, **transform), KeptTokens.from_lists(kept)
+    head, tokens = HeadWeights(weight, bias, **transform), SamplingMask.from_lists(kept)
     outputs = HEADS[name](hidden, head, targets, 0.7, kept=tokens, **chunks)
     assert_equals_loops(outputs, logits, (hidden, weight, bias), targets, kept, 0.7)
 
@@ -76,7 +76,7 @@ def test_logits_with_leading_axes():
     logits = logits_of(hidden, weight, bias)
     kept = some_kept(logits, targets)
     logps, entropy = logps_from_logits(
-        logits.view(2, 3, -1), targets.view(2, 3), 0.7, kept=KeptTokens.from_lists(kept)
+        logits.view(2, 3, -1), targets.view(2, 3), 0.7, kept=SamplingMask.from_lists(kept)
     )
     outputs = logps.flatten(), entropy.flatten()
     assert_equals_loops(outputs, logits, (hidden, weight, bias), targets, kept, 0.7)
@@ -90,7 +90,7 @@ def test_tiles_without_any_kept_token_change_nothing(chunk_rows, chunk_columns, 
     kept = some_kept(logits, targets, top_p=top_p)
     chunks = {"chunk_rows": chunk_rows, "chunk_columns": chunk_columns}
     outputs = chunked_head(
-        hidden, HeadWeights(weight, bias), targets, 0.7, kept=KeptTokens.from_lists(kept), **chunks
+        hidden, HeadWeights(weight, bias), targets, 0.7, kept=SamplingMask.from_lists(kept), **chunks
     )
     assert_equals_loops(outputs, logits, (hidden, weight, bias), targets, kept, 0.7, tolerance=1e-11)
 
@@ -98,7 +98,7 @@ def test_tiles_without_any_kept_token_change_nothing(chunk_rows, chunk_columns, 
 @pytest.mark.parametrize("name", HEADS)
 def test_a_single_kept_token_has_probability_one_and_no_gradient(name):
     hidden, weight, bias, targets = rows(dtype=torch.float32, spread=30.0)
-    kept = KeptTokens.from_lists([[target] for target in targets.tolist()])
+    kept = SamplingMask.from_lists([[target] for target in targets.tolist()])
     logps, entropy = HEADS[name](hidden, HeadWeights(weight, bias, softcap=40.0), targets, 0.5, kept=kept)
     assert logps.tolist() == entropy.tolist() == [0.0] * len(targets)
     for gradient in torch.autograd.grad((logps + entropy).sum(), (hidden, weight, bias)):
@@ -107,7 +107,7 @@ def test_a_single_kept_token_has_probability_one_and_no_gradient(name):
 
 def test_kept_tokens_materialize_no_mask_larger_than_a_tile():
     hidden, weight, bias, targets = rows(64, 500, 8, torch.float32)
-    kept = KeptTokens.from_lists([[target, (target + 1) % 500] for target in targets.tolist()])
+    kept = SamplingMask.from_lists([[target, (target + 1) % 500] for target in targets.tolist()])
     with LargestTensor() as largest:
         logps, entropy = chunked_head(
             hidden, HeadWeights(weight, bias), targets, kept=kept, chunk_rows=16, chunk_columns=100
@@ -119,7 +119,7 @@ def test_kept_tokens_materialize_no_mask_larger_than_a_tile():
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("name", HEADS)
 def test_the_expected_update_is_the_gradient_of_the_expected_reward(name, objective):
-    """Sum over all kept tokens of p_trunc · (update of the token) = ∇ Σ p_trunc · A, in float64.
+    """Sum over the sampling mask of p_trunc · (update of the token) = ∇ Σ p_trunc · A, in float64.
 
     On-policy, -d loss / d logp is the advantage: for sapo 4 s (1 - s) with s = 1/2, for vespo φ(1) = 1. cispo
     multiplies it by its clip bound, which is below 1 by default.
@@ -131,7 +131,7 @@ def test_the_expected_update_is_the_gradient_of_the_expected_reward(name, object
     rewards = torch.randn(len(kept), generator=generator, dtype=torch.float64)
     hidden, targets = torch.ones(len(kept), 1, dtype=torch.float64), torch.tensor(kept)
     logps, _ = HEADS[name](
-        hidden, HeadWeights(weight), targets, 0.8, kept=KeptTokens.from_lists([kept] * len(kept))
+        hidden, HeadWeights(weight), targets, 0.8, kept=SamplingMask.from_lists([kept] * len(kept))
     )
     probabilities = logps.detach().exp()
     assert probabilities.sum().item() == pytest.approx(1.0, abs=1e-14)

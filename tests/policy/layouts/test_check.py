@@ -196,7 +196,7 @@ def compute_shared(model, rows):
 
 
 @cache
-def kept_tokens(path):
+def used_tokens(path):
     """The first 4096 token ids and those of the texts, ascending: a vocabulary of a twelfth of the size."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     texts = [*ANSWERS, "What is 0123456789+? Answer:"]
@@ -206,7 +206,7 @@ def kept_tokens(path):
 def arithmetic(path, length, seed, whole=False):
     """Two questions with four answers of up to ``length`` tokens each; all prompts have the same length.
 
-    Ids are indices of ``kept_tokens`` unless the vocabulary is the ``whole`` one.
+    Ids are indices of ``sampling_mask`` unless the vocabulary is the ``whole`` one.
     """
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     questions = [f"What is {(3 + seed + i) % 10}+{(2 + 3 * seed + i) % 10}? Answer:" for i in range(2)]
@@ -216,7 +216,7 @@ def arithmetic(path, length, seed, whole=False):
     ids = torch.tensor([answer + [0] * (length - len(answer)) for answer in answers])
     mask = torch.tensor([[1] * len(answer) + [0] * (length - len(answer)) for answer in answers])
     if not whole:
-        kept = kept_tokens(path)
+        kept = used_tokens(path)
         assert torch.isin(prompts, kept).all() and torch.isin(ids, kept).all()
         prompts, ids = torch.searchsorted(kept, prompts), torch.searchsorted(kept, ids)
     return token_batch(prompts, torch.ones_like(prompts), ids, mask)
@@ -224,13 +224,13 @@ def arithmetic(path, length, seed, whole=False):
 
 @pytest.fixture(scope="module")
 def smollm2(smollm2_path):
-    """The first four layers of the real model with the rows of its head for ``kept_tokens``, or all of it."""
+    """The first four layers of the real model with the rows of its head for the mask, or all of it."""
 
     def load(whole=False):
         given = {} if whole else {"num_hidden_layers": 4}
         model = transformers.AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.float32, **given)
         if not whole:
-            rows = model.get_input_embeddings().weight.detach()[kept_tokens(smollm2_path)]
+            rows = model.get_input_embeddings().weight.detach()[used_tokens(smollm2_path)]
             model.set_input_embeddings(torch.nn.Embedding.from_pretrained(rows, freeze=False))
             model.lm_head.weight = model.get_input_embeddings().weight  # tied
         assert install_attention_hook(model)

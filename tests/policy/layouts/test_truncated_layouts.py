@@ -10,11 +10,11 @@ from support.batches import packed, token_batch
 from support.truncation import kept_by_top_p, logp_and_entropy, slopes
 from test_packed import RIGHT, build, completions
 
-from groupwise.core.kept_tokens import KeptTokens
 from groupwise.policy.attention import install_attention_hook
 from groupwise.policy.heads import HEADS
 from groupwise.policy.layouts import HeadSettings, compute_padded_logprobs
 from groupwise.policy.logprobs import LogprobComputer
+from groupwise.records.sampling_mask import SamplingMask
 
 LAYOUTS = {
     "padded": compute_padded_logprobs,
@@ -36,7 +36,7 @@ def model_logits(model, batch, row):
     return model(input_ids=ids).logits[0, len(prompt) - 1 : -1], completion.tolist()
 
 
-def with_kept_tokens(model, batch, top_p=0.6):
+def with_sampling_mask(model, batch, top_p=0.6):
     """The batch with the sets of a sampler; the third row has none, the second position of others neither."""
     rows = []
     for row in range(len(batch)):
@@ -45,8 +45,8 @@ def with_kept_tokens(model, batch, top_p=0.6):
             [] if place == 1 else sorted({*kept_by_top_p(values, T, top_p), target})
             for place, (values, target) in enumerate(zip(logits.tolist(), completion, strict=True))
         ]
-        rows.append(None if row == 2 else KeptTokens.from_lists(lists))
-    return replace(batch, kept_tokens=tuple(rows))
+        rows.append(None if row == 2 else SamplingMask.from_lists(lists))
+    return replace(batch, sampling_mask=tuple(rows))
 
 
 def lists_of(kept, length):
@@ -63,7 +63,7 @@ def by_loops(model, batch, weights_BT):
     for row in range(len(batch)):
         logits, completion = model_logits(model, batch, row)
         upstream = torch.zeros_like(logits)
-        kept = lists_of(batch.kept_tokens[row], len(completion))
+        kept = lists_of(batch.sampling_mask[row], len(completion))
         for t, target in enumerate(completion):
             values, ids = logits[t].tolist(), kept[t] or list(range(logits.shape[1]))
             logps[row, t], entropy[row, t] = logp_and_entropy(values, T, ids, target)
@@ -79,8 +79,8 @@ def by_loops(model, batch, weights_BT):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_values_and_gradients_are_those_of_the_scalar_loop(layout, head):
     model = build(*RIGHT["gpt2"]).double().eval()  # no layer casts to float32
-    batch = with_kept_tokens(model, completions())
-    sizes = {len(ids) for row in batch.kept_tokens if row is not None for ids in lists_of(row, 0)}
+    batch = with_sampling_mask(model, completions())
+    sizes = {len(ids) for row in batch.sampling_mask if row is not None for ids in lists_of(row, 0)}
     assert 0 in sizes and len(sizes) > 4 and max(sizes) < 60
     mask_BT = batch.completion_mask_BT
     weights_BT = torch.linspace(0.5, 2.0, mask_BT.numel(), dtype=torch.float64).view_as(mask_BT) * mask_BT
@@ -102,11 +102,11 @@ def test_values_and_gradients_are_those_of_the_scalar_loop(layout, head):
 
 def test_the_check_of_a_layout_compares_truncated_distributions(caplog):
     model = build(*RIGHT["llama"])
-    batch = with_kept_tokens(model, completions())
+    batch = with_sampling_mask(model, completions())
     computer = LogprobComputer("shared_prefix", HeadSettings("chunked", T))
     scores = computer(model, batch, with_entropy=False)
     assert computer.layout == "shared_prefix" and caplog.text == ""
-    full = computer(model, replace(batch, kept_tokens=None), with_entropy=False).logps_BT
+    full = computer(model, replace(batch, sampling_mask=None), with_entropy=False).logps_BT
     truncated = (scores.logps_BT - full) * batch.completion_mask_BT
     assert (truncated[0] > 1e-3).any() and truncated.min() > -1e-5  # every kept token is more probable
     assert torch.equal(truncated[2], torch.zeros_like(truncated[2]))
@@ -134,13 +134,13 @@ def test_the_expected_gradient_over_all_completions_is_that_of_the_expected_rewa
             expected_reward = expected_reward + p * rewards[a, b]
             mass += p.item()
             pairs.append([a, b])
-            rows.append(KeptTokens.from_lists([first_kept, second_kept]))
+            rows.append(SamplingMask.from_lists([first_kept, second_kept]))
     assert mass == pytest.approx(1.0, abs=1e-12) and 10 < len(pairs) < 400
     (truth,) = torch.autograd.grad(expected_reward, model.lm_head.weight)
 
     tokens, prompts = torch.tensor(pairs), torch.tensor([prompt] * len(pairs))
     ones = torch.ones_like
-    batch = token_batch(prompts, ones(prompts), tokens, ones(tokens), kept_tokens=tuple(rows))
+    batch = token_batch(prompts, ones(prompts), tokens, ones(tokens), sampling_mask=tuple(rows))
     if layout != "padded":
         assert install_attention_hook(model)
     logps_B = LAYOUTS[layout](model, batch, HeadSettings("chunked", T), with_entropy=False).logps_BT.sum(-1)

@@ -17,7 +17,7 @@ from groupwise.errors import BackendError
 from groupwise.generation.vllm.background import EventLoopThread
 from groupwise.generation.vllm.http import HttpClient, LostAnswerError, ServerUnavailableError
 from groupwise.generation.vllm.images import check_expanded, server_prompt
-from groupwise.generation.vllm.sampling import DEFAULT_MAX_LOGPROBS, Request, kept_tokens, num_logprobs
+from groupwise.generation.vllm.sampling import DEFAULT_MAX_LOGPROBS, Request, num_logprobs, sampling_mask
 from groupwise.records import Completion
 
 T = TypeVar("T")
@@ -106,13 +106,13 @@ class VLLMServers:
             positions = (
                 [(one["token_id"], one["logprob"]) for one in entry["top_logprobs"]] for entry in content
             )
-            kept = kept_tokens(positions, excluded=_NO_LOGPROB)
+            kept = sampling_mask(positions, excluded=_NO_LOGPROB)
         return Completion(
             token_ids=choice["token_ids"],
             logps=[float("nan") if logp <= _NO_LOGPROB else logp for logp in logps],
             truncated=choice["finish_reason"] == "length",
             versions=list(self._versions(choice)),
-            kept_tokens=kept,
+            sampling_mask=kept,
         )
 
     def _versions(self, choice: dict[str, Any]) -> Iterator[int]:

@@ -30,10 +30,8 @@ from groupwise.generation.base import (
     BackendEntry,
     GenerationBackend,
     ProcessingClass,
-    WeightSource,
     text_tokenizer,
 )
-from groupwise.generation.decoding import CausalLM
 from groupwise.generation.transformers_backend import end_tokens as find_end_tokens
 from groupwise.generation.vllm.engine import check_engine, engine_arguments, sampling_arguments
 from groupwise.generation.vllm.images import (
@@ -44,7 +42,7 @@ from groupwise.generation.vllm.images import (
 )
 from groupwise.generation.vllm.isolation import preserve_model_classes, preserve_rng_state
 from groupwise.generation.vllm.plugin import register
-from groupwise.generation.vllm.sampling import Request, group_requests, kept_tokens, num_logprobs
+from groupwise.generation.vllm.sampling import Request, group_requests, num_logprobs, sampling_mask
 from groupwise.generation.vllm.tensor_parallel import TensorParallelGroup
 from groupwise.generation.vllm.weight_sync import (
     FullWeightSync,
@@ -52,7 +50,9 @@ from groupwise.generation.vllm.weight_sync import (
     WeightSync,
     adapter_arguments,
 )
+from groupwise.policy.introspection import CausalLM
 from groupwise.policy.quantization import check_quantization_for_vllm
+from groupwise.policy.weight_iterator import WeightSource
 from groupwise.records import Completion, SamplingOptions
 from groupwise.tokenization.images import is_processor
 
@@ -106,8 +106,8 @@ class ColocatedBackend(GenerationBackend):
         self.asleep: set[str] = set()
         self.release()
 
-    def reports_kept_tokens(self, generation_kwargs: Mapping[str, Any]) -> bool:
-        """Return True with top_k: log-probs of all kept tokens are requested."""
+    def reports_sampling_mask(self, generation_kwargs: Mapping[str, Any]) -> bool:
+        """Return True with top_k: log-probs of all tokens of the sampling mask are requested."""
         return 0 < num_logprobs({**self.sampling, **generation_kwargs}) <= self._max_logprobs
 
     def generate(
@@ -179,13 +179,13 @@ class ColocatedBackend(GenerationBackend):
         kept = None
         if is_truncated:
             positions = ([(token, one.logprob) for token, one in entry.items()] for entry in sample.logprobs)
-            kept = kept_tokens(positions, excluded=-math.inf)
+            kept = sampling_mask(positions, excluded=-math.inf)
         return Completion(
             tokens,
             logps=logps,
             truncated=sample.finish_reason == "length",
             versions=[self.version] * len(tokens),  # type: ignore[list-item]  # generate checked it
-            kept_tokens=kept,
+            sampling_mask=kept,
         )
 
     def sync_weights(self, source: WeightSource, *, step: int) -> None:

@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import SAMPLING_FIELDS
-from groupwise.core.images import ImageInputs
-from groupwise.core.kept_tokens import KeptTokens
 from groupwise.generation.base import json_dict
+from groupwise.records.images import ImageInputs
+from groupwise.records.sampling_mask import SamplingMask
 
 #: Fields of the config that have the same name in vLLM.
 _SAME_NAME = ("temperature", "top_p", "top_k", "repetition_penalty")
@@ -76,21 +76,21 @@ def sampling_fields(
 def num_logprobs(sampling: Mapping[str, Any]) -> int:
     """Return vLLM's ``logprobs``: the number of tokens per position whose log-probs it reports.
 
-    With top_k these include all kept tokens; top_p and min_p keep a part of them. Otherwise only the log-prob
-    of the sampled token is requested (0): top_p and min_p alone may keep any number of tokens.
+    With top_k these include the whole sampling mask, of which top_p and min_p keep a part. Otherwise only the
+    log-prob of the sampled token is requested (0): top_p and min_p alone may keep any number of tokens.
     """
     greedy = sampling.get("temperature", 1.0) == 0
     return 0 if greedy else max(sampling.get("top_k") or 0, 0)
 
 
-def kept_tokens(positions: Iterable[Iterable[tuple[int, float]]], excluded: float) -> KeptTokens:
-    """Return the kept tokens of a completion from processed log-probs.
+def sampling_mask(positions: Iterable[Iterable[tuple[int, float]]], excluded: float) -> SamplingMask:
+    """Return the sampling mask of a completion from processed log-probs.
 
     Args:
         positions: (token id, log-prob) of the sampled and the ``top_k`` most probable tokens, per position.
         excluded: log-prob of a token that was not kept.
     """
-    return KeptTokens.from_lists(
+    return SamplingMask.from_lists(
         [[token for token, logp in position if logp > excluded] for position in positions]
     )
 

@@ -25,7 +25,6 @@ from groupwise.generation.base import (
     BackendEntry,
     GenerationBackend,
     ProcessingClass,
-    WeightSource,
     text_tokenizer,
 )
 from groupwise.generation.transformers_backend import end_tokens as find_end_tokens
@@ -43,7 +42,7 @@ from groupwise.generation.vllm.sampling import (
     sampling_fields,
 )
 from groupwise.generation.vllm.serve import as_shell_line, serve_command
-from groupwise.generation.weight_iterator import buckets
+from groupwise.policy.weight_iterator import WeightSource, buckets
 from groupwise.records import Completion, SamplingOptions
 from groupwise.tokenization.images import is_processor
 
@@ -86,7 +85,7 @@ class VLLMServerBackend(GenerationBackend):
         self._source: WeightSource | None = None  # for servers that restart before the next sync
         self._sender: transport.WeightSender | None = None
 
-    def reports_kept_tokens(self, generation_kwargs: Mapping[str, Any]) -> bool:
+    def reports_sampling_mask(self, generation_kwargs: Mapping[str, Any]) -> bool:
         """Return True with a top_k of at most 20: a server reports no more log-probs by default."""
         return 0 < num_logprobs({**self.sampling, **generation_kwargs}) <= DEFAULT_MAX_LOGPROBS
 

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise.compat.vllm import add_lora, remove_lora
 from groupwise.errors import ConfigError
-from groupwise.generation.base import LoRAWeights, WeightSource
-from groupwise.generation.decoding import CausalLM
 from groupwise.generation.vllm.transport import LocalSender
-from groupwise.generation.weight_iterator import base_weights, buckets
+from groupwise.policy.introspection import CausalLM
+from groupwise.policy.weight_iterator import LoRAWeights, WeightSource, base_weights, buckets
 
 if TYPE_CHECKING:
     from vllm import LLM

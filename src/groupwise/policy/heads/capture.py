@@ -18,9 +18,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from groupwise.compat.accelerate import forward_attribute
-from groupwise.core.kept_tokens import KeptTokens
 from groupwise.errors import ConfigError
 from groupwise.policy.heads.weights import HeadWeights, output_head
+from groupwise.records.sampling_mask import SamplingMask
 
 #: ``(hidden_NH, head, targets_N, temperature, with_entropy=..., kept=...)`` -> log-probs (N,), entropy (N,)
 #: or None.
@@ -123,7 +123,7 @@ def logprob_computation(
     targets_BK: torch.Tensor,
     temperature: float = 1.0,
     with_entropy: bool = True,
-    kept: KeptTokens | None = None,
+    kept: SamplingMask | None = None,
 ) -> HeadComputation:
     """Return the computation of log-probs of ``targets_BK`` (and entropies), for :func:`compute_at_head`.
 

@@ -27,10 +27,10 @@ from groupwise.compat.torch import (
     mm_into,
     onednn_linear,
 )
-from groupwise.core.kept_tokens import KeptMask, KeptTokens
 from groupwise.policy.heads.dense import projection_dtype, statistics_dtype
 from groupwise.policy.heads.tiles import LogitTransform, RowSlopes, RowStatistics, Tiles
 from groupwise.policy.heads.weights import HeadWeights
+from groupwise.records.sampling_mask import SamplingMask, SamplingMaskTiles
 
 _CPU_TILE = (1024, 768)  # 3 MB of float32: fits a core's cache; malloc takes it from the heap
 _ACCELERATOR_TILE = (4096, 16384)  # 256 MB of float32: large products, few kernel launches
@@ -40,17 +40,17 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class _Plan:
-    """Tiling, precision and kept tokens, the same in the forward and the backward pass."""
+    """Tiling, precision and sampling mask, the same in the forward and the backward pass."""
 
     transform: LogitTransform
     dtype: torch.dtype  # of the projection's operands
     rows: int
     columns: int
     tiles: type[Tiles]
-    kept: KeptMask | None
+    kept: SamplingMaskTiles | None
 
     def kept_tile(self, rows: slice, columns: slice) -> torch.Tensor | None:
-        """Return the mask (R, C) of kept tokens in a tile; None: all are kept."""
+        """Return the mask (R, C) of a tile's kept entries; None: all are kept."""
         return None if self.kept is None else self.kept.tile(rows, columns)
 
     def make_tiles(self, device: torch.device) -> Tiles:
@@ -67,7 +67,7 @@ def chunked_head(
     temperature: float = 1.0,
     with_entropy: bool = True,
     *,
-    kept: KeptTokens | None = None,
+    kept: SamplingMask | None = None,
     chunk_rows: int | None = None,
     chunk_columns: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -95,7 +95,7 @@ def chunked_head(
         rows=rows,
         columns=min(columns, head.weight_VH.shape[0]),
         tiles=_tile_operations(hidden_NH.device, dtype),
-        kept=None if kept is None else KeptMask.on(hidden_NH.device, kept),
+        kept=None if kept is None else SamplingMaskTiles.on(hidden_NH.device, kept),
     )
     return _ChunkedHead.apply(hidden_NH, head.weight_VH, head.bias_V, targets_N, plan, with_entropy)
 

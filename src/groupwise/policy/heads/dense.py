@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from groupwise.core.kept_tokens import EXCLUDED_LOGIT, KeptMask, KeptTokens
 from groupwise.policy.heads.weights import HeadWeights
+from groupwise.records.sampling_mask import EXCLUDED_LOGIT, SamplingMask, SamplingMaskTiles
 
 
 def projection_dtype(hidden: torch.Tensor, fp32: bool) -> torch.dtype:
@@ -32,7 +32,7 @@ def logps_from_logits(
     targets_N: torch.Tensor,
     temperature: float = 1.0,
     with_entropy: bool = True,
-    kept: KeptTokens | None = None,
+    kept: SamplingMask | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute the log-prob of each target and the entropy of softmax(logits / temperature).
 
@@ -57,7 +57,7 @@ def dense_head(
     temperature: float = 1.0,
     with_entropy: bool = True,
     *,
-    kept: KeptTokens | None = None,
+    kept: SamplingMask | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute log-probs and entropy from hidden states, with all N x V logits in memory.
 
@@ -84,11 +84,13 @@ def dense_head(
         return _scores(all_logps_NV, targets_N, with_entropy)
 
 
-def _all_logps(logits: torch.Tensor, temperature: float, kept: KeptTokens | None) -> torch.Tensor:
+def _all_logps(logits: torch.Tensor, temperature: float, kept: SamplingMask | None) -> torch.Tensor:
     if temperature != 1.0:
         logits = logits / temperature
     if kept is not None:
-        mask_NV = KeptMask.on(logits.device, kept).tile(slice(0, len(kept)), slice(0, logits.shape[-1]))
+        mask_NV = SamplingMaskTiles.on(logits.device, kept).tile(
+            slice(0, len(kept)), slice(0, logits.shape[-1])
+        )
         logits = logits.masked_fill(~mask_NV.view(logits.shape), EXCLUDED_LOGIT)
     return torch.log_softmax(logits, dim=-1)
 

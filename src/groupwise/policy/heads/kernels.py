@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from groupwise.core.kept_tokens import EXCLUDED_LOGIT
 from groupwise.policy.heads.tiles import RowSlopes, RowStatistics, Tiles
+from groupwise.records.sampling_mask import EXCLUDED_LOGIT
 
 _STATISTICS_BLOCK = 4096  # columns per iteration of a program, which loops over the whole row
 _GRADIENT_BLOCK = 2048  # columns per program

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from groupwise.core.kept_tokens import EXCLUDED_LOGIT
+from groupwise.records.sampling_mask import EXCLUDED_LOGIT
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from transformers import PreTrainedModel
 
-from groupwise.core.kept_tokens import KeptTokens
-from groupwise.policy.attention import without_adapter
 from groupwise.policy.heads import HEADS, head_weights, logps_from_logits
 from groupwise.policy.heads.capture import HeadComputation, Outputs, compute_at_head, logprob_computation
+from groupwise.policy.introspection import without_adapter
+from groupwise.records.sampling_mask import SamplingMask
 
 #: Arguments of a causal LM's forward.
 ModelInputs = dict[str, Any]
@@ -44,7 +44,7 @@ def forward_logprobs(
     *,
     with_entropy: bool,
     with_aux_loss: bool = False,
-    kept: KeptTokens | None = None,
+    kept: SamplingMask | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Compute log-probs and entropies at the K positions that ``inputs["logits_to_keep"]`` selects.
 

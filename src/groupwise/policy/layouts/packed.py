@@ -19,10 +19,10 @@ from typing import TypedDict, TypeVar
 import torch
 import torch.nn.functional as F
 
-from groupwise.core.kept_tokens import KeptTokens, join_kept_tokens
 from groupwise.core.padding import pad_sequences
 from groupwise.policy.attention import grouped_query_attention
 from groupwise.records import TokenBatch
+from groupwise.records.sampling_mask import SamplingMask, join_sampling_masks
 
 _NEVER = torch.iinfo(torch.long).max  # position of a padded key: after every query
 
@@ -136,7 +136,7 @@ class PackedSequences:
     attention: PackedAttention
     cu_seqlens: torch.Tensor
     max_seqlen: int
-    kept: KeptTokens | None = None
+    kept: SamplingMask | None = None
 
     def varlen_kwargs(self) -> VarlenKwargs:
         """Return sequence boundaries as model arguments; transformers else derives them in every layer."""
@@ -246,7 +246,9 @@ def pack_sequences(batch: TokenBatch, *, shared: bool) -> PackedSequences:
         ),
         cu_seqlens=torch.tensor([0, *(rows.stop for rows in sequences)], dtype=torch.int32).to(device),
         max_seqlen=max(map(len, sequences)),
-        kept=None if batch.kept_tokens is None else join_kept_tokens(batch.kept_tokens, shape.completions),
+        kept=None
+        if batch.sampling_mask is None
+        else join_sampling_masks(batch.sampling_mask, shape.completions),
     )
 
 

@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from groupwise.core.images import join_images
-from groupwise.core.kept_tokens import KeptTokens, join_kept_tokens
 from groupwise.policy.layouts.forward import (
     HeadSettings,
     ModelInputs,
@@ -20,6 +18,8 @@ from groupwise.policy.layouts.forward import (
 )
 from groupwise.policy.layouts.packed_forward import has_prompt_learning
 from groupwise.records import LogprobOutput, TokenBatch
+from groupwise.records.images import join_images
+from groupwise.records.sampling_mask import SamplingMask, join_sampling_masks
 
 
 def compute_padded_logprobs(
@@ -51,7 +51,7 @@ def compute_padded_logprobs(
         head,
         with_entropy=with_entropy,
         with_aux_loss=with_aux_loss,
-        kept=_padded_kept_tokens(batch, targets_BK.shape[1]),
+        kept=_padded_sampling_mask(batch, targets_BK.shape[1]),
     )
     # The logits at position j - 1 predict the token at j; those of the last position are not used.
     predictors = slice(-(batch.completion_ids_BT.shape[1] + 1), -1)
@@ -75,15 +75,17 @@ def _right_padded_logprobs(
     ids_BS = torch.cat([batch.prompt_ids_BL, batch.completion_ids_BT], dim=1).gather(1, order_BS)
     mask_BS = torch.cat([batch.prompt_mask_BL, batch.completion_mask_BT], dim=1).gather(1, order_BS)
     no_prompt: dict[str, Any] = {"prompt_ids_BL": ids_BS[:, :0], "prompt_mask_BL": mask_BS[:, :0]}
-    rows = replace(batch, **no_prompt, completion_ids_BT=ids_BS, completion_mask_BT=mask_BS, kept_tokens=None)
+    rows = replace(
+        batch, **no_prompt, completion_ids_BT=ids_BS, completion_mask_BT=mask_BS, sampling_mask=None
+    )
     inputs, _ = padded_inputs(model, rows)
     if "logits_to_keep" in inputs:
         inputs["logits_to_keep"] = column_1S.shape[1]
     starts = start_B1.flatten().tolist()
     kept = None
-    if batch.kept_tokens is not None:
+    if batch.sampling_mask is not None:
         places = [num_prompt - 1 - start for start in starts]
-        kept = join_kept_tokens(batch.kept_tokens, [column_1S.shape[1]] * len(batch), places)
+        kept = join_sampling_masks(batch.sampling_mask, [column_1S.shape[1]] * len(batch), places)
     logps_BS, entropy_BS, aux_loss = forward_logprobs(
         model,
         inputs,
@@ -102,12 +104,12 @@ def _right_padded_logprobs(
     )
 
 
-def _padded_kept_tokens(batch: TokenBatch, num_positions: int) -> KeptTokens | None:
-    """Return kept tokens at the B x K positions of the head; see :func:`padded_inputs`."""
-    if batch.kept_tokens is None:
+def _padded_sampling_mask(batch: TokenBatch, num_positions: int) -> SamplingMask | None:
+    """Return the sampling mask at the B x K positions of the head; see :func:`padded_inputs`."""
+    if batch.sampling_mask is None:
         return None
     start = num_positions - 1 - batch.completion_ids_BT.shape[1]
-    return join_kept_tokens(batch.kept_tokens, [num_positions] * len(batch), start)
+    return join_sampling_masks(batch.sampling_mask, [num_positions] * len(batch), start)
 
 
 def padded_inputs(model: nn.Module, batch: TokenBatch) -> tuple[ModelInputs, torch.Tensor]:

@@ -18,8 +18,7 @@ from support.launch import run
 from support.runs import trainer
 
 from groupwise import ConfigError, RewardError
-from groupwise.rewards import isolated
-from groupwise.rewards.runtime import isolation
+from groupwise.sandbox import isolated, isolation
 
 
 def judge(reward, texts, **given):
@@ -232,7 +231,7 @@ def test_a_run_survives_crashes(tmp_path):
 def test_processes_end_with_the_script(tmp_path):
     code = (
         "import os, time\n"
-        "from groupwise.rewards import isolated\n"
+        "from groupwise.sandbox import isolated\n"
         "def pid(**_): return [float(os.getppid())]\n"
         "print(int(isolated(pid)(prompts=['p'], completions=['c'])[0]))\n"
     )

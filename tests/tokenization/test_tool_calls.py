@@ -8,9 +8,9 @@ import pytest
 from support.scripted import CHAT, byte_tokenizer, call
 from support.tool_chats import LOOK, look_call_message
 
-from groupwise.agents import parsing
-from groupwise.agents.parsing import TurnParser, split_thoughts
 from groupwise.errors import ConfigError
+from groupwise.tokenization import tool_calls
+from groupwise.tokenization.tool_calls import TurnParser, split_thoughts
 
 USER = {"role": "user", "content": "What is it?"}
 
@@ -186,28 +186,36 @@ FUNCTIONS = "<function=look>" + "<parameter=at>" * MANY
 @pytest.mark.parametrize(
     ("function", "text", "expected"),
     [
-        (parsing._without_end, "<|end|> " * MANY + "x", "<|end|> " * MANY + "x"),
-        (parsing._without_end, "x" + "<|end|> \n" * MANY, "x"),
-        (partial(parsing._match_tagged_json, _schemas=[]), "<tool_call>" * MANY, ("", [(None, "")] * MANY)),
+        (tool_calls._without_end, "<|end|> " * MANY + "x", "<|end|> " * MANY + "x"),
+        (tool_calls._without_end, "x" + "<|end|> \n" * MANY, "x"),
         (
-            partial(parsing._match_harmony, _schemas=[]),
+            partial(tool_calls._match_tagged_json, _schemas=[]),
+            "<tool_call>" * MANY,
+            ("", [(None, "")] * MANY),
+        ),
+        (
+            partial(tool_calls._match_harmony, _schemas=[]),
             "to=functions.look" + "<|channel|>analysis<|message|>" * MANY,
             ("", [("look", "")]),
         ),
-        (partial(parsing._match_parameter_tags, schemas=[]), "<function=" * MANY, ("<function=" * MANY, [])),
-        (partial(parsing._match_parameter_tags, schemas=[]), FUNCTIONS, (FUNCTIONS, [("look", "{}")])),
         (
-            partial(parsing._match_braces, _schemas=[]),
+            partial(tool_calls._match_parameter_tags, schemas=[]),
+            "<function=" * MANY,
+            ("<function=" * MANY, []),
+        ),
+        (partial(tool_calls._match_parameter_tags, schemas=[]), FUNCTIONS, (FUNCTIONS, [("look", "{}")])),
+        (
+            partial(tool_calls._match_braces, _schemas=[]),
             "<|tool_call>call:look{" + "a" * 4 * MANY,
             ("", [("look", "{" + "a" * 4 * MANY)]),
         ),
         (
-            partial(parsing._match_argument_tags, schemas=[]),
+            partial(tool_calls._match_argument_tags, schemas=[]),
             "<tool_call>look" + "<arg_key>a<arg_value>" * MANY,
             ("", [("look", '{"a<arg_value>": ""}')]),
         ),
         (
-            partial(parsing._match_python_calls, _schemas=[]),
+            partial(tool_calls._match_python_calls, _schemas=[]),
             "<|tool_call_start|>[look(at=" + "[" * MANY,
             ("", [("look", "at=" + "[" * MANY)]),
         ),
@@ -230,4 +238,4 @@ def test_parsing_takes_time_linear_in_the_text(function, text, expected):
     ],
 )
 def test_parameters_of_a_call(body, values):
-    assert list(parsing._parameters(body)) == values
+    assert list(tool_calls._parameters(body)) == values

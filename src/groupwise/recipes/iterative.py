@@ -16,16 +16,16 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from groupwise.compat.transformers import checkpoint_prefix
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.config.iterative import IterativeConfig
 from groupwise.data.build import prompts_per_batch
 from groupwise.data.prompt_source import is_streaming
 from groupwise.errors import ConfigError, RewardError
 from groupwise.hf import checkpointing
 from groupwise.hf.run_directory import damage
+from groupwise.recipes.iterative_config import IterativeConfig
+from groupwise.recipes.reward_training import EXAMPLES, Example, train_reward_model, with_replay
 from groupwise.records import RolloutBatch
 from groupwise.rewards.runtime.calling import call_rewards, reward_name
 from groupwise.rewards.runtime.models import RewardModel
-from groupwise.rewards.training import EXAMPLES, Example, train_reward_model, with_replay
 from groupwise.trainer import GRPOTrainer
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from groupwise.errors import ConfigError, RewardError
-from groupwise.rewards.runtime.sandbox import LinuxSandbox, Sandbox, SandboxLimits, SandboxResult
 from groupwise.rewards.texts import Text, answer_text, check_number, check_whole
+from groupwise.sandbox.linux import LinuxSandbox, Sandbox, SandboxLimits, SandboxResult
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def get_code_execution_reward(
     expected stdout ``output``, compared without trailing spaces. Every test runs in a new process of this
     interpreter.
 
-    Programs are isolated as :class:`groupwise.rewards.runtime.sandbox.LinuxSandbox` describes. A statement
+    Programs are isolated as :class:`groupwise.sandbox.linux.LinuxSandbox` describes. A statement
     test runs inside the program, which can read the test and forge its success; the expected output of an
     input-output test never enters the sandbox.
 

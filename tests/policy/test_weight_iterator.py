@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from groupwise.errors import BackendError
 from groupwise.generation.vllm.weight_sync import adapter_arguments
-from groupwise.generation.weight_iterator import base_weights, buckets, weight_iterator
 from groupwise.policy.build import keep_weights_trainable_through
+from groupwise.policy.weight_iterator import base_weights, buckets, weight_iterator
 
 LAYERS = ["q_proj", "v_proj", "down_proj"]
 

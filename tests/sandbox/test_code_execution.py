@@ -16,11 +16,11 @@ from typing import NamedTuple
 import pytest
 
 from groupwise.errors import ConfigError, RewardError
-from groupwise.rewards import SandboxLimits, SandboxResult, get_code_execution_reward
-from groupwise.rewards import code as code_module
-from groupwise.rewards.code import program_text
-from groupwise.rewards.runtime.sandbox import LinuxSandbox
-from groupwise.rewards.runtime.sandbox_launcher import links_on
+from groupwise.sandbox import SandboxLimits, SandboxResult, get_code_execution_reward
+from groupwise.sandbox import code as code_module
+from groupwise.sandbox.code import program_text
+from groupwise.sandbox.launcher import links_on
+from groupwise.sandbox.linux import LinuxSandbox
 
 MB = 1 << 20
 
@@ -289,7 +289,7 @@ given = json.load(sys.stdin)
 for name in ("groupwise", "groupwise.rewards", "groupwise.rewards.runtime"):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [os.path.join(given["source"], *name.split("."))]
-from groupwise.rewards.runtime.sandbox import LinuxSandbox, SandboxLimits
+from groupwise.sandbox.linux import LinuxSandbox, SandboxLimits
 
 for name, value in given["interpreter"].items():
     setattr(sys, name, value)

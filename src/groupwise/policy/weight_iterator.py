@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -22,13 +23,39 @@ from groupwise.compat.peft import merge_dequantized, wrapper_types
 from groupwise.compat.torch import WRAPPER_NAMES, persistent_buffers, set_parameter
 from groupwise.compat.transformers import to_checkpoint_names
 from groupwise.errors import BackendError
-from groupwise.generation.base import LoRAWeights
-from groupwise.generation.decoding import CausalLM
+from groupwise.policy.introspection import CausalLM
 
 BUCKET_BYTES = 512 * 2**20
 
 # Components of module names that checkpoints leave out; the last three are added by PEFT.
 _WRAPPERS = WRAPPER_NAMES | {"base_layer", "original_module", "token_adapter"}
+
+
+@dataclass(frozen=True)
+class LoRAWeights:
+    """A LoRA adapter as PEFT saves it.
+
+    Attributes:
+        tensors: whole tensors by their name in ``adapter_model.safetensors``.
+        config: contents of ``adapter_config.json``.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    config: Mapping[str, Any]
+
+
+class WeightSource(Protocol):
+    """Weights of the policy. Both methods may be called any number of times while the weights do not change.
+
+    They gather sharded parameters, which is a collective: if one rank reads a source, all ranks must, and to
+    the end.
+    """
+
+    def full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Iterate over (checkpoint name, whole tensor); adapters are merged."""
+
+    def adapter(self) -> LoRAWeights:
+        """Return the active LoRA adapter alone."""
 
 
 @torch.no_grad()

@@ -1,26 +1,18 @@
-"""Records that travel through a step; the type says how far the data have come.
-
-    RolloutRequest -generate_rollouts-> RolloutBatch -collate-> TokenBatch -> Experience -> MicroBatch
-                                        RolloutBatch -compute_rewards-> RewardBatch -compute_advantages-> (N,)
-                                        MicroBatch -compute_policy_loss-> LossOutput
-
-Axis suffixes: B sequences of this rank, N of all ranks, L prompt tokens, T completion tokens, X is T or 1.
-"""
+"""Token ids, log-probs and weights of the sequences of this rank, as padded tensors."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from groupwise.core.advantages import GroupRewards, StepRewards
-from groupwise.core.images import ImageInputs
-from groupwise.core.kept_tokens import KeptTokens
 from groupwise.core.metrics import Mean, Metrics
+from groupwise.records.images import ImageInputs
+from groupwise.records.sampling_mask import SamplingMask
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -29,219 +21,6 @@ if TYPE_CHECKING:
 _TRL = (
     "a subclass written for TRL runs as it is with 'from groupwise.trl_hooks import GRPOConfig, GRPOTrainer'"
 )
-
-#: A dataset row: ``prompt`` and the columns that reward functions receive.
-Row = dict[str, Any]
-Mode = Literal["train", "eval"]
-
-
-def copied(value: Any) -> Any:
-    """Copy lists and dictionaries at any depth; other values, such as images, are shared."""
-    if type(value) is list:
-        return [copied(entry) for entry in value]
-    return {key: copied(entry) for key, entry in value.items()} if type(value) is dict else value
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One sampled completion of C tokens.
-
-    Example: two sampled tokens and one token of a tool result, from an engine that reports log-probs::
-
-        Completion([19, 7, 2], logps=[-0.1, nan, -0.3], loss_mask=[1, 0, 1], versions=[4, 4, 4])
-
-    token_ids: tokens after the prompt, with the end token if there is one.
-    logps: log-probs under the sampling distribution, NaN for a token without one; None: the sampler is the
-        policy itself, or reported none.
-    loss_mask: 1 for sampled tokens, 0 for tokens of tools and environments; None: all sampled.
-    truncated: the length limit ended the completion, not an end token.
-    old_logps: log-probs under the policy that sampled the tokens; None: that is the current policy.
-    versions: optimizer step of the weights that sampled each token; None: the sampler is the policy itself.
-    kept_tokens: token sets that truncated sampling kept, C positions; None: the whole vocabulary, or unknown.
-    dropped: the rollout failed (``rollout_on_error``): the completion has no reward and no loss, and its
-        group consists of the others.
-    """
-
-    token_ids: list[int]
-    logps: list[float] | None = None
-    loss_mask: list[int] | None = None
-    truncated: bool = False
-    old_logps: list[float] | None = None
-    versions: list[int] | None = None
-    kept_tokens: KeptTokens | None = None
-    dropped: bool = False
-
-    def sampled_at(self, step: int) -> bool:
-        """Return True if the weights of optimizer step ``step`` sampled every token."""
-        return self.old_logps is None and all(version == step for version in self.versions or ())
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain values and tensors."""
-        kept = self.kept_tokens
-        return {**vars(self), "kept_tokens": None if kept is None else kept.state_dict()}
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Completion:
-        kept = state.get("kept_tokens")
-        return cls(**{**state, "kept_tokens": None if kept is None else KeptTokens(**kept)})
-
-
-@dataclass(frozen=True)
-class SamplingOptions:
-    """Settings of one ``generate`` call; the defaults are the settings of the run.
-
-    Attributes:
-        max_tokens: maximum completion length per row, B; None: the run's for all rows.
-        images: image inputs per row, B; None for prompts of text.
-        generation_kwargs: sampler settings that replace the run's: temperature, top_p, top_k, min_p,
-            repetition_penalty. Evaluation passes ``eval_generation_kwargs``.
-        on_finished: a backend that has the completions of some prompts before the others may call it, with
-            their row indices and completions; it starts the ``per_sample_reward`` functions on them. None:
-            there are none.
-    """
-
-    max_tokens: Sequence[int] | None = None
-    images: Sequence[ImageInputs] | None = None
-    generation_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    on_finished: Callable[[Sequence[int], list[Completion]], None] | None = None
-
-
-@dataclass(frozen=True)
-class RolloutRequest:
-    """Prompts to roll out, with everything that a rollout needs to know about them.
-
-    Example: two completions of one prompt on this rank::
-
-        RolloutRequest(rows=[{"prompt": "2+2="}, {"prompt": "2+2="}], num_generations=2)
-
-    rows: dataset rows of this rank, B; the G rows of a prompt are adjacent.
-    num_generations: completions per prompt, G.
-    num_valid: rows of the global batch that count; later ones are padding of the last evaluation batch. None:
-        all.
-    mode: "train" or "eval"; selects the metrics that the rollout is recorded in.
-    generation_kwargs: sampler settings that replace the run's (``eval_generation_kwargs``).
-    on_partial_rollout: called with the finished prompts while the sampler still generates the others; None:
-        rewards are computed when the rollout is complete.
-    """
-
-    rows: list[Row]
-    num_generations: int
-    num_valid: int | None = None
-    mode: Mode = "train"
-    generation_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    on_partial_rollout: Callable[[RolloutBatch], None] | None = None
-
-
-#: Lists of a RolloutBatch with one entry per row.
-_COLUMNS = ("rows", "prompts", "prompt_ids", "completions", "texts", "row_ids")
-
-
-@dataclass(frozen=True)
-class RolloutBatch:
-    """Completions of this rank; every list has B entries, the G completions of a prompt are adjacent.
-
-    Example: two completions of one prompt::
-
-        RolloutBatch(
-            rows=[{"prompt": "2+2=", "answer": "4"}] * 2,
-            prompts=["2+2="] * 2,
-            prompt_ids=[[17, 10, 17, 28]] * 2,
-            completions=[Completion([19, 2]), Completion([20, 20], truncated=True)],
-            texts=["4", "55"],
-            num_generations=2,
-        )
-
-    rows: dataset rows.
-    prompts: prompts as the dataset gave them.
-    prompt_ids: token ids of the prompts, without padding.
-    completions: the sampler's output.
-    texts: completions as reward functions receive them: strings, or message lists for chat prompts.
-    num_generations: G.
-    num_valid: rows of the global batch that count; None: all.
-    mode: "train" or "eval".
-    extra: further columns for the reward functions, B entries each.
-    metrics: statistics of the rollout.
-    images: output of the image processor per row; None without a processor.
-    row_ids: position of each row in the request, by which partial rewards are matched.
-    """
-
-    rows: list[Row]
-    prompts: list[Any]
-    prompt_ids: list[list[int]]
-    completions: list[Completion]
-    texts: list[Any]
-    num_generations: int = 1
-    num_valid: int | None = None
-    mode: Mode = "train"
-    extra: dict[str, list[Any]] = field(default_factory=dict)
-    metrics: Metrics = field(default_factory=dict)
-    images: Sequence[ImageInputs] | None = None
-    row_ids: Sequence[int] = ()
-
-    def __post_init__(self) -> None:
-        if not self.row_ids:
-            object.__setattr__(self, "row_ids", range(len(self.completions)))
-
-    def __len__(self) -> int:
-        return len(self.completions)
-
-    def select(self, rows: Sequence[int]) -> RolloutBatch:
-        """Select rows; groups may become incomplete."""
-
-        def chosen(columns: Mapping[str, Any]) -> dict[str, Any]:
-            return {name: [values[row] for row in rows] for name, values in columns.items()}
-
-        names = _COLUMNS if self.images is None else (*_COLUMNS, "images")
-        return replace(self, **chosen({n: getattr(self, n) for n in names}), extra=chosen(self.extra))
-
-    @classmethod
-    def concatenate(cls, parts: Sequence[RolloutBatch]) -> RolloutBatch:
-        """Concatenate rows of text, without further columns: the finished prompts of a rollout."""
-        columns: dict[str, Any] = {n: [v for part in parts for v in getattr(part, n)] for n in _COLUMNS}
-        return cls(**columns)
-
-
-@dataclass(frozen=True)
-class RewardBatch:
-    """Rewards of all ranks, and the position of this rank's completions in them.
-
-    Example: rank 1 of 2, one completion each, one reward function::
-
-        RewardBatch(rewards=GroupRewards(tensor([[1.0], [0.0]]), tensor([1.0]), 2), local=slice(1, 2))
-
-    rewards: (N, F) for all N completions in rank order, so that groups are contiguous.
-    local: rows of ``rewards`` that belong to this rank, padding rows of an evaluation batch included.
-    columns: columns that reward functions logged for the completions table, B entries each.
-    metrics: statistics of the rewards.
-    """
-
-    rewards: GroupRewards
-    local: slice
-    columns: dict[str, list[Any]] = field(default_factory=dict)
-    metrics: Metrics = field(default_factory=dict)
-
-    @property
-    def num_valid(self) -> int:
-        """Number of completions of this rank that count; later ones pad an evaluation batch."""
-        return len(self.rewards.rewards_NF[self.local])
-
-    def without(self, dropped_N: torch.Tensor | None) -> RewardBatch:
-        """Remove the rewards of dropped completions, a boolean per completion of all ranks; None: of none."""
-        if dropped_N is None or not dropped_N.any():
-            return self
-        table, dropped = self.rewards, dropped_N.tolist()
-        steps: dict[int, StepRewards] = {
-            column: [[] if gone else list(row) for row, gone in zip(rows, dropped, strict=True)]
-            for column, rows in table.step_rewards.items()
-        }
-        rewards_NF = table.rewards_NF.masked_fill(dropped_N.to(table.rewards_NF.device)[:, None], math.nan)
-        return replace(self, rewards=replace(table, rewards_NF=rewards_NF, step_rewards=steps))
-
-    def local_rows(self, values_N: torch.Tensor) -> torch.Tensor:
-        """Select this rank's rows of a tensor of all ranks; padding rows of an evaluation batch are zero."""
-        rows = values_N[self.local]
-        missing = self.local.stop - self.local.start - len(rows)
-        return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
 
 
 @dataclass(frozen=True)
@@ -288,8 +67,8 @@ class TokenBatch:
     sampler_logps_BT: float32 log-probs that the sampler reported, NaN where it reported none; None: there is
         no separate sampler.
     images: image inputs per row; None without a processor.
-    kept_tokens: token sets that truncated sampling kept, per row one entry for each completion token, in host
-        memory (see ``KeptTokens`` for the cost); a row of None, and None for all rows: the whole vocabulary.
+    sampling_mask: tokens that truncated sampling kept, per row one entry for each completion token, in host
+        memory (``SamplingMask`` has the cost); a row of None, and None for all rows: the whole vocabulary.
     """
 
     prompt_ids_BL: torch.Tensor = field(metadata=_PROMPT)
@@ -301,7 +80,7 @@ class TokenBatch:
     old_logps_BT: torch.Tensor = field(metadata=_COMPLETION_NAN)
     sampler_logps_BT: torch.Tensor | None = field(default=None, metadata=_COMPLETION_NAN)
     images: tuple[ImageInputs, ...] | None = None
-    kept_tokens: tuple[KeptTokens | None, ...] | None = None
+    sampling_mask: tuple[SamplingMask | None, ...] | None = None
 
     def __len__(self) -> int:
         return self.completion_ids_BT.shape[0]
@@ -316,8 +95,8 @@ class TokenBatch:
         if self.images is not None:
             distinct = {id(row): row.state_dict() for row in self.images}
             state["images"] = [distinct[id(row)] for row in self.images]
-        if self.kept_tokens is not None:
-            state["kept_tokens"] = [None if row is None else row.state_dict() for row in self.kept_tokens]
+        if self.sampling_mask is not None:
+            state["sampling_mask"] = [None if row is None else row.state_dict() for row in self.sampling_mask]
         return state
 
     @classmethod
@@ -326,9 +105,9 @@ class TokenBatch:
         if "images" in state:
             distinct = {id(row): ImageInputs(**row) for row in state["images"]}
             changed["images"] = tuple(distinct[id(row)] for row in state["images"])
-        if "kept_tokens" in state:
-            rows = state["kept_tokens"]
-            changed["kept_tokens"] = tuple(None if row is None else KeptTokens(**row) for row in rows)
+        if "sampling_mask" in state:
+            rows = state["sampling_mask"]
+            changed["sampling_mask"] = tuple(None if row is None else SamplingMask(**row) for row in rows)
         return cls(**{**state, **changed})
 
     def num_tokens(self) -> int:
@@ -351,15 +130,15 @@ class TokenBatch:
         part: dict[str, Any] = {name: tensor[index] for name, tensor in self.tensors().items()}
         if self.images is not None:
             part["images"] = tuple(self.images[row] for row in rows)
-        if self.kept_tokens is not None:
-            part["kept_tokens"] = tuple(self.kept_tokens[row] for row in rows)
+        if self.sampling_mask is not None:
+            part["sampling_mask"] = tuple(self.sampling_mask[row] for row in rows)
         return self._replace(**part).trimmed()
 
     @classmethod
     def concatenate(cls, batches: Sequence[Self]) -> Self:
         """Concatenate the rows of batches, padded to common widths.
 
-        A field that some batches lack gets its fill value there (kept tokens: the whole vocabulary);
+        A field that some batches lack gets its fill value there (sampling mask: the whole vocabulary);
         advantages per sequence are expanded to tokens beside token-wise ones.
         """
         joined: dict[str, Any] = {}
@@ -373,9 +152,9 @@ class TokenBatch:
             joined[name] = torch.cat(_padded_to_common_width(parts, batches, axis))
         if batches[0].images is not None:
             joined["images"] = tuple(row for batch in batches for row in batch.images or ())
-        if any(batch.kept_tokens is not None for batch in batches):
-            joined["kept_tokens"] = tuple(
-                row for batch in batches for row in batch.kept_tokens or (None,) * len(batch)
+        if any(batch.sampling_mask is not None for batch in batches):
+            joined["sampling_mask"] = tuple(
+                row for batch in batches for row in batch.sampling_mask or (None,) * len(batch)
             )
         return batches[0]._replace(**joined)
 
@@ -394,9 +173,9 @@ class TokenBatch:
                 part[name] = tensor[:, -prompt_tokens:]
             elif side == "completion":
                 part[name] = tensor[:, :completion_tokens]
-        if self.kept_tokens is not None:
-            part["kept_tokens"] = tuple(
-                None if row is None else row.first(completion_tokens) for row in self.kept_tokens
+        if self.sampling_mask is not None:
+            part["sampling_mask"] = tuple(
+                None if row is None else row.first(completion_tokens) for row in self.sampling_mask
             )
         return self._replace(**part)
 
@@ -564,17 +343,3 @@ class LossOutput:
     loss: torch.Tensor
     bonus_entropy: Mean | None = None
     metrics: Metrics = field(default_factory=dict)
-
-
-class RewardFunction(Protocol):
-    """Reward callable: one float (or None) per completion; may be ``async``.
-
-    Keyword arguments are ``prompts``, ``completions``, ``completion_ids``, every other dataset column,
-    ``trainer_state``, ``log_extra(column, values)`` and ``log_metric(name, value)``.
-    """
-
-    def __call__(self, **kwargs: Any) -> Sequence[float | None]: ...
-
-
-#: ``rollout_func(prompts, trainer)``: replaces generation.
-RolloutFunction = Callable[[list[Any], Any], dict[str, Any]]

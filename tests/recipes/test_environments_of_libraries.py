@@ -16,15 +16,15 @@ from support.configs import oldest_version, set_installed
 from support.scripted import ScriptedBackend, agents, byte_tokenizer, call, question
 
 from groupwise.agents import EnvironmentDrivenRollouts, EnvironmentPool, Renderer
-from groupwise.agents.adapters import (
+from groupwise.agents.multi_turn import MultiTurnSettings
+from groupwise.errors import ConfigError
+from groupwise.recipes.environments import (
     VerifiersEnvironment,
     openenv_factory,
     reasoning_gym_factory,
     verifiers_dataset,
 )
-from groupwise.agents.adapters.openenv import OpenEnvSession, observation_text
-from groupwise.agents.multi_turn import MultiTurnSettings
-from groupwise.errors import ConfigError
+from groupwise.recipes.environments.openenv import OpenEnvSession, observation_text
 
 SCHEMA = {
     "action": {
@@ -157,7 +157,7 @@ def test_sessions_over_a_websocket() -> None:
             data = {"observation": {"text": f"at {number}"}, "reward": float(number), "done": False}
             connection.send(json.dumps({"type": "observation", "data": data}))
 
-    from groupwise.agents.adapters.openenv import _WebSocketClient
+    from groupwise.recipes.environments.openenv import _WebSocketClient
 
     with server_module.serve(serve, "127.0.0.1", 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -250,7 +250,7 @@ class FakeState(dict):
 @pytest.fixture
 def fake_verifiers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A fake verifiers with the names that the adapter uses, as defined in verifiers 0.1."""
-    from groupwise.agents.adapters import verifiers as adapter
+    from groupwise.recipes.environments import verifiers as adapter
 
     class Client:
         def __init__(self, client: Any) -> None:
@@ -330,7 +330,7 @@ def test_verifiers_environments(fake_verifiers: Any) -> None:
 def test_other_versions_of_verifiers_and_other_objects_are_refused(
     fake_verifiers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from groupwise.agents.adapters import verifiers as adapter
+    from groupwise.recipes.environments import verifiers as adapter
 
     with pytest.raises(ConfigError, match="VerifiersEnvironment got a dict"):
         VerifiersEnvironment({})

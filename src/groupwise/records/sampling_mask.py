@@ -7,7 +7,7 @@ With the set K_t that the sampler recorded for token t, every policy (current, o
 the keep-sampling-mask of DeepSeek-V3.2 (arXiv 2512.02556, section 3.1). Entropy and KL are of the same
 truncated distribution. The sets are constants: no gradient flows through the choice of K_t.
 
-Axes: T positions of a sequence, N positions of a batch, E kept tokens of all positions, V vocabulary, R rows
+Axes: T positions of a sequence, N positions of a batch, E tokens kept at all positions, V vocabulary, R rows
 and C columns of a tile.
 """
 
@@ -23,12 +23,12 @@ EXCLUDED_LOGIT = -1e30
 
 
 @dataclass(frozen=True, eq=False)
-class KeptTokens:
-    """Token ids kept at consecutive positions, in host memory: 4 bytes per position and 4 per kept token.
+class SamplingMask:
+    """Token ids kept at consecutive positions, in host memory: 4 bytes per position and 4 per token kept.
 
     Example: tokens 3 and 5 kept at the first position, all tokens at the second, token 4 at the third::
 
-        KeptTokens(ids=tensor([3, 5, 4]), counts=tensor([2, 0, 1]))
+        SamplingMask(ids=tensor([3, 5, 4]), counts=tensor([2, 0, 1]))
 
     ids: (E,) int32, position after position. The sampled token of a position is among its ids.
     counts: (T,) int32, ids of each position; 0: the whole vocabulary was kept, and no ids are stored.
@@ -41,41 +41,43 @@ class KeptTokens:
         return len(self.counts)
 
     @staticmethod
-    def whole_vocabulary(length: int) -> KeptTokens:
+    def whole_vocabulary(length: int) -> SamplingMask:
         """Return ``length`` positions without truncation."""
-        return KeptTokens(torch.zeros(0, dtype=torch.int32), torch.zeros(length, dtype=torch.int32))
+        return SamplingMask(torch.zeros(0, dtype=torch.int32), torch.zeros(length, dtype=torch.int32))
 
     @staticmethod
-    def from_lists(positions: Sequence[Sequence[int]]) -> KeptTokens:
+    def from_lists(positions: Sequence[Sequence[int]]) -> SamplingMask:
         """Build from one list of ids per position; an empty list stands for the whole vocabulary."""
         ids = [token for position in positions for token in position]
         counts = [len(position) for position in positions]
-        return KeptTokens(torch.tensor(ids, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32))
+        return SamplingMask(torch.tensor(ids, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32))
 
     @staticmethod
-    def concatenate(parts: Sequence[KeptTokens]) -> KeptTokens:
+    def concatenate(parts: Sequence[SamplingMask]) -> SamplingMask:
         """Join parts of a sequence."""
-        return KeptTokens(torch.cat([part.ids for part in parts]), torch.cat([part.counts for part in parts]))
+        return SamplingMask(
+            torch.cat([part.ids for part in parts]), torch.cat([part.counts for part in parts])
+        )
 
-    def first(self, length: int) -> KeptTokens:
+    def first(self, length: int) -> SamplingMask:
         """Return the first ``length`` positions, without memory of the others."""
         if length >= len(self):
             return self
         counts = self.counts[:length].clone()
-        return KeptTokens(self.ids[: int(counts.sum())].clone(), counts)
+        return SamplingMask(self.ids[: int(counts.sum())].clone(), counts)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the two tensors by name; ``KeptTokens(**state)`` restores them."""
+        """Return the two tensors by name; ``SamplingMask(**state)`` restores them."""
         return {"ids": self.ids, "counts": self.counts}
 
 
-def join_kept_tokens(
-    rows: Sequence[KeptTokens | None], widths: Sequence[int], start: int | Sequence[int] = 0
-) -> KeptTokens | None:
-    """Lay out the kept tokens of B sequences row after row, as the positions of a forward pass.
+def join_sampling_masks(
+    rows: Sequence[SamplingMask | None], widths: Sequence[int], start: int | Sequence[int] = 0
+) -> SamplingMask | None:
+    """Lay out the sampling masks of B sequences row after row, as the positions of a forward pass.
 
     Args:
-        rows: kept tokens per sequence, B; None: the whole vocabulary at every position.
+        rows: sampling mask per sequence, B; None: the whole vocabulary at every position.
         widths: positions of each row in the result, B.
         start: position of each sequence's first token in its row, one for all or B; positions before it and
             after its end keep the whole vocabulary.
@@ -91,14 +93,14 @@ def join_kept_tokens(
         if row is not None:
             counts[offset + first : offset + first + len(row)] = row.counts
         offset += width
-    return KeptTokens(torch.cat([row.ids for row in rows if row is not None]), counts)
+    return SamplingMask(torch.cat([row.ids for row in rows if row is not None]), counts)
 
 
 @dataclass(frozen=True, eq=False)
-class KeptMask:
-    """Kept tokens of N positions as boolean tiles of the (N, V) mask, which is never built as a whole.
+class SamplingMaskTiles:
+    """Sampling mask of N positions as boolean tiles of the (N, V) mask, which is never built as a whole.
 
-    Between the passes of a head it takes 8 bytes per kept token on the device, and 4 on the host.
+    Between the passes of a head it takes 8 bytes per token kept on the device, and 4 on the host.
 
     sorted_ids_E: kept ids in ascending order, on the host: the entries of a tile's columns are contiguous.
     column_E, row_E: the same ids and their positions on the device, int32.
@@ -111,11 +113,11 @@ class KeptMask:
     untruncated_N: torch.Tensor
 
     @staticmethod
-    def on(device: torch.device, kept: KeptTokens) -> KeptMask:
-        """Move kept tokens to ``device``; waits for no computation."""
+    def on(device: torch.device, kept: SamplingMask) -> SamplingMaskTiles:
+        """Move a sampling mask to ``device``; waits for no computation."""
         sorted_ids_E, order_E = kept.ids.sort()
         row_E = torch.arange(len(kept), dtype=torch.int32).repeat_interleave(kept.counts)[order_E]
-        return KeptMask(
+        return SamplingMaskTiles(
             sorted_ids_E, sorted_ids_E.to(device), row_E.to(device), (kept.counts == 0).to(device)
         )
 

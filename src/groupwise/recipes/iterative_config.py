@@ -9,7 +9,7 @@ from typing import Any
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError, nearest_name
 
-#: Objectives of the reward model: the functions are in ``groupwise.rewards.training``.
+#: Objectives of the reward model: the functions are in ``groupwise.recipes.reward_training``.
 REWARD_OBJECTIVES = ("pairwise", "pointwise")
 
 

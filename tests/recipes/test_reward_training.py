@@ -9,9 +9,8 @@ import torch
 from support.iterative_runs import reward_model
 from support.resume_runs import tokenizer
 
-from groupwise.config.iterative import REWARD_OBJECTIVES
-from groupwise.rewards.runtime.models import RewardModel
-from groupwise.rewards.training import (
+from groupwise.recipes.iterative_config import REWARD_OBJECTIVES
+from groupwise.recipes.reward_training import (
     EXAMPLES,
     Example,
     example_loss,
@@ -21,6 +20,7 @@ from groupwise.rewards.training import (
     train_reward_model,
     with_replay,
 )
+from groupwise.rewards.runtime.models import RewardModel
 
 TEXTS = ["say a", "say eee", "say xyzzy", "say o"]
 

@@ -7,9 +7,9 @@ from dataclasses import asdict
 import torch
 from support.batches import token_batch
 
-from groupwise.core.kept_tokens import KeptTokens
 from groupwise.data.rebalancing import _row_state
 from groupwise.records import Completion, Experience, MicroBatch, OldAndRefLogps, TokenBatch
+from groupwise.records.sampling_mask import SamplingMask
 
 ROWS = [[[3, 4], [], [5]], [[6, 7, 8]], None, [[9], [1, 2]]]
 
@@ -19,16 +19,16 @@ def lists(kept):
 
 
 def batch(rows=ROWS, width=4):
-    """Completions as long as their kept tokens; two tokens where those are unknown."""
+    """Completions as long as their sampling masks; two tokens where those are unknown."""
     lengths = torch.tensor([2 if row is None else len(row) for row in rows])
     mask = (torch.arange(width) < lengths[:, None]).long()
     ones = torch.ones(len(rows), 2).long()
-    kept = tuple(None if row is None else KeptTokens.from_lists(row) for row in rows)
-    return token_batch(ones, ones, mask, mask, kept_tokens=kept)
+    kept = tuple(None if row is None else SamplingMask.from_lists(row) for row in rows)
+    return token_batch(ones, ones, mask, mask, sampling_mask=kept)
 
 
 def kept_of(tokens: TokenBatch):
-    return [lists(row) for row in tokens.kept_tokens]
+    return [lists(row) for row in tokens.sampling_mask]
 
 
 def test_rows_are_selected_split_and_joined_with_their_kept_tokens():
@@ -42,8 +42,8 @@ def test_rows_are_selected_split_and_joined_with_their_kept_tokens():
 
 def test_a_batch_without_kept_tokens_beside_one_with_them_keeps_the_whole_vocabulary():
     plain = token_batch(*[torch.ones(2, 3).long()] * 4)
-    assert plain.kept_tokens is None
-    assert TokenBatch.concatenate([plain, plain]).kept_tokens is None
+    assert plain.sampling_mask is None
+    assert TokenBatch.concatenate([plain, plain]).sampling_mask is None
     assert kept_of(TokenBatch.concatenate([plain, batch()])) == [None, None, *ROWS]
 
 
@@ -60,7 +60,7 @@ def test_experience_and_checkpoints_hold_them(tmp_path):
     torch.save(entry.state_dict(), tmp_path / "entry.pt")
     loaded = Experience.from_state(torch.load(tmp_path / "entry.pt", weights_only=True))
     assert kept_of(loaded) == ROWS
-    assert Experience.from_state(entry.select([2]).state_dict()).kept_tokens == (None,)
+    assert Experience.from_state(entry.select([2]).state_dict()).sampling_mask == (None,)
 
 
 def test_rows_sent_to_another_rank_carry_theirs_alone():
@@ -70,15 +70,15 @@ def test_rows_sent_to_another_rank_carry_theirs_alone():
         **vars(tokens), **fields, advantages_BX=torch.zeros(4, 1), sequence_weight_B1=torch.ones(4, 1)
     )
     state = _row_state(window, [1, 2])
-    assert state["kept_tokens"][1] is None
-    assert state["kept_tokens"][0]["ids"].untyped_storage().nbytes() == 4 * 3
+    assert state["sampling_mask"][1] is None
+    assert state["sampling_mask"][0]["ids"].untyped_storage().nbytes() == 4 * 3
     assert kept_of(MicroBatch.from_state(state)) == [ROWS[1], None]
 
 
 def test_the_state_of_a_completion_is_plain(tmp_path):
-    completion = Completion([5, 6], kept_tokens=KeptTokens.from_lists([[5, 7], [6]]))
+    completion = Completion([5, 6], sampling_mask=SamplingMask.from_lists([[5, 7], [6]]))
     for state in (completion.state_dict(), asdict(completion)):
         torch.save(state, tmp_path / "completion.pt")
         loaded = Completion.from_state(torch.load(tmp_path / "completion.pt", weights_only=True))
-        assert loaded.token_ids == [5, 6] and lists(loaded.kept_tokens) == [[5, 7], [6]]
+        assert loaded.token_ids == [5, 6] and lists(loaded.sampling_mask) == [[5, 7], [6]]
     assert Completion.from_state(Completion([5]).state_dict()) == Completion([5])

@@ -85,7 +85,7 @@ def _run(source: str, stdin: str, limits: SandboxLimits, isolated: bool) -> Sand
     if sys.platform != "linux":
         raise RewardError("the sandbox could not be set up: it needs Linux")
     # Imported here: its module needs Linux.
-    from groupwise.rewards.runtime import sandbox_launcher
+    from groupwise.sandbox import launcher
 
     with tempfile.TemporaryDirectory(prefix="groupwise_sandbox_", ignore_cleanup_errors=True) as name:
         directory = Path(name)
@@ -95,7 +95,7 @@ def _run(source: str, stdin: str, limits: SandboxLimits, isolated: bool) -> Sand
         if os.geteuid() == 0 and not isolated:
             # The program runs as an unprivileged user, which needs access to its working directory.
             directory.chmod(0o711)
-            os.chown(directory / "work", sandbox_launcher.UNPRIVILEGED_ID, sandbox_launcher.UNPRIVILEGED_ID)
+            os.chown(directory / "work", launcher.UNPRIVILEGED_ID, launcher.UNPRIVILEGED_ID)
         job = {
             **vars(limits),
             "isolated": isolated,
@@ -104,7 +104,7 @@ def _run(source: str, stdin: str, limits: SandboxLimits, isolated: bool) -> Sand
             "paths": _interpreter_paths(),
         }
         # -S skips site-packages: start-up dominates the cost of a short program.
-        command = [sys.executable, "-I", "-S", sandbox_launcher.__file__, json.dumps(job)]
+        command = [sys.executable, "-I", "-S", launcher.__file__, json.dumps(job)]
         given = _sealed(stdin.encode("utf-8", errors="replace"))
         try:
             process = subprocess.Popen(
@@ -125,7 +125,7 @@ def _run(source: str, stdin: str, limits: SandboxLimits, isolated: bool) -> Sand
             raise RewardError(f"the sandbox could not be set up: {errors.strip().splitlines()[-1]}")
         statuses: dict[int, Literal["ok", "failed", "timeout"]] = {
             0: "failed" if written.is_truncated else "ok",
-            sandbox_launcher.FAILED: "failed",
+            launcher.FAILED: "failed",
         }
         text = output.decode("utf-8", errors="replace")
         return SandboxResult(statuses.get(process.returncode, "timeout"), text)

@@ -6,35 +6,35 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.core.kept_tokens import KeptMask, KeptTokens, join_kept_tokens
+from groupwise.records.sampling_mask import SamplingMask, SamplingMaskTiles, join_sampling_masks
 
 POSITIONS = [[3, 5], [], [4], [0, 1, 6]]
 
 
-def lists(kept: KeptTokens) -> list[list[int]]:
+def lists(kept: SamplingMask) -> list[list[int]]:
     return [part.tolist() for part in kept.ids.split(kept.counts.tolist())]
 
 
 def test_parts_of_a_sequence():
-    kept = KeptTokens.from_lists(POSITIONS)
+    kept = SamplingMask.from_lists(POSITIONS)
     assert kept.ids.dtype == kept.counts.dtype == torch.int32
     for length in range(6):
         first = kept.first(length)
         assert len(first) == min(length, 4) and lists(first) == POSITIONS[:length]
         assert first.ids.untyped_storage().nbytes() == 4 * len(first.ids)  # holds no memory of the others
-    joined = KeptTokens.concatenate([kept.first(2), KeptTokens.whole_vocabulary(2), kept])
+    joined = SamplingMask.concatenate([kept.first(2), SamplingMask.whole_vocabulary(2), kept])
     assert lists(joined) == [[3, 5], [], [], [], *POSITIONS]
-    assert lists(KeptTokens(**kept.state_dict())) == POSITIONS
+    assert lists(SamplingMask(**kept.state_dict())) == POSITIONS
 
 
 def test_rows_of_a_batch():
-    row = KeptTokens.from_lists(POSITIONS)
+    row = SamplingMask.from_lists(POSITIONS)
     # start 2, width 7: two columns before each sequence, and one after the longest
-    joined = join_kept_tokens([row, None, row.first(1)], [7, 7, 7], start=2)
+    joined = join_sampling_masks([row, None, row.first(1)], [7, 7, 7], start=2)
     expected = [[], [], *POSITIONS, []] + [[]] * 7 + [[], [], [3, 5], [], [], [], []]
     assert lists(joined) == expected
-    assert lists(join_kept_tokens([row, row.first(1)], [4, 1])) == [*POSITIONS, [3, 5]]
-    assert join_kept_tokens([None, KeptTokens.whole_vocabulary(3)], [3, 3]) is None
+    assert lists(join_sampling_masks([row, row.first(1)], [4, 1])) == [*POSITIONS, [3, 5]]
+    assert join_sampling_masks([None, SamplingMask.whole_vocabulary(3)], [3, 3]) is None
 
 
 @given(
@@ -44,7 +44,7 @@ def test_rows_of_a_batch():
 )
 def test_tiles_are_parts_of_the_mask(positions, rows, columns):
     mask = torch.tensor([[not kept or v in kept for v in range(11)] for kept in positions])
-    tiles = KeptMask.on(torch.device("cpu"), KeptTokens.from_lists(positions))
+    tiles = SamplingMaskTiles.on(torch.device("cpu"), SamplingMask.from_lists(positions))
     for top in range(0, len(positions), rows):
         for left in range(0, 11, columns):
             part = slice(top, min(top + rows, len(positions))), slice(left, min(left + columns, 11))

@@ -1,0 +1,1 @@
+"""Training procedures around the trainer (iterative GRPO), and adapters of environment libraries."""

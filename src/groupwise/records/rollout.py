@@ -1,0 +1,242 @@
+"""Rollouts of this rank and the rewards of all ranks, as lists and plain values; no tensors of tokens yet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+import torch
+
+from groupwise.core.advantages import GroupRewards, StepRewards
+from groupwise.core.metrics import Metrics
+from groupwise.records.images import ImageInputs
+from groupwise.records.sampling_mask import SamplingMask
+
+#: A dataset row: ``prompt`` and the columns that reward functions receive.
+Row = dict[str, Any]
+Mode = Literal["train", "eval"]
+
+
+def copied(value: Any) -> Any:
+    """Copy lists and dictionaries at any depth; other values, such as images, are shared."""
+    if type(value) is list:
+        return [copied(entry) for entry in value]
+    return {key: copied(entry) for key, entry in value.items()} if type(value) is dict else value
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled completion of C tokens.
+
+    Example: two sampled tokens and one token of a tool result, from an engine that reports log-probs::
+
+        Completion([19, 7, 2], logps=[-0.1, nan, -0.3], loss_mask=[1, 0, 1], versions=[4, 4, 4])
+
+    token_ids: tokens after the prompt, with the end token if there is one.
+    logps: log-probs under the sampling distribution, NaN for a token without one; None: the sampler is the
+        policy itself, or reported none.
+    loss_mask: 1 for sampled tokens, 0 for tokens of tools and environments; None: all sampled.
+    truncated: the length limit ended the completion, not an end token.
+    old_logps: log-probs under the policy that sampled the tokens; None: that is the current policy.
+    versions: optimizer step of the weights that sampled each token; None: the sampler is the policy itself.
+    sampling_mask: tokens that truncated sampling kept, C positions; None: the whole vocabulary, or unknown.
+    dropped: the rollout failed (``rollout_on_error``): the completion has no reward and no loss, and its
+        group consists of the others.
+    """
+
+    token_ids: list[int]
+    logps: list[float] | None = None
+    loss_mask: list[int] | None = None
+    truncated: bool = False
+    old_logps: list[float] | None = None
+    versions: list[int] | None = None
+    sampling_mask: SamplingMask | None = None
+    dropped: bool = False
+
+    def sampled_at(self, step: int) -> bool:
+        """Return True if the weights of optimizer step ``step`` sampled every token."""
+        return self.old_logps is None and all(version == step for version in self.versions or ())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values and tensors."""
+        kept = self.sampling_mask
+        return {**vars(self), "sampling_mask": None if kept is None else kept.state_dict()}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Completion:
+        kept = state.get("sampling_mask")
+        return cls(**{**state, "sampling_mask": None if kept is None else SamplingMask(**kept)})
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """Settings of one ``generate`` call; the defaults are the settings of the run.
+
+    Attributes:
+        max_tokens: maximum completion length per row, B; None: the run's for all rows.
+        images: image inputs per row, B; None for prompts of text.
+        generation_kwargs: sampler settings that replace the run's: temperature, top_p, top_k, min_p,
+            repetition_penalty. Evaluation passes ``eval_generation_kwargs``.
+        on_finished: a backend that has the completions of some prompts before the others may call it, with
+            their row indices and completions; it starts the ``per_sample_reward`` functions on them. None:
+            there are none.
+    """
+
+    max_tokens: Sequence[int] | None = None
+    images: Sequence[ImageInputs] | None = None
+    generation_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    on_finished: Callable[[Sequence[int], list[Completion]], None] | None = None
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """Prompts to roll out, with everything that a rollout needs to know about them.
+
+    Example: two completions of one prompt on this rank::
+
+        RolloutRequest(rows=[{"prompt": "2+2="}, {"prompt": "2+2="}], num_generations=2)
+
+    rows: dataset rows of this rank, B; the G rows of a prompt are adjacent.
+    num_generations: completions per prompt, G.
+    num_valid: rows of the global batch that count; later ones are padding of the last evaluation batch. None:
+        all.
+    mode: "train" or "eval"; selects the metrics that the rollout is recorded in.
+    generation_kwargs: sampler settings that replace the run's (``eval_generation_kwargs``).
+    on_partial_rollout: called with the finished prompts while the sampler still generates the others; None:
+        rewards are computed when the rollout is complete.
+    """
+
+    rows: list[Row]
+    num_generations: int
+    num_valid: int | None = None
+    mode: Mode = "train"
+    generation_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    on_partial_rollout: Callable[[RolloutBatch], None] | None = None
+
+
+#: Lists of a RolloutBatch with one entry per row.
+_COLUMNS = ("rows", "prompts", "prompt_ids", "completions", "texts", "row_ids")
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """Completions of this rank; every list has B entries, the G completions of a prompt are adjacent.
+
+    Example: two completions of one prompt::
+
+        RolloutBatch(
+            rows=[{"prompt": "2+2=", "answer": "4"}] * 2,
+            prompts=["2+2="] * 2,
+            prompt_ids=[[17, 10, 17, 28]] * 2,
+            completions=[Completion([19, 2]), Completion([20, 20], truncated=True)],
+            texts=["4", "55"],
+            num_generations=2,
+        )
+
+    rows: dataset rows.
+    prompts: prompts as the dataset gave them.
+    prompt_ids: token ids of the prompts, without padding.
+    completions: the sampler's output.
+    texts: completions as reward functions receive them: strings, or message lists for chat prompts.
+    num_generations: G.
+    num_valid: rows of the global batch that count; None: all.
+    mode: "train" or "eval".
+    extra: further columns for the reward functions, B entries each.
+    metrics: statistics of the rollout.
+    images: output of the image processor per row; None without a processor.
+    row_ids: position of each row in the request, by which partial rewards are matched.
+    """
+
+    rows: list[Row]
+    prompts: list[Any]
+    prompt_ids: list[list[int]]
+    completions: list[Completion]
+    texts: list[Any]
+    num_generations: int = 1
+    num_valid: int | None = None
+    mode: Mode = "train"
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
+    images: Sequence[ImageInputs] | None = None
+    row_ids: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        if not self.row_ids:
+            object.__setattr__(self, "row_ids", range(len(self.completions)))
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+    def select(self, rows: Sequence[int]) -> RolloutBatch:
+        """Select rows; groups may become incomplete."""
+
+        def chosen(columns: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: [values[row] for row in rows] for name, values in columns.items()}
+
+        names = _COLUMNS if self.images is None else (*_COLUMNS, "images")
+        return replace(self, **chosen({n: getattr(self, n) for n in names}), extra=chosen(self.extra))
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[RolloutBatch]) -> RolloutBatch:
+        """Concatenate rows of text, without further columns: the finished prompts of a rollout."""
+        columns: dict[str, Any] = {n: [v for part in parts for v in getattr(part, n)] for n in _COLUMNS}
+        return cls(**columns)
+
+
+@dataclass(frozen=True)
+class RewardBatch:
+    """Rewards of all ranks, and the position of this rank's completions in them.
+
+    Example: rank 1 of 2, one completion each, one reward function::
+
+        RewardBatch(rewards=GroupRewards(tensor([[1.0], [0.0]]), tensor([1.0]), 2), local=slice(1, 2))
+
+    rewards: (N, F) for all N completions in rank order, so that groups are contiguous.
+    local: rows of ``rewards`` that belong to this rank, padding rows of an evaluation batch included.
+    columns: columns that reward functions logged for the completions table, B entries each.
+    metrics: statistics of the rewards.
+    """
+
+    rewards: GroupRewards
+    local: slice
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
+
+    @property
+    def num_valid(self) -> int:
+        """Number of completions of this rank that count; later ones pad an evaluation batch."""
+        return len(self.rewards.rewards_NF[self.local])
+
+    def without(self, dropped_N: torch.Tensor | None) -> RewardBatch:
+        """Remove the rewards of dropped completions, a boolean per completion of all ranks; None: of none."""
+        if dropped_N is None or not dropped_N.any():
+            return self
+        table, dropped = self.rewards, dropped_N.tolist()
+        steps: dict[int, StepRewards] = {
+            column: [[] if gone else list(row) for row, gone in zip(rows, dropped, strict=True)]
+            for column, rows in table.step_rewards.items()
+        }
+        rewards_NF = table.rewards_NF.masked_fill(dropped_N.to(table.rewards_NF.device)[:, None], math.nan)
+        return replace(self, rewards=replace(table, rewards_NF=rewards_NF, step_rewards=steps))
+
+    def local_rows(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Select this rank's rows of a tensor of all ranks; padding rows of an evaluation batch are zero."""
+        rows = values_N[self.local]
+        missing = self.local.stop - self.local.start - len(rows)
+        return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
+
+
+class RewardFunction(Protocol):
+    """Reward callable: one float (or None) per completion; may be ``async``.
+
+    Keyword arguments are ``prompts``, ``completions``, ``completion_ids``, every other dataset column,
+    ``trainer_state``, ``log_extra(column, values)`` and ``log_metric(name, value)``.
+    """
+
+    def __call__(self, **kwargs: Any) -> Sequence[float | None]: ...
+
+
+#: ``rollout_func(prompts, trainer)``: replaces generation.
+RolloutFunction = Callable[[list[Any], Any], dict[str, Any]]
