@@ -21,7 +21,7 @@ class RankTrainer(GRPOTrainer):
     """Compute advantages from the rank of a reward in its group; the scale of the rewards has no effect."""
 
     def compute_advantages(self, scored):
-        rewards_PG = scored.rewards.rewards_NF.nansum(-1).view(-1, scored.rewards.num_generations)
+        rewards_PG = scored.rewards_NF.nansum(-1).view(-1, scored.num_generations)
         rank_PG = (
             (rewards_PG.unsqueeze(2) > rewards_PG.unsqueeze(1)).float().mean(-1)
         )  # (P, G), share of the group below

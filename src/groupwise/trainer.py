@@ -30,10 +30,7 @@ from groupwise.data.budget import micro_batch_budget
 from groupwise.data.buffer import ExperienceBuffer
 from groupwise.data.build import (
     check_data,
-    micro_batches_per_generation,
-    num_generations_eval,
     prepare_data,
-    prompts_per_batch,
 )
 from groupwise.data.dynamic_sampling import DynamicBatch, LeftoverGroups
 from groupwise.data.image_checks import check_vision, has_image_columns
@@ -375,7 +372,7 @@ class GRPOTrainer(
                     on_policy = self.is_on_policy(num_batches - len(window))
                     experience = self.make_train_experience(on_policy=on_policy)
                     self.buffer.fill(
-                        experience, self.settings.num_iterations, prompts_per_batch(self.settings)
+                        experience, self.settings.num_iterations, self.settings.prompts_per_batch
                     )
                 window += self.buffer.take(num_batches - len(window))
             batches = self.make_micro_batches(window)
@@ -521,7 +518,7 @@ class GRPOTrainer(
             with self.compute_loss_context_manager():
                 loss = self.compute_loss(model, batch)
         # The losses of the ranks average to that of the batch, which counts by its rows.
-        share = len(rewards.rewards.rewards_NF) / self.args.world_size
+        share = len(rewards.rewards_NF) / self.args.world_size
         self.metrics["eval"].record({"loss": Mean(loss.detach() * share, share)})
         return loss.detach(), None, None
 
@@ -540,7 +537,7 @@ class GRPOTrainer(
         """Build the request for the rollouts of an evaluation batch, these rows of this rank."""
         return RolloutRequest(
             rows,
-            num_generations=num_generations_eval(self.settings),
+            num_generations=self.settings.generations_per_eval_prompt,
             # The last batch is padded so that all ranks get as many rows; the padding does not count.
             num_valid=num_valid_rows(rows, self.accelerator.gradient_state),
             mode="eval",
@@ -558,8 +555,8 @@ class GRPOTrainer(
         """Yield this rank's rows of the generations to prefetch, with the optimizer step that each begins."""
         settings = self.settings
         depth = 0 if self.agents or self.rollout_func else settings.rollout_staleness
-        steps = micro_batches_per_generation(settings) // settings.gradient_accumulation_steps
-        for ahead, rows in enumerate(self.prompts.upcoming(depth, prompts_per_batch(settings)), start=1):
+        steps = settings.micro_batches_per_generation // settings.gradient_accumulation_steps
+        for ahead, rows in enumerate(self.prompts.upcoming(depth, settings.prompts_per_batch), start=1):
             step = self.state.global_step + ahead * steps
             if step >= self.state.max_steps:
                 return
@@ -570,7 +567,7 @@ class GRPOTrainer(
 
         A run that resumes with another accumulation may begin a generation in the middle of a window.
         """
-        return micro_batches_per_generation(self.settings) <= num_missing
+        return self.settings.micro_batches_per_generation <= num_missing
 
     def add_behavior_logps(self, surplus: LeftoverGroups) -> LeftoverGroups:
         """Compute the log-probs of leftover groups under the policy that sampled them, the current one."""

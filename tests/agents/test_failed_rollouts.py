@@ -174,7 +174,7 @@ def test_a_run_with_random_faults_trains_without_the_dropped_completions(tmp_pat
     for rollouts, rewards, experience in seen:
         gone = torch.tensor([completion.dropped for completion in rollouts.completions])
         assert (gone.view(2, 4).sum(1) != 3).all()  # a single completion has no baseline
-        assert torch.equal(rewards.rewards.rewards_NF.isnan(), gone[:, None].expand(-1, 2))
+        assert torch.equal(rewards.rewards_NF.isnan(), gone[:, None].expand(-1, 2))
         assert torch.equal(experience.loss_mask_BT.any(1), ~gone)
         assert torch.equal(experience.group_ids_B < 0, gone)
         means = torch.where(gone[:, None], 0.0, experience.advantages_BX).view(2, 4).sum(1)

@@ -9,13 +9,13 @@ import pickle
 import threading
 from collections import Counter
 from dataclasses import fields, replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.configs import config_of
 from support.ranks import on_ranks
 from support.runs import WORDS, count_reward, policy, tokenizer, trainer
 from transformers import TrainerCallback
@@ -87,16 +87,14 @@ def test_a_difference_of_outcome_or_step_rewards_is_enough():
     assert has_variance(rewards) == [True, True]
 
 
-def config_of(num_prompts, size, max_rounds=10, *, world_size=1, rank=0, dynamic_sampling=True):
-    """Return the settings that dynamic sampling reads; a GRPOConfig has the ranks of its launcher."""
-    return SimpleNamespace(
+def sampling_config(num_prompts, size, max_rounds=10, *, dynamic_sampling=True, **ranks):
+    """Return a configuration of ``num_prompts`` groups of ``size`` per batch."""
+    return config_of(
         dynamic_sampling=dynamic_sampling,
         dynamic_sampling_max_rounds=max_rounds,
         generation_batch_size=num_prompts * size,
         num_generations=size,
-        multi_objective_aggregation="sum_then_normalize",
-        world_size=world_size,
-        process_index=rank,
+        **ranks,
     )
 
 
@@ -115,7 +113,7 @@ def config_of(num_prompts, size, max_rounds=10, *, world_size=1, rank=0, dynamic
 )
 def test_round_sizes(num_unfilled, share, world_size, expected):
     # 4 completions per prompt
-    assert round_size(num_unfilled, share, config_of(8, 4, world_size=world_size)) == expected
+    assert round_size(num_unfilled, share, sampling_config(8, 4, world_size=world_size)) == expected
 
 
 class Prompts:
@@ -142,7 +140,9 @@ class Prompts:
             num_generations=self.size,
             extra={"place": list(range(local.start, local.stop))},
         )
-        return rollouts, RewardBatch(group_rewards(rewards, self.size), local, {"seen": list(own)})
+        return rollouts, RewardBatch(
+            **vars(group_rewards(rewards, self.size)), local=local, columns={"seen": list(own)}
+        )
 
 
 def fill(prompts, leftover, config, gather=list):
@@ -171,18 +171,18 @@ def test_every_group_with_variance_is_trained_on_once_and_in_order(varied, wante
     varied = varied | set(range(61, 200))  # in the end all vary, so that every batch can be filled
     prompts, leftover, seen = Prompts(varied, size), LeftoverGroups(), []
     for _ in range(6):
-        rollouts, rewards, leftover, batch = fill(prompts, leftover, config_of(wanted, size, 100))
+        rollouts, rewards, leftover, batch = fill(prompts, leftover, sampling_config(wanted, size, 100))
         assert batch.num_unfilled == 0 and len(leftover.groups) < wanted
         groups = trained_on(rollouts)
         assert Counter(groups) == dict.fromkeys(groups, size)
         seen += groups[::size]
     assert seen == sorted(varied)[: len(seen)]
     assert rewards.columns["seen"] == groups
-    assert rewards.rewards.rewards_NF.flatten().tolist() == [float(i % size == 0) for i in range(len(groups))]
+    assert rewards.rewards_NF.flatten().tolist() == [float(i % size == 0) for i in range(len(groups))]
 
 
 def test_every_column_of_a_rollout_is_kept():
-    rollouts, rewards, _, _ = fill(Prompts({1, 2, 3}, 2), LeftoverGroups(), config_of(1, 2))
+    rollouts, rewards, _, _ = fill(Prompts({1, 2, 3}, 2), LeftoverGroups(), sampling_config(1, 2))
     # prompt 0 has no variance; prompt 1 is completions 0 and 1 of the second round
     assert rollouts == RolloutBatch(
         rows=[{"number": 1}] * 2,
@@ -193,7 +193,7 @@ def test_every_column_of_a_rollout_is_kept():
         num_generations=2,
         extra={"place": [0, 1]},
     )
-    assert (rewards.columns, rewards.local, rewards.rewards.num_tokens) == ({"seen": [1, 1]}, slice(0, 2), 1)
+    assert (rewards.columns, rewards.local, rewards.num_tokens) == ({"seen": [1, 1]}, slice(0, 2), 1)
     columns = {f.name for f in fields(RolloutBatch)} - {
         "num_generations",
         "num_valid",
@@ -208,17 +208,17 @@ def test_images_and_step_rewards_stay_with_their_completions():
     images = [ImageInputs({"pixel_values": torch.tensor([float(i)])}) for i in range(4)]
     rollouts, rewards = Prompts({0}, 2).sample(2)
     steps = {0: [[(0, 0.5)], [(0, 0.5)], [(0, 0.25)], [(0, 1.0)]]}
-    batch = DynamicBatch(LeftoverGroups(), config_of(1, 2), list)
+    batch = DynamicBatch(LeftoverGroups(), sampling_config(1, 2), list)
     values = group_rewards([[NAN]] * 4, 2, step_rewards=steps, num_tokens=1)
-    batch.add(replace(rollouts, images=images), replace(rewards, rewards=values))
+    batch.add(replace(rollouts, images=images), replace(rewards, **vars(values)))
     filled, filled_rewards, _ = batch.finish()
     assert filled.images == images[2:]  # the second group has variance
-    assert filled_rewards.rewards.step_rewards == {0: [[(0, 0.25)], [(0, 1.0)]]}
+    assert filled_rewards.step_rewards == {0: [[(0, 0.25)], [(0, 1.0)]]}
 
 
 def test_columns_that_some_completions_lack_are_none():
     first, second = Prompts({0, 1}, 2), Prompts({0, 1}, 2)
-    batch = DynamicBatch(LeftoverGroups(), config_of(2, 2), list)
+    batch = DynamicBatch(LeftoverGroups(), sampling_config(2, 2), list)
     batch.add(*first.sample(1))
     rollouts, rewards = second.sample(1)
     batch.add(replace(rollouts, extra={"other": ["a", "b"]}), replace(rewards, columns={}))
@@ -229,13 +229,15 @@ def test_columns_that_some_completions_lack_are_none():
 
 def test_token_wise_advantages_are_as_wide_as_the_longest_completion():
     rollouts, rewards = Prompts({0}, 2).sample(1)
-    batch = DynamicBatch(LeftoverGroups(), config_of(1, 2), list)
+    batch = DynamicBatch(LeftoverGroups(), sampling_config(1, 2), list)
     batch.add(replace(rollouts, completions=[Completion([1, 2, 3]), Completion([1])]), rewards)
-    assert batch.finish()[1].rewards.num_tokens == 3
+    assert batch.finish()[1].num_tokens == 3
 
 
 def test_a_batch_that_cannot_be_filled_takes_groups_without_variance():
-    rollouts, _, leftover, batch = fill(Prompts({3}, 2), LeftoverGroups(), config_of(4, 2, max_rounds=2))
+    rollouts, _, leftover, batch = fill(
+        Prompts({3}, 2), LeftoverGroups(), sampling_config(4, 2, max_rounds=2)
+    )
     # Two rounds of 4 prompts: only prompt 3 varies, 0, 1 and 2 fill the batch, 4 to 7 are discarded.
     assert trained_on(rollouts) == [3, 3, 0, 0, 1, 1, 2, 2]
     assert leftover == LeftoverGroups([], share_with_variance=1 / 8, has_warned=True)
@@ -251,17 +253,17 @@ def test_a_batch_that_cannot_be_filled_takes_groups_without_variance():
 def test_one_warning_per_run_names_the_groups_without_variance(caplog):
     prompts, leftover = Prompts({0, 1, 2}, 2), LeftoverGroups()
     with caplog.at_level(logging.WARNING):
-        _, _, leftover, _ = fill(prompts, leftover, config_of(3, 2, max_rounds=1))
+        _, _, leftover, _ = fill(prompts, leftover, sampling_config(3, 2, max_rounds=1))
         assert not leftover.has_warned and not caplog.text
         for _ in range(2):
-            _, _, leftover, _ = fill(prompts, leftover, config_of(3, 2, max_rounds=1))
+            _, _, leftover, _ = fill(prompts, leftover, sampling_config(3, 2, max_rounds=1))
             assert leftover.has_warned
     assert caplog.text.count("after dynamic_sampling_max_rounds=1 rounds, 3 of the 3 groups") == 1
 
 
 def test_later_rounds_are_sized_by_the_share_with_variance():
     # batches of 4: of the first 4 prompts two vary, so two missing groups need 4 more, of which all vary
-    batch = DynamicBatch(LeftoverGroups(), config_of(4, 2), list)
+    batch = DynamicBatch(LeftoverGroups(), sampling_config(4, 2), list)
     prompts = Prompts({0, 1, 4, 5, 6, 7}, 2)
     assert (batch.is_full, batch.num_to_sample, batch.num_unfilled) == (False, 4, 4)
     batch.add(*prompts.sample(4))
@@ -272,18 +274,18 @@ def test_later_rounds_are_sized_by_the_share_with_variance():
     assert trained_on(rollouts)[::2] == [0, 1, 4, 5] and numbers_of(leftover) == [6, 7]
     assert leftover.share_with_variance == 6 / 8
     # the next step expects that share: 4 - 2 groups need 2 / (6 / 8) = 2.7 prompts
-    following = DynamicBatch(leftover, config_of(4, 2), list)
+    following = DynamicBatch(leftover, sampling_config(4, 2), list)
     assert (following.is_full, following.num_to_sample) == (False, 3)
 
 
 def test_leftover_groups_come_first_and_do_not_replace_sampling():
-    leftover = fill(Prompts(set(range(9)), 2), LeftoverGroups(), config_of(4, 2, 1))[2]
+    leftover = fill(Prompts(set(range(9)), 2), LeftoverGroups(), sampling_config(4, 2, 1))[2]
     assert leftover.groups == []
-    batch = DynamicBatch(LeftoverGroups(), config_of(1, 2), list)
+    batch = DynamicBatch(LeftoverGroups(), sampling_config(1, 2), list)
     batch.add(*Prompts(set(range(9)), 2).sample(4))  # one group and three left over
     leftover = batch.finish()[2]
     assert numbers_of(leftover) == [1, 2, 3]
-    rollouts, _, leftover, batch = fill(Prompts({0}, 2), leftover, config_of(2, 2))
+    rollouts, _, leftover, batch = fill(Prompts({0}, 2), leftover, sampling_config(2, 2))
     # 1 and 2 fill the batch, a round of one prompt is sampled all the same; 3 and the new 0 are left
     assert trained_on(rollouts) == [1, 1, 2, 2] and numbers_of(leftover) == [3, 0]
     assert batch.metrics["dynamic_sampling/carried"].value() == 2
@@ -293,7 +295,7 @@ def test_without_dynamic_sampling_one_round_is_the_batch():
     def refuse(values):
         raise AssertionError("an exchange without dynamic sampling")
 
-    batch = DynamicBatch(LeftoverGroups(), config_of(3, 2, dynamic_sampling=False), refuse)
+    batch = DynamicBatch(LeftoverGroups(), sampling_config(3, 2, dynamic_sampling=False), refuse)
     assert (batch.is_full, batch.num_to_sample) == (False, 3)
     rollouts, rewards = Prompts(set(), 2).sample(3)
     batch.add(rollouts, rewards)
@@ -307,29 +309,29 @@ def test_ranks_share_the_batch_of_one_process():
     varied = set(range(2, 40))
 
     def on_rank(rank, gather, exchange):
-        own = config_of(3, 4, 5, world_size=2, rank=rank)
+        own = sampling_config(3, 4, 5, world_size=2, rank=rank)
         return fill(Prompts(varied, 4, 2, rank), LeftoverGroups(), own, gather)
 
     first, second = on_ranks(2, on_rank)
-    one = fill(Prompts(varied, 4), LeftoverGroups(), config_of(3, 4, 5))
+    one = fill(Prompts(varied, 4), LeftoverGroups(), sampling_config(3, 4, 5))
     assert trained_on(first[0]) + trained_on(second[0]) == trained_on(one[0]) == [2] * 4 + [3] * 4 + [4] * 4
     assert first[0].extra["place"] + second[0].extra["place"] == one[0].extra["place"]
     assert first[2] == second[2] == one[2] and len(one[2].groups) == 1
     assert (first[1].local, second[1].local) == (slice(0, 6), slice(6, 12))
     for filled in (first, second):
-        assert torch.equal(filled[1].rewards.rewards_NF, one[1].rewards.rewards_NF)
+        assert torch.equal(filled[1].rewards_NF, one[1].rewards_NF)
 
 
 def leftover_of(count, size=2):
     """Groups 1 to ``count``, left over by a batch of one group."""
-    batch = DynamicBatch(LeftoverGroups(), config_of(1, size), list)
+    batch = DynamicBatch(LeftoverGroups(), sampling_config(1, size), list)
     batch.add(*Prompts(set(range(99)), size).sample(1 + count))
     return batch.finish()[2]
 
 
 def test_ranks_compute_the_log_probs_of_leftover_groups_in_equal_shares():
     leftover = leftover_of(3)  # 6 completions, 2 for each of 4 ranks
-    parts = [leftover.local_rollouts(config_of(1, 2, world_size=4, rank=rank)) for rank in range(4)]
+    parts = [leftover.local_rollouts(sampling_config(1, 2, world_size=4, rank=rank)) for rank in range(4)]
     assert [trained_on(part) for part in parts] == [[1, 1], [2, 2], [3, 3], [3, 3]]
     assert all(part.num_generations == 2 for part in parts)
     logps = [[-float(ids[0])] for part in parts for ids in (c.token_ids for c in part.completions)]
@@ -338,7 +340,7 @@ def test_ranks_compute_the_log_probs_of_leftover_groups_in_equal_shares():
     assert [s.completion.old_logps for group in known.groups for s in group] == [
         [-2.0], [-3.0], [-4.0], [-5.0], [-6.0], [-7.0]
     ]  # fmt: skip
-    assert LeftoverGroups().local_rollouts(config_of(1, 2)) is None
+    assert LeftoverGroups().local_rollouts(sampling_config(1, 2)) is None
 
 
 def test_leftover_groups_survive_a_checkpoint(tmp_path):
@@ -531,7 +533,7 @@ def test_environments_are_no_part_of_leftover_groups():
         rollouts, rewards = prompts.sample(count)
         return replace(rollouts, extra={"environments": [threading.Lock() for _ in rollouts.rows]}), rewards
 
-    batch = DynamicBatch(LeftoverGroups(), config_of(1, 2), lambda own: pickle.loads(pickle.dumps(own)))
+    batch = DynamicBatch(LeftoverGroups(), sampling_config(1, 2), lambda own: pickle.loads(pickle.dumps(own)))
     batch.add(*sample(2))
     rollouts, _, leftover = batch.finish()
     assert rollouts.extra == {} and len(leftover.groups) == 1

@@ -92,7 +92,7 @@ def test_process_rewards_of_the_engines_completions_reach_their_tokens(run):
         request = run.make_request([row for row in prompts(2) for _ in range(4)])
         rollouts, rewards = run.sample(request)
         (experience,) = run.make_experience(rollouts, rewards, 8, on_policy=True)
-        (steps,) = rewards.rewards.step_rewards.values()
+        (steps,) = rewards.step_rewards.values()
     finally:
         run.reward_funcs, run.reward_processing_classes = functions, tokenizers
         run.refresh_settings()

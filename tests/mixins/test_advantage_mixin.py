@@ -33,5 +33,7 @@ def test_advantages_follow_the_settings(settings, expected):
         "advantage_baseline": "group_mean",
         **settings,
     }
-    advantages = host(AdvantageMixin, settings=given).compute_advantages(RewardBatch(TABLE, slice(0, 4)))
+    advantages = host(AdvantageMixin, settings=given).compute_advantages(
+        RewardBatch(**vars(TABLE), local=slice(0, 4))
+    )
     assert advantages.tolist() == pytest.approx(expected, abs=1e-3)

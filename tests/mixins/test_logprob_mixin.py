@@ -13,7 +13,6 @@ from support.batches import token_batch
 from support.mixin_hosts import Ranks, host
 from torch import nn
 
-from groupwise.core.advantages import GroupRewards
 from groupwise.errors import ConfigError
 from groupwise.mixins import LogprobMixin
 from groupwise.records import Completion, Experience, LogprobOutput, OldAndRefLogps, RewardBatch, RolloutBatch
@@ -212,8 +211,8 @@ def test_known_old_log_probs_are_kept():
 
 
 def rewards(**given):
-    table = GroupRewards(torch.tensor([[1.0], [0.0], [0.5]]), torch.tensor([1.0]), 1, **given)
-    return RewardBatch(table, slice(0, 2))
+    rewards_NF = torch.tensor([[1.0], [0.0], [0.5]])
+    return RewardBatch(rewards_NF, torch.tensor([1.0]), 1, **given, local=slice(0, 2))
 
 
 def test_the_kl_of_loss_tokens_is_the_penalty_of_a_reward():
@@ -225,8 +224,8 @@ def test_the_kl_of_loss_tokens_is_the_penalty_of_a_reward():
     given = rewards()
     found = run.apply_kl_penalty(given, tokens, OldAndRefLogps(old, ref))
     # k1: (0.5 + 1), -1; times beta = 0.5
-    assert found.rewards.penalty_N.tolist() == [0.75, -0.5, 2.0]
-    assert given.rewards.penalty_N is None and found.local == given.local
+    assert found.penalty_N.tolist() == [0.75, -0.5, 2.0]
+    assert given.penalty_N is None and found.local == given.local
     assert run.apply_kl_penalty(given, tokens, None) is given
     assert run.apply_kl_penalty(given, tokens, OldAndRefLogps(old, None)) is given
 

@@ -70,10 +70,10 @@ def test_rewards_of_all_ranks_are_one_table(other_rank):
     other_rank.append(([[2.0, 7.0], [NAN, NAN]], [False, False], 5))
     found = mixin([length, sometimes]).compute_rewards(rollouts(num_generations=2))
     expected = torch.tensor([[1.0, NAN], [3.0, 0.5], [2.0, NAN], [7.0, NAN]])
-    torch.testing.assert_close(found.rewards.rewards_NF, expected, equal_nan=True)
-    assert found.rewards.weights_F.tolist() == [1.0, 2.0]
-    assert (found.rewards.num_generations, found.rewards.num_tokens) == (2, 5)
-    assert (found.rewards.step_rewards, found.local, found.columns) == ({}, slice(0, 2), {"seen": [0, 1]})
+    torch.testing.assert_close(found.rewards_NF, expected, equal_nan=True)
+    assert found.weights_F.tolist() == [1.0, 2.0]
+    assert (found.num_generations, found.num_tokens) == (2, 5)
+    assert (found.step_rewards, found.local, found.columns) == ({}, slice(0, 2), {"seen": [0, 1]})
     assert found.metrics["logged"].value() == 3.0
     assert found.metrics["time/reward/length"].value() >= 0
     assert not any(name.endswith("errors") for name in found.metrics)
@@ -86,7 +86,7 @@ def test_the_second_rank_finds_its_rows_behind_those_of_the_first(other_rank):
 def test_padding_rows_of_an_evaluation_batch_have_no_reward(other_rank):
     other_rank.append(([[2.0, 7.0]], [False], 5))
     found = mixin([length]).compute_rewards(rollouts(num_valid=3))
-    assert found.rewards.rewards_NF.flatten().tolist() == [1.0, 3.0, 2.0]
+    assert found.rewards_NF.flatten().tolist() == [1.0, 3.0, 2.0]
     assert found.metrics["reward"].count == 3
 
 
@@ -97,9 +97,9 @@ def test_a_function_with_step_rewards_on_any_rank_has_step_rewards(other_rank):
         return [None] * len(completion_ids)
 
     found = mixin([nothing, length]).compute_rewards(rollouts())
-    assert found.rewards.step_rewards == {0: [[], [], [(0, 1.0)], [(1, 2.0)]]}
-    assert found.rewards.rewards_NF[:, 0].isnan().all()
-    assert found.rewards.rewards_NF[:, 1].tolist() == [1.0, 3.0, 1.0, 1.0]
+    assert found.step_rewards == {0: [[], [], [(0, 1.0)], [(1, 2.0)]]}
+    assert found.rewards_NF[:, 0].isnan().all()
+    assert found.rewards_NF[:, 1].tolist() == [1.0, 3.0, 1.0, 1.0]
 
 
 def test_numbers_on_one_rank_and_steps_on_another_are_refused(other_rank):
@@ -129,7 +129,7 @@ def test_functions_get_no_dropped_completions(other_rank):
 
     found = mixin([length_of_kept, sometimes]).compute_rewards(batch)
     expected = torch.tensor([[1.0, NAN], [NAN, NAN], [3.0, 0.5], [2.0, NAN], [7.0, NAN], [NAN, NAN]])
-    torch.testing.assert_close(found.rewards.rewards_NF, expected, equal_nan=True)
+    torch.testing.assert_close(found.rewards_NF, expected, equal_nan=True)
     assert seen == [5, 7] and found.columns == {"size": [1, None, 3], "seen": [0, None, 2]}
 
 
@@ -141,7 +141,7 @@ def test_functions_are_not_called_if_all_completions_are_dropped(other_rank):
         raise AssertionError
 
     found = mixin([called, length]).compute_rewards(batch)
-    assert found.rewards.rewards_NF.isnan().all() and found.rewards.rewards_NF.shape == (2, 2)
+    assert found.rewards_NF.isnan().all() and found.rewards_NF.shape == (2, 2)
 
 
 def test_a_group_with_fewer_than_two_others_is_dropped():
@@ -165,14 +165,12 @@ def test_a_group_with_fewer_than_two_others_is_dropped():
 
 
 def test_dropped_completions_lose_the_rewards_that_an_override_gives_them():
-    table = GroupRewards(
-        torch.tensor([[1.0, NAN], [2.0, NAN]]), torch.ones(2), 2, {1: [[(0, 1.0)], [(0, 2.0)]]}
-    )
-    batch = RewardBatch(table, slice(0, 2))
+    rewards_NF, steps = torch.tensor([[1.0, NAN], [2.0, NAN]]), {1: [[(0, 1.0)], [(0, 2.0)]]}
+    batch = RewardBatch(rewards_NF, torch.ones(2), 2, steps, local=slice(0, 2))
     assert batch.without(None) is batch and batch.without(torch.tensor([False, False])) is batch
-    found = batch.without(torch.tensor([True, False])).rewards
+    found = batch.without(torch.tensor([True, False]))
     torch.testing.assert_close(found.rewards_NF, torch.tensor([[NAN, NAN], [2.0, NAN]]), equal_nan=True)
-    assert found.step_rewards == {1: [[], [(0, 2.0)]]} and table.step_rewards[1][0] == [(0, 1.0)]
+    assert found.step_rewards == {1: [[], [(0, 2.0)]]} and batch.step_rewards[1][0] == [(0, 1.0)]
 
 
 def test_errors_are_counted_by_function(other_rank):

@@ -11,7 +11,6 @@ import torch
 from datasets import load_dataset
 from PIL import Image
 
-from groupwise.core.advantages import GroupRewards
 from groupwise.records import Completion, RewardBatch, RolloutBatch
 from groupwise.reporting import completions, report_completions
 from groupwise.reporting.completions import evenly_spaced, write_parquet
@@ -125,7 +124,7 @@ def test_prompts_with_images_are_saved_as_content_blocks(tmp_path, make_args):
     answers = [[{"role": "assistant", "content": answer}] for answer in ("A dot.", "Nothing.")]
     for step in (3, 13):
         rollouts = RolloutBatch([{}] * 2, [prompt] * 2, [[1]] * 2, [Completion([2])] * 2, answers)
-        rewards = RewardBatch(GroupRewards(torch.ones(2, 1), torch.ones(1), 2), slice(0, 2))
+        rewards = RewardBatch(torch.ones(2, 1), torch.ones(1), 2, local=slice(0, 2))
         rows = completion_rows(rollouts, rewards, torch.zeros(2), ["accuracy"], step)
         assert row_text(rows[0]["prompt"]) == "system: Be brief.\nuser: <image>What is\ud800 this?"
         report_completions(rows, step, make_args(num_completions_to_print=0), str(tmp_path))

@@ -32,7 +32,7 @@ def test_the_reward_is_the_log_ratio_of_teacher_and_policy_at_the_sampling_tempe
     teacher = policy(seed=1, hidden_size=24, num_hidden_layers=1)
     run = trainer(tmp_path, get_distillation_reward(teacher), temperature=0.7)
     rollouts = generate(run, [run.train_dataset[3]] * 4)
-    (steps,) = run.compute_rewards(rollouts).rewards.step_rewards.values()
+    (steps,) = run.compute_rewards(rollouts).step_rewards.values()
     for row, found in enumerate(steps):
         given = rollouts.prompt_ids[row], rollouts.completions[row].token_ids
         ours, theirs = (logprob_loop(model, *given, 0.7) for model in (run.model, teacher))
@@ -45,7 +45,7 @@ def test_the_reward_is_the_log_ratio_of_teacher_and_policy_at_the_sampling_tempe
 def test_a_teacher_equal_to_the_policy_gives_zero(tmp_path):
     run = trainer(tmp_path, get_distillation_reward(policy()), advantage_baseline="per_token")
     rewards = run.compute_rewards(generate(run, [run.train_dataset[3]] * 4))
-    (steps,) = rewards.rewards.step_rewards.values()
+    (steps,) = rewards.step_rewards.values()
     assert max(abs(reward) for row in steps for _, reward in row) < 1e-6
     assert run.compute_advantages(rewards).abs().max() < 1e-6
 
@@ -55,7 +55,7 @@ def test_tokens_without_loss_and_dropped_completions_have_no_reward(tmp_path):
     rollouts = generate(run, [run.train_dataset[3]] * 4)
     rollouts.completions[0] = Completion([5, 6, 7], loss_mask=[1, 0, 1])
     rollouts.completions[1] = Completion([5, 6], dropped=True)
-    (steps,) = run.compute_rewards(rollouts).rewards.step_rewards.values()
+    (steps,) = run.compute_rewards(rollouts).step_rewards.values()
     assert [index for index, _ in steps[0]] == [0, 2] and steps[1] == []
     assert len(steps[2]) == len(rollouts.completions[2].token_ids)
 
@@ -165,8 +165,8 @@ def test_outcome_rewards_can_be_added(tmp_path):
         reward_weights=[1.0, 0.5],
     )
     rewards = run.compute_rewards(generate(run, [run.train_dataset[3]] * 4))
-    (steps,) = rewards.rewards.step_rewards.values()
-    outcome = rewards.rewards.rewards_NF[:, 0]
+    (steps,) = rewards.step_rewards.values()
+    outcome = rewards.rewards_NF[:, 0]
     first = (outcome - outcome.mean()) / (outcome.std() + 1e-4)
     got = run.compute_advantages(rewards)
     assert got[:, 0].tolist() == pytest.approx(

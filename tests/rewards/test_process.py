@@ -129,7 +129,7 @@ def test_models_are_recognised_by_their_architecture(tmp_path):
     assert run.reward_func_names[::2] == ["sequence-classification", "sequence-classification_2"]
     assert isinstance(run.reward_funcs[2], ProcessRewardModel) and run.reward_funcs[1] is given[1]
     rollouts = generate(run, [run.train_dataset[0]] * 4)
-    steps = run.compute_rewards(rollouts).rewards.step_rewards
+    steps = run.compute_rewards(rollouts).step_rewards
     # The policy writes no line breaks: one step each, and several where a space ends a step.
     assert [[end for end, _ in row] for row in steps[0]] == [
         [len(c.token_ids) - 1] for c in rollouts.completions

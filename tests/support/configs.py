@@ -25,6 +25,25 @@ def invalid(build: Callable[..., GRPOConfig], **kwargs: object) -> tuple[dict[st
     return seen, str(caught.value)
 
 
+def config_of(*, world_size: int = 1, rank: int = 0, **fields: object) -> GRPOConfig:
+    """Build a real configuration for a test double, as on rank ``rank`` of ``world_size``.
+
+    The fields are set after the checks, so that a test may give values (of derived fields, for example) that
+    no configuration has. A field that does not exist is an error.
+    """
+
+    class OfRank(GRPOConfig):
+        pass
+
+    OfRank.world_size = property(lambda self: world_size)  # type: ignore[assignment, method-assign]
+    OfRank.process_index = property(lambda self: rank)  # type: ignore[assignment, method-assign]
+    made = OfRank("unused", report_to="none", use_cpu=True, bf16=False)
+    for name, value in fields.items():
+        assert name in vars(made), f"GRPOConfig has no field {name!r}"
+        setattr(made, name, value)
+    return made
+
+
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return the messages that groupwise logged; another test may have made transformers verbose."""
     return [record.getMessage() for record in caplog.records if record.name.startswith("groupwise")]

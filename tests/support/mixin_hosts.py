@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+from support.configs import config_of
 
 
 class Ranks:
@@ -38,7 +39,7 @@ class Ranks:
 def host(mixin: type, accelerator: Any = None, *, settings: dict[str, Any], **attributes: Any) -> Any:
     """An instance of ``mixin`` with the given settings and attributes."""
     made = mixin()
-    made.settings = SimpleNamespace(**settings)
+    made.settings = config_of(**settings)
     made.accelerator = accelerator
     for name, value in attributes.items():
         setattr(made, name, value)

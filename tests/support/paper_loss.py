@@ -12,7 +12,6 @@ import torch
 
 from groupwise import Completion, GRPOConfig, LogprobOutput, RewardBatch, RolloutBatch
 from groupwise.config.sampling import corrects_for_sampler
-from groupwise.core.advantages import GroupRewards
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.objectives import OBJECTIVES
 from groupwise.core.weights import NORMALIZERS, WindowCounts
@@ -116,7 +115,7 @@ def experience(
     logps = OldAndRefLogps(tokens.old_logps_BT, _padded(samples.ref, math.nan) if config.beta else None)
     rewards_NF = torch.tensor(columns, dtype=torch.float64).T
     weights_F = torch.tensor(config.reward_weights or [1.0] * len(columns), dtype=torch.float64)
-    rewards = RewardBatch(GroupRewards(rewards_NF, weights_F, samples.size), slice(0, count))
+    rewards = RewardBatch(rewards_NF, weights_F, samples.size, local=slice(0, count))
     rewards = logprob.apply_kl_penalty(rewards, tokens, logps if config.kl_in_reward else None)
     advantages = advantage.compute_advantages(rewards)
     assert advantages.dtype == torch.float64

@@ -12,7 +12,6 @@ from datasets import Dataset
 from support.runs import WORDS, policy, prompts, tokenizer, trainer
 
 from groupwise import ConfigError, GRPOConfig, register_aggregation
-from groupwise.core.advantages import GroupRewards
 from groupwise.core.confidence import gain_interval
 from groupwise.records import Completion, RewardBatch, RolloutBatch
 from groupwise.reporting.evaluation import EvaluationMetrics
@@ -220,14 +219,15 @@ def test_completions_of_several_ranks_make_up_the_groups():
         found = EvaluationMetrics()
         for start, count in ((0, 12), (12, 4)):
             rows = torch.arange(start, start + count)
-            rewards = GroupRewards((rows % 4 < rows // 4).float().unsqueeze(1), torch.ones(1), 4)
             local = slice(rank * 6, rank * 6 + 6)
+            solved_NF = (rows % 4 < rows // 4).float().unsqueeze(1)
+            rewards = RewardBatch(solved_NF, torch.ones(1), 4, local=local)
             names = [str(start + row) for row in range(local.start, local.stop)]
             rollout = RolloutBatch(
                 [{}] * 6, [str((start + row) // 4) for row in range(local.start, local.stop)], [[0]] * 6,
                 [Completion([0])] * 6, names,
             )  # fmt: skip
-            found.add(rollout, RewardBatch(rewards, local), config)
+            found.add(rollout, rewards, config)
         return found
 
     first, second = record(0), record(1)

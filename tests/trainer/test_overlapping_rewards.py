@@ -107,7 +107,7 @@ def test_partial_calls_do_not_change_history_and_table(fake, tmp_path, wrap):
         )
         run.train()
         histories.append(lines(run))
-        tables.append([(scored.columns, scored.rewards.rewards_NF.tolist()) for scored in table])
+        tables.append([(scored.columns, scored.rewards_NF.tolist()) for scored in table])
     assert histories[0] == histories[1] and "even" in histories[0][0]
     assert tables[0] == tables[1] and len(tables[0][0][0]["row"]) == 8
 

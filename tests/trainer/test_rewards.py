@@ -68,7 +68,7 @@ def test_chat_prompts_give_chat_completions(tmp_path):
 )
 def test_numbers_of_any_kind_are_rewards(tmp_path, returned):
     scored, _ = first_batch(trainer(tmp_path, lambda **_: returned))
-    assert scored.rewards.rewards_NF[:, 0].tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert scored.rewards_NF[:, 0].tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_async_rewards_wait_together(tmp_path):
     run = trainer(tmp_path, [waiting("a"), waiting("b")])
     # Inside a running event loop, as in a notebook.
     scored, _ = asyncio.run(both(run))
-    assert scored.rewards.rewards_NF.shape == (4, 2)
+    assert scored.rewards_NF.shape == (4, 2)
 
 
 def test_none_is_no_reward(tmp_path):
@@ -372,19 +372,19 @@ def test_a_reward_model_scores_each_text_as_it_would_alone(tmp_path):
         text = rollout.prompts[row] + rollout.texts[row]
         inputs = tokenizer()(text, return_tensors="pt")
         alone = model(**inputs).logits[0, 0].item()
-        assert scored.rewards.rewards_NF[row, 0].item() == pytest.approx(alone, abs=1e-5)
+        assert scored.rewards_NF[row, 0].item() == pytest.approx(alone, abs=1e-5)
 
 
 def test_a_reward_model_as_a_module_takes_the_tokenizer_given_for_it(tmp_path):
     own = tokenizer()
     run = trainer(tmp_path, [reward_model(), lambda **_: [0.0] * 4], reward_processing_classes=[own, None])
     assert run.reward_processing_classes[0] is own
-    assert first_batch(run)[0].rewards.rewards_NF.shape == (4, 2)
+    assert first_batch(run)[0].rewards_NF.shape == (4, 2)
 
 
 def test_a_reward_model_scores_chats_through_its_template(tmp_path):
     run = trainer(tmp_path, save_reward_model(tmp_path / "judge"), train_dataset=chats())
-    assert not first_batch(run)[0].rewards.rewards_NF.isnan().any()
+    assert not first_batch(run)[0].rewards_NF.isnan().any()
 
 
 @pytest.mark.parametrize(

@@ -539,7 +539,7 @@ def test_an_own_objective_and_an_own_advantage_by_name(tmp_path):
 def test_verbs_can_be_overridden(tmp_path):
     class Constant(GRPOTrainer):
         def compute_advantages(self, scored):
-            return torch.full((len(scored.rewards.rewards_NF),), 2.0)
+            return torch.full((len(scored.rewards_NF),), 2.0)
 
         def compute_policy_loss(self, batch, logprobs):
             assert (batch.advantages_BX == 2.0).all()

@@ -9,7 +9,6 @@ from torch.utils.data import Dataset
 from groupwise.agents.build import AgentSetup
 from groupwise.agents.environments import empty_prompt
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.data.build import prompts_per_batch
 from groupwise.errors import ConfigError
 
 
@@ -65,7 +64,7 @@ def add_environment_rows(
             f"max_steps={config.max_steps} does not limit training; allowed: max_steps > 0; nearest valid: 1"
         )
     batches_per_step = -(-config.gradient_accumulation_steps // config.steps_per_generation)  # type: ignore[operator]
-    return EnvironmentRows(prompts_per_batch(config) * batches_per_step * config.max_steps), eval_dataset
+    return EnvironmentRows(config.prompts_per_batch * batches_per_step * config.max_steps), eval_dataset
 
 
 def _with_prompts(dataset: Any) -> Any:

@@ -421,6 +421,21 @@ class GRPOConfig(TrainingArguments):
         reset_ignored(self)
         resolve_liger(self)
 
+    @property
+    def prompts_per_batch(self) -> int:
+        """Number of prompts P of a generation batch, all ranks together."""
+        return self.generation_batch_size // self.num_generations  # type: ignore[operator]
+
+    @property
+    def micro_batches_per_generation(self) -> int:
+        """Number of micro-batches of a rank that are trained on a generation batch, reuse included."""
+        return self.steps_per_generation * self.num_iterations  # type: ignore[operator]
+
+    @property
+    def generations_per_eval_prompt(self) -> int:
+        """Completions per prompt of an evaluation."""
+        return self.num_generations if self.num_generations_eval is None else self.num_generations_eval
+
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a dict; ``TrainingArguments`` rewrites nested dicts, so this reads a copy."""
         return super(GRPOConfig, copy.copy(self)).to_dict()

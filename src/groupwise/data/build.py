@@ -72,7 +72,7 @@ def check_data(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> Non
                 f"max_steps={config.max_steps}; set max_steps to the number of optimizer steps"
             )
         return
-    needed = prompts_per_batch(config)
+    needed = config.prompts_per_batch
     if len(train_dataset) < needed:
         raise ConfigError(
             f"train_dataset has {len(train_dataset)} prompts, but one generation batch takes {needed} "
@@ -177,8 +177,8 @@ def make_group_sampler(dataset: Any, config: GRPOConfig) -> GroupSampler:
     return GroupSampler(
         dataset,
         num_generations=config.num_generations,
-        prompts_per_batch=prompts_per_batch(config),
-        repeats=micro_batches_per_generation(config),
+        prompts_per_batch=config.prompts_per_batch,
+        repeats=config.micro_batches_per_generation,
         shuffle=config.shuffle_dataset,
         seed=_data_seed(config),
         drop_last=not config.dynamic_sampling,
@@ -201,7 +201,7 @@ def make_prompt_source(
         ConfigError: dynamic sampling with a dataloader of a subclass.
     """
     share = RankShare(config.num_generations, config.process_index, config.world_size)
-    repeats = micro_batches_per_generation(config)
+    repeats = config.micro_batches_per_generation
     if make_loader is not None:
         if config.dynamic_sampling:
             raise ConfigError(
@@ -222,27 +222,12 @@ def make_prompt_source(
         data.train_dataset,
         make_sampler,
         share,
-        prompts_per_batch=prompts_per_batch(config),
+        prompts_per_batch=config.prompts_per_batch,
         repeats=repeats,
         drop_last=not config.dynamic_sampling,
         num_workers=config.dataloader_num_workers,
         prefetch_factor=config.dataloader_prefetch_factor,
     )
-
-
-def prompts_per_batch(config: GRPOConfig) -> int:
-    """Return the number of prompts P of a generation batch, all ranks together."""
-    return config.generation_batch_size // config.num_generations  # type: ignore[operator]
-
-
-def num_generations_eval(config: GRPOConfig) -> int:
-    """Return the completions per prompt of an evaluation."""
-    return config.num_generations if config.num_generations_eval is None else config.num_generations_eval
-
-
-def micro_batches_per_generation(config: GRPOConfig) -> int:
-    """Return how many micro-batches of a rank are trained on a generation batch, reuse included."""
-    return config.steps_per_generation * config.num_iterations  # type: ignore[operator]
 
 
 def _data_seed(config: GRPOConfig) -> int:
@@ -253,8 +238,8 @@ def num_micro_batches(train_dataset: Any, config: GRPOConfig, make_sampler: Call
     """Return the micro-batches of an epoch on each rank; of a streaming dataset, those of the whole run."""
     if is_streaming(train_dataset):
         return config.max_steps * config.gradient_accumulation_steps
-    repeats = micro_batches_per_generation(config)
-    num_batches = len(make_sampler()) // (prompts_per_batch(config) * config.num_generations * repeats)
+    repeats = config.micro_batches_per_generation
+    num_batches = len(make_sampler()) // (config.prompts_per_batch * config.num_generations * repeats)
     return num_batches * repeats
 
 
@@ -281,7 +266,7 @@ def evaluation_rows(
     if all(dataset is not known for known in data.eval_datasets):
         _check_dataset(name, dataset)
         _check_evaluation_prompts(dataset, check, config)
-    size, group = config.eval_batch_size * config.world_size, num_generations_eval(config)
+    size, group = config.eval_batch_size * config.world_size, config.generations_per_eval_prompt
     if size % group:
         below = size // group * group
         nearest = " or ".join(str(valid) for valid in (below, below + group) if valid)

@@ -21,7 +21,6 @@ from accelerate.utils import gather_object
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.advantages import AGGREGATIONS, GroupRewards, total_rewards
 from groupwise.core.metrics import Mean, Metrics
-from groupwise.data.build import prompts_per_batch
 from groupwise.records import Completion, RewardBatch, RolloutBatch, Row
 from groupwise.records.images import ImageInputs
 from groupwise.records.sampling_mask import SamplingMask
@@ -159,7 +158,7 @@ class DynamicBatch:
         config: GRPOConfig,
         gather: Callable[[list[tuple[int, Sample]]], list[tuple[int, Sample]]] = gather_object,
     ) -> None:
-        self.config, self.num_prompts = config, prompts_per_batch(config)
+        self.config, self.num_prompts = config, config.prompts_per_batch
         self._leftover = leftover
         self._gather = gather
         self._reused = leftover.groups[: self.num_prompts]  # sampled by an earlier policy
@@ -212,7 +211,7 @@ class DynamicBatch:
         """
         self._rounds.append((rollouts, rewards))
         if self.config.dynamic_sampling:
-            variance_P = has_variance(rewards.rewards, self.config.multi_objective_aggregation)
+            variance_P = has_variance(rewards, self.config.multi_objective_aggregation)
             for group, varies in enumerate(variance_P):
                 groups = self._with_variance if varies else self._without_variance
                 groups.append((len(self._rounds) - 1, group))
@@ -230,7 +229,7 @@ class DynamicBatch:
         chosen = self._with_variance + self._without_variance[:num_unfilled]
         groups = self._reused + self._collect(chosen)
         samples = [sample for group in groups[:num_prompts] for sample in group]
-        rollouts, rewards = _to_batches(samples, self.config, self._rounds[0][1].rewards)
+        rollouts, rewards = _to_batches(samples, self.config, self._rounds[0][1])
         leftover = LeftoverGroups(
             self._leftover.groups[num_prompts:] + groups[num_prompts:],
             self._share_with_variance,
@@ -274,7 +273,7 @@ def round_size(num_unfilled: int, share_with_variance: float, config: GRPOConfig
     The completions of a round divide evenly over the ranks.
     """
     unit = config.world_size // math.gcd(config.world_size, config.num_generations)
-    most = prompts_per_batch(config)
+    most = config.prompts_per_batch
     expected = math.ceil(max(num_unfilled, 1) / max(share_with_variance, 1 / most))
     return min(-(-expected // unit) * unit, most)
 
@@ -313,8 +312,8 @@ def _sample(rollouts: RolloutBatch, rewards: RewardBatch, row: int) -> Sample:
         extra={name: column[index] for name, column in rollouts.extra.items() if name != "environments"},
         images=None if rollouts.images is None else rollouts.images[index],
         columns={name: values[index] for name, values in rewards.columns.items()},
-        rewards=rewards.rewards.rewards_NF[row].tolist(),
-        step_rewards={i: list(steps[row]) for i, steps in rewards.rewards.step_rewards.items()},
+        rewards=rewards.rewards_NF[row].tolist(),
+        step_rewards={i: list(steps[row]) for i, steps in rewards.step_rewards.items()},
     )
 
 
@@ -335,22 +334,24 @@ def _rollout_batch(samples: Sequence[Sample], num_generations: int) -> RolloutBa
 
 
 def _to_batches(
-    samples: Sequence[Sample], config: GRPOConfig, like: GroupRewards
+    samples: Sequence[Sample], config: GRPOConfig, like: RewardBatch
 ) -> tuple[RolloutBatch, RewardBatch]:
     """Join the samples of all ranks to this rank's rollout batch and the rewards of all ranks."""
     share = len(samples) // config.world_size
     local = slice(config.process_index * share, (config.process_index + 1) * share)
+    own = samples[local]
+    names = {name: None for sample in own for name in sample.columns}
     functions = sorted({function for sample in samples for function in sample.step_rewards})
     rewards = replace(
         like,
         rewards_NF=torch.tensor([sample.rewards for sample in samples], dtype=like.rewards_NF.dtype),
         step_rewards={i: [sample.step_rewards.get(i, []) for sample in samples] for i in functions},
         num_tokens=max(len(sample.completion.token_ids) for sample in samples),
+        local=local,
+        columns={name: [sample.columns.get(name) for sample in own] for name in names},
+        metrics={},
     )
-    own = samples[local]
-    names = {name: None for sample in own for name in sample.columns}
-    columns = {name: [sample.columns.get(name) for sample in own] for name in names}
-    return _rollout_batch(own, config.num_generations), RewardBatch(rewards, local, columns)
+    return _rollout_batch(own, config.num_generations), rewards
 
 
 def _is_plain(value: object) -> bool:

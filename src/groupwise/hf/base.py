@@ -27,10 +27,7 @@ from groupwise.data.build import (
     evaluation_rows,
     make_group_sampler,
     make_prompt_source,
-    micro_batches_per_generation,
-    num_generations_eval,
     num_micro_batches,
-    prompts_per_batch,
 )
 from groupwise.data.image_checks import allow_unused_vision_tower
 from groupwise.data.prompt_source import EvaluationStream, GenerationBatches, PromptSource, is_streaming
@@ -318,7 +315,7 @@ class BaseTrainer(Trainer):
         values.update(
             self.evaluation.compute(
                 metric_key_prefix,
-                num_generations_eval(self.settings),
+                self.settings.generations_per_eval_prompt,
                 self.settings,
                 self.reward_func_names,
                 gather_object,
@@ -360,8 +357,8 @@ class BaseTrainer(Trainer):
         settings = self.settings
         batches = GenerationBatches(
             partial(make_prompt_source, self.prepared_data, settings, self._make_train_sampler),
-            num_prompts=prompts_per_batch(settings),
-            repeats=micro_batches_per_generation(settings),
+            num_prompts=settings.prompts_per_batch,
+            repeats=settings.micro_batches_per_generation,
             count=num_micro_batches(self.train_dataset, settings, self._make_train_sampler),
         )
         return DataLoader(

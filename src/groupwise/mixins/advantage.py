@@ -18,7 +18,7 @@ class AdvantageMixin:
     def compute_advantages(self, rewards: RewardBatch) -> torch.Tensor:
         """Compute the advantage of every completion of the global batch.
 
-        Override to use your own; groups are contiguous runs of ``rewards.rewards.num_generations`` rows.
+        Override to use your own; groups are contiguous runs of ``rewards.num_generations`` rows.
 
         Args:
             rewards: rewards of all ranks.
@@ -29,7 +29,7 @@ class AdvantageMixin:
         settings = AdvantageSettings(
             scale=self.settings.scale_rewards, aggregation=self.settings.multi_objective_aggregation
         )
-        return ADVANTAGES[self.settings.advantage_baseline](rewards.rewards, settings)
+        return ADVANTAGES[self.settings.advantage_baseline](rewards, settings)
 
 
 def checked_advantages(advantages: torch.Tensor, rewards: RewardBatch) -> torch.Tensor:
@@ -38,7 +38,7 @@ def checked_advantages(advantages: torch.Tensor, rewards: RewardBatch) -> torch.
     Raises:
         ConfigError: it has not one row per completion of all ranks, or fewer columns than the longest one.
     """
-    num_rows, num_tokens = len(rewards.rewards.rewards_NF), rewards.rewards.num_tokens
+    num_rows, num_tokens = len(rewards.rewards_NF), rewards.num_tokens
     shape = tuple(advantages.shape)
     if shape == (num_rows, 1):  # as token-wise advantages, they would be those of the first tokens
         return advantages.squeeze(1)

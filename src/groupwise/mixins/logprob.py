@@ -215,16 +215,15 @@ class LogprobMixin:
         """
         if logps is None or logps.ref_logps_BT is None:
             return rewards
-        if rewards.rewards.step_rewards:
+        if rewards.step_rewards:
             raise ConfigError(
                 "kl_in_reward=True applies to rewards of whole completions, but a reward function returned "
                 "step rewards; put the KL into the loss (kl_in_reward=False)"
             )
         kl_BT = KL_ESTIMATORS[self.settings.kl_estimator](logps.old_logps_BT, logps.ref_logps_BT)
         local_kl_B = kl_BT.masked_fill(tokens.loss_mask_BT == 0, 0.0).sum(-1)
-        table = rewards.rewards
-        kl_N = self.accelerator.gather(local_kl_B)[: len(table.rewards_NF)].to(table.rewards_NF)
-        return replace(rewards, rewards=replace(table, penalty_N=self.settings.beta * kl_N))
+        kl_N = self.accelerator.gather(local_kl_B)[: len(rewards.rewards_NF)].to(rewards.rewards_NF)
+        return replace(rewards, penalty_N=self.settings.beta * kl_N)
 
     @torch.no_grad()
     def compute_entropy_masks(self, window: Sequence[TokenBatch]) -> list[torch.Tensor]:

@@ -102,7 +102,7 @@ class RewardMixin:
             for i, name in enumerate(self.reward_func_names):
                 metrics[f"rewards/{name}/errors"] = Sum(float(i in calls.failures))
         return RewardBatch(
-            rewards,
+            **vars(rewards),
             local=slice(start, start + len(rollouts)),
             # Copies: a call that was given up at its time limit may still write to the originals.
             columns={n: _at_rows(kept, values, len(rollouts), None) for n, values in dict(columns).items()},

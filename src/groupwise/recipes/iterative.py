@@ -16,7 +16,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from groupwise.compat.transformers import checkpoint_prefix
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.data.build import prompts_per_batch
 from groupwise.data.prompt_source import is_streaming
 from groupwise.errors import ConfigError, RewardError
 from groupwise.hf import checkpointing
@@ -216,7 +215,7 @@ class IterativeGRPO:
         dataset: Any = trainer.train_dataset
         order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(args.seed + iteration))
         own = order[: self.iterative.reward_prompts].tolist()[args.process_index :: args.world_size]
-        size = max(prompts_per_batch(trainer.settings) // args.world_size, 1)
+        size = max(trainer.settings.prompts_per_batch // args.world_size, 1)
         trainer.sync_sampler("train")
         examples = []
         for start in range(0, len(own), size):

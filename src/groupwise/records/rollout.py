@@ -185,21 +185,19 @@ class RolloutBatch:
         return cls(**columns)
 
 
-@dataclass(frozen=True)
-class RewardBatch:
-    """Rewards of all ranks, and the position of this rank's completions in them.
+@dataclass(frozen=True, kw_only=True)
+class RewardBatch(GroupRewards):
+    """Rewards of all ranks, N completions in rank order, and the position of this rank's among them.
 
     Example: rank 1 of 2, one completion each, one reward function::
 
-        RewardBatch(rewards=GroupRewards(tensor([[1.0], [0.0]]), tensor([1.0]), 2), local=slice(1, 2))
+        RewardBatch(tensor([[1.0], [0.0]]), tensor([1.0]), 2, local=slice(1, 2))
 
-    rewards: (N, F) for all N completions in rank order, so that groups are contiguous.
-    local: rows of ``rewards`` that belong to this rank, padding rows of an evaluation batch included.
+    local: rows of ``rewards_NF`` that belong to this rank, padding rows of an evaluation batch included.
     columns: columns that reward functions logged for the completions table, B entries each.
     metrics: statistics of the rewards.
     """
 
-    rewards: GroupRewards
     local: slice
     columns: dict[str, list[Any]] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=dict)
@@ -207,19 +205,18 @@ class RewardBatch:
     @property
     def num_valid(self) -> int:
         """Number of completions of this rank that count; later ones pad an evaluation batch."""
-        return len(self.rewards.rewards_NF[self.local])
+        return len(self.rewards_NF[self.local])
 
     def without(self, dropped_N: torch.Tensor | None) -> RewardBatch:
         """Remove the rewards of dropped completions, a boolean per completion of all ranks; None: of none."""
         if dropped_N is None or not dropped_N.any():
             return self
-        table, dropped = self.rewards, dropped_N.tolist()
         steps: dict[int, StepRewards] = {
-            column: [[] if gone else list(row) for row, gone in zip(rows, dropped, strict=True)]
-            for column, rows in table.step_rewards.items()
+            column: [[] if gone else list(row) for row, gone in zip(rows, dropped_N.tolist(), strict=True)]
+            for column, rows in self.step_rewards.items()
         }
-        rewards_NF = table.rewards_NF.masked_fill(dropped_N.to(table.rewards_NF.device)[:, None], math.nan)
-        return replace(self, rewards=replace(table, rewards_NF=rewards_NF, step_rewards=steps))
+        rewards_NF = self.rewards_NF.masked_fill(dropped_N.to(self.rewards_NF.device)[:, None], math.nan)
+        return replace(self, rewards_NF=rewards_NF, step_rewards=steps)
 
     def local_rows(self, values_N: torch.Tensor) -> torch.Tensor:
         """Select this rank's rows of a tensor of all ranks; padding rows of an evaluation batch are zero."""

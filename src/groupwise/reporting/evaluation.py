@@ -66,7 +66,7 @@ class EvaluationMetrics:
         """Store this rank's valid completions of a batch; padding rows are skipped."""
         if not config.eval_pass_at_k:
             return
-        sums = rewards.rewards.with_step_sums()
+        sums = rewards.with_step_sums()
         total_N = total_rewards(sums, config.multi_objective_aggregation)
         answers = rewards.columns.get(ANSWER_COLUMN, [_text(text) for text in rollouts.texts])
         completions = []

@@ -57,7 +57,7 @@ def completion_rows(
         advantages: (B,) or (B, T); a row holds the mean.
         multimodal: add thumbnails of the prompts' images.
     """
-    rewards_NF = rewards.rewards.with_step_sums().rewards_NF[rewards.local]  # without padding rows
+    rewards_NF = rewards.with_step_sums().rewards_NF[rewards.local]  # without padding rows
     rows: list[CompletionRow] = []
     last = None  # position of the row before
     for i, rewards_F in enumerate(rewards_NF.tolist()):

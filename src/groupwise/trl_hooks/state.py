@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 
-from groupwise.core.advantages import GroupRewards
 from groupwise.core.metrics import Mean, Reduction, Sum
 from groupwise.data.prompt_source import PromptSource
 from groupwise.errors import ConfigError
@@ -236,7 +235,7 @@ def extend_logs(
     size = rewards.num_valid  # without padding rows
     logs["prompt"].extend(gather_object(rollouts.prompts[:size]))
     logs["completion"].extend(gather_object(rollouts.texts[:size]))
-    sums_NF = rewards.rewards.with_step_sums().rewards_NF
+    sums_NF = rewards.with_step_sums().rewards_NF
     for column, name in enumerate(reward_names):
         logs["rewards"][name].extend(sums_NF[:, column].tolist())
     logs["advantages"].extend(gather_object(advantages_B[:size].tolist()))
@@ -258,12 +257,11 @@ def logged_rows(logs: Mapping[str, Any], step: int) -> list[CompletionRow]:
     rows = [
         [torch.nan if values[i] is None else values[i] for values in rewards.values()] for i in range(size)
     ]
-    table = GroupRewards(torch.tensor(rows), torch.ones(len(rewards)), 1)
     prompts, texts = newest(logs["prompt"]), newest(logs["completion"])
     extra = {name: newest(column) for name, column in logs["extra"].items()}
     return completion_rows(
         RolloutBatch([{}] * size, prompts, [[]] * size, [Completion([])] * size, texts),
-        RewardBatch(table, slice(0, size), extra),
+        RewardBatch(torch.tensor(rows), torch.ones(len(rewards)), 1, local=slice(0, size), columns=extra),
         torch.tensor(newest(logs["advantages"])).unsqueeze(1),
         list(rewards),
         step,

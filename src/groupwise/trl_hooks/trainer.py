@@ -14,12 +14,10 @@ from torch import nn
 
 from groupwise import trainer as pipeline
 from groupwise.config.arguments import check_methods, is_overridden
-from groupwise.core.advantages import GroupRewards
 from groupwise.core.masks import entropy_threshold
 from groupwise.core.metrics import Mean, masked_mean
 from groupwise.core.objectives import OBJECTIVES, correction
 from groupwise.core.weights import NORMALIZERS, WindowCounts
-from groupwise.data.build import micro_batches_per_generation, num_generations_eval, prompts_per_batch
 from groupwise.data.prompt_source import num_valid_rows
 from groupwise.data.rebalancing import WindowStats
 from groupwise.errors import ConfigError, RewardError
@@ -136,7 +134,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         super()._reset_run_state(directory)
         self._prepared = None
         if directory is not None and not self.args.ignore_data_skip:
-            self.buffer.read_rows_again(self.prompts, prompts_per_batch(self.settings))
+            self.buffer.read_rows_again(self.prompts, self.settings.prompts_per_batch)
 
     def _make_stateful_components(self) -> dict[str, Stateful]:
         components = super()._make_stateful_components()
@@ -157,7 +155,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         """Return the order of the rows of an evaluation, that of TRL; groups stay together."""
-        size = num_generations_eval(self.settings)
+        size = self.settings.generations_per_eval_prompt
         generator = torch.Generator().manual_seed(self.args.seed)
         groups = torch.randperm(len(eval_dataset) // size, generator=generator).tolist()
         return [group * size + row for group in groups for row in range(size)]
@@ -178,8 +176,8 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             entries = [
                 self.buffer.next_rows(
                     self.prompts,
-                    prompts_per_batch(self.settings),
-                    micro_batches_per_generation(self.settings),
+                    self.settings.prompts_per_batch,
+                    self.settings.micro_batches_per_generation,
                 )
                 for _ in range(num_batches)
             ]
@@ -367,7 +365,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
     def _request_of(self, prompts: list[Any]) -> RolloutRequest:
         """Return the request of the batch in progress with these prompts in its rows."""
         mode: Mode = "train" if self.model.training else "eval"
-        generations = self.num_generations if mode == "train" else num_generations_eval(self.settings)
+        generations = self.num_generations if mode == "train" else self.settings.generations_per_eval_prompt
         request = self._request or RolloutRequest([], generations, mode=mode)
         rows: list[Row] = request.rows if len(request.rows) == len(prompts) else [{} for _ in prompts]
         return replace(request, rows=[{**row, "prompt": p} for row, p in zip(rows, prompts, strict=True)])
@@ -446,23 +444,18 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         rewards_NF = given.detach().float().cpu()[: rollouts.num_valid]
         base = self._rewards
         if base is None:  # an override without super()
-            table = GroupRewards(rewards_NF, self.reward_weights, rollouts.num_generations)
-            base = RewardBatch(table, slice(0, 0))
-        steps = {i: values[: rollouts.num_valid] for i, values in base.rewards.step_rewards.items()}
+            base = RewardBatch(rewards_NF, self.reward_weights, rollouts.num_generations, local=slice(0, 0))
+        steps = {i: values[: rollouts.num_valid] for i, values in base.step_rewards.items()}
         rewards = replace(
-            base.rewards,
+            base,
             rewards_NF=rewards_NF,
             step_rewards=steps,
             weights_F=self.reward_weights,
             num_generations=rollouts.num_generations,
+            local=slice(rank * len(rollouts), (rank + 1) * len(rollouts)),
         )
         computed = reward_metrics(rewards, self.reward_func_names, self.settings.multi_objective_aggregation)
-        return RewardBatch(
-            rewards,
-            local=slice(rank * len(rollouts), (rank + 1) * len(rollouts)),
-            columns=base.columns,
-            metrics={**base.metrics, **computed},
-        )
+        return replace(rewards, metrics={**base.metrics, **computed})
 
     def _calculate_rewards(
         self,
@@ -491,7 +484,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         )
         with self.rng.user_code():  # a changed copy of TRL's step may call this hook itself
             self._rewards = super().compute_rewards(rollouts)
-        return self._rewards.rewards.rewards_NF.to(self.accelerator.device)
+        return self._rewards.rewards_NF.to(self.accelerator.device)
 
     def _environment_column(self) -> dict[str, list[Any]]:
         return {} if self.environments is None else {"environments": self.environments}
@@ -530,7 +523,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         if not training:
             self.evaluation.add(rollouts, rewards, self.settings)
         # TRL's rule for old log-probs, in training and in evaluation.
-        on_policy = self.args.gradient_accumulation_steps % micro_batches_per_generation(self.settings) == 0
+        on_policy = self.args.gradient_accumulation_steps % self.settings.micro_batches_per_generation == 0
         (experience,) = self.make_experience(rollouts, rewards, len(rollouts), on_policy=on_policy)
         metrics = self.metrics[request.mode]
         metrics.rows = []  # the table is made from ``_logs``
