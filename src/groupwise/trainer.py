@@ -35,7 +35,8 @@ from groupwise.data.build import (
 from groupwise.data.dynamic_sampling import DynamicBatch, LeftoverGroups
 from groupwise.data.image_checks import check_vision, has_image_columns
 from groupwise.data.prompt_source import PromptSource, num_valid_rows
-from groupwise.data.rebalancing import WindowStats, cache_sized
+from groupwise.data.rebalancing import cache_sized
+from groupwise.data.window import AccumulationWindow
 from groupwise.errors import ConfigError
 from groupwise.generation.base import GenerationBackend, text_tokenizer
 from groupwise.generation.build import check_backend, make_backend, unreported_truncation
@@ -56,7 +57,6 @@ from groupwise.policy.build import (
 )
 from groupwise.policy.liger import LigerLoss
 from groupwise.policy.loading import load_processing_class
-from groupwise.policy.loss import ObjectiveLoss, PolicyLoss
 from groupwise.policy.reference import SeparateReference, make_reference
 from groupwise.policy.weight_iterator import PolicyWeights, gatherable
 from groupwise.records import (
@@ -69,7 +69,6 @@ from groupwise.records import (
     RolloutFunction,
     RolloutRequest,
     Row,
-    WindowEntry,
 )
 from groupwise.reporting.evaluation import EvaluationMetrics
 from groupwise.reporting.metrics import MetricBuffer, rollout_metrics
@@ -133,9 +132,8 @@ class GRPOTrainer(
     prompts: PromptSource
     buffer: ExperienceBuffer
     leftover_groups: LeftoverGroups
-    window: list[WindowEntry]
-    window_entropy: Mean
-    window_is_empty: bool
+    window: AccumulationWindow
+    liger_loss: LigerLoss | None  # None: log-probs, then the objective
 
     def __init__(
         self,
@@ -306,20 +304,12 @@ class GRPOTrainer(
             settings,
             aux_loss=self.aux_loss_enabled,
             has_reference=self.reference.exists,
-            may_be_empty=self.knows_zero_gradient,
         )
-        self.policy_loss: PolicyLoss = (
-            LigerLoss(
-                self.router_aux_loss_coef, head, settings.max_completion_length, self.objective_settings
+        self.liger_loss = None
+        if settings.use_liger_kernel:
+            self.liger_loss = LigerLoss(
+                self.aux_loss_enabled, head, settings.max_completion_length, self.objective_settings
             )
-            if settings.use_liger_kernel
-            else ObjectiveLoss(
-                self.router_aux_loss_coef,
-                # Looked up at each call: scripts may replace a method on the instance.
-                lambda *given, **options: self.compute_logprobs(*given, **options),
-                lambda batch, logprobs: self.compute_policy_loss(batch, logprobs),
-            )
-        )
 
     def has_untrusted_logps(self) -> bool:
         """Return True if log-probs of completions may be placeholders: those of a ``rollout_func``."""
@@ -347,47 +337,48 @@ class GRPOTrainer(
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[WindowEntry], None]:
+    ) -> tuple[list[AccumulationWindow], None]:
         """Begin an optimizer step (a hook of ``Trainer``); the first ``training_step`` makes the batches.
 
         ``Trainer`` calls ``on_step_begin`` between the two: settings assigned there act in this step.
         ``self.prompts`` reads rows where TRL reads them: ``epoch_iterator`` is not advanced.
 
         Returns:
-            exactly ``num_batches`` empty entries, because gradient synchronisation counts them.
+            the window ``num_batches`` times: ``Trainer`` counts the entries, and synchronises gradients with
+            the last one.
         """
         self.restore_pending_rng()  # the mark contains it; Trainer would restore it only after this hook
         self.prompts.begin_window(num_batches, self.buffer.num_left)  # a sampler may depend on rewards
         self.step_state.begin_step()  # a failure, and a checkpoint before the update, return to this state
-        self.window = [WindowEntry() for _ in range(num_batches)]
-        return self.window, None
+        self.window = AccumulationWindow.to_be_made(num_batches)
+        return [self.window] * num_batches, None
 
-    def make_window(self, num_batches: int) -> list[MicroBatch | None]:
-        """Return the micro-batches of a step; where rebalancing needs fewer, the first are None."""
+    def make_window(self, size: int) -> AccumulationWindow:
+        """Make the micro-batches of an optimizer step from the buffer; if it is empty, generate first."""
         self.refresh_settings()
-        with self.rollback_on_failure():
-            window: list[Experience] = []  # one entry per micro-batch of this rank
-            while len(window) < num_batches:  # a window may span generations, and a generation windows
+        with self.rollback_on_failure():  # also the prompts that a failed generation has taken
+            window: list[Experience] = []  # one entry of B rows per micro-batch of this rank
+            while len(window) < size:  # a window may span generations, and a generation windows
                 if self.buffer.is_empty:
-                    on_policy = self.is_on_policy(num_batches - len(window))
+                    on_policy = self.is_on_policy(size - len(window))
                     experience = self.make_train_experience(on_policy=on_policy)
                     self.buffer.fill(
                         experience, self.settings.num_iterations, self.settings.prompts_per_batch
                     )
-                window += self.buffer.take(num_batches - len(window))
-            batches = self.make_micro_batches(window)
-        self.metrics["train"].record(self.window_stats.metrics())
-        self.window_is_empty = all(batch is None for batch in batches)
-        return batches
+                window += self.buffer.take(size - len(window))
+            made = self.make_micro_batches(window)
+        self.metrics["train"].record(made.stats.metrics())
+        return made
 
-    def make_micro_batches(self, window: list[Experience]) -> list[MicroBatch | None]:
+    def make_micro_batches(self, window: list[Experience]) -> AccumulationWindow:
         """Weigh the tokens of an accumulation window and rebalance it; as many entries as before."""
         window = self.add_missing_ref_logps(window)  # of a generation that is older than the reference
         entropy_masks = self.compute_entropy_masks(window)  # (B, T) each; all loss tokens by default
-        micro_batches = self.set_token_weights(window, entropy_masks)  # exact counts over all ranks
+        weighed = self.set_token_weights(window, entropy_masks)  # w_it, from exact counts over all ranks
         # Rows without a gradient are dropped, the others are spread evenly over ranks and micro-batches.
-        batches, self.window_stats = self.rebalance_micro_batches(micro_batches, self.logprob_computer.layout)
-        return [None if batch is None else self.logprob_computer.prepare(batch) for batch in batches]
+        batches, stats = self.rebalance_micro_batches(weighed, self.logprob_computer.layout)
+        prepare = self.logprob_computer.prepare  # packs the sequences, if the layout does
+        return AccumulationWindow([None if batch is None else prepare(batch) for batch in batches], stats)
 
     def make_train_experience(self, *, on_policy: bool) -> list[Experience]:
         """Generate, reward and weigh the completions of one generation batch; one entry per micro-batch."""
@@ -451,24 +442,21 @@ class GRPOTrainer(
         return Experience.from_tokens(tokens, advantages, logps).split(micro_batch_size)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Run forward and backward of one entry of the window; the first entry makes the window."""
-        if inputs is self.window[0]:
-            for entry, made in zip(self.window, self.make_window(len(self.window)), strict=True):
-                entry.batch = made
-        last, loss = self.accelerator.sync_gradients, torch.zeros((), device=self.accelerator.device)
-        if inputs.batch is not None:
+        """Run forward and backward of one micro-batch of the window; the first call makes the window."""
+        if not self.window.is_made:
+            self.window = self.make_window(self.window.size)  # generate, reward, weigh, rebalance
+        batch = self.window.take()  # B rows; None where rebalancing needed fewer micro-batches
+        last = self.accelerator.sync_gradients  # the optimizer steps next
+        loss = torch.zeros((), device=self.accelerator.device)
+        if batch is not None:
             with self.metrics["train"].phase("train", wait=last):
-                loss = super().training_step(model, inputs.batch, num_items_in_batch)
-        if last:  # the optimizer steps next
-            if self.window_is_empty:  # no row of any rank has a gradient
-                self.set_zero_gradient()
-            else:
-                self.remember_zero_gradient()
+                loss = super().training_step(model, batch, num_items_in_batch)
+        if last:
             # A window counts once in the logs: computed rows with their own weight, skipped ones with loss 0.
             names = ("loss", "policy_loss") if self._has_entropy_bonus() else ("loss",)
-            skipped = Mean(0.0, self.window_stats.skipped_weight)
+            skipped = Mean(0.0, self.window.stats.skipped_weight)
             self.metrics["train"].record(dict.fromkeys(names, skipped))
-            self._adapt_entropy_coef()
+            self.metrics["train"].record(self.update_entropy_coef(self.window.entropy))
             self._end_window()
         return self.loss_to_log(loss, last=last)
 
@@ -476,29 +464,31 @@ class GRPOTrainer(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Compute the loss of one micro-batch; the losses of a window add up to the loss of the window."""
-        # Ours: log-probs (B, T), then the objective; or Liger's fused loss.
-        output = self.policy_loss(model, inputs)
+        if self.liger_loss is not None:
+            output, aux_loss = self.liger_loss(model, inputs)  # fused: there are no log-probs
+        else:
+            logprobs = self.compute_logprobs(
+                model, inputs, with_entropy=True
+            )  # (B, T) float32, differentiable
+            output = self.compute_policy_loss(inputs, logprobs)  # Σ w_it (ℓ_it + β KL_it), a scalar
+            aux_loss = logprobs.aux_loss
+        output = self.add_aux_loss(output, aux_loss, inputs)  # of a mixture of experts
         self.check_gradient(output.loss, "compute_policy_loss or compute_logprobs")
         if model.training:
             trim_heap(self.accelerator.device)  # before the backward pass, which has the peak
         metrics = self.metrics["train" if model.training else "eval"]
-        if not (model.training and self.window_stats.has_no_gradient):  # a row of weight 0 has no metrics
+        if not (model.training and self.window.stats.has_no_gradient):  # a row of weight 0 has no metrics
             metrics.record(output.metrics)
         if model.training:
             # Weighted by its share of the window, so that a window counts once however it is split.
             metrics.record({"loss": Mean(output.loss.detach(), inputs.sequence_weight_B1.sum())})
             if output.bonus_entropy is not None:
-                self.window_entropy = self.window_entropy.merge(output.bonus_entropy)
+                self.window.entropy = self.window.entropy.merge(output.bonus_entropy)
         return (output.loss, output) if return_outputs else output.loss
-
-    def _adapt_entropy_coef(self) -> None:
-        """Adapt the entropy coefficient to the entropy of the window, and record it."""
-        self.metrics["train"].record(self.update_entropy_coef(self.window_entropy))
-        self.window_entropy = Mean(0.0, 0.0)
 
     def _end_window(self) -> None:
         """Record the times of the window."""
-        metrics, stats = self.metrics["train"], self.window_stats
+        metrics, stats = self.metrics["train"], self.window.stats
         flops = 6.0 * self.num_parameters * stats.computed_tokens  # forward and backward
         metrics.record(metrics.timer.close_step(stats.tokens, flops))
 
@@ -597,16 +587,17 @@ class GRPOTrainer(
         ]
 
     def mark_window(self) -> Callable[[], None]:
-        state = self.metrics["train"].metrics, self.window_entropy
+        state = self.metrics["train"].metrics, self.window.entropy
 
         def restore() -> None:
-            self.metrics["train"].metrics, self.window_entropy = state
+            self.metrics["train"].metrics, self.window.entropy = state
 
         return restore
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Estimate 6 operations per parameter and token: forward and backward."""
-        return 0 if inputs.batch is None else 6 * self.num_parameters * self.num_tokens(inputs.batch)
+        batch = self.window.current  # Trainer passes the window
+        return 0 if batch is None else 6 * self.num_parameters * self.num_tokens(batch)
 
     # Checkpoints.
 
@@ -634,8 +625,7 @@ class GRPOTrainer(
         self.refresh_settings(new_run=True)
         self.entropy_control = EntropyControl(self.settings.entropy_coef)
         self.metrics = {"train": self.metrics_class(), "eval": self.metrics_class()}
-        self.window_entropy, self.window_stats = Mean(0.0, 0.0), WindowStats()
-        self.parameters_with_gradient = []
+        self.window = AccumulationWindow.to_be_made(0)
         if self.train_dataset is not None:
             self.prompts = self.make_prompt_source()
         self._components = self._make_stateful_components()
@@ -681,7 +671,6 @@ class GRPOTrainer(
             "entropy_control": AttributeState(
                 self, "entropy_control", astuple, lambda values: EntropyControl(*values)
             ),
-            "parameters_with_gradient": AttributeState(self, "parameters_with_gradient", list, list),
             "train_metrics": ObjectState(self.metrics["train"], ("metrics", "rows")),
             "eval_metrics": ObjectState(self.metrics["eval"], ("metrics", "rows")),
             "evaluation": ObjectState(self.evaluation, ("completions", "num_batches", "first", "looks")),

@@ -121,12 +121,6 @@ def test_a_term_of_a_subclass_has_the_value_and_gradient_of_all_rows(tmp_path, k
             assert skipped[0] <= ours["skipped_share"] <= skipped[1]
 
 
-class ComputesEmptyWindows(GRPOTrainer):
-    """Computes one row of a window whose rows all have no gradient."""
-
-    knows_zero_gradient = False
-
-
 def varied_at(*generations):
     """Rewards that vary within groups in the given generations only."""
     calls = itertools.count()
@@ -139,36 +133,32 @@ def varied_at(*generations):
 
 
 @pytest.mark.parametrize("layout", ["padded", "shared_prefix"])
-def test_a_window_without_any_gradient_computes_nothing_and_steps_all_the_same(tmp_path, layout):
-    def run(name, kind):
-        model, forwards = policy(), []
+def test_a_window_without_any_gradient_computes_one_row_and_steps_all_the_same(tmp_path, layout):
+    def run(name, **given):
+        model, rows = policy(), []
         unused = torch.nn.Parameter(torch.ones(3))  # never has a gradient, and so no weight decay
         model.register_parameter("unused", unused)
-        model.register_forward_pre_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
+
+        def count(module, args, kwargs):
+            if torch.is_grad_enabled():
+                rows.append(len(kwargs["input_ids"]))
+
+        model.register_forward_pre_hook(count, with_kwargs=True)
         settings = {"optim": "adamw_torch", "weight_decay": 0.1, "max_grad_norm": 1.0, "max_steps": 6}
-        # Windows 0, 2, 3 and 5 are empty; the first one is computed, and shows which parameters take part.
-        given = {"sequence_layout": layout, "model": model, "kind": kind, "rewards": varied_at(1, 4)}
-        return train(tmp_path, name, **settings, **given), sum(forwards)
+        # Windows 0, 2, 3 and 5 have no gradient.
+        given |= {"sequence_layout": layout, "model": model, "rewards": varied_at(1, 4)}
+        return train(tmp_path, name, **settings, **given), rows
 
-    skipped, forwards = run("skipped", GRPOTrainer)
-    computed, all_forwards = run("computed", ComputesEmptyWindows)
-    for ours, theirs in zip(skipped.model.parameters(), computed.model.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-    assert torch.equal(skipped.model.unused, torch.ones(3))
-    assert all_forwards - forwards == 3
-    for ours, theirs in zip(skipped.state.log_history[:-1], computed.state.log_history[:-1], strict=True):
-        for name in ("loss", "grad_norm", "skipped_share", "reward", "learning_rate"):
-            assert ours[name] == theirs[name], name
-    assert [line["grad_norm"] > 0 for line in skipped.state.log_history[:-1]] == [0, 1, 0, 0, 1, 0]
-
-
-def test_every_run_computes_its_first_window(tmp_path):
-    model, forwards = policy(), []
-    model.register_forward_pre_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
-    run = train(tmp_path, "run", no_variance, model=model, sequence_layout="padded")
-    assert sum(forwards) == 1
-    run.train()
-    assert sum(forwards) == 2
+    skipping, rows = run("skipping")
+    full, all_rows = run("full", skip_zero_advantage=False)
+    assert_same_weights(skipping, full, 1e-6)
+    assert torch.equal(skipping.model.unused, torch.ones(3))
+    assert rows[0] == 1 and rows[-1] == 1 and len(rows) < len(all_rows)
+    for ours, theirs in zip(skipping.state.log_history[:-1], full.state.log_history[:-1], strict=True):
+        for name in ("loss", "grad_norm", "reward", "learning_rate"):
+            assert ours[name] == pytest.approx(theirs[name], abs=1e-6), name
+    assert [line["skipped_share"] for line in skipping.state.log_history[:-1:3]] == [1, 1]
+    assert [line["grad_norm"] > 0 for line in skipping.state.log_history[:-1]] == [0, 1, 0, 0, 1, 0]
 
 
 class Scored:

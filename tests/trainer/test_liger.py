@@ -226,7 +226,7 @@ def test_padding_far_from_the_reference_is_finite(tmp_path):
     model = policy()
     model.lm_head.weight.data *= 3e4  # log-probs in the hundreds; the reference has the same
     run = trainer(tmp_path, model=model, use_liger_kernel=True, beta=0.1, rollout_func=rollout())
-    (batch,) = run.make_window(1)
+    (batch,) = run.make_window(1).batches
     assert (batch.loss_mask_BT == 0).any()
     with torch.no_grad():
         batch.ref_logps_BT[batch.loss_mask_BT == 0] = 1e4

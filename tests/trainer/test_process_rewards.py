@@ -120,8 +120,8 @@ def test_loss_and_gradient_are_those_of_scalar_loops(tmp_path, name, layout):
             parameter += 0.05 * torch.randn_like(parameter)
     run.model.train()
     loss, gradient = expected(name, old, copy.deepcopy(run.model).double().eval())
-    (batch,) = run.make_micro_batches(experience)
-    found = run.policy_loss(run.model, batch).loss
+    (batch,) = run.make_micro_batches(experience).batches
+    found = run.compute_loss(run.model, batch)
     found.backward()
     scale = max(value.abs().max().item() for value in gradient.values())
     assert found.item() == pytest.approx(loss, abs=2e-5 * max(abs(loss), 1))

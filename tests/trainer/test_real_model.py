@@ -72,7 +72,7 @@ def test_a_step_makes_better_completions_likelier_and_the_model_loads_again(run,
     assert scored > 0
     with torch.no_grad():
         before = run.compute_logprobs(run.model, batch).logps_BT
-    loss = run.policy_loss(run.model, batch).loss
+    loss = run.compute_loss(run.model, batch)
     loss.backward()
     with torch.no_grad():
         for parameter in run.model.parameters():

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import gather_object
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, Trainer, TrainerCallback
@@ -133,7 +133,6 @@ class BaseTrainer(Trainer):
         self._window_loss: torch.Tensor | None = None
         self._logged_step = 0  # metrics up to this step are logged
         self._built_train_dataset = self.train_dataset
-        self.parameters_with_gradient: list[str] = []  # of the last computed window, by name
 
     # Implemented by GRPOTrainer.
 
@@ -214,34 +213,6 @@ class BaseTrainer(Trainer):
                 )
             raise TrainingError(f"the loss of step {self.state.global_step + 1} has no gradient: {reason}")
         return loss
-
-    @property
-    def knows_zero_gradient(self) -> bool:
-        """True if :meth:`set_zero_gradient` can replace the backward pass of a loss that is zero.
-
-        Not before the first backward pass, which shows the parameters that have a gradient at all; nor with
-        sharded parameters, or an optimizer that steps inside the backward pass.
-        """
-        is_sharded = self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-        return bool(self.parameters_with_gradient) and not is_sharded
-
-    def remember_zero_gradient(self) -> None:
-        """Remember the parameters with a gradient, after the last backward pass of a window."""
-        parameters = cast(nn.Module, self.model).named_parameters()
-        self.parameters_with_gradient = [name for name, p in parameters if p.grad is not None]
-
-    def set_zero_gradient(self) -> None:
-        """Set gradients to zero, as the backward pass of a zero loss does.
-
-        The optimizer then steps as it would: momentum and weight decay still change the weights.
-        """
-        model = cast(nn.Module, self.model).train()
-        start_training = getattr(self.optimizer, "train", None)  # of schedule-free optimizers
-        if callable(start_training):
-            start_training()
-        parameters = dict(model.named_parameters())
-        for name in self.parameters_with_gradient:
-            parameters[name].grad = torch.zeros_like(parameters[name])
 
     def loss_to_log(self, loss: torch.Tensor, *, last: bool) -> torch.Tensor:
         """Return the loss that ``Trainer`` adds up: that of the window with its last micro-batch, else zero.

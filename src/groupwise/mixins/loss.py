@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -25,6 +26,7 @@ class LossMixin:
     accelerator: Accelerator
     objective_settings: ObjectiveSettings
     entropy_control: EntropyControl
+    router_aux_loss_coef: float
 
     #: Rows in which no loss token has an advantage other than zero have no gradient and may be skipped. Holds
     #: for the methods that the class defines itself: a subclass that overrides ``compute_policy_loss`` or
@@ -117,6 +119,16 @@ class LossMixin:
         if batch.entropy_weights_BT is not None and logprobs.entropy_BT is not None:
             bonus_entropy = masked_mean(logprobs.entropy_BT, batch.entropy_mask_BT)
         return LossOutput(loss, bonus_entropy, metrics)
+
+    def add_aux_loss(
+        self, output: LossOutput, aux_loss: torch.Tensor | None, batch: MicroBatch
+    ) -> LossOutput:
+        """Add the balancing loss of a mixture of experts, weighted by the share of the window."""
+        if aux_loss is None:
+            return output
+        share = batch.sequence_weight_B1.sum()  # the shares of a window's micro-batches add up to 1
+        loss = output.loss + self.router_aux_loss_coef * aux_loss * share
+        return replace(output, loss=loss, metrics={**output.metrics, "aux_loss": Mean(aux_loss.detach())})
 
     def update_entropy_coef(self, window_entropy: Mean) -> Metrics:
         """Update the adaptive entropy coefficient after a window. Returns the metrics to log.

@@ -25,7 +25,6 @@ from groupwise.policy.heads import HeadWeights
 from groupwise.policy.heads.capture import Outputs
 from groupwise.policy.heads.dense import projection_dtype
 from groupwise.policy.layouts import HeadSettings, forward_at_head, padded_inputs
-from groupwise.policy.loss import PolicyLoss
 from groupwise.records import LossOutput, MicroBatch
 
 if TYPE_CHECKING:
@@ -50,20 +49,22 @@ _CLIP_METRICS = {surrogates.clipped: "clip_ratio/region_mean", surrogates.cispo:
 
 
 @dataclass(frozen=True)
-class LigerLoss(PolicyLoss):
+class LigerLoss:
     """Policy loss by liger-kernel, computed at the head inside the model's forward.
 
+    with_aux_loss: the model has a balancing loss (mixture of experts), which training adds.
     head: settings of the head; precision and temperature are read.
     max_completion_length: divisor of ``dr_grpo``.
     settings: settings of the loss in this step.
     """
 
+    with_aux_loss: bool
     head: HeadSettings
     max_completion_length: int
     settings: ObjectiveSettings
 
-    def __call__(self, model: nn.Module, batch: MicroBatch) -> LossOutput:
-        """Compute the loss of ``batch``.
+    def __call__(self, model: nn.Module, batch: MicroBatch) -> tuple[LossOutput, torch.Tensor | None]:
+        """Compute the loss of ``batch``, and the balancing loss of a mixture of experts, if there is one.
 
         Raises:
             ConfigError: the advantages differ within a sequence.
@@ -81,10 +82,10 @@ class LigerLoss(PolicyLoss):
             return (loss,)
 
         inputs, _ = padded_inputs(model, batch)
-        with_aux_loss = self.router_aux_loss_coef != 0.0 and model.training
+        with_aux_loss = self.with_aux_loss and model.training
         (loss,), aux_loss = forward_at_head(model, inputs, self.head, compute, with_aux_loss=with_aux_loss)
         assert loss is not None
-        return self.add_aux_loss(LossOutput(loss, metrics=metrics), aux_loss, batch)
+        return LossOutput(loss, metrics=metrics), aux_loss
 
     def _fused_loss(
         self,

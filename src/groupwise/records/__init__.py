@@ -31,7 +31,6 @@ from groupwise.records.tensors import (
     OldAndRefLogps,
     PackedSequences,
     TokenBatch,
-    WindowEntry,
     align_advantages,
     axes,
 )
@@ -55,7 +54,6 @@ __all__ = [
     "SamplingMask",
     "SamplingOptions",
     "TokenBatch",
-    "WindowEntry",
     "align_advantages",
     "axes",
     "copied",

@@ -291,27 +291,6 @@ class MicroBatch(Experience):
         return replace(self, **{"packed": None, **changes})
 
 
-@dataclass(eq=False)
-class WindowEntry:
-    """Entry of an accumulation window, which ``Trainer`` hands to ``training_step`` without reading it.
-
-    batch: the micro-batch; None before the window is made, and where rebalancing needs fewer micro-batches.
-    """
-
-    batch: MicroBatch | None = None
-
-    def __getitem__(self, key: object) -> Any:
-        """Refuse to be read as the rows of TRL's loader.
-
-        Raises:
-            TypeError: always, with the way out.
-        """
-        raise TypeError(
-            f"inputs[{key!r}]: training_step makes the micro-batch; override compute_loss(model, batch) or "
-            f"compute_policy_loss(batch, logprobs), which receive it; {_TRL}"
-        )
-
-
 class PackedSequences(Protocol):
     """Sequences of a micro-batch as one row of S tokens (``groupwise.policy.layouts.packed``)."""
 

@@ -19,7 +19,6 @@ from groupwise.core.metrics import Mean, masked_mean
 from groupwise.core.objectives import OBJECTIVES, correction
 from groupwise.core.weights import NORMALIZERS, WindowCounts
 from groupwise.data.prompt_source import num_valid_rows
-from groupwise.data.rebalancing import WindowStats
 from groupwise.errors import ConfigError, RewardError
 from groupwise.generation.base import RUN_SETTINGS
 from groupwise.generation.transformers_backend import TransformersBackend
@@ -186,7 +185,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
     def _begin_window(self) -> None:
         """Apply changed settings, once per optimizer step, after ``on_step_begin``."""
         if not self._window_begun:
-            self._window_begun, self.window_stats = True, WindowStats()
+            self._window_begun = True
             self.refresh_settings()
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -207,7 +206,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             # The losses of a window add up, and a window counts once; unlike Trainer's sum, this is resumed.
             metrics.record({"loss": Mean(loss.detach(), 1 / self.current_gradient_accumulation_steps)})
         if last:  # the optimizer steps next
-            metrics.record(self.window_stats.metrics())
+            metrics.record(self.window.stats.metrics())
             self._end_window()
         return loss
 
@@ -235,7 +234,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
                 )
         self._prepared = inputs = self.buffer.current
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        self.window_stats = self.window_stats.with_rows(len(mask), int(mask.sum()), mask.numel())
+        self.window.stats = self.window.stats.with_rows(len(mask), int(mask.sum()), mask.numel())
         return inputs
 
     def _make_inputs(self, rows: list[Row], mode: Mode) -> Inputs:
@@ -714,12 +713,12 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             output = self.compute_policy_loss(batch, LogprobOutput(logps_BT, entropy_BT, aux_loss))
         finally:
             self.objective_settings = settings
-        output = self.policy_loss.add_aux_loss(output, aux_loss, batch)
+        output = self.add_aux_loss(output, aux_loss, batch)
         self.metrics["train" if training else "eval"].record(output.metrics)
         if training and batch.entropy_weights_BT is not None and entropy_BT is not None:
-            self.window_entropy = self.window_entropy.merge(masked_mean(entropy_BT, entropy_mask_BT))
+            self.window.entropy = self.window.entropy.merge(masked_mean(entropy_BT, entropy_mask_BT))
         if training and self.accelerator.sync_gradients:  # the last micro-batch of the window
-            self._adapt_entropy_coef()
+            self.metrics["train"].record(self.update_entropy_coef(self.window.entropy))
         return output.loss
 
     def _token_weights(self, inputs: Inputs, mask_BT: torch.Tensor, num_batches: int) -> torch.Tensor:
