@@ -719,7 +719,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             self.window.entropy = self.window.entropy.merge(masked_mean(entropy_BT, entropy_mask_BT))
         if training and self.accelerator.sync_gradients:  # the last micro-batch of the window
             self.metrics["train"].record(self.update_entropy_coef(self.window.entropy))
-            self.window.entropy = Mean(0.0, 0.0)  # a training_step that is repeated adapts it again, as in TRL
+            self.window.entropy = Mean(0.0, 0.0)  # a repeated training_step adapts it again, as in TRL
         return output.loss
 
     def _token_weights(self, inputs: Inputs, mask_BT: torch.Tensor, num_batches: int) -> torch.Tensor:
