@@ -69,10 +69,12 @@ def updates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, tor
 
 
 def _assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    """Equal to a ten-thousandth of the movement or 1e-6; runs that stand still would agree as well."""
     start = policy().state_dict()
-    assert max((ours[name] - start[name]).abs().max() for name in start) > 1e-3
-    for name in start:
-        torch.testing.assert_close(ours[name], theirs[name], atol=1e-6, rtol=0)
+    moved = max(float((ours[name] - start[name]).abs().max()) for name in start)
+    assert moved > 1e-3
+    for name in start:  # Adam divides rounding of a gradient near 0 by its own size
+        torch.testing.assert_close(ours[name], theirs[name], atol=max(1e-6, 1e-4 * moved), rtol=0)
 
 
 @pytest.mark.parametrize("case", list(UPDATES))
