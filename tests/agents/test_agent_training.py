@@ -11,8 +11,8 @@ import pytest
 import torch
 from datasets import Dataset
 from support.agent_runs import calls_reward, chats, measure, policy, tokenizer, trainer
+from support.fakes.scripted import byte_tokenizer
 from support.runs import experience
-from support.scripted import byte_tokenizer
 
 from groupwise import ConfigError, GRPOConfig, GRPOTrainer
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.launch import run_ranks
+from support.workers.launch import run_ranks
 
 pytestmark = pytest.mark.distributed
 

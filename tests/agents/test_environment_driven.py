@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.agent_runs import trainer
-from support.scripted import ScriptedBackend, byte_tokenizer, call
+from support.fakes.scripted import ScriptedBackend, byte_tokenizer, call
 
 from groupwise.agents import EnvironmentDrivenRollouts, MaxLengthReachedError, Renderer, make_tool
 from groupwise.agents.multi_turn import MultiTurnSettings

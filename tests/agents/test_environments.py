@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.scripted import ScriptedBackend, agents, byte_tokenizer, call, question
+from support.fakes.scripted import ScriptedBackend, agents, byte_tokenizer, call, question
 
 from groupwise.agents import EnvironmentPool, allow_image_paths
 from groupwise.agents.environments import add_observation

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from support.agent_runs import FlakyEnvironment, calls_reward, trainer
-from support.scripted import ScriptedBackend, agents, byte_tokenizer, call, question
+from support.fakes.scripted import ScriptedBackend, agents, byte_tokenizer, call, question
 
 from groupwise.agents import EnvironmentPool
 from groupwise.errors import AgentError

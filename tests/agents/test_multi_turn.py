@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.scripted import CHAT, ScriptedBackend, agents, byte_tokenizer, call, question, run
+from support.fakes.scripted import CHAT, ScriptedBackend, agents, byte_tokenizer, call, question, run
 
 from groupwise.agents import ToolSet, allow_image_paths, make_tool, thread_safe
 from groupwise.agents.executor import Invocation, ToolExecutor

@@ -10,7 +10,7 @@ from pathlib import Path
 import methods
 import pytest
 import torch
-from support import cases
+from support.oracles import cases
 from support.runs import chats, policy, tokenizer, trainer
 
 from groupwise.core.advantages import ADVANTAGES, AdvantageSettings, GroupRewards

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.launch import run, run_ranks
+from support.workers.launch import run, run_ranks
 
 pytestmark = pytest.mark.distributed
 

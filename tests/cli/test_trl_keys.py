@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.launch import run
+from support.workers.launch import run
 
 from groupwise.cli import main
 from groupwise.cli.run_file import read_run

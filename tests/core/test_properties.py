@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cases import Terms, evaluate, weights
+from support.oracles.cases import Terms, evaluate, weights
 
 from groupwise.core.advantages import ADVANTAGES, AdvantageSettings, GroupRewards
 from groupwise.core.objectives import OBJECTIVES, ObjectiveSettings

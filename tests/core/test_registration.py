@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from support.cases import Terms, evaluate, weights
+from support.oracles.cases import Terms, evaluate, weights
 
 from groupwise.core.advantages import (
     ADVANTAGES,

@@ -16,7 +16,7 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.configs import config_of
-from support.ranks import on_ranks
+from support.fakes.ranks import on_ranks
 from support.runs import WORDS, count_reward, policy, tokenizer, trainer
 from transformers import TrainerCallback
 

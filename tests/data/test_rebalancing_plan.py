@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.ranks import on_ranks
+from support.fakes.ranks import on_ranks
 
 from groupwise.data.rebalancing import (
     MicroBatchBudget,

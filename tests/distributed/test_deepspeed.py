@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.distributed_worker import update
-from support.launch import run_ranks
+from support.workers.distributed_worker import update
+from support.workers.launch import run_ranks
 from transformers import AutoModelForCausalLM
 
 pytestmark = [
@@ -21,7 +21,7 @@ CASE = {"beta": 0.5, "loss_type": "dapo"}
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_zero_trains_as_one_process_does(stage, tmp_path):
-    script = Path(__file__).parents[1].joinpath("support", "deepspeed_worker.py")
+    script = Path(__file__).parents[1].joinpath("support", "workers", "deepspeed_worker.py")
     done = run_ranks(script, stage, tmp_path, timeout=290)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     results = torch.load(tmp_path / "results.pt", weights_only=True)

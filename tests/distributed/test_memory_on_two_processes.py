@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import memory_worker
-from support.distributed_worker import policy
-from support.launch import run_ranks
+from support.workers import memory_worker
+from support.workers.distributed_worker import policy
+from support.workers.launch import run_ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from support import rebalancing_worker
-from support.launch import run_ranks
-from support.rebalancing_worker import PIXELS, ROWS
+from support.workers import rebalancing_worker
+from support.workers.launch import run_ranks
+from support.workers.rebalancing_worker import PIXELS, ROWS
 
 pytestmark = pytest.mark.distributed
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
-from support import hooks_worker
-from support.hooks_worker import CASES
-from support.launch import run_ranks
 from support.parity_runs import Policy, largest_difference, make_policy
+from support.workers import hooks_worker
+from support.workers.hooks_worker import CASES
+from support.workers.launch import run_ranks
 
 pytest.importorskip("trl")
 pytestmark = [pytest.mark.distributed, pytest.mark.parity]

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
-from support.distributed_worker import OBJECTIVES, UPDATES, evaluate, policy, sampled_run, update
-from support.launch import run, run_ranks
 from support.runs import with_all_rows
+from support.workers.distributed_worker import OBJECTIVES, UPDATES, evaluate, policy, sampled_run, update
+from support.workers.launch import run, run_ranks
 
 from groupwise.errors import ConfigError
 
 pytestmark = pytest.mark.distributed
 
-SCRIPT = Path(__file__).parents[1].joinpath("support", "distributed_worker.py")
+SCRIPT = Path(__file__).parents[1].joinpath("support", "workers", "distributed_worker.py")
 TIMEOUT = 300  # seconds
 
 _TIMING = re.compile(

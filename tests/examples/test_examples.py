@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.launch import run
 from support.tiny_smollm2 import save_tiny_smollm2
+from support.workers.launch import run
 
 from groupwise import GRPOConfig
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 from paper_index import SECTIONS, TRL_INDEX, papers_page
-from support import duals, paper_equations
-from support.paper_equations import EQUATIONS, Equation
-from support.paper_loss import Gradient, loss_and_gradient, reward_columns
-from support.paper_samples import Samples, samples
+from support.fakes import duals
+from support.oracles import paper_equations
+from support.oracles.paper_equations import EQUATIONS, Equation
+from support.oracles.paper_loss import Gradient, loss_and_gradient, reward_columns
+from support.oracles.paper_samples import Samples, samples
 
 from groupwise.core.entropy import EntropyControl
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.fake_vllm import FakeVLLM
+from support.fakes.fake_vllm import FakeVLLM
 
 from groupwise.generation.vllm.http import HttpClient
 

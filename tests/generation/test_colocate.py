@@ -22,10 +22,10 @@ from support.engine_runs import (
     trainer,
     trainer_logps,
 )
-from support.launch import WITH_VLLM, run_ranks
-from support.oracle_advantages import process_advantages
+from support.oracles.oracle_advantages import process_advantages
 from support.process_rewards import byte_tokenizer, step_classifier
 from support.runs import prompts
+from support.workers.launch import WITH_VLLM, run_ranks
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from groupwise.errors import BackendError
@@ -248,7 +248,7 @@ def test_an_incomplete_model_is_refused(run):
 
 
 def on_two_processes(script: str, argument: Any) -> str:
-    here = Path(__file__).parents[1] / "support"
+    here = Path(__file__).parents[1] / "support" / "workers"
     done = run_ranks(here / script, argument, timeout=240, imports=WITH_VLLM)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

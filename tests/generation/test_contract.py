@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from support import engine_runs, runs
-from support.fake_backend import EchoBackend
-from support.fake_vllm import FakeVLLM
+from support.fakes.fake_backend import EchoBackend
+from support.fakes.fake_vllm import FakeVLLM
 
 from groupwise import ConfigError, GRPOConfig, register_backend
 from groupwise.generation.base import BACKENDS, GenerationBackend, check_images

@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from support.fake_vllm import GENERATE, FakeVLLM
+from support.fakes.fake_vllm import GENERATE, FakeVLLM
 
 from groupwise.errors import BackendError
 from groupwise.generation.vllm.client import LostWeightsError, VLLMServers

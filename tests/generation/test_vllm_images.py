@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from PIL import Image
 from support import tiny_vlm
-from support.fake_vllm import GENERATE, with_tokenizer
+from support.fakes.fake_vllm import GENERATE, with_tokenizer
 from test_vllm_server import backend_for
 
 from groupwise import ConfigError, GRPOConfig, GRPOTrainer

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support import tiny_vlm
-from support.vllm_process import ServerProcess
+from support.workers.vllm_process import ServerProcess
 
 from groupwise.policy.weight_iterator import PolicyWeights
 from groupwise.records import SamplingOptions

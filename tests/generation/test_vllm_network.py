@@ -43,7 +43,7 @@ def far_away():
         )
         if not made:
             pytest.skip("virtual cables are not permitted here")
-        script = Path(__file__).parents[1].joinpath("support", "fake_vllm.py")
+        script = Path(__file__).parents[1].joinpath("support", "fakes", "fake_vllm.py")
         command = ["ip", "netns", "exec", NAME, sys.executable, str(script), THERE, "run:3"]
         process = subprocess.Popen(command)
         yield f"http://{THERE}:8000"

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import weight_receiver
-from support.launch import WITH_VLLM, Script
+from support.fakes import weight_receiver
+from support.workers.launch import WITH_VLLM, Script
 
 pytest.importorskip("vllm")
 from groupwise.errors import BackendError

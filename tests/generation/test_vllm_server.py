@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.fake_vllm import GENERATE, FakeVLLM
-from support.launch import run_ranks
+from support.fakes.fake_vllm import GENERATE, FakeVLLM
 from support.runs import policy, tokenizer
+from support.workers.launch import run_ranks
 
 from groupwise import GRPOConfig
 from groupwise.errors import BackendError
@@ -152,7 +152,7 @@ def test_after_an_error_the_backend_can_be_used_again(backend, fake):
 
 @pytest.mark.distributed
 def test_two_processes_recover_together_and_end_together(tmp_path):
-    worker = Path(__file__).parents[1].joinpath("support", "server_worker.py")
+    worker = Path(__file__).parents[1].joinpath("support", "workers", "server_worker.py")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

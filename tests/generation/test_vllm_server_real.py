@@ -18,7 +18,7 @@ from support.engine_runs import (
     trainer,
     trainer_logps,
 )
-from support.vllm_process import ServerProcess
+from support.workers.vllm_process import ServerProcess
 from transformers import TrainerCallback
 
 from groupwise.generation.vllm import transport

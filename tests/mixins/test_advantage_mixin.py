@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.mixin_hosts import host
+from support.fakes.mixin_hosts import host
 
 from groupwise.core.advantages import GroupRewards
 from groupwise.mixins import AdvantageMixin

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.batches import token_batch
-from support.mixin_hosts import Ranks, host
+from support.fakes.mixin_hosts import Ranks, host
 from torch import nn
 
 from groupwise.errors import ConfigError

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.batches import token_batch
 from support.configs import config_of
-from support.mixin_hosts import Ranks, host
+from support.fakes.mixin_hosts import Ranks, host
 
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.mixin_hosts import Ranks, host
+from support.fakes.mixin_hosts import Ranks, host
 
 from groupwise.core.advantages import AdvantageSettings, GroupRewards, nan_std, normalized_advantages
 from groupwise.errors import RewardError

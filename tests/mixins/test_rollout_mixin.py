@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.mixin_hosts import host
+from support.fakes.mixin_hosts import host
 from support.runs import tokenizer
 
 from groupwise.errors import ConfigError

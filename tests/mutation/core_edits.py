@@ -19,7 +19,7 @@ REGISTRATION = ("tests/core/test_registration.py",)
 VARIANTS = ("tests/reference/test_variants.py",)
 CONFIDENCE = ("tests/core/test_confidence.py",)
 STEPS = ("tests/mixins/test_reward_mixin.py", "-k", "steps or step_rewards")
-STREAMS = ("tests/trainer/test_random_state.py", "-k", "streams")
+STREAMS = ("tests/test_random_state.py", "-k", "streams")
 DISTILLATION = ("tests/rewards/test_distillation.py", "-k", "loop or outcome")
 
 

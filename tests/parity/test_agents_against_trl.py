@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from support.mixin_hosts import host
-from support.scripted import ScriptedBackend, agents, byte_tokenizer
+from support.fakes.mixin_hosts import host
+from support.fakes.scripted import ScriptedBackend, agents, byte_tokenizer
 from support.tool_chats import LOOK
 
 from groupwise.agents import EnvironmentPool, Renderer

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import launch, prompt_order
 from support.parity_runs import Policy
-from support.prompt_order import CASES, Seen
+from support.workers import launch, prompt_order
+from support.workers.prompt_order import CASES, Seen
 
 pytest.importorskip("trl", minversion="1.16.0")
 pytestmark = pytest.mark.parity

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.cases import surrogate_inputs
+from support.oracles.cases import surrogate_inputs
 from support.parity_runs import (
     PROMPTS,
     Policy,

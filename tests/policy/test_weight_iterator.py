@@ -9,8 +9,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from support.launch import run_ranks
 from support.runs import policy
+from support.workers.launch import run_ranks
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from groupwise.errors import BackendError
@@ -114,7 +114,7 @@ def test_buckets_hold_consecutive_weights_up_to_their_limit():
 
 @pytest.mark.distributed
 def test_sharded_models_are_gathered(tmp_path):
-    worker = Path(__file__).parents[1].joinpath("support", "sharded_worker.py")
+    worker = Path(__file__).parents[1].joinpath("support", "workers", "sharded_worker.py")
     done = run_ranks(worker, tmp_path, timeout=150)
     assert done.returncode == 0, done.stderr[-3000:]
     line = "gathered: plain lora policy-True policy-False tied-True tied-False lora-True lora-False"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from support.configs import oldest_version, set_installed
-from support.scripted import ScriptedBackend, agents, byte_tokenizer, call, question
+from support.fakes.scripted import ScriptedBackend, agents, byte_tokenizer, call, question
 
 from groupwise.agents import EnvironmentDrivenRollouts, EnvironmentPool, Renderer
 from groupwise.agents.multi_turn import MultiTurnSettings

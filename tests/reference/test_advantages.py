@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.oracle_advantages import advantages, process_advantages
+from support.oracles.oracle_advantages import advantages, process_advantages
 
 from groupwise.core import advantages as core
 from groupwise.core.advantages import ADVANTAGES, AdvantageSettings, GroupRewards

@@ -7,8 +7,8 @@ import math
 from dataclasses import replace
 
 import pytest
-from support import cases
-from support.oracle import (
+from support.oracles import cases
+from support.oracles.oracle import (
     Choices,
     corrections,
     gamma_gate,

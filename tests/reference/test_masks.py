@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import cases
-from support.oracle import (
+from support.oracles import cases
+from support.oracles.oracle import (
     Choices,
     adaptive_entropy,
     corrections,

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import cases
-from support.oracle import SURROGATE_OF, Choices, corrections, dropped, loss_and_gradient, ratios
+from support.oracles import cases
+from support.oracles.oracle import SURROGATE_OF, Choices, corrections, dropped, loss_and_gradient, ratios
 
 from groupwise.core.objectives import OBJECTIVES
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from support.cases import surrogate_inputs
+from support.oracles.cases import surrogate_inputs
 
 from groupwise.core.ratios import RATIO_LEVELS
 from groupwise.core.surrogates import SurrogateInputs, SurrogateSettings, cispo, clipped, sapo, vespo_gate

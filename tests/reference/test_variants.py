@@ -6,8 +6,8 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from support import cases, oracle_variants
-from support.oracle import Choices, loss_and_gradient, update_weights
+from support.oracles import cases, oracle_variants
+from support.oracles.oracle import Choices, loss_and_gradient, update_weights
 
 from groupwise.core.advantages import ADVANTAGES, AdvantageSettings, GroupRewards
 from groupwise.core.objectives import OBJECTIVES, ObjectiveSettings

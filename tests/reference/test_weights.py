@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import cases
-from support.oracle import NORMALISER_OF, update_weights
+from support.oracles import cases
+from support.oracles.oracle import NORMALISER_OF, update_weights
 
 from groupwise.core.objectives import OBJECTIVES
 from groupwise.core.weights import WindowCounts

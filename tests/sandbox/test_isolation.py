@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.launch import run
 from support.runs import trainer
+from support.workers.launch import run
 
 from groupwise import ConfigError, RewardError
 from groupwise.sandbox import isolated, isolation

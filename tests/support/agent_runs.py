@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from groupwise import GRPOConfig, GRPOTrainer
 from groupwise.errors import AgentError
-from support.scripted import byte_tokenizer
+from support.fakes.scripted import byte_tokenizer
 
 LETTERS = "abcdefgh"
 

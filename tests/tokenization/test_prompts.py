@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.scripted import byte_tokenizer
+from support.fakes.scripted import byte_tokenizer
 
 from groupwise.tokenization.prompts import format_completion, join_conversation, tokenize_prompt
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.scripted import CHAT, byte_tokenizer
+from support.fakes.scripted import CHAT, byte_tokenizer
 from support.tool_chats import LOOK
 
 from groupwise.agents import Renderer

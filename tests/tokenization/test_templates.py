@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from support.scripted import CHAT, byte_tokenizer
+from support.fakes.scripted import CHAT, byte_tokenizer
 from support.tool_chats import LOOK, look_call_message
 
 from groupwise.agents import Renderer

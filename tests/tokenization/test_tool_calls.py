@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from support.scripted import CHAT, byte_tokenizer, call
+from support.fakes.scripted import CHAT, byte_tokenizer, call
 from support.tool_chats import LOOK, look_call_message
 
 from groupwise.errors import ConfigError

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import device_worker
-from support.launch import run
+from support.workers import device_worker
+from support.workers.launch import run
 
 pytestmark = [
     pytest.mark.skipif(torch.accelerator.is_available(), reason="PyTorch has one accelerator at a time"),

@@ -97,7 +97,7 @@ def test_a_checkpoint_of_the_other_trainer_is_refused():
 
 def drained(*ranks):
     """Log lines of all ranks: every rank gathers the same lists."""
-    from support.ranks import on_ranks
+    from support.fakes.ranks import on_ranks
 
     return on_ranks(len(ranks), lambda rank, gather, _: ranks[rank].drain(lambda part: gather([part]))[0])
 

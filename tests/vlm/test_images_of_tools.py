@@ -9,8 +9,8 @@ import torch
 from datasets import Dataset
 from support import tiny_vlm as tiny
 from support.agent_runs import LETTERS, RESPONSE
+from support.fakes.scripted import SPECIAL, byte_tokenizer
 from support.runs import generate
-from support.scripted import SPECIAL, byte_tokenizer
 
 from groupwise import GRPOConfig, GRPOTrainer
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from support import tiny_vlm as tiny
-from support.launch import run_ranks
-from support.vlm_worker import weights
+from support.workers.launch import run_ranks
+from support.workers.vlm_worker import weights
 
 pytestmark = pytest.mark.distributed
 
@@ -17,7 +17,7 @@ FAMILIES = ["idefics3", "qwen2_5_vl"]
 
 def test_two_processes_make_the_update_of_one(tmp_path):
     """One rank has micro-batches of text alone while the other has images."""
-    script = Path(__file__).parents[1].joinpath("support", "vlm_worker.py")
+    script = Path(__file__).parents[1].joinpath("support", "workers", "vlm_worker.py")
     done = run_ranks(script, tmp_path, *FAMILIES, timeout=170)
     assert done.returncode == 0, done.stdout + done.stderr
     both = torch.load(tmp_path / "weights.pt", weights_only=True)

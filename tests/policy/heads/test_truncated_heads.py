@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cases import Terms
+from support.oracles.cases import Terms
 from support.truncation import kept_by_top_p, logp_and_entropy, slopes
 from test_heads import TRANSFORMS, LargestTensor, rows, upstream
 

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 from support import runs
-from support.fake_backend import EchoBackend
-from support.fake_vllm import GENERATE, FakeVLLM, with_tokenizer
+from support.fakes.fake_backend import EchoBackend
+from support.fakes.fake_vllm import GENERATE, FakeVLLM, with_tokenizer
 
 from groupwise import register_backend
 from groupwise.errors import RewardError

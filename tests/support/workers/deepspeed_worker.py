@@ -19,7 +19,7 @@ import torch
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 from groupwise.records import SamplingOptions
-from support import distributed_worker as worker
+from support.workers import distributed_worker as worker
 
 LAYOUTS = ("padded", "shared_prefix")
 CASE: dict[str, Any] = {"beta": 0.5, "loss_type": "dapo"}

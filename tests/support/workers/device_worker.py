@@ -23,7 +23,8 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from groupwise import trl_hooks
 from groupwise.rewards import ProcessRewardModel, get_distillation_reward
-from support import agent_runs, runs, simulated_device, tiny_vlm
+from support import agent_runs, runs, tiny_vlm
+from support.fakes import simulated_device
 from support.process_rewards import STEP, byte_tokenizer, step_classifier
 
 Settings = dict[str, Any]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import runs
-from support.fake_vllm import GENERATE, FakeVLLM, with_tokenizer
+from support.fakes.fake_vllm import GENERATE, FakeVLLM, with_tokenizer
 from support.resume_runs import make_trainer
 from transformers import TrainerCallback
 

@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from support.duals import Dual, Number, clip, exp, log, minimum, sigmoid, stop, total
-from support.paper_samples import Samples
+from support.fakes.duals import Dual, Number, clip, exp, log, minimum, sigmoid, stop, total
+from support.oracles.paper_samples import Samples
 
 TINY = 1e-4
 PerToken = Callable[[int, int], Number]
@@ -25,7 +25,7 @@ class Equation:
     """Loss of a paper and the data that it is about.
 
     loss: the loss as a function of the samples.
-    rewards: kinds of rewards that the method is defined for, of :func:`support.paper_samples.samples`.
+    rewards: kinds of rewards of :func:`support.oracles.paper_samples.samples`.
     columns: number of reward functions beside those of the recipe.
     stretch: reward functions of the recipe see completions this many times as long.
     solved_only: the recipe's functions compute the whole reward, from texts that are correct where the reward

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from support import distributed_worker as worker
+from support.workers import distributed_worker as worker
 
 #: Where it happens, at which training forward of the run, and the settings: windows of one micro-batch, or
 #: two. The first forward of a window begins with a broadcast of buffers.

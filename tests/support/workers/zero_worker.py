@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from groupwise.policy import weight_iterator as streams
 from groupwise.policy.weight_iterator import buckets, weight_iterator
 from support.engine_runs import engine_greedy, greedy, policy, sync, trainer
-from support.sharded_worker import lora
+from support.workers.sharded_worker import lora
 
 PATIENCE = 220
 LIMIT = 2**14

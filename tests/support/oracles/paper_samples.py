@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from support.duals import Dual, Number, exp, stop
+from support.fakes.duals import Dual, Number, exp, stop
 
 #: Standard deviation of log π_θ − log π_old by row: within and beyond clip ranges from 3e-4 to 10.
 SPREADS = (3e-4, 2e-3, 0.05, 0.5, 3.0)

@@ -12,7 +12,7 @@ from groupwise.core.metrics import Metrics
 from groupwise.core.objectives import OBJECTIVES, ObjectiveSettings, policy_loss
 from groupwise.core.surrogates import SurrogateInputs, SurrogateSettings
 from groupwise.core.weights import NORMALIZERS, WindowCounts
-from support.oracle import NORMALISER_OF, Batch, Choices, Rows, update_weights
+from support.oracles.oracle import NORMALISER_OF, Batch, Choices, Rows, update_weights
 
 # Holes are tool tokens, row 3 has no loss token at all, row 2 has one.
 MASK: Rows = [

@@ -19,9 +19,9 @@ from groupwise.mixins.advantage import AdvantageMixin
 from groupwise.mixins.logprob import LogprobMixin
 from groupwise.mixins.loss import LossMixin, objective_settings
 from groupwise.records import Experience, MicroBatch, OldAndRefLogps
-from support.duals import stop
-from support.mixin_hosts import host
-from support.paper_samples import Samples
+from support.fakes.duals import stop
+from support.fakes.mixin_hosts import host
+from support.oracles.paper_samples import Samples
 
 Gradient = dict[tuple[str, int, int], float]
 

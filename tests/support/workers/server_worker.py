@@ -9,7 +9,7 @@ from groupwise.errors import BackendError
 from groupwise.generation.vllm.http import HttpClient
 from groupwise.generation.vllm.server import VLLMServerBackend
 from groupwise.policy.weight_iterator import PolicyWeights
-from support.fake_vllm import GENERATE, FakeVLLM
+from support.fakes.fake_vllm import GENERATE, FakeVLLM
 from support.runs import policy
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from support import runs
-from support.fake_vllm import GENERATE, FakeVLLM, with_tokenizer
+from support.fakes.fake_vllm import GENERATE, FakeVLLM, with_tokenizer
 from transformers import TrainerCallback
 
 from groupwise.generation.vllm.http import HttpClient

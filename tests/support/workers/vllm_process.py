@@ -9,15 +9,15 @@ import urllib.request
 from pathlib import Path
 
 from groupwise.generation.vllm.serve import serve_command
-from support import forked_server
 from support.engine_runs import policy
-from support.launch import WITH_VLLM, Script
 from support.runs import tokenizer
+from support.workers import forked_server
+from support.workers.launch import WITH_VLLM, Script
 
 HERE = Path(__file__).parent
 # A small cache and few places; the tests of several servers at a time would not fit otherwise.
 SMALL = ["--kv-cache-memory-bytes", str(2**24), "--max-num-seqs", "32"]
-SMALL += ["--worker-extension-cls", "support.out_of_memory.Extension"]
+SMALL += ["--worker-extension-cls", "support.fakes.out_of_memory.Extension"]
 
 
 class ServerProcess:

@@ -7,8 +7,15 @@ import copy
 import pytest
 import torch
 from datasets import Dataset
-from support.oracle import NORMALISER_OF, SURROGATE_OF, Batch, Choices, loss_and_gradient, update_weights
-from support.oracle_advantages import process_advantages
+from support.oracles.oracle import (
+    NORMALISER_OF,
+    SURROGATE_OF,
+    Batch,
+    Choices,
+    loss_and_gradient,
+    update_weights,
+)
+from support.oracles.oracle_advantages import process_advantages
 from support.process_rewards import STEP, byte_tokenizer, step_classifier
 from support.runs import tokenizer, trainer
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from support.oracle import Batch, Choices, Rows, loss_tokens, surrogate
+from support.oracles.oracle import Batch, Choices, Rows, loss_tokens, surrogate
 
 Value = tuple[float, Rows]
 
