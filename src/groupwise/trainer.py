@@ -73,13 +73,10 @@ from groupwise.records import (
 from groupwise.reporting.evaluation import EvaluationMetrics
 from groupwise.reporting.metrics import MetricBuffer, rollout_metrics
 from groupwise.reporting.table import completion_rows
-from groupwise.rewards.build import (
+from groupwise.rewards.runtime.loading import (
     LoadedRewards,
     check_rewards,
-    check_teachers,
-    load_reward_models,
-    prepare_rewards,
-    reload_rewards,
+    load_rewards,
     with_default_weights,
 )
 
@@ -159,7 +156,7 @@ class GRPOTrainer(
         train_dataset, eval_dataset = add_environment_rows(train_dataset, eval_dataset, agents, args)
         check_data(train_dataset, eval_dataset, args)
         check_backend(args, backend, with_images=has_image_columns(train_dataset, eval_dataset))
-        rewards = check_rewards(
+        reward_funcs, reward_processing_classes = check_rewards(
             reward_funcs,
             reward_processing_classes,
             args,
@@ -170,12 +167,10 @@ class GRPOTrainer(
         make_renderer(agents, processing_class, args)  # refuses a chat template before the model is loaded
         as_rendered = None if rollout_func is not None else agents.as_rendered
         data = prepare_data(train_dataset, eval_dataset, args, model, processing_class, as_rendered)
-        set_seed(args.seed)  # all ranks initialise the same adapters, and heads of reward models
+        set_seed(args.seed)  # all ranks initialise the same adapters
         policy = prepare_policy(model, args, quantization_config, peft_config)
         check_vision(policy, processing_class, args, train_dataset, eval_dataset)
-        check_teachers(rewards.functions, processing_class, policy)
         self.reference = make_reference(policy, args, fresh_adapter=peft_config is not None)
-        rewards = load_reward_models(rewards, args)
         super().__init__(
             model=policy,
             args=args,
@@ -189,22 +184,35 @@ class GRPOTrainer(
         self.step_settings = StepSettings(args)
         self.settings = self.step_settings.current
         self._built_sampler = sampler_settings(args)
-        self._set_rewards(
-            prepare_rewards(rewards, args, self.accelerator, text_tokenizer(self.processing_class))
-        )
+        self.reward_funcs, self.reward_processing_classes = reward_funcs, reward_processing_classes
+        self.reward_func_names: list[str] = []  # follow from the functions
+        self.reward_weights = with_default_weights(args, reward_funcs)
+        self._load_rewards(LoadedRewards())
         self._set_policy_state(rollout_func, agents, backend)
         set_seed(args.seed, device_specific=True)  # ranks must not sample the same completions
         self.rng.seed_user_code(args.seed + args.process_index)
         self._set_run_state()
 
-    def _set_rewards(self, loaded: LoadedRewards) -> None:
-        self._loaded_rewards = loaded
+    def _load_rewards(self, before: LoadedRewards) -> None:
+        """Load the reward functions that are not in ``before``, and derive what follows from them."""
+        loaded = self.loaded_rewards = load_rewards(
+            self.reward_funcs,
+            self.reward_func_names,
+            self.reward_processing_classes,
+            self.reward_weights,
+            self.settings,
+            self.accelerator,
+            self.model,
+            text_tokenizer(self.processing_class),
+            before=before,
+        )
+        if loaded is before:
+            return
         # Copies: scripts may also change the lists in place.
-        self.reward_funcs = list(loaded.functions)
-        self.reward_callables = loaded.callables
+        self.reward_funcs, self.reward_callables = list(loaded.functions), loaded.callables
         self.reward_func_names = list(loaded.names)
         self.reward_processing_classes = list(loaded.processing_classes)
-        self.reward_weights = torch.tensor(loaded.weights)
+        self.reward_weights = loaded.weights_F.clone()
 
     def _set_policy_state(
         self,
@@ -257,21 +265,11 @@ class GRPOTrainer(
         )
         self._check_beta(self.settings.beta)
         if self.settings.reward_weights != before.reward_weights:
-            self.reward_weights = torch.tensor(with_default_weights(self.settings, self.reward_funcs))
-        rewards = reload_rewards(
-            self._loaded_rewards,
-            self.reward_funcs,
-            self.reward_func_names,
-            self.reward_processing_classes,
-            torch.as_tensor(self.reward_weights).tolist(),
-            self.settings,
-            self.accelerator,
-            text_tokenizer(self.processing_class),
-        )
-        if rewards is not self._loaded_rewards:
-            if rewards.callables != self._loaded_rewards.callables:
-                self.leftover_groups = self.leftover_groups.without_groups("reward_funcs was replaced")
-            self._set_rewards(rewards)
+            self.reward_weights = with_default_weights(self.settings, self.reward_funcs)
+        callables = self.reward_callables
+        self._load_rewards(self.loaded_rewards)
+        if self.reward_callables != callables:
+            self.leftover_groups = self.leftover_groups.without_groups("reward_funcs was replaced")
         if self.settings.entropy_coef != before.entropy_coef:
             self.entropy_control = replace(self.entropy_control, coef=self.settings.entropy_coef)
         self._apply_settings()

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-from transformers import AutoConfig, AutoModelForTokenClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from groupwise.errors import ConfigError
-from groupwise.rewards.runtime.models import model_title, reward_tokenizer
+from groupwise.rewards.runtime.models import ModelReward, model_title
 from groupwise.tokenization.prompts import Prompt, tokenize_prompt
 
 logger = logging.getLogger(__name__)
@@ -70,14 +69,6 @@ def is_process_reward(function: object, trust_remote_code: bool = False) -> bool
 
 def _is_token_classifier(class_name: str) -> bool:
     return class_name.endswith("ForTokenClassification")
-
-
-def load_process_reward(model: ProcessRewardModel, trust_remote_code: bool) -> ProcessRewardModel:
-    """Load a model given by id, with the number of labels of its configuration."""
-    if isinstance(model.model, PreTrainedModel):
-        return model
-    loaded = AutoModelForTokenClassification.from_pretrained(model.model, trust_remote_code=trust_remote_code)
-    return replace(model, model=loaded)
 
 
 class Step(NamedTuple):
@@ -145,7 +136,7 @@ def _steps_by_text(
     return steps
 
 
-class StepScorer:
+class StepScorer(ModelReward):
     """Reward function that returns (index of the step's last token, score) for every step.
 
     Args:
@@ -153,14 +144,11 @@ class StepScorer:
         reward: its separator and step token.
         tokenizer: tokenizer of the model; None: loaded from the model's id.
         policy_tokenizer: decodes completions.
-        batch_size: completions per forward pass.
+        options: batch size and further arguments of :class:`ModelReward`.
 
     Raises:
         ConfigError: the model has more than two labels, or the separator is no token of the policy.
     """
-
-    #: The time limit of rewards runs functions in threads; all ranks of a sharded model must finish.
-    runs_in_caller_thread = True
 
     def __init__(
         self,
@@ -168,9 +156,7 @@ class StepScorer:
         reward: ProcessRewardModel,
         tokenizer: PreTrainedTokenizerBase | None,
         policy_tokenizer: PreTrainedTokenizerBase,
-        batch_size: int,
-        trust_remote_code: bool,
-        template_kwargs: Mapping[str, Any] | None = None,
+        *options: Any,
     ) -> None:
         name, labels = model_title(model), model.config.num_labels
         if labels not in (1, 2):
@@ -184,8 +170,7 @@ class StepScorer:
                 f"step_separator={separator} is no token of the policy; its tokenizer has "
                 f"{len(policy_tokenizer)} tokens"
             )
-        self.model = model.eval()
-        self.tokenizer = reward_tokenizer(model, tokenizer, trust_remote_code)
+        super().__init__(model, tokenizer, *options)
         self.policy_tokenizer = policy_tokenizer
         self.separator = separator
         marker = separator if isinstance(separator, str) else str(policy_tokenizer.decode([separator]))
@@ -196,8 +181,6 @@ class StepScorer:
                 f"step_token={self.step_token!r} is no text to the tokenizer of process reward model {name}; "
                 "give the step token that it was trained with in ProcessRewardModel(model, step_token=…)"
             )
-        self.batch_size = batch_size
-        self.template_kwargs = dict(template_kwargs or {})
         self._has_warned = False
 
     def warn_if_unsplit(self, name: str, rewards_N: Sequence[Sequence[tuple[int, float]]]) -> None:
@@ -216,16 +199,13 @@ class StepScorer:
             name,
         )
 
-    @torch.no_grad()
     def __call__(
         self, prompts: Sequence[Prompt], completion_ids: Sequence[Sequence[int]], **_: object
     ) -> list[list[tuple[int, float]]]:
         """Return the step rewards of each completion."""
         steps_B = [split_steps(ids, self.policy_tokenizer, self.separator) for ids in completion_ids]
         inputs_B = [self._inputs(prompt, steps) for prompt, steps in zip(prompts, steps_B, strict=True)]
-        scores_B: list[list[float]] = []
-        for start in range(0, len(inputs_B), self.batch_size):
-            scores_B += self._scores(inputs_B[start : start + self.batch_size])
+        scores_B = self.in_batches(inputs_B, self._scores)
         return [
             [(step.end, score) for step, score in zip(steps, scores, strict=True)]
             for steps, scores in zip(steps_B, scores_B, strict=True)

@@ -9,6 +9,7 @@ import logging
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -22,7 +23,6 @@ from groupwise.compat.transformers import name_or_path
 from groupwise.errors import RewardError, boundary
 from groupwise.records import RolloutBatch, copied
 from groupwise.rewards.process import ProcessRewardModel
-from groupwise.rewards.runtime.models import RewardModel
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +53,12 @@ def reward_name(function: object) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def unique_names(names: Sequence[str]) -> list[str]:
-    """Append ``_2``, ``_3``, … to repeated names, so that every function has metrics of its own."""
-    counts: dict[str, int] = {}
+def reward_names(functions: Sequence[object]) -> list[str]:
+    """Return names for metrics; ``_2``, ``_3``, … are appended to repeated ones."""
+    counts: Counter[str] = Counter()
     unique = []
-    for name in names:
-        counts[name] = counts.get(name, 0) + 1
+    for name in map(reward_name, functions):
+        counts[name] += 1
         unique.append(name if counts[name] == 1 else f"{name}_{counts[name]}")
     return unique
 
@@ -180,8 +180,8 @@ def call_function(
 ) -> T:
     """Call a synchronous reward function; with a timeout in a thread.
 
-    Python cannot stop a thread: after the limit the call keeps running and its result is discarded. Reward
-    models, and functions with ``runs_in_caller_thread``, run in the caller's thread without a limit, because
+    Python cannot stop a thread: after the limit the call keeps running and its result is discarded. Functions
+    with ``runs_in_caller_thread``, such as reward models, run in the caller's thread without a limit, because
     all ranks of a sharded model must finish.
 
     Raises:
@@ -192,8 +192,7 @@ def call_function(
         with boundary(RewardError, title):
             return function(**arguments)
 
-    in_caller_thread = isinstance(function, RewardModel) or getattr(function, "runs_in_caller_thread", False)
-    if timeout is None or in_caller_thread:
+    if timeout is None or getattr(function, "runs_in_caller_thread", False):
         return call()
     return _result(start_thread(call), title, timeout, timeout)
 

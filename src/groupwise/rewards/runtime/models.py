@@ -1,17 +1,12 @@
-"""Sequence-classification models as reward functions."""
+"""Classifiers as reward functions: their tokenizers, and outcome rewards of sequence classification."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from groupwise.compat.transformers import name_or_path
 from groupwise.errors import ConfigError
@@ -23,12 +18,8 @@ from groupwise.tokenization.prompts import (
     with_rendered_results,
 )
 
-
-def load_reward_model(name: str, trust_remote_code: bool) -> PreTrainedModel:
-    """Load a one-label reward model by hub id or directory; ``model_init_kwargs`` are not applied."""
-    return AutoModelForSequenceClassification.from_pretrained(
-        name, num_labels=1, trust_remote_code=trust_remote_code
-    )
+R = TypeVar("R")
+S = TypeVar("S")
 
 
 def reward_tokenizer(
@@ -90,17 +81,18 @@ def _missing_tokenizer(model: PreTrainedModel, reason: str) -> ConfigError:
     )
 
 
-class RewardModel:
-    """Reward function that scores prompt and completion with a one-label sequence classifier.
+class ModelReward:
+    """Reward function of a classifier: its tokenizer, and forward passes of a limited number of rows.
 
     Args:
         model: the classifier; set to evaluation mode.
         tokenizer: tokenizer of the classifier; None: loaded from the model's id.
-        batch_size: texts per forward pass.
-
-    Raises:
-        ConfigError: the classifier has more than one label.
+        batch_size: rows per forward pass.
+        template_kwargs: arguments of the chat template.
     """
+
+    #: The time limit of rewards runs functions in threads; all ranks of a sharded model must finish.
+    runs_in_caller_thread = True
 
     def __init__(
         self,
@@ -110,26 +102,39 @@ class RewardModel:
         trust_remote_code: bool,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        if model.config.num_labels != 1:
-            raise ConfigError(
-                f"reward model {model_title(model)} has {model.config.num_labels} labels; a reward "
-                "model has one (load it with num_labels=1)"
-            )
         self.model = model.eval()
         self.tokenizer = reward_tokenizer(model, tokenizer, trust_remote_code)
         self.batch_size = batch_size
         self.template_kwargs = dict(template_kwargs or {})
 
     @torch.no_grad()
+    def in_batches(self, rows: Sequence[R], score: Callable[[Sequence[R]], list[S]]) -> list[S]:
+        """Return the scores of all rows, of at most ``batch_size`` rows per call of ``score``."""
+        starts = range(0, len(rows), self.batch_size)
+        return [value for start in starts for value in score(rows[start : start + self.batch_size])]
+
+
+class RewardModel(ModelReward):
+    """Reward function that scores prompt and completion with a one-label sequence classifier.
+
+    Raises:
+        ConfigError: the classifier has more than one label.
+    """
+
+    def __init__(self, model: PreTrainedModel, *arguments: Any, **options: Any) -> None:
+        if model.config.num_labels != 1:
+            raise ConfigError(
+                f"reward model {model_title(model)} has {model.config.num_labels} labels; a reward "
+                "model has one (load it with num_labels=1)"
+            )
+        super().__init__(model, *arguments, **options)
+
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Prompt], **_: object) -> list[float]:
         """Return one score per completion."""
         texts = [
             self.text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)
         ]
-        scores: list[float] = []
-        for start in range(0, len(texts), self.batch_size):
-            scores += self.scores(texts[start : start + self.batch_size]).tolist()
-        return scores
+        return self.in_batches(texts, lambda part: self.scores(part).tolist())
 
     def scores(self, texts: Sequence[str]) -> torch.Tensor:
         """Return the scores of texts in one forward pass, float32, differentiable."""

@@ -1,0 +1,256 @@
+"""Check and load the reward functions of a trainer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from groupwise.config.grpo_config import GRPOConfig
+from groupwise.errors import ConfigError
+from groupwise.random_state import preserved_state
+from groupwise.rewards.distillation import DistillationReward
+from groupwise.rewards.process import ProcessRewardModel, StepScorer, is_process_reward
+from groupwise.rewards.runtime.calling import reward_name, reward_names
+from groupwise.rewards.runtime.marking import is_per_sample_reward
+from groupwise.rewards.runtime.models import RewardModel, check_reward_tokenizer
+from groupwise.rewards.runtime.partial import with_partial_results
+
+#: A callable; a sequence-classification or token-classification model, or the id of one; a wrapped one.
+RewardFunc = Callable[..., Any] | PreTrainedModel | ProcessRewardModel | str
+#: Entries of ``reward_funcs`` that are models.
+_MODELS = (str, PreTrainedModel, ProcessRewardModel)
+Tokenizer = PreTrainedTokenizerBase | None
+
+
+@dataclass(frozen=True)
+class LoadedRewards:
+    """Loaded reward functions; all lists have F entries. The default has none.
+
+    functions: the user's functions and models, ids replaced by the loaded models.
+    callables: functions to call with the arguments of a reward function.
+    names: unique names for metrics.
+    processing_classes: tokenizers of reward models, None for callables.
+    weights_F: weights in the aggregated reward, (F,) float32.
+    """
+
+    functions: list[RewardFunc] = field(default_factory=list)
+    callables: list[Callable[..., Any]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    processing_classes: list[Tokenizer] = field(default_factory=list)
+    weights_F: torch.Tensor = field(default_factory=lambda: torch.ones(0))
+
+
+def check_rewards(
+    reward_funcs: RewardFunc | list[RewardFunc] | tuple[RewardFunc, ...] | None,
+    processing_classes: Tokenizer | list[Tokenizer] | tuple[Tokenizer, ...],
+    config: GRPOConfig,
+    environment_rewards: Sequence[Callable[..., Any]] = (),
+    *,
+    multi_turn: bool = False,
+) -> tuple[list[RewardFunc], list[Tokenizer]]:
+    """Check ``reward_funcs`` and ``reward_processing_classes`` before any model is loaded.
+
+    The caller's lists are not modified.
+
+    Args:
+        environment_rewards: reward functions of environments; appended with weight 1.
+        multi_turn: the rollouts have tools or environments, whose results have no steps of the policy.
+
+    Returns:
+        Reward functions and their tokenizers, lists of equal length.
+
+    Raises:
+        ConfigError: there is no function, an entry is not one, lengths differ, one tokenizer is given for
+            several reward models, a model has no tokenizer or another model's, or a process reward model for
+            rollouts of several turns.
+    """
+    functions = [] if reward_funcs is None else _as_list(reward_funcs)
+    if not functions and not environment_rewards:
+        raise ConfigError("reward_funcs is missing; pass a reward function, a reward model or a list of them")
+    for function in functions:
+        _check_function(function)
+        if multi_turn and is_process_reward(function, config.trust_remote_code):
+            raise ConfigError(
+                f"process reward model {reward_name(function)!r} does not support tools and environments: "
+                "their results are part of the completion; return (index of the step's last token, reward) "
+                "from a reward function"
+            )
+    num_models = sum(isinstance(function, _MODELS) for function in functions)
+    if num_models > 1 and not isinstance(processing_classes, (list, tuple, type(None))):
+        raise ConfigError(
+            f"reward_processing_classes is one {type(processing_classes).__name__} for {num_models} reward "
+            "models; give a list with one entry per reward function (None for the model's own tokenizer, and "
+            "for functions)"
+        )
+    tokenizers = (
+        list(processing_classes)
+        if isinstance(processing_classes, (list, tuple))
+        else [processing_classes] * len(functions)
+    )
+    _check_lengths(
+        functions,
+        {"reward_processing_classes": tokenizers, "reward_weights": config.reward_weights or functions},
+    )
+    for function, tokenizer in zip(functions, tokenizers, strict=True):
+        model = function.model if isinstance(function, ProcessRewardModel) else function
+        if isinstance(model, PreTrainedModel):
+            check_reward_tokenizer(model, tokenizer)
+    return [*functions, *environment_rewards], [*tokenizers, *[None] * len(environment_rewards)]
+
+
+def _as_list(functions: RewardFunc | Sequence[RewardFunc]) -> list[RewardFunc]:
+    return list(functions) if isinstance(functions, (list, tuple)) else [cast("RewardFunc", functions)]
+
+
+#: Keyword arguments of every reward function, for any dataset.
+_ALWAYS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+
+
+def _check_lengths(functions: Sequence[object], lists: Mapping[str, Sequence[object]]) -> None:
+    for name, given in lists.items():
+        if len(given) != len(functions):
+            raise ConfigError(
+                f"{name} has {len(given)} entries for {len(functions)} reward functions; give one for each"
+            )
+
+
+def _check_function(function: RewardFunc) -> None:
+    if isinstance(function, _MODELS):
+        return
+    if not callable(function):
+        raise ConfigError(
+            f"reward_funcs holds {function!r} ({type(function).__name__}); allowed: callables, sequence- and "
+            "token-classification models, ids of such models, and ProcessRewardModel"
+        )
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some builtins have no signature
+        return
+    refused = [name for name in _ALWAYS if name not in parameters]
+    if refused and all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+        raise ConfigError(
+            f"reward function {reward_name(function)!r} does not accept {', '.join(refused)}; these and "
+            "every dataset column are passed as keyword arguments: add **kwargs to its parameters"
+        )
+
+
+def with_default_weights(config: GRPOConfig, functions: Sequence[object]) -> torch.Tensor:
+    """Return ``reward_weights`` (F,) float32; rewards of environments follow with weight 1."""
+    given = config.reward_weights or []
+    return torch.tensor(given + [1.0] * (len(functions) - len(given)))
+
+
+def load_rewards(
+    functions: RewardFunc | Sequence[RewardFunc],
+    names: Sequence[str],
+    processing_classes: Sequence[Tokenizer],
+    weights_F: torch.Tensor | Sequence[float],
+    config: GRPOConfig,
+    accelerator: Accelerator,
+    policy: PreTrainedModel,
+    policy_tokenizer: PreTrainedTokenizerBase,
+    *,
+    before: LoadedRewards,
+) -> LoadedRewards:
+    """Load reward functions, except those that are loaded already.
+
+    The trainer calls it when it is built and at each step with its attributes, of which a script may have
+    replaced some. Names, tokenizers and weights that are as before follow from the functions.
+
+    Args:
+        functions, names, processing_classes, weights_F: attributes of the trainer.
+        policy: teachers among the functions must have its vocabulary.
+        policy_tokenizer: decodes the steps of completions for process reward models.
+        before: functions of the step before, compared by identity; returned if nothing was replaced.
+
+    Raises:
+        ConfigError: an entry is not a reward function, lengths differ, a model has a wrong number of labels,
+            a step separator is no token, or a teacher has another vocabulary than the policy.
+    """
+    chosen, weights_F = _as_list(functions), torch.as_tensor(weights_F, dtype=torch.float32, device="cpu")
+    same_names, same_weights = list(names) == before.names, torch.equal(weights_F, before.weights_F)
+    same_functions = _identical(chosen, before.functions)
+    same_tokenizers = _identical(processing_classes, before.processing_classes)
+    if same_functions and same_names and same_weights and same_tokenizers:
+        return before
+    if not chosen:
+        raise ConfigError("reward_funcs is empty; give it at least one reward function")
+    for function in chosen:
+        _check_function(function)
+    columns = zip(before.functions, before.callables, before.processing_classes, strict=True)
+    loaded = {id(entry[0]): entry for entry in columns}
+    if same_tokenizers:
+        processing_classes = [loaded[id(f)][2] if id(f) in loaded else None for f in chosen]
+    if same_names and not same_functions:
+        names = reward_names(chosen)
+    if same_weights and bool((before.weights_F == 1.0).all()):
+        weights_F = torch.ones(len(chosen))
+    _check_lengths(
+        chosen,
+        {
+            "reward_func_names": names,
+            "reward_processing_classes": processing_classes,
+            "reward_weights": weights_F,  # type: ignore[dict-item]
+        },
+    )
+    entries = []
+    for function, tokenizer in zip(chosen, processing_classes, strict=True):
+        entry = loaded.get(id(function))
+        if entry is None or entry[2] is not tokenizer:
+            with preserved_state():
+                torch.manual_seed(config.seed)  # all ranks initialise the same head
+                entry = _load(function, tokenizer, config, accelerator, policy, policy_tokenizer)
+        entries.append(entry)
+    made, callables, tokenizers = (list(column) for column in zip(*entries, strict=True))
+    return LoadedRewards(made, callables, list(names), tokenizers, weights_F.clone())
+
+
+def _identical(one: Sequence[object], other: Sequence[object]) -> bool:
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+
+
+def _load(
+    function: RewardFunc,
+    tokenizer: Tokenizer,
+    config: GRPOConfig,
+    accelerator: Accelerator,
+    policy: PreTrainedModel,
+    policy_tokenizer: PreTrainedTokenizerBase,
+) -> tuple[RewardFunc, Callable[..., Any], Tokenizer]:
+    """Return the function, an id replaced by its model on the device; its callable; its tokenizer."""
+    options: Any = config.per_device_train_batch_size, config.trust_remote_code, config.chat_template_kwargs
+    if is_process_reward(function, config.trust_remote_code):
+        reward = function if isinstance(function, ProcessRewardModel) else ProcessRewardModel(function)  # type: ignore[arg-type]
+        if isinstance(reward.model, str):  # with the number of labels of its configuration
+            model = AutoModelForTokenClassification.from_pretrained(
+                reward.model, trust_remote_code=config.trust_remote_code
+            )
+            reward = replace(reward, model=model)
+        model = accelerator.prepare_model(reward.model, evaluation_mode=True)
+        steps = StepScorer(model, reward, tokenizer, policy_tokenizer, *options)
+        given = reward if isinstance(function, ProcessRewardModel) else cast("PreTrainedModel", reward.model)
+        return given, steps, steps.tokenizer
+    if isinstance(function, str):  # model_init_kwargs are the policy's
+        function = AutoModelForSequenceClassification.from_pretrained(
+            function, num_labels=1, trust_remote_code=config.trust_remote_code
+        )
+    if isinstance(function, PreTrainedModel):
+        scorer = RewardModel(accelerator.prepare_model(function, evaluation_mode=True), tokenizer, *options)
+        return function, scorer, scorer.tokenizer
+    if isinstance(function, DistillationReward):
+        function.check_vocabulary(policy_tokenizer, policy)
+        function.teacher = accelerator.prepare_model(function.teacher, evaluation_mode=True)
+    assert callable(function)
+    # Partial calls start when a backend calls `SamplingOptions.on_finished`.
+    return function, with_partial_results(function) if is_per_sample_reward(function) else function, None
