@@ -53,7 +53,7 @@ def engine_backend(model: Any, tokenizer: Any, limit: int, precision: str) -> An
     # Every row runs to the limit, so that both backends sample the same number of tokens.
     full = {"ignore_eos": True, "min_tokens": limit}
     config = settings(limit, precision, use_vllm=True, generation_kwargs=full)
-    colocate.check_settings(config)
+    colocate.check_engine(config)
     return colocate.make_backend(lambda: model, config, tokenizer)
 
 

@@ -38,8 +38,13 @@ from groupwise.data.prompt_source import PromptSource, num_valid_rows
 from groupwise.data.rebalancing import cache_sized
 from groupwise.data.window import AccumulationWindow
 from groupwise.errors import ConfigError
-from groupwise.generation.base import GenerationBackend, text_tokenizer
-from groupwise.generation.build import check_backend, make_backend, unreported_truncation
+from groupwise.generation.base import (
+    GenerationBackend,
+    check_backend,
+    make_backend,
+    text_tokenizer,
+    truncation_warning,
+)
 from groupwise.hf import checkpointing
 from groupwise.hf.base import BaseTrainer
 from groupwise.hf.callbacks import CheckpointProductsCallback, SyncRefModelCallback
@@ -286,7 +291,7 @@ class GRPOTrainer(
         if self.rollout_func is not None and not lost_because:
             lost_because = "a rollout_func returns completions without the sampling mask"
         before = self.truncation_warning
-        self.truncation_warning = unreported_truncation(
+        self.truncation_warning = truncation_warning(
             settings, self.backend, self.sampler_changes, lost_because
         )
         if self.truncation_warning not in ("", before):

@@ -14,8 +14,13 @@ from support.fakes.fake_backend import EchoBackend
 from support.fakes.fake_vllm import FakeVLLM
 
 from groupwise import ConfigError, GRPOConfig, register_backend
-from groupwise.generation.base import BACKENDS, GenerationBackend, check_images
-from groupwise.generation.build import check_backend, make_backend
+from groupwise.generation.base import (
+    BACKENDS,
+    GenerationBackend,
+    check_backend,
+    check_images,
+    make_backend,
+)
 from groupwise.policy.weight_iterator import PolicyWeights
 from groupwise.records import SamplingOptions
 from groupwise.records.images import ImageInputs

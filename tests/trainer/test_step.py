@@ -27,6 +27,7 @@ from transformers import TrainerCallback
 
 from groupwise import Completion, ConfigError, GRPOTrainer, LossOutput, register_advantage, register_objective
 from groupwise.core.surrogates import clipped
+from groupwise.records import SamplingOptions
 
 
 def fixed_rollout(logprobs=None, masks=None):
@@ -69,7 +70,7 @@ def test_sampling_settings_reach_the_sampler(tmp_path):
         tmp_path, temperature=0.7, top_p=0.9, top_k=5, min_p=0.01, repetition_penalty=1.1,
         generation_kwargs={"no_repeat_ngram_size": 2},
     )  # fmt: skip
-    sampler = run.backend.generation_config
+    sampler = run.backend.config_of(SamplingOptions())
     assert (sampler.temperature, sampler.top_p, sampler.top_k) == (0.7, 0.9, 5)
     assert (sampler.min_p, sampler.repetition_penalty, sampler.no_repeat_ngram_size) == (0.01, 1.1, 2)
     assert sampler.do_sample and sampler.max_new_tokens == 6

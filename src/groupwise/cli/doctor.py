@@ -18,10 +18,11 @@ from groupwise.cli.sources import check_model, load_datasets, lora_config, resol
 from groupwise.compat.transformers import attention_implementation
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.redact import redact
+from groupwise.config.sampling import chosen_backend
 from groupwise.config.settings import card_settings
 from groupwise.config.validation import warnings_of
 from groupwise.errors import ConfigError
-from groupwise.generation.build import check_backend, chosen_backend
+from groupwise.generation.base import check_backend
 from groupwise.tokenization.prompts import tokenize_prompt
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The contract of generation backends, and their registry."""
+"""Contract, registry and construction of generation backends."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any, Protocol, cast
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from groupwise.config.grpo_config import GRPOConfig
+from groupwise.config.sampling import chosen_backend, truncating
 from groupwise.errors import ConfigError
 from groupwise.policy.weight_iterator import WeightSource
 from groupwise.records import Completion, SamplingOptions
 from groupwise.records.images import ImageInputs
 from groupwise.registry import Registry
+from groupwise.tokenization.images import image_suppress_tokens
 from groupwise.tokenization.prompts import ProcessingClass
 
 #: Settings of the run: no field of ``SamplingOptions`` is set.
@@ -144,14 +146,14 @@ class BackendEntry:
 
     Attributes:
         factory: constructs the backend after the policy was loaded.
-        check_settings: raises ConfigError for settings that the backend does not support, before anything is
+        check_config: raises ConfigError for settings that the backend does not support, before anything is
             loaded; None: nothing to check.
         supports_images: as in :class:`GenerationBackend`, known before the backend is constructed.
         check_images: raises ConfigError if a run with images cannot use the backend; None: nothing to check.
     """
 
     factory: BackendFactory
-    check_settings: Callable[[GRPOConfig], None] | None = None
+    check_config: Callable[[GRPOConfig], None] | None = None
     supports_images: bool = False
     check_images: Callable[[GRPOConfig], None] | None = None
 
@@ -180,7 +182,7 @@ BACKENDS: Registry[BackendEntry] = Registry(
 
 
 def register_backend(
-    name: str, factory: BackendFactory, check_settings: Callable[[GRPOConfig], None] | None = None
+    name: str, factory: BackendFactory, check_config: Callable[[GRPOConfig], None] | None = None
 ) -> None:
     """Register a generation backend, which ``GRPOTrainer(..., backend=name)`` then uses.
 
@@ -188,10 +190,83 @@ def register_backend(
         name: a registered backend of the same name is replaced.
         factory: called as ``factory(policy, config, processing_class, suppress_tokens)`` once the policy is
             loaded; see :class:`BackendFactory`.
-        check_settings: called with the config before anything is loaded; raises ConfigError for settings that
+        check_config: called with the config before anything is loaded; raises ConfigError for settings that
             the backend does not support.
 
     >>> register_backend("mine", MyBackend)
     >>> GRPOTrainer(model, reward, args, dataset, backend="mine")
     """
-    BACKENDS.register(name, BackendEntry(factory, check_settings))
+    BACKENDS.register(name, BackendEntry(factory, check_config))
+
+
+def check_backend(
+    config: GRPOConfig, backend: str | GenerationBackend | None = None, *, with_images: bool = False
+) -> None:
+    """Check that the chosen backend supports the configuration, before anything is loaded.
+
+    Args:
+        backend: the trainer's argument; None: the backend that ``config`` chooses.
+        with_images: a dataset has a column of images.
+
+    Raises:
+        ConfigError: the name is not registered, or the backend does not support a setting or images.
+    """
+    if isinstance(backend, GenerationBackend):
+        name, supports_images = type(backend).__name__, backend.supports_images
+    else:
+        name = backend or chosen_backend(config)
+        entry = BACKENDS.get(name)
+        supports_images = entry.supports_images
+        if entry.check_config is not None:
+            entry.check_config(config)
+        if with_images and entry.check_images is not None:
+            entry.check_images(config)
+    if with_images and not supports_images:
+        raise images_unsupported("a dataset has a column of images", name)
+
+
+def make_backend(
+    policy: Callable[[], PreTrainedModel],
+    config: GRPOConfig,
+    processing_class: ProcessingClass,
+    backend: str | GenerationBackend | None = None,
+) -> GenerationBackend:
+    """Construct the generation backend.
+
+    Args:
+        policy: returns the unwrapped policy; training may wrap it again.
+        backend: the trainer's argument: an instance, a registered name, or None for the backend that
+            ``config`` chooses.
+
+    Raises:
+        ConfigError: the backend does not support the policy.
+    """
+    if isinstance(backend, GenerationBackend):
+        return backend
+    entry = BACKENDS.get(backend or chosen_backend(config))
+    return entry.factory(policy, config, processing_class, image_suppress_tokens(policy(), processing_class))
+
+
+def truncation_warning(
+    config: GRPOConfig,
+    backend: GenerationBackend,
+    generation_kwargs: Mapping[str, Any],
+    lost_because: str = "",
+) -> str:
+    """Return a warning if completions are truncated samples without a sampling mask, else "".
+
+    The trainer's log-probs are then those of the full distribution.
+
+    Args:
+        generation_kwargs: sampler settings of requests that replace those of the run.
+        lost_because: reason why completions lose the mask even if the backend reports it.
+    """
+    used = truncating(config)
+    if not used or (not lost_because and backend.reports_sampling_mask(generation_kwargs)):
+        return ""
+    reason = lost_because or f"{type(backend).__name__} does not report the sampling mask"
+    return (
+        f"{used}: completions are sampled from a truncated distribution, but log-probs are those of the full "
+        f"one, which biases the importance ratio, because {reason}. The metric sampling/truncated_mass shows "
+        "by how much, if the sampler reports log-probs; without these settings the ratio is unbiased"
+    )

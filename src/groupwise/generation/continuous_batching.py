@@ -33,7 +33,7 @@ class ContinuousBatchingBackend(TransformersBackend):
     """Samples with ``model.generate_batch``: rows join and leave the running batch one by one.
 
     Args:
-        model: returns the unwrapped policy.
+        model, generation_config, config: see :class:`TransformersBackend`.
         batching: settings of cache and scheduler.
     """
 
@@ -43,9 +43,10 @@ class ContinuousBatchingBackend(TransformersBackend):
         self,
         model: Callable[[], PreTrainedModel],
         generation_config: GenerationConfig,
+        config: GRPOConfig,
         batching: ContinuousBatchingConfig,
     ) -> None:
-        super().__init__(model, generation_config)
+        super().__init__(model, generation_config, config)
         self.batching = batching
 
     def reports_sampling_mask(self, generation_kwargs: Mapping[str, Any]) -> bool:
@@ -61,7 +62,7 @@ class ContinuousBatchingBackend(TransformersBackend):
                 "continuous batching runs a different number of forwards on each rank, which dead-locks with "
                 "sharded parameters (ZeRO-3, FSDP); set use_transformers_continuous_batching=False"
             )
-        config = self._config_for(sampling)
+        config = self.config_of(sampling)
         with evaluation_mode(model), without_attention_hook(model):
             outputs = model.generate_batch(
                 [list(prompt) for prompt in prompts],
@@ -83,9 +84,9 @@ class ContinuousBatchingBackend(TransformersBackend):
         ]
 
 
-def check_settings(config: GRPOConfig) -> None:
+def check_config(config: GRPOConfig) -> None:
     """Raise ConfigError for settings that sampler, cache or scheduler do not have."""
-    transformers_backend.check_settings(config)
+    transformers_backend.check_config(config)
     batching_config(json_dict(config.transformers_continuous_batching_config))
 
 
@@ -130,18 +131,14 @@ def make_backend(
         )
     transformers_backend.warn_about_run_settings(config)
     sampler = generation_config(config, policy(), text_tokenizer(processing_class), suppress_tokens)
-    _check_sampling(policy(), sampler)
     batching = batching_config(json_dict(config.transformers_continuous_batching_config))
-    return ContinuousBatchingBackend(policy, sampler, batching)
-
-
-@torch.no_grad()
-def _check_sampling(model: CausalLM, sampler: GenerationConfig) -> None:
-    """Raise ConfigError for logits processors that transformers would drop with a warning."""
+    backend = ContinuousBatchingBackend(policy, sampler, config, batching)
+    model: CausalLM = policy()
+    with torch.no_grad():
+        processors = logits_processors(model, backend.config_of(RUN_SETTINGS))
+    # transformers would drop these with a warning.
     dropped = [
-        type(p).__name__
-        for p in logits_processors(model, sampler)
-        if getattr(p, "supports_continuous_batching", None) is False
+        type(p).__name__ for p in processors if getattr(p, "supports_continuous_batching", None) is False
     ]
     if dropped:
         raise ConfigError(
@@ -149,6 +146,7 @@ def _check_sampling(model: CausalLM, sampler: GenerationConfig) -> None:
             "settings behind it (such as repetition_penalty or those in generation_kwargs), or set "
             "use_transformers_continuous_batching=False"
         )
+    return backend
 
 
-ENTRY = BackendEntry(make_backend, check_settings)
+ENTRY = BackendEntry(make_backend, check_config)

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from groupwise.compat.deepspeed import gathered
 from groupwise.compat.transformers import is_zero3_enabled
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.config.sampling import SAMPLING_FIELDS, truncating
+from groupwise.config.sampling import SAMPLING_FIELDS, TRUNCATING, sampler_settings, truncating
 from groupwise.core.padding import length_mask, pad_sequences
 from groupwise.cpu import cpu_generation, stock_linears
 from groupwise.errors import BackendError, ConfigError, nearest_name
@@ -36,7 +36,7 @@ from groupwise.generation.decoding import (
     keep_autocast_weights,
     requires_lockstep_forwards,
 )
-from groupwise.generation.truncation import TRUNCATING, can_record, make_recorder, sample_and_record
+from groupwise.generation.truncation import can_record, make_recorder, sample_and_record
 from groupwise.policy.introspection import CausalLM, without_adapter
 from groupwise.policy.layouts.forward import evaluation_mode
 from groupwise.policy.layouts.packed_forward import has_prompt_learning
@@ -77,7 +77,8 @@ class TransformersBackend(GenerationBackend):
 
     Args:
         model: returns the unwrapped policy; called at every generation because training may wrap it again.
-        generation_config: sampling settings; see :func:`generation_config`.
+        generation_config: what is the same for all requests; see :func:`generation_config`.
+        config: has the sampler settings that a request leaves out; None: ``generation_config`` has them.
         pad_to_multiple_of: pad prompts to a multiple of this length; None: to the longest.
         gather_weights: the model is partitioned by ZeRO-3, and each call gathers it once. Otherwise every
             forward of a partitioned model gathers its layers one after the other.
@@ -89,12 +90,12 @@ class TransformersBackend(GenerationBackend):
         self,
         model: Callable[[], PreTrainedModel],
         generation_config: GenerationConfig,
-        pad_to_multiple_of: int | None = None,
+        config: GRPOConfig | None = None,
         *,
+        pad_to_multiple_of: int | None = None,
         gather_weights: bool = False,
     ) -> None:
-        self.model = model
-        self.generation_config = generation_config
+        self.model, self.generation_config, self.config = model, generation_config, config
         self.pad_to_multiple_of = pad_to_multiple_of
         self.gather_weights = gather_weights
         self.stock_decoding = generation_config.cache_implementation is not None
@@ -112,34 +113,40 @@ class TransformersBackend(GenerationBackend):
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions = RUN_SETTINGS
     ) -> list[Completion]:
-        if not has_prompt_learning(self.model()):
-            try:
-                return self._generate(prompts, sampling)
-            except ForeignProcessorError as found:
-                self.stock_decoding = True
-                logger.warning(
-                    "%s may have state per row: completions are decoded by the loop of transformers, not by "
-                    "groupwise's own, which is faster and removes finished rows",
-                    found,
-                )
-                return self._generate(prompts, sampling)
+        if has_prompt_learning(self.model()):
+            return self._generate_by_length(prompts, sampling)
+        try:
+            return self._generate(prompts, sampling)
+        except ForeignProcessorError as found:
+            self.stock_decoding = True
+            logger.warning(
+                "%s may have state per row: completions are decoded by the loop of transformers, not by "
+                "groupwise's own, which is faster and removes finished rows",
+                found,
+            )
+        return self._generate(prompts, sampling)
+
+    def _generate_by_length(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions
+    ) -> list[Completion]:
+        """Sample prompts of each length apart, for adapters of virtual tokens.
+
+        Padding would come between the virtual tokens and the prompt, and change the prompt's positions.
+        """
         if requires_lockstep_forwards(self.model()) and not self.gather_weights:
             raise BackendError(
                 "an adapter of virtual tokens samples prompts of each length apart, and with sharded "
                 "parameters (FSDP, ZeRO-3) ranks would wait for each other forever; do not shard, or use LoRA"
             )
-        # Padding would stand between the virtual tokens and the prompt, and change its positions.
         completions: dict[int, Completion] = {}
         for length in dict.fromkeys(map(len, prompts)):
             rows = [row for row, prompt in enumerate(prompts) if len(prompt) == length]
-            part = replace(
-                sampling,
-                max_tokens=None
-                if sampling.max_tokens is None
-                else [sampling.max_tokens[row] for row in rows],
-                images=None if sampling.images is None else [sampling.images[row] for row in rows],
-            )
-            of_length = self._generate([prompts[row] for row in rows], part, padded=False)
+            per_row = {"max_tokens": sampling.max_tokens, "images": sampling.images}
+            own: dict[str, Any] = {
+                name: [values[row] for row in rows] for name, values in per_row.items() if values is not None
+            }
+            part = [prompts[row] for row in rows]
+            of_length = self._generate(part, replace(sampling, **own), padded=False)
             completions.update(zip(rows, of_length, strict=True))
         return [completions[row] for row in range(len(prompts))]
 
@@ -147,35 +154,13 @@ class TransformersBackend(GenerationBackend):
     def _generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions, *, padded: bool = True
     ) -> list[Completion]:
+        """Sample one completion per prompt in one call of ``model.generate``."""
         model: CausalLM = self.model()
-        config = self._config_for(sampling)
+        config = self.config_of(sampling)
+        # Ranks with sharded parameters run forwards together, until the last row of all ranks has ended.
         lockstep = requires_lockstep_forwards(model) and not self.gather_weights
-        with without_model_settings(model):
-            by_group = (
-                sampling.images is None
-                and not lockstep
-                and not self.stock_decoding
-                and can_decode_groups(model, config)
-            )
-            recorder = make_recorder(model, config)
-        distinct, copies = group_prompts(prompts) if by_group else (prompts, [])
-        multiple = self.pad_to_multiple_of if padded else None
-        input_ids = pad_sequences(
-            distinct, config.pad_token_id, left=True, multiple_of=multiple, device=model.device
-        )
-        attention_mask = length_mask(
-            [len(prompt) for prompt in distinct], input_ids.shape[1], left=True, device=model.device
-        )
         if lockstep and sampling.images is not None:
             _check_every_row_has_images(sampling.images)
-        starts = [input_ids.shape[1] - len(prompt) for prompt in distinct]
-        images = join_images(sampling.images or (), starts, input_ids.shape[1], model.device)
-        loop: dict[str, Any] = {"synced_gpus": False} if self.gather_weights else {}
-        if by_group:
-            record = None if recorder is None else recorder.record
-            loop = {"custom_generate": partial(decode_groups, copies=copies, record=record)}
-        elif recorder is not None:
-            loop = {"custom_generate": partial(sample_and_record, recorder=recorder, synced_gpus=lockstep)}
         with (
             evaluation_mode(model),  # gradient checkpointing would disable the key-value cache, too
             gathered(model) if self.gather_weights else nullcontext(),
@@ -183,38 +168,72 @@ class TransformersBackend(GenerationBackend):
             stock_linears(model) if self.stock_decoding else cpu_generation(model),
             nullcontext() if lockstep else keep_autocast_weights(model.device),
         ):
-            sequences = model.generate(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                generation_config=config,
-                **images,
-                **loop,
+            recorder = make_recorder(model, config)  # None: nothing is truncated
+            decodes_groups = (
+                sampling.images is None
+                and not lockstep
+                and not self.stock_decoding
+                and can_decode_groups(model, config)
             )
-        new_tokens = sequences[:, input_ids.shape[1] :].tolist()
+            loop: dict[str, Any] = {"synced_gpus": False} if self.gather_weights else {}
+            rows = prompts  # one row of the prefill per completion
+            if decodes_groups:
+                rows, copies = group_prompts(prompts)  # one per group
+                record = None if recorder is None else recorder.record
+                loop = {"custom_generate": partial(decode_groups, copies=copies, record=record)}
+            elif recorder is not None:
+                loop = {
+                    "custom_generate": partial(sample_and_record, recorder=recorder, synced_gpus=lockstep)
+                }
+            inputs = self._model_inputs(rows, sampling.images or (), padded, model.device)
+            prompt_length = inputs["input_ids"].shape[1]  # L, padding included
+            sequences = model.generate(**inputs, generation_config=config, **loop)  # (B, L + longest)
         limits = sampling.max_tokens or [config.max_new_tokens] * len(prompts)
-        kept = [None] * len(prompts) if recorder is None else recorder.completions(len(prompts))
+        masks = [None] * len(prompts) if recorder is None else recorder.completions(len(prompts))
         return [
-            self._completion(tokens[:limit], sampling_mask)
-            for tokens, limit, sampling_mask in zip(new_tokens, limits, kept, strict=True)
+            self._completion(tokens[:limit], mask)
+            for tokens, limit, mask in zip(sequences[:, prompt_length:].tolist(), limits, masks, strict=True)
         ]
 
-    def _config_for(self, sampling: SamplingOptions) -> GenerationConfig:
-        """Return the settings of a call. The batch runs until the row with the highest limit has ended."""
-        if sampling.max_tokens is None and not sampling.generation_kwargs:
-            return self.generation_config
+    def _model_inputs(
+        self,
+        prompts: Sequence[Sequence[int]],
+        images: Sequence[ImageInputs],
+        padded: bool,
+        device: torch.device,
+    ) -> dict[str, Any]:
+        """Return ids and mask of prompts, padded on the left, (rows, L), and the tensors of the images."""
+        multiple = self.pad_to_multiple_of if padded else None
+        pad = self.generation_config.pad_token_id
+        input_ids = pad_sequences(prompts, pad, left=True, multiple_of=multiple, device=device)
+        length = input_ids.shape[1]
+        mask = length_mask([len(prompt) for prompt in prompts], length, left=True, device=device)
+        starts = [length - len(prompt) for prompt in prompts]
+        return {
+            "input_ids": input_ids,
+            "attention_mask": mask,
+            **join_images(images, starts, length, device),
+        }
+
+    def config_of(self, sampling: SamplingOptions) -> GenerationConfig:
+        """Return the settings of a request. The batch runs until the row with the highest limit has ended."""
         config = copy.deepcopy(self.generation_config)
         if sampling.max_tokens is not None:
             config.max_new_tokens = max(sampling.max_tokens)
-        config.update(**sampling.generation_kwargs)
-        if config.temperature == 0:
-            config.update(do_sample=False, temperature=1.0)
+        of_run = {} if self.config is None else sampler_settings(self.config)
+        given = {**of_run, **sampling.generation_kwargs}
+        if given.get("temperature") == 0:
+            given |= {"do_sample": False, "temperature": 1.0}
+        if given.get("min_p") == 0:
+            given["min_p"] = None  # 0 removes no token, but generate would sort the vocabulary to find out
+        config.update(**given)
         return config
 
-    def _completion(self, tokens: list[int], kept: SamplingMask | None = None) -> Completion:
-        end = next((place + 1 for place, token in enumerate(tokens) if token in self.end_tokens), None)
+    def _completion(self, tokens: list[int], mask: SamplingMask | None = None) -> Completion:
+        end = next((index + 1 for index, token in enumerate(tokens) if token in self.end_tokens), None)
         tokens = tokens[:end]
-        kept = None if kept is None else kept.first(len(tokens))
-        return Completion(tokens, truncated=end is None, sampling_mask=kept)
+        mask = None if mask is None else mask.first(len(tokens))
+        return Completion(tokens, truncated=end is None, sampling_mask=mask)
 
 
 @contextmanager
@@ -274,7 +293,7 @@ def warn_about_run_settings(config: GRPOConfig) -> None:
         )
 
 
-def check_settings(config: GRPOConfig) -> None:
+def check_config(config: GRPOConfig) -> None:
     """Check the names in ``generation_kwargs``, of which ``generate`` ignores those that it does not know.
 
     Raises:
@@ -314,12 +333,16 @@ def make_backend(
     suppress_tokens: Sequence[int] = (),
 ) -> TransformersBackend:
     """Construct the backend; see :class:`groupwise.generation.base.BackendFactory`."""
-    sampler = generation_config(config, policy(), text_tokenizer(processing_class), suppress_tokens)
-    _warn_about_model_settings(policy(), sampler)
+    backend = TransformersBackend(
+        policy,
+        generation_config(config, policy(), text_tokenizer(processing_class), suppress_tokens),
+        config,
+        pad_to_multiple_of=cast("int | None", config.pad_to_multiple_of),  # "auto" is resolved
+        gather_weights=is_zero3_enabled() and config.ds3_gather_for_generation,
+    )
+    _warn_about_model_settings(policy(), backend.config_of(RUN_SETTINGS))
     warn_about_run_settings(config)
-    multiple = cast("int | None", config.pad_to_multiple_of)  # "auto" is resolved
-    gather_weights = is_zero3_enabled() and config.ds3_gather_for_generation
-    return TransformersBackend(policy, sampler, multiple, gather_weights=gather_weights)
+    return backend
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -338,7 +361,9 @@ def generation_config(
     tokenizer: PreTrainedTokenizerBase,
     suppress_tokens: Sequence[int] = (),
 ) -> GenerationConfig:
-    """Return the sampling settings of a run: the fields of ``config`` and further ``generation_kwargs``.
+    """Return the ``generate`` settings that all requests of a run share, ``generation_kwargs`` included.
+
+    Temperature, top_p, top_k, min_p and repetition_penalty are not among them: they come with each request.
 
     Args:
         suppress_tokens: token ids that are not sampled, in addition to those of ``generation_kwargs``.
@@ -347,11 +372,6 @@ def generation_config(
     settings: dict[str, Any] = {
         "max_new_tokens": config.max_completion_length,
         "do_sample": True,
-        "temperature": config.temperature,
-        "top_p": config.top_p,
-        "top_k": config.top_k or 0,
-        "min_p": config.min_p,
-        "repetition_penalty": config.repetition_penalty,
         "cache_implementation": cache,
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id,
@@ -368,4 +388,4 @@ def generation_config(
     return GenerationConfig(**settings)
 
 
-ENTRY = BackendEntry(make_backend, check_settings, supports_images=True)
+ENTRY = BackendEntry(make_backend, check_config, supports_images=True)

@@ -355,7 +355,7 @@ def _succeeded(future: Future[list[Completion]]) -> bool:
     return future.done() and not future.cancelled() and future.exception() is None
 
 
-def check_settings(config: GRPOConfig) -> None:
+def check_config(config: GRPOConfig) -> None:
     """Check the format of the server addresses. The servers themselves are checked in the first sync.
 
     Raises:
@@ -401,4 +401,4 @@ def _own_address(servers: VLLMServers) -> str:
         return probe.getsockname()[0]
 
 
-ENTRY = BackendEntry(make_backend, check_settings, supports_images=True)
+ENTRY = BackendEntry(make_backend, check_config, supports_images=True)
