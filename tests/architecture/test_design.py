@@ -26,7 +26,7 @@ CLASSES = [getattr(mixins, name) for name in mixins.__all__]
 #: Rooms from the lowest level to the highest: a room imports itself and the levels below its own.
 LEVELS = (
     ("errors",),
-    ("compat", "registry", "random_state", "core"),
+    ("compat", "registry", "random_state", "threads", "core"),
     ("records",),
     ("config", "cpu", "tokenization"),
     ("policy",),

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from groupwise.errors import is_interrupt, keep_grad_mode
-from groupwise.rewards.runtime.calling import is_async, reward_name
+from groupwise.rewards.runtime.calling import reward_name
+from groupwise.threads import is_async
 
 logger = logging.getLogger(__name__)
 

@@ -109,7 +109,7 @@ class _Isolated:
     def __call__(
         self, log_extra: LogExtra | None = None, log_metric: LogMetric | None = None, **columns: Any
     ) -> list[Any]:
-        from groupwise.rewards.runtime.calling import start_thread
+        from groupwise.threads import start_thread
 
         shared = {name: columns.pop(name) for name in _SHARED if name in columns}
         columns = {name: values for name, values in columns.items() if name not in _NOT_SENT}

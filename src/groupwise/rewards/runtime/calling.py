@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import inspect
 import logging
 import math
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,13 +13,13 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from numbers import Real
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from transformers import PreTrainedModel
 
 from groupwise.compat.transformers import name_or_path
 from groupwise.errors import RewardError, boundary
 from groupwise.records import RolloutBatch, copied
 from groupwise.rewards.process import ProcessRewardModel
+from groupwise.threads import EventLoop, await_call, is_async, start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -125,20 +122,35 @@ def call_rewards(
             given["completion_logprobs"] = completion_logprobs
         return given
 
+    async def in_background(i: int, given: dict[str, Any]) -> tuple[Any, float]:
+        started = time.monotonic()
+        try:
+            output = await await_function(functions[i], titles[i], given, timeout)
+        except RewardError as error:
+            output = error
+        return output, time.monotonic() - started
+
     titles = [f"reward function {name!r}" for name in names]
-    waiting = {i: (f, titles[i], arguments(f)) for i, f in enumerate(functions) if is_async(f)}
-    deadline = None if timeout is None else time.monotonic() + timeout
-    seconds_F = [math.nan] * len(functions)
-    futures = _start_async(waiting, timeout, seconds_F)
     outputs: dict[int, Any] = {}  # or the error of a call
-    for i, function in enumerate(functions):
-        if i not in futures:
-            started = time.monotonic()
-            outputs[i] = _error_or(call_function, function, titles[i], arguments(function), timeout)
-            seconds_F[i] = time.monotonic() - started
-    for i, future in futures.items():
-        left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-        outputs[i] = _error_or(_result, future, titles[i], left, timeout)
+    seconds_F = [math.nan] * len(functions)
+    waiting = [i for i, function in enumerate(functions) if is_async(function)]
+    deadline = None if timeout is None else time.monotonic() + timeout
+    # In a thread: the caller's may already run an event loop, as in notebooks.
+    loop = EventLoop("groupwise-rewards") if waiting else None
+    try:
+        futures = {i: loop.submit(in_background(i, arguments(functions[i]))) for i in waiting if loop}
+        for i, function in enumerate(functions):
+            if i not in futures:
+                started = time.monotonic()
+                outputs[i] = _error_or(call_function, function, titles[i], arguments(function), timeout)
+                seconds_F[i] = time.monotonic() - started
+        for i, future in futures.items():
+            left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            outcome = _error_or(_result, future, titles[i], left, timeout)
+            outputs[i], seconds_F[i] = outcome if isinstance(outcome, tuple) else (outcome, math.nan)
+    finally:
+        if loop is not None:
+            loop.close()
     failures: dict[int, RewardError] = {}
     for i, name in enumerate(names):
         if not isinstance(outputs[i], RewardError):
@@ -148,8 +160,7 @@ def call_rewards(
                 raise outputs[i]
             _warn_once(name, outputs[i])
             failures[i], outputs[i] = outputs[i], [math.nan] * len(rollouts)
-    # A copy of the seconds: a timed-out call may still write to them.
-    return RewardCalls([outputs[i] for i in range(len(names))], failures, list(seconds_F))
+    return RewardCalls([outputs[i] for i in range(len(names))], failures, seconds_F)
 
 
 def _error_or(function: Callable[..., T], *arguments: object) -> T | RewardError:
@@ -166,13 +177,6 @@ def _warn_once(name: str, error: RewardError) -> None:
     if name not in _warned:
         _warned.add(name)
         logger.warning("%s; its rewards of this batch are None, and later failures are only counted", error)
-
-
-def is_async(function: object) -> bool:
-    """Return True for an ``async def`` function, a callable object with one, or a partial of either."""
-    if isinstance(function, functools.partial):
-        return is_async(function.func)
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def call_function(
@@ -208,62 +212,6 @@ def _timeout_error(title: str, timeout: float | None) -> RewardError:
     return RewardError(f"{title} took longer than reward_timeout={timeout} seconds")
 
 
-def _start_async(
-    calls: dict[int, tuple[Callable[..., Any], str, dict[str, Any]]],
-    timeout: float | None,
-    seconds_F: list[float],
-) -> dict[int, Future[Any]]:
-    """Start async functions in the event loop of a new thread and record their durations in ``seconds_F``.
-
-    The caller's thread may already run an event loop, as in notebooks.
-    """
-    futures: dict[int, Future[Any]] = {i: Future() for i in calls}
-
-    async def one(i: int) -> None:
-        started = time.monotonic()
-        try:
-            output = await await_function(*calls[i], timeout)
-        except RewardError as error:
-            output = error
-        seconds_F[i] = time.monotonic() - started
-        futures[i].set_result(output)
-
-    async def gather() -> None:
-        await asyncio.gather(*(one(i) for i in calls))
-
-    def run() -> None:
-        try:
-            asyncio.run(gather())
-        except BaseException as error:
-            for future in futures.values():
-                if not future.done():
-                    future.set_exception(error)
-
-    if calls:
-        start_thread(run)
-    return futures
-
-
-def start_thread(function: Callable[[], T]) -> Future[T]:
-    """Run a function in a daemon thread with the caller's gradient mode and GPU, which are per thread."""
-    grad = torch.is_grad_enabled()
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-    future: Future[T] = Future()
-
-    def run() -> None:
-        torch.set_grad_enabled(grad)
-        if device is not None:
-            torch.cuda.set_device(device)
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    # Daemon: a call that never returns must not block the end of the process.
-    threading.Thread(target=run, daemon=True).start()
-    return future
-
-
 async def await_function(
     function: Callable[..., Any], title: str, arguments: dict[str, Any], timeout: float | None
 ) -> object:
@@ -274,17 +222,15 @@ async def await_function(
     """
 
     async def call() -> object:
-        with boundary(RewardError, title):  # within the task: SystemExit would leave the event loop
+        with boundary(RewardError, title):
             return await function(**arguments)
 
-    task = asyncio.ensure_future(call())
-    done, _ = await asyncio.wait({task}, timeout=timeout)
-    if not done:
-        task.cancel()
-        raise _timeout_error(title, timeout)
-    if task.cancelled():
-        raise RewardError(f"{title} raised CancelledError")
-    return task.result()
+    try:
+        return await await_call(call, timeout)
+    except TimeoutError:
+        raise _timeout_error(title, timeout) from None
+    except RuntimeError as error:
+        raise RewardError(f"{title} raised {error}") from None
 
 
 def checked_rewards(output: object, name: str, rollouts: RolloutBatch) -> list[Reward]:

@@ -21,11 +21,10 @@ from groupwise.rewards.runtime.calling import (
     await_function,
     call_function,
     checked_rewards,
-    is_async,
     reward_arguments,
     reward_name,
-    start_thread,
 )
+from groupwise.threads import is_async, start_thread
 from groupwise.tokenization.prompts import prompts_equal
 
 logger = logging.getLogger(__name__)
