@@ -26,8 +26,9 @@ CLASSES = [getattr(mixins, name) for name in mixins.__all__]
 #: Rooms from the lowest level to the highest: a room imports itself and the levels below its own.
 LEVELS = (
     ("errors",),
-    ("compat", "registry", "random_state", "threads", "core"),
-    ("records",),
+    ("compat", "registry", "random_state", "threads"),
+    ("core",),
+    ("records", "distributed"),
     ("config", "cpu", "tokenization"),
     ("policy",),
     ("data", "rewards", "reporting"),

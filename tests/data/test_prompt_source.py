@@ -17,11 +17,11 @@ from groupwise.data.prompt_source import (
     GenerationBatches,
     LoaderPrompts,
     PromptSource,
-    RankShare,
+    RankSlice,
 )
 from groupwise.data.sampler import GroupSampler
 
-ONE = RankShare(num_generations=1)
+ONE = RankSlice(num_generations=1)
 
 
 def letters(epoch):
@@ -38,7 +38,7 @@ def test_epochs_follow_each_other():
 
 
 def test_every_completion_has_a_row_of_its_own():
-    source = PromptSource(lambda epoch: [{"items": [1, 2], "more": {"a": [3]}}], RankShare(num_generations=2))
+    source = PromptSource(lambda epoch: [{"items": [1, 2], "more": {"a": [3]}}], RankSlice(num_generations=2))
     for row in source.take(1):
         assert row == {"items": [1, 2], "more": {"a": [3]}}
         row["items"].clear()
@@ -122,7 +122,7 @@ def test_a_source_without_prompts_is_an_error():
 def test_ranks_share_the_completions_of_the_prompts(world_size):
     rows = [{"n": 0}, {"n": 1}, {"n": 2}]
     parts = [
-        PromptSource(lambda epoch: rows, RankShare(4, rank, world_size)).take(3) for rank in range(world_size)
+        PromptSource(lambda epoch: rows, RankSlice(4, rank, world_size)).take(3) for rank in range(world_size)
     ]
     assert {len(part) for part in parts} == {12 // world_size}
     assert [row["n"] for part in parts for row in part] == [0] * 4 + [1] * 4 + [2] * 4
@@ -146,7 +146,7 @@ class Rows:
 def dataset_prompts(rows, rank=0, world_size=1, make_sampler=None, **given):
     settings = {"prompts_per_batch": 3, "repeats": 4, **given}
     return DatasetPrompts(
-        rows, make_sampler or (lambda: group_sampler(rows)), RankShare(2, rank, world_size), **settings
+        rows, make_sampler or (lambda: group_sampler(rows)), RankSlice(2, rank, world_size), **settings
     )
 
 

@@ -14,7 +14,7 @@ from support.resume_runs import prompts as lettered
 from support.runs import WORDS, chats, policy, prompts, tokenizer, trainer
 
 from groupwise import ConfigError
-from groupwise.data.prompt_source import RankShare, StreamPrompts
+from groupwise.data.prompt_source import RankSlice, StreamPrompts
 
 _TIMING = re.compile(
     r"(eval_)?time/.*|step_time|.*_runtime|.*_per_second|.*preparation_time|train_loss|epoch"
@@ -75,7 +75,7 @@ def test_every_epoch_of_a_stream_has_a_different_order():
     def passes(workers):
         source = StreamPrompts(
             stream(prompts(8)),
-            RankShare(1),
+            RankSlice(1),
             check=lambda row, index: None,
             shuffle=True,
             seed=0,
@@ -101,7 +101,7 @@ def test_rows_of_a_stream_are_checked_with_their_numbers():
     seen = []
     source = StreamPrompts(
         Counting(),
-        RankShare(1),
+        RankSlice(1),
         check=lambda row, index: seen.append((row["row"], index)),
         shuffle=False,
         seed=0,

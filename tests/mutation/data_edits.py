@@ -12,6 +12,7 @@ PROMPTS = (
     "-k",
     "not subclass and not failed_step and not plain_loader",
 )
+RANKS = ("tests/test_distributed.py",)
 STREAMS = ("tests/data/test_streaming.py", "-k", "different_order or checked_with")
 EXCHANGE = ("tests/distributed/test_rebalancing_memory.py", "-k", "2")
 
@@ -29,10 +30,13 @@ def _prompts(*edits: tuple[str, str], tests: tuple[str, ...] = PROMPTS) -> list[
 
 
 DATA = [
+    *edits_of(
+        "distributed.py",
+        ("num_rows // self.world_size", "num_rows", PROMPTS),
+        ("(rank + 1) * num_rows)", "(rank + 2) * num_rows)", RANKS),
+        ("sorted({row // self.num_generations for row", "sorted({row for row", RANKS),
+    ),
     *_prompts(
-        ("num_prompts * self.num_generations // self.world_size", "num_prompts * self.num_generations"),
-        ("(self.rank + 1) * size)", "(self.rank + 2) * size)"),
-        ("sorted({row // self.num_generations for row", "sorted({row for row"),
         ("        self._taken += taken\n", ""),
         ("taken[-1][0][1] + 1", "taken[-1][0][1]"),
         ("range(1, num_batches + 1)", "range(num_batches)"),
@@ -211,9 +215,9 @@ DATA = [
         ("list(steps[row])", "list(steps[0])"),
         ("images=images or None", "images=None"),
         ("max(len(sample.completion.token_ids)", "min(len(sample.completion.token_ids)"),
-        ("slice(config.process_index * share, (config", "slice(0, (config"),
+        ("rows_of_rank(config.process_index, len(samples)", "rows_of_rank(0, len(samples)"),
         ("-(-len(samples) // config.world_size)", "len(samples) // config.world_size"),
-        ("samples[min(row, len(samples) - 1)]", "samples[row % len(samples)]"),
+        ("[samples[-1]] *", "[samples[0]] *"),
         ("_rollout_batch(own, config.num_generations)\n\n    def", "_rollout_batch(own, 1)\n\n    def"),
         ("old_logps=next(entries)", "old_logps=logps[0]"),
         ('state["share_with_variance"], state["has_warned"])', 'state["share_with_variance"], False)'),

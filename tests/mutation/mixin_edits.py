@@ -94,8 +94,8 @@ MIXINS = [
         ("is_rounded_FP.any(-1)", "is_rounded_FP.all(-1)"),
         ("masked_fill(missing_FPG, math.inf)", "masked_fill(missing_FPG, 0.0)"),
         (
-            "start = self.accelerator.process_index * len(rollouts)\n        metrics",
-            "start = 0\n        metrics",
+            "local=rows_of_rank(self.accelerator.process_index, ",
+            "local=rows_of_rank(0, ",
         ),
         ("in times if not math.isnan(s)", "in times if math.isnan(s)"),
         ('if self.settings.reward_on_error == "none":', "if True:"),

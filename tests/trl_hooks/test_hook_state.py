@@ -9,7 +9,7 @@ import torch
 
 from groupwise import ConfigError
 from groupwise.core.metrics import Max, Mean, Sum
-from groupwise.data.prompt_source import PromptSource, RankShare
+from groupwise.data.prompt_source import PromptSource, RankSlice
 from groupwise.hf.step_state import ObjectState
 from groupwise.trl_hooks.state import BUFFER_FIELDS, InputsBuffer, ListMetricBuffer
 
@@ -42,7 +42,7 @@ def test_the_step_selects_an_entry_once_per_iteration():
 
 
 def numbers(count):
-    return PromptSource(lambda epoch: [{"prompt": str(i)} for i in range(count)], RankShare(2))
+    return PromptSource(lambda epoch: [{"prompt": str(i)} for i in range(count)], RankSlice(2))
 
 
 def test_rows_are_given_once_per_micro_batch_and_again_after_a_resume():

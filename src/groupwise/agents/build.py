@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
-import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel
 
@@ -18,6 +18,7 @@ from groupwise.agents.multi_turn import MultiTurnRollouts, MultiTurnSettings
 from groupwise.agents.tools import Tool, ToolSet, make_tool
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.data.prompt_checks import context_length
+from groupwise.distributed import any_rank
 from groupwise.errors import ConfigError
 from groupwise.generation.base import GenerationBackend, text_tokenizer
 from groupwise.records import RolloutFunction
@@ -144,9 +145,6 @@ def make_agents(
     if not setup.is_multi_turn:
         return None
 
-    def any_rank(flag: bool) -> bool:
-        return accelerator.reduce(torch.tensor(int(flag), device=accelerator.device), "sum").item() > 0
-
     if config.rollout_staleness:
         logger.warning(
             "rollout_staleness=%d has no effect with tools and environments: their rollouts are not "
@@ -167,7 +165,7 @@ def make_agents(
         config.rollout_retries if config.rollout_on_error == "retry" else None,
     )
     renderer = make_renderer(setup, processing_class, config, backend.end_tokens)
-    sync = bool if is_independent else any_rank
+    sync = bool if is_independent else partial(any_rank, accelerator)
     if setup.rollout_environment is not None:
         assert renderer is not None
         return EnvironmentDrivenRollouts(setup.rollout_environment, tokenizer, settings, renderer, sync)

@@ -18,13 +18,13 @@ from groupwise.data.prompt_source import (
     EvaluationStream,
     LoaderPrompts,
     PromptSource,
-    RankShare,
     StreamPrompts,
     is_streaming,
 )
 from groupwise.data.sampler import GroupSampler, repeat_rows
+from groupwise.distributed import RankSlice
 from groupwise.errors import ConfigError
-from groupwise.policy.build import text_config
+from groupwise.policy.introspection import text_config
 from groupwise.records import Row
 from groupwise.tokenization.prompts import Prompt
 
@@ -200,7 +200,7 @@ def make_prompt_source(
     Raises:
         ConfigError: dynamic sampling with a dataloader of a subclass.
     """
-    share = RankShare(config.num_generations, config.process_index, config.world_size)
+    share = RankSlice(config.num_generations, config.process_index, config.world_size)
     repeats = config.micro_batches_per_generation
     if make_loader is not None:
         if config.dynamic_sampling:
@@ -278,7 +278,7 @@ def evaluation_rows(
     if is_streaming(dataset):
         return EvaluationStream(
             dataset,
-            RankShare(group, config.process_index, config.world_size),
+            RankSlice(group, config.process_index, config.world_size),
             check=check,
             batch_size=size,
             max_rows=config.eval_max_samples,

@@ -21,6 +21,7 @@ from accelerate.utils import gather_object
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.advantages import AGGREGATIONS, GroupRewards, total_rewards
 from groupwise.core.metrics import Mean, Metrics
+from groupwise.distributed import rows_of_rank
 from groupwise.records import Completion, RewardBatch, RolloutBatch, Row
 from groupwise.records.images import ImageInputs
 from groupwise.records.sampling_mask import SamplingMask
@@ -112,9 +113,9 @@ class LeftoverGroups:
         samples = [sample for group in self.groups for sample in group]
         if not samples:
             return None
-        share = -(-len(samples) // config.world_size)
-        first = config.process_index * share
-        own = [samples[min(row, len(samples) - 1)] for row in range(first, first + share)]
+        num_rows = -(-len(samples) // config.world_size)
+        samples += [samples[-1]] * (num_rows * config.world_size - len(samples))
+        own = samples[rows_of_rank(config.process_index, num_rows)]
         return _rollout_batch(own, config.num_generations)
 
     def with_behavior_logps(self, logps: Sequence[list[float]]) -> LeftoverGroups:
@@ -337,8 +338,7 @@ def _to_batches(
     samples: Sequence[Sample], config: GRPOConfig, like: RewardBatch
 ) -> tuple[RolloutBatch, RewardBatch]:
     """Join the samples of all ranks to this rank's rollout batch and the rewards of all ranks."""
-    share = len(samples) // config.world_size
-    local = slice(config.process_index * share, (config.process_index + 1) * share)
+    local = rows_of_rank(config.process_index, len(samples) // config.world_size)
     own = samples[local]
     names = {name: None for sample in own for name in sample.columns}
     functions = sorted({function for sample in samples for function in sample.step_rewards})

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import chosen_backend
 from groupwise.errors import ConfigError
-from groupwise.policy.build import text_config
+from groupwise.policy.introspection import text_config
 from groupwise.tokenization.images import is_processor
 from groupwise.tokenization.prompts import (
     Message,

@@ -9,17 +9,16 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain, cycle, islice, repeat
 from typing import Any, TypeVar
 
 import torch
 from accelerate.state import GradientState
-from accelerate.utils import broadcast_object_list
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from groupwise.compat.torch import hide_dataloader_worker
 from groupwise.data.prompt_checks import PromptCheck
+from groupwise.distributed import RankSlice, broadcast_from_first, rows_of_rank
 from groupwise.errors import ConfigError
 from groupwise.records import Row, copied
 
@@ -29,27 +28,6 @@ T = TypeVar("T")
 
 #: Rows of an evaluation stream without a limit after which a warning names the limit.
 _MANY_ROWS = 10_000
-
-
-@dataclass(frozen=True)
-class RankShare:
-    """Split of the completions of a batch over ranks: equal runs of rows in rank order.
-
-    num_generations: completions per prompt, G.
-    """
-
-    num_generations: int
-    rank: int = 0
-    world_size: int = 1
-
-    def row_numbers(self, num_prompts: int) -> range:
-        """Return this rank's rows of the N = P · G rows of ``num_prompts`` prompts."""
-        size = num_prompts * self.num_generations // self.world_size
-        return range(self.rank * size, (self.rank + 1) * size)
-
-    def prompt_numbers(self, num_prompts: int) -> list[int]:
-        """Return the prompts, of P in order, that this rank has completions of."""
-        return sorted({row // self.num_generations for row in self.row_numbers(num_prompts)})
 
 
 class PromptSource:
@@ -67,7 +45,7 @@ class PromptSource:
     def __init__(
         self,
         read_epoch: Callable[[int], Iterable[Any]],
-        share: RankShare,
+        share: RankSlice,
         name: str = "train_dataset",
     ) -> None:
         self.read_epoch, self.share, self.name = read_epoch, share, name
@@ -181,11 +159,11 @@ class PromptSource:
         self._prompts, self._reading = None, (epoch + 1, 0)
 
     def _rows(self, prompts: Sequence[Any]) -> list[Row]:
-        numbers = self.share.prompt_numbers(len(prompts))
+        numbers = self.share.prompts(len(prompts))
         rows = dict(zip(numbers, self._read_rows([prompts[n] for n in numbers]), strict=True))
         size = self.share.num_generations
         # Copies: user code may change the row of one completion, and a rollback reads the prompts again.
-        return [copied(rows[row // size]) for row in self.share.row_numbers(len(prompts))]
+        return [copied(rows[row // size]) for row in self.share.rows(len(prompts))]
 
     def _read_rows(self, prompts: Sequence[Any]) -> list[Row]:
         return list(prompts)
@@ -211,7 +189,7 @@ class DatasetPrompts(PromptSource):
         self,
         dataset: Any,
         make_sampler: Callable[[], Sampler[int]],
-        share: RankShare,
+        share: RankSlice,
         *,
         prompts_per_batch: int,
         repeats: int,
@@ -270,7 +248,7 @@ class DatasetPrompts(PromptSource):
         """
         place = 0
         for batch in self._generation_batches(epoch):
-            own = self.share.prompt_numbers(len(batch))
+            own = self.share.prompts(len(batch))
             yield [
                 (index, number in own and (epoch, place + number) >= self._resumed_at)
                 for number, index in enumerate(batch)
@@ -327,7 +305,7 @@ class StreamPrompts(PromptSource):
     def __init__(
         self,
         dataset: Any,
-        share: RankShare,
+        share: RankSlice,
         *,
         check: Callable[[Row, int], None],
         shuffle: bool,
@@ -355,7 +333,7 @@ class LoaderPrompts(PromptSource):
     As with TRL's loader, an item is repeated once per micro-batch that is trained on it; the first counts.
     """
 
-    def __init__(self, make_loader: Callable[[], Iterable[Any]], share: RankShare, *, repeats: int) -> None:
+    def __init__(self, make_loader: Callable[[], Iterable[Any]], share: RankSlice, *, repeats: int) -> None:
         super().__init__(self._read_loader, share, name="get_train_dataloader")
         self.make_loader, self.repeats = make_loader, repeats
         self._loader: Iterable[Any] | None = None
@@ -407,7 +385,7 @@ class EvaluationStream:
     def __init__(
         self,
         dataset: Any,
-        share: RankShare,
+        share: RankSlice,
         *,
         check: PromptCheck,
         batch_size: int,
@@ -433,7 +411,7 @@ class EvaluationStream:
             if share.world_size > 1:
                 rows += islice(cycle(first), missing)
             self._count(self.batch_size - missing)
-            own = [copied(row) for row in rows[share.rank * size : (share.rank + 1) * size]]
+            own = [copied(row) for row in rows[rows_of_rank(share.rank, size)]]
             yield EvaluationRows(own, self.batch_size - missing if missing else None)
             if missing:
                 return
@@ -513,29 +491,6 @@ class GenerationBatches(Dataset[Row]):
                 rows = self.source.take(self.num_prompts)
                 self.source.mark()
             yield rows
-
-
-def broadcast_from_first(compute: Callable[[], T], is_first: bool, world_size: int) -> T:
-    """Run ``compute`` on rank 0 and return its result on every rank; a failure is raised on every rank.
-
-    Raises:
-        ConfigError: on the other ranks, if rank 0 failed.
-    """
-    if world_size == 1:
-        return compute()
-    result: list[Any] = [None, None]
-    failure: Exception | None = None
-    if is_first:
-        try:
-            result[0] = compute()
-        except Exception as error:
-            failure, result[1] = error, f"{type(error).__name__}: {error}"
-    broadcast_object_list(result)
-    if failure is not None:
-        raise failure
-    if result[1] is not None:
-        raise ConfigError(f"the first process could not read the data: {result[1]}")
-    return result[0]
 
 
 def is_streaming(dataset: Any) -> bool:

@@ -11,15 +11,14 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from groupwise.compat.transformers import logits_processors
 from groupwise.config.grpo_config import GRPOConfig
+from groupwise.distributed import requires_lockstep_forwards
 from groupwise.errors import BackendError, ConfigError, nearest_name
 from groupwise.generation import transformers_backend
 from groupwise.generation.base import RUN_SETTINGS, BackendEntry, ProcessingClass, json_dict, text_tokenizer
-from groupwise.generation.decoding import requires_lockstep_forwards
 from groupwise.generation.transformers_backend import TransformersBackend, generation_config
 from groupwise.policy.attention import without_attention_hook
-from groupwise.policy.introspection import CausalLM
+from groupwise.policy.introspection import CausalLM, has_prompt_learning
 from groupwise.policy.layouts.forward import evaluation_mode
-from groupwise.policy.layouts.packed_forward import has_prompt_learning
 from groupwise.records import Completion, SamplingOptions
 
 if TYPE_CHECKING:

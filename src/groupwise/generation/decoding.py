@@ -29,9 +29,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from groupwise.compat.transformers import (
     has_stock_sampling_loop,
-    is_fsdp_managed,
     is_stateful,
-    is_zero3_enabled,
     optimize_for_decode,
     prefill,
     supports_dynamic_cache,
@@ -41,9 +39,7 @@ from groupwise.cpu.multinomial import multinomial
 from groupwise.errors import warn_once
 from groupwise.generation.growing_cache import continue_rows
 from groupwise.policy.attention import install_attention_hook
-from groupwise.policy.introspection import CausalLM, without_adapter
-from groupwise.policy.layouts.forward import is_text_only
-from groupwise.policy.layouts.packed_forward import has_prompt_learning
+from groupwise.policy.introspection import CausalLM, has_prompt_learning, is_text_only, without_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -91,11 +87,6 @@ def group_prompts(prompts: Sequence[Sequence[int]]) -> tuple[list[Sequence[int]]
     """Merge adjacent equal prompts; returns the distinct prompts and the number of copies of each."""
     groups = [(prompt, len(list(same))) for prompt, same in groupby(prompts)]
     return [prompt for prompt, _ in groups], [copies for _, copies in groups]
-
-
-def requires_lockstep_forwards(model: torch.nn.Module) -> bool:
-    """Return True under ZeRO-3 and FSDP: ranks dead-lock unless all run the same number of forwards."""
-    return is_zero3_enabled() or is_fsdp_managed(model)
 
 
 def can_decode_groups(model: CausalLM, config: GenerationConfig) -> bool:

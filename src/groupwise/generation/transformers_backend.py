@@ -19,6 +19,7 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import SAMPLING_FIELDS, TRUNCATING, sampler_settings, truncating
 from groupwise.core.padding import length_mask, pad_sequences
 from groupwise.cpu import cpu_generation, stock_linears
+from groupwise.distributed import requires_lockstep_forwards
 from groupwise.errors import BackendError, ConfigError, nearest_name
 from groupwise.generation.base import (
     RUN_SETTINGS,
@@ -34,12 +35,10 @@ from groupwise.generation.decoding import (
     decode_groups,
     group_prompts,
     keep_autocast_weights,
-    requires_lockstep_forwards,
 )
 from groupwise.generation.truncation import can_record, make_recorder, sample_and_record
-from groupwise.policy.introspection import CausalLM, without_adapter
+from groupwise.policy.introspection import CausalLM, has_prompt_learning, without_adapter
 from groupwise.policy.layouts.forward import evaluation_mode
-from groupwise.policy.layouts.packed_forward import has_prompt_learning
 from groupwise.records import Completion, SamplingOptions
 from groupwise.records.images import ImageInputs, join_images
 from groupwise.records.sampling_mask import SamplingMask

@@ -9,11 +9,11 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import nn
 
 from groupwise.compat.accelerate import clear_device_cache, is_out_of_memory
 from groupwise.compat.torch import skip_buffer_broadcast
+from groupwise.distributed import is_sharded
 from groupwise.errors import BackendError
 
 logger = logging.getLogger(__name__)
@@ -150,8 +150,7 @@ class OutOfMemorySplitter(Generic[Batch]):
                 "max_completion_length or max_prompt_length, train an adapter (peft_config), or shard the "
                 f"model over devices. {failure}"
             ) from failure
-        is_sharded = self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-        if self.accelerator.num_processes > 1 and (is_sharded or self._is_exchanging):
+        if self.accelerator.num_processes > 1 and (is_sharded(self.accelerator) or self._is_exchanging):
             raise BackendError(
                 f"rank {self.accelerator.process_index} ran out of memory at {size} tokens while it "
                 "exchanged data with other ranks, which cannot be repeated; lower "

@@ -17,6 +17,7 @@ from transformers import TrainerState
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.advantages import GroupRewards, nan_std, total_rewards, with_small_groups
 from groupwise.core.metrics import Mean, Metrics, Sum, merge_metrics
+from groupwise.distributed import rows_of_rank
 from groupwise.errors import RewardError, warn_once
 from groupwise.random_state import RandomState
 from groupwise.records import RewardBatch, RolloutBatch
@@ -94,7 +95,6 @@ class RewardMixin:
         for column, steps_N in rewards.step_rewards.items():
             if isinstance(scorer := self.reward_callables[column], StepScorer):
                 scorer.warn_if_unsplit(self.reward_func_names[column], steps_N)
-        start = self.accelerator.process_index * len(rollouts)
         metrics = reward_metrics(rewards, self.reward_func_names, self.settings.multi_objective_aggregation)
         times = zip(self.reward_func_names, calls.seconds_F, strict=False)
         metrics.update({f"time/reward/{name}": Mean(s) for name, s in times if not math.isnan(s)})
@@ -103,7 +103,7 @@ class RewardMixin:
                 metrics[f"rewards/{name}/errors"] = Sum(float(i in calls.failures))
         return RewardBatch(
             **vars(rewards),
-            local=slice(start, start + len(rollouts)),
+            local=rows_of_rank(self.accelerator.process_index, len(rollouts)),
             # Copies: a call that was given up at its time limit may still write to the originals.
             columns={n: _at_rows(kept, values, len(rollouts), None) for n, values in dict(columns).items()},
             metrics=merge_metrics([metrics, *list(logged)]),
@@ -131,8 +131,7 @@ class RewardMixin:
         failed_B = torch.tensor([c.dropped for c in rollouts.completions], device=self.accelerator.device)
         failed_N = self.accelerator.gather(failed_B)[: rollouts.num_valid].cpu()
         dropped_N = with_small_groups(failed_N, rollouts.num_generations)
-        start = self.accelerator.process_index * len(rollouts)
-        local = dropped_N[start : start + len(rollouts)].tolist()
+        local = dropped_N[rows_of_rank(self.accelerator.process_index, len(rollouts))].tolist()
         local += [True] * (len(rollouts) - len(local))  # rows that pad an evaluation batch
         completions = [
             replace(completion, dropped=gone)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from groupwise.compat.bitsandbytes import disable_cpu_packing
 from groupwise.config.arguments import check_version
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.cpu import install_cpu_training
+from groupwise.distributed import any_rank, is_sharded
 from groupwise.errors import ConfigError
+from groupwise.policy.introspection import adapter_type, adapters_of, has_adapter, text_config
 from groupwise.policy.layouts import HeadSettings
 from groupwise.policy.loading import apply_peft, cast_head_to_fp32, disable_dropout, load_policy
 from groupwise.policy.logprob_mismatch import LogprobMismatchCheck, LogprobMismatchSettings
@@ -60,7 +62,7 @@ def prepare_policy(
     keep_weights_trainable_through(policy)
     policy = apply_peft(policy, peft_config)
     check_prefix_tuning(policy, config)
-    if config.gradient_checkpointing and hasattr(policy, "peft_config"):
+    if config.gradient_checkpointing and has_adapter(policy):
         # Embeddings are frozen: without a gradient at its inputs, checkpointing computes no gradients.
         policy.enable_input_require_grads()
     return policy
@@ -73,9 +75,7 @@ def check_prefix_tuning(policy: PreTrainedModel, config: GRPOConfig) -> None:
         ConfigError: transformers would drop the cache, and with it the adapter.
     """
     cached = ("PREFIX_TUNING", "CARTRIDGE")
-    kinds = [
-        str(getattr(a.peft_type, "value", a.peft_type)) for a in getattr(policy, "peft_config", {}).values()
-    ]
+    kinds = [adapter_type(adapter) for adapter in adapters_of(policy)]
     if config.gradient_checkpointing and any(kind in cached for kind in kinds):
         raise ConfigError(
             f"the adapter ({', '.join(kinds)}) is a cache of keys and values, which gradient checkpointing "
@@ -101,10 +101,9 @@ def keep_weights_trainable_through(model: PreTrainedModel) -> None:
 def speed_up(models: list[nn.Module | None], config: GRPOConfig, accelerator: Accelerator) -> None:
     """Install the CPU speed-ups of training in `models`, if the run uses a CPU."""
     if accelerator.device.type == "cpu":
-        sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
         install_cpu_training(
             [model for model in models if model is not None],
-            onednn_linears=not sharded and not config.torch_compile,
+            onednn_linears=not is_sharded(accelerator) and not config.torch_compile,
         )
 
 
@@ -128,8 +127,7 @@ def check_liger(
             f"use_liger_kernel=True, but the model bounds its logits (final_logit_softcapping={softcap}), "
             "which Liger's loss does not; set use_liger_kernel=False"
         )
-    adapters = getattr(model, "peft_config", {}).values() if peft_config is None else [peft_config]
-    for adapter in adapters:
+    for adapter in adapters_of(model, peft_config):
         if adapter.is_prompt_learning:
             raise ConfigError(
                 f"use_liger_kernel=True with a {type(adapter).__name__}, whose virtual tokens Liger's fused "
@@ -141,17 +139,6 @@ def check_liger(
         "use_liger_kernel=True",
         "whose loss lacks arguments; upgrade it, or set use_liger_kernel=False",
     )
-
-
-def text_config(model: str | PreTrainedModel, config: GRPOConfig) -> PretrainedConfig:
-    """Return the config of the language model; for a Hub id or directory, only the config is loaded."""
-    if not isinstance(model, str):
-        return model.config.get_text_config(decoder=True)
-    given = cast(dict[str, Any], config.model_init_kwargs or {})
-    options = {"trust_remote_code": config.trust_remote_code, **given}
-    known = ("trust_remote_code", "revision", "token", "subfolder", "gguf_file", "cache_dir")
-    named = {name: options[name] for name in known if name in options}
-    return AutoConfig.from_pretrained(model, **named).get_text_config(decoder=True)
 
 
 def router_aux_loss_coef(model: PreTrainedModel, config: GRPOConfig) -> float:
@@ -189,13 +176,12 @@ def make_logprob_computer(
         config.cast_lm_head_to_fp32,
     )
 
-    def all_ranks(condition: bool) -> bool:
-        failed = torch.tensor(int(not condition), device=accelerator.device)
-        return accelerator.reduce(failed, "sum").item() == 0
-
-    sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     return LogprobComputer(
-        layout, head, all_ranks, sharded=sharded, mixed_precision=_mixed_precision(accelerator)
+        layout,
+        head,
+        partial(any_rank, accelerator),
+        sharded=is_sharded(accelerator),
+        mixed_precision=_mixed_precision(accelerator),
     )
 
 

@@ -1,16 +1,108 @@
-"""Questions about a model: what it is below wrappers and adapters, and what it supports."""
+"""Properties of a model: the modules below wrappers and adapters, its configuration, and what it supports."""
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias, cast
+import inspect
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+    from groupwise.config.grpo_config import GRPOConfig
 
 #: Causal language model, plain or PEFT; transformers has no type for it.
 CausalLM: TypeAlias = Any
+
+#: Loading options that select the configuration of a checkpoint.
+_WHICH_CONFIG = ("trust_remote_code", "revision", "token", "subfolder", "cache_dir", "gguf_file")
+
+# Below wrappers and adapters.
+
+
+def unwrapped(model: nn.Module) -> PreTrainedModel:
+    """Return the model below DDP, FSDP, DeepSpeed and torch.compile; wrappers for mixed precision remain."""
+    return extract_model_from_parallel(model, keep_torch_compile=False)
 
 
 def without_adapter(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model below a PEFT adapter, or ``model`` itself."""
     return cast(PreTrainedModel, getattr(model, "get_base_model", lambda: model)())
+
+
+def base_model(model: nn.Module) -> PreTrainedModel:
+    """Return the causal LM below wrappers and adapters."""
+    return without_adapter(unwrapped(model))
+
+
+# Configuration.
+
+
+def load_config(model: str, args: GRPOConfig) -> PretrainedConfig:
+    """Load the configuration of a Hub id or directory with the options of ``args.model_init_kwargs``."""
+    given = cast(dict[str, Any], args.model_init_kwargs or {})
+    options = {"trust_remote_code": args.trust_remote_code, **given}
+    return AutoConfig.from_pretrained(
+        model, **{name: options[name] for name in _WHICH_CONFIG if name in options}
+    )
+
+
+def text_config(model: str | PreTrainedModel, args: GRPOConfig) -> PretrainedConfig:
+    """Return the config of the language model; for a Hub id or directory, only the config is loaded."""
+    config = load_config(model, args) if isinstance(model, str) else model.config
+    return config.get_text_config(decoder=True)
+
+
+def is_quantized(model: object) -> bool:
+    """Return True for a loaded model with quantized weights."""
+    return bool(getattr(model, "is_quantized", False))
+
+
+# Adapters.
+
+
+def has_adapter(model: object) -> bool:
+    """Return True for a PEFT model."""
+    return hasattr(model, "peft_config")
+
+
+def adapters_of(model: object, peft_config: PeftConfig | None = None) -> list[PeftConfig]:
+    """Return the configurations of the model's adapters; if ``peft_config`` is given, only that one.
+
+    Args:
+        model: below wrappers; of a Hub id there are none.
+    """
+    return [peft_config] if peft_config is not None else list(getattr(model, "peft_config", {}).values())
+
+
+def adapter_type(adapter: PeftConfig) -> str:
+    """Return PEFT's name of an adapter, such as "LORA"."""
+    return str(getattr(adapter.peft_type, "value", adapter.peft_type))
+
+
+def has_prompt_learning(model: nn.Module) -> bool:
+    """Return True for an adapter of virtual tokens (prompt tuning, prefix tuning, p-tuning)."""
+    return any(adapter.is_prompt_learning for adapter in adapters_of(unwrapped(model)))
+
+
+# The forward pass.
+
+
+def accepted_arguments(model: nn.Module) -> set[str]:
+    """Return the parameter names of the causal LM's own forward."""
+    return set(inspect.signature(type(base_model(model)).forward).parameters)
+
+
+def has_own_positions(model: nn.Module) -> bool:
+    """Return True if the model derives multi-dimensional positions of image tokens itself."""
+    base = base_model(model)
+    return hasattr(getattr(base, "model", base), "get_rope_index")
+
+
+def is_text_only(model: nn.Module) -> bool:
+    """Return True if the model has no vision or audio part."""
+    config = base_model(model).config
+    return config.get_text_config(decoder=True) is config

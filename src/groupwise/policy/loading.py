@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoProcessor,
@@ -24,6 +23,7 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError, nearest_name
 from groupwise.policy.heads import check_head
 from groupwise.policy.heads.weights import output_head
+from groupwise.policy.introspection import load_config
 from groupwise.tokenization.prompts import set_pad_token
 
 if TYPE_CHECKING:
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DTYPES = ("bfloat16", "float16", "float32")
-
-#: Loading options that select the configuration of a checkpoint.
-_WHICH_CONFIG = ("trust_remote_code", "revision", "token", "subfolder", "cache_dir", "gguf_file")
 
 
 def load_policy(
@@ -68,9 +65,7 @@ def load_policy(
     if quantization_config is not None:
         options["quantization_config"] = quantization_config
     options.setdefault("trust_remote_code", config.trust_remote_code)
-    named = {name: options[name] for name in _WHICH_CONFIG if name in options}
-    config_of_model = AutoConfig.from_pretrained(model, **named)
-    return auto_class(config_of_model).from_pretrained(model, **options)
+    return auto_class(load_config(model, config)).from_pretrained(model, **options)
 
 
 def _dtype(given: object) -> torch.dtype | str:

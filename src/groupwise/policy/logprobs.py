@@ -15,8 +15,9 @@ from torch import nn
 
 from groupwise.compat.accelerate import is_out_of_memory
 from groupwise.errors import ConfigError
+from groupwise.policy.introspection import base_model
 from groupwise.policy.layouts.check import check_layout
-from groupwise.policy.layouts.forward import HeadSettings, base_model
+from groupwise.policy.layouts.forward import HeadSettings
 from groupwise.policy.layouts.packed import PackedSequences, pack_sequences
 from groupwise.policy.layouts.packed_forward import compute_packed_logprobs, supports_packing, unsupported
 from groupwise.policy.layouts.padded import compute_padded_logprobs
@@ -64,7 +65,7 @@ class LogprobComputer:
 
     Args:
         layout: from :func:`choose_layout`.
-        agree: returns True if its argument is true on every rank; called once, by all ranks.
+        any_rank: returns True if its argument is true on a rank; called once, by all ranks.
         sharded: parameters are sharded (FSDP, DeepSpeed); the check then calls the wrapped model and compares
             no gradients.
         mixed_precision: dtype of matrix products under autocast; None: that of the weights.
@@ -74,14 +75,14 @@ class LogprobComputer:
         self,
         layout: str,
         head: HeadSettings,
-        agree: Callable[[bool], bool] = bool,
+        any_rank: Callable[[bool], bool] = bool,
         *,
         sharded: bool = False,
         mixed_precision: torch.dtype | None = None,
     ) -> None:
         self.layout = layout
         self.head = head
-        self.agree = agree
+        self.any_rank = any_rank
         self.sharded = sharded
         self.mixed_precision = mixed_precision
         self.checked = layout == "padded"
@@ -116,7 +117,7 @@ class LogprobComputer:
         can_pack = self.layout != "padded" and supports_packing(base_model(model), shared=shared)
         if can_pack and not self.checked:
             self._check(model, batch)
-            # Not earlier: after an out-of-memory error the other ranks still wait in `agree`.
+            # Not earlier: after an out-of-memory error the other ranks still wait in `any_rank`.
             self.checked = True
         if self.layout == "padded" or not can_pack:
             return compute_padded_logprobs(
@@ -140,7 +141,7 @@ class LogprobComputer:
             if is_out_of_memory(error):
                 raise
             passed, message = False, f"cannot be checked: {error}"
-        if self.agree(passed):
+        if not self.any_rank(not passed):
             return
         message = "fails its check on another rank" if passed else message
         logger.warning("sequence_layout=%s %s; using sequence_layout='padded'", self.layout, message)

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, cast
 
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError
+from groupwise.policy.introspection import adapter_type, adapters_of, is_quantized, load_config
 
 if TYPE_CHECKING:
     from peft import PeftConfig
-
-_CONFIG_OPTIONS = ("trust_remote_code", "revision", "token", "subfolder", "cache_dir", "gguf_file")
 
 
 def quantization_of(
@@ -30,15 +29,12 @@ def quantization_of(
     """
     found: Any
     if isinstance(model, str):
-        options = dict(cast(dict[str, Any], config.model_init_kwargs or {}))
+        options = cast(dict[str, Any], config.model_init_kwargs or {})
         found = given or options.get("quantization_config")
         if found is None:
-            named = {name: options[name] for name in _CONFIG_OPTIONS if name in options}
-            named.setdefault("trust_remote_code", config.trust_remote_code)
-            found = getattr(AutoConfig.from_pretrained(model, **named), "quantization_config", None)
+            found = getattr(load_config(model, config), "quantization_config", None)
     else:
-        is_quantized = getattr(model, "is_quantized", False)
-        found = getattr(model.config, "quantization_config", None) if is_quantized else None
+        found = getattr(model.config, "quantization_config", None) if is_quantized(model) else None
     return AutoQuantizationConfig.from_dict(dict(found)) if isinstance(found, dict) else found
 
 
@@ -59,7 +55,7 @@ def check_quantization(
     quantization = quantization_of(model, config, quantization_config)
     if quantization is None:
         return
-    adapters = [peft_config] if peft_config is not None else getattr(model, "peft_config", {}).values()
+    adapters = adapters_of(model, peft_config)
     if config.use_vllm:
         check_quantization_for_vllm(quantization, adapters)
     elif not adapters and _method(quantization) == "bitsandbytes":
@@ -85,7 +81,7 @@ def check_quantization_for_vllm(
             "bitsandbytes quantized to 4 bits; load it with BitsAndBytesConfig(load_in_4bit=True), or set "
             "use_vllm=False"
         )
-    other = {_name(adapter.peft_type) for adapter in adapters} - {"LORA"}
+    other = {adapter_type(adapter) for adapter in adapters} - {"LORA"}
     if other:
         raise ConfigError(
             f"the policy is quantized by {describe(quantization)} and has an adapter of type "

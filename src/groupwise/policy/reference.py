@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError
+from groupwise.policy.introspection import has_adapter
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -115,7 +116,7 @@ def make_reference(policy: PreTrainedModel, config: GRPOConfig, *, fresh_adapter
     """
     if config.beta == 0.0:
         return Reference()
-    if not hasattr(policy, "peft_config"):
+    if not has_adapter(policy):
         return SeparateReference(copy.deepcopy(policy))
     if config.sync_ref_model:
         raise ConfigError(

@@ -23,7 +23,7 @@ from groupwise.compat.peft import merge_dequantized, wrapper_types
 from groupwise.compat.torch import WRAPPER_NAMES, persistent_buffers, set_parameter
 from groupwise.compat.transformers import to_checkpoint_names
 from groupwise.errors import BackendError
-from groupwise.policy.introspection import CausalLM
+from groupwise.policy.introspection import CausalLM, without_adapter
 
 BUCKET_BYTES = 512 * 2**20
 
@@ -75,9 +75,7 @@ def weight_iterator(model: CausalLM) -> Iterator[tuple[str, torch.Tensor]]:
         BackendError: 8-bit or sharded 4-bit weights, or an adapter on one of two tied layers.
     """
     units = _units(model)
-    model = (
-        model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "base_model") else model
-    )
+    model = without_adapter(model)
     to_checkpoint = to_checkpoint_names(model)
     adapters, skipped = _adapters(model)
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType, broadcast, gather_object, set_seed
+from accelerate.utils import broadcast, gather_object, set_seed
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from groupwise.compat.transformers import checkpoint_prefix
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.data.prompt_source import is_streaming
+from groupwise.distributed import is_sharded
 from groupwise.errors import ConfigError, RewardError
 from groupwise.hf import checkpointing
 from groupwise.hf.run_directory import damage
@@ -120,7 +121,7 @@ class IterativeGRPO:
                 f"label_func trains a sequence-classification model, and reward_funcs has {len(models)}; "
                 "give exactly one, or drop label_func"
             )
-        if trainer.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+        if is_sharded(trainer.accelerator):
             raise ConfigError(
                 "label_func does not work with FSDP and DeepSpeed, which shard the reward model"
             )

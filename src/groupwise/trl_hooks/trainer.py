@@ -19,6 +19,7 @@ from groupwise.core.metrics import Mean, masked_mean
 from groupwise.core.objectives import OBJECTIVES, correction
 from groupwise.core.weights import NORMALIZERS, WindowCounts
 from groupwise.data.prompt_source import num_valid_rows
+from groupwise.distributed import rows_of_rank
 from groupwise.errors import ConfigError, RewardError
 from groupwise.generation.base import RUN_SETTINGS
 from groupwise.generation.transformers_backend import TransformersBackend
@@ -432,7 +433,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         self._rewards = None
         completion_ids = [list(completion.token_ids) for completion in rollouts.completions]
         given = self._calculate_rewards(inputs, rollouts.prompts, rollouts.texts, completion_ids)
-        world_size, rank = self.accelerator.num_processes, self.accelerator.process_index
+        world_size = self.accelerator.num_processes
         expected = (len(rollouts) * world_size, len(self.reward_weights))
         if tuple(given.shape) != expected:
             raise RewardError(
@@ -451,7 +452,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             step_rewards=steps,
             weights_F=self.reward_weights,
             num_generations=rollouts.num_generations,
-            local=slice(rank * len(rollouts), (rank + 1) * len(rollouts)),
+            local=rows_of_rank(self.accelerator.process_index, len(rollouts)),
         )
         computed = reward_metrics(rewards, self.reward_func_names, self.settings.multi_objective_aggregation)
         return replace(rewards, metrics={**base.metrics, **computed})

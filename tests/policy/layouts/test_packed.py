@@ -245,7 +245,7 @@ def test_the_first_use_check_finds_a_wrong_gradient():
 
 
 def test_every_rank_falls_back_when_one_does():
-    computer = LogprobComputer("packed", HeadSettings("chunked"), agree=lambda here: False)
+    computer = LogprobComputer("packed", HeadSettings("chunked"), any_rank=lambda here: True)
     computer(build(*RIGHT["llama"]), completions(), with_entropy=False)
     assert computer.layout == "padded"
 

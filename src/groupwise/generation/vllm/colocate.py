@@ -50,7 +50,7 @@ from groupwise.generation.vllm.weight_sync import (
     WeightSync,
     adapter_arguments,
 )
-from groupwise.policy.introspection import CausalLM
+from groupwise.policy.introspection import CausalLM, adapters_of, is_quantized, without_adapter
 from groupwise.policy.quantization import check_quantization_for_vllm
 from groupwise.policy.weight_iterator import WeightSource
 from groupwise.records import Completion, SamplingOptions
@@ -254,7 +254,7 @@ def make_backend(
     end_tokens = find_end_tokens(model, text_tokenizer(processing_class))
     sampling = sampling_arguments(config, end_tokens, suppress_tokens)
     group = TensorParallelGroup.of(config.vllm_tensor_parallel_size, config.world_size, config.process_index)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = without_adapter(model)
     with tempfile.TemporaryDirectory(prefix="groupwise-") as directory, preserve_rng_state():
         processing_class.save_pretrained(directory)
         arguments = engine_arguments(config, directory, _dtype(config, base))
@@ -294,7 +294,7 @@ def _save_config(model: PreTrainedModel, directory: str, *, quantized: bool) -> 
 
 def sends_only_adapter(model: CausalLM, arguments: Mapping[str, Any]) -> bool:
     """Return ``enable_lora``, by default True for a quantized policy: the base weights are not sent."""
-    return bool(arguments.get("enable_lora", getattr(model, "is_quantized", False)))
+    return bool(arguments.get("enable_lora", is_quantized(model)))
 
 
 def loads_quantized(model: CausalLM, arguments: Mapping[str, Any]) -> bool:
@@ -303,7 +303,7 @@ def loads_quantized(model: CausalLM, arguments: Mapping[str, Any]) -> bool:
     vLLM loads 4-bit weights with the package vllm-bnb-plugin, for engines in 16 bits. Without it, a warning
     has the memory that the engine's weights take.
     """
-    if not getattr(model, "is_quantized", False):
+    if not is_quantized(model):
         return False
     chosen = arguments.get("quantization")
     in_16_bits = arguments["dtype"] in ("bfloat16", "float16")
@@ -322,8 +322,8 @@ def loads_quantized(model: CausalLM, arguments: Mapping[str, Any]) -> bool:
 
 def check_policy(model: CausalLM) -> None:
     """Raise ConfigError for a policy whose weights a vLLM engine cannot load."""
-    adapters = getattr(model, "peft_config", {}).values()
-    if getattr(model, "is_quantized", False):
+    adapters = adapters_of(model)
+    if is_quantized(model):
         check_quantization_for_vllm(model.config.quantization_config, adapters)
     if any(config.is_prompt_learning for config in adapters):
         raise ConfigError(

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from groupwise.policy.layouts.forward import HeadSettings, evaluation_mode, unwrapped
+from groupwise.policy.introspection import unwrapped
+from groupwise.policy.layouts.forward import HeadSettings, evaluation_mode
 from groupwise.policy.layouts.padded import compute_padded_logprobs
 from groupwise.records import TokenBatch
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from accelerate.utils import extract_model_from_parallel
 from torch import nn
-from transformers import PreTrainedModel
 
 from groupwise.policy.heads import HEADS, head_weights, logps_from_logits
 from groupwise.policy.heads.capture import HeadComputation, Outputs, compute_at_head, logprob_computation
-from groupwise.policy.introspection import without_adapter
+from groupwise.policy.introspection import unwrapped
 from groupwise.records.sampling_mask import SamplingMask
 
 #: Arguments of a causal LM's forward.
@@ -107,30 +104,3 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
-
-
-def unwrapped(model: nn.Module) -> PreTrainedModel:
-    """Return the model below DDP, FSDP, DeepSpeed and torch.compile; wrappers for mixed precision remain."""
-    return extract_model_from_parallel(model, keep_torch_compile=False)
-
-
-def base_model(model: nn.Module) -> PreTrainedModel:
-    """Return the causal LM below wrappers and adapters."""
-    return without_adapter(unwrapped(model))
-
-
-def accepted_arguments(model: nn.Module) -> set[str]:
-    """Return the parameter names of the causal LM's own forward."""
-    return set(inspect.signature(type(base_model(model)).forward).parameters)
-
-
-def has_own_positions(model: nn.Module) -> bool:
-    """Return True if the model derives multi-dimensional positions of image tokens itself."""
-    base = base_model(model)
-    return hasattr(getattr(base, "model", base), "get_rope_index")
-
-
-def is_text_only(model: nn.Module) -> bool:
-    """Return True if the model has no vision or audio part."""
-    config = base_model(model).config
-    return config.get_text_config(decoder=True) is config

@@ -7,15 +7,8 @@ from torch import nn
 
 from groupwise.compat.transformers import attention_implementation, is_stateful
 from groupwise.policy.attention import has_varlen_attention, install_attention_hook
-from groupwise.policy.layouts.forward import (
-    HeadSettings,
-    ModelInputs,
-    accepted_arguments,
-    base_model,
-    forward_logprobs,
-    is_text_only,
-    unwrapped,
-)
+from groupwise.policy.introspection import accepted_arguments, base_model, has_prompt_learning, is_text_only
+from groupwise.policy.layouts.forward import HeadSettings, ModelInputs, forward_logprobs
 from groupwise.policy.layouts.packed import PackedSequences
 from groupwise.records import LogprobOutput, TokenBatch
 
@@ -53,12 +46,6 @@ def unsupported(model: nn.Module, *, shared: bool = True) -> str | None:
     if not supports_packing(base, shared=shared):
         return f"its attention implementation is {attention_implementation(base)!r} and not 'sdpa'"
     return None
-
-
-def has_prompt_learning(model: nn.Module) -> bool:
-    """Return True for an adapter of virtual tokens (prompt tuning, prefix tuning, p-tuning)."""
-    adapters = getattr(unwrapped(model), "peft_config", {}).values()
-    return any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters)
 
 
 def supports_packing(model: nn.Module, *, shared: bool) -> bool:

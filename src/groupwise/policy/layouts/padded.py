@@ -9,14 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from groupwise.policy.layouts.forward import (
-    HeadSettings,
-    ModelInputs,
-    accepted_arguments,
-    forward_logprobs,
-    has_own_positions,
-)
-from groupwise.policy.layouts.packed_forward import has_prompt_learning
+from groupwise.policy.introspection import accepted_arguments, has_own_positions, has_prompt_learning
+from groupwise.policy.layouts.forward import HeadSettings, ModelInputs, forward_logprobs
 from groupwise.records import LogprobOutput, TokenBatch
 from groupwise.records.images import join_images
 from groupwise.records.sampling_mask import SamplingMask, join_sampling_masks

@@ -1,0 +1,86 @@
+"""Ranks: the rows of each, sharded parameters, and results that all ranks must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from accelerate.utils import DistributedType, broadcast_object_list
+
+from groupwise.compat.transformers import is_fsdp_managed, is_zero3_enabled
+from groupwise.errors import ConfigError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+T = TypeVar("T")
+
+
+def rows_of_rank(rank: int, num_rows: int) -> slice:
+    """Return the rows of ``rank`` among those of all ranks, each of which has ``num_rows``, in rank order."""
+    return slice(rank * num_rows, (rank + 1) * num_rows)
+
+
+@dataclass(frozen=True)
+class RankSlice:
+    """Split of the completions of a batch over ranks: equal runs of rows in rank order.
+
+    With two prompts of G = 3 and two ranks, rank 0 has rows 0 to 2 (prompt 0), and rank 1 rows 3 to 5. With
+    three ranks, rank 1 has rows 2 and 3, of both prompts.
+
+    num_generations: completions per prompt, G.
+    """
+
+    num_generations: int
+    rank: int = 0
+    world_size: int = 1
+
+    def rows(self, num_prompts: int) -> range:
+        """Return the indices of this rank's rows among the N = P · G rows of ``num_prompts`` prompts."""
+        num_rows = num_prompts * self.num_generations
+        return range(num_rows)[rows_of_rank(self.rank, num_rows // self.world_size)]
+
+    def prompts(self, num_prompts: int) -> list[int]:
+        """Return the indices of the prompts, of P in order, that this rank has completions of."""
+        return sorted({row // self.num_generations for row in self.rows(num_prompts)})
+
+
+def is_sharded(accelerator: Accelerator) -> bool:
+    """Return True under FSDP and DeepSpeed, whose wrappers exchange data in forward and backward passes."""
+    return accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+
+
+def requires_lockstep_forwards(model: torch.nn.Module) -> bool:
+    """Return True under ZeRO-3 and FSDP: ranks dead-lock unless all run the same number of forwards."""
+    return is_zero3_enabled() or is_fsdp_managed(model)
+
+
+def any_rank(accelerator: Accelerator, flag: bool) -> bool:
+    """Return True on every rank if ``flag`` is true on one of them. A collective: all ranks call it."""
+    count = torch.tensor(int(flag), device=accelerator.device)
+    return accelerator.reduce(count, "sum").item() > 0
+
+
+def broadcast_from_first(compute: Callable[[], T], is_first: bool, world_size: int) -> T:
+    """Run ``compute`` on rank 0 and return its result on every rank; a failure is raised on every rank.
+
+    Raises:
+        ConfigError: on the other ranks, if rank 0 failed.
+    """
+    if world_size == 1:
+        return compute()
+    result: list[Any] = [None, None]
+    failure: Exception | None = None
+    if is_first:
+        try:
+            result[0] = compute()
+        except Exception as error:
+            failure, result[1] = error, f"{type(error).__name__}: {error}"
+    broadcast_object_list(result)
+    if failure is not None:
+        raise failure
+    if result[1] is not None:
+        raise ConfigError(f"the first process could not read the data: {result[1]}")
+    return result[0]
