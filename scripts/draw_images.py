@@ -7,8 +7,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
-#: Recorded by ``benchmarks/learning_curve.py``; without it there is no picture of the curves.
-CURVES = ROOT / "benchmarks" / "results" / "learning_curve_float32.json"
+#: Cells of ``benchmarks/learning/run.py``.
+CURVES = ROOT / "benchmarks" / "results" / "learning"
+LARGE = ' font-size="18" font-weight="600"'
 
 #: Fill colours. Every picture has a white background, so that it reads the same on light and dark pages.
 PROMPT, COMPLETION, PADDING, SKIPPED = "#9db8e8", "#f4b183", "#ececec", "#ffffff"
@@ -199,30 +200,70 @@ def staleness() -> str:
     return picture.svg()
 
 
-def learning_curve(recorded: dict[str, list[dict[str, list[float]]]]) -> str:
-    """Draw mean reward over minutes of training, one line per run."""
-    picture = Picture(760, 400, "Mean reward of a training batch over minutes, groupwise and TRL")
-    left, bottom, width, height = 70, 340, 650, 300
-    minutes = max(run["seconds"][-1] for runs in recorded.values() for run in runs) / 60
-    for share in (0, 0.25, 0.5, 0.75, 1):
-        y = bottom - height * share
+def learning_curve(libraries: dict[str, list[dict[str, list[float]]]]) -> str:
+    """Draw the mean reward of each step over processor minutes: the seeds thin, their mean thick.
+
+    Args:
+        libraries: runs by library; ``minutes`` and ``reward`` of every step, equally many steps in all runs.
+    """
+    picture = Picture(760, 420, "Mean reward over processor minutes, groupwise and TRL, three seeds each")
+    left, bottom, width, height = 60, 350, 670, 290
+    last = max(run["minutes"][-1] for runs in libraries.values() for run in runs)
+    num_steps = len(next(iter(libraries.values()))[0]["reward"])
+    for percent in (0, 25, 50, 75, 100):
+        y = bottom - height * percent / 100
         picture.line("#d9dee5", (left, y), (left + width, y))
-        picture.text(left - 10, y + 5, f"{share:g}", anchor="end", fill=FAINT)
-    for part in range(6):
-        x = left + width * part / 5
-        picture.text(x, bottom + 22, f"{minutes * part / 5:.1f}", anchor="middle", fill=FAINT)
-    picture.text(left + width / 2, bottom + 46, "minutes of training", anchor="middle")
-    picture.text(left, 26, "share of right answers in the training batch")
-    for row, (library, runs) in enumerate(recorded.items()):
-        colour = ("#2f6fd0", "#d0672f")[row]
-        name = {"trl": "TRL 1.16.0"}.get(library, library)
-        picture.line(colour, (left + 400 + 130 * row, 21), (left + 424 + 130 * row, 21), width=3)
-        picture.text(left + 430 + 130 * row, 26, name)
+        picture.text(left - 10, y + 5, f"{percent} %", anchor="end", fill=FAINT)
+    for minutes in range(0, int(last) + 1, 10):
+        x = left + width * minutes / last
+        picture.line(FAINT, (x, bottom), (x, bottom + 6))
+        picture.text(x, bottom + 24, str(minutes), anchor="middle", fill=FAINT)
+    picture.text(left + width / 2, bottom + 50, "processor minutes", anchor="middle", more=LARGE)
+    picture.text(left, 24, f"right answers in the training batch, {num_steps} steps", more=LARGE)
+
+    def draw(
+        colour: str, minutes: list[float], rewards: list[float], line_width: float
+    ) -> tuple[float, float]:
+        points = [
+            (left + width * m / last, bottom - height * r) for m, r in zip(minutes, rewards, strict=True)
+        ]
+        picture.line(colour, *points, width=line_width)
+        return points[-1]
+
+    for (library, runs), colour in zip(libraries.items(), ("#2f6fd0", "#d0672f"), strict=True):
         for run in runs:
-            times = [second / 60 / minutes for second in run["seconds"]]
-            points = zip(times, run["reward"], strict=True)
-            picture.line(colour, *((left + width * x, bottom - height * y) for x, y in points), width=2)
+            draw(colour, run["minutes"], run["reward"], 0.7)
+        # Step by step: the same number of steps has been trained, after different times.
+        minutes, rewards = (
+            [sum(values) / len(runs) for values in zip(*(run[name] for run in runs), strict=True)]
+            for name in ("minutes", "reward")
+        )
+        x, y = draw(colour, minutes, rewards, 3.5)
+        anchor, beside = ("end", x) if x > left + width / 2 else ("start", x + 10)
+        picture.text(beside, y - 14, library, anchor, colour, LARGE)
     return picture.svg()
+
+
+def recorded_curves() -> dict[str, list[dict[str, list[float]]]]:
+    """Read the cells of ``benchmarks/learning/run.py`` with the same recipe in both libraries.
+
+    Both are cut to the steps of the shorter one.
+    """
+    cells = {
+        library: [json.loads((CURVES / f"{cell}-{seed}.json").read_text()) for seed in range(3)]
+        for library, cell in (("groupwise", "grpo_outcome"), ("TRL 1.16.0", "trl"))
+    }
+    steps = min(len(cell["step_processor_seconds"]) for runs in cells.values() for cell in runs)
+    return {
+        library: [
+            {
+                "minutes": [seconds / 60 for seconds in cell["step_processor_seconds"][:steps]],
+                "reward": [log["reward"] for log in cell["history"] if "reward" in log][:steps],
+            }
+            for cell in runs
+        ]
+        for library, runs in cells.items()
+    }
 
 
 def images() -> dict[Path, str]:
@@ -234,9 +275,7 @@ def images() -> dict[Path, str]:
         "staleness": staleness,
     }
     pictures = {IMAGES / f"{name}.svg": draw() for name, draw in drawn.items()}
-    if CURVES.exists():
-        curves = json.loads(CURVES.read_text())["curves"]
-        pictures[IMAGES / "learning_curve.svg"] = learning_curve(curves)
+    pictures[IMAGES / "learning_curve.svg"] = learning_curve(recorded_curves())
     return pictures
 
 
