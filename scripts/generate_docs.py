@@ -7,6 +7,7 @@ import re
 import typing
 from pathlib import Path
 
+from metric_tables import metric_tables
 from objective_tables import objective_tables
 from paper_index import papers_page
 
@@ -18,9 +19,29 @@ def pages() -> dict[Path, str]:
     """Return every page with generated parts and its text."""
     return {
         DOCS / "configuration.md": configuration_page(),
+        DOCS / "metrics.md": metrics_page(),
         DOCS / "objectives.md": objectives_page(),
         DOCS / "papers.md": papers_page(),
     }
+
+
+def metrics_page() -> str:
+    """Return the page of metrics."""
+    lines = [
+        "# Metrics",
+        "",
+        "Every metric of a log, each reduced over all ranks and the steps since the last log. Metrics of an",
+        "evaluation begin with `eval_`. Ranges are rules of thumb for runs that learn, not limits. A reward",
+        "function adds its own with `log_metric`, a subclass with `record_metric`; names of this page are",
+        "refused there.",
+        "",
+        START,
+        *metric_tables(),
+        "",
+        END,
+        "",
+    ]
+    return "\n".join(lines)
 
 
 def configuration_page() -> str:

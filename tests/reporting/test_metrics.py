@@ -72,16 +72,40 @@ def test_two_reductions_of_one_name_are_refused():
     assert buffer.drain(alone)[0] == {"x": 1.0}
 
 
-def test_a_metric_of_the_trainer_is_refused():
-    """Of every name that a reduction is recorded under anywhere in the library."""
+def recorded_names() -> set[str]:
+    """Names that a reduction is recorded under in the library, ``length`` for every variable part."""
     source = "".join(path.read_text() for path in Path(groupwise.__file__).parent.rglob("*.py"))
     found = re.findall(r'f?"([\w/{}]+)"\]?(?:: | = )(?:Mean|Sum|Min|Max|masked_mean)\(', source)
     names = {re.sub(r"{\w+}", "length", name) for name in found}
     assert {"num_tokens", "kl", "rewards/length/mean", "time/reward/length"} <= names and len(names) > 40
-    for name in [*names - {"time/length", "length/mean", "length/min", "length/max"}, "grad_norm", "pass@4"]:
+    return names - {"time/length", "length/mean", "length/min", "length/max"}
+
+
+def test_a_metric_of_the_trainer_is_refused():
+    for name in [*recorded_names(), "grad_norm", "pass@4"]:
         with pytest.raises(ValueError, match=rf"the trainer logs '{name}' itself; .* 'custom/{name}'"):
             MetricBuffer().record_metric(name, 1.0)
         MetricBuffer().record_metric(f"custom/{name}", 1.0)
+
+
+def examples(name: str) -> set[str]:
+    """Expand the placeholders of a documented name: ``a/<b, c>`` is a/b and a/c, ``<name>`` is length."""
+    placeholder = re.search(r"<([^>]+)>", name)
+    if placeholder is None:
+        return set(name.split(", _")[:1])
+    choices = placeholder[1].split(", ") if ", " in placeholder[1] else ["length"]
+    return set().union(*(examples(name.replace(placeholder[0], choice, 1)) for choice in choices))
+
+
+def test_the_page_of_metrics_has_every_metric_and_no_other():
+    from metric_tables import GROUPS
+
+    documented = set().union(*(examples(name) for group in GROUPS.values() for name in group))
+    assert recorded_names() - documented == set()
+    for name in documented - {"epoch", "learning_rate", "grad_norm"}:
+        number = re.sub(r"@(length|k|n)", "@4", name)
+        with pytest.raises(ValueError, match="the trainer logs"):
+            MetricBuffer().record_metric(number, 1.0)
 
 
 def test_the_state_survives_a_checkpoint():
