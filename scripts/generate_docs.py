@@ -46,7 +46,8 @@ def metrics_page() -> str:
 
 def configuration_page() -> str:
     """Return the page of settings: one table per group of fields, generated from their `Setting`."""
-    from groupwise.config.grpo_config import INHERITED, GRPOConfig
+    from groupwise.config.grpo_config import GRPOConfig
+    from groupwise.config.inherited import INHERITED
 
     lines = [
         "# Configuration",
@@ -69,23 +70,29 @@ def configuration_page() -> str:
         lines += ["| field | type | default | allowed | meaning | changes |", "|---|---|---|---|---|---|"]
         lines += [_field_row(name) for name in names]
     lines += ["", "## Fields of TrainingArguments", ""]
-    lines += ["Their defaults are unchanged. A value without effect is replaced by the default, with a"]
-    lines += ["warning; an unsupported value is an error.", ""]
+    lines += [
+        "Their defaults are unchanged. Here are those with a constraint, or a meaning of their own; the"
+    ]
+    lines += [
+        "others are as in transformers. A value without effect is replaced by the default, with a warning;"
+    ]
+    lines += ["an unsupported value is an error.", ""]
     lines += ["| field | allowed | meaning | changes |", "|---|---|---|---|"]
     settings = {name: GRPOConfig.SETTINGS[name] for name in INHERITED if name in GRPOConfig.SETTINGS}
     for name, setting in settings.items():
         cells = (_cell(setting.allowed), _cell(setting.description), setting.changes or "")
-        lines += [f"| `{name}` | {' | '.join(cells)} |"]
+        if any(cells):
+            lines += [f"| `{name}` | {' | '.join(cells)} |"]
     return "\n".join([*lines, "", END, ""])
 
 
 def field_groups() -> dict[str, list[str]]:
     """Return titles and field names, in the order of the source."""
-    from groupwise.config.grpo_config import GRPOConfig
+    from groupwise.config.fields import GRPOFields
 
     groups: dict[str, list[str]] = {}
     names: list[str] = []
-    for line in inspect.getsource(GRPOConfig).splitlines():
+    for line in inspect.getsource(GRPOFields).splitlines():
         if title := re.fullmatch(r"    # (\w[^:]*)", line):
             names = groups.setdefault(title[1], [])
         elif field := re.match(r"    (\w+): Annotated", line):

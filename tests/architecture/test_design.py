@@ -7,6 +7,7 @@ import inspect
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -168,6 +169,15 @@ def test_imports_within_a_room_and_from_outside_are_allowed():
         "from . import dense\nfrom .dense import f\nimport torch\nfrom groupwise.errors import ConfigError\n"
     )
     assert rules.across_layers("policy/heads/chunked.py", source, LAYERS) == []
+
+
+def test_files_of_the_configuration_import_in_one_direction():
+    """Imports for annotations count too: a file can be read after those that it names."""
+    imports = re.compile(r"from groupwise\.config\.(\w+) import")
+    room = {name: source for name, source in FILES.items() if name.startswith("config/")}
+    graph = {Path(name).stem: set(imports.findall(source)) for name, source in room.items()}
+    order = list(TopologicalSorter(graph).static_order())  # raises CycleError
+    assert order.index("settings") < order.index("fields") < order.index("grpo_config")
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if not name.startswith("compat/")])

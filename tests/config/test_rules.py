@@ -1,4 +1,4 @@
-"""Relations between settings: each example violates its rule alone, and the message names a valid value."""
+"""Rules of config/validation.py: each example violates its rule alone; the message names a valid value."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from support.configs import invalid
 from transformers.integrations import integration_utils
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.config.rules import CAUTIONS, RULES
-from groupwise.config.validation import violations, warnings_of
+from groupwise.config.validation import CAUTIONS, RULES, violations, warnings_of
 from groupwise.core import objectives
 from groupwise.errors import ConfigError
 

@@ -1,7 +1,8 @@
-"""Ranges, choices, types and conditions of single settings, each with an example that violates it."""
+"""Ranges, choices, types and requirements of settings, each with an example that violates it."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -9,11 +10,19 @@ from support.configs import invalid
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.objectives import OBJECTIVES, register_objective
+from groupwise.errors import ConfigError
 
 SETTINGS = GRPOConfig.SETTINGS
-CONSTRAINED = sorted(
-    name for name, setting in SETTINGS.items() if setting.allowed or setting.requires or setting.unsupported
-)
+CONSTRAINED = sorted(name for name, setting in SETTINGS.items() if setting.allowed or setting.unsupported)
+REQUIREMENTS = [(name, condition) for name, setting in SETTINGS.items() for condition in setting.requires]
+#: Valid values of settings whose example is out of their range; the other requirements are of the example.
+VALID = {
+    "vllm_tensor_parallel_size": 1000003,
+    "vllm_importance_sampling_mode": "token_truncate",
+    "vllm_importance_sampling_clip_min": 2.0,
+    "eval_pass_at_k": [1, 16],
+    "rollout_staleness": 1,
+}
 
 CHOICES = {
     "loss_type": ("DR-GRPO", "dr_grpo"),
@@ -47,6 +56,25 @@ def test_example_violates_its_setting_alone(build, name):
     assert "; allowed: " in message and "; nearest valid: " in message
 
 
+@pytest.mark.parametrize(("name", "condition"), REQUIREMENTS, ids=lambda value: getattr(value, "text", value))
+def test_a_requirement_that_is_not_met_is_reported_alone(build, name, condition):
+    register_objective("mine", OBJECTIVES["dapo"].surrogate, "token_mean")  # Liger does not have it
+    value = VALID.get(name, SETTINGS[name].example)
+    found, text = invalid(build, **{name: value, **condition.violated_by})
+    assert set(found) == {name}
+    (message,) = found[name]
+    assert message in text and message.startswith(f"{name}={value!r}")
+    assert condition.reason in message and f"; allowed: {condition.text}; nearest valid: " in message
+    assert all(f"{other}=" in message for other in condition.reads)
+    assert build(**{name: SETTINGS[name].default}) is not None
+
+
+def test_the_default_of_a_subclass_has_the_same_requirements(tmp_path):
+    mine = dataclasses.make_dataclass("Mine", [("use_liger_kernel", bool, True)], bases=(GRPOConfig,))
+    with pytest.raises(ConfigError, match=r"use_liger_kernel=True with logprob_head='dense': Liger's fused"):
+        mine(str(tmp_path), report_to="none", bf16=False, logprob_head="dense")
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
@@ -58,6 +86,20 @@ def test_example_violates_its_setting_alone(build, name):
             "sync_ref_model=True requires beta > 0; allowed: beta > 0; nearest valid: ",
         ),
         ({"sync_ref_model": True}, "nearest valid: sync_ref_model=False"),
+        (
+            {
+                **{"use_vllm": True, "vllm_mode": "server", "rollout_staleness": 1},
+                **{"gradient_accumulation_steps": 2, "steps_per_generation": 1},
+            },
+            "rollout_staleness=1 with steps_per_generation=1, num_iterations=1, gradient_accumulation_steps=2"
+            ": the next batch would be generated within an optimizer step; allowed: steps_per_generation x "
+            "num_iterations divisible by gradient_accumulation_steps; nearest valid: steps_per_generation=2",
+        ),
+        (
+            {"eval_pass_at_k": [1, 16]},
+            "=[1, 16] with num_generations_eval=8 requires each k at most num_gen",
+        ),
+        ({"eval_pass_at_k": [1, 16]}, "nearest valid: eval_pass_at_k=[1, 8]"),
     ],
 )
 def test_messages_name_the_range_and_the_nearest_value(build, setting, message):
@@ -110,6 +152,7 @@ def test_inherited_floats_and_list_elements_must_be_finite(build):
         ("generation_kwargs", "temperature", "str"),
         ("generation_kwargs", "{broken", "str"),
         ("reward_weights", 1.0, "float"),
+        ("eval_pass_at_k", 1, "int"),
         ("per_device_train_batch_size", "many", "str"),
         ("epsilon", "wide", "str"),
     ],
@@ -118,3 +161,19 @@ def test_wrong_types_are_reported_once_with_the_right_ones(build, name, value, k
     found, text = invalid(build, **{name: value})
     assert set(found) == {name}
     assert f"{name}={value!r} is of type {kind}; allowed: " in text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("reward_weights", [], "float"),
+        ("reward_weights", ["much"], "float"),
+        ("reward_weights", [True], "float"),
+        ("eval_pass_at_k", [], "int"),
+        ("eval_pass_at_k", [1.0], "int"),
+    ],
+)
+def test_elements_of_a_list_have_its_type(build, name, value, kind):
+    found, text = invalid(build, **{name: value})
+    assert set(found) == {name}
+    assert f"{name}={value!r} is no list of {kind}; allowed: one {kind} or several; nearest valid: " in text

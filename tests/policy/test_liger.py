@@ -13,7 +13,6 @@ from support.runs import WORDS, count_reward, experience, policy, prompts, token
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from groupwise import ConfigError, GRPOConfig, GRPOTrainer
-from groupwise.config.liger import LIGER_LIMITS
 from groupwise.policy.build import check_liger
 
 needs_liger = pytest.mark.skipif(
@@ -231,32 +230,6 @@ def test_padding_far_from_the_reference_is_finite(tmp_path):
     with torch.no_grad():
         batch.ref_logps_BT[batch.loss_mask_BT == 0] = 1e4
     assert run.compute_loss(model, batch).isfinite()
-
-
-EXAMPLES = (
-    {"loss_type": "mine"},
-    {"loss_type": "sapo", "importance_sampling_level": "sequence"},
-    {"loss_type": "luspo"},
-    {"beta": 0.1, "kl_estimator": "k2"},
-    {"off_policy_mask_threshold": 0.5},
-    {"top_entropy_quantile": 0.5},
-    {"use_adaptive_entropy": True},
-    {"top_p": 0.9},
-    {"sequence_layout": "packed"},
-    {"logprob_head": "dense"},
-)
-
-
-@pytest.mark.parametrize("place", range(len(LIGER_LIMITS)), ids=lambda place: next(iter(EXAMPLES[place])))
-def test_settings_without_liger_support_are_refused_before_loading(tmp_path, place):
-    from groupwise.core.objectives import OBJECTIVES, register_objective
-
-    register_objective("mine", OBJECTIVES["dapo"].surrogate, "token_mean")
-    given, reason = LIGER_LIMITS[place].given, LIGER_LIMITS[place].reason
-    with pytest.raises(ConfigError) as caught:
-        GRPOConfig(str(tmp_path), bf16=False, use_liger_kernel=True, **EXAMPLES[place])
-    lines = [line for line in str(caught.value).splitlines() if "use_liger_kernel=True with" in line]
-    assert len(lines) == 1 and reason in lines[0] and given.partition("=")[0] in lines[0]
 
 
 def test_truncation_in_generation_kwargs_is_refused(tmp_path):

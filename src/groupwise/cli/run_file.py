@@ -17,7 +17,8 @@ import yaml
 from transformers import HfArgumentParser
 
 from groupwise.cli.trl_keys import RENAMED, TRL_KEYS, add_flags, reason_to_refuse, translate
-from groupwise.config.grpo_config import GRPOConfig, Json
+from groupwise.config.fields import Json
+from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.redact import redact
 from groupwise.errors import ConfigError, GroupwiseError, boundary, nearest_name
 

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from groupwise.compat.transformers import name_or_path
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.config.rules import unsupported_parallelism
 from groupwise.config.settings import default_of
 from groupwise.config.trl import TRL_DEFAULTS, TRL_VERSION
+from groupwise.config.validation import unsupported_parallelism
 from groupwise.errors import ConfigError, warn_once
 
 logger = logging.getLogger(__name__)

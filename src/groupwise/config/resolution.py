@@ -7,20 +7,18 @@ import json
 import logging
 import os
 import warnings
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from transformers.utils import is_torch_xla_available
 
 from groupwise.compat.liger import layer_switches
 from groupwise.compat.torch import has_native_bf16_cpu
+from groupwise.config.fields import GRPOFields
 from groupwise.config.sampling import SAMPLING_FIELDS
 from groupwise.config.settings import default_of
 from groupwise.config.trl import is_trl_default
 from groupwise.errors import warn_once
-
-if TYPE_CHECKING:
-    from groupwise.config.grpo_config import GRPOConfig
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +34,7 @@ class DerivedFloat(float):
     """As :class:`DerivedInt`."""
 
 
-def reopen_derived(config: GRPOConfig) -> None:
+def reopen_derived(config: GRPOFields) -> None:
     """Set values that another configuration derived, and the token placeholder of ``to_dict``, to None."""
     for field in dataclasses.fields(config):
         if isinstance(getattr(config, field.name), DerivedInt | DerivedFloat):
@@ -45,7 +43,7 @@ def reopen_derived(config: GRPOConfig) -> None:
         config.hub_token = None
 
 
-def parse_strings(config: GRPOConfig) -> None:
+def parse_strings(config: GRPOFields) -> None:
     """Parse strings (YAML, shell) to the type of their field; invalid ones are kept for the validation."""
     for name, setting in config.SETTINGS.items():
         value = getattr(config, name)
@@ -72,7 +70,7 @@ def _parse(value: object, kinds: frozenset[type]) -> object:
         return value
 
 
-def move_old_names(config: GRPOConfig) -> None:
+def move_old_names(config: GRPOFields) -> None:
     """Move the value of an old name to the new one, unless the new one is set to something else."""
     for old, setting in config.SETTINGS.items():
         new, value = setting.renamed_to, getattr(config, old)
@@ -117,7 +115,7 @@ def computes_bf16_natively(device_type: str) -> bool:
     return False
 
 
-def resolve_precision(config: GRPOConfig) -> None:
+def resolve_precision(config: GRPOFields) -> None:
     """Resolve ``bf16=None``; call it before ``TrainingArguments`` derives ``mixed_precision`` from it."""
     if config.bf16 is not None:
         return
@@ -138,7 +136,7 @@ def resolve_precision(config: GRPOConfig) -> None:
         config.use_cpu = True  # TrainingArguments accepts bf16 on a CPU only with use_cpu
 
 
-def resolve_sampling(config: GRPOConfig) -> None:
+def resolve_sampling(config: GRPOFields) -> None:
     """Copy sampler arguments to the fields of the same meaning, which the trainer's log-probs use.
 
     Warns if a field is set to something else.
@@ -155,7 +153,7 @@ def resolve_sampling(config: GRPOConfig) -> None:
         setattr(config, name, value)
 
 
-def resolve_defaults(config: GRPOConfig) -> None:
+def resolve_defaults(config: GRPOFields) -> None:
     """Resolve settings from valid values only: an invalid value is reported once, under its own name."""
     if config.epsilon_high is None and _is_valid(config, "epsilon"):
         config.epsilon_high = DerivedFloat(config.epsilon)
@@ -172,14 +170,14 @@ def resolve_defaults(config: GRPOConfig) -> None:
         config.scale_rewards = "group" if scale == "true" else "none"
 
 
-def resolve_batch_sizes(config: GRPOConfig) -> None:
+def resolve_batch_sizes(config: GRPOFields) -> None:
     """Derive ``generation_batch_size`` or ``steps_per_generation`` from the other."""
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     if not all(_is_valid(config, name) for name in (*names, "generation_batch_size", "steps_per_generation")):
         return
     if config.steps_per_generation is None and config.generation_batch_size is None:
         config.steps_per_generation = DerivedInt(config.gradient_accumulation_steps)
-    micro_batch = config.per_device_train_batch_size * config.world_size
+    micro_batch = config.completions_per_micro_batch
     size, steps = config.generation_batch_size, config.steps_per_generation
     if size is None and steps is not None:
         config.generation_batch_size = DerivedInt(micro_batch * steps)
@@ -187,7 +185,7 @@ def resolve_batch_sizes(config: GRPOConfig) -> None:
         config.steps_per_generation = DerivedInt(size // micro_batch)
 
 
-def resolve_liger(config: GRPOConfig) -> None:
+def resolve_liger(config: GRPOFields) -> None:
     """Select the layer kernels of Liger, which ``Trainer`` applies to the model.
 
     They need Triton: all stay off unless the device is a GPU. Liger's cross-entropy stays off, because it
@@ -207,12 +205,12 @@ def resolve_liger(config: GRPOConfig) -> None:
         return
 
 
-def reset_ignored(config: GRPOConfig) -> None:
+def reset_ignored(config: GRPOFields) -> None:
     """Replace ignored settings by their default; the validation has logged a warning."""
     for name, setting in config.SETTINGS.items():
         if setting.ignored:
             setattr(config, name, default_of(config, name))
 
 
-def _is_valid(config: GRPOConfig, name: str) -> bool:
+def _is_valid(config: GRPOFields, name: str) -> bool:
     return config.SETTINGS[name].violation(name, getattr(config, name), None) is None

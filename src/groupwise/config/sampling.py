@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
-    from groupwise.config.grpo_config import GRPOConfig
+    from groupwise.config.fields import GRPOFields
 
 #: Keys of ``generation_kwargs`` and the field of the same meaning, which the trainer's log-probs use.
 SAMPLING_FIELDS = {
@@ -32,13 +32,13 @@ TRUNCATING: dict[str, object] = {
 }
 
 
-def chosen_backend(config: GRPOConfig) -> str:
+def chosen_backend(config: GRPOFields) -> str:
     """Return the name of the generation backend: transformers, continuous, colocate or server."""
     own = "continuous" if config.use_transformers_continuous_batching else "transformers"
     return config.vllm_mode if config.use_vllm else own
 
 
-def sampler_settings(config: GRPOConfig) -> dict[str, float]:
+def sampler_settings(config: GRPOFields) -> dict[str, float]:
     """Return the sampler settings that may change during a run, as arguments of any backend."""
     return {
         "temperature": config.temperature,
@@ -49,7 +49,7 @@ def sampler_settings(config: GRPOConfig) -> dict[str, float]:
     }
 
 
-def corrects_for_sampler(config: GRPOConfig, *, untrusted: bool) -> bool:
+def corrects_for_sampler(config: GRPOFields, *, untrusted: bool) -> bool:
     """Return True if the loss has the importance-sampling correction.
 
     Args:
@@ -60,7 +60,7 @@ def corrects_for_sampler(config: GRPOConfig, *, untrusted: bool) -> bool:
     return config.vllm_importance_sampling_correction and trusted
 
 
-def _truncations(config: GRPOConfig) -> dict[str, object]:
+def _truncations(config: GRPOFields) -> dict[str, object]:
     """Return the settings that truncate the sampling distribution, fields and ``generation_kwargs``."""
     kwargs = cast("dict[str, object]", config.generation_kwargs or {})
     given = {
@@ -69,12 +69,12 @@ def _truncations(config: GRPOConfig) -> dict[str, object]:
     return {name: value for name, value in given.items() if value not in (None, TRUNCATING[name])}
 
 
-def truncating(config: GRPOConfig) -> str:
+def truncating(config: GRPOFields) -> str:
     """Return the settings that truncate the sampling distribution: ``"top_p=0.9, top_k=50"``."""
     return ", ".join(f"{name}={value}" for name, value in _truncations(config).items())
 
 
-def truncated_logprob_bound(config: GRPOConfig) -> float:
+def truncated_logprob_bound(config: GRPOFields) -> float:
     """Return the most by which truncation raises the log-prob of a sampled token.
 
     Truncation divides its probability by the kept mass: at least ``top_p``, and unknown with other settings.

@@ -1,4 +1,7 @@
-"""Metadata of configuration fields, read by validation, ``--help``, docs, doctor and model card."""
+"""Metadata of configuration fields, read by validation, ``--help``, docs, doctor and model card.
+
+A `Setting` has the constraints of one field, a `Condition` what it requires of other fields.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,12 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, TypeVar
+from operator import attrgetter
+from typing import Any, Final, Literal, TypeVar
 
-from groupwise.errors import nearest_name
-
-if TYPE_CHECKING:
-    from groupwise.config.grpo_config import GRPOConfig
+from groupwise.errors import ConfigError, nearest_name
 
 Config = TypeVar("Config", bound=type)
 
@@ -24,10 +25,37 @@ class Condition:
 
     text: completes "has no effect unless" and "requires", for example "beta > 0".
     holds: returns True if a configuration meets the requirement.
+    reason: why a setting requires it.
+    reads: settings whose values the message of a violation shows.
+    nearest: way out, a format string over the configuration ``c``; empty: the default of the setting that
+        requires it.
+    lasts: also checked when another setting changes during a run; β, for example, may go to 0.
+    violated_by: other settings with which it does not hold; the tests build a configuration with them.
     """
 
     text: str
-    holds: Callable[[GRPOConfig], bool]
+    holds: Callable[[Any], bool]
+    reason: str = ""
+    reads: tuple[str, ...] = ()
+    nearest: str = ""
+    lasts: bool = False
+    violated_by: Mapping[str, object] = dataclasses.field(default_factory=dict)
+
+    def violations(self, name: str, default: object, config: Any) -> Iterator[str]:
+        """Yield a message if the value of ``name`` is not the default and the requirement is not met."""
+        value = getattr(config, name)
+        if value == default or self.holds(config):
+            return
+        shown = ", ".join(f"{other}={getattr(config, other)!r}" for other in self.reads)
+        given = f"{name}={value!r}" + (f" with {shown}" if shown else "")
+        why = f": {self.reason}" if self.reason else f" requires {self.text}"
+        nearest = self.nearest.format(c=config) or f"{name}={default!r}"
+        yield violation(f"{given}{why}", self.text, nearest)
+
+
+def on(name: str) -> Condition:
+    """Return the condition that the switch ``name`` is on."""
+    return Condition(f"{name}=True", attrgetter(name))
 
 
 #: Consequences of changes on resume; ``on_resume`` of several settings.
@@ -55,10 +83,10 @@ class Setting:
     help: meaning, in whole sentences.
     ge, gt, le: bounds; None is valid if the type of the field includes it.
     choices: valid strings. A registry is read at each validation: names that are registered later are valid.
-    example: a value that violates the bounds, the choices or ``requires``; the tests build a configuration
-        with it.
+    example: a value that violates the bounds or the choices, or has a requirement that others may violate;
+        the tests build a configuration with it.
     no_effect_unless: the value is ignored otherwise; building the configuration logs a warning.
-    requires: a value other than the default is an error otherwise.
+    requires: a value other than the default is an error if one of these is not met.
     unsupported: reason why a value other than the default is an error.
     ignored: reason why the value is never used; it is replaced by the default, with a warning.
     renamed_to: present name of a field that is an old name.
@@ -68,7 +96,9 @@ class Setting:
         generation, or with the next run; None: the setting is read when the trainer is built.
     on_resume: consequence of a value that differs from that of the checkpoint; the resumed run warns with it.
     optional_value: the flag alone means True; ``HfArgumentParser`` does this only if the default is a bool.
-    types: accepted types; filled in from the annotation, empty if the type is not checked.
+    types, items: accepted types of the value and of its elements; filled in from the annotation, empty if
+        they are not checked.
+    default: the default that the class of the setting declares; filled in.
     """
 
     help: str = ""
@@ -78,7 +108,7 @@ class Setting:
     choices: Collection[str] = ()
     example: object = None
     no_effect_unless: Condition | None = None
-    requires: Condition | None = None
+    requires: tuple[Condition, ...] = ()
     unsupported: str | None = None
     ignored: str | None = None
     renamed_to: str | None = None
@@ -87,6 +117,8 @@ class Setting:
     on_resume: str = ""
     optional_value: bool = False
     types: frozenset[type] = frozenset()
+    items: frozenset[type] = frozenset()
+    default: object = None
 
     @property
     def allowed(self) -> str:
@@ -98,13 +130,15 @@ class Setting:
     @property
     def description(self) -> str:
         """Meaning and conditions, as in the documentation."""
-        parts = [f"Old name of {self.renamed_to}." if self.renamed_to else self.help]
-        parts += [f"No effect unless {self.no_effect_unless.text}."] if self.no_effect_unless else []
-        parts += [f"Requires {self.requires.text}."] if self.requires else []
-        parts += [
-            f"{reason[0].upper()}{reason[1:]}." for reason in (self.unsupported, self.ignored) if reason
+        unless, requires = self.no_effect_unless, [condition.text for condition in self.requires]
+        parts = [
+            f"Old name of {self.renamed_to}." if self.renamed_to else self.help,
+            f"No effect unless {unless.text}." if unless else "",
+            f"Requires {'; '.join(requires)}." if requires else "",
+            f"Not supported: {self.unsupported}." if self.unsupported else "",
+            f"No effect: {self.ignored}." if self.ignored else "",
         ]
-        return " ".join(parts)
+        return " ".join(filter(None, parts))
 
     def violation(self, name: str, value: object, default: object) -> str | None:
         """Return a message if ``value`` is invalid by itself: its type, not finite, out of range, unknown."""
@@ -117,20 +151,25 @@ class Setting:
             return violation(
                 f"{name}={value!r} is of type {type(value).__name__}", type_names(self.types), hint
             )
-        numbers = value if isinstance(value, list) else [value]
-        if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+        values = value if isinstance(value, list) else [value]
+        if (
+            isinstance(value, list)
+            and self.items
+            and not (value and all(has_type(item, self.items) for item in value))
+        ):
+            kinds = type_names(self.items)
+            return violation(f"{name}={value!r} is no list of {kinds}", f"one {kinds} or several", hint)
+        if any(isinstance(item, float) and not math.isfinite(item) for item in values):
             return violation(f"{name}={value} is not finite", "finite numbers", hint)
         if self.choices and isinstance(value, str) and value not in self.choices:
             nearest = repr(nearest_name(value, self.choices))
             return violation(f"{name}={value!r} is unknown", self.allowed, nearest)
-        if isinstance(value, int | float) and (value < self.ge or value <= self.gt or value > self.le):
-            return violation(f"{name}={value} is out of range", self.allowed, self._nearest_number(value))
+        for number in (item for item in values if isinstance(item, int | float)):
+            if number < self.ge or number <= self.gt or number > self.le:
+                lowest = str(self.ge) if self.ge > -math.inf else f"any value above {self.gt}"
+                nearest = str(self.le) if number > self.le else lowest
+                return violation(f"{name}={value} is out of range", self.allowed, nearest)
         return None
-
-    def _nearest_number(self, value: float) -> str:
-        if value > self.le:
-            return str(self.le)
-        return str(self.ge) if self.ge > -math.inf else f"any value above {self.gt}"
 
 
 def violation(given: str, allowed: str, nearest: str) -> str:
@@ -154,20 +193,47 @@ def has_type(value: object, kinds: frozenset[type]) -> bool:
 
 def types_of(hint: object) -> frozenset[type]:
     """Return the types that an annotation accepts: ``list[int] | None`` accepts list and None."""
+    return frozenset(typing.get_origin(kind) or kind for kind in _members(hint))
+
+
+def _members(hint: object) -> tuple[type, ...]:
+    """Return the members of a union, or a single type, without metadata."""
     if typing.get_origin(hint) is typing.Annotated:
         hint = typing.get_args(hint)[0]
-    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    members = typing.cast("tuple[type, ...]", typing.get_args(hint) if union else (hint,))
-    return frozenset(typing.get_origin(kind) or kind for kind in members)
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if is_union else (typing.cast(type, hint),)
 
 
-def default_of(config: GRPOConfig, name: str) -> object:
+def default_of(config: Any, name: str) -> object:
     """Return the default of a field in the class of ``config``; subclasses may change it."""
     field = config.__dataclass_fields__[name]
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
-def card_settings(config: GRPOConfig) -> dict[str, object]:
+def field_violations(config: Any) -> dict[str, list[str]]:
+    """Return a message for each field of a dataclass with ``SETTINGS`` whose value is invalid by itself."""
+    found = {}
+    for field in dataclasses.fields(config):
+        setting = config.SETTINGS.get(field.name, Setting())
+        message = setting.violation(field.name, getattr(config, field.name), default_of(config, field.name))
+        if message is not None:
+            found[field.name] = [message]
+    return found
+
+
+def raise_for(violations: Mapping[str, list[str]], subject: str) -> None:
+    """Raise one error for all violations.
+
+    Raises:
+        ConfigError: there is one; its message begins with ``subject``.
+    """
+    found = [message for messages in violations.values() for message in messages]
+    if found:
+        lines = "".join(f"\n  - {message}" for message in found)
+        raise ConfigError(f"{subject}: {len(found)} invalid setting(s){lines}")
+
+
+def card_settings(config: Any) -> dict[str, object]:
     """Return the settings of the model card: those of the method, and others that differ from the default."""
     shown = {}
     for name, setting in config.SETTINGS.items():
@@ -197,18 +263,22 @@ def with_settings(inherited: Mapping[str, Setting]) -> Callable[[Config], Config
         settings: dict[str, Setting] = {}
         for name in config_class.__annotations__:
             for setting in typing.get_args(hints[name])[1:]:
-                settings[name] = dataclasses.replace(setting, types=types_of(hints[name]))
+                default = getattr(config_class, name, dataclasses.MISSING)
+                lists = [kind for kind in _members(hints[name]) if typing.get_origin(kind) is list]
+                items = frozenset(typing.get_args(lists[0])) if lists else frozenset()
+                settings[name] = dataclasses.replace(
+                    setting, types=types_of(hints[name]), items=items, default=default
+                )
                 allowed = f" Allowed: {setting.allowed}." if setting.allowed else ""
                 flag = {"nargs": "?", "const": True} if setting.optional_value else {}
                 text = f"{setting.description}{allowed}".replace("%", "%%")  # argparse expands %
-                default = getattr(config_class, name)
                 field: object = dataclasses.field(default=default, metadata={"help": text, **flag})
                 setattr(config_class, name, field)
         for name, setting in inherited.items():
-            if name not in hints:
-                continue
-            kinds = types_of(hints[name]) if setting.allowed else frozenset()
-            settings[name] = dataclasses.replace(setting, types=kinds)
+            if name in hints:
+                kinds = types_of(hints[name]) if setting.allowed else frozenset()
+                default = default_of(config_class, name)
+                settings[name] = dataclasses.replace(setting, types=kinds, default=default)
         config_class.SETTINGS = settings  # type: ignore[attr-defined]
         return config_class
 

@@ -1,92 +1,101 @@
 """Validation of a configuration: all violations in one error, a warning per setting without effect.
 
-Constraints of a single setting are its `Setting` in ``grpo_config.py``, relations between settings are
-functions in ``rules.py``.
+Constraints of a single setting, and what it requires of others, are its `Setting` in ``fields.py``; what is
+left is a function here, with an example that violates that rule alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
-from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, cast
+import math
+import re
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 
-from groupwise.config.rules import CAUTIONS, RULES, Check
-from groupwise.config.settings import Setting, default_of, violation
+from transformers.integrations import integration_utils
+
+from groupwise.config.conditions import COLOCATE, uses_surrogate
+from groupwise.config.fields import GRPOFields
+from groupwise.config.sampling import truncating
+from groupwise.config.settings import (
+    default_of,
+    field_violations,
+    has_type,
+    raise_for,
+    type_names,
+    types_of,
+    violation,
+)
 from groupwise.config.trl import is_trl_default
-from groupwise.errors import ConfigError, warn_once
-
-if TYPE_CHECKING:
-    from groupwise.config.grpo_config import GRPOConfig
+from groupwise.core import surrogates
+from groupwise.core.objectives import OBJECTIVES
+from groupwise.errors import nearest_name, warn_once
 
 logger = logging.getLogger(__name__)
 
+Check = Callable[[GRPOFields], Iterator[str]]
 
-def check(config: GRPOConfig) -> None:
+
+def check(config: GRPOFields) -> None:
     """Raise one error for all violations; warn, once each, about settings without effect and cautions.
 
     Raises:
         ConfigError: one line per violation.
     """
-    _raise_for(violations(config), type(config).__name__)
+    raise_for(violations(config), type(config).__name__)
     for message in warnings_of(config):
         warn_once(logger, message)
 
 
-def check_changes(config: GRPOConfig, changed: Collection[str]) -> None:
+def check_changes(config: GRPOFields, changed: Collection[str]) -> None:
     """Raise one error for all violations after some settings changed; warn about those without effect.
-
-    A setting that requires another one is not checked again when the other one changes: β may go to 0.
 
     Raises:
         ConfigError: one line per violation.
     """
-    found = {
-        name: messages
-        for name, messages in violations(config).items()
-        if name in changed or name not in config.SETTINGS
-    }
-    _raise_for(found, f"{', '.join(sorted(changed))} changed during the run")
+    raise_for(violations(config, changed), f"{', '.join(sorted(changed))} changed during the run")
     for name in sorted(changed):
         unless = config.SETTINGS[name].no_effect_unless
         if unless is not None and not unless.holds(config):
             warn_once(logger, f"{name} was changed, but has no effect unless {unless.text}")
 
 
-def _raise_for(violations: Mapping[str, list[str]], subject: str) -> None:
-    found = [message for messages in violations.values() for message in messages]
-    if found:
-        lines = "".join(f"\n  - {message}" for message in found)
-        raise ConfigError(f"{subject}: {len(found)} invalid setting(s){lines}")
+def violations(config: GRPOFields, changed: Collection[str] | None = None) -> dict[str, list[str]]:
+    """Return the messages of all violations by the name of the setting or of the rule.
 
-
-def violations(config: GRPOConfig) -> dict[str, list[str]]:
-    """Return the messages of all violations by the name of the setting or of the rule."""
-    found = {}
-    for item in dataclasses.fields(config):
-        setting = config.SETTINGS.get(item.name, Setting())
-        message = setting.violation(item.name, getattr(config, item.name), default_of(config, item.name))
-        if message is not None:
-            found[item.name] = [message]
-    checks: dict[str, Check] = {
-        name: functools.partial(_requirement, name, setting)
-        for name, setting in config.SETTINGS.items()
-        if setting.requires
+    Args:
+        changed: settings that changed during a run; requirements of others are checked if they last. None:
+            the configuration is being built.
+    """
+    found = {
+        name: messages
+        for name, messages in field_violations(config).items()
+        if changed is None or name in changed
     }
-    valid = cast("GRPOConfig", _ValidSettings(config, found.keys()))
-    checks |= {rule.name: rule.check for rule in RULES}
-    for name, relation in checks.items():
+    valid = typing.cast(GRPOFields, _ValidSettings(config, list(found)))
+
+    def collect(name: str, relation: Check) -> None:
         try:
             messages = list(relation(valid))
         except _InvalidSettingError:
-            continue
+            return
         if messages:
-            found[name] = messages
+            found[name] = [*found.get(name, []), *messages]
+
+    for name, setting in config.SETTINGS.items():
+        for condition in setting.requires:
+            if changed is None or name in changed or condition.lasts:
+                collect(name, partial(condition.violations, name, setting.default))
+    for rule in RULES:
+        collect(rule.name, rule.check)
     return found
 
 
-def warnings_of(config: GRPOConfig) -> list[str]:
+def warnings_of(config: GRPOFields) -> list[str]:
     """Return the messages about a valid configuration: settings without effect, and cautions.
 
     A setting has no effect if its condition does not hold; its default, and TRL's, are not mentioned.
@@ -110,16 +119,313 @@ class _InvalidSettingError(Exception):
 class _ValidSettings:
     """View of a configuration for rules: reading a setting that is reported already ends the rule."""
 
-    def __init__(self, config: GRPOConfig, invalid: Collection[str]) -> None:
+    def __init__(self, config: GRPOFields, invalid: Collection[str]) -> None:
         self._config, self._invalid = config, frozenset(invalid)
 
     def __getattr__(self, name: str) -> object:
         if name in self._invalid:
             raise _InvalidSettingError(name)
+        derived = vars(GRPOFields).get(name)
+        if isinstance(derived, property) and derived.fget is not None:
+            return derived.fget(self)  # from valid settings alone
         return getattr(self._config, name)
 
 
-def _requirement(name: str, setting: Setting, config: GRPOConfig) -> Iterator[str]:
-    value, default, condition = getattr(config, name), default_of(config, name), setting.requires
-    if condition is not None and value != default and not condition.holds(config):
-        yield violation(f"{name}={value!r} requires {condition.text}", condition.text, f"{name}={default!r}")
+@dataclass(frozen=True)
+class Rule:
+    """Relation between several settings.
+
+    name: name of the function.
+    check: yields a message per violation. It reads only settings that are valid by themselves.
+    example: arguments that violate this rule and no other.
+    """
+
+    name: str
+    check: Check
+    example: Mapping[str, object]
+
+
+RULES: list[Rule] = []
+CAUTIONS: list[Rule] = []  # their messages are logged as warnings
+
+
+def _add_to(rules: list[Rule], /, **example: object) -> Callable[[Check], Check]:
+    def add(check: Check) -> Check:
+        rules.append(Rule(check.__name__, check, example))
+        return check
+
+    return add
+
+
+#: Decorators that add a function to ``RULES`` or ``CAUTIONS``, with its example.
+rule, caution = partial(_add_to, RULES), partial(_add_to, CAUTIONS)
+
+
+# Names and parsed values
+
+
+@rule(vllm_importance_sampling_cap=2.0, vllm_importance_sampling_clip_max=4.0)
+def old_and_new_name_differ(c: GRPOFields) -> Iterator[str]:
+    for old, setting in c.SETTINGS.items():
+        new = setting.renamed_to
+        if new is not None and getattr(c, old) is not None:
+            given = f"{old}={getattr(c, old)!r} is the old name of {new}={getattr(c, new)!r}"
+            yield violation(given, f"{new} alone", f"{new}={getattr(c, new)!r}")
+
+
+@rule(report_to="tensorbord")
+def report_to_is_installed(c: GRPOFields) -> Iterator[str]:
+    known = list(integration_utils.INTEGRATION_TO_CALLBACK)
+    installed = integration_utils.get_available_reporting_integrations()
+    never_listed = ("azure_ml", "flyte")  # transformers lists azure_ml only without MLflow, flyte never
+    for name in c.report_to or ():
+        if name not in known:
+            nearest = repr(nearest_name(name, known))
+            yield violation(f"report_to={name!r} is unknown", ", ".join(known), nearest)
+        elif name not in (*installed, *never_listed):
+            given = f"report_to={name!r} needs a package that is not installed"
+            yield violation(given, ", ".join(installed) or "none", "'none', or install it")
+
+
+@rule(loss_kwargs={"tau": 1.0})
+def loss_kwargs_of_objective(c: GRPOFields) -> Iterator[str]:
+    settings = OBJECTIVES[c.loss_type].settings
+    if settings is None:
+        if c.loss_kwargs is not None:
+            given = (
+                f"loss_kwargs={c.loss_kwargs!r} with loss_type={c.loss_type!r}, which has no hyperparameters"
+            )
+            takes = [name for name, entry in OBJECTIVES.items() if entry.settings]
+            yield violation(given, f"loss_type {' or '.join(takes) or 'of a registered objective'}", "None")
+        return
+    hints = typing.get_type_hints(settings)
+    fields = {item.name: item for item in dataclasses.fields(settings)}
+    kwargs = typing.cast("dict[str, object]", c.loss_kwargs or {})
+    for key, value in kwargs.items():
+        if key not in fields:
+            given = f"loss_kwargs[{key!r}]={value!r} is unknown to loss_type={c.loss_type!r}"
+            yield violation(given, ", ".join(fields), repr(nearest_name(key, fields)))
+        elif not has_type(value, types_of(hints[key])):
+            given = f"loss_kwargs[{key!r}]={value!r} is of type {type(value).__name__}"
+            default, names = fields[key].default, type_names(types_of(hints[key]))
+            nearest = f"a {names}" if default is dataclasses.MISSING else f"{default!r} (the default)"
+            yield violation(given, names, nearest)
+        elif any(number != number for number in (value if isinstance(value, list) else [value])):
+            yield violation(f"loss_kwargs[{key!r}]={value!r} is not a number", "numbers", f"a value of {key}")
+    for key, item in fields.items():
+        required = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+        if required and key not in kwargs:
+            yield violation(
+                f"loss_kwargs={c.loss_kwargs!r} lacks {key!r}", ", ".join(fields), f"a value of {key}"
+            )
+
+
+# Batches
+
+
+def _multiples(value: int, unit: int) -> str:
+    """Return the multiples of ``unit`` on either side of ``value``: "16 or 24"."""
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else f"{unit}"
+
+
+def _divisors(value: int, near: int, low: int) -> str:
+    """Return the divisors of ``value``, at least ``low``, on either side of ``near``: "6 or 12"."""
+    divisors = [n for n in range(low, value + 1) if value % n == 0]
+    around = {*[n for n in divisors if n < near][-1:], *[n for n in divisors if n > near][:1]}
+    return " or ".join(str(n) for n in sorted(around))
+
+
+@rule(generation_batch_size=8, steps_per_generation=4)
+def generation_batch_size_and_steps_per_generation(c: GRPOFields) -> Iterator[str]:
+    size, steps = c.generation_batch_size, c.steps_per_generation
+    if size is not None and steps is not None and size != steps * c.completions_per_micro_batch:
+        given = f"generation_batch_size={size} and steps_per_generation={steps} are both given and disagree"
+        yield violation(
+            given, "one, the other None", f"generation_batch_size={steps * c.completions_per_micro_batch}"
+        )
+
+
+@rule(generation_batch_size=12, num_generations=4)
+def generation_batch_size_in_whole_micro_batches(c: GRPOFields) -> Iterator[str]:
+    size, unit = c.generation_batch_size, c.completions_per_micro_batch
+    if size is not None and c.steps_per_generation is None and size % unit != 0:
+        yield violation(
+            f"generation_batch_size={size} is not divisible by {unit}, which is per_device_train_batch_size="
+            f"{c.per_device_train_batch_size} x {c.world_size} process(es)",
+            f"multiples of it and of num_generations={c.num_generations}",
+            _multiples(size, math.lcm(unit, c.num_generations)),
+        )
+
+
+@rule(per_device_train_batch_size=12, num_generations=8)
+def generation_batch_size_in_whole_groups(c: GRPOFields) -> Iterator[str]:
+    size, group = c.generation_batch_size, c.num_generations
+    if size is not None and size % group != 0:
+        groups = _divisors(size, near=group, low=2)
+        yield violation(
+            f"generation_batch_size={size} (per_device_train_batch_size x processes x steps_per_generation) "
+            f"is not divisible by num_generations={group}",
+            "whole groups",
+            f"generation_batch_size {_multiples(size, math.lcm(group, c.completions_per_micro_batch))}"
+            + (f", or num_generations {groups}" if groups else ""),
+        )
+
+
+@rule(eval_strategy="steps", per_device_eval_batch_size=6)
+def eval_batch_in_whole_groups(c: GRPOFields) -> Iterator[str]:
+    each, processes, group = c.per_device_eval_batch_size, c.world_size, c.num_generations_eval
+    if c.eval_strategy != "no" and group is not None and each * processes % group != 0:
+        yield violation(
+            f"per_device_eval_batch_size={each} x {processes} process(es) is not divisible by "
+            f"num_generations_eval={group}",
+            "whole groups",
+            f"per_device_eval_batch_size {_multiples(each, group // math.gcd(group, processes))}, or "
+            f"num_generations_eval {_divisors(each * processes, group, low=1)}",
+        )
+
+
+# Processes
+
+
+@rule(accelerator_config={"dispatch_batches": True})
+def accelerator_config_of_rows(c: GRPOFields) -> Iterator[str]:
+    given = c.accelerator_config
+    refused = {
+        "dispatch_batches": (True, "accelerate can only send tensors to other processes, and rows are none"),
+        "split_batches": (True, "it would split the completions of a prompt over evaluation batches"),
+        "even_batches": (False, "all processes must evaluate equally many completions"),
+    }
+    for name, (value, reason) in refused.items():
+        if getattr(given, name, None) is value:
+            yield violation(
+                f"accelerator_config={{{name!r}: {value}}}: {reason}",
+                f"{name}={not value}",
+                f"{name}={not value}",
+            )
+    steps = (getattr(given, "gradient_accumulation_kwargs", None) or {}).get("num_steps", 1)
+    if steps != 1:
+        yield violation(
+            f"accelerator_config={{'num_steps': {steps}}} changes gradient_accumulation_steps after the "
+            "generation batch was derived from it",
+            "gradient_accumulation_steps",
+            f"gradient_accumulation_steps={steps}",
+        )
+
+
+@rule(parallelism_config=SimpleNamespace(cp_size=2))
+def parallelism_of_one_sequence(c: GRPOFields) -> Iterator[str]:
+    yield from unsupported_parallelism(c.parallelism_config)
+
+
+def unsupported_parallelism(given: object) -> Iterator[str]:
+    """Yield a message for each size of a ``ParallelismConfig`` that splits a sequence or a layer."""
+    for name in ("cp_size", "sp_size", "tp_size"):
+        size = getattr(given, name, None) or 1
+        if size > 1:
+            yield violation(
+                f"parallelism_config=({name}={size}): log-probs are computed from whole sequences and layers",
+                f"{name}=1; dp_replicate_size and dp_shard_size are free",
+                f"{name}=1",
+            )
+
+
+# Generation
+
+
+#: Sampler arguments that must keep a value: each row of a batch has one completion, as a list of tokens.
+_ONE_COMPLETION = {"num_return_sequences": 1, "n": 1, "return_dict_in_generate": False}
+
+
+@rule(generation_kwargs={"num_return_sequences": 2})
+def generation_kwargs_of_one_completion(c: GRPOFields) -> Iterator[str]:
+    kwargs = typing.cast("dict[str, object]", c.generation_kwargs or {})
+    for key, value in _ONE_COMPLETION.items():
+        if kwargs.get(key, value) != value:
+            given = f"generation_kwargs={{{key!r}: {kwargs[key]!r}}} changes the result of the sampler"
+            yield violation(given, f"{value}; num_generations sets the completions per prompt", f"no {key!r}")
+
+
+@rule(eval_generation_kwargs={"temprature": 0.6})
+def eval_generation_kwargs_are_sampler_settings(c: GRPOFields) -> Iterator[str]:
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    for key, value in typing.cast("dict[str, object]", c.eval_generation_kwargs or {}).items():
+        if key not in names:
+            given = f"eval_generation_kwargs={{{key!r}: {value!r}}} is not a sampler setting"
+            yield violation(given, ", ".join(names), repr(nearest_name(str(key), names)))
+        elif (key, value) != ("temperature", 0):  # greedy decoding, in evaluation only
+            setting = dataclasses.replace(c.SETTINGS[key], types=frozenset({float}))
+            message = setting.violation(f"eval_generation_kwargs[{key!r}]", value, getattr(c, key))
+            yield from [message] if message else []
+
+
+@rule(use_vllm=True, vllm_structured_outputs_regex="(yes|no")
+def regex_syntax(c: GRPOFields) -> Iterator[str]:
+    pattern = c.vllm_structured_outputs_regex or ""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        given = f"vllm_structured_outputs_regex={pattern!r} is not a regular expression: {error}"
+        yield violation(given, "regular expressions", f"{re.escape(pattern)!r} (matches the text itself)")
+
+
+@rule(use_vllm=True, vllm_max_model_length=256, max_completion_length=256)
+def vllm_max_model_length_holds_completions(c: GRPOFields) -> Iterator[str]:
+    limit, needed = c.vllm_max_model_length, (c.max_prompt_length or 1) + c.max_completion_length
+    if COLOCATE.holds(c) and limit is not None and limit < needed:
+        given = (
+            f"vllm_max_model_length={limit} is too short for a prompt and max_completion_length="
+            f"{c.max_completion_length}"
+        )
+        yield violation(given, f"{needed} or more", f"{needed}")
+
+
+# Loss
+
+
+@caution(delta=1.1)
+def delta_inside_clip_range(c: GRPOFields) -> Iterator[str]:
+    if c.delta is None or c.epsilon_high is None or not uses_surrogate(c, surrogates.clipped):
+        return
+    if c.delta <= 1 + c.epsilon_high:
+        yield (
+            f"delta={c.delta} is inside the clip range, which ends at 1 + epsilon_high={c.epsilon_high}: the "
+            "ratio is bounded by delta for every advantage, and epsilon_high has no effect; usual values are "
+            "above 1 + epsilon_high"
+        )
+
+
+@caution(importance_sampling_level="sequence")
+def sequence_ratio_with_token_sum(c: GRPOFields) -> Iterator[str]:
+    objective = OBJECTIVES[c.loss_type]
+    sums_tokens = objective.normalizer in ("token_mean", "local_token_mean", "constant_length")
+    reads_ratio = objective.surrogate in (surrogates.clipped, surrogates.cispo)
+    if c.importance_sampling_level == "sequence" and sums_tokens and reads_ratio:
+        yield (
+            f"importance_sampling_level='sequence' with loss_type={c.loss_type!r}: the loss is a sum over "
+            "tokens, so that a sequence counts in proportion to its length; loss_type='grpo' weighs "
+            "sequences equally (GSPO)"
+        )
+
+
+@rule(entropy_coef_min=2.0)
+def entropy_coef_bounds(c: GRPOFields) -> Iterator[str]:
+    if c.entropy_coef_min > c.entropy_coef_max:
+        given = f"entropy_coef_min={c.entropy_coef_min} is above entropy_coef_max={c.entropy_coef_max}"
+        yield violation(given, "min <= max", f"entropy_coef_min={c.entropy_coef_max}")
+
+
+@rule(use_adaptive_entropy=True, entropy_coef=1.5)
+def entropy_coef_outside_bounds(c: GRPOFields) -> Iterator[str]:
+    low, high = c.entropy_coef_min, c.entropy_coef_max
+    bounded = min(max(c.entropy_coef, low), high)
+    if c.use_adaptive_entropy and low <= high and bounded != c.entropy_coef:
+        given = f"entropy_coef={c.entropy_coef} is outside the bounds of use_adaptive_entropy"
+        yield violation(given, f"from {low} to {high}", f"{bounded}")
+
+
+@rule(use_liger_kernel=True, top_p=0.9)
+def truncation_with_liger(c: GRPOFields) -> Iterator[str]:
+    if c.use_liger_kernel and (used := truncating(c)):
+        given = f"use_liger_kernel=True with {used}: Liger's log-probs are of the full distribution"
+        yield violation(given, "settings that do not truncate sampling", "use_liger_kernel=False")

@@ -2,7 +2,7 @@
 
 Liger normalizes over one micro-batch; our token weights normalize over the whole accumulation window. For
 each normalizer the two differ by one factor per micro-batch, known before the forward pass. The configuration
-rejects options that Liger does not support (``groupwise.config.liger``).
+rejects options that Liger does not support (``groupwise.config.conditions``).
 
 Axes: B sequences, T completion tokens, K positions that the head receives, H hidden size, X is T or 1.
 """
