@@ -187,7 +187,7 @@ def register_backend(
     """Register a generation backend, which ``GRPOTrainer(..., backend=name)`` then uses.
 
     Args:
-        name: a registered backend of the same name is replaced.
+        name: new name.
         factory: called as ``factory(policy, config, processing_class, suppress_tokens)`` once the policy is
             loaded; see :class:`BackendFactory`.
         check_config: called with the config before anything is loaded; raises ConfigError for settings that
@@ -215,7 +215,7 @@ def check_backend(
         name, supports_images = type(backend).__name__, backend.supports_images
     else:
         name = backend or chosen_backend(config)
-        entry = BACKENDS.get(name)
+        entry = BACKENDS[name]
         supports_images = entry.supports_images
         if entry.check_config is not None:
             entry.check_config(config)
@@ -243,7 +243,7 @@ def make_backend(
     """
     if isinstance(backend, GenerationBackend):
         return backend
-    entry = BACKENDS.get(backend or chosen_backend(config))
+    entry = BACKENDS[backend or chosen_backend(config)]
     return entry.factory(policy, config, processing_class, image_suppress_tokens(policy(), processing_class))
 
 
