@@ -109,7 +109,7 @@ class MetricBuffer:
         if number is None:
             raise ValueError(f"record_metric({name!r}, {value!r:.80}): the value must be one finite number")
         try:
-            self.record({str(name): REDUCTIONS[reduction](number)})
+            self.metrics = merge_metrics([self.metrics, {str(name): REDUCTIONS[reduction](number)}])
         except TypeError as error:
             raise ValueError(f"record_metric({name!r}, ..., {reduction!r}): {error}") from error
 
