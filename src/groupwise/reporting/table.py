@@ -28,7 +28,7 @@ Images = list[list[bytes]]
 
 
 class CompletionRow(TypedDict):
-    """One completion: strings or messages, numbers, and PNG bytes of the prompt's images, if these are kept."""
+    """One completion: strings or messages, numbers, and the images of its prompt as PNG bytes."""
 
     step: int
     prompt: str | list[PlainMessage]
