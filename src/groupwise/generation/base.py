@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import chosen_backend, truncating
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, nearest_name
 from groupwise.policy.weight_iterator import WeightSource
 from groupwise.records import Completion, SamplingOptions
 from groupwise.records.images import ImageInputs
@@ -156,6 +156,14 @@ class BackendEntry:
     check_config: Callable[[GRPOConfig], None] | None = None
     supports_images: bool = False
     check_images: Callable[[GRPOConfig], None] | None = None
+
+
+def check_names(field: str, given: Iterable[str], known: Collection[str], library: str) -> None:
+    """Raise ConfigError, with the nearest known name, if a key of the setting ``field`` is unknown."""
+    for name in given:
+        if name not in known:
+            nearest = nearest_name(name, known)
+            raise ConfigError(f"{field}[{name!r}] is unknown to {library}; nearest valid: {nearest!r}")
 
 
 def text_tokenizer(processing_class: ProcessingClass) -> PreTrainedTokenizerBase:
