@@ -14,7 +14,6 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from groupwise.errors import BackendError
-from groupwise.generation.vllm.background import EventLoopThread
 from groupwise.generation.vllm.http import HttpClient, LostAnswerError, ServerUnavailableError
 from groupwise.generation.vllm.sampling import (
     DEFAULT_MAX_LOGPROBS,
@@ -24,6 +23,7 @@ from groupwise.generation.vllm.sampling import (
     server_prompt,
 )
 from groupwise.records import Completion
+from groupwise.threads import EventLoop
 
 T = TypeVar("T")
 
@@ -58,8 +58,8 @@ class VLLMServers:
         self.run_id = run_id
         self.world_sizes: list[int] = []
         self._slots = [asyncio.Semaphore(CONCURRENCY) for _ in urls]
-        self._background = EventLoopThread(
-            lambda: ServerUnavailableError("the client of the vLLM servers was closed")
+        self._background = EventLoop(
+            "vllm-client", lambda: ServerUnavailableError("the client of the vLLM servers was closed")
         )
 
     # Generation.

@@ -19,7 +19,6 @@ import uuid
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
@@ -32,6 +31,7 @@ from groupwise.errors import BackendError, ConfigError
 from groupwise.generation.vllm.plugin import BACKEND
 from groupwise.policy.introspection import CausalLM
 from groupwise.policy.weight_iterator import LoRAWeights, WeightSource, base_weights, buckets
+from groupwise.threads import start_thread
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -257,15 +257,11 @@ def _metadata(bucket: Bucket) -> dict[str, Any]:
 
 def _run_both(remote: Callable[[], None], local: Callable[[], None]) -> None:
     """Run both concurrently. A failure of ``remote`` so far is raised before ``local`` blocks on it."""
-    pool = ThreadPoolExecutor(max_workers=1)
-    try:
-        answer = pool.submit(remote)
-        if answer.done():
-            answer.result()
-        local()
+    answer = start_thread(remote)  # after a failure of local, it may never return
+    if answer.done():
         answer.result()
-    finally:
-        pool.shutdown(wait=False)  # after a failure of local, remote may never return
+    local()
+    answer.result()
 
 
 class LocalReceiver:
