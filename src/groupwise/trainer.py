@@ -14,8 +14,10 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerState
 
 from groupwise import reporting
-from groupwise.agents.build import AgentSetup, check_agents, make_agents, make_renderer
+from groupwise.agents import AgentLoop
 from groupwise.agents.environment_rows import add_environment_rows
+from groupwise.agents.multi_turn import make_agents, make_renderer
+from groupwise.agents.tool_loop import make_agent_loop
 from groupwise.compat.transformers import trainer_state_name
 from groupwise.config.arguments import check_arguments, check_methods
 from groupwise.config.grpo_config import GRPOConfig
@@ -38,13 +40,7 @@ from groupwise.data.prompt_source import PromptSource, num_valid_rows
 from groupwise.data.rebalancing import cache_sized
 from groupwise.data.window import AccumulationWindow
 from groupwise.errors import ConfigError
-from groupwise.generation.base import (
-    GenerationBackend,
-    check_backend,
-    make_backend,
-    text_tokenizer,
-    truncation_warning,
-)
+from groupwise.generation.base import GenerationBackend, check_backend, make_backend, truncation_warning
 from groupwise.hf import checkpointing
 from groupwise.hf.base import BaseTrainer
 from groupwise.hf.callbacks import CheckpointProductsCallback, SyncRefModelCallback
@@ -84,6 +80,7 @@ from groupwise.rewards.runtime.loading import (
     load_rewards,
     with_default_weights,
 )
+from groupwise.tokenization.text import text_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +154,7 @@ class GRPOTrainer(
     ) -> None:
         check_methods(self, self.refused_methods, self.refused_way_out)
         args = check_arguments(model, args, self.config_class)
-        agents = check_agents(tools, environment_factory, rollout_func, args.tool_timeout)
+        agents = make_agent_loop(tools, environment_factory, rollout_func, args)
         train_dataset, eval_dataset = add_environment_rows(train_dataset, eval_dataset, agents, args)
         check_data(train_dataset, eval_dataset, args)
         check_backend(args, backend, with_images=has_image_columns(train_dataset, eval_dataset))
@@ -222,7 +219,7 @@ class GRPOTrainer(
     def _set_policy_state(
         self,
         rollout_func: RolloutFunction | None,
-        agents: AgentSetup,
+        agents: AgentLoop,
         backend: str | GenerationBackend | None,
     ) -> None:
         args = self.args

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,7 +32,7 @@ def main(directory: str, case: str) -> None:
     agents, backend = run.agents, run.backend
     agents.any_rank = lambda here: _any(run.accelerator, here)
     if case == "turns":
-        agents.settings = replace(agents.settings, max_tool_calling_iterations=1 + 3 * rank)
+        agents.loop.max_iterations = 1 + 3 * rank
     counts, generate = [], backend.generate
 
     def counting_generate(prompts, sampling):

@@ -10,8 +10,14 @@ import pytest
 from support.agent_runs import trainer
 from support.fakes.scripted import ScriptedBackend, byte_tokenizer, call
 
-from groupwise.agents import EnvironmentDrivenRollouts, MaxLengthReachedError, Renderer, make_tool
-from groupwise.agents.multi_turn import MultiTurnSettings
+from groupwise.agents import (
+    EnvironmentLoop,
+    MaxLengthReachedError,
+    MultiTurnRollouts,
+    MultiTurnSettings,
+    Renderer,
+    make_tool,
+)
 from groupwise.errors import AgentError
 from groupwise.records import SamplingOptions
 
@@ -52,9 +58,8 @@ def generate_rollouts(
 ):
     tokenizer = byte_tokenizer()
     renderer = Renderer(tokenizer, frozenset([tokenizer.eos_token_id]), with_tools=environment.uses_tools)
-    loop = EnvironmentDrivenRollouts(
-        environment, tokenizer, MultiTurnSettings(**{"max_completion_length": 500, **settings}), renderer
-    )
+    limits = MultiTurnSettings(**{"max_completion_length": 500, **settings})
+    loop = MultiTurnRollouts(EnvironmentLoop(environment), tokenizer, limits, renderer)
     backend = ScriptedBackend(tokenizer, scripts)
     return loop.generate_rollouts(rows, backend, generation_kwargs), backend, tokenizer
 
@@ -213,7 +218,7 @@ class Stuck(Dialogue):
             r"'Failing', method 'run_rollout' \(given sample=0\) raised OSError: the server is gone",
         ),
         (WithoutTurn, "rollout 0 ended without a turn of the policy"),
-        (Stuck, "none of 1 rollouts requested a turn or ended within 0.1 seconds"),
+        (Stuck, r"'Stuck', method 'run_rollout' .*no result within 0.1 seconds"),
     ],
 )
 def test_failures_raise_with_the_name_of_the_environment(cls, message):
@@ -242,7 +247,7 @@ def test_failed_rollouts_are_repeated_and_then_dropped():
     rollout, backend, tokenizer = generate_rollouts(Faulty(), scripts, rows, max_retries=1)
     assert [completion.dropped for completion in rollout.completions] == [False, True, False, False]
     assert rollout.completions[1].token_ids == rollout.prompt_ids[1] == [tokenizer.eos_token_id]
-    assert [text[-1]["content"] for text in rollout.texts if text] == ["1", "3", "5", "6"]
+    assert [text[-1]["content"] for text in rollout.texts] == ["1", "", "5", "6"]
     assert [len(prompts) for prompts in backend.calls] == [3, 3]
     assert rollout.extra == {"turns": [1, None, 1, 1]}
     assert rollout.metrics["rollouts/retry_frequency"].value() == 3 / 4

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from support.fakes.scripted import ScriptedBackend, agents, byte_tokenizer, call, question
 
-from groupwise.agents import EnvironmentPool, allow_image_paths
+from groupwise.agents import EnvironmentPool, ToolLoop, allow_image_paths
 from groupwise.agents.environments import add_observation
 from groupwise.agents.executor import ToolExecutor
+from groupwise.agents.loop import Rollout
 from groupwise.errors import AgentError, ConfigError, RewardError
 from groupwise.rewards.runtime.calling import call_rewards
 
@@ -70,15 +71,24 @@ class TrustedPictures(Pictures):
 @pytest.mark.parametrize("image", [{"image": "/etc/hosts"}, {"url": "http://x/y.png"}, {"image": [1, 2]}])
 def test_an_observation_of_an_image_by_path_needs_the_decorator(image):
     blocks = [{"type": "text", "text": "look"}, {"type": "image", **image}]
-    pool = EnvironmentPool(Pictures)
-    (outcome,) = pool.reset(pool.acquire([{"blocks": blocks}]))
-    assert isinstance(outcome, AgentError) and "an image block with a path or a URL, which is not" in str(
-        outcome
-    )
+    with pytest.raises(AgentError, match="an image block with a path or a URL, which is not"):
+        observe(Pictures, blocks)
     seen = [*blocks[:1], {"type": "image", "image": np.zeros((2, 2, 3), dtype=np.uint8)}]
-    assert pool.reset(pool.acquire([{"blocks": seen}])) == [seen]
-    trusted = EnvironmentPool(TrustedPictures)
-    assert trusted.reset(trusted.acquire([{"blocks": blocks}])) == [blocks]
+    assert observe(Pictures, seen) == observation_of(seen)
+    assert observe(TrustedPictures, blocks) == observation_of(blocks)
+
+
+def observation_of(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": ""}, *blocks]
+
+
+def observe(factory: Any, blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Reset an environment with these blocks; return the content of the prompt."""
+    loop = ToolLoop([], EnvironmentPool(factory))
+    row = {"blocks": blocks}
+    loop.begin_batch([row])
+    steps = loop.run_rollout(Rollout(0, row))
+    return steps.send(loop.executor.start(next(steps))).messages[0]["content"]
 
 
 def generate_rollouts(
@@ -237,7 +247,7 @@ class Leaving(Counter):
             r"environment 'Failing', method 'reset' \(given sample=1.*raised OSError: no such level",
         ),
         (Failing, 2, r"method 'reset'.*it returned int; allowed: None, str, a list of content blocks"),
-        (Stuck, 1, r"environment 'Stuck', method 'reset' \(given sample=1.*longer than 0.05 seconds"),
+        (Stuck, 1, r"environment 'Stuck', method 'reset' \(given sample=1.*no result within 0.05 seconds"),
         (Leaving, 1, r"environment 'Leaving', method 'reset'.*SystemExit: 0"),
     ],
 )
@@ -250,7 +260,7 @@ def test_a_failing_reset_names_environment_method_and_row(cls, goal, message):
 def test_tool_timeout_limits_get_reward():
     environments = EnvironmentPool(Stuck, ToolExecutor(0.05))
     _, rollout = generate_rollouts(environments, [["x"]], [question("?")])
-    with pytest.raises(RewardError, match=r"'Stuck', method 'get_reward'.*longer than 0.05 seconds"):
+    with pytest.raises(RewardError, match=r"'Stuck', method 'get_reward'.*no result within 0.05 seconds"):
         environments.reward_funcs()[0](**rollout.extra)
 
 
@@ -384,4 +394,4 @@ def test_tools_of_the_same_name_are_refused():
     from groupwise.agents.tools import make_tool
 
     with pytest.raises(ConfigError, match="several tools are called 'increase'"):
-        EnvironmentPool(Counter).tool_sets([make_tool(increase)])
+        ToolLoop([make_tool(increase)], EnvironmentPool(Counter))

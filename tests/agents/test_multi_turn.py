@@ -245,7 +245,7 @@ def test_tool_timeout_limits_a_call(tool):
     text = call(tool.__name__, a=1) + call("add", a=1, b=2)
     rollout, _ = run([[text, "x"]], [tool, add], tool_timeout=0.05)
     assert [message["content"] for message in rollout.texts[0][1:-1]] == [
-        "{'error': 'the call took longer than 0.05 seconds (tool_timeout)'}",
+        "{'error': 'no result within 0.05 seconds'}",
         "3",
     ]
     assert signal.getsignal(signal.SIGVTALRM) == previous
@@ -254,7 +254,7 @@ def test_tool_timeout_limits_a_call(tool):
 def test_sync_tools_have_a_time_limit_outside_the_main_thread_too():
     with ThreadPoolExecutor(1) as pool:
         rollout, _ = pool.submit(run, [[call("slow", a=1), "x"]], [slow], tool_timeout=0.05).result(20)
-    assert "took longer than 0.05 seconds" in rollout.texts[0][1]["content"]
+    assert "no result within 0.05 seconds" in rollout.texts[0][1]["content"]
 
 
 @pytest.mark.parametrize("error", [SystemExit(0), asyncio.CancelledError(), GeneratorExit()], ids=repr)
@@ -353,7 +353,7 @@ def test_tokens_are_those_of_the_rendered_conversation_and_the_mask_those_of_the
     rollout, _ = run(
         [["Let me see." + call("add", a=2, b=3), call("double", a=5), "It is 10."]], TOOLS, tokenizer
     )
-    schemas = [tool.schema for tool in agents(tokenizer, TOOLS).tools]
+    schemas = [tool.schema for tool in agents(tokenizer, TOOLS).loop.all_tools]
     whole = tokenizer.apply_chat_template(
         rollout.prompts[0] + rollout.texts[0], tools=schemas, tokenize=False
     )

@@ -207,7 +207,7 @@ def test_calls_are_parsed_as_the_template_renders_them(family: str) -> None:
     start = next((i for i, (one, other) in pairs if one != other), len(prompt))
     said = whole[start:].removesuffix("\n").removesuffix(end) + end
     renderer = Renderer(text, frozenset([text.eos_token_id]))
-    parsed = TurnParser(text, renderer.chat_template)([], text(said)["input_ids"], [LOOK])
+    parsed = renderer.parser([], text(said)["input_ids"], [LOOK])
     assert [(each.name, each.arguments, each.error) for each in parsed.tool_calls] == [
         ("look", arguments, None)
     ] * 2

@@ -15,8 +15,7 @@ import pytest
 from support.configs import oldest_version, set_installed
 from support.fakes.scripted import ScriptedBackend, agents, byte_tokenizer, call, question
 
-from groupwise.agents import EnvironmentDrivenRollouts, EnvironmentPool, Renderer
-from groupwise.agents.multi_turn import MultiTurnSettings
+from groupwise.agents import EnvironmentLoop, EnvironmentPool, MultiTurnRollouts, MultiTurnSettings, Renderer
 from groupwise.errors import ConfigError
 from groupwise.recipes.environments import (
     VerifiersEnvironment,
@@ -110,7 +109,7 @@ def test_rollouts_with_a_server(url: str) -> None:
     assert "answered 422" in results[2][0] and "by must be positive" in results[2][0]
     (reward,) = environments.reward_funcs()
     assert reward(**rollout.extra) == pytest.approx([0.7, 0.9, 0.0])
-    schema = environments.tools()[0].schema["function"]
+    schema = environments.tools_by_type()[0][0].schema["function"]
     assert schema["description"] == "Add to the number."
     assert schema["parameters"]["properties"] == {"by": {"type": "integer", "description": "How much."}}
 
@@ -209,7 +208,7 @@ def test_real_reasoning_gym_tasks() -> None:
 def run_verifiers(environment: Any, scripts: list[list[str]], rows: list[dict[str, Any]]) -> Any:
     wrapped, tokenizer = VerifiersEnvironment(environment), byte_tokenizer()
     renderer = Renderer(tokenizer, frozenset([tokenizer.eos_token_id]), with_tools=wrapped.uses_tools)
-    loop = EnvironmentDrivenRollouts(wrapped, tokenizer, MultiTurnSettings(1000), renderer)
+    loop = MultiTurnRollouts(EnvironmentLoop(wrapped), tokenizer, MultiTurnSettings(1000), renderer)
     rollout = loop.generate_rollouts(rows, ScriptedBackend(tokenizer, scripts))
     logged: dict[str, float] = {}
     rewards = wrapped.reward_funcs()[0](**rollout.extra, log_metric=logged.__setitem__)

@@ -15,7 +15,6 @@ from support.tool_chats import LOOK
 from groupwise.agents import Renderer
 from groupwise.errors import ConfigError
 from groupwise.tokenization.templates import TEMPLATE_FAMILIES
-from groupwise.tokenization.tool_calls import TurnParser
 
 trl = pytest.importorskip("trl")
 FOLDER = Path(trl.__file__).parent / "chat_templates"
@@ -67,7 +66,7 @@ def renderer_of(tokenizer: Any, *ends: str, **settings: Any) -> Renderer:
 def play(tokenizer: Any, call: str, end: str, last: str, **settings: Any) -> tuple[list[int], list[Any]]:
     """Token ids of two turns with a call and its result each, and the messages parsed from them."""
     renderer = renderer_of(tokenizer, end, last, **settings)
-    parse = TurnParser(tokenizer, renderer.chat_template)
+    parse = renderer.parser
     messages: list[Any] = [USER]
     context = renderer.render_prompt(messages, [LOOK])
     for answer in ("a cat", "two cats"):

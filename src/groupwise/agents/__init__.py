@@ -1,25 +1,27 @@
-"""Multi-turn rollouts: tools, environments, and the parsing of tool calls."""
+"""Multi-turn rollouts: tools, environments, and the scheduler of their turns."""
 
 from __future__ import annotations
 
 from groupwise.agents.environment_driven import (
     ChatFunction,
-    ChatResponse,
-    EnvironmentDrivenRollouts,
+    EnvironmentLoop,
     MaxLengthReachedError,
     RolloutEnvironment,
 )
 from groupwise.agents.environments import EnvironmentPool
 from groupwise.agents.executor import thread_safe
+from groupwise.agents.loop import AgentLoop, ChatResponse
 from groupwise.agents.multi_turn import MultiTurnRollouts, MultiTurnSettings
+from groupwise.agents.tool_loop import ToolLoop
 from groupwise.agents.tools import Tool, ToolSet, allow_image_paths, make_tool
 from groupwise.agents.trajectory import Trajectory
 from groupwise.tokenization.rendering import Renderer
 
 __all__ = [
+    "AgentLoop",
     "ChatFunction",
     "ChatResponse",
-    "EnvironmentDrivenRollouts",
+    "EnvironmentLoop",
     "EnvironmentPool",
     "MaxLengthReachedError",
     "MultiTurnRollouts",
@@ -27,6 +29,7 @@ __all__ = [
     "Renderer",
     "RolloutEnvironment",
     "Tool",
+    "ToolLoop",
     "ToolSet",
     "Trajectory",
     "allow_image_paths",

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from groupwise.agents.build import AgentSetup
 from groupwise.agents.environments import empty_prompt
+from groupwise.agents.loop import AgentLoop
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError
 
@@ -28,7 +28,7 @@ class EnvironmentRows(Dataset):
 
 
 def add_environment_rows(
-    train_dataset: Any, eval_dataset: Any, setup: AgentSetup, config: GRPOConfig
+    train_dataset: Any, eval_dataset: Any, loop: AgentLoop, config: GRPOConfig
 ) -> tuple[Any, Any]:
     """Return the datasets for a run with environments: missing prompts are empty, missing rows are generated.
 
@@ -45,7 +45,7 @@ def add_environment_rows(
         ConfigError: there is no dataset, and neither the length of training nor the environment of a row can
             be derived without it.
     """
-    if setup.rollout_environment is None and setup.pool is None:
+    if not loop.provides_tasks:
         return train_dataset, eval_dataset
     if isinstance(eval_dataset, dict):
         eval_dataset = {name: _with_prompts(dataset) for name, dataset in eval_dataset.items()}
@@ -53,7 +53,7 @@ def add_environment_rows(
         eval_dataset = _with_prompts(eval_dataset)
     if train_dataset is not None:
         return _with_prompts(train_dataset), eval_dataset
-    if setup.pool is not None and setup.pool.is_routed:
+    if loop.is_routed:
         raise ConfigError(
             "train_dataset is missing: with several environments its column 'environment' selects the "
             "environment of a row; pass a dataset with it, or a single environment_factory"

@@ -6,21 +6,13 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol, cast
 
 from groupwise.agents.executor import ToolExecutor
-from groupwise.agents.tools import Content, Tool, ToolSet, make_tool, may_open_images
+from groupwise.agents.tools import Content, Tool, make_tool, may_open_images
 from groupwise.errors import AgentError, ConfigError, RewardError, boundary
-from groupwise.records import copied
-from groupwise.tokenization.prompts import (
-    Message,
-    Prompt,
-    content_blocks,
-    content_text,
-    is_content_blocks,
-    is_conversational,
-)
+from groupwise.tokenization.prompts import Message, Prompt, is_conversational
+from groupwise.tokenization.text import content_blocks, content_text, is_content_blocks
 from groupwise.tokenization.tool_calls import ToolSchema
 
 _NOT_TOOLS = ("reset", "get_reward")
@@ -119,6 +111,9 @@ class EnvironmentPool:
             row selects the name.
         executor: calls ``reset``, ``get_reward`` and the tools.
 
+    Attributes:
+        rewards: finished calls of ``get_reward`` of the latest batch, by id of the instance.
+
     Raises:
         ConfigError: ``factory`` does not return environments, or a public method cannot be a tool.
         AgentError: a factory raised.
@@ -137,19 +132,11 @@ class EnvironmentPool:
         if not factories:
             raise ConfigError("environment_factory is an empty dict; give it at least one name and factory")
         self.types = {name: _create_type(name, each) for name, each in factories.items()}
-        self._rewards: dict[int, Future[Any]] = {}  # results of get_reward, by id of the instance
+        self.rewards: dict[int, Future[Any]] = {}
 
-    def tools(self) -> list[Tool]:
+    def tools_by_type(self) -> list[list[Tool]]:
         """Return the tools of the first instance of every type."""
-        return [tool for each in self.types.values() for tool in Slot(each, 0, {}).tools]
-
-    def tool_sets(self, common: Sequence[Tool]) -> list[ToolSet]:
-        """Return, for each type, the tools of its rollouts: ``common`` ones and its own.
-
-        Raises:
-            ConfigError: two tools of a rollout have the same name.
-        """
-        return [ToolSet([*common, *Slot(each, 0, {}).tools]) for each in self.types.values()]
+        return [Slot(each, 0, {}).tools for each in self.types.values()]
 
     def reward_funcs(self) -> list[Callable[..., Any]]:
         """Return one reward function per class with ``get_reward``; it returns None for other rollouts."""
@@ -171,59 +158,15 @@ class EnvironmentPool:
                 environment_type.instances.append(None)
             used[name] = number + 1
             slots.append(Slot(environment_type, number, self._columns(row)))
-        self._rewards = {}
+        self.rewards = {}
         return slots
-
-    def reset(self, slots: Sequence[Slot]) -> list[Content | AgentError | None]:
-        """Reset the instances, which are created if they are missing.
-
-        Returns:
-            Observations; an error where the factory or ``reset`` failed, which names the environment, the
-            method and the row.
-        """
-        outcomes: list[Content | AgentError | None] = [None] * len(slots)
-        resets: dict[int, Callable[[], Any]] = {}
-        for index, slot in enumerate(slots):
-            try:
-                resets[index] = partial(slot.create().reset, **copied(slot.columns))
-            except AgentError as error:
-                outcomes[index] = error
-        for index, future in zip(resets, self.executor.run_all(list(resets.values())), strict=True):
-            title, columns = slots[index].environment_type.title, slots[index].columns
-            try:
-                with boundary(AgentError, f"{title}, method 'reset'", sample=index, row=columns):
-                    observation = future.result()
-                    _check_observation(observation, slots[index].create().reset)
-                    outcomes[index] = observation
-            except AgentError as error:
-                outcomes[index] = error
-        return outcomes
-
-    def compute_rewards(self, slots: Sequence[Slot]) -> list[AgentError | None]:
-        """Call ``get_reward`` of the instances, for the reward functions; return the error of each."""
-        scored = [index for index, slot in enumerate(slots) if slot.environment_type.has_reward]
-        instances = [slots[index].instance for index in scored]
-        futures = self._call_get_reward(instances)
-        # Also of a known id: it may have belonged to an instance that is discarded.
-        self._rewards |= zip(map(id, instances), futures, strict=True)
-        errors: list[AgentError | None] = [None] * len(slots)
-        for index, future in zip(scored, futures, strict=True):
-            title = slots[index].environment_type.title
-            try:
-                with boundary(AgentError, f"{title}, method 'get_reward'", sample=index):
-                    future.result()
-            except AgentError as error:
-                errors[index] = error
-        return errors
 
     def rewards_of(self, instances: Sequence[Any]) -> list[Future[Any]]:
         """Return the finished calls of ``get_reward``, which is called where it has not been."""
-        missing = [instance for instance in instances if id(instance) not in self._rewards]
-        known = self._rewards | dict(zip(map(id, missing), self._call_get_reward(missing), strict=True))
+        missing = [instance for instance in instances if id(instance) not in self.rewards]
+        called = self.executor.run_all([instance.get_reward for instance in missing])
+        known = self.rewards | dict(zip(map(id, missing), called, strict=True))
         return [known[id(instance)] for instance in instances]
-
-    def _call_get_reward(self, instances: Sequence[Any]) -> list[Future[Any]]:
-        return self.executor.run_all([instance.get_reward for instance in instances])
 
     def _name(self, row: Mapping[str, Any], index: int) -> str | None:
         name = row.get("environment") if self.is_routed else None
@@ -266,7 +209,8 @@ def _create_type(name: str | None, factory: EnvironmentFactory) -> _EnvironmentT
     return _EnvironmentType(factory, title, cls, [instance], schemas)
 
 
-def _check_observation(observation: Any, reset: Callable[..., Any]) -> None:
+def check_observation(observation: Any, reset: Callable[..., Any]) -> None:
+    """Raise TypeError if ``reset`` returned something that cannot be the content of a message."""
     if not isinstance(observation, str | list | None):
         raise TypeError(
             f"it returned {type(observation).__name__}; allowed: None, str, a list of content blocks"

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
-import signal
-import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from groupwise.errors import is_interrupt, keep_grad_mode
 from groupwise.rewards.runtime.calling import reward_name
-from groupwise.threads import is_async
+from groupwise.threads import EventLoop, await_call, can_interrupt, interrupted, is_async, settle
 
 logger = logging.getLogger(__name__)
 
@@ -70,11 +67,13 @@ class ToolExecutor:
             (SIGVTALRM, so that ``signal.alarm`` remains free for the function); C code that does not return
             cannot be interrupted. Elsewhere Python cannot stop a call: it runs in a thread, keeps running
             after the limit, and its result is discarded. Async functions are cancelled.
+        idle_limit: seconds in which at least one of the awaited calls must end. None: no limit without
+            ``timeout``, else a little more than calls with this limit can take.
     """
 
-    def __init__(self, timeout: float | None = None) -> None:
-        self.timeout = timeout
-        self._loop: asyncio.AbstractEventLoop | None = None
+    def __init__(self, timeout: float | None = None, *, idle_limit: float | None = None) -> None:
+        self.timeout, self.idle_limit = timeout, idle_limit
+        self._loop: EventLoop | None = None
         self._semaphore: asyncio.Semaphore | None = None
 
     def start(self, invocations: Sequence[Invocation]) -> list[Future[Any]]:
@@ -109,15 +108,17 @@ class ToolExecutor:
     def wait_for_next(self, futures: Sequence[Future[Any]]) -> bool:
         """Wait until one more of ``futures`` is done; return False if all are.
 
-        If none ends within the time limit, an async function blocks the event loop (``time.sleep``,
-        ``requests``): the unfinished calls fail, and later calls get a new loop.
+        If none ends within ``idle_limit``, all fail. If calls have a ``timeout`` of their own, the reason is
+        an async function that blocks the event loop (``time.sleep``, ``requests``): later calls get a new
+        loop.
         """
         unfinished = [future for future in futures if not future.done()]
-        if not unfinished or self.timeout is None:
-            wait(unfinished, return_when=FIRST_COMPLETED)
+        limit = self.idle_limit
+        if limit is None and self.timeout is not None:
+            limit = self.timeout * (1 + len(unfinished) // MAX_CONCURRENT_CALLS) + BLOCKED_MARGIN
+        if not unfinished or wait(unfinished, limit, FIRST_COMPLETED).done:
             return bool(unfinished)
-        limit = self.timeout * (1 + len(unfinished) // MAX_CONCURRENT_CALLS) + BLOCKED_MARGIN
-        if not wait(unfinished, limit, FIRST_COMPLETED).done:
+        if self.timeout is not None:
             logger.warning(
                 "no call of a tool or environment ended within %g seconds, although each is limited to %g: "
                 "an async function blocks the event loop (time.sleep, requests); use await, or make it a "
@@ -126,34 +127,32 @@ class ToolExecutor:
                 self.timeout,
             )
             self._loop = self._semaphore = None
-            for future in unfinished:
-                _settle(future, error=TimeoutError(f"no result within {limit:g} seconds"))
+        for future in unfinished:
+            settle(future, error=TimeoutError(f"no result within {limit:g} seconds"))
         return True
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine in the event loop."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._running_loop())
+        return self._running_loop().submit(coroutine)
 
     def call_soon(self, function: Callable[..., object], *arguments: object) -> None:
         """Call a function in the thread of the event loop."""
-        self._running_loop().call_soon_threadsafe(function, *arguments)
+        self._running_loop().call_soon(function, *arguments)
 
     def _call(self, function: Callable[[], Any], future: Future[Any]) -> None:
         """Call a function in this thread, or wait for it if it is async or cannot be interrupted here."""
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        can_interrupt = in_main_thread and hasattr(signal, "pthread_kill")
-        if is_async(function) or (self.timeout is not None and not can_interrupt):
-            self.submit(self._await(function, future))
+        if is_async(function) or (self.timeout is not None and not can_interrupt()):
+            self._start_sequence([(function, future)])
             self.wait_for_next([future])
             return
         try:
             with keep_grad_mode(f"the function {reward_name(function)!r} of a tool or environment"):
-                result = function() if self.timeout is None else _interrupted(function, self.timeout)
+                result = function() if self.timeout is None else interrupted(function, self.timeout)
             future.set_result(result)
         except BaseException as problem:
             if is_interrupt(problem):
                 raise
-            _settle(future, error=problem)
+            settle(future, error=problem)
 
     def _start_sequence(self, calls: Sequence[tuple[Callable[[], Any], Future[Any]]]) -> None:
         async def run() -> None:
@@ -161,106 +160,14 @@ class ToolExecutor:
                 self._semaphore = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
             for function, future in calls:
                 async with self._semaphore:
-                    await self._await(function, future)
+                    try:
+                        settle(future, await await_call(function, self.timeout))
+                    except BaseException as problem:  # SystemExit would end the event loop
+                        settle(future, error=problem)
 
         self.submit(run())
 
-    async def _await(self, function: Callable[[], Any], future: Future[Any]) -> None:
-        """Store the result or the error of a call in ``future``, at the latest at the time limit."""
-        loop, settled = asyncio.get_running_loop(), asyncio.Event()
-        future.add_done_callback(lambda _: loop.call_soon_threadsafe(settled.set))
-        task = None
-        if is_async(function):
-            task = asyncio.ensure_future(_call_async(function, future))
-        else:
-            # A daemon thread: a call that never ends must not keep the process from exiting.
-            threading.Thread(target=_call_sync, args=(function, future), daemon=True).start()
-        try:
-            await asyncio.wait_for(settled.wait(), self.timeout)
-        except asyncio.TimeoutError:
-            _settle(future, error=_timeout_error(self.timeout))
-            if task is not None:
-                task.cancel()  # not awaited: the function may ignore it
-
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
+    def _running_loop(self) -> EventLoop:
         if self._loop is None:
-            self._loop = loop = asyncio.new_event_loop()
-            # A daemon thread: a call that never ends must not keep the process from exiting.
-            threading.Thread(target=_run_loop, args=(loop,), name="groupwise-tools", daemon=True).start()
+            self._loop = EventLoop("groupwise-tools")
         return self._loop
-
-
-def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    while True:
-        try:
-            loop.run_forever()
-        except BaseException:  # SystemExit in a task that a tool created, for instance
-            logger.exception("a task in the event loop of the tools raised")
-
-
-def _call_sync(function: Callable[[], Any], future: Future[Any]) -> None:
-    try:
-        _settle(future, function())
-    except BaseException as problem:
-        _settle(future, error=problem)
-
-
-async def _call_async(function: Callable[[], Awaitable[Any]], future: Future[Any]) -> None:
-    try:
-        _settle(future, await function())
-    except BaseException as problem:  # SystemExit would end the event loop
-        _settle(future, error=problem)
-
-
-def _settle(future: Future[Any], result: object = None, error: BaseException | None = None) -> None:
-    """Set the result or the error of a future, unless it has one: a call may end after its time limit."""
-    with contextlib.suppress(InvalidStateError):
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(as_exception(error))
-
-
-def as_exception(error: BaseException) -> Exception:
-    """Return ``error``, or a RuntimeError for SystemExit and the like, which would take effect again."""
-    if isinstance(error, Exception):
-        return error
-    return RuntimeError(f"{type(error).__name__}: {error}".removesuffix(": "))
-
-
-def _timeout_error(timeout: float | None) -> TimeoutError:
-    return TimeoutError(f"the call took longer than {timeout:g} seconds (tool_timeout)")
-
-
-class _TimeLimitReached(BaseException):
-    """Raised in the main thread; not an ``Exception``, which functions catch to try again."""
-
-
-def _interrupted(function: Callable[[], T], timeout: float) -> T:
-    """Call a function in the main thread and interrupt it by a signal after ``timeout`` seconds.
-
-    Raises:
-        TimeoutError: the function was interrupted.
-    """
-    running = True
-
-    def interrupt(*_: object) -> None:
-        if running:
-            raise _TimeLimitReached
-
-    previous = signal.signal(signal.SIGVTALRM, interrupt)
-    main_thread = threading.get_ident()
-    timer = threading.Timer(timeout, lambda: signal.pthread_kill(main_thread, signal.SIGVTALRM))
-    timer.daemon = True
-    timer.start()
-    try:
-        try:
-            return function()
-        finally:
-            running = False  # a signal before this line raises, and is caught below
-    except _TimeLimitReached:
-        raise _timeout_error(timeout) from None
-    finally:
-        timer.cancel()
-        timer.join()  # a signal that is being sent arrives before the handler is replaced
-        signal.signal(signal.SIGVTALRM, signal.SIG_DFL if previous is None else previous)

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 from transformers.utils import get_json_schema
 
-from groupwise.agents.executor import Invocation, ToolExecutor
+from groupwise.agents.executor import Invocation
 from groupwise.errors import AgentError, ConfigError, is_interrupt, warn_once
 from groupwise.tokenization.images import is_image_object, open_result_images
-from groupwise.tokenization.prompts import is_content_blocks, replace_surrogates
+from groupwise.tokenization.text import is_content_blocks, replace_surrogates
 from groupwise.tokenization.tool_calls import ToolCall, ToolSchema
 
 logger = logging.getLogger(__name__)
@@ -113,24 +113,13 @@ class ToolSet(dict[str, Tool]):
         return [tool.schema for tool in self.values()]
 
 
-def start_tool_calls(
-    turns: Sequence[tuple[Sequence[ToolCall], ToolSet]], executor: ToolExecutor
-) -> list[list[Future[Any]]]:
-    """Start the tool calls of several rollouts; return one list of futures per rollout.
-
-    Sync tools have been called when this returns. A future holds what the tool returned or raised, in the
-    order of the calls; that of an invalid call holds its error.
-    """
-
-    def invocation(call: ToolCall, tools: ToolSet) -> Invocation:
-        tool = tools.get(call.name)
-        if call.error is not None or tool is None:
-            unknown = f"Tool {call.name} not found. Available: {', '.join(tools) or 'none'}."
-            return Invocation(functools.partial(_refuse, call.error or unknown))
-        return Invocation(functools.partial(tool.function, **call.arguments), tool.owner)
-
-    futures = iter(executor.start([invocation(call, tools) for calls, tools in turns for call in calls]))
-    return [[next(futures) for _ in calls] for calls, _ in turns]
+def invocation(call: ToolCall, tools: Mapping[str, Tool]) -> Invocation:
+    """Return the invocation of a tool call; that of an invalid call raises its error."""
+    tool = tools.get(call.name)
+    if call.error is not None or tool is None:
+        unknown = f"Tool {call.name} not found. Available: {', '.join(tools) or 'none'}."
+        return Invocation(functools.partial(_refuse, call.error or unknown))
+    return Invocation(functools.partial(tool.function, **call.arguments), tool.owner)
 
 
 class InvalidCallError(ValueError):
@@ -150,7 +139,7 @@ def tool_result(
     becomes the result, so that the policy can react to it.
 
     Args:
-        future: a finished future of :func:`start_tool_calls`.
+        future: the finished call of :func:`invocation`.
         images: the model reads images.
 
     Raises:

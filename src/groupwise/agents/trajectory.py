@@ -58,8 +58,8 @@ class Trajectory:
             return remaining
         return min(remaining, self.context_length - len(self.context_ids))
 
-    def append_sampled(self, completion: Completion) -> None:
-        """Append a turn of the policy, truncated to ``remaining_tokens``."""
+    def append_sampled(self, completion: Completion) -> list[int]:
+        """Append a turn of the policy, truncated to ``remaining_tokens``; return its tokens."""
         tokens = completion.token_ids[: self.remaining_tokens]
         self.has_logps |= completion.logps is not None
         self.token_ids += tokens
@@ -73,6 +73,7 @@ class Trajectory:
             SamplingMask.whole_vocabulary(len(tokens)) if kept is None else kept.first(len(tokens))
         )
         self.truncated = completion.truncated or len(tokens) < len(completion.token_ids)
+        return tokens
 
     def append_observed(self, tokens: Sequence[int]) -> bool:
         """Append tokens of tools, environments or the chat template, without loss.

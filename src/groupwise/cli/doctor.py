@@ -24,6 +24,7 @@ from groupwise.config.validation import warnings_of
 from groupwise.errors import ConfigError
 from groupwise.generation.base import check_backend
 from groupwise.tokenization.prompts import tokenize_prompt
+from groupwise.tokenization.text import end_tokens, text_tokenizer
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -168,7 +169,7 @@ def _check_prompts(
     from transformers import AutoProcessor
 
     processor = AutoProcessor.from_pretrained(settings.model, trust_remote_code=config.trust_remote_code)
-    tokenizer = getattr(processor, "tokenizer", processor)  # images are not counted
+    tokenizer = text_tokenizer(processor)  # images are not counted
     tokenizer.chat_template = tokenizer.chat_template or getattr(processor, "chat_template", None)
     text_config = model_config.get_text_config(decoder=True)
     template_kwargs = cast("dict[str, Any] | None", config.chat_template_kwargs)
@@ -196,13 +197,10 @@ def _end_tokens(model: str, text_config: PreTrainedConfig, tokenizer: PreTrained
     from transformers import GenerationConfig
 
     try:
-        own = GenerationConfig.from_pretrained(model).eos_token_id
+        config: object = GenerationConfig.from_pretrained(model)
     except OSError:  # models without generation_config.json
-        own = getattr(text_config, "eos_token_id", None)
-    ids = {own} if isinstance(own, int) else set(own or [])
-    if tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    return sorted(ids)
+        config = text_config
+    return end_tokens(config, tokenizer)
 
 
 def _check_quantization(settings: RunArguments, config: GRPOConfig) -> None:

@@ -22,7 +22,6 @@ from groupwise.core.metrics import Max, Mean, Metrics, Min, masked_mean
 from groupwise.core.ratios import RATIO_LEVELS
 from groupwise.core.surrogates import SurrogateInputs, SurrogateSettings
 from groupwise.core.weights import NORMALIZERS
-from groupwise.registry import Registry
 
 #: The second argument is the objective's own settings, or :class:`SurrogateSettings` if it has none.
 Surrogate = Callable[[SurrogateInputs, Any], torch.Tensor]
@@ -265,7 +264,7 @@ def vespo_metrics(inputs: SurrogateInputs, settings: SurrogateSettings) -> Metri
     return {"vespo/phi_seq_mean": masked_mean(surrogates.vespo_gate(inputs, settings), inputs.loss_mask_BT)}
 
 
-OBJECTIVES: Registry[Objective] = Registry("objective")
+OBJECTIVES: dict[str, Objective] = {}
 
 
 def register_objective(
@@ -294,10 +293,15 @@ def register_objective(
         zero_grad_at_zero_advantage: the gradient is zero where the advantage is zero; such rows are skipped.
 
     Raises:
-        ConfigError: the name is taken, or the normalizer is unknown.
+        ValueError: the name is taken, or the normalizer is unknown.
     """
-    NORMALIZERS[normalizer]  # an unknown name fails here, not in the first step
-    objective = Objective(
+    if name in OBJECTIVES:
+        raise ValueError(
+            f"objective {name!r} is already registered; registered: {', '.join(sorted(OBJECTIVES))}"
+        )
+    if normalizer not in NORMALIZERS:
+        raise ValueError(f"normalizer={normalizer!r} is unknown; allowed: {', '.join(sorted(NORMALIZERS))}")
+    OBJECTIVES[name] = Objective(
         name,
         surrogate,
         normalizer,
@@ -306,7 +310,6 @@ def register_objective(
         applies_sampler_correction,
         zero_grad_at_zero_advantage,
     )
-    OBJECTIVES.register(name, objective)
 
 
 # loss_type, surrogate, normalizer, metrics. Every surrogate is a factor times the advantage: no gradient

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from groupwise.registry import Registry
-
 
 @dataclass(frozen=True)
 class WindowCounts:
@@ -69,7 +67,7 @@ class Normalizer:
         return self.function(WeightInputs(mask_BT, group_ids_B), counts)
 
 
-NORMALIZERS: Registry[Normalizer] = Registry("normalizer")
+NORMALIZERS: dict[str, Normalizer] = {}
 
 
 def register_normalizer(name: str, function: NormalizerFunction, *, needs_group_tokens: bool = False) -> None:
@@ -83,9 +81,13 @@ def register_normalizer(name: str, function: NormalizerFunction, *, needs_group_
             one more collective per optimizer step.
 
     Raises:
-        ConfigError: the name is taken.
+        ValueError: the name is taken.
     """
-    NORMALIZERS.register(name, Normalizer(function, needs_group_tokens))
+    if name in NORMALIZERS:
+        raise ValueError(
+            f"normalizer {name!r} is already registered; registered: {', '.join(sorted(NORMALIZERS))}"
+        )
+    NORMALIZERS[name] = Normalizer(function, needs_group_tokens)
 
 
 def sequence_mean(rows: WeightInputs, counts: WindowCounts) -> torch.Tensor:

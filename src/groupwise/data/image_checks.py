@@ -19,7 +19,7 @@ from groupwise.tokenization.images import (
     is_processor,
     processor_required,
 )
-from groupwise.tokenization.prompts import ProcessingClass
+from groupwise.tokenization.text import ProcessingClass
 
 #: Architectures without image tokens in the prompt, and where they put images instead.
 _UNSUPPORTED = {

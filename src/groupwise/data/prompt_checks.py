@@ -16,12 +16,15 @@ from groupwise.tokenization.images import is_processor
 from groupwise.tokenization.prompts import (
     Message,
     Prompt,
-    content_blocks,
     generation_options,
-    has_surrogates,
     is_conversational,
-    message_text,
     tokenize_prompt,
+)
+from groupwise.tokenization.text import (
+    content_blocks,
+    has_surrogates,
+    message_text,
+    text_tokenizer,
     tokens_without_embedding,
 )
 
@@ -56,8 +59,7 @@ class PromptCheck:
         as_rendered: Callable[[Prompt], Prompt] | None = None,
     ) -> None:
         self.name = name
-        tokenizer: Any = getattr(processing_class, "tokenizer", processing_class)
-        self.tokenizer: PreTrainedTokenizerBase = tokenizer
+        self.tokenizer = tokenizer = text_tokenizer(processing_class)
         self.processing_class = processing_class
         self.config = config
         self.template_kwargs: dict[str, Any] = dict(config.chat_template_kwargs or {})  # type: ignore[arg-type]

@@ -20,15 +20,13 @@ from groupwise.config.sampling import SAMPLING_FIELDS, TRUNCATING, sampler_setti
 from groupwise.core.padding import length_mask, pad_sequences
 from groupwise.cpu import cpu_generation, stock_linears
 from groupwise.distributed import requires_lockstep_forwards
-from groupwise.errors import BackendError, ConfigError
+from groupwise.errors import BackendError, ConfigError, nearest_name
 from groupwise.generation.base import (
     RUN_SETTINGS,
     BackendEntry,
     GenerationBackend,
     ProcessingClass,
-    check_names,
     json_dict,
-    text_tokenizer,
 )
 from groupwise.generation.decoding import (
     ForeignProcessorError,
@@ -43,6 +41,7 @@ from groupwise.policy.layouts.forward import evaluation_mode
 from groupwise.records import Completion, SamplingOptions
 from groupwise.records.images import ImageInputs, join_images
 from groupwise.records.sampling_mask import SamplingMask
+from groupwise.tokenization.text import end_tokens, text_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +98,7 @@ class TransformersBackend(GenerationBackend):
         self.pad_to_multiple_of = pad_to_multiple_of
         self.gather_weights = gather_weights
         self.stock_decoding = generation_config.cache_implementation is not None
-        end = generation_config.eos_token_id
-        self.end_tokens = frozenset([end] if isinstance(end, int) else end or [])
+        self.end_tokens = frozenset(end_tokens(generation_config))
 
     @property
     def requires_all_ranks(self) -> bool:
@@ -308,8 +306,12 @@ def check_config(config: GRPOConfig) -> None:
             "{'eos_token_id': [...]}, or use vLLM with generation_kwargs={'stop': [...]}"
         )
     known = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
-    given = json_dict(config.generation_kwargs).keys() - SAMPLING_FIELDS.keys()
-    check_names("generation_kwargs", sorted(given), known, "transformers")
+    for name in json_dict(config.generation_kwargs):
+        if name not in (*known, *SAMPLING_FIELDS):
+            raise ConfigError(
+                f"generation_kwargs[{name!r}] is unknown to transformers; nearest valid: "
+                f"{nearest_name(name, known)!r}"
+            )
 
 
 def _check_every_row_has_images(images: Sequence[ImageInputs]) -> None:
@@ -341,16 +343,6 @@ def make_backend(
     return backend
 
 
-def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the end tokens of the model's generation config and of the tokenizer."""
-    defaults: GenerationConfig | None = model.generation_config
-    of_model = None if defaults is None else defaults.eos_token_id
-    tokens = {of_model} if isinstance(of_model, int) else set(of_model or [])
-    if tokenizer.eos_token_id is not None:
-        tokens.add(tokenizer.eos_token_id)
-    return sorted(tokens)
-
-
 def generation_config(
     config: GRPOConfig,
     model: PreTrainedModel,
@@ -371,7 +363,7 @@ def generation_config(
         "cache_implementation": cache,
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": end_tokens(model, tokenizer),
+        "eos_token_id": end_tokens(model.generation_config, tokenizer),
         "use_cache": True,
     }
     if cache is not None:

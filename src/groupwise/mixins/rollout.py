@@ -9,29 +9,23 @@ from typing import Any
 
 from transformers import TrainerState
 
-from groupwise.agents import EnvironmentDrivenRollouts, MultiTurnRollouts
+from groupwise.agents import MultiTurnRollouts
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError
-from groupwise.generation.base import GenerationBackend, check_images, text_tokenizer
+from groupwise.generation.base import GenerationBackend, check_images
 from groupwise.generation.rollout_func import call_rollout_function
 from groupwise.random_state import RandomState
 from groupwise.records import Completion, RolloutBatch, RolloutFunction, RolloutRequest, Row, SamplingOptions
 from groupwise.records.images import ImageInputs
 from groupwise.tokenization.images import (
-    check_no_images,
     check_prompt_ids,
+    encode_prompt,
     insert_images,
     is_processor,
-    process_prompt,
     row_images,
 )
-from groupwise.tokenization.prompts import (
-    Prompt,
-    format_completion,
-    is_conversational,
-    prompts_equal,
-    tokenize_prompt,
-)
+from groupwise.tokenization.prompts import Prompt, format_completion, is_conversational, prompts_equal
+from groupwise.tokenization.text import text_tokenizer
 from groupwise.tokenization.tool_calls import TurnParser
 
 #: Receives the positions of finished rows in the request and their completions.
@@ -47,7 +41,7 @@ class RolloutMixin:
     backend: GenerationBackend
     rng: RandomState
     rollout_func: RolloutFunction | None
-    agents: MultiTurnRollouts | EnvironmentDrivenRollouts | None
+    agents: MultiTurnRollouts | None
 
     def generate_rollouts(self, request: RolloutRequest) -> RolloutBatch:
         """Sample one completion per row of ``request``; equal prompts get independent samples.
@@ -171,10 +165,7 @@ class RolloutMixin:
     def _tokenize_row(self, row: Row) -> tuple[list[int], ImageInputs | None]:
         prompt = insert_images(row)
         template_kwargs, max_length = self.settings.chat_template_kwargs, self.settings.max_prompt_length
-        if is_processor(self.processing_class):
-            return process_prompt(self.processing_class, prompt, row_images(row), template_kwargs, max_length)  # type: ignore[arg-type]
-        check_no_images(row, prompt, self.processing_class)
-        return tokenize_prompt(self.processing_class, prompt, template_kwargs, max_length), None  # type: ignore[arg-type]
+        return encode_prompt(self.processing_class, prompt, row_images(row), template_kwargs, max_length)  # type: ignore[arg-type]
 
     def _call_rollout_func(self, function: RolloutFunction, request: RolloutRequest) -> RolloutBatch:
         prompts = [insert_images(row) for row in request.rows]

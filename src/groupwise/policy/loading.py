@@ -24,7 +24,7 @@ from groupwise.errors import ConfigError, nearest_name
 from groupwise.policy.heads import check_head
 from groupwise.policy.heads.weights import output_head
 from groupwise.policy.introspection import load_config
-from groupwise.tokenization.prompts import set_pad_token
+from groupwise.tokenization.text import set_pad_token, text_tokenizer
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -113,8 +113,7 @@ def load_processing_class(
         processing_class = AutoProcessor.from_pretrained(
             name, trust_remote_code=config.trust_remote_code, padding_side="left"
         )
-    tokenizer = cast(PreTrainedTokenizerBase, getattr(processing_class, "tokenizer", processing_class))
-    set_pad_token(tokenizer, "the policy")
+    set_pad_token(text_tokenizer(processing_class), "the policy")
     return processing_class
 
 

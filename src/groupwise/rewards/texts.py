@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from groupwise.errors import ConfigError
+from groupwise.tokenization.text import message_text
 
 #: A string, or chat messages.
 Text = str | Sequence[Mapping[str, Any]]
@@ -20,10 +21,7 @@ def answer_text(completion: Text) -> str:
     """
     if isinstance(completion, str):
         return completion
-    content = completion[-1].get("content") if completion else None
-    if isinstance(content, list):
-        return "".join(block.get("text") or "" for block in content if isinstance(block, Mapping))
-    return content or ""
+    return message_text(completion[-1]) if completion else ""
 
 
 def text_with_thoughts(completion: Text) -> str:

@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, cast
 
 import torch
 from numpy import ndarray
-from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from groupwise.errors import ConfigError
 from groupwise.records.images import ExpandedSpan, ImageInputs
 from groupwise.tokenization.prompts import (
     Message,
-    ProcessingClass,
     Prompt,
-    content_blocks,
     generation_options,
     is_conversational,
+    tokenize_prompt,
+    with_text_content,
 )
+from groupwise.tokenization.text import ProcessingClass, content_blocks
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -97,15 +98,36 @@ def processor_required(problem: str, processing_class: ProcessingClass) -> Confi
     )
 
 
-def check_no_images(row: Mapping[str, Any], prompt: Prompt, processing_class: ProcessingClass) -> None:
-    """Refuse images in a row or its prompt, for a run with a tokenizer.
+def encode_prompt(
+    processing_class: ProcessingClass,
+    prompt: Prompt,
+    images: Sequence[Image] = (),
+    template_kwargs: Mapping[str, Any] | None = None,
+    max_length: int | None = None,
+    *,
+    text_only: bool = False,
+) -> tuple[list[int], ImageInputs | None]:
+    """Tokenize a prompt with a tokenizer or a processor.
+
+    Args:
+        images: images of the row, for a text prompt; those of chat messages are in their content blocks.
+        max_length: longer prompts are truncated on the left.
+        text_only: a tokenizer's template gets strings as contents, not blocks.
+
+    Returns:
+        Token ids, and the model's other inputs; None with a tokenizer.
 
     Raises:
-        ConfigError: the row or the prompt has images.
+        ConfigError: there are images, but no processor; or as in :func:`process_prompt`.
     """
-    count = len(prompt_images(prompt)) or len(row_images(row))
+    if is_processor(processing_class):
+        return process_prompt(processing_class, prompt, images, template_kwargs, max_length)
+    count = len(prompt_images(prompt)) or len(images)
     if count:
         raise processor_required(f"a row has {count} image(s)", processing_class)
+    tokenizer = cast(PreTrainedTokenizerBase, processing_class)
+    prompt = with_text_content(prompt) if text_only else prompt
+    return tokenize_prompt(tokenizer, prompt, template_kwargs, max_length), None
 
 
 def check_prompt_ids(

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
-
 from groupwise.records.images import ImageInputs
-from groupwise.tokenization.images import process_text, processor_required, prompt_images
-from groupwise.tokenization.prompts import Message, content_blocks, tokenize_prompt
+from groupwise.tokenization.images import is_processor, process_text, processor_required, prompt_images
+from groupwise.tokenization.prompts import Message, tokenize_prompt
 from groupwise.tokenization.templates import select_turn_template, tool_call_message
+from groupwise.tokenization.text import ProcessingClass, content_blocks, text_tokenizer
+from groupwise.tokenization.tool_calls import ToolSchema, TurnParser
 
 _QUESTION: Message = {"role": "user", "content": "."}
 
@@ -24,13 +24,13 @@ class Renderer:
     """Render prompts with the model's chat template, and later messages as token ids to append.
 
     Args:
-        tokenizer: tokenizer with a chat template.
+        processing_class: tokenizer, or processor of a vision-language model, with a chat template.
         end_tokens: token ids that end a turn of the policy.
         with_tools: prompts contain tool schemas.
-        processor: processor for images in tool results; None for text.
+        with_images: messages may have images, if there is a processor.
 
     Attributes:
-        chat_template: source of the model's own template.
+        parser: parses turns in the chat template's format.
 
     Raises:
         ConfigError: the chat template cannot be used, with the reason.
@@ -38,33 +38,30 @@ class Renderer:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        processing_class: ProcessingClass,
         end_tokens: frozenset[int] = frozenset(),
-        template_kwargs: dict[str, Any] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
         *,
         with_tools: bool = True,
-        processor: ProcessorMixin | None = None,
+        with_images: bool = True,
     ) -> None:
-        self.tokenizer, self.processor = tokenizer, processor
+        self.tokenizer = tokenizer = text_tokenizer(processing_class)
+        self.processor = processing_class if with_images and is_processor(processing_class) else None
         self.end_tokens = end_tokens
         self.template_kwargs = dict(template_kwargs or {})
+        if tokenizer is not processing_class and getattr(processing_class, "chat_template", None):
+            self.template_kwargs.setdefault("chat_template", processing_class.chat_template)
         chat_template = self.template_kwargs.get("chat_template") or tokenizer.chat_template
         if isinstance(chat_template, dict):
             chat_template = chat_template.get("tool_use") or chat_template.get("default")
         self.turn_template = select_turn_template(self._render, chat_template, with_tools=with_tools)
-        self.chat_template = cast(str, chat_template)
+        self.parser = TurnParser(tokenizer, cast(str, chat_template), with_tools=with_tools)
 
-    def render_prompt(
-        self, messages: list[Message], schemas: Sequence[dict[str, Any]], max_length: int | None = None
-    ) -> list[int]:
-        """Tokenize a conversation with the model's own template, ending where the policy's turn begins.
+    def render_prompt(self, messages: list[Message], schemas: Sequence[ToolSchema]) -> list[int]:
+        """Tokenize a conversation with the model's own template, ending where the policy's turn begins."""
+        return tokenize_prompt(self.tokenizer, messages, self.prompt_kwargs(schemas))
 
-        Args:
-            max_length: longer prompts are truncated on the left.
-        """
-        return tokenize_prompt(self.tokenizer, messages, self.prompt_kwargs(schemas), max_length)
-
-    def prompt_kwargs(self, schemas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def prompt_kwargs(self, schemas: Sequence[ToolSchema]) -> dict[str, Any]:
         """Return the chat template's variables for a prompt with these tools."""
         # Some templates announce tools for an empty list.
         tools = {self.turn_template.tools_variable: schemas} if schemas else {}

@@ -13,7 +13,8 @@ from typing import Any, cast
 from transformers import PreTrainedTokenizerBase
 
 from groupwise.errors import ConfigError
-from groupwise.tokenization.prompts import Message, replace_surrogates
+from groupwise.tokenization.prompts import Message
+from groupwise.tokenization.text import replace_surrogates
 
 #: JSON schema of a tool: ``{"type": "function", "function": {"name": ..., "parameters": ...}}``.
 ToolSchema = dict[str, Any]

@@ -20,7 +20,8 @@ from groupwise.core.entropy import EntropyControl
 from groupwise.core.masks import off_policy_keep
 from groupwise.core.surrogates import SurrogateInputs, SurrogateSettings, vespo_gate
 from groupwise.errors import ConfigError
-from groupwise.generation.base import GenerationBackend, json_dict, text_tokenizer
+from groupwise.generation.base import GenerationBackend, json_dict
+from groupwise.tokenization.text import text_tokenizer
 from groupwise.trl_hooks.inputs import Inputs
 from groupwise.trl_hooks.state import InputsBuffer
 
@@ -91,7 +92,7 @@ def _environment_factories(trainer: Any) -> None:
     Raises:
         AttributeError: it has.
     """
-    if getattr(trainer.agents, "pool", trainer.agents) is not None:
+    if trainer.agents is not None and trainer.agents.loop.provides_tasks:
         raise AttributeError(
             "trainer.environment_factories does not exist in groupwise.trl_hooks: _generate resets the "
             "environments; call super()._generate_and_score_completions(inputs)"

@@ -9,9 +9,15 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from groupwise.agents import EnvironmentPool, MultiTurnRollouts, Renderer
-from groupwise.agents.multi_turn import MultiTurnSettings
-from groupwise.agents.tools import make_tool
+from groupwise.agents import (
+    EnvironmentPool,
+    MultiTurnRollouts,
+    MultiTurnSettings,
+    Renderer,
+    ToolLoop,
+    make_tool,
+)
+from groupwise.agents.executor import ToolExecutor
 from groupwise.generation.base import GenerationBackend
 from groupwise.records import Completion, RolloutBatch, SamplingOptions
 
@@ -129,22 +135,30 @@ def question(text: str) -> dict[str, Any]:
 
 
 def agents(
-    tokenizer: Any, tools: Sequence[Any] = (), environments: EnvironmentPool | None = None, **settings: Any
+    tokenizer: Any,
+    tools: Sequence[Any] = (),
+    environments: EnvironmentPool | None = None,
+    *,
+    tool_timeout: float | None = None,
+    max_tool_calling_iterations: int | None = None,
+    **settings: Any,
 ) -> MultiTurnRollouts:
     """Multi-turn rollouts with at most 1000 tokens and these settings."""
+    loop = ToolLoop(
+        [make_tool(tool) for tool in tools],
+        environments,
+        ToolExecutor(tool_timeout) if environments is None else None,
+        max_iterations=max_tool_calling_iterations,
+        scores_rollouts=settings.get("max_retries") is not None,
+    )
     renderer = Renderer(
         tokenizer,
         frozenset([tokenizer.eos_token_id]),
         settings.get("template_kwargs"),
         with_tools=bool(tools),
     )
-    return MultiTurnRollouts(
-        [make_tool(tool) for tool in tools],
-        environments,
-        tokenizer,
-        MultiTurnSettings(**{"max_completion_length": 1000, **settings}),
-        renderer if tools or (environments and environments.tools()) else None,
-    )
+    limits = MultiTurnSettings(**{"max_completion_length": 1000, **settings})
+    return MultiTurnRollouts(loop, tokenizer, limits, renderer if loop.has_later_turns else None)
 
 
 def run(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from groupwise.compat.vllm import register_weight_transfer_engine
-
-#: Name of the weight-transfer engine for senders that need no GPU.
-BACKEND = "groupwise"
+from groupwise.generation.vllm.transport import BACKEND
 
 
 def register() -> None:

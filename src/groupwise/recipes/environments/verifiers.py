@@ -14,9 +14,10 @@ from typing import Any, Protocol
 
 from datasets import Dataset
 
-from groupwise.agents.environment_driven import ChatFunction, ChatResponse, MaxLengthReachedError
+from groupwise.agents import ChatFunction, ChatResponse, MaxLengthReachedError
 from groupwise.errors import ConfigError
-from groupwise.tokenization.prompts import Message, message_text
+from groupwise.tokenization.prompts import Message
+from groupwise.tokenization.text import message_text
 from groupwise.tokenization.tool_calls import ToolSchema
 
 _COLUMNS = ("prompt", "example_id", "answer", "info", "task")

@@ -10,13 +10,8 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from groupwise.compat.transformers import name_or_path
 from groupwise.errors import ConfigError
-from groupwise.tokenization.prompts import (
-    Prompt,
-    join_conversation,
-    set_pad_token,
-    tokens_without_embedding,
-    with_rendered_results,
-)
+from groupwise.tokenization.prompts import Prompt, join_conversation
+from groupwise.tokenization.text import set_pad_token, tokens_without_embedding, with_rendered_results
 
 R = TypeVar("R")
 S = TypeVar("S")

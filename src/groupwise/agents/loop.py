@@ -1,0 +1,141 @@
+"""The contract of agent loops, which run rollouts, with the scheduler that samples their turns."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from groupwise.agents.executor import Invocation, ToolExecutor
+from groupwise.agents.tools import Tool, ToolResult
+from groupwise.agents.trajectory import Trajectory
+from groupwise.core.metrics import Metrics
+from groupwise.errors import AgentError
+from groupwise.records.images import ImageInputs
+from groupwise.tokenization.prompts import Message, Prompt
+from groupwise.tokenization.tool_calls import ToolCall, ToolSchema
+
+
+@dataclass(frozen=True)
+class TurnRequest:
+    """Request for a turn of the policy.
+
+    Attributes:
+        messages: the conversation from the prompt on, or a text for the only turn of a rollout.
+        schemas: tools that the policy may call.
+    """
+
+    messages: Prompt
+    schemas: Sequence[ToolSchema] = ()
+
+
+@dataclass(frozen=True)
+class ChatResponse:
+    """A turn of the policy.
+
+    Attributes:
+        message: assistant message as chat templates expect it, with ``tool_calls`` if there are any.
+        truncated: the turn was cut at the maximum length.
+        tool_calls: parsed calls in order; malformed ones have an ``error`` and are not in ``message``.
+    """
+
+    message: Message
+    truncated: bool
+    tool_calls: Sequence[ToolCall] = ()
+
+
+#: Functions to call, and calls in progress, that a rollout waits for before it continues.
+Calls = Sequence[Invocation | Future[Any]]
+
+#: A rollout as a generator. It yields a request and receives the :class:`ChatResponse`, or None if no token
+#: remains for a turn; the ``yield`` raises if a later message cannot be rendered. Or it yields calls and
+#: receives their finished futures.
+Steps = Generator[TurnRequest | Calls, Any, None]
+
+
+@dataclass(eq=False)
+class Rollout:
+    """State of one rollout; a repeated rollout has a new one.
+
+    Attributes:
+        index: position of the row in the batch.
+        prompt: messages before the first turn.
+        messages: the conversation so far, prompt and the policy's turns included.
+        trajectory: tokens; None before the first turn.
+        images: image inputs of the model for these tokens; None without a processor.
+        columns: values for the reward functions.
+        tool_results: executed tool calls and their results.
+        steps: the rollout in progress.
+        request: request of the next turn.
+        futures: calls that the rollout waits for.
+        error: reason why the rollout failed.
+    """
+
+    index: int
+    row: dict[str, Any]
+    prompt: Prompt = field(default_factory=list)
+    messages: Prompt = field(default_factory=list)
+    trajectory: Trajectory | None = None
+    images: ImageInputs | None = None
+    columns: dict[str, Any] = field(default_factory=dict)
+    tool_results: list[tuple[ToolCall, ToolResult]] = field(default_factory=list)
+    steps: Steps = field(init=False)
+    request: TurnRequest | None = None
+    futures: list[Future[Any]] = field(default_factory=list)
+    error: AgentError | None = None
+
+
+class AgentLoop(ABC):
+    """Code that runs rollouts: it builds the conversation, requests turns, and ends the rollout.
+
+    Attributes:
+        executor: calls the functions of the user.
+        is_multi_turn: the run has tools or environments.
+        has_later_turns: a rollout may have more than one turn.
+        uses_tools: requests may have tool schemas.
+        reads_images: messages may have images.
+        provides_tasks: rows need no prompt, because environments have the tasks.
+        is_routed: the column ``environment`` selects the environment of a row.
+        as_rendered: returns a prompt as the chat template gets it, for checks of the dataset; None: rows have
+            no prompts.
+    """
+
+    executor: ToolExecutor
+    is_multi_turn: bool = True
+    has_later_turns: bool = True
+    uses_tools: bool = False
+    reads_images: bool = False
+    provides_tasks: bool = True
+    is_routed: bool = False
+    as_rendered: Callable[[Prompt], Prompt] | None = None
+
+    @property
+    def all_tools(self) -> list[Tool]:
+        """Tools of the user, and those of the first instance of every environment type."""
+        return []
+
+    @property
+    def reward_funcs(self) -> list[Callable[..., Any]]:
+        """Reward functions of the environments."""
+        return []
+
+    def begin_batch(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Prepare the rollouts of a batch, one per row.
+
+        Raises:
+            ConfigError: a row cannot be used.
+        """
+
+    @abstractmethod
+    def run_rollout(self, rollout: Rollout) -> Steps:
+        """Run one rollout and set its ``columns``. Every step runs in the thread of the trainer.
+
+        Raises:
+            AgentError: the rollout failed; with ``rollout_on_error="retry"`` it is repeated.
+        """
+
+    def metrics(self, rollouts: Sequence[Rollout]) -> Metrics:
+        """Return statistics of the rollouts of a batch, without failed ones."""
+        return {}

@@ -1,0 +1,220 @@
+"""The agent loop of tools and environments: run the calls of a turn, append the results, request a turn."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from groupwise.agents.environment_driven import EnvironmentLoop, RolloutEnvironment
+from groupwise.agents.environments import (
+    EnvironmentFactory,
+    EnvironmentPool,
+    Slot,
+    add_observation,
+    check_observation,
+    empty_prompt,
+)
+from groupwise.agents.executor import Invocation, ToolExecutor
+from groupwise.agents.loop import AgentLoop, Rollout, Steps, TurnRequest
+from groupwise.agents.tools import Tool, ToolSet, failed_result, invocation, make_tool, tool_result
+from groupwise.config.grpo_config import GRPOConfig
+from groupwise.core.metrics import Mean, Metrics
+from groupwise.errors import AgentError, ConfigError, boundary
+from groupwise.records import RolloutFunction, copied
+from groupwise.tokenization.images import insert_images
+from groupwise.tokenization.prompts import Message, Prompt, is_conversational, with_text_content
+from groupwise.tokenization.tool_calls import ToolCall
+
+logger = logging.getLogger(__name__)
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 300
+
+
+class ToolLoop(AgentLoop):
+    """Run rollouts with tools, in an environment of the pool if there is one, until a turn calls no tool.
+
+    Args:
+        tools: tools of every rollout.
+        pool: environments; None without.
+        executor: calls the tools; None: that of the pool, or one without a time limit.
+        max_iterations: turns whose tool calls are executed; None: unlimited.
+        scores_rollouts: ``get_reward`` is called at the end of a rollout, so that the rollout fails with it.
+    """
+
+    reads_images = True
+
+    def __init__(
+        self,
+        tools: Sequence[Tool] = (),
+        pool: EnvironmentPool | None = None,
+        executor: ToolExecutor | None = None,
+        *,
+        max_iterations: int | None = None,
+        scores_rollouts: bool = False,
+    ) -> None:
+        self.tools, self.pool = list(tools), pool
+        self.executor = executor or (ToolExecutor() if pool is None else pool.executor)
+        self.max_iterations, self.scores_rollouts = max_iterations, scores_rollouts
+        self.is_multi_turn = bool(tools) or pool is not None
+        self.provides_tasks = pool is not None
+        self.is_routed = pool is not None and pool.is_routed
+        self.as_rendered = with_text_content if self.is_multi_turn else _unchanged
+        self.slots: list[Slot] = []
+        self._reported: set[tuple[str, str]] = set()
+        for own in [[]] if pool is None else pool.tools_by_type():
+            ToolSet([*self.tools, *own])  # refuses two tools of one name
+        self.uses_tools = self.has_later_turns = bool(self.all_tools)
+
+    @property
+    def all_tools(self) -> list[Tool]:
+        own = [] if self.pool is None else self.pool.tools_by_type()
+        return [*self.tools, *(tool for tools in own for tool in tools)]
+
+    @property
+    def reward_funcs(self) -> list[Callable[..., Any]]:
+        return [] if self.pool is None else self.pool.reward_funcs()
+
+    def begin_batch(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Assign an environment of the pool to every row."""
+        self.slots = [] if self.pool is None else self.pool.acquire(rows)
+
+    def run_rollout(self, rollout: Rollout) -> Steps:
+        """Reset the environment, then alternate between turns and tool calls.
+
+        Raises:
+            ConfigError: the prompt is a text, but the rollout has tools.
+            AgentError: the environment's factory, ``reset`` or ``get_reward`` failed, or a tool raised it.
+        """
+        rollout.prompt = insert_images({"prompt": empty_prompt(), **rollout.row})
+        if self.pool is None:
+            yield from self._alternate(rollout, ToolSet(self.tools))
+            return
+        slot = self.slots[rollout.index]
+        rollout.columns["environments"] = None
+        try:
+            environment = rollout.columns["environments"] = slot.create()
+            (reset,) = yield [Invocation(functools.partial(environment.reset, **copied(slot.columns)))]
+            title = slot.environment_type.title
+            with boundary(AgentError, f"{title}, method 'reset'", sample=rollout.index, row=slot.columns):
+                observation = reset.result()
+                check_observation(observation, environment.reset)
+            rollout.prompt = add_observation(rollout.prompt, observation)
+            yield from self._alternate(rollout, ToolSet([*self.tools, *slot.tools]))
+            if self.scores_rollouts and slot.environment_type.has_reward:
+                (reward,) = yield [Invocation(environment.get_reward)]  # type: ignore[attr-defined]
+                self.pool.rewards[id(environment)] = reward
+                with boundary(AgentError, f"{title}, method 'get_reward'", sample=rollout.index):
+                    reward.result()
+        except AgentError:
+            slot.discard()
+            raise
+
+    def _alternate(self, rollout: Rollout, tools: ToolSet) -> Steps:
+        """Alternate between turns and tool calls until a turn calls no tool, or a limit is reached."""
+        if tools and not is_conversational(rollout.prompt):
+            raise ConfigError(
+                f"row {rollout.index} has a text prompt ({rollout.prompt!r:.80}), but tools need chat "
+                "prompts: a list of messages such as [{'role': 'user', 'content': ...}]"
+            )
+        turn = yield TurnRequest(rollout.prompt, tools.schemas)
+        iterations = 0
+        while turn is not None and turn.tool_calls and tools and not turn.truncated:
+            if iterations == self.max_iterations:
+                return
+            iterations += 1
+            calls = turn.tool_calls
+            futures = yield [invocation(call, tools) for call in calls]
+            results = [
+                tool_result(call, tools, future, images=rollout.images is not None)
+                for call, future in zip(calls, futures, strict=True)
+            ]
+            start = len(rollout.tool_results)
+            rollout.tool_results += zip(calls, results, strict=True)
+            try:
+                turn = yield TurnRequest(_followed_by(rollout, start), tools.schemas)
+            except Exception as problem:  # the processor rejects an image, or the chat template the content
+                results = [each if each.failure else failed_result(problem) for each in results]
+                rollout.tool_results[start:] = zip(calls, results, strict=True)
+                turn = yield TurnRequest(_followed_by(rollout, start), tools.schemas)
+
+    def metrics(self, rollouts: Sequence[Rollout]) -> Metrics:
+        """Return the frequencies of calls and of failures; warn if every call of the batch failed."""
+        if not self.uses_tools:
+            return {}
+        results = [result for rollout in rollouts for result in rollout.tool_results]
+        failures = [(call, result.failure) for call, result in results if result.failure]
+        if failures and len(failures) == len(results):
+            self._report(*failures[0], len(results))
+        return {
+            "tools/call_frequency": Mean(float(len(results)), float(len(rollouts))),
+            "tools/failure_frequency": Mean(float(len(failures)), float(len(results))),
+        }
+
+    def _report(self, call: ToolCall, failure: str, num_calls: int) -> None:
+        """Warn about the first of ``num_calls`` failed calls, once per tool and kind of error."""
+        is_known = any(call.name == tool.name for tool in self.all_tools)
+        kind = call.name if is_known else "", failure.partition(":")[0]
+        if kind not in self._reported:
+            self._reported.add(kind)
+            logger.warning(
+                "all %d tool calls of a generation failed; the first one: %s(%s): %s",
+                num_calls,
+                call.name,
+                ", ".join(f"{name}={_SHORT.repr(value)}" for name, value in call.arguments.items()),
+                _SHORT.repr(failure),
+            )
+
+
+def _followed_by(rollout: Rollout, start: int) -> list[Message]:
+    """Return the conversation with messages of the tool results from ``start`` on."""
+    results: list[Message] = [
+        {"role": "tool", "name": call.name, "content": result.content}
+        for call, result in rollout.tool_results[start:]
+    ]
+    return [*cast(list[Message], rollout.messages), *results]
+
+
+def _unchanged(prompt: Prompt) -> Prompt:
+    return prompt
+
+
+def make_agent_loop(
+    tools: Sequence[Callable[..., Any]] | None,
+    environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | RolloutEnvironment | None,
+    rollout_func: RolloutFunction | None,
+    config: GRPOConfig,
+) -> AgentLoop:
+    """Validate tools and environments, before anything is loaded; without them, the loop is single-turn.
+
+    Raises:
+        ConfigError: an invalid tool or environment, or arguments that exclude each other.
+        AgentError: an environment factory raised.
+    """
+    if not tools and environment_factory is None:
+        return ToolLoop()
+    if rollout_func is not None:
+        raise ConfigError(
+            "rollout_func replaces the loop that calls tools and environments; drop it, or drop tools and "
+            "environment_factory and call them in it"
+        )
+    if callable(getattr(environment_factory, "run_rollout", None)):
+        if tools:
+            raise ConfigError(
+                f"environment_factory is a {type(environment_factory).__name__}, which runs rollouts and "
+                "calls its tools itself; drop tools"
+            )
+        return EnvironmentLoop(cast(RolloutEnvironment, environment_factory))
+    executor = ToolExecutor(config.tool_timeout)
+    factories = cast("EnvironmentFactory | Mapping[str, EnvironmentFactory] | None", environment_factory)
+    common = [make_tool(tool) for tool in tools or []]
+    return ToolLoop(
+        common,
+        None if factories is None else EnvironmentPool(factories, executor),
+        executor,
+        max_iterations=config.max_tool_calling_iterations,
+        scores_rollouts=config.rollout_on_error == "retry",
+    )
