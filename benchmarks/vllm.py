@@ -117,8 +117,7 @@ def measure_generation(model: Any, tokenizer: Any, given: argparse.Namespace, ur
 
 def measure_sync(model: Any, tokenizer: Any, pairs: int, precision: str) -> dict[str, Any]:
     """Return seconds per GB of weights by bucket size, in this process and through shared memory."""
-    from groupwise.generation.vllm.transport import LocalSender, SharedMemorySender
-    from groupwise.generation.vllm.weight_sync import LocalReceiver
+    from groupwise.generation.vllm.weight_sync import LocalReceiver, LocalSender, SharedMemorySender
     from groupwise.policy.weight_iterator import buckets, weight_iterator
 
     backend = engine_backend(model, tokenizer, 8, precision)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from pathlib import Path
 
 os.environ.update(
@@ -55,9 +56,10 @@ def registrations_end_with_their_test():
     from groupwise.core.objectives import OBJECTIVES
     from groupwise.core.weights import NORMALIZERS
 
-    registries = (OBJECTIVES, NORMALIZERS, ADVANTAGES, AGGREGATIONS)
-    before = [(registry, dict(registry)) for registry in registries]
+    registries = [OBJECTIVES, NORMALIZERS, ADVANTAGES, AGGREGATIONS]
+    if backends := sys.modules.get("groupwise.generation.base"):  # slow to import for tests of core/
+        registries.append(backends.BACKENDS)
+    before = [dict(registry._entries) for registry in registries]
     yield
-    for registry, entries in before:
-        registry.clear()
-        registry.update(entries)
+    for registry, entries in zip(registries, before, strict=True):
+        registry._entries = entries

@@ -1,4 +1,4 @@
-"""Components by name: lazy imports, replacement, unknown names."""
+"""Components by name: lazy imports, taken and unknown names."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ def test_a_string_is_imported_when_it_is_first_used():
     registry: Registry[object] = Registry("codec", {"json": "json:loads", "broken": "no_such_module:x"})
     import json
 
-    assert registry.get("json") is json.loads
+    assert registry["json"] is json.loads
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
-        registry.get("broken")
+        registry["broken"]
 
 
-def test_registering_adds_and_replaces():
+def test_registering_adds_a_new_name_and_refuses_a_taken_one():
     registry: Registry[int] = Registry("number", {"one": 1})
     registry.register("two", 2)
-    registry.register("one", 11)
-    assert list(registry) == ["one", "two"] and (registry.get("one"), registry.get("two")) == (11, 2)
+    assert dict(registry) == {"one": 1, "two": 2} and "three" not in registry
+    message = r"number 'one' is already registered; registered: one, two; choose another name"
+    with pytest.raises(ConfigError, match=message):
+        registry.register("one", 11)
+    assert registry["one"] == 1
 
 
 def test_an_unknown_name_lists_the_registered_ones_and_the_nearest():
     registry: Registry[int] = Registry("number", {"one": 1, "three": 3})
     message = r"unknown number 'thre'; registered: one, three; nearest valid: 'three'"
     with pytest.raises(ConfigError, match=message):
-        registry.get("thre")
+        registry["thre"]

@@ -166,7 +166,7 @@ class Hyperparameters:
 
 
 @pytest.fixture
-def objective_with_settings(monkeypatch):
+def objective_with_settings():
     """Objective "tempered" whose hyperparameters are those of ``Hyperparameters``."""
 
     @dataclass(frozen=True)
@@ -175,9 +175,7 @@ def objective_with_settings(monkeypatch):
 
     entry = objectives.OBJECTIVES["dapo"]
     fields = {item.name: getattr(entry, item.name) for item in dataclasses.fields(entry)}
-    monkeypatch.setitem(
-        objectives.OBJECTIVES, "tempered", WithSettings(**{**fields, "settings": Hyperparameters})
-    )
+    objectives.OBJECTIVES.register("tempered", WithSettings(**{**fields, "settings": Hyperparameters}))
 
 
 def test_loss_kwargs_of_an_objective(build, objective_with_settings):

@@ -130,7 +130,8 @@ def test_duplicate_objective_is_refused():
 
 def test_unknown_normalizer_is_refused():
     with pytest.raises(
-        ValueError, match=r"normalizer='per_token' is unknown; allowed: constant_length, local"
+        ValueError,
+        match=r"unknown normalizer 'per_token'; registered: .*; nearest valid: 'token_mean'",
     ):
         register_objective("other", reinforce, "per_token")
     assert "other" not in OBJECTIVES

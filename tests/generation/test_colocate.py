@@ -209,9 +209,9 @@ def test_equal_neighbours_are_samples_of_one_request_and_differ(run, monkeypatch
 def test_limits_by_row_and_ends_are_kept(run, monkeypatch):
     sync(run, run.model)
     limits = [1, 1] + [6] * 62
-    monkeypatch.setitem(run.backend.sampling, "temperature", 2.0)
     monkeypatch.setitem(run.backend.sampling, "logit_bias", {1: 3.0})  # some end early
-    completions = run.backend.generate([[4, 5]] * 64, SamplingOptions(max_tokens=limits))
+    sampling = SamplingOptions(max_tokens=limits, generation_kwargs={"temperature": 2.0})
+    completions = run.backend.generate([[4, 5]] * 64, sampling)
     assert all(len(c.token_ids) <= limit for c, limit in zip(completions, limits, strict=True))
     assert {completion.truncated for completion in completions} == {True, False}
     for completion in completions:

@@ -15,7 +15,6 @@ from support.fakes.fake_vllm import FakeVLLM
 
 from groupwise import ConfigError, GRPOConfig, register_backend
 from groupwise.generation.base import (
-    BACKENDS,
     GenerationBackend,
     check_backend,
     check_images,
@@ -210,7 +209,6 @@ def test_a_backend_is_chosen_by_instance_or_by_name(tmp_path, monkeypatch):
         if config.top_k:
             raise ConfigError("echo has no top_k")
 
-    monkeypatch.setattr(BACKENDS, "_entries", dict(BACKENDS._entries))
     register_backend("echo", factory, check)
     check_backend(config, "echo")
     assert isinstance(make_backend(lambda: model, config, runs.tokenizer(), "echo"), EchoBackend)

@@ -20,10 +20,13 @@ from support.runs import policy, prompts, tokenizer, trainer
 from groupwise import ConfigError, GRPOConfig, GRPOTrainer
 from groupwise.errors import BackendError
 from groupwise.generation.vllm import colocate, engine
-from groupwise.generation.vllm.colocate import ColocatedBackend, check_policy
-from groupwise.generation.vllm.tensor_parallel import TensorParallelGroup
-from groupwise.generation.vllm.transport import LocalSender, SharedMemorySender
-from groupwise.generation.vllm.weight_sync import FullWeightSync, LocalReceiver
+from groupwise.generation.vllm.colocate import ColocatedBackend, TensorParallelGroup, check_policy
+from groupwise.generation.vllm.weight_sync import (
+    FullWeightSync,
+    LocalReceiver,
+    LocalSender,
+    SharedMemorySender,
+)
 from groupwise.records import SamplingOptions
 
 
@@ -126,12 +129,11 @@ def weights(*pairs):
 
 
 @pytest.fixture
-def sleeping(monkeypatch):
+def sleeping(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     engine = FakeEngine()
-    backend = ColocatedBackend(
-        engine, {}, frozenset([1]), 8, TensorParallelGroup(), FullWeightSync(engine), sleeps=True
-    )
+    config = GRPOConfig(str(tmp_path), vllm_enable_sleep_mode=True, use_cpu=True, bf16=False)
+    backend = ColocatedBackend(engine, config, frozenset([1]), TensorParallelGroup(), FullWeightSync(engine))
     backend._generate = lambda requests, settings: backend.engine.generate(requests)
     return backend
 
@@ -213,7 +215,7 @@ def test_buckets_pass_through_shared_memory_files_that_are_removed(tmp_path):
 def test_files_of_a_killed_process_are_removed_by_the_next_sender(tmp_path):
     code = (
         "import os, signal, sys\n"
-        "from groupwise.generation.vllm.transport import SharedMemorySender\n"
+        "from groupwise.generation.vllm.weight_sync import SharedMemorySender\n"
         "sender = SharedMemorySender(sys.argv[1])\n"
         "(sender.directory / 'bucket').write_text('weights')\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

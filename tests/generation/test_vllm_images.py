@@ -18,10 +18,9 @@ from test_vllm_server import backend_for
 
 from groupwise import ConfigError, GRPOConfig, GRPOTrainer
 from groupwise.errors import BackendError
-from groupwise.generation.vllm import colocate, images
-from groupwise.generation.vllm.colocate import ColocatedBackend
+from groupwise.generation.vllm import colocate, engine
+from groupwise.generation.vllm.colocate import ColocatedBackend, TensorParallelGroup
 from groupwise.generation.vllm.sampling import group_requests
-from groupwise.generation.vllm.tensor_parallel import TensorParallelGroup
 from groupwise.records import SamplingOptions
 from groupwise.tokenization.images import as_rgb, process_prompt
 
@@ -117,17 +116,16 @@ class StubEngine:
         ]
 
 
-def colocated(engine: Any) -> ColocatedBackend:
+def colocated(engine: Any, directory: Any) -> ColocatedBackend:
     sync = SimpleNamespace(push=lambda *_: None, generate_kwargs=dict, close=lambda: None)
-    sampling = {"temperature": 1.0}
-    group = TensorParallelGroup()
-    return ColocatedBackend(engine, sampling, frozenset([1]), 8, group, sync, with_images=True)
+    config = GRPOConfig(str(directory), max_completion_length=8, use_cpu=True, bf16=False)
+    return ColocatedBackend(engine, config, frozenset([1]), TensorParallelGroup(), sync, with_images=True)
 
 
-def test_the_engine_gets_images_and_the_prompt_before_expansion(processor):
+def test_the_engine_gets_images_and_the_prompt_before_expansion(processor, tmp_path):
     pytest.importorskip("vllm")
     engine = StubEngine()
-    backend = colocated(engine)
+    backend = colocated(engine, tmp_path)
     backend.sync_weights(None, step=0)
     assert engine.resets == 1  # what the vision tower computed with other weights
     pairs = [prompt(processor, "red", "blue"), prompt(processor)]
@@ -188,9 +186,9 @@ def test_a_column_of_images_needs_an_engine_that_processes_them(tmp_path, monkey
             GRPOTrainer("no/such/model", lambda **_: [], config, rows(image=[None] * 8))
         return str(error.value)
 
-    monkeypatch.setattr(images, "has_multimodal_classes", lambda: False)
+    monkeypatch.setattr(engine, "has_multimodal_classes", lambda: False)
     assert "vLLM's vision-language models need torchvision" in refused()
-    monkeypatch.setattr(images, "has_multimodal_classes", lambda: True)
+    monkeypatch.setattr(engine, "has_multimodal_classes", lambda: True)
     text_only = {"language_model_only": True}
     assert "['language_model_only'] starts an engine for text" in refused(vllm_engine_kwargs=text_only)
 

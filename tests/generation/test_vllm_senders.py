@@ -19,7 +19,7 @@ from support.workers.launch import WITH_VLLM, Script
 
 pytest.importorskip("vllm")
 from groupwise.errors import BackendError
-from groupwise.generation.vllm import transport
+from groupwise.generation.vllm import weight_sync
 
 pytestmark = pytest.mark.vllm
 
@@ -72,17 +72,17 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     weight_receiver.fake_gpu(monkeypatch.setattr)
 
 
-def _nccl() -> transport.NcclSender:
+def _nccl() -> weight_sync.NcclSender:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    return transport.NcclSender("127.0.0.1", port, num_workers=1)
+    return weight_sync.NcclSender("127.0.0.1", port, num_workers=1)
 
 
-SENDERS: dict[str, Callable[[], transport.WeightSender]] = {"nccl": _nccl, "ipc": transport.CudaIpcSender}
+SENDERS: dict[str, Callable[[], weight_sync.WeightSender]] = {"nccl": _nccl, "ipc": weight_sync.CudaIpcSender}
 
 
-def _buckets(step: int) -> list[transport.Bucket]:
+def _buckets(step: int) -> list[weight_sync.Bucket]:
     """Tensors of several types, views among them, in an order that is not that of their names."""
     generator = torch.Generator().manual_seed(step)
     table = torch.randn(6, 5, generator=generator)
@@ -93,7 +93,7 @@ def _buckets(step: int) -> list[transport.Bucket]:
     ]
 
 
-def _in_order(backend: str, bucket: transport.Bucket) -> transport.Bucket:
+def _in_order(backend: str, bucket: weight_sync.Bucket) -> weight_sync.Bucket:
     """The order of the bucket, with NCCL large items first: vLLM refuses a view of unaligned bytes."""
     return sorted(bucket, key=lambda pair: -pair[1].element_size() if backend == "nccl" else 0)
 
@@ -107,7 +107,7 @@ def test_every_tensor_arrives_bitwise_in_its_order(
     def handle(tensor: torch.Tensor) -> tuple[Any, ...]:
         return weight_receiver.export(tensor, tmp_path / f"memory {next(exported)}")
 
-    monkeypatch.setattr(transport, "cuda_ipc_handle", handle)
+    monkeypatch.setattr(weight_sync, "cuda_ipc_handle", handle)
     sender, engine = SENDERS[backend](), Receiver(worker, backend)
     assert sender.backend == backend
     sender.connect(engine)

@@ -21,7 +21,7 @@ from support.engine_runs import (
 from support.workers.vllm_process import ServerProcess
 from transformers import TrainerCallback
 
-from groupwise.generation.vllm import transport
+from groupwise.generation.vllm import weight_sync
 from groupwise.generation.vllm.client import fetch_num_tokens
 from groupwise.policy.weight_iterator import PolicyWeights
 
@@ -161,7 +161,7 @@ def assert_same_run(run, other):
 @pytest.mark.timeout(1200)  # the server starts three times
 def test_a_killed_server_does_not_change_the_history(server, undisturbed, tmp_path):
     disturbed = run_for(server, tmp_path, **FOUR_STEPS)
-    ask, push = disturbed.backend._submit, transport.SharedMemorySender.send
+    ask, push = disturbed.backend._submit, weight_sync.SharedMemorySender.send
     killed = []
 
     def kill_once(when):
@@ -188,7 +188,7 @@ def test_a_killed_server_does_not_change_the_history(server, undisturbed, tmp_pa
     disturbed.add_callback(KillBetween())
     disturbed.backend._submit = ask_and_kill
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transport.SharedMemorySender, "send", kill_and_send)
+        patch.setattr(weight_sync.SharedMemorySender, "send", kill_and_send)
         disturbed.train()
     assert killed == ["generating", "doing nothing", "taking weights"]
     assert_same_run(disturbed, undisturbed)

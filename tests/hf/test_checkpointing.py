@@ -25,8 +25,8 @@ from transformers import TrainerCallback
 from groupwise import GRPOConfig
 from groupwise.errors import ConfigError
 from groupwise.hf import run_directory
-from groupwise.hf.checkpointing import load_state, save_state
-from groupwise.hf.run_directory import RunDirectory, find_checkpoint
+from groupwise.hf.checkpointing import find_checkpoint, load_state, save_state
+from groupwise.hf.run_directory import RunDirectory
 
 
 def _write(directory: Path, **files: str) -> Path:

@@ -186,7 +186,7 @@ CORE = [
         ("sampler_BT.isfinite(), sampler_BT, old", "sampler_BT.isnan(), sampler_BT, old", REGISTRATION),
         ("if self.settings is None else", "if True else", REGISTRATION),
         ('surrogates.sapo, "sequence_mean"', 'surrogates.sapo, "token_mean"', WEIGHTS),
-        ("if name in OBJECTIVES:", "if name in ():", REGISTRATION),
+        ("    NORMALIZERS[normalizer]  # an", "    # an", REGISTRATION),
     ),
     *_of(
         "advantages.py",
@@ -212,7 +212,6 @@ CORE = [
         ("(reward - values.mean().item())", "reward", ADVANTAGES),
         ("total_N - rewards.penalty_N", "total_N + rewards.penalty_N", ADVANTAGES),
         ("AGGREGATIONS[settings.aggregation].normalize_first", "False", ADVANTAGES),
-        ("if name in AGGREGATIONS:", "if name in ():", REGISTRATION),
         ("+= weights[column] * reward", "+= reward", DISTILLATION),
         ("+= weights[column] * reward", "= weights[column] * reward", DISTILLATION),
         ("replace(rewards, step_rewards={})", "rewards", DISTILLATION),

@@ -1,19 +1,23 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import random
+import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets import load_dataset
+from huggingface_hub import HfApi
 from PIL import Image
+from tqdm.auto import tqdm
 
 from groupwise.records import Completion, RewardBatch, RolloutBatch
 from groupwise.reporting import completions, report_completions
-from groupwise.reporting.completions import evenly_spaced, write_parquet
+from groupwise.reporting.completions import evenly_spaced, print_table, write_parquet
 from groupwise.reporting.table import completion_rows, row_text
 
 
@@ -202,3 +206,90 @@ def test_no_rows_report_nothing(tmp_path, make_args, capsys):
     report_completions([], 3, make_args(), str(tmp_path))
     assert capsys.readouterr().out == ""
     assert list(tmp_path.iterdir()) == []
+
+
+# On the console.
+
+TABLE = {"step": [3], "completion": ["a [red]b[/red]"], "accuracy": [1 / 3], "form": [None]}
+
+
+def test_the_table_shows_texts_as_they_are(capsys):
+    print_table(TABLE, "completions, step 3")
+    printed = capsys.readouterr().out
+    for text in ("completions, step 3", "step", "a [red]b[/red]", "0.333", "┃"):
+        assert text in printed
+
+
+def test_control_characters_do_not_reach_the_terminal(capsys):
+    print_table({"step": [1], "completion": ["\x1b[2Jgone\rover\tx"]}, "t")
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed and "\r" not in printed
+    assert "\\x1b[2Jgone\\rover x" in printed
+
+
+def test_a_table_without_rows_prints_nothing(capsys):
+    print_table({"step": [], "completion": []}, "t")
+    assert capsys.readouterr().out == ""
+
+
+def test_the_bar_is_cleared_while_printing(capsys):
+    with tqdm(total=2, file=sys.stdout, ncols=40) as bar:
+        print_table({"step": [1], "completion": ["text"]}, "the title")
+        bar.update(2)
+    printed = capsys.readouterr().out
+    line = next(line for line in printed.split("\n") if "the title" in line)
+    assert "0/2" not in line.split("\r")[-1]
+
+
+# On the Hub.
+
+
+@pytest.fixture
+def api(monkeypatch):
+    """A real client without a server: nothing listens on the discard port of this machine."""
+    client = HfApi(endpoint="http://127.0.0.1:9")
+    monkeypatch.setattr(completions, "_api", lambda: client)
+    return client
+
+
+def test_the_folder_is_uploaded_as_a_dataset(api, tmp_path, monkeypatch, make_args, make_row):
+    calls = []
+    monkeypatch.setattr(api, "create_repo", lambda repo, **kwargs: calls.append((repo, kwargs)))
+    monkeypatch.setattr(api, "upload_folder", lambda **kwargs: calls.append(kwargs))
+    args = make_args(
+        num_completions_to_print=0,
+        log_completions=True,
+        log_completions_hub_repo="someone/texts",
+        hub_token="hf_abc",
+        hub_private_repo=True,
+    )
+    report_completions([make_row()], 3, args, str(tmp_path), mode="eval")
+    api.run_as_future(lambda: None).result()  # jobs run in order
+    (repo, made), sent = calls
+    assert repo == "someone/texts"
+    assert made == {"repo_type": "dataset", "private": True, "exist_ok": True, "token": "hf_abc"}
+    assert (sent["repo_id"], sent["repo_type"], sent["path_in_repo"]) == ("someone/texts", "dataset", "eval")
+    assert (sent["folder_path"], sent["token"]) == (tmp_path / "completions_eval", "hf_abc")
+
+
+def test_an_unreachable_hub_is_a_warning(api, tmp_path, caplog, make_args, make_row):
+    args = make_args(
+        num_completions_to_print=0,
+        log_completions=True,
+        log_completions_hub_repo="someone/texts",
+        hub_token="hf_abc",
+    )
+    with caplog.at_level(logging.WARNING, "groupwise.reporting.completions"):
+        report_completions([make_row()], 3, args, str(tmp_path))
+        api.run_as_future(lambda: None).result()
+    (record,) = [record for record in caplog.records if record.name == "groupwise.reporting.completions"]
+    assert "were not uploaded to the dataset someone/texts" in record.getMessage()
+    assert "hf_abc" not in caplog.text
+    assert (tmp_path / "completions" / "completions_00003.parquet").exists()
+
+
+def test_no_repository_no_upload(api, tmp_path, monkeypatch, make_args, make_row):
+    jobs = []
+    monkeypatch.setattr(api, "run_as_future", lambda *job: jobs.append(job))
+    report_completions([make_row()], 3, make_args(num_completions_to_print=0), str(tmp_path))
+    assert jobs == []

@@ -142,12 +142,13 @@ def imported_modules(source: str, package: str = "groupwise") -> set[str]:
 
 
 def beyond_torch(source: str) -> list[str]:
-    """Imports of ``core/`` that are neither torch, the standard library nor ``core/`` itself."""
+    """Imports of ``core/`` that are neither torch, the standard library nor ``core/`` and ``registry``."""
     allowed = {"torch", *sys.stdlib_module_names}
     return sorted(
         name
         for name in imported_modules(source, "groupwise.core")
-        if name.split(".")[0] not in allowed and name.split(".")[:2] != ["groupwise", "core"]
+        if name.split(".")[0] not in allowed
+        and name.split(".")[:2] not in (["groupwise", "core"], ["groupwise", "registry"])
     )
 
 

@@ -10,6 +10,7 @@ from peft import LoraConfig
 from transformers import BitsAndBytesConfig
 
 from groupwise.policy.weight_iterator import PolicyWeights
+from groupwise.records import SamplingOptions
 from support import runs
 
 ENGINE = {"kv_cache_memory_bytes": 2**24, "max_num_seqs": 32}
@@ -71,11 +72,8 @@ def greedy(model: Any, prompts: list[list[int]], count: int, ends: frozenset[int
 
 
 def engine_greedy(backend: Any, prompts: list[list[int]]) -> list[list[int]]:
-    sampling, backend.sampling = backend.sampling, {**backend.sampling, "temperature": 0.0}
-    try:
-        return [completion.token_ids for completion in backend.generate(prompts)]
-    finally:
-        backend.sampling = sampling
+    sampling = SamplingOptions(generation_kwargs={"temperature": 0.0})
+    return [completion.token_ids for completion in backend.generate(prompts, sampling)]
 
 
 def trainer_logps(model: Any, prompt: list[int], tokens: list[int], temperature: float) -> torch.Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from groupwise import ConfigError
-from groupwise.core.metrics import Max, Mean, Sum
+from groupwise.core.metrics import Max, Mean, Min, Sum
 from groupwise.data.prompt_source import PromptSource, RankSlice
 from groupwise.hf.step_state import ObjectState
 from groupwise.trl_hooks.state import BUFFER_FIELDS, InputsBuffer, ListMetricBuffer
@@ -102,14 +102,32 @@ def drained(*ranks):
     return on_ranks(len(ranks), lambda rank, gather, _: ranks[rank].drain(lambda part: gather([part]))[0])
 
 
-def test_metrics_that_no_hook_touches_keep_their_reduction():
+def test_a_record_is_merged_over_ranks_and_the_log_is_the_mean_over_records():
     one, other = ListMetricBuffer(), ListMetricBuffer()
     for buffer, (total, count, largest) in ((one, (1.0, 1.0, 3.0)), (other, (8.0, 3.0, 5.0))):
         buffer.record({"entropy": Mean(torch.tensor(total), count), "longest": Max(largest)})
-        buffer.record({"longest": Max(1.0)})
-    assert one.lists == {"entropy": [1.0], "longest": [3.0, 1.0]}  # to be read by hooks
-    assert drained(one, other) == [{"entropy": 9 / 4, "longest": 5.0}] * 2
+        buffer.record({"entropy": Mean(2.0), "longest": Max(1.0)})
+    assert one.lists == {"entropy": [1.0, 2.0], "longest": [3.0, 1.0]}  # to be read by hooks
+    assert drained(one, other) == [{"entropy": (9 / 4 + 4 / 2) / 2, "longest": (5.0 + 1.0) / 2}] * 2
     assert one.lists == {}
+
+
+def test_a_metric_that_a_rank_lacks_in_one_record_stays_with_its_record():
+    one, other = ListMetricBuffer(), ListMetricBuffer()
+    for buffer, shortest in ((one, [4.0, None]), (other, [6.0, 8.0])):
+        for value in shortest:
+            buffer.record({"rows": Mean(4.0)} | ({} if value is None else {"shortest": Min(value)}))
+    assert drained(one, other) == [{"rows": 4.0, "shortest": (4.0 + 8.0) / 2}] * 2
+
+
+def test_the_loss_rates_sums_and_metrics_of_the_user_keep_their_reduction():
+    buffer = ListMetricBuffer()
+    buffer.record({"loss": Mean(1.0, 0.5), "tokens_per_second": Mean(90.0, 1.0), "num_tokens": Sum(3.0)})
+    buffer.record({"loss": Mean(3.0, 1.0), "tokens_per_second": Mean(30.0, 2.0), "num_tokens": Sum(4.0)})
+    buffer.record_metric("custom/longest", 3.0, "max")
+    buffer.record_metric("custom/longest", 5.0, "max")
+    expected = {"loss": 4 / 1.5, "tokens_per_second": 40.0, "num_tokens": 7.0, "custom/longest": 5.0}
+    assert not buffer.lists and drained(buffer) == [expected]
 
 
 def test_metrics_of_hooks_are_averaged_over_ranks():

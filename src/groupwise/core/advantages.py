@@ -9,6 +9,8 @@ from functools import partial
 
 import torch
 
+from groupwise.registry import Registry
+
 #: Added to a standard deviation before division.
 STD_EPSILON = 1e-4
 
@@ -107,10 +109,10 @@ class Aggregation:
     normalize_first: bool = False
 
 
-AGGREGATIONS: dict[str, Aggregation] = {
-    "sum_then_normalize": Aggregation(),
-    "normalize_then_sum": Aggregation(normalize_first=True),
-}
+AGGREGATIONS: Registry[Aggregation] = Registry(
+    "aggregation",
+    {"sum_then_normalize": Aggregation(), "normalize_then_sum": Aggregation(normalize_first=True)},
+)
 
 
 def register_aggregation(name: str, combine: Combine, *, normalize_first: bool = False) -> None:
@@ -131,13 +133,9 @@ def register_aggregation(name: str, combine: Combine, *, normalize_first: bool =
             are computed; metrics and evaluation always combine the raw rewards.
 
     Raises:
-        ValueError: the name is taken.
+        ConfigError: the name is taken.
     """
-    if name in AGGREGATIONS:
-        raise ValueError(
-            f"aggregation {name!r} is already registered; registered: {', '.join(sorted(AGGREGATIONS))}"
-        )
-    AGGREGATIONS[name] = Aggregation(combine, normalize_first)
+    AGGREGATIONS.register(name, Aggregation(combine, normalize_first))
 
 
 def total_rewards(rewards: GroupRewards, aggregation: str = "sum_then_normalize") -> torch.Tensor:
@@ -283,11 +281,14 @@ def per_token_advantages(rewards: GroupRewards, settings: AdvantageSettings) -> 
 Estimator = Callable[[GroupRewards, AdvantageSettings], torch.Tensor]
 
 
-ADVANTAGES: dict[str, Estimator] = {
-    "group_mean": normalized_advantages,
-    "leave_one_out": partial(normalized_advantages, baseline=leave_one_out),
-    "per_token": per_token_advantages,
-}
+ADVANTAGES: Registry[Estimator] = Registry(
+    "advantage",
+    {
+        "group_mean": normalized_advantages,
+        "leave_one_out": partial(normalized_advantages, baseline=leave_one_out),
+        "per_token": per_token_advantages,
+    },
+)
 
 
 def register_advantage(name: str, estimator: Estimator) -> None:
@@ -298,10 +299,6 @@ def register_advantage(name: str, estimator: Estimator) -> None:
         estimator: ``(GroupRewards, AdvantageSettings) -> (N,) or (N, T)`` advantages.
 
     Raises:
-        ValueError: the name is taken.
+        ConfigError: the name is taken.
     """
-    if name in ADVANTAGES:
-        raise ValueError(
-            f"advantage {name!r} is already registered; registered: {', '.join(sorted(ADVANTAGES))}"
-        )
-    ADVANTAGES[name] = estimator
+    ADVANTAGES.register(name, estimator)

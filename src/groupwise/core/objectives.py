@@ -22,6 +22,7 @@ from groupwise.core.metrics import Max, Mean, Metrics, Min, masked_mean
 from groupwise.core.ratios import RATIO_LEVELS
 from groupwise.core.surrogates import SurrogateInputs, SurrogateSettings
 from groupwise.core.weights import NORMALIZERS
+from groupwise.registry import Registry
 
 #: The second argument is the objective's own settings, or :class:`SurrogateSettings` if it has none.
 Surrogate = Callable[[SurrogateInputs, Any], torch.Tensor]
@@ -264,7 +265,7 @@ def vespo_metrics(inputs: SurrogateInputs, settings: SurrogateSettings) -> Metri
     return {"vespo/phi_seq_mean": masked_mean(surrogates.vespo_gate(inputs, settings), inputs.loss_mask_BT)}
 
 
-OBJECTIVES: dict[str, Objective] = {}
+OBJECTIVES: Registry[Objective] = Registry("objective")
 
 
 def register_objective(
@@ -293,15 +294,10 @@ def register_objective(
         zero_grad_at_zero_advantage: the gradient is zero where the advantage is zero; such rows are skipped.
 
     Raises:
-        ValueError: the name is taken, or the normalizer is unknown.
+        ConfigError: the name is taken, or the normalizer is unknown.
     """
-    if name in OBJECTIVES:
-        raise ValueError(
-            f"objective {name!r} is already registered; registered: {', '.join(sorted(OBJECTIVES))}"
-        )
-    if normalizer not in NORMALIZERS:
-        raise ValueError(f"normalizer={normalizer!r} is unknown; allowed: {', '.join(sorted(NORMALIZERS))}")
-    OBJECTIVES[name] = Objective(
+    NORMALIZERS[normalizer]  # an unknown name fails here, not in the first step
+    objective = Objective(
         name,
         surrogate,
         normalizer,
@@ -310,6 +306,7 @@ def register_objective(
         applies_sampler_correction,
         zero_grad_at_zero_advantage,
     )
+    OBJECTIVES.register(name, objective)
 
 
 # loss_type, surrogate, normalizer, metrics. Every surrogate is a factor times the advantage: no gradient

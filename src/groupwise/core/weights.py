@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from groupwise.registry import Registry
+
 
 @dataclass(frozen=True)
 class WindowCounts:
@@ -67,7 +69,7 @@ class Normalizer:
         return self.function(WeightInputs(mask_BT, group_ids_B), counts)
 
 
-NORMALIZERS: dict[str, Normalizer] = {}
+NORMALIZERS: Registry[Normalizer] = Registry("normalizer")
 
 
 def register_normalizer(name: str, function: NormalizerFunction, *, needs_group_tokens: bool = False) -> None:
@@ -81,13 +83,9 @@ def register_normalizer(name: str, function: NormalizerFunction, *, needs_group_
             one more collective per optimizer step.
 
     Raises:
-        ValueError: the name is taken.
+        ConfigError: the name is taken.
     """
-    if name in NORMALIZERS:
-        raise ValueError(
-            f"normalizer {name!r} is already registered; registered: {', '.join(sorted(NORMALIZERS))}"
-        )
-    NORMALIZERS[name] = Normalizer(function, needs_group_tokens)
+    NORMALIZERS.register(name, Normalizer(function, needs_group_tokens))
 
 
 def sequence_mean(rows: WeightInputs, counts: WindowCounts) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import chosen_backend, truncating
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, nearest_name
 from groupwise.policy.weight_iterator import WeightSource
 from groupwise.records import Completion, SamplingOptions
 from groupwise.records.images import ImageInputs
@@ -158,6 +158,14 @@ class BackendEntry:
     check_images: Callable[[GRPOConfig], None] | None = None
 
 
+def check_names(field: str, given: Iterable[str], known: Collection[str], library: str) -> None:
+    """Raise ConfigError, with the nearest known name, if a key of the setting ``field`` is unknown."""
+    for name in given:
+        if name not in known:
+            nearest = nearest_name(name, known)
+            raise ConfigError(f"{field}[{name!r}] is unknown to {library}; nearest valid: {nearest!r}")
+
+
 def json_dict(setting: dict[str, Any] | str | None) -> dict[str, Any]:
     """Return a setting that may be given as JSON; the config has parsed it by now. None is an empty dict."""
     return cast("dict[str, Any]", setting or {})
@@ -182,7 +190,7 @@ def register_backend(
     """Register a generation backend, which ``GRPOTrainer(..., backend=name)`` then uses.
 
     Args:
-        name: a registered backend of the same name is replaced.
+        name: new name.
         factory: called as ``factory(policy, config, processing_class, suppress_tokens)`` once the policy is
             loaded; see :class:`BackendFactory`.
         check_config: called with the config before anything is loaded; raises ConfigError for settings that
@@ -210,7 +218,7 @@ def check_backend(
         name, supports_images = type(backend).__name__, backend.supports_images
     else:
         name = backend or chosen_backend(config)
-        entry = BACKENDS.get(name)
+        entry = BACKENDS[name]
         supports_images = entry.supports_images
         if entry.check_config is not None:
             entry.check_config(config)
@@ -238,7 +246,7 @@ def make_backend(
     """
     if isinstance(backend, GenerationBackend):
         return backend
-    entry = BACKENDS.get(backend or chosen_backend(config))
+    entry = BACKENDS[backend or chosen_backend(config)]
     return entry.factory(policy, config, processing_class, image_suppress_tokens(policy(), processing_class))
 
 

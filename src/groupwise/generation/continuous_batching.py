@@ -12,9 +12,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from groupwise.compat.transformers import logits_processors
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.distributed import requires_lockstep_forwards
-from groupwise.errors import BackendError, ConfigError, nearest_name
+from groupwise.errors import BackendError, ConfigError
 from groupwise.generation import transformers_backend
-from groupwise.generation.base import RUN_SETTINGS, BackendEntry, ProcessingClass, json_dict
+from groupwise.generation.base import RUN_SETTINGS, BackendEntry, ProcessingClass, check_names, json_dict
 from groupwise.generation.transformers_backend import TransformersBackend, generation_config
 from groupwise.policy.attention import without_attention_hook
 from groupwise.policy.introspection import CausalLM, has_prompt_learning
@@ -104,12 +104,7 @@ def batching_config(given: dict[str, Any]) -> ContinuousBatchingConfig:
             "use_transformers_continuous_batching=False"
         ) from missing
     names = [field.name for field in dataclasses.fields(ContinuousBatchingConfig)]
-    for name in given:
-        if name not in names:
-            nearest = nearest_name(name, names)
-            raise ConfigError(
-                f"transformers_continuous_batching_config has no setting {name!r}; nearest valid: {nearest!r}"
-            )
+    check_names("transformers_continuous_batching_config", given, names, "transformers")
     return ContinuousBatchingConfig(**{"max_memory_percent": _MEMORY, **given})
 
 

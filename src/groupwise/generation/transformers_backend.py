@@ -20,12 +20,13 @@ from groupwise.config.sampling import SAMPLING_FIELDS, TRUNCATING, sampler_setti
 from groupwise.core.padding import length_mask, pad_sequences
 from groupwise.cpu import cpu_generation, stock_linears
 from groupwise.distributed import requires_lockstep_forwards
-from groupwise.errors import BackendError, ConfigError, nearest_name
+from groupwise.errors import BackendError, ConfigError
 from groupwise.generation.base import (
     RUN_SETTINGS,
     BackendEntry,
     GenerationBackend,
     ProcessingClass,
+    check_names,
     json_dict,
 )
 from groupwise.generation.decoding import (
@@ -306,12 +307,8 @@ def check_config(config: GRPOConfig) -> None:
             "{'eos_token_id': [...]}, or use vLLM with generation_kwargs={'stop': [...]}"
         )
     known = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
-    for name in json_dict(config.generation_kwargs):
-        if name not in (*known, *SAMPLING_FIELDS):
-            raise ConfigError(
-                f"generation_kwargs[{name!r}] is unknown to transformers; nearest valid: "
-                f"{nearest_name(name, known)!r}"
-            )
+    given = json_dict(config.generation_kwargs).keys() - SAMPLING_FIELDS.keys()
+    check_names("generation_kwargs", sorted(given), known, "transformers")
 
 
 def _check_every_row_has_images(images: Sequence[ImageInputs]) -> None:

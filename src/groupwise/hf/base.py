@@ -35,9 +35,8 @@ from groupwise.data.sampler import as_rows
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.generation.base import GenerationBackend
 from groupwise.hf import checkpointing
-from groupwise.hf.checkpointing import CheckpointWriter
 from groupwise.hf.out_of_memory import OutOfMemorySplitter, TrainingStep
-from groupwise.hf.run_directory import RunDirectory, is_complete
+from groupwise.hf.run_directory import RunDirectory
 from groupwise.hf.step_state import StepState
 from groupwise.random_state import RandomState
 from groupwise.records import MicroBatch, Mode
@@ -121,7 +120,6 @@ class BaseTrainer(Trainer):
         self.resumed_optimizer: list[str] = []  # optimizer_classes() of the checkpoint
         self.rng = RandomState()
         self.run_directory = RunDirectory(args)
-        self.checkpoint_writer = CheckpointWriter(self.accelerator, self.run_directory)
         self.splitter: OutOfMemorySplitter[MicroBatch] = OutOfMemorySplitter(
             self.accelerator,
             training_step=cast(TrainingStep[MicroBatch], super().training_step),
@@ -422,19 +420,29 @@ class BaseTrainer(Trainer):
     # Checkpoints.
 
     def _get_output_dir(self, trial: Any) -> str:
-        return self.checkpoint_writer.output_dir(super()._get_output_dir(trial))
+        return (
+            str(self.run_directory.staging)
+            if self.run_directory.is_staging
+            else super()._get_output_dir(trial)
+        )
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        directory = self.checkpoint_writer.save(
-            self._get_output_dir(trial),
-            self.args,
-            self.state,
-            write=partial(super()._save_checkpoint, model, trial),
-            write_rollout_state=self.save_rollout_state,
-            estimate_bytes=self._estimate_checkpoint_bytes,
+        """Write a checkpoint, rename it when every file is on disk, and delete the oldest ones."""
+        args, state, run = self.args, self.state, self.run_directory
+        final = Path(
+            self._get_output_dir(trial), f"{compat_transformers.checkpoint_prefix()}-{state.global_step}"
         )
-        if self.args.push_to_hub:
-            super()._push_from_checkpoint(directory)
+        with run.staged(final, self._estimate_checkpoint_bytes) as staged:
+            super()._save_checkpoint(model, trial)
+            if not args.save_only_model:
+                self.save_rollout_state(str(staged))
+            if state.best_model_checkpoint == str(staged):
+                state.best_model_checkpoint = str(final)
+            if args.should_save:  # again: with the final name of the best checkpoint
+                state.save_to_json(str(staged / compat_transformers.trainer_state_name()))
+        run.on_savers(lambda: run.rotate(final, args.save_total_limit, state.best_model_checkpoint))
+        if args.push_to_hub:
+            super()._push_from_checkpoint(str(final))
 
     def _estimate_checkpoint_bytes(self) -> int:
         """Return the size of the weights (with adapters, of these alone) and of the optimizer state."""
@@ -451,7 +459,7 @@ class BaseTrainer(Trainer):
             super()._save_rng_state(output_dir)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if not self.checkpoint_writer.is_staging:  # _save_checkpoint uploads under the final name
+        if not self.run_directory.is_staging:  # _save_checkpoint uploads under the final name
             super()._push_from_checkpoint(checkpoint_folder)
 
     @contextmanager
@@ -470,7 +478,7 @@ class BaseTrainer(Trainer):
         if step == 0 or self.args.save_strategy == SaveStrategy.NO:
             return
         directory = Path(self._get_output_dir(None), f"{compat_transformers.checkpoint_prefix()}-{step}")
-        if not is_complete(directory):
+        if not checkpointing.is_complete(directory):
             self._save_checkpoint(cast(nn.Module, self.model), None)
         logger.warning(
             "step %d is saved in %s; continue with train(resume_from_checkpoint=True)", step, directory

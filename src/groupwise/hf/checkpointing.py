@@ -1,132 +1,160 @@
-"""Atomic checkpoints, and the trainer state that ``Trainer`` does not save."""
+"""Files of a checkpoint: manifest, selection, converted weights, and state that ``Trainer`` does not save."""
 
 from __future__ import annotations
 
-import errno
+import hashlib
 import json
 import logging
 import os
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import re
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from accelerate import Accelerator
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
-from transformers import PreTrainedModel, TrainerState
+from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from groupwise.compat.transformers import checkpoint_prefix, trainer_state_name
-from groupwise.config.grpo_config import GRPOConfig
-from groupwise.errors import ConfigError, GroupwiseError
-from groupwise.hf.run_directory import STATE, RunDirectory
+from groupwise.errors import ConfigError, warn_once
 
 logger = logging.getLogger(__name__)
 
+STATE = "groupwise_state_{rank}.pt"
+MANIFEST = "groupwise_manifest.json"
+EARLIER_RUNS = "_earlier_runs"  # in ``output_dir``: checkpoints of other runs
 _REFERENCE = "groupwise_reference.pt"
+_HASHED_BYTES = 2**24  # larger files have a size in the manifest and no digest
 
 
-class CheckpointWriter:
-    """Write checkpoints to a staging directory and rename them when every file is on disk.
+def fingerprint(path: Path) -> dict[str, Any]:
+    """Return the size of a file, and its digest if it is small."""
+    size = path.stat().st_size
+    if size > _HASHED_BYTES:
+        return {"bytes": size}
+    return {"bytes": size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
 
-    A directory named ``checkpoint-N`` is therefore complete, also after a crash or a power failure.
 
-    Attributes:
-        is_staging: True while ``Trainer`` writes into the staging directory.
+def write_manifest(directory: Path, run_id: str) -> None:
+    """List the files of a checkpoint and the run that wrote it."""
+    paths = [path for path in sorted(directory.rglob("*")) if path.is_file()]
+    files = {path.relative_to(directory).as_posix(): fingerprint(path) for path in paths}
+    text = json.dumps({"run": run_id, "files": files}, indent=1)
+    (directory / MANIFEST).write_text(text, encoding="utf-8")
+
+
+def _read_manifest(directory: Path) -> dict[str, Any]:
+    """Return the manifest; an empty one for a checkpoint of ``transformers`` or an earlier version."""
+    path = directory / MANIFEST
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"files": {}}
+
+
+def saved_run_id(directory: Path) -> str | None:
+    """Return the id of the run that wrote a checkpoint; None: unknown."""
+    try:
+        return _read_manifest(directory).get("run") or None
+    except ValueError:
+        return None
+
+
+def damage(directory: Path) -> str:
+    """Return the first difference between a checkpoint and its manifest, if it has both, or ""."""
+    try:
+        files = _read_manifest(directory)["files"]
+    except ValueError:
+        return f"{MANIFEST} is cut or overwritten"
+    for name, written in files.items():
+        path = directory / name
+        if not path.is_file():
+            return f"{name} is missing"
+        found = path.stat().st_size
+        if found != written["bytes"]:
+            return f"{name} has {found} bytes instead of {written['bytes']}"
+        if "sha256" in written and fingerprint(path) != written:
+            return f"{name} has other contents than were written"
+    return ""
+
+
+def checkpoints(run_dir: Path) -> dict[int, Path]:
+    """Map step number to directory for every checkpoint in ``run_dir``."""
+    pattern = re.compile(rf"{checkpoint_prefix()}-(\d+)")
+    return {
+        int(match[1]): path
+        for path in run_dir.glob(f"{checkpoint_prefix()}-*")
+        if path.is_dir() and (match := pattern.fullmatch(path.name))
+    }
+
+
+def is_complete(directory: Path) -> bool:
+    """Return True if a run can be resumed from ``directory``.
+
+    ``enable_jit_checkpoint`` creates the directory before anything is saved.
     """
-
-    def __init__(self, accelerator: Accelerator, run: RunDirectory) -> None:
-        self.accelerator, self.run = accelerator, run
-        self.is_staging = False
-
-    def output_dir(self, run_dir: str) -> str:
-        """Return the directory in which ``Trainer`` creates ``checkpoint-N``."""
-        return str(self.run.staging) if self.is_staging else run_dir
-
-    def save(
-        self,
-        run_dir: str,
-        args: GRPOConfig,
-        state: TrainerState,
-        *,
-        write: Callable[[], None],
-        write_rollout_state: Callable[[str], None],
-        estimate_bytes: Callable[[], int],
-    ) -> str:
-        """Write, rename and rotate. Collective: every rank calls it.
-
-        Args:
-            run_dir: output directory of the run.
-            args: settings of the run.
-            state: the trainer's; its ``best_model_checkpoint`` is corrected to the final name.
-            write: ``Trainer._save_checkpoint`` with its arguments bound; writes under ``output_dir``.
-            write_rollout_state: adds files to the directory that it is given.
-            estimate_bytes: returns about the size of the checkpoint, for the message of a failure.
-
-        Returns:
-            The directory of the checkpoint.
-
-        Raises:
-            OSError: a file could not be written, for example because the disk is full. The files that were
-                written are removed.
-            TrainingError: another run writes to ``run_dir``.
-        """
-        final = Path(run_dir, f"{checkpoint_prefix()}-{state.global_step}")
-        with self.staged(final, estimate_bytes) as staged:
-            self.is_staging = True
-            try:
-                write()
-            finally:
-                self.is_staging = False
-            if not args.save_only_model:
-                write_rollout_state(str(staged))
-            if state.best_model_checkpoint == str(staged):
-                state.best_model_checkpoint = str(final)
-            if args.should_save:
-                state.save_to_json(str(staged / trainer_state_name()))
-        self.run.on_savers(lambda: self.run.rotate(final, args.save_total_limit, state.best_model_checkpoint))
-        return str(final)
-
-    @contextmanager
-    def staged(self, final: Path, estimate_bytes: Callable[[], int]) -> Iterator[Path]:
-        """Yield the directory in which all ranks write the files of ``final``, and rename it at the end.
-
-        Raises:
-            OSError: see :meth:`save`.
-        """
-        with self.run.claimed():
-            staged = self.run.staging / final.name
-            try:
-                yield staged
-                self.accelerator.wait_for_everyone()
-                self.run.on_savers(lambda: self.run.publish(staged, final))
-            except BaseException as cause:
-                if self.run.args.should_save:
-                    self.run.clear_staging()
-                # A full disk is a RuntimeError in torch, an error of its own in safetensors, and a bare
-                # Exception in tokenizers.
-                known = isinstance(cause, (OSError, RuntimeError, SafetensorError))
-                if (known or type(cause) is Exception) and not isinstance(cause, GroupwiseError):
-                    raise _write_error(final, estimate_bytes(), cause) from cause
-                raise
+    has_state = any(directory.glob(STATE.format(rank="*")))
+    return has_state and (directory / trainer_state_name()).is_file()
 
 
-def _write_error(final: Path, needed: int, cause: BaseException) -> OSError:
-    free = shutil.disk_usage(final.parent).free
-    reason = f"{type(cause).__name__}: {next(iter(str(cause).splitlines()), '')}"
-    return OSError(
-        getattr(cause, "errno", None) or errno.EIO,
-        f"checkpoint {final} could not be written ({reason:.300}). It needs about {_megabytes(needed)}, and "
-        f"{_megabytes(free)} are free there; make space, or choose another output_dir. The files that were "
-        "written are removed",
+def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | None:
+    """Return the directory to resume from, or None.
+
+    Args:
+        resume_from_checkpoint: a directory, or True for the newest sound checkpoint in ``output_dir``.
+        output_dir: directory of the run.
+
+    Raises:
+        ConfigError: the checkpoint does not exist or is damaged.
+    """
+    if resume_from_checkpoint is None or resume_from_checkpoint is False:
+        return None
+    if resume_from_checkpoint is True:
+        chosen = _newest(Path(output_dir))
+    else:
+        chosen = Path(resume_from_checkpoint)
+        if not chosen.is_dir():
+            raise ConfigError(f"resume_from_checkpoint={resume_from_checkpoint!r} is not a directory")
+        if found := damage(chosen):
+            raise _damaged(chosen, found)
+    if not (chosen / MANIFEST).is_file():
+        warn_once(logger, "%r has no %s: damaged files are not noticed", str(chosen), MANIFEST)
+    return str(chosen) if resume_from_checkpoint is True else str(resume_from_checkpoint)
+
+
+def _newest(output_dir: Path) -> Path:
+    """Return the newest checkpoint that is complete and sound, and warn of the ones before it."""
+    found = checkpoints(output_dir)
+    if not found:
+        aside = output_dir / EARLIER_RUNS
+        earlier = f" (checkpoints of earlier runs are in {str(aside)!r})" if aside.is_dir() else ""
+        raise ConfigError(
+            f"resume_from_checkpoint=True, but {str(output_dir)!r} contains no checkpoint of the run that "
+            f"was started last{earlier}; pass the directory of one, or start a new run with "
+            "resume_from_checkpoint=None"
+        )
+    skipped: dict[Path, str] = {}
+    for step in sorted(found, reverse=True):
+        reason = damage(found[step]) or (
+            "" if is_complete(found[step]) else "the state of the run is not complete there"
+        )
+        if not reason:
+            for path, why in skipped.items():
+                logger.warning("%s skipped: %s", path.name, why)
+            return found[step]
+        skipped[found[step]] = reason
+    newest = next(iter(skipped))
+    if damage(newest):
+        raise _damaged(newest, skipped[newest])
+    return newest  # load_state explains what is missing
+
+
+def _damaged(directory: Path, found: str) -> ConfigError:
+    others = sorted(checkpoints(directory.absolute().parent).items(), reverse=True)
+    sound = next((path for _, path in others if is_complete(path) and not damage(path)), None)
+    newest = f"the newest sound checkpoint is {str(sound)!r}" if sound else "no checkpoint beside it is sound"
+    return ConfigError(
+        f"checkpoint {str(directory)!r} is damaged: {found}; {newest}. Copy it again, or resume from another "
+        f"one; if the change was on purpose, delete {MANIFEST}, and nothing is checked"
     )
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / 2**20:,.1f} MB"
 
 
 def has_converted_names(directory: str, model: nn.Module) -> bool:

@@ -1,14 +1,13 @@
-"""Output directory of a run: its lock, the manifests of its checkpoints, their selection and rotation."""
+"""Output directory of a run: its lock and id, and how checkpoints enter and leave it."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
-import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 import socket
 import tempfile
@@ -19,21 +18,28 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+from accelerate import PartialState
 from accelerate.utils import gather_object
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 from transformers.trainer_utils import SaveStrategy
 
-from groupwise.compat.transformers import checkpoint_prefix, trainer_state_name
+from groupwise.compat.transformers import trainer_state_name
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.errors import ConfigError, GroupwiseError, TrainingError, warn_once
+from groupwise.errors import ConfigError, GroupwiseError, TrainingError
+from groupwise.hf.checkpointing import (
+    EARLIER_RUNS,
+    checkpoints,
+    find_checkpoint,
+    is_complete,
+    saved_run_id,
+    write_manifest,
+)
 
 logger = logging.getLogger(__name__)
 
-STATE = "groupwise_state_{rank}.pt"
-MANIFEST = "groupwise_manifest.json"
 # ``Trainer`` uploads no files whose path in ``output_dir`` begins with "_".
-_LOCK, _HOLDER, _EARLIER, _STAGING = "_run.lock", "_run.json", "_earlier_runs", "_incomplete"
-_HASHED_BYTES = 2**24  # larger files have a size in the manifest and no digest
+_LOCK, _HOLDER, _STAGING = "_run.lock", "_run.json", "_incomplete"
 
 T = TypeVar("T")
 
@@ -49,13 +55,14 @@ class RunDirectory:
         run_id: identity of the run, which a resumed run shares; "" before the first one.
         step: of the checkpoint that the run resumed from; None in a new run.
         staging: directory in which files are written before they are renamed.
+        is_staging: True while they are written.
     """
 
     def __init__(self, args: GRPOConfig) -> None:
         self.args = args
         self.run_id = ""
         self.step: int | None = None
-        self.staging = Path()
+        self.staging, self.is_staging = Path(), False
         self._depth = 0  # of nested blocks of open()
         self._is_claimed = False
         self._lock: FileLock | None = None
@@ -209,7 +216,7 @@ class RunDirectory:
         moved = [*foreign, *others]
         if not moved:
             return
-        aside = self.path / _EARLIER / f"{datetime.now():%Y%m%d-%H%M%S-%f}"
+        aside = self.path / EARLIER_RUNS / f"{datetime.now():%Y%m%d-%H%M%S-%f}"
         aside.mkdir(parents=True)
         for path in moved:
             os.replace(path, aside / path.name)
@@ -223,12 +230,41 @@ class RunDirectory:
 
     # Files of a checkpoint.
 
+    @contextmanager
+    def staged(self, final: Path, estimate_bytes: Callable[[], int]) -> Iterator[Path]:
+        """Yield the directory in which all ranks write the files of ``final``, and rename it at the end.
+
+        A directory ``final`` is therefore complete, also after a crash or a power failure.
+
+        Args:
+            estimate_bytes: returns about the size of the files, for the message of a failure.
+
+        Raises:
+            OSError: a file could not be written, for example because the disk is full. The files that were
+                written are removed.
+            ConfigError, TrainingError: see :meth:`claimed`.
+        """
+        with self.claimed():
+            staged, self.is_staging = self.staging / final.name, True
+            try:
+                yield staged
+                PartialState().wait_for_everyone()
+                self.on_savers(lambda: self.publish(staged, final))
+            except BaseException as cause:
+                if self.args.should_save:
+                    self.clear_staging()
+                # A full disk is a RuntimeError in torch, an error of its own in safetensors, and a bare
+                # Exception in tokenizers.
+                known = isinstance(cause, (OSError, RuntimeError, SafetensorError))
+                if (known or type(cause) is Exception) and not isinstance(cause, GroupwiseError):
+                    raise _write_error(final, estimate_bytes(), cause) from cause
+                raise
+            finally:
+                self.is_staging = False
+
     def publish(self, staged: Path, final: Path) -> None:
         """Write the manifest and rename a complete checkpoint atomically, replacing one of the same name."""
-        files = [path for path in sorted(staged.rglob("*")) if path.is_file()]
-        entries = {path.relative_to(staged).as_posix(): _fingerprint(path) for path in files}
-        manifest = {"run": self.run_id, "files": entries}
-        (staged / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        write_manifest(staged, self.run_id)
         for path in [*staged.rglob("*"), staged]:
             flush(path)
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -282,24 +318,25 @@ def _staging_dir(directory: Path) -> Path:
     It is inside where a rename from beside is not possible: a mount point, a read-only parent.
     """
     directory = directory.resolve()
-    if _can_rename(directory.parent, directory):
-        return directory.parent / f"_{directory.name}{_STAGING}_"
-    return directory / f"{_STAGING}_"
-
-
-def _can_rename(source: Path, target: Path) -> bool:
-    """Return True if a directory in ``source`` can be renamed into ``target``."""
-    probe = moved = None
     try:
-        probe = Path(tempfile.mkdtemp(prefix="_", dir=source))
-        moved = probe.rename(target / probe.name)
+        with tempfile.TemporaryDirectory(prefix="_", dir=directory.parent) as beside:
+            probe = Path(beside, Path(beside).name)
+            probe.mkdir()
+            probe.rename(directory / probe.name).rmdir()
     except OSError:
-        return False
-    finally:
-        left = moved or probe
-        if left is not None:
-            left.rmdir()
-    return True
+        return directory / f"{_STAGING}_"
+    return directory.parent / f"_{directory.name}{_STAGING}_"
+
+
+def _write_error(final: Path, needed: int, cause: BaseException) -> OSError:
+    free = shutil.disk_usage(final.parent).free
+    reason = f"{type(cause).__name__}: {next(iter(str(cause).splitlines()), '')}"
+    return OSError(
+        getattr(cause, "errno", None) or errno.EIO,
+        f"checkpoint {final} could not be written ({reason:.300}). It needs about {needed / 2**20:,.1f} MB, "
+        f"and {free / 2**20:,.1f} MB are free there; make space, or choose another output_dir. The files "
+        "that were written are removed",
+    )
 
 
 def flush(path: Path) -> None:
@@ -309,70 +346,6 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-# Manifests.
-
-
-def _fingerprint(path: Path) -> dict[str, Any]:
-    size = path.stat().st_size
-    if size > _HASHED_BYTES:
-        return {"bytes": size}
-    return {"bytes": size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-
-
-def _manifest(directory: Path) -> dict[str, Any] | None:
-    """Return the manifest of a checkpoint; None for one of ``transformers`` or an earlier version."""
-    path = directory / MANIFEST
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-
-
-def saved_run_id(directory: Path) -> str | None:
-    """Return the id of the run that wrote a checkpoint; None: unknown."""
-    try:
-        return (_manifest(directory) or {}).get("run") or None
-    except ValueError:
-        return None
-
-
-def damage(directory: Path) -> str:
-    """Return the first difference between a checkpoint and its manifest, if it has both, or ""."""
-    try:
-        manifest = _manifest(directory) or {"files": {}}
-    except ValueError:
-        return f"{MANIFEST} is cut or overwritten"
-    for name, written in manifest["files"].items():
-        path = directory / name
-        if not path.is_file():
-            return f"{name} is missing"
-        found = path.stat().st_size
-        if found != written["bytes"]:
-            return f"{name} has {found} bytes instead of {written['bytes']}"
-        if "sha256" in written and _fingerprint(path) != written:
-            return f"{name} has other contents than were written"
-    return ""
-
-
-# Selection.
-
-
-def checkpoints(run_dir: Path) -> dict[int, Path]:
-    """Map step number to directory for every checkpoint in ``run_dir``."""
-    pattern = re.compile(rf"{checkpoint_prefix()}-(\d+)")
-    return {
-        int(match[1]): path
-        for path in run_dir.glob(f"{checkpoint_prefix()}-*")
-        if path.is_dir() and (match := pattern.fullmatch(path.name))
-    }
-
-
-def is_complete(directory: Path) -> bool:
-    """Return True if a run can be resumed from ``directory``.
-
-    ``enable_jit_checkpoint`` creates the directory before anything is saved.
-    """
-    has_state = any(directory.glob(STATE.format(rank="*")))
-    return has_state and (directory / trainer_state_name()).is_file()
 
 
 def _start(resume_from_checkpoint: str | bool | None, run_dir: Path) -> tuple[str | None, int | None, str]:
@@ -386,65 +359,3 @@ def _start(resume_from_checkpoint: str | bool | None, run_dir: Path) -> tuple[st
     except (ValueError, KeyError) as cause:
         raise ConfigError(f"checkpoint {directory!r} is damaged: {state.name} cannot be read") from cause
     return directory, step, saved_run_id(Path(directory)) or _new_id()
-
-
-def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | None:
-    """Return the directory to resume from, or None.
-
-    Args:
-        resume_from_checkpoint: a directory, or True for the newest sound checkpoint in ``output_dir``.
-        output_dir: directory of the run.
-
-    Raises:
-        ConfigError: the checkpoint does not exist or is damaged.
-    """
-    if resume_from_checkpoint is None or resume_from_checkpoint is False:
-        return None
-    if resume_from_checkpoint is True:
-        chosen = _newest(Path(output_dir))
-    else:
-        chosen = Path(resume_from_checkpoint)
-        if not chosen.is_dir():
-            raise ConfigError(f"resume_from_checkpoint={resume_from_checkpoint!r} is not a directory")
-        if found := damage(chosen):
-            raise _damaged(chosen, found)
-    if not (chosen / MANIFEST).is_file():
-        warn_once(logger, "%r has no %s: damaged files are not noticed", str(chosen), MANIFEST)
-    return str(chosen) if resume_from_checkpoint is True else str(resume_from_checkpoint)
-
-
-def _newest(output_dir: Path) -> Path:
-    """Return the newest checkpoint that is complete and sound, and warn of the ones before it."""
-    found = checkpoints(output_dir)
-    if not found:
-        aside = output_dir / _EARLIER
-        earlier = f" (checkpoints of earlier runs are in {str(aside)!r})" if aside.is_dir() else ""
-        raise ConfigError(
-            f"resume_from_checkpoint=True, but {str(output_dir)!r} contains no checkpoint of the run that "
-            f"was started last{earlier}; pass the directory of one, or start a new run with "
-            "resume_from_checkpoint=None"
-        )
-    skipped: dict[Path, str] = {}
-    for step in sorted(found, reverse=True):
-        reason = damage(found[step]) or (
-            "" if is_complete(found[step]) else "the state of the run is not complete there"
-        )
-        if not reason:
-            for path, why in skipped.items():
-                logger.warning("%s skipped: %s", path.name, why)
-            return found[step]
-        skipped[found[step]] = reason
-    newest = next(iter(skipped))
-    if damage(newest):
-        raise _damaged(newest, skipped[newest])
-    return newest  # load_state explains what is missing
-
-
-def _damaged(directory: Path, found: str) -> ConfigError:
-    others = sorted(checkpoints(directory.absolute().parent).items(), reverse=True)
-    sound = next((path for _, path in others if is_complete(path) and not damage(path)), None)
-    newest = f"the newest sound checkpoint is {str(sound)!r}" if sound else "no checkpoint beside it is sound"
-    return ConfigError(
-        f"checkpoint {str(directory)!r} is damaged: {found}; {newest}. Copy it again, or resume from another "
-        f"one; if the change was on purpose, delete {MANIFEST}, and nothing is checked"
-    )

@@ -20,7 +20,6 @@ from groupwise.data.prompt_source import is_streaming
 from groupwise.distributed import is_sharded
 from groupwise.errors import ConfigError, RewardError
 from groupwise.hf import checkpointing
-from groupwise.hf.run_directory import damage
 from groupwise.recipes.iterative_config import IterativeConfig
 from groupwise.recipes.reward_training import EXAMPLES, Example, train_reward_model, with_replay
 from groupwise.records import RolloutBatch
@@ -158,7 +157,7 @@ class IterativeGRPO:
         directory = self._directory(iteration)
         if not directory.is_dir():
             raise ConfigError(f"{str(directory)!r} is missing: the checkpoint cannot be resumed without it")
-        if found := damage(directory):
+        if found := checkpointing.damage(directory):
             raise ConfigError(f"{str(directory)!r} is damaged: {found}; copy it again, or start a new run")
         checkpointing.load_converted(str(directory), self.scorer.model)
         state = json.loads((directory / "examples.json").read_text(encoding="utf-8"))
@@ -169,7 +168,7 @@ class IterativeGRPO:
         """Write model, tokenizer and history, and rename the directory when it is complete."""
         model = self.scorer.model
         size = sum(tensor.nbytes for tensor in model.state_dict().values())
-        with self.trainer.checkpoint_writer.staged(self._directory(iteration), lambda: size) as staged:
+        with self.trainer.run_directory.staged(self._directory(iteration), lambda: size) as staged:
             if self.trainer.args.should_save:
                 model.save_pretrained(staged)
                 self.scorer.tokenizer.save_pretrained(staged)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
-import random
 import re
+import sys
+import unicodedata
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from huggingface_hub import HfApi
+from tqdm.auto import tqdm
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.reporting.console import print_table
+from groupwise.random_state import preserved_state
 from groupwise.reporting.dashboards import log_tables
-from groupwise.reporting.hub import push_folder
 from groupwise.reporting.table import (
+    Cell,
     CompletionRow,
     Table,
     as_table,
@@ -25,6 +30,8 @@ from groupwise.reporting.table import (
     reward_columns,
     row_text,
 )
+
+logger = logging.getLogger(__name__)
 
 _CALL = pa.struct({"name": pa.string(), "arguments": pa.string()})
 _BLOCK = pa.struct({"type": pa.string(), "text": pa.string()})
@@ -65,30 +72,23 @@ def report_completions(
         return
     if args.log_unique_prompts:
         rows = first_of_each_prompt(rows)
-    generator = random.getstate()  # the first import of rich draws random numbers; training must not change
-    try:
-        _report(rows, step, args, output_dir, re.sub(r"[^\w.-]", "_", mode))
-    finally:
-        random.setstate(generator)
-
-
-def _report(rows: Sequence[CompletionRow], step: int, args: GRPOConfig, output_dir: str, mode: str) -> None:
-    table = as_table(rows)
+    table, mode = as_table(rows), re.sub(r"[^\w.-]", "_", mode)
     kind = "completions" if mode == "train" else f"completions_{mode}"
-    print_table(evenly_spaced(table, args.num_completions_to_print), f"{kind}, step {step}")
     folder = Path(output_dir) / kind
     path = folder / f"completions_{step:05d}.parquet"
-    write_parquet({**table, **message_columns(rows)}, path, reward_columns(table))
-    log_tables(table, image_column(rows), kind, step, args.report_to or [])
-    if args.log_completions_hub_repo:
-        push_folder(folder, args.log_completions_hub_repo, mode, args.hub_token, args.hub_private_repo)
+    with preserved_state():  # the first import of rich draws random numbers; training must not change
+        print_table(evenly_spaced(table, args.num_completions_to_print), f"{kind}, step {step}")
+        write_parquet({**table, **message_columns(rows)}, path, reward_columns(table))
+        log_tables(table, image_column(rows), kind, step, args.report_to or [])
+        if args.log_completions_hub_repo:
+            push_folder(folder, args.log_completions_hub_repo, mode, args.hub_token, args.hub_private_repo)
 
 
 def first_of_each_prompt(rows: Sequence[CompletionRow]) -> list[CompletionRow]:
     """Return the first row of every prompt; prompts with different images are different."""
     first: dict[tuple[str | bytes, ...], CompletionRow] = {}
     for row in rows:
-        first.setdefault((row_text(row["prompt"]), *row.get("images", ())), row)
+        first.setdefault((row_text(row["prompt"]), *row["images"]), row)
     return list(first.values())
 
 
@@ -98,6 +98,42 @@ def evenly_spaced(table: Table, count: int | None) -> Table:
     if count is None or count >= total:
         return table
     return {name: [values[i * total // count] for i in range(count)] for name, values in table.items()}
+
+
+def print_table(table: Table, title: str) -> None:
+    """Print the table to stdout, above the progress bars. An empty table prints nothing."""
+    # Imported here: the caller restores the random state.
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    rows = list(zip(*table.values(), strict=True))
+    if not rows:
+        return
+    grid = RichTable(title=title, show_lines=True)
+    for name in table:
+        grid.add_column(Text(name), overflow="fold")
+    for row in rows:
+        grid.add_row(*(Text(_cell_text(value)) for value in row))  # Text: brackets are not markup
+    with tqdm.external_write_mode(file=sys.stdout):  # clears the progress bars for the block
+        Console().print(grid)
+
+
+def _cell_text(value: Cell) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return "".join(_printable(character) for character in str(value))
+
+
+def _printable(character: str) -> str:
+    """Escape control characters, which could move the cursor."""
+    if character == "\t":
+        return " "
+    if character != "\n" and unicodedata.category(character) == "Cc":
+        return character.encode("unicode_escape").decode("ascii")
+    return character
 
 
 def write_parquet(table: Mapping[str, Sequence[Any]], path: Path, numeric: Collection[str] = ()) -> None:
@@ -126,3 +162,36 @@ def _arrow_column(values: Sequence[Any], numeric: bool) -> pa.Array:
     if numeric or (known and all(isinstance(value, int | float) for value in known)):
         return pa.array([None if value is None else float(value) for value in values], pa.float64())
     return pa.array([None if value is None else str(value) for value in values], pa.string())
+
+
+@functools.cache
+def _api() -> HfApi:
+    """Return the shared client: background jobs of one client run in order."""
+    return HfApi()
+
+
+def push_folder(folder: Path, repo: str, mode: str, token: str | None, private: bool | None) -> None:
+    """Upload the parquet files of ``folder`` in the background to the directory ``mode`` of a dataset.
+
+    Each call uploads the whole folder: the Hub skips files that it already has, and files missed by a failed
+    upload are included in the next one. The interpreter waits for pending uploads at exit. Errors are logged
+    as warnings.
+    """
+    api = _api()
+    api.run_as_future(_push, api, folder, repo, mode, token, private)
+
+
+def _push(api: HfApi, folder: Path, repo: str, mode: str, token: str | None, private: bool | None) -> None:
+    try:
+        api.create_repo(repo, repo_type="dataset", private=private, exist_ok=True, token=token)
+        api.upload_folder(
+            repo_id=repo,
+            repo_type="dataset",
+            folder_path=folder,
+            path_in_repo=mode,
+            allow_patterns="*.parquet",
+            commit_message="Add completions",
+            token=token,
+        )
+    except Exception as error:
+        logger.warning("completions were not uploaded to the dataset %s: %s", repo, error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Literal, TypedDict
 
@@ -21,7 +21,7 @@ from groupwise.core.metrics import (
     detach_metrics,
     merge_metrics,
 )
-from groupwise.records import Completion, RolloutBatch
+from groupwise.records import RolloutBatch
 from groupwise.reporting.table import CompletionRow
 from groupwise.reporting.timing import StepTimer
 
@@ -109,7 +109,7 @@ class MetricBuffer:
         if number is None:
             raise ValueError(f"record_metric({name!r}, {value!r:.80}): the value must be one finite number")
         try:
-            self.record({str(name): REDUCTIONS[reduction](number)})
+            self.metrics = merge_metrics([self.metrics, {str(name): REDUCTIONS[reduction](number)}])
         except TypeError as error:
             raise ValueError(f"record_metric({name!r}, ..., {reduction!r}): {error}") from error
 
@@ -166,42 +166,32 @@ def _as_number(value: object) -> float | None:
     return number if math.isfinite(number) and not isinstance(value, str) else None
 
 
-def length_metrics(prompt_ids: Sequence[Sequence[int]], completions: Sequence[Completion]) -> Metrics:
-    """Return token counts and completion lengths, over all completions and over the terminated ones.
-
-    Lengths count the tokens sampled by the policy, without those of tools and environments.
-    """
-    lengths = [len(c.token_ids) if c.loss_mask is None else sum(c.loss_mask) for c in completions]
-    metrics: Metrics = {
-        "num_tokens": Sum(float(sum(lengths) + sum(len(ids) for ids in prompt_ids))),
-        "completions/clipped_ratio": Mean(
-            float(sum(completion.truncated for completion in completions)), float(len(completions))
-        ),
-    }
-    terminated = [
-        length for length, completion in zip(lengths, completions, strict=True) if not completion.truncated
-    ]
-    for kind, values in (("length", lengths), ("terminated_length", terminated)):
-        if values:
-            metrics[f"completions/mean_{kind}"] = Mean(float(sum(values)), float(len(values)))
-            metrics[f"completions/min_{kind}"] = Min(float(min(values)))
-            metrics[f"completions/max_{kind}"] = Max(float(max(values)))
-    return metrics
-
-
 def rollout_metrics(rollouts: RolloutBatch, num_valid: int, step: int) -> Metrics:
     """Token counts, completion lengths and staleness of the first ``num_valid`` rows of this rank.
 
-    Dropped completions are left out.
+    Dropped completions are left out. Lengths count the tokens sampled by the policy, without those of tools
+    and environments; terminated lengths those of completions that were not truncated.
 
     Args:
         step: optimizer steps completed; a token is as many steps stale as its weights are behind.
     """
     kept = [row for row in range(num_valid) if not rollouts.completions[row].dropped]
     completions = [rollouts.completions[row] for row in kept]
-    metrics = {**length_metrics([rollouts.prompt_ids[row] for row in kept], completions), **rollouts.metrics}
+    lengths = [len(c.token_ids) if c.loss_mask is None else sum(c.loss_mask) for c in completions]
+    num_prompt_tokens = sum(len(rollouts.prompt_ids[row]) for row in kept)
+    num_clipped = sum(completion.truncated for completion in completions)
+    metrics: Metrics = {
+        "num_tokens": Sum(float(sum(lengths) + num_prompt_tokens)),
+        "completions/clipped_ratio": Mean(float(num_clipped), float(len(completions))),
+    }
+    terminated = [length for length, c in zip(lengths, completions, strict=True) if not c.truncated]
+    for kind, values in (("length", lengths), ("terminated_length", terminated)):
+        if values:
+            metrics[f"completions/mean_{kind}"] = Mean(float(sum(values)), float(len(values)))
+            metrics[f"completions/min_{kind}"] = Min(float(min(values)))
+            metrics[f"completions/max_{kind}"] = Max(float(max(values)))
     behind = [step - version for c in completions for version in c.versions or ()]
     if behind:
         metrics["staleness"] = Mean(float(sum(behind)), float(len(behind)))
         metrics["staleness/max"] = Max(float(max(behind)))
-    return metrics
+    return {**metrics, **rollouts.metrics}

@@ -27,18 +27,15 @@ Table = dict[str, list[Cell]]
 Images = list[list[bytes]]
 
 
-class _Row(TypedDict):
+class CompletionRow(TypedDict):
+    """One completion: strings or messages, numbers, and the images of its prompt as PNG bytes."""
+
     step: int
     prompt: str | list[PlainMessage]
     completion: str | list[PlainMessage]
     rewards: dict[str, float | None]
     advantage: float
     columns: dict[str, Cell]
-
-
-class CompletionRow(_Row, total=False):
-    """One completion: strings or messages, numbers, and PNG bytes of the prompt's images."""
-
     images: list[bytes]
 
 
@@ -72,6 +69,7 @@ def completion_rows(
             "rewards": {name: None if math.isnan(reward) else reward for name, reward in named},
             "advantage": advantages[i].mean().item(),
             "columns": {name: _cell(values[i]) for name, values in rewards.columns.items()},
+            "images": [],
         }
         if multimodal and rollouts.images is not None:
             shared = last is not None and rollouts.images[i] is rollouts.images[last]
@@ -106,9 +104,7 @@ def _plain_message(message: Mapping[str, Any], keep_blocks: bool) -> PlainMessag
 
 
 def _json(arguments: object) -> str:
-    if isinstance(arguments, str):
-        return arguments
-    return json.dumps(arguments, ensure_ascii=False, default=str)
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, default=str)
 
 
 def row_text(text: str | Sequence[PlainMessage]) -> str:
@@ -189,34 +185,25 @@ def message_columns(rows: Sequence[CompletionRow]) -> dict[str, list[list[PlainM
 
     If a message of a column has content blocks, all have: a string becomes one text block.
     """
-    columns = {"prompt": [row["prompt"] for row in rows], "completion": [row["completion"] for row in rows]}
-    return {
-        name: _utf8_messages(_alike([text for text in texts if not isinstance(text, str)]))
-        for name, texts in columns.items()
-        if not any(isinstance(text, str) for text in texts)
-    }
+    texts = {"prompt": [row["prompt"] for row in rows], "completion": [row["completion"] for row in rows]}
+    columns = {}
+    for name, chats in texts.items():
+        if not any(isinstance(chat, str) for chat in chats):
+            contents = [message["content"] for chat in chats for message in chat]  # type: ignore[index]
+            as_blocks = any(isinstance(content, list) for content in contents)
+            columns[name] = [[_message(message, as_blocks) for message in chat] for chat in chats]
+    return columns
 
 
-def _alike(chats: list[list[PlainMessage]]) -> list[list[PlainMessage]]:
-    messages = [message for chat in chats for message in chat]
-    if not any(isinstance(message["content"], list) for message in messages):
-        return chats
-    return [[{**message, "content": _as_blocks(message["content"])} for message in chat] for chat in chats]
-
-
-def _as_blocks(content: str | list[dict[str, str | None]]) -> list[dict[str, str | None]]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-def _utf8_messages(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _utf8_messages(item) for key, item in value.items()}
-    return [_utf8_messages(item) for item in value] if isinstance(value, list) else _utf8(value)
+def _message(message: Any, as_blocks: bool) -> PlainMessage:
+    content = message["content"]
+    blocks = [{"type": "text", "text": content}] if as_blocks and isinstance(content, str) else content
+    return _utf8({**message, "content": blocks})
 
 
 def image_column(rows: Sequence[CompletionRow]) -> Images:
     """Return the images of the rows, which only dashboards show."""
-    images = [list(row.get("images", ())) for row in rows]
+    images = [list(row["images"]) for row in rows]
     return images if any(images) else []
 
 
@@ -237,6 +224,10 @@ def reward_columns(table: Table) -> list[str]:
     return names[names.index("completion") + 1 : names.index("advantage")]
 
 
-def _utf8(value: Cell) -> Cell:
+def _utf8(value: Any) -> Any:
     """Replace lone surrogates by "?": JSON can carry them into a dataset, but they cannot be encoded."""
+    if isinstance(value, dict):
+        return {key: _utf8(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_utf8(item) for item in value]
     return value.encode("utf-8", "replace").decode("utf-8") if isinstance(value, str) else value

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 
-from groupwise.core.metrics import Mean, Reduction, Sum
+from groupwise.core.metrics import Mean, Reduction, Sum, attach_metrics, detach_metrics, merge_metrics
 from groupwise.data.prompt_source import PromptSource
 from groupwise.errors import ConfigError
 from groupwise.records import Completion, RewardBatch, RolloutBatch, Row
-from groupwise.reporting.metrics import RUNNING_TOTALS, MetricBuffer, RankPart
+from groupwise.reporting.metrics import RUNNING_TOTALS, MetricBuffer, PlainMetrics, RankPart
 from groupwise.reporting.table import CompletionRow, completion_rows
 from groupwise.trl_hooks.inputs import Inputs
 
@@ -141,11 +141,17 @@ def _on_host(name: str, value: Any) -> Any:
     )
 
 
-class ListMetricBuffer(MetricBuffer):
-    """Metrics that are also lists of numbers by name, as TRL's ``_metrics[mode]``.
+#: Keep their reduction: a window counts once in the loss, and a rate is a ratio of sums.
+_EXACT = frozenset({"loss", "tokens_per_second", "mfu"})
 
-    A hook may append to a list, replace or remove it: such a metric is logged as the mean of its list over
-    all ranks. Metrics that no hook touches keep their exact reduction.
+
+class ListMetricBuffer(MetricBuffer):
+    """Metrics that are lists of numbers by name, as TRL's ``_metrics[mode]``, and logged as TRL logs them.
+
+    One record has the metrics of a generation, a micro-batch or an optimizer step. It is merged over ranks,
+    and the log is the mean over records: micro-batches with 2 and 6 tokens count equally in ``kl``, where
+    :class:`MetricBuffer` weights them by tokens. Sums, ``_EXACT`` and the user's ``record_metric`` keep
+    their reduction. A metric whose list a hook changed is logged as the mean of the lists of all ranks.
 
     lists: values since the last log; those of this rank, where a metric is not the same on all ranks.
     """
@@ -153,63 +159,84 @@ class ListMetricBuffer(MetricBuffer):
     def __init__(self) -> None:
         super().__init__()
         self.lists: defaultdict[str, list[float]] = defaultdict(list)
-        self._recorded: dict[str, list[float]] = {}  # values that the trainer added itself
+        self._records: list[PlainMetrics] = []  # what the lists were made from; all ranks have as many
         self.mark()
 
     def record(self, metrics: Mapping[str, Reduction]) -> None:
-        """Merge ``metrics`` into those recorded since the last log, and append their values to the lists."""
-        super().record(metrics)
-        for name, reduction in metrics.items():
-            if not isinstance(reduction, Sum):  # a running total
-                value = reduction.value()
-                self.lists[name].append(value)
-                self._recorded.setdefault(name, []).append(value)
+        """Add one record, and append its values to the lists."""
+        exact = {n: value for n, value in metrics.items() if isinstance(value, Sum) or n in _EXACT}
+        super().record(exact)
+        record = {name: value for name, value in metrics.items() if name not in exact}
+        self._records.append(detach_metrics(record))
+        _append_values(self.lists, self._records[-1])
 
     def drain(
         self, gather: Callable[[RankPart], list[RankPart]]
     ) -> tuple[dict[str, float], list[CompletionRow]]:
         """Return the metrics and rows of all ranks since the last call, and clear them."""
         self.record(self.timer.phases())
-        names = {*self.lists, *self._recorded}
-        touched = {name for name in names if self.lists.get(name, []) != self._recorded.get(name, [])}
-        everywhere: list[set[str]] = gather(touched)  # type: ignore[arg-type,assignment]
-        touched = set().union(*everywhere)
-        totals = {name: total for name, total in self.metrics.items() if name in touched & RUNNING_TOTALS}
-        for name in sorted(touched):
-            values = [float(value) for value in self.lists.get(name, [])]
-            valid = [value for value in values if not math.isnan(value)]
+        recorded: defaultdict[str, list[float]] = defaultdict(list)
+        for record in self._records:
+            _append_values(recorded, record)
+        changed = {
+            name for name in {*self.lists, *recorded} if not _equal(self.lists.get(name, []), recorded[name])
+        }
+        parts: list[Any] = gather((changed, dict(self.lists), self._records))  # type: ignore[arg-type]
+        means: defaultdict[str, list[float]] = defaultdict(list)
+        for of_ranks in zip_longest(*(records for _, _, records in parts), fillvalue={}):
+            merged = merge_metrics(attach_metrics(record) for record in of_ranks)
+            _append_values(means, detach_metrics(merged))
+        for name in set().union(*(names for names, _, _ in parts)):
+            means[name] = [float(value) for _, lists, _ in parts for value in lists.get(name, [])]
+        totals = {
+            name: total for name, total in self.metrics.items() if name in means
+        }  # num_tokens of a hook
+        for name, values in means.items():
+            valid = [value for value in values if math.isfinite(value)]  # NaN: a reward of None
             self.metrics[name] = Mean(math.fsum(valid), float(len(valid)))
         self.lists.clear()
-        self._recorded = {}
+        self._records = []
         drained = super().drain(gather)
-        self.metrics.update(totals)
+        self.metrics.update({name: totals[name] for name in RUNNING_TOTALS & totals.keys()})
         return drained
 
     # State of a checkpoint (``groupwise.hf.step_state.Stateful``): lists change in place, so they are copied.
 
     def mark(self) -> None:
         lists = {name: list(values) for name, values in self.lists.items()}
-        self._marked = self.metrics, self.rows, lists, copy.deepcopy(self._recorded)
+        self._marked = self.metrics, self.rows, lists, list(self._records)
 
     def rollback(self) -> None:
-        self.metrics, self.rows, lists, recorded = self._marked
-        self.lists.clear()
+        self.metrics, self.rows, lists, records = self._marked
+        self._records = list(records)
+        self.lists.clear()  # a hook may hold the dictionary
         self.lists.update({name: list(values) for name, values in lists.items()})
-        self._recorded = copy.deepcopy(recorded)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        metrics, rows, lists, recorded = self._marked
+        metrics, rows, lists, records = self._marked
         marked = MetricBuffer()
         marked.metrics, marked.rows = metrics, rows
         plain = {name: [float(value) for value in values] for name, values in lists.items()}
-        return {**marked.state_dict(), "lists": plain, "recorded": recorded}
+        return {**marked.state_dict(), "lists": plain, "records": records}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # type: ignore[override]
         super().load_state_dict(state)  # type: ignore[arg-type]
         self.lists.clear()
         self.lists.update(state["lists"])
-        self._recorded = {name: list(values) for name, values in state["recorded"].items()}
+        self._records = list(state["records"])
         self.mark()
+
+
+def _append_values(lists: dict[str, list[float]], record: PlainMetrics) -> None:
+    for name, reduction in attach_metrics(record).items():
+        lists[name].append(reduction.value())
+
+
+def _equal(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Return True if both lists have the same numbers; NaN equals NaN."""
+    return len(one) == len(other) and all(
+        a == b or (a != a and b != b) for a, b in zip(one, other, strict=True)
+    )
 
 
 def make_logs(size: int | None) -> dict[str, Any]:

@@ -535,7 +535,8 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             correction_BX, values = correction(
                 experience.old_logps_BT, experience.sampler_logps_BT, mask_BT, self.objective_settings
             )
-            metrics.record({name: value for name, value in values.items() if "ratio" in name})
+            # In TRL means of the means of ranks, however many tokens each has.
+            metrics.record({n: Mean(v.value()) if isinstance(v, Mean) else v for n, v in values.items()})
         return make_inputs(
             experience,
             self.accelerator.gather(experience.loss_mask_BT.sum()).sum(),
@@ -715,7 +716,12 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         finally:
             self.objective_settings = settings
         output = self.add_aux_loss(output, aux_loss, batch)
-        self.metrics["train" if training else "eval"].record(output.metrics)
+        # Those of the sampler were recorded with the generation batch.
+        metrics = {name: value for name, value in output.metrics.items() if not name.startswith("sampling/")}
+        policy_loss = metrics.get("policy_loss")
+        if OBJECTIVES[settings.objective].normalizer == "token_mean" and isinstance(policy_loss, Mean):
+            metrics["policy_loss"] = Mean(policy_loss.total)  # in TRL the part of this micro-batch
+        self.metrics["train" if training else "eval"].record(metrics)
         if training and batch.entropy_weights_BT is not None and entropy_BT is not None:
             self.window.entropy = self.window.entropy.merge(masked_mean(entropy_BT, entropy_mask_BT))
         if training and self.accelerator.sync_gradients:  # the last micro-batch of the window

@@ -8,17 +8,22 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from groupwise.errors import BackendError
-from groupwise.generation.vllm.background import EventLoopThread
 from groupwise.generation.vllm.http import HttpClient, LostAnswerError, ServerUnavailableError
-from groupwise.generation.vllm.images import check_expanded, server_prompt
-from groupwise.generation.vllm.sampling import DEFAULT_MAX_LOGPROBS, Request, num_logprobs, sampling_mask
+from groupwise.generation.vllm.sampling import (
+    DEFAULT_MAX_LOGPROBS,
+    Request,
+    check_expanded,
+    make_completion,
+    server_prompt,
+)
 from groupwise.records import Completion
+from groupwise.threads import EventLoop
 
 T = TypeVar("T")
 
@@ -26,7 +31,6 @@ T = TypeVar("T")
 CONCURRENCY = 128
 
 _UNUSABLE = "incomplete"
-_NO_LOGPROB = -9999.0  # vLLM's placeholder for a missing log-prob
 _COUNTERS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total\S* (\S+)$", re.MULTILINE)
 
 
@@ -54,8 +58,8 @@ class VLLMServers:
         self.run_id = run_id
         self.world_sizes: list[int] = []
         self._slots = [asyncio.Semaphore(CONCURRENCY) for _ in urls]
-        self._background = EventLoopThread(
-            lambda: ServerUnavailableError("the client of the vLLM servers was closed")
+        self._background = EventLoop(
+            "vllm-client", lambda: ServerUnavailableError("the client of the vLLM servers was closed")
         )
 
     # Generation.
@@ -80,11 +84,8 @@ class VLLMServers:
 
     async def _generate(self, index: int, request: Request, sampling: dict[str, Any]) -> list[Completion]:
         server = self.servers[index]
-        count = request.num_samples(sampling.get("temperature", 1.0))
-        wanted = num_logprobs(sampling)
-        logprobs = wanted if wanted <= DEFAULT_MAX_LOGPROBS else 0  # more would be refused
-        own = {"n": count, "seed": request.seed, "max_tokens": request.max_tokens, "logprobs": logprobs}
-        body: dict[str, Any] = {**server_prompt(request), "sampling_params": {**sampling, **own}}
+        params = request.params(sampling, DEFAULT_MAX_LOGPROBS)
+        body: dict[str, Any] = {**server_prompt(request), "sampling_params": params}
         async with self._slots[index]:
             response = await server.call(
                 "POST",
@@ -96,28 +97,21 @@ class VLLMServers:
             )
         check_expanded(request, response.get("prompt_token_ids"), f"the vLLM server at {server.url}")
         choices = sorted(response["choices"], key=lambda choice: choice["index"])
-        return [self._completion(choices[row % count], logprobs > 0) for row in range(len(request.rows))]
+        samples = [self._completion(choice, params["logprobs"] > 0) for choice in choices]
+        return [samples[row % len(samples)] for row in range(len(request.rows))]  # greedy: one for all rows
 
-    def _completion(self, choice: dict[str, Any], is_truncated: bool) -> Completion:
+    def _completion(self, choice: dict[str, Any], with_mask: bool) -> Completion:
         content = choice["logprobs"]["content"]
-        logps = [entry["logprob"] for entry in content]
-        kept = None
-        if is_truncated:
-            positions = (
-                [(one["token_id"], one["logprob"]) for one in entry["top_logprobs"]] for entry in content
-            )
-            kept = sampling_mask(positions, excluded=_NO_LOGPROB)
-        return Completion(
-            token_ids=choice["token_ids"],
-            logps=[float("nan") if logp <= _NO_LOGPROB else logp for logp in logps],
-            truncated=choice["finish_reason"] == "length",
-            versions=list(self._versions(choice)),
-            sampling_mask=kept,
+        spans = choice["weight_versions"] or []  # a request may outlast an update of the weights
+        return make_completion(
+            choice["token_ids"],
+            (entry["logprob"] for entry in content),
+            choice["finish_reason"],
+            [self._step(span["version"]) for span in spans for _ in range(span["start"], span["end"])],
+            [[(one["token_id"], one["logprob"]) for one in entry["top_logprobs"]] for entry in content]
+            if with_mask
+            else None,
         )
-
-    def _versions(self, choice: dict[str, Any]) -> Iterator[int]:
-        for span in choice["weight_versions"] or []:
-            yield from [self._step(span["version"])] * (span["end"] - span["start"])
 
     def _step(self, version: str) -> int:
         run_id, _, step = version.rpartition(":")
@@ -129,7 +123,7 @@ class VLLMServers:
         info = await server.once("GET", "/weight_info", doing="reading its weight version")
         self._step(info["weight_version"])
 
-    # Weights: the ``transport.WeightReceiver`` of all servers together. These requests are never repeated.
+    # Weights: the ``weight_sync.WeightReceiver`` of all servers together. These requests are never repeated.
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Connect every server to the transfer; ``rank_offset`` is that of the first server."""

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from transformers import PreTrainedModel
 
 from groupwise.compat.vllm import (
@@ -25,23 +28,17 @@ from groupwise.compat.vllm import (
 )
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import BackendError, ConfigError
-from groupwise.generation.base import (
-    RUN_SETTINGS,
-    BackendEntry,
-    GenerationBackend,
-    ProcessingClass,
-)
-from groupwise.generation.vllm.engine import check_engine, engine_arguments, sampling_arguments
-from groupwise.generation.vllm.images import (
+from groupwise.generation.base import BackendEntry, ProcessingClass
+from groupwise.generation.vllm.base import VLLMBackend
+from groupwise.generation.vllm.engine import (
+    check_engine,
     check_engine_images,
-    check_expanded,
-    engine_prompt,
+    engine_arguments,
     has_multimodal_classes,
+    sampling_params,
 )
-from groupwise.generation.vllm.isolation import preserve_model_classes, preserve_rng_state
 from groupwise.generation.vllm.plugin import register
-from groupwise.generation.vllm.sampling import Request, group_requests, num_logprobs, sampling_mask
-from groupwise.generation.vllm.tensor_parallel import TensorParallelGroup
+from groupwise.generation.vllm.sampling import Request, check_expanded, engine_prompt, make_completion
 from groupwise.generation.vllm.weight_sync import (
     FullWeightSync,
     LoRAWeightSync,
@@ -51,6 +48,7 @@ from groupwise.generation.vllm.weight_sync import (
 from groupwise.policy.introspection import CausalLM, adapters_of, is_quantized, without_adapter
 from groupwise.policy.quantization import check_quantization_for_vllm
 from groupwise.policy.weight_iterator import WeightSource
+from groupwise.random_state import preserved_state
 from groupwise.records import Completion, SamplingOptions
 from groupwise.tokenization.images import is_processor
 from groupwise.tokenization.text import end_tokens as find_end_tokens
@@ -62,150 +60,126 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+Output = TypeVar("Output")
 
-class ColocatedBackend(GenerationBackend):
+
+@dataclass(frozen=True)
+class TensorParallelGroup:
+    """Neighbouring ranks that share one engine; all of them compute the requests of each.
+
+    Attributes:
+        size: number of ranks.
+        rank: this rank's index in the group.
+        group: process group; None: this rank has an engine for itself.
+    """
+
+    size: int = 1
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, config: GRPOConfig) -> TensorParallelGroup:
+        """Create the groups of ``vllm_tensor_parallel_size`` ranks. A collective: all ranks must call it."""
+        size, world_size = config.vllm_tensor_parallel_size, config.world_size
+        if size == 1:
+            return cls()
+        ranks = [list(range(start, start + size)) for start in range(0, world_size, size)]
+        group, _ = dist.new_subgroups_by_enumeration(ranks)
+        return cls(size, config.process_index % size, group)
+
+    def generate(self, requests: list[T], generate: Callable[[list[T]], list[Output]]) -> list[Output]:
+        """Generate the requests of all ranks, in the same order on each; returns this rank's outputs."""
+        if self.size == 1:
+            return generate(requests)
+        by_rank: list[list[T]] = [[] for _ in range(self.size)]
+        dist.all_gather_object(by_rank, requests, group=self.group)
+        start = sum(len(part) for part in by_rank[: self.rank])
+        outputs = generate([request for part in by_rank for request in part])
+        return outputs[start : start + len(requests)]
+
+
+class ColocatedBackend(VLLMBackend):
     """Samples with a vLLM engine in the trainer's process and on its device.
 
     Args:
         engine: a ``vllm.LLM``.
-        sampling: fields of ``SamplingParams`` shared by all requests.
-        end_tokens: token ids that end a completion.
-        max_tokens: ``max_completion_length``.
+        config, end_tokens, suppress_tokens: see :class:`VLLMBackend`. With ``vllm_enable_sleep_mode`` the
+            engine's memory is free while the trainer trains.
         group: ranks that share the engine.
         weight_sync: pushes weights into the engine.
-        seed: of the run; request seeds are derived from it, the step, the rank and the prompt.
-        process_index: rank of this process.
-        sleeps: free the engine's memory while the trainer trains.
         with_images: the engine processes images.
     """
+
+    context_limit = "the engine's context of {} tokens; raise vllm_max_model_length"
 
     def __init__(
         self,
         engine: LLM,
-        sampling: dict[str, Any],
+        config: GRPOConfig,
         end_tokens: frozenset[int],
-        max_tokens: int,
         group: TensorParallelGroup,
         weight_sync: WeightSync,
+        suppress_tokens: Sequence[int] = (),
         *,
-        seed: int = 0,
-        process_index: int = 0,
-        sleeps: bool = False,
         with_images: bool = False,
     ) -> None:
+        super().__init__(config, end_tokens, suppress_tokens)
         self.engine: LLM | None = engine
-        self.supports_images = with_images
-        self.sampling, self.end_tokens = sampling, end_tokens
-        self.max_tokens, self.group, self.weight_sync, self.sleeps = max_tokens, group, weight_sync, sleeps
-        self.max_model_len: int = engine.model_config.max_model_len
-        self.context_length = self.max_model_len
-        self.seed, self.process_index = seed, process_index
-        self._num_samples: dict[int, int] = {}  # by prompt, at step _num_samples_step
-        self._num_samples_step: int | None = None
-        self._max_logprobs: int = engine.model_config.max_logprobs
+        self.group, self.weight_sync, self.supports_images = group, weight_sync, with_images
+        self.context_length = engine.model_config.max_model_len
+        self.max_logprobs = engine.model_config.max_logprobs
         self.asleep: set[str] = set()
         self.release()
 
-    def reports_sampling_mask(self, generation_kwargs: Mapping[str, Any]) -> bool:
-        """Return True with top_k: log-probs of all tokens of the sampling mask are requested."""
-        return 0 < num_logprobs({**self.sampling, **generation_kwargs}) <= self._max_logprobs
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions = RUN_SETTINGS
-    ) -> list[Completion]:
-        """Sample one completion per prompt; adjacent equal prompts are the samples of one request.
-
-        Raises:
-            BackendError: a prompt leaves no room for a completion, or the engine has no weights.
-        """
-        if self.version is None:
-            raise BackendError("the engine has no weights; call sync_weights before generate")
+    def complete(self, requests: list[Request], sampling: SamplingOptions) -> list[list[Completion]]:
         self._wake("kv_cache")
-        limits = self._limits(prompts, sampling)
-        requests = group_requests(
-            prompts,
-            limits,
-            self.seed,
-            self.version,
-            self.process_index,
-            self._num_samples,
-            sampling.images,
-        )
-        settings = {**self.sampling, **sampling.generation_kwargs}
+        params = self.shared_params(sampling.generation_kwargs)
         with preserve_rng_state():
-            outputs = self.group.generate(requests, lambda all_ranks: self._generate(all_ranks, settings))
-        return [completion for output in outputs for completion in output]
+            return self.group.generate(requests, lambda all_ranks: self._generate(all_ranks, params))
 
-    def _limits(self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions) -> list[int]:
-        """Return the maximum completion lengths, within the engine's context."""
-        limits = sampling.max_tokens or [self.max_tokens] * len(prompts)
-        rooms = [self.max_model_len - len(prompt) for prompt in prompts]
-        if min(rooms, default=1) < 1:
-            raise BackendError(
-                f"a prompt has {max(map(len, prompts))} tokens, but the engine's context of "
-                f"{self.max_model_len} tokens must hold prompt and completion; raise vllm_max_model_length, "
-                "or set max_prompt_length"
-            )
-        return [min(pair) for pair in zip(limits, rooms, strict=True)]
-
-    def _generate(self, requests: list[Request], settings: dict[str, Any]) -> list[list[Completion]]:
-        """Return the samples of each request."""
-        from vllm.sampling_params import SamplingParams
-
-        prompts = [engine_prompt(request) for request in requests]
-        counts = [request.num_samples(settings["temperature"]) for request in requests]
-        wanted = num_logprobs(settings)
-        logprobs = wanted if wanted <= self._max_logprobs else 0  # a script may have raised top_k since
-        params = [
-            SamplingParams(
-                **settings, logprobs=logprobs, n=count, max_tokens=request.max_tokens, seed=request.seed
-            )
-            for request, count in zip(requests, counts, strict=True)
-        ]
+    def _generate(self, requests: list[Request], shared: dict[str, Any]) -> list[list[Completion]]:
+        """Return the samples of each request; ``shared`` are the fields of ``SamplingParams`` of all."""
+        params = [sampling_params(request.params(shared, self.max_logprobs)) for request in requests]
         with abort_on_error(self._engine):
             outputs = self._engine.generate(
-                prompts, params, use_tqdm=False, **self.weight_sync.generate_kwargs()
+                [engine_prompt(request) for request in requests],
+                params,
+                use_tqdm=False,
+                **self.weight_sync.generate_kwargs(),
             )
-        for request, output in zip(requests, outputs, strict=True):
+        completions = []
+        for request, param, output in zip(requests, params, outputs, strict=True):
             check_expanded(request, output.prompt_token_ids, "the engine")
-        return [
-            [self._completion(output.outputs[row % count], logprobs > 0) for row in range(len(request.rows))]
-            for request, count, output in zip(requests, counts, outputs, strict=True)
-        ]
+            samples = [self._completion(sample, param.logprobs > 0) for sample in output.outputs]
+            # Greedy decoding: one sample for all rows
+            completions.append([samples[row % len(samples)] for row in range(len(request.rows))])
+        return completions
 
-    def _completion(self, sample: CompletionOutput, is_truncated: bool) -> Completion:
-        tokens = list(sample.token_ids)
-        logps = [entry[token].logprob for token, entry in zip(tokens, sample.logprobs, strict=True)]
-        kept = None
-        if is_truncated:
-            positions = ([(token, one.logprob) for token, one in entry.items()] for entry in sample.logprobs)
-            kept = sampling_mask(positions, excluded=-math.inf)
-        return Completion(
-            tokens,
-            logps=logps,
-            truncated=sample.finish_reason == "length",
-            versions=[self.version] * len(tokens),  # type: ignore[list-item]  # generate checked it
-            sampling_mask=kept,
+    def _completion(self, sample: CompletionOutput, with_mask: bool) -> Completion:
+        entries = sample.logprobs  # by position: {token id: Logprob} of the sampled and the top_k tokens
+        return make_completion(
+            sample.token_ids,
+            [entry[token].logprob for token, entry in zip(sample.token_ids, entries, strict=True)],
+            sample.finish_reason,
+            [self.version] * len(sample.token_ids),  # type: ignore[list-item]  # generate checked it
+            [[(token, one.logprob) for token, one in entry.items()] for entry in entries]
+            if with_mask
+            else None,
         )
 
-    def sync_weights(self, source: WeightSource, *, step: int) -> None:
-        """Load the weights of optimizer step ``step`` and clear the prefix cache; a no-op if loaded."""
-        if self.version == step:
-            return
+    def load_weights(self, source: WeightSource, step: int) -> None:
+        """Load the weights and clear the caches of outputs that were computed with the previous ones."""
         self._wake("weights")
-        self.version = None  # a failed push leaves no usable weights
         with preserve_rng_state():
             self.weight_sync.push(source, step)
         self._engine.reset_prefix_cache()
         if self.supports_images:
-            reset_encoder_cache(self._engine)  # outputs of the vision tower with the weights before
-        self.version = step
-        if self._num_samples_step != step:
-            self._num_samples_step, self._num_samples = step, {}
+            reset_encoder_cache(self._engine)
 
     def release(self) -> None:
         """Put the engine to sleep until the next sync, if sleep mode is on."""
-        if self.sleeps and not self.asleep:
+        if self.config.vllm_enable_sleep_mode and not self.asleep:
             self._engine.sleep(level=self.weight_sync.sleep_level)
             self.asleep = {"weights", "kv_cache"}
             self.version = None
@@ -221,14 +195,6 @@ class ColocatedBackend(GenerationBackend):
         if self.engine is None:
             raise BackendError("the backend is closed")
         return self.engine
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the number of samples per prompt in this step, which continues the sequence of seeds."""
-        return {"num_samples": (self._num_samples_step, dict(self._num_samples))}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`."""
-        self._num_samples_step, self._num_samples = state["num_samples"]
 
     def close(self) -> None:
         """Shut the engine down and free its memory."""
@@ -251,9 +217,7 @@ def make_backend(
     from vllm import LLM
 
     register()
-    end_tokens = find_end_tokens(model.generation_config, text_tokenizer(processing_class))
-    sampling = sampling_arguments(config, end_tokens, suppress_tokens)
-    group = TensorParallelGroup.of(config.vllm_tensor_parallel_size, config.world_size, config.process_index)
+    group = TensorParallelGroup.of(config)
     base = without_adapter(model)
     with tempfile.TemporaryDirectory(prefix="groupwise-") as directory, preserve_rng_state():
         processing_class.save_pretrained(directory)
@@ -270,14 +234,11 @@ def make_backend(
             engine = LLM(**arguments)
     return ColocatedBackend(
         engine,
-        sampling,
-        frozenset(end_tokens),
-        config.max_completion_length,
+        config,
+        frozenset(find_end_tokens(model.generation_config, text_tokenizer(processing_class))),
         group,
         LoRAWeightSync(engine) if only_adapter else FullWeightSync(engine),
-        seed=config.seed,
-        process_index=config.process_index,
-        sleeps=config.vllm_enable_sleep_mode,
+        suppress_tokens,
         with_images=with_processor and not arguments["language_model_only"],
     )
 
@@ -348,6 +309,39 @@ def _dtype(config: GRPOConfig, model: PreTrainedModel) -> str:
     if config.bf16 or config.fp16:
         return "bfloat16" if config.bf16 else "float16"
     return str(model.dtype).removeprefix("torch.")
+
+
+@contextmanager
+def preserve_rng_state() -> Iterator[None]:
+    """Restore all global random number generators at exit; vLLM seeds them for the whole process."""
+    set_num_threads = torch.set_num_threads
+    try:
+        with preserved_state():
+            yield
+    finally:
+        torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it
+
+
+@contextmanager
+def preserve_model_classes(model: nn.Module) -> Iterator[None]:
+    """Restore the classes of the model's modules at exit.
+
+    With ``model_impl="transformers"`` vLLM builds its model from the same transformers class and patches that
+    class for its compiler, after which the policy could neither run nor be constructed again.
+    """
+    classes = {type(module) for module in model.modules() if isinstance(module, PreTrainedModel)}
+    before = {cls: (cls.__bases__, dict(vars(cls))) for cls in classes}
+    try:
+        yield
+    finally:
+        for cls, (bases, attributes) in before.items():
+            if cls.__bases__ != bases:
+                cls.__bases__ = bases
+            for name in vars(cls).keys() - attributes.keys():
+                delattr(cls, name)
+            for name, value in attributes.items():
+                if vars(cls)[name] is not value:
+                    setattr(cls, name, value)
 
 
 ENTRY = BackendEntry(make_backend, check_engine, supports_images=True, check_images=check_engine_images)

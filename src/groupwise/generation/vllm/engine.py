@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from groupwise.compat.transformers import is_zero3_enabled
 from groupwise.compat.vllm import device_type, engine_argument_names
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.config.sampling import SAMPLING_FIELDS
-from groupwise.errors import ConfigError, nearest_name
-from groupwise.generation.base import json_dict
+from groupwise.config.sampling import SAMPLING_FIELDS, sampler_settings
+from groupwise.errors import ConfigError
+from groupwise.generation.base import check_names, json_dict
+from groupwise.generation.vllm.plugin import BACKEND
 from groupwise.generation.vllm.sampling import DEFAULT_MAX_LOGPROBS, num_logprobs, sampling_fields
-from groupwise.generation.vllm.transport import BACKEND
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
 
 _GIB = 2**30
 
@@ -43,8 +45,6 @@ def check_engine(config: GRPOConfig) -> None:
     """
     require_vllm()
     prepare_environment(config)
-    from vllm.sampling_params import SamplingParams
-
     if device_type() != config.device.type:
         raise ConfigError(
             f"the installed vLLM is built for {device_type()!r}, but the trainer computes on "
@@ -55,18 +55,29 @@ def check_engine(config: GRPOConfig) -> None:
         raise ConfigError(
             "vllm_enable_sleep_mode=True frees GPU memory, but the trainer computes on a CPU; set it to False"
         )
-    known = engine_argument_names()
-    for name in json_dict(config.vllm_engine_kwargs):
-        if name in _RESERVED:
-            raise ConfigError(
-                f"vllm_engine_kwargs[{name!r}] cannot be set: it follows {_RESERVED[name]}; leave it out"
-            )
-        if name not in known:
-            raise ConfigError(unknown("vllm_engine_kwargs", name, known - set(_RESERVED)))
+    given = json_dict(config.vllm_engine_kwargs)
+    for name in given.keys() & _RESERVED.keys():
+        raise ConfigError(
+            f"vllm_engine_kwargs[{name!r}] cannot be set: it follows {_RESERVED[name]}; leave it out"
+        )
+    check_names("vllm_engine_kwargs", given, engine_argument_names() - _RESERVED.keys(), "vLLM")
     _check_implementation(config)
-    arguments = sampling_arguments(config, [])
+    _check_sampling(config)
+
+
+def _check_sampling(config: GRPOConfig) -> None:
+    """Check the names in ``generation_kwargs``, and the values of all sampler settings."""
+    from vllm.sampling_params import SamplingParams
+
+    given = json_dict(config.generation_kwargs).keys() - SAMPLING_FIELDS.keys()
+    for name in given & {"n", "seed", "logprobs", "output_kind"}:
+        raise ConfigError(
+            f"generation_kwargs[{name!r}] is set by the trainer with use_vllm=True; leave it out"
+        )
+    check_names("generation_kwargs", sorted(given), SamplingParams.__struct_fields__, "vLLM")
+    fields = {**sampling_fields(config, []), **sampler_settings(config)}
     try:
-        SamplingParams(**arguments, max_tokens=config.max_completion_length)
+        sampling_params({**fields, "max_tokens": config.max_completion_length})
     except Exception as error:
         raise ConfigError(f"vLLM rejects the sampling settings: {error}") from error
 
@@ -85,11 +96,6 @@ def _check_implementation(config: GRPOConfig) -> None:
             "vllm_model_impl='transformers' lets transformers build the engine's model, which would "
             "partition it as ZeRO-3 does the policy; set vllm_model_impl='vllm'"
         )
-
-
-def unknown(field: str, name: str, known: Iterable[str]) -> str:
-    """Return the message for an unknown key."""
-    return f"{field}[{name!r}] is unknown to vLLM; nearest valid: {nearest_name(name, known)!r}"
 
 
 def require_vllm() -> None:
@@ -122,6 +128,29 @@ def prepare_environment(config: GRPOConfig) -> None:
         # The external launcher of vLLM reads these.
         os.environ.setdefault("MASTER_ADDR", "localhost")
         os.environ.setdefault("MASTER_PORT", "29500")
+
+
+def has_multimodal_classes() -> bool:
+    """Return True if vLLM can import its classes of vision-language models, which need torchvision."""
+    return importlib.util.find_spec("torchvision") is not None
+
+
+def check_engine_images(config: GRPOConfig) -> None:
+    """Check that a colocated engine can process images.
+
+    Raises:
+        ConfigError: torchvision is missing, or the engine is started for text.
+    """
+    if not has_multimodal_classes():
+        raise ConfigError(
+            "a dataset has a column of images, and vLLM's vision-language models need torchvision, which "
+            "is not installed; install the build that fits the installed torch, or set use_vllm=False"
+        )
+    if json_dict(config.vllm_engine_kwargs).get("language_model_only"):
+        raise ConfigError(
+            "a dataset has a column of images, but vllm_engine_kwargs['language_model_only'] starts an "
+            "engine for text; leave it out, or drop the images"
+        )
 
 
 def engine_arguments(config: GRPOConfig, model: str, dtype: str) -> dict[str, Any]:
@@ -164,25 +193,11 @@ def engine_arguments(config: GRPOConfig, model: str, dtype: str) -> dict[str, An
     return arguments | json_dict(config.vllm_engine_kwargs)
 
 
-def sampling_arguments(
-    config: GRPOConfig, end_tokens: Iterable[int], suppress_tokens: Iterable[int] = ()
-) -> dict[str, Any]:
-    """Return the fields of ``vllm.SamplingParams`` that all requests share.
-
-    Raises:
-        ConfigError: ``generation_kwargs`` has a key that is unknown to vLLM or set by the trainer.
-    """
+def sampling_params(fields: dict[str, Any]) -> SamplingParams:
+    """Return ``vllm.SamplingParams`` from its fields; a server converts the same ones itself."""
     from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-    known = set(SamplingParams.__struct_fields__)
-    for name in json_dict(config.generation_kwargs):
-        if name in ("n", "seed", "logprobs", "output_kind"):
-            raise ConfigError(
-                f"generation_kwargs[{name!r}] is set by the trainer with use_vllm=True; leave it out"
-            )
-        if name not in known | set(SAMPLING_FIELDS):
-            raise ConfigError(unknown("generation_kwargs", name, known))
-    fields = sampling_fields(config, end_tokens, suppress_tokens)
-    if "structured_outputs" in fields:
-        fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
-    return fields
+    structured = fields.get("structured_outputs")
+    if isinstance(structured, dict):
+        fields = {**fields, "structured_outputs": StructuredOutputsParams(**structured)}
+    return SamplingParams(**fields)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from groupwise.compat.vllm import register_weight_transfer_engine
-from groupwise.generation.vllm.transport import BACKEND
+
+#: Name of the weight-transfer engine for senders that need no GPU.
+BACKEND = "groupwise"
 
 
 def register() -> None:

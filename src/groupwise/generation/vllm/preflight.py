@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from transformers import AutoConfig, PreTrainedConfig
 
 from groupwise.config.grpo_config import GRPOConfig
+from groupwise.config.sampling import sampler_settings
 from groupwise.errors import BackendError
 from groupwise.generation.base import ProcessingClass
 from groupwise.generation.vllm.client import VLLMServers
@@ -150,11 +151,10 @@ def _problems(info: ServerInfo, policy: PreTrainedConfig, config: GRPOConfig) ->
 
 def _raw_logprobs_fit(config: GRPOConfig, mode: str) -> bool:
     """Return True if raw log-probs are those of the sampling distribution."""
-    changed = (config.temperature != 1.0, config.top_p < 1.0, config.top_k, config.min_p)
+    neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     return (
         mode == "raw_logprobs"
-        and not any(changed)
-        and config.repetition_penalty == 1.0
+        and sampler_settings(config) == neutral
         and not config.generation_kwargs
         and config.vllm_structured_outputs_regex is None
     )

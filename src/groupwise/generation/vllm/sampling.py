@@ -1,23 +1,28 @@
-"""Sampling fields of vLLM from the config, and request seeds that make a run reproducible."""
+"""Requests to vLLM and the completions that it returns, for engines in this process and on servers."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import io
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import SAMPLING_FIELDS
+from groupwise.errors import BackendError
 from groupwise.generation.base import json_dict
+from groupwise.records import Completion
 from groupwise.records.images import ImageInputs
 from groupwise.records.sampling_mask import SamplingMask
-
-#: Fields of the config that have the same name in vLLM.
-_SAME_NAME = ("temperature", "top_p", "top_k", "repetition_penalty")
+from groupwise.tokenization.images import as_rgb
 
 #: Most tokens per position whose log-probs vLLM reports, unless ``--max-logprobs`` raises it.
 DEFAULT_MAX_LOGPROBS = 20
+
+_NO_LOGPROB = -9999.0  # a server's placeholder for a missing log-prob; an engine reports -inf
 
 #: (seed, number of samples, max_tokens); requests with equal keys have equal results under the same weights.
 RequestKey: TypeAlias = tuple[int, int, int]
@@ -41,9 +46,33 @@ class Request:
     max_tokens: int
     images: ImageInputs | None = None
 
-    def num_samples(self, temperature: float) -> int:
-        """Return ``n`` of vLLM's sampling parameters; it must be 1 for greedy decoding."""
-        return 1 if temperature == 0 else len(self.rows)
+    @property
+    def pictures(self) -> Sequence[Any]:
+        """Images before processing, none for text."""
+        return () if self.images is None else self.images.images
+
+    @property
+    def unexpanded_prompt(self) -> list[int]:
+        """Prompt with one token per image, which vLLM expands as the trainer's processor did."""
+        return list(self.prompt) if self.images is None else self.images.unexpanded(self.prompt)
+
+    def params(self, sampling: Mapping[str, Any], max_logprobs: int) -> dict[str, Any]:
+        """Return the fields of vLLM's ``SamplingParams``.
+
+        ``n`` is the number of samples, but 1 for greedy decoding, of which vLLM refuses more.
+
+        Args:
+            sampling: fields that all requests share.
+            max_logprobs: most tokens per position whose log-probs vLLM reports; it refuses more.
+        """
+        wanted = num_logprobs(sampling)
+        return {
+            **sampling,
+            "n": 1 if sampling.get("temperature", 1.0) == 0 else len(self.rows),
+            "seed": self.seed,
+            "max_tokens": self.max_tokens,
+            "logprobs": wanted if wanted <= max_logprobs else 0,
+        }
 
     @property
     def key(self) -> RequestKey:
@@ -55,14 +84,14 @@ def sampling_fields(
 ) -> dict[str, Any]:
     """Return the fields of vLLM's ``SamplingParams`` that all requests of a run share.
 
+    Temperature, top_p, top_k, min_p and repetition_penalty are not among them: they come with each request.
+
     Args:
         config: its ``generation_kwargs`` are added and win.
         end_tokens: token ids that end a completion.
         suppress_tokens: token ids that are not sampled.
     """
-    fields: dict[str, Any] = {name: getattr(config, name) for name in _SAME_NAME}
-    fields["min_p"] = config.min_p or 0.0
-    fields["stop_token_ids"] = sorted(end_tokens)
+    fields: dict[str, Any] = {"stop_token_ids": sorted(end_tokens)}
     if config.vllm_structured_outputs_regex is not None:
         fields["structured_outputs"] = {"regex": config.vllm_structured_outputs_regex}
     given = json_dict(config.generation_kwargs)
@@ -83,15 +112,32 @@ def num_logprobs(sampling: Mapping[str, Any]) -> int:
     return 0 if greedy else max(sampling.get("top_k") or 0, 0)
 
 
-def sampling_mask(positions: Iterable[Iterable[tuple[int, float]]], excluded: float) -> SamplingMask:
-    """Return the sampling mask of a completion from processed log-probs.
+def make_completion(
+    token_ids: Sequence[int],
+    logps: Iterable[float],
+    finish_reason: str,
+    versions: Iterable[int],
+    candidates: Iterable[Iterable[tuple[int, float]]] | None,
+) -> Completion:
+    """Return the record of a sample, from processed log-probs.
 
     Args:
-        positions: (token id, log-prob) of the sampled and the ``top_k`` most probable tokens, per position.
-        excluded: log-prob of a token that was not kept.
+        token_ids, logps, versions: one entry per sampled token.
+        finish_reason: "length" if the limit ended the sample, else "stop".
+        candidates: (token id, log-prob) of the sampled and the ``top_k`` most probable tokens, per position;
+            those that top_p or min_p removed have no log-prob. None: not requested.
     """
-    return SamplingMask.from_lists(
-        [[token for token, logp in position if logp > excluded] for position in positions]
+    mask = None
+    if candidates is not None:
+        mask = SamplingMask.from_lists(
+            [[token for token, logp in position if logp > _NO_LOGPROB] for position in candidates]
+        )
+    return Completion(
+        list(token_ids),
+        logps=[logp if logp > _NO_LOGPROB else math.nan for logp in logps],
+        truncated=finish_reason == "length",
+        versions=list(versions),
+        sampling_mask=mask,
     )
 
 
@@ -128,15 +174,53 @@ def group_requests(
             and (images is None or images[end].digest == images[row].digest)
         ):
             end += 1
-        pictures = "" if images is None else images[row].digest
-        key = f"{seed} {step} {rank} {list(prompts[row])}{pictures}".encode()
-        digest = hashlib.blake2b(key, digest_size=8).digest()
-        base_seed = (
-            int.from_bytes(digest, "big") >> 2
-        )  # 62 bits: base_seed + samples fits a signed 64-bit integer
-        first = num_samples.get(base_seed, 0)
         own = None if images is None else images[row]
+        key = f"{seed} {step} {rank} {list(prompts[row])}{'' if own is None else own.digest}".encode()
+        digest = hashlib.blake2b(key, digest_size=8).digest()
+        # 62 bits: base_seed + samples fits a signed 64-bit integer
+        base_seed = int.from_bytes(digest, "big") >> 2
+        first = num_samples.get(base_seed, 0)
         requests.append(Request(prompts[row], range(row, end), base_seed + first, limits[row], own))
         num_samples[base_seed] = first + end - row
         row = end
     return requests
+
+
+def engine_prompt(request: Request) -> dict[str, Any]:
+    """Return the prompt of a request for ``LLM.generate``."""
+    images = [as_rgb(image) for image in request.pictures]
+    prompt: dict[str, Any] = {"prompt_token_ids": request.unexpanded_prompt}
+    return {**prompt, "multi_modal_data": {"image": images}} if images else prompt
+
+
+def server_prompt(request: Request) -> dict[str, Any]:
+    """Return the fields of a prompt in the body of ``/inference/v1/generate``; images are lossless PNG."""
+    parts = [{"type": "image_url", "url": _data_url(image)} for image in request.pictures]
+    prompt: dict[str, Any] = {"token_ids": request.unexpanded_prompt}
+    return {**prompt, "content_parts": parts, "return_token_ids": True} if parts else prompt
+
+
+def check_expanded(request: Request, prompt_ids: Sequence[int] | None, where: str) -> None:
+    """Compare the prompt that vLLM sampled from with the trainer's.
+
+    Args:
+        prompt_ids: token ids after vLLM expanded the image tokens.
+        where: "the engine" or the server's address, for the message.
+
+    Raises:
+        BackendError: the prompts differ.
+    """
+    if not request.pictures or list(prompt_ids or ()) == list(request.prompt):
+        return
+    raise BackendError(
+        f"{where} expanded a prompt with {len(request.pictures)} image(s) to {len(prompt_ids or ())} tokens, "
+        f"which are not the {len(request.prompt)} of the trainer's processor, so it sampled from another "
+        "prompt; give it the trainer's processor (preprocessor_config.json and chat template of the served "
+        "model, or --mm-processor-kwargs)"
+    )
+
+
+def _data_url(image: Any) -> str:
+    file = io.BytesIO()
+    as_rgb(image).save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"

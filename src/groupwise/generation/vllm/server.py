@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 import uuid
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 from accelerate.utils import gather_object
@@ -23,22 +22,15 @@ from groupwise.errors import BackendError, ConfigError
 from groupwise.generation.base import (
     RUN_SETTINGS,
     BackendEntry,
-    GenerationBackend,
     ProcessingClass,
 )
-from groupwise.generation.vllm import transport
+from groupwise.generation.vllm import weight_sync
+from groupwise.generation.vllm.base import VLLMBackend
 from groupwise.generation.vllm.client import LostWeightsError, VLLMServers
 from groupwise.generation.vllm.colocate import check_policy
 from groupwise.generation.vllm.http import LostAnswerError, ServerUnavailableError, parse_url
 from groupwise.generation.vllm.preflight import ServerInfo, check_servers
-from groupwise.generation.vllm.sampling import (
-    DEFAULT_MAX_LOGPROBS,
-    Request,
-    RequestKey,
-    group_requests,
-    num_logprobs,
-    sampling_fields,
-)
+from groupwise.generation.vllm.sampling import Request, RequestKey
 from groupwise.generation.vllm.serve import as_shell_line, serve_command
 from groupwise.policy.weight_iterator import WeightSource, buckets
 from groupwise.records import Completion, SamplingOptions
@@ -48,12 +40,10 @@ from groupwise.tokenization.text import text_tokenizer
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 _ATTEMPTS = 4
 
 
-class VLLMServerBackend(GenerationBackend):
+class VLLMServerBackend(VLLMBackend):
     """Samples on the servers of ``vllm_server_base_url``; connects in the first ``sync_weights``.
 
     Args:
@@ -74,80 +64,48 @@ class VLLMServerBackend(GenerationBackend):
         tokenizer: ProcessingClass | None = None,
         suppress_tokens: Sequence[int] = (),
     ) -> None:
-        self.config, self.model_config = config, model_config
-        self.end_tokens, self.tokenizer = end_tokens, tokenizer
-        self.sampling = sampling_fields(config, end_tokens, suppress_tokens)
+        super().__init__(config, end_tokens, suppress_tokens)
+        self.model_config, self.tokenizer = model_config, tokenizer
         self.server_info: list[ServerInfo] = []
         self._servers: VLLMServers | None = None
         self._pending: dict[RequestKey, Future[list[Completion]]] = {}
-        self._num_samples: dict[int, int] = {}  # by prompt, at step _num_samples_step
-        self._num_samples_step: int | None = None
         self._source: WeightSource | None = None  # for servers that restart before the next sync
-        self._sender: transport.WeightSender | None = None
-
-    def reports_sampling_mask(self, generation_kwargs: Mapping[str, Any]) -> bool:
-        """Return True with a top_k of at most 20: a server reports no more log-probs by default."""
-        return 0 < num_logprobs({**self.sampling, **generation_kwargs}) <= DEFAULT_MAX_LOGPROBS
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions = RUN_SETTINGS
-    ) -> list[Completion]:
-        """Sample one completion per prompt; adjacent equal prompts are the samples of one request.
-
-        Raises:
-            BackendError: a server refuses a request; also a ConnectionError if a server does not respond
-                within ``vllm_server_timeout``. All ranks raise if one does.
-        """
-        if self.version is None:
-            raise BackendError("the servers have no weights; call sync_weights before generate")
-        num_samples = dict(self._num_samples)
-        requests = self._make_requests(prompts, sampling, self.version, num_samples)
-        completions: dict[int, Completion] = {}
-        for request, samples in zip(requests, self._complete(requests, sampling), strict=True):
-            completions.update(zip(request.rows, samples, strict=True))
-        self._num_samples = num_samples  # only now: a failed call is repeated with the same seeds
-        return [completions[row] for row in range(len(prompts))]
+        self._sender: weight_sync.WeightSender | None = None
 
     def prefetch(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions = RUN_SETTINGS, *, step: int
     ) -> None:
         """Send the requests of optimizer step ``step``; unfinished ones continue with the next weights."""
-        self._submit(self._make_requests(prompts, sampling, step, {}), sampling)
+        self._submit(self.make_requests(prompts, sampling, step, {}), sampling)
 
-    def sync_weights(self, source: WeightSource, *, step: int) -> None:
-        """Push the weights of optimizer step ``step`` to all servers; a no-op if they have them."""
-        if self.version == step:
-            return
-        self.version, self._source = None, source
-        self._num_samples = self._num_samples if self._num_samples_step == step else {}
-        self._num_samples_step = step
+    def load_weights(self, source: WeightSource, step: int) -> None:
+        self._source = source
         self._push_weights(step)
-        self.version = step
 
     def close(self) -> None:
         """Cancel all requests and disconnect; the next ``sync_weights`` connects again."""
         if self._servers is not None:
             self._servers.close()
-        self._close_sender()
+        self.disconnect()
         self._servers = self.version = self._source = None
         self._pending = {}
 
     def disconnect(self) -> None:
-        """Close the sender of weights; a server that restarts later gets another one."""
-        self._close_sender()
+        """Close the sender of weights; the next push connects another one."""
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return finished prefetched completions, and the number of samples per prompt in this step."""
         finished = {key: future.result() for key, future in self._pending.items() if _succeeded(future)}
-        return {
-            "finished": [(key, [c.state_dict() for c in samples]) for key, samples in finished.items()],
-            "num_samples": (self._num_samples_step, dict(self._num_samples)),
-        }
+        states = [(key, [c.state_dict() for c in samples]) for key, samples in finished.items()]
+        return {"finished": states, **super().state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`. ``generate`` repeats the requests that were not finished."""
+        super().load_state_dict(state)
         self._pending = {}
-        self._num_samples_step, self._num_samples = state["num_samples"]
         for key, samples in state["finished"]:
             future: Future[list[Completion]] = Future()
             future.set_result([Completion.from_state(fields) for fields in samples])
@@ -155,37 +113,15 @@ class VLLMServerBackend(GenerationBackend):
 
     # Requests.
 
-    def _make_requests(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingOptions,
-        step: int,
-        num_samples: dict[int, int],
-    ) -> list[Request]:
-        max_length = self.context_length
-        limits = list(sampling.max_tokens or [self.config.max_completion_length] * len(prompts))
-        if max_length is not None:
-            limits = [min(m, max_length - len(prompt)) for m, prompt in zip(limits, prompts, strict=True)]
-            if min(limits, default=1) < 1:
-                raise BackendError(
-                    f"a prompt of {max(map(len, prompts))} tokens leaves no room for a completion within the "
-                    f"server's --max-model-len {max_length}; raise that, or set max_prompt_length"
-                )
-        seed = self.config.seed
-        if sampling.generation_kwargs:  # requests with different settings must not share a key
-            seed ^= zlib.crc32(repr(sorted(sampling.generation_kwargs.items())).encode())
-        rank = self.config.process_index
-        return group_requests(prompts, limits, seed, step, rank, num_samples, sampling.images)
-
     def _submit(self, requests: list[Request], sampling: SamplingOptions) -> None:
         """Send the requests that are not pending."""
         new = [request for request in requests if request.key not in self._pending]
-        settings = {**self.sampling, **sampling.generation_kwargs}
+        params = self.shared_params(sampling.generation_kwargs)
         # Ranks start at different servers, so that a few requests of each rank do not all go to the first.
-        futures = self.servers.submit(new, settings, first=self.config.process_index)
+        futures = self.servers.submit(new, params, first=self.config.process_index)
         self._pending.update((request.key, future) for request, future in zip(new, futures, strict=True))
 
-    def _complete(self, requests: list[Request], sampling: SamplingOptions) -> list[list[Completion]]:
+    def complete(self, requests: list[Request], sampling: SamplingOptions) -> list[list[Completion]]:
         """Return the samples of each request; pushes the weights again to servers that lost them."""
         samples: dict[RequestKey, list[Completion]] = {}
         missing = requests
@@ -193,7 +129,7 @@ class VLLMServerBackend(GenerationBackend):
             self._submit(missing, sampling)
             missing, error = self._collect(missing, samples, sampling)
             self._raise_on_all_ranks(error)
-            if not any(self._gather(bool(missing))):
+            if not any(gather_object([bool(missing)])):
                 return [samples[request.key] for request in requests]
             logger.warning("a vLLM server restarted without this run's weights; sending them again")
             self._push_weights(self.version or 0)
@@ -250,7 +186,7 @@ class VLLMServerBackend(GenerationBackend):
             return
         config, error = self.config, None
         urls = server_urls(config)
-        run_id = self._gather(uuid.uuid4().hex[:12])[0]
+        run_id = gather_object([uuid.uuid4().hex[:12]])[0]  # that of rank 0
         servers = VLLMServers(urls, config.vllm_server_timeout, self._start_command(urls[0]), run_id)
         try:
             servers.wait_until_up("connecting")
@@ -289,7 +225,7 @@ class VLLMServerBackend(GenerationBackend):
                     self._push(weights, step, retry=attempt > 1)
             except LostAnswerError as failure:
                 lost = failure
-                self._close_sender()  # a restarted server must be connected again
+                self.disconnect()  # a restarted server must be connected again
             except BackendError as failure:
                 error = failure
             if self.config.world_size > 1:
@@ -300,12 +236,12 @@ class VLLMServerBackend(GenerationBackend):
                     f"sending weights to the vLLM servers failed {attempt} times; the last error: {lost}"
                 )
             self._raise_on_all_ranks(error)
-            if not any(self._gather(lost is not None)):
+            if not any(gather_object([lost is not None])):
                 return
             if lost is not None:
                 logger.warning("sending weights failed (%s); trying again", lost)
 
-    def _push(self, weights: Iterator[transport.Bucket], step: int, *, retry: bool) -> None:
+    def _push(self, weights: Iterator[weight_sync.Bucket], step: int, *, retry: bool) -> None:
         servers = self.servers
         servers.wait_until_up("sending weights")
         if retry:
@@ -318,30 +254,24 @@ class VLLMServerBackend(GenerationBackend):
         self._sender.push(weights, servers, step)
         servers.resume(with_images=is_processor(self.tokenizer))
 
-    def _make_sender(self, servers: VLLMServers) -> transport.WeightSender:
+    def _make_sender(self, servers: VLLMServers) -> weight_sync.WeightSender:
         """Return the sender that matches the servers' ``--weight-transfer-config``."""
         engine = self.server_info[0].weight_transfer
-        if engine == transport.NcclSender.backend:
+        if engine == weight_sync.NcclSender.backend:
             num_workers = sum(servers.fetch_world_sizes())
-            return transport.NcclSender(_own_address(servers), self.config.vllm_group_port, num_workers)
-        if engine == transport.CudaIpcSender.backend:
-            return transport.CudaIpcSender()
-        return transport.SharedMemorySender()
-
-    def _close_sender(self) -> None:
-        sender, self._sender = self._sender, None
-        if sender is not None:
-            sender.close()
+            return weight_sync.NcclSender(_own_address(servers), self.config.vllm_group_port, num_workers)
+        if engine == weight_sync.CudaIpcSender.backend:
+            return weight_sync.CudaIpcSender()
+        return weight_sync.SharedMemorySender()
 
     # Ranks.
-
-    def _gather(self, value: T) -> list[T]:
-        return gather_object([value]) if self.config.world_size > 1 else [value]
 
     def _raise_on_all_ranks(self, error: BackendError | None) -> None:
         """Raise on all ranks if one has an error, so that no rank waits for another."""
         failure = None if error is None else (isinstance(error, ServerUnavailableError), str(error))
-        failures = [(rank, *other) for rank, other in enumerate(self._gather(failure)) if other is not None]
+        failures = [
+            (rank, *other) for rank, other in enumerate(gather_object([failure])) if other is not None
+        ]
         if not failures:
             return
         self.close()

@@ -1,26 +1,267 @@
-"""Weight sync for the colocated vLLM engine: full weights, or only the LoRA adapter."""
+"""Weight sync from the trainer to vLLM engines, through vLLM's weight-transfer interface.
+
+    sender.connect(receiver)                       once
+    sender.push(buckets, receiver, version)        after every change of the weights
+
+The receiver is a ``vllm.LLM`` in this process, or servers behind their HTTP routes.
+``WeightSender.backend`` is the value of vLLM's ``--weight-transfer-config`` that a sender needs. A colocated
+engine may instead get the LoRA adapter alone (:class:`LoRAWeightSync`).
+"""
 
 from __future__ import annotations
 
+import base64
 import json
+import pickle
 import shutil
 import tempfile
+import uuid
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
-from groupwise.compat.vllm import add_lora, remove_lora
-from groupwise.errors import ConfigError
-from groupwise.generation.vllm.transport import LocalSender
+import torch
+
+from groupwise.compat.torch import cuda_ipc_handle
+from groupwise.compat.vllm import add_lora, broadcast_packed, join_nccl_group, remove_lora
+from groupwise.errors import BackendError, ConfigError
+from groupwise.generation.vllm.plugin import BACKEND
 from groupwise.policy.introspection import CausalLM
 from groupwise.policy.weight_iterator import LoRAWeights, WeightSource, base_weights, buckets
+from groupwise.threads import start_thread
 
 if TYPE_CHECKING:
     from vllm import LLM
 
+#: (checkpoint name, tensor) pairs that are sent together.
+Bucket = list[tuple[str, torch.Tensor]]
+
+_SHARED_MEMORY = Path("/dev/shm")
+
 #: Values of ``max_lora_rank`` that vLLM accepts.
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+
+class WeightReceiver(Protocol):
+    """Engine that receives weights: the four calls of vLLM's ``VLLMWeightSyncClient``, with plain dicts.
+
+    A call returns once the engine has finished it.
+    """
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: dict[str, Any]) -> None: ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+
+class WeightSender:
+    """Base class of senders; subclasses implement :meth:`send`.
+
+    Attributes:
+        backend: name of vLLM's weight-transfer engine on the receiving side.
+    """
+
+    backend = BACKEND
+
+    def init_info(self) -> dict[str, Any]:
+        """Return the engine's connection settings."""
+        return {}
+
+    def connect(self, receiver: WeightReceiver) -> None:
+        """Connect both sides; required before the first push."""
+        receiver.init_weight_transfer_engine(self.init_info())
+
+    def send(self, bucket: Bucket, receiver: WeightReceiver) -> list[torch.Tensor] | None:
+        """Send one bucket.
+
+        Returns:
+            tensors that must stay alive until the whole update is finished.
+        """
+        raise NotImplementedError
+
+    def complete(self, receiver: WeightReceiver) -> None:
+        """Signal the end of the buckets; our own receiver then checks that every parameter got weights."""
+        if self.backend == BACKEND:
+            receiver.update_weights({})
+
+    def push(self, buckets: Iterable[Bucket], receiver: WeightReceiver, version: int) -> None:
+        """Replace the engine's weights.
+
+        After an exception the engine has only part of the new weights: another push must succeed before it
+        generates.
+
+        Args:
+            version: optimizer step of the weights.
+        """
+        try:
+            receiver.start_weight_update()  # inside try: part of the engines may have started
+            alive = [self.send(bucket, receiver) for bucket in buckets]
+            self.complete(receiver)
+        except BaseException:
+            with suppress(Exception):  # the engine may have ended the update itself
+                receiver.finish_weight_update()
+            raise
+        receiver.finish_weight_update(str(version))
+        del alive
+
+    def close(self) -> None:
+        """Release files, connections and memory."""
+
+
+class LocalSender(WeightSender):
+    """Sender for an engine in this process: passes the tensors without a copy, on any device."""
+
+    def send(self, bucket: Bucket, receiver: WeightReceiver) -> None:
+        receiver.update_weights({"weights": bucket})
+
+
+class SharedMemorySender(WeightSender):
+    """Sender for an engine on the same machine: one file per bucket in shared memory, removed once loaded.
+
+    A sender locks its directory. Directories that nothing locks are removed first: a process that was killed
+    cannot remove its own.
+
+    Args:
+        directory: where the files are written; default: /dev/shm, which all processes of a machine share.
+    """
+
+    def __init__(self, directory: str | Path | None = None) -> None:
+        parent = Path(directory) if directory else _SHARED_MEMORY
+        if not parent.is_dir():
+            parent = Path(tempfile.gettempdir())
+        _remove_abandoned(parent)
+        self.directory, lock = _locked_directory(parent)
+        # At the latest when the process ends: shared memory would stay occupied.
+        self._remove = weakref.finalize(self, _remove, self.directory, lock)
+
+    def send(self, bucket: Bucket, receiver: WeightReceiver) -> None:
+        from safetensors.torch import save_file
+
+        size = sum(tensor.nbytes for _, tensor in bucket)
+        free = shutil.disk_usage(self.directory).free
+        if size > free:  # writing to a full /dev/shm kills the process (SIGBUS)
+            raise BackendError(
+                f"a bucket of {size / 2**20:.0f} MB of weights does not fit into {self.directory.parent}, "
+                f"which has {free / 2**20:.0f} MB left; enlarge it (docker: --shm-size)"
+            )
+        path = self.directory / f"{uuid.uuid4().hex}.safetensors"
+        try:
+            save_file({name: tensor.detach().cpu().contiguous() for name, tensor in bucket}, path)
+            receiver.update_weights({"path": str(path)})
+        finally:
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._remove()
+
+
+def _locked_directory(parent: Path) -> tuple[Path, IO[str]]:
+    """Make a directory with a locked file; the lock ends with the process or with the returned file."""
+    import fcntl
+
+    hidden = Path(tempfile.mkdtemp(prefix=".groupwise-", dir=parent))  # not found before it is locked
+    lock = open(hidden / "lock", "w")  # noqa: SIM115  open as long as the sender
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return hidden.rename(parent / hidden.name.removeprefix(".")), lock
+
+
+def _remove(directory: Path, lock: IO[str]) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    lock.close()
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove the directories of senders whose process has ended; those of other users are skipped."""
+    import fcntl
+
+    for directory in parent.glob("groupwise-*"):
+        with suppress(OSError), open(directory / "lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process runs
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+class NcclSender(WeightSender):
+    """Sender for engines on other GPUs: one NCCL broadcast per bucket, received by vLLM's NCCL engine.
+
+    Args:
+        address, port: rendezvous; an address of this machine that the workers can reach.
+        num_workers: GPUs of all engines together.
+    """
+
+    backend = "nccl"
+
+    def __init__(self, address: str, port: int, num_workers: int) -> None:
+        self.address, self.port, self.world_size = address, port, num_workers + 1
+        self.group: Any = None  # vLLM's PyNcclCommunicator
+
+    def init_info(self) -> dict[str, Any]:
+        return {
+            "master_address": self.address,
+            "master_port": self.port,
+            "rank_offset": 1,  # the trainer is rank 0
+            "world_size": self.world_size,
+            "packed": True,
+        }
+
+    def connect(self, receiver: WeightReceiver) -> None:
+        # Both sides block until the other has connected.
+        _run_both(lambda: super(NcclSender, self).connect(receiver), self._open)
+
+    def _open(self) -> None:
+        self.group = join_nccl_group(self.init_info())
+
+    def send(self, bucket: Bucket, receiver: WeightReceiver) -> None:
+        # The engine views the tensors of one byte buffer in place: each must begin at a multiple of its item
+        # size, as it does after items of the same size or larger ones.
+        bucket = sorted(bucket, key=lambda pair: pair[1].element_size(), reverse=True)
+        _run_both(
+            lambda: receiver.update_weights(_metadata(bucket)), lambda: broadcast_packed(bucket, self.group)
+        )
+
+    def close(self) -> None:
+        if self.group is not None:
+            self.group.destroy()
+            self.group = None
+
+
+class CudaIpcSender(WeightSender):
+    """Sender for a server on the trainer's GPU: CUDA IPC handles, received by vLLM's IPC engine.
+
+    The server needs VLLM_ALLOW_INSECURE_SERIALIZATION=1, because handles are pickled.
+    """
+
+    backend = "ipc"
+
+    def send(self, bucket: Bucket, receiver: WeightReceiver) -> list[torch.Tensor]:
+        tensors = [tensor.detach().contiguous() for _, tensor in bucket]
+        gpu = str(torch.cuda.get_device_properties(tensors[0].device).uuid)
+        handles = [{gpu: cuda_ipc_handle(tensor)} for tensor in tensors]
+        pickled = base64.b64encode(pickle.dumps(handles)).decode()
+        receiver.update_weights({**_metadata(bucket), "ipc_handles_pickled": pickled})
+        return tensors  # the engine reads from them until the update is finished
+
+
+def _metadata(bucket: Bucket) -> dict[str, Any]:
+    return {
+        "names": [name for name, _ in bucket],
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+        "shapes": [list(tensor.shape) for _, tensor in bucket],
+    }
+
+
+def _run_both(remote: Callable[[], None], local: Callable[[], None]) -> None:
+    """Run both concurrently. A failure of ``remote`` so far is raised before ``local`` blocks on it."""
+    answer = start_thread(remote)  # after a failure of local, it may never return
+    if answer.done():
+        answer.result()
+    local()
+    answer.result()
 
 
 class LocalReceiver:

@@ -1,0 +1,127 @@
+"""Base class of the colocated engine and of vLLM servers: requests, seeds, limits, order of a weight sync."""
+
+from __future__ import annotations
+
+import zlib
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from groupwise.config.grpo_config import GRPOConfig
+from groupwise.config.sampling import sampler_settings
+from groupwise.errors import BackendError
+from groupwise.generation.base import RUN_SETTINGS, GenerationBackend
+from groupwise.generation.vllm.sampling import (
+    DEFAULT_MAX_LOGPROBS,
+    Request,
+    group_requests,
+    num_logprobs,
+    sampling_fields,
+)
+from groupwise.policy.weight_iterator import WeightSource
+from groupwise.records import Completion, SamplingOptions
+
+
+class VLLMBackend(GenerationBackend):
+    """Base class of backends that sample with vLLM. Subclasses implement ``complete`` and ``load_weights``.
+
+    Args:
+        config: seed, rank and length limit of the run, and the sampler settings that a request leaves out.
+        end_tokens: token ids that end a completion.
+        suppress_tokens: token ids that are not sampled.
+
+    Attributes:
+        sampling: fields of ``SamplingParams`` that are the same for all requests of the run.
+        max_logprobs: most tokens per position whose log-probs vLLM reports.
+        context_limit: name of the limit ``context_length`` and the way out, for an error message.
+    """
+
+    max_logprobs = DEFAULT_MAX_LOGPROBS
+    context_limit = "the server's --max-model-len {}; raise that"
+
+    def __init__(
+        self, config: GRPOConfig, end_tokens: frozenset[int], suppress_tokens: Sequence[int] = ()
+    ) -> None:
+        self.config, self.end_tokens = config, end_tokens
+        self.sampling = sampling_fields(config, end_tokens, suppress_tokens)
+        self._num_samples: dict[int, int] = {}  # by prompt, at step _num_samples_step
+        self._num_samples_step: int | None = None
+
+    @abstractmethod
+    def complete(self, requests: list[Request], sampling: SamplingOptions) -> list[list[Completion]]:
+        """Return the samples of each request."""
+
+    @abstractmethod
+    def load_weights(self, source: WeightSource, step: int) -> None:
+        """Load the weights of optimizer step ``step``."""
+
+    def reports_sampling_mask(self, generation_kwargs: Mapping[str, Any]) -> bool:
+        """Return True with a top_k of at most ``max_logprobs``: log-probs of all its tokens are requested."""
+        return 0 < num_logprobs(self.shared_params(generation_kwargs)) <= self.max_logprobs
+
+    def shared_params(self, generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of ``SamplingParams`` that all requests of a ``generate`` call share."""
+        return {**self.sampling, **sampler_settings(self.config), **generation_kwargs}
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions = RUN_SETTINGS
+    ) -> list[Completion]:
+        """Sample one completion per prompt; adjacent equal prompts are the samples of one request.
+
+        Raises:
+            BackendError: vLLM has no weights, refuses a request, or a prompt leaves no room for a completion;
+                also a ConnectionError if a server does not respond within ``vllm_server_timeout``. All ranks
+                raise if one does.
+        """
+        if self.version is None:
+            raise BackendError("vLLM has no weights of the policy; call sync_weights before generate")
+        num_samples = dict(self._num_samples)
+        requests = self.make_requests(prompts, sampling, self.version, num_samples)
+        samples = self.complete(requests, sampling)
+        self._num_samples = num_samples  # only now: a failed call is repeated with the same seeds
+        return [completion for of_request in samples for completion in of_request]
+
+    def make_requests(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingOptions,
+        step: int,
+        num_samples: dict[int, int],
+    ) -> list[Request]:
+        """Return the requests of a ``generate`` call, in the order of its rows and within vLLM's context.
+
+        Args:
+            num_samples: see :func:`group_requests`.
+        """
+        limits = list(sampling.max_tokens or [self.config.max_completion_length] * len(prompts))
+        if self.context_length is not None:
+            room = [self.context_length - len(prompt) for prompt in prompts]
+            limits = [min(pair) for pair in zip(limits, room, strict=True)]
+            if min(room, default=1) < 1:
+                raise BackendError(
+                    f"a prompt of {max(map(len, prompts))} tokens leaves no room for a completion within "
+                    f"{self.context_limit.format(self.context_length)}, or set max_prompt_length"
+                )
+        seed = self.config.seed
+        if sampling.generation_kwargs:  # requests with different settings must not share a key
+            seed ^= zlib.crc32(repr(sorted(sampling.generation_kwargs.items())).encode())
+        rank = self.config.process_index
+        return group_requests(prompts, limits, seed, step, rank, num_samples, sampling.images)
+
+    def sync_weights(self, source: WeightSource, *, step: int) -> None:
+        """Load the weights of optimizer step ``step``; a no-op if vLLM has them."""
+        if self.version == step:
+            return
+        self.version = None  # a failed load leaves no usable weights
+        if self._num_samples_step != step:
+            self._num_samples, self._num_samples_step = {}, step
+        self.load_weights(source, step)
+        self.version = step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of samples per prompt in this step, which continues the sequence of seeds."""
+        return {"num_samples": (self._num_samples_step, dict(self._num_samples))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`."""
+        self._num_samples_step, self._num_samples = state["num_samples"]
