@@ -48,6 +48,8 @@ def run_file(tiny, tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
     Path("my_rewards.py").write_text(REWARDS)
     Path("rows.jsonl").write_text("".join(f'{{"prompt": "w{i} w{i + 1}", "row": {i}}}\n' for i in range(8)))
+    Path("empty.jsonl").write_text("".join(f'{{"prompt": "{text}"}}\n' for text in ("w1", "", "w2", "w3")))
+    Path("chats.jsonl").write_text('{"prompt": "w1"}\n{"prompt": [{"role": "user", "content": "w2"}]}\n')
 
     def write(**changes) -> str:
         settings = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -23,9 +24,8 @@ _VARIABLES = (
 
 def run(arguments: Sequence[str]) -> int:
     """Print one fact per line."""
-    parser = argparse.ArgumentParser(prog="groupwise env", description=__doc__)
-    parser.parse_args(list(arguments))
-    for name, value in (*_packages(), *_machine(), *_devices(), *_variables()):
+    argparse.ArgumentParser(prog="groupwise env", description=__doc__).parse_args(list(arguments))
+    for name, value in (*_packages(), *_machine(), *_variables()):
         print(f"{name + ':':<26}{value}")
     return 0
 
@@ -33,28 +33,21 @@ def run(arguments: Sequence[str]) -> int:
 def _packages() -> Iterator[tuple[str, str]]:
     yield "groupwise", __version__
     for name in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             yield name, importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
 
 
 def _machine() -> Iterator[tuple[str, str]]:
     import psutil
     import torch
 
+    from groupwise.config.resolution import computes_bf16_natively
+
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield "python", platform.python_version()
     yield "platform", platform.platform()
     yield "processor cores", f"{os.cpu_count()}, usable {usable}, torch threads {torch.get_num_threads()}"
     yield "memory", f"{psutil.virtual_memory().total / 1e9:.1f} GB"
-
-
-def _devices() -> Iterator[tuple[str, str]]:
-    import torch
-
-    from groupwise.config.resolution import computes_bf16_natively
-
     yield "CUDA of torch", str(torch.version.cuda)
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
@@ -65,9 +58,5 @@ def _devices() -> Iterator[tuple[str, str]]:
 
 
 def _variables() -> Iterator[tuple[str, str]]:
-    for name in _VARIABLES:
-        if name in os.environ:
-            yield name, os.environ[name]
-    for name in SECRET_VARIABLES:
-        if os.environ.get(name):
-            yield name, "set"
+    yield from ((name, os.environ[name]) for name in _VARIABLES if name in os.environ)
+    yield from ((name, "set") for name in SECRET_VARIABLES if os.environ.get(name))

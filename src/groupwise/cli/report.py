@@ -1,12 +1,17 @@
-"""Findings of ``groupwise doctor`` as a plain-text table."""
+"""Findings of ``groupwise doctor`` and their plain-text table."""
 
 from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+from groupwise.config.redact import redact
+from groupwise.errors import ConfigError
+
+T = TypeVar("T")
 
 #: In increasing severity.
 STATUSES = ("ok", "warn", "fail")
@@ -23,6 +28,40 @@ class Finding(NamedTuple):
 ok, warn, fail = (partial(Finding, status) for status in STATUSES)
 
 _STATUS, _SUBJECT = 6, 15  # widths of the first two columns
+
+
+class Report:
+    """Collects findings and prints each at once, because some checks take minutes."""
+
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+
+    def add(self, findings: Iterable[Finding]) -> None:
+        for finding in findings:
+            self.findings.append(finding)
+            print(redact(table([finding])), flush=True)
+
+    def attempt(self, subject: str, work: Callable[[], T]) -> T | None:
+        """Return the result of ``work``; if it raises, add a finding and return None."""
+        try:
+            return work()
+        except Exception as error:
+            kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+            self.add([fail(subject, f"{kind}{error}")])
+            return None
+
+    def succeeds(self, subject: str, check: Callable[[], object]) -> bool:
+        """Return True if ``check`` does not raise; if it does, add a finding."""
+        return self.attempt(subject, lambda: [check()]) is not None
+
+    @property
+    def failed(self) -> bool:
+        return any(finding.status == "fail" for finding in self.findings)
+
+    def close(self) -> int:
+        """Print the numbers of problems and warnings; return the exit code."""
+        print(summary(self.findings))
+        return int(self.failed)
 
 
 def table(findings: Iterable[Finding], width: int | None = None) -> str:

@@ -7,12 +7,13 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from groupwise import rewards
 from groupwise.cli.run_file import RunArguments
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError, boundary, nearest_name
+from groupwise.policy.introspection import load_config
 from groupwise.records import RewardFunction
 
 if TYPE_CHECKING:
@@ -147,9 +148,5 @@ def check_model(run: RunArguments, config: GRPOConfig) -> PreTrainedConfig:
     Raises:
         ConfigError: no such model, or no access.
     """
-    from transformers import AutoConfig
-
-    options = cast("dict[str, str]", config.model_init_kwargs or {})
-    access = {name: value for name, value in options.items() if name in ("revision", "token")}
     with boundary(ConfigError, f"model {run.model!r}"):
-        return AutoConfig.from_pretrained(run.model, trust_remote_code=config.trust_remote_code, **access)
+        return load_config(run.model, config)
