@@ -19,21 +19,29 @@ def test_all_violations_are_in_one_message():
             replay_share=1.0,
         )
     for said in (
-        "iterations=0 is not allowed; give an integer of 1 or more",
-        "reward_prompts=True is not allowed",
-        "reward_objective='pairwize' is unknown; allowed: pairwise, pointwise; nearest: 'pairwise'",
-        "reward_learning_rate=0 is not allowed; give a finite number > 0",
-        "reward_batch_size=2.5 is not allowed",
-        "reward_epochs=-1 is not allowed",
-        "replay_share=1.0 is not allowed; it is at least 0 and below 1",
+        "IterativeConfig: 7 invalid setting(s)",
+        "iterations=0 is out of range; allowed: >= 1; nearest valid: 1",
+        "reward_prompts=True is of type bool; allowed: int; nearest valid: 64 (the default)",
+        "reward_objective='pairwize' is unknown; allowed: pairwise, pointwise; nearest valid: 'pairwise'",
+        "reward_learning_rate=0 is out of range; allowed: > 0; nearest valid: any value above 0",
+        "reward_batch_size=2.5 is of type float",
+        "reward_epochs=-1 is out of range",
+        "replay_share=1.0 is out of range; allowed: >= 0 and < 1; nearest valid: any value below 1",
     ):
         assert said in str(caught.value)
+
+
+def test_the_number_of_iterations_has_no_default():
+    with pytest.raises(
+        ConfigError, match="iterations='two' is of type str; allowed: int; nearest valid: a value"
+    ):
+        IterativeConfig(iterations="two")
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), True, "1e-5"])
 @pytest.mark.parametrize("name", ["reward_learning_rate", "replay_share"])
 def test_numbers_of_the_outer_loop_are_finite(name, value):
-    with pytest.raises(ConfigError, match=rf"{name}={value!r} is not allowed"):
+    with pytest.raises(ConfigError, match=rf"{name}={value!r} is (not finite|of type)"):
         IterativeConfig(iterations=1, **{name: value})
 
 

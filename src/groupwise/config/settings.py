@@ -81,7 +81,7 @@ class Setting:
     >>> temperature: Annotated[float, Setting("Sampling temperature.", gt=0, example=0.0)] = 1.0
 
     help: meaning, in whole sentences.
-    ge, gt, le: bounds; None is valid if the type of the field includes it.
+    ge, gt, le, lt: bounds; None is valid if the type of the field includes it.
     choices: valid strings. A registry is read at each validation: names that are registered later are valid.
     example: a value that violates the bounds or the choices, or has a requirement that others may violate;
         the tests build a configuration with it.
@@ -105,6 +105,7 @@ class Setting:
     ge: float = -math.inf
     gt: float = -math.inf
     le: float = math.inf
+    lt: float = math.inf
     choices: Collection[str] = ()
     example: object = None
     no_effect_unless: Condition | None = None
@@ -124,7 +125,7 @@ class Setting:
     def allowed(self) -> str:
         """Choices and bounds in words; empty if every value of the type is valid."""
         lower = f"> {self.gt}" if self.gt > -math.inf else f">= {self.ge}" if self.ge > -math.inf else ""
-        upper = f"<= {self.le}" if self.le < math.inf else ""
+        upper = f"< {self.lt}" if self.lt < math.inf else f"<= {self.le}" if self.le < math.inf else ""
         return ", ".join(filter(None, (*self.choices, " and ".join(filter(None, (lower, upper))))))
 
     @property
@@ -142,7 +143,8 @@ class Setting:
 
     def violation(self, name: str, value: object, default: object) -> str | None:
         """Return a message if ``value`` is invalid by itself: its type, not finite, out of range, unknown."""
-        hint = f"{default!r} (the default)"
+        missing = default is dataclasses.MISSING
+        hint = f"a value of {type_names(self.types)}" if missing else f"{default!r} (the default)"
         if self.unsupported and value != default:
             return violation(
                 f"{name}={value!r} is not supported: {self.unsupported}", repr(default), f"{name}={default!r}"
@@ -165,9 +167,10 @@ class Setting:
             nearest = repr(nearest_name(value, self.choices))
             return violation(f"{name}={value!r} is unknown", self.allowed, nearest)
         for number in (item for item in values if isinstance(item, int | float)):
-            if number < self.ge or number <= self.gt or number > self.le:
+            if not (self.ge <= number <= self.le and self.gt < number < self.lt):
                 lowest = str(self.ge) if self.ge > -math.inf else f"any value above {self.gt}"
-                nearest = str(self.le) if number > self.le else lowest
+                highest = str(self.le) if self.le < math.inf else f"any value below {self.lt}"
+                nearest = highest if number > self.le or number >= self.lt else lowest
                 return violation(f"{name}={value} is out of range", self.allowed, nearest)
         return None
 

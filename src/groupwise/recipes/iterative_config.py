@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.errors import ConfigError, nearest_name
+from groupwise.config.settings import Setting, field_violations, raise_for, with_settings
+from groupwise.errors import ConfigError
 
 #: Objectives of the reward model: the functions are in ``groupwise.recipes.reward_training``.
 REWARD_OBJECTIVES = ("pairwise", "pointwise")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 @dataclass(frozen=True)
+@with_settings({})
 class IterativeConfig:
     """Outer loop of iterative GRPO. The optimizer steps of an iteration are ``max_steps / iterations``.
 
@@ -36,36 +34,18 @@ class IterativeConfig:
         ConfigError: a value is out of range; all of them in one message.
     """
 
-    iterations: int
-    reward_prompts: int = 64
-    reward_objective: str = "pairwise"
-    reward_learning_rate: float = 1e-5
-    reward_batch_size: int = 8
-    reward_epochs: int = 1
-    replay_share: float = 0.1
+    SETTINGS: ClassVar[Mapping[str, Setting]]
+
+    iterations: Annotated[int, Setting(ge=1)]
+    reward_prompts: Annotated[int, Setting(ge=1)] = 64
+    reward_objective: Annotated[str, Setting(choices=REWARD_OBJECTIVES)] = "pairwise"
+    reward_learning_rate: Annotated[float, Setting(gt=0)] = 1e-5
+    reward_batch_size: Annotated[int, Setting(ge=1)] = 8
+    reward_epochs: Annotated[int, Setting(ge=1)] = 1
+    replay_share: Annotated[float, Setting(ge=0, lt=1)] = 0.1
 
     def __post_init__(self) -> None:
-        counts = ("iterations", "reward_prompts", "reward_batch_size", "reward_epochs")
-        given = {name: getattr(self, name) for name in counts}
-        found = [
-            f"{name}={value!r} is not allowed; give an integer of 1 or more"
-            for name, value in given.items()
-            if not _is_number(value) or not isinstance(value, int) or value < 1
-        ]
-        if self.reward_objective not in REWARD_OBJECTIVES:
-            nearest = nearest_name(str(self.reward_objective), list(REWARD_OBJECTIVES))
-            found.append(
-                f"reward_objective={self.reward_objective!r} is unknown; allowed: "
-                f"{', '.join(REWARD_OBJECTIVES)}; nearest: {nearest!r}"
-            )
-        if not (_is_number(self.reward_learning_rate) and 0 < self.reward_learning_rate < math.inf):
-            found.append(
-                f"reward_learning_rate={self.reward_learning_rate!r} is not allowed; give a finite number > 0"
-            )
-        if not (_is_number(self.replay_share) and 0 <= self.replay_share < 1):
-            found.append(f"replay_share={self.replay_share!r} is not allowed; it is at least 0 and below 1")
-        if found:
-            raise ConfigError("IterativeConfig: " + "; ".join(found))
+        raise_for(field_violations(self), "IterativeConfig")
 
     def with_reference_refresh(self, args: GRPOConfig) -> GRPOConfig:
         """Return a copy of ``args`` in which the reference becomes the policy after every iteration.
