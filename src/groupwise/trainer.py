@@ -19,7 +19,6 @@ from groupwise.agents.environment_rows import add_environment_rows
 from groupwise.agents.multi_turn import make_agents, make_renderer
 from groupwise.agents.tool_loop import make_agent_loop
 from groupwise.compat.transformers import trainer_state_name
-from groupwise.config.arguments import check_arguments, check_methods
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import corrects_for_sampler, sampler_settings, truncated_logprob_bound
 from groupwise.config.step_settings import StepSettings, resume_settings, warn_of_changes_on_resume
@@ -42,6 +41,7 @@ from groupwise.data.window import AccumulationWindow
 from groupwise.errors import ConfigError
 from groupwise.generation.base import GenerationBackend, check_backend, make_backend, truncation_warning
 from groupwise.hf import checkpointing
+from groupwise.hf.arguments import check_arguments, check_methods
 from groupwise.hf.base import BaseTrainer
 from groupwise.hf.callbacks import CheckpointProductsCallback, SyncRefModelCallback
 from groupwise.hf.step_state import AttributeState, ObjectState, Stateful, StepState

@@ -20,7 +20,6 @@ from transformers.trainer_utils import EvalLoopOutput, SaveStrategy, TrainOutput
 
 from groupwise import reporting
 from groupwise.compat import transformers as compat_transformers
-from groupwise.config.arguments import check_processes
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.data.build import (
     PreparedData,
@@ -35,6 +34,7 @@ from groupwise.data.sampler import as_rows
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.generation.base import GenerationBackend
 from groupwise.hf import checkpointing
+from groupwise.hf.arguments import check_processes
 from groupwise.hf.out_of_memory import OutOfMemorySplitter, TrainingStep
 from groupwise.hf.run_directory import RunDirectory
 from groupwise.hf.step_state import StepState

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from groupwise.compat.bitsandbytes import disable_cpu_packing
-from groupwise.config.arguments import check_version
+from groupwise.compat.versions import check_version
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.cpu import install_cpu_training
 from groupwise.distributed import any_rank, is_sharded

@@ -13,7 +13,6 @@ from accelerate.utils import gather_object
 from torch import nn
 
 from groupwise import trainer as pipeline
-from groupwise.config.arguments import check_methods, is_overridden
 from groupwise.core.masks import entropy_threshold
 from groupwise.core.metrics import Mean, masked_mean
 from groupwise.core.objectives import OBJECTIVES, correction
@@ -23,6 +22,7 @@ from groupwise.distributed import rows_of_rank
 from groupwise.errors import ConfigError, RewardError
 from groupwise.generation.base import RUN_SETTINGS
 from groupwise.generation.transformers_backend import TransformersBackend
+from groupwise.hf.arguments import check_methods, is_overridden
 from groupwise.hf.base import BaseTrainer
 from groupwise.hf.step_state import ObjectState, Stateful
 from groupwise.mixins.reward import reward_metrics

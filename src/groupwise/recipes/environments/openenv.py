@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from groupwise.agents.executor import thread_safe
-from groupwise.config.arguments import check_version
+from groupwise.compat.versions import check_version
 from groupwise.errors import ConfigError
 
 _OLDEST_WEBSOCKETS = "15"

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, cast
 
-from packaging.version import Version
 from transformers import PreTrainedModel
 
 from groupwise.compat.transformers import name_or_path
+from groupwise.compat.versions import check_version
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.settings import default_of
 from groupwise.config.trl import TRL_DEFAULTS, TRL_VERSION
@@ -84,7 +84,11 @@ def check_arguments(
         raise ConfigError(f"model={model!r} is not a directory; give a checkpoint directory or a hub id")
     if args.should_save and args.output_dir is not None:
         _check_writable(args.output_dir)
-    if _device_map(model, args) is None:
+    # The map that spreads the model over the devices of this process.
+    device_map = getattr(model, "hf_device_map", None)
+    if isinstance(model, str):
+        device_map = cast("dict[str, Any]", args.model_init_kwargs or {}).get("device_map")
+    if device_map is None:
         check_processes(args)
     if args.deepspeed_plugin is not None:
         check_version(
@@ -110,27 +114,6 @@ def warn_of_defaults(args: GRPOConfig) -> None:
             "groupwise.trl_hooks, which has TRL's defaults",
             *(TRL_VERSION, ", ".join(found)),
         )
-
-
-def check_version(package: str, oldest: str, needed_by: str, consequence: str) -> None:
-    """Check the version of an optional package.
-
-    Raises:
-        ConfigError: it is older than ``oldest``.
-    """
-    installed = importlib.metadata.version(package)
-    if Version(installed) < Version(oldest):
-        raise ConfigError(
-            f"{needed_by} needs {package}>={oldest}, and {installed} is installed, {consequence}"
-        )
-
-
-def _device_map(model: str | PreTrainedModel, args: GRPOConfig) -> object:
-    """Return the map that spreads the model over the devices of this process, or None."""
-    if isinstance(model, str):
-        kwargs: dict[str, object] = args.model_init_kwargs or {}  # type: ignore[assignment]
-        return kwargs.get("device_map")
-    return getattr(model, "hf_device_map", None)
 
 
 def check_processes(args: GRPOConfig, parallelism: object = None) -> None:
