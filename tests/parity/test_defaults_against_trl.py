@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support.configs import messages
 from transformers import HfArgumentParser
 from transformers.quantizers.auto import AutoQuantizationConfig
 
@@ -101,11 +102,11 @@ def test_a_run_names_the_defaults_that_it_leaves(tmp_path, caplog):
         trl_hooks.GRPOConfig(**common, max_completion_length=256),
     ):
         warn_of_defaults(config)
-    assert caplog.records == []
+    assert messages(caplog) == []
     for _ in range(2):
         warn_of_defaults(GRPOConfig(**common, beta=0.1))
-    (record,) = caplog.records
-    assert record.getMessage().startswith(
+    (message,) = messages(caplog)
+    assert message.startswith(
         "left at a default that differs from that of TRL 1.16.0: max_completion_length=256 (TRL: 512), "
         "use_bias_correction_kl=False (TRL: True); set it, or take GRPOConfig from groupwise.trl_hooks"
     )
