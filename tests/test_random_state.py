@@ -115,14 +115,14 @@ def test_the_streams_are_exchanged_and_a_failure_returns_to_the_mark() -> None:
                 assert torch.rand(()).item() == expected[2]
         with state.user_code():
             second = torch.rand(()).item()
-    state.mark()
+    mark = state.snapshot()
     with state.user_code():
         third = torch.rand(()).item()
     with pytest.raises(KeyError), state.user_code():
         torch.manual_seed(0)
         raise KeyError
     assert torch.rand(()).item() == expected[3]
-    state.rollback()
+    state.restore(mark)
     assert torch.rand(()).item() == expected[3]
     with state.user_code():
         assert torch.rand(()).item() == third

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from groupwise.records.serialization import NotSaved
+
 #: Distance of the seed of the user's functions from the seed of the rank.
 _USER_SEED = 1_000_003
 
@@ -19,13 +21,12 @@ class RandomState:
 
     Sampling, dropout and shuffles draw from the stream of the run, which is that of TRL on the same seed.
     Reward functions, tools and environments draw from and seed a second stream: neither changes a sample.
-    ``Trainer`` saves and restores the stream of the run; :meth:`marked` makes it write that of the mark.
+    ``Trainer`` saves and restores the stream of the run; the snapshot of a checkpoint has the other alone.
     """
 
     def __init__(self) -> None:
         self._in_user_code = False
         self._unused = _torch_state()  # of the stream that is not in the global generators
-        self.mark()
 
     def seed_user_code(self, seed: int) -> None:
         """Seed the stream of the user's functions.
@@ -57,27 +58,15 @@ class RandomState:
         _set_torch_state(self._unused)
         self._unused, self._in_user_code = present, not self._in_user_code
 
-    def mark(self) -> None:
-        self._marked = get_state(), self._unused
+    def snapshot(self) -> dict[str, Any]:
+        """Return the states of both streams."""
+        return {"run": NotSaved(get_state()), "user_code": self._unused}
 
-    def rollback(self) -> None:
-        state, self._unused = self._marked
-        set_state(state)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"user_code": self._marked[1]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the stream of the user's functions; ``Trainer`` restores the other."""
-        self._unused = state["user_code"]
-        self.mark()
-
-    @contextmanager
-    def marked(self) -> Iterator[None]:
-        """Put the generators into the marked state for the block."""
-        with preserved_state():
-            set_state(self._marked[0])
-            yield
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Restore the stream of the user's functions, and that of the run unless ``Trainer`` does."""
+        self._unused = snapshot["user_code"]
+        if snapshot["run"] is not None:  # of a mark, not of a checkpoint
+            set_state(snapshot["run"].value)
 
 
 def get_state() -> tuple[Any, ...]:

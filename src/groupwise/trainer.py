@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,7 +44,7 @@ from groupwise.hf import checkpointing
 from groupwise.hf.arguments import check_arguments, check_methods
 from groupwise.hf.base import BaseTrainer
 from groupwise.hf.callbacks import CheckpointProductsCallback, SyncRefModelCallback
-from groupwise.hf.step_state import AttributeState, ObjectState, Stateful, StepState
+from groupwise.hf.step_state import Attribute, Stateful, StepState
 from groupwise.mixins import AdvantageMixin, BatchingMixin, LogprobMixin, LossMixin, RewardMixin, RolloutMixin
 from groupwise.mixins.advantage import checked_advantages
 from groupwise.mixins.loss import check_loss_override, objective_settings
@@ -640,7 +640,7 @@ class GRPOTrainer(
         self.resumed_optimizer = state["optimizer"]
         if self.args.ignore_data_skip:
             state["prompts"]["index"] = 0
-        self.step_state.load_state_dict(state)
+        self.step_state.restore(state)
         if saved["entropy_coef"] != self.settings.entropy_coef:
             self.entropy_control = replace(self.entropy_control, coef=self.settings.entropy_coef)
         self._check_leftover_groups(saved["num_generations"], state.get("reward_func_names"))
@@ -665,16 +665,12 @@ class GRPOTrainer(
         """Return the components of this run that have a state, by their name in checkpoints."""
         components: dict[str, Stateful] = {
             "buffer": self.buffer,
-            "leftover_groups": AttributeState(
-                self, "leftover_groups", LeftoverGroups.state_dict, LeftoverGroups.from_state
-            ),
-            "entropy_control": AttributeState(
-                self, "entropy_control", astuple, lambda values: EntropyControl(*values)
-            ),
-            "train_metrics": ObjectState(self.metrics["train"], ("metrics", "rows")),
-            "eval_metrics": ObjectState(self.metrics["eval"], ("metrics", "rows")),
-            "evaluation": ObjectState(self.evaluation, ("completions", "num_batches", "first", "looks")),
-            "backend": ObjectState(self.backend, ()),
+            "leftover_groups": Attribute(self, "leftover_groups"),
+            "entropy_control": Attribute(self, "entropy_control"),
+            "train_metrics": self.metrics["train"],
+            "eval_metrics": self.metrics["eval"],
+            "evaluation": self.evaluation,
+            "backend": self.backend,
             "rng": self.rng,
         }
         if self.train_dataset is not None:
@@ -682,7 +678,8 @@ class GRPOTrainer(
         return components
 
     def save_rollout_state(self, directory: str) -> None:
-        state = self.step_state.state_dict()
+        state = self.step_state.marks
+        state["leftover_groups"] = state["leftover_groups"].savable()
         state["settings"] = resume_settings(self.settings, self.train_dataset)
         state["optimizer"] = self.optimizer_classes()
         state["sampler"] = sampler_settings(self.settings)

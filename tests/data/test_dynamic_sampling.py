@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from support.configs import config_of
 from support.fakes.ranks import on_ranks
 from support.runs import WORDS, count_reward, policy, tokenizer, trainer
+from support.serialization import reloaded
 from transformers import TrainerCallback
 
 from groupwise import Completion, GRPOTrainer, register_aggregation
@@ -343,12 +344,11 @@ def test_ranks_compute_the_log_probs_of_leftover_groups_in_equal_shares():
     assert LeftoverGroups().local_rollouts(sampling_config(1, 2)) is None
 
 
-def test_leftover_groups_survive_a_checkpoint(tmp_path):
+def test_leftover_groups_survive_a_checkpoint():
     leftover = replace(
         leftover_of(2).with_behavior_logps([[-0.5]] * 4), share_with_variance=0.75, has_warned=True
     )
-    torch.save(leftover.state_dict(), tmp_path / "leftover.pt")
-    restored = LeftoverGroups.from_state(torch.load(tmp_path / "leftover.pt", weights_only=True))
+    restored = reloaded(leftover.savable())
     assert restored == leftover
     assert restored.groups[0][0].completion.old_logps == [-0.5]
 
@@ -357,8 +357,8 @@ def test_groups_that_a_checkpoint_cannot_hold_are_left_out(caplog):
     leftover = leftover_of(3)
     leftover.groups[1][1].row["image"] = object()
     with caplog.at_level(logging.WARNING):
-        state = leftover.state_dict()
-    assert [group[0]["row"]["number"] for group in state["groups"]] == [1, 3]
+        saved = leftover.savable()
+    assert [group[0].row["number"] for group in saved.groups] == [1, 3]
     assert "1 leftover groups are not part of the checkpoint" in caplog.text
 
 
@@ -537,7 +537,7 @@ def test_environments_are_no_part_of_leftover_groups():
     batch.add(*sample(2))
     rollouts, _, leftover = batch.finish()
     assert rollouts.extra == {} and len(leftover.groups) == 1
-    assert len(leftover.state_dict()["groups"]) == 1
+    assert len(leftover.savable().groups) == 1
 
 
 def one_left_over():

@@ -33,18 +33,18 @@ def test_epochs_follow_each_other():
     assert source.take(2) == ["0a", "0b"]
     assert source.take(3) == ["0c", "1a", "1b"]
     assert source.take(5) == ["1c", "2a", "2b", "2c", "3a"]
-    source.mark()
-    assert source.state_dict() == {"epoch": 3, "index": 1}
+    assert source.snapshot() == {"epoch": 3, "index": 1}
 
 
 def test_every_completion_has_a_row_of_its_own():
     source = PromptSource(lambda epoch: [{"items": [1, 2], "more": {"a": [3]}}], RankSlice(num_generations=2))
+    start = source.snapshot()
     for row in source.take(1):
         assert row == {"items": [1, 2], "more": {"a": [3]}}
         row["items"].clear()
         row["more"]["a"].clear()
         row["new"] = True
-    source.rollback()
+    source.restore(start)
     assert source.take(1) == [{"items": [1, 2], "more": {"a": [3]}}] * 2
 
 
@@ -57,37 +57,39 @@ def test_a_source_continues_from_every_state():
         first, second = PromptSource(read, ONE), PromptSource(read, ONE)
         if taken:
             first.take(taken)
-        first.mark()
-        second.load_state_dict(first.state_dict())
-        assert second.state_dict() == first.state_dict()
+        second.restore(first.snapshot())
+        assert second.snapshot() == first.snapshot()
         assert second.take(11 - taken) == whole[taken:]
-        second.mark()
-        assert second.state_dict() == {"epoch": 2, "index": 3}
+        assert second.snapshot() == {"epoch": 2, "index": 3}
 
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["take", "mark", "rollback", "upcoming"]), st.integers(1, 5)), max_size=12
+        st.tuples(
+            st.sampled_from(["take", "snapshot", "restore", "restore an old one", "upcoming"]),
+            st.integers(1, 5),
+        ),
+        max_size=12,
     )
 )
-def test_a_rollback_returns_every_prompt_since_the_mark(actions):
+def test_a_source_returns_to_its_snapshots(actions):
     source = PromptSource(letters, ONE)
-    expected, position, mark = [p for epoch in range(40) for p in letters(epoch)], 0, 0
+    expected, position = [p for epoch in range(40) for p in letters(epoch)], 0
+    snapshots = [(source.snapshot(), position)]
     for action, count in actions:
         if action == "take":
             assert source.take(count) == expected[position : position + count]
             position += count
-        elif action == "mark":
-            source.mark()
-            mark = position
-        elif action == "rollback":
-            source.rollback()
-            position = mark
+        elif action == "snapshot":
+            snapshots.append((source.snapshot(), position))
+        elif action.startswith("restore"):
+            snapshot, position = snapshots[-1 if action == "restore" else len(snapshots) // 2]
+            source.restore(snapshot)
         else:  # batches of two prompts, after the next one
             later = list(source.upcoming(count, 2))
             start = position + 2
             assert later == [expected[start + 2 * i : start + 2 * i + 2] for i in range(count)]
-        assert source.state_dict()["epoch"] * 3 + source.state_dict()["index"] == mark
+        assert source.epoch * 3 + source.index == position
 
 
 def test_another_epoch_starts_at_its_first_prompt():
@@ -95,17 +97,9 @@ def test_another_epoch_starts_at_its_first_prompt():
     source.take(2)
     assert list(source.upcoming(1, 1)) == [["1a"]]  # after the next one, "0c"
     source.seek(3)
-    assert source.state_dict() == {"epoch": 3, "index": 0}
-    source.rollback()  # prompts of the other epoch do not come back
     assert source.take(2) == ["3a", "3b"]
-
-
-def test_a_mark_after_a_rollback_is_the_same_mark():
-    source = PromptSource(letters, ONE)
-    source.take(2)
-    source.rollback()
-    source.mark()
-    assert source.state_dict() == {"epoch": 0, "index": 0}
+    source.restore({"epoch": 3, "index": 0})  # prompts of the other epoch do not come back
+    assert source.take(2) == ["3a", "3b"]
 
 
 def test_a_source_without_prompts_is_an_error():
@@ -115,7 +109,7 @@ def test_a_source_without_prompts_is_an_error():
     with pytest.raises(ConfigError, match="no rows in epoch 2: it can be read only once"):
         PromptSource(lambda epoch: once, ONE).take(4)
     with pytest.raises(ConfigError, match="after row 5 of train_dataset, which now has only 3"):
-        PromptSource(lambda epoch: range(3), ONE).load_state_dict({"epoch": 0, "index": 5})
+        PromptSource(lambda epoch: range(3), ONE).restore({"epoch": 0, "index": 5})
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 6])
@@ -197,7 +191,7 @@ def test_the_first_repeat_of_a_sampler_counts_and_each_iteration_is_an_epoch():
 def test_a_sampler_with_epochs_is_set_to_each():
     source = dataset_prompts(Rows(6), make_sampler=lambda: Rotating(6))
     assert [row["row"] for row in source.take(12)[::2]] == [0, 1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 0]
-    source.load_state_dict({"epoch": 2, "index": 3})
+    source.restore({"epoch": 2, "index": 3})
     assert [row["row"] for row in source.take(3)[::2]] == [5, 0, 1]
 
 
@@ -206,7 +200,7 @@ def test_a_resumed_source_continues_in_a_later_epoch_and_reads_no_row_before(wor
     whole = dataset_prompts(Rows(11))
     epochs = [[row["row"] for row in whole.take(9)[::2]] for _ in range(3)]
     resumed = dataset_prompts(Rows(11, unreadable=epochs[2][:6]), num_workers=workers)
-    resumed.load_state_dict({"epoch": 2, "index": 6})
+    resumed.restore({"epoch": 2, "index": 6})
     assert [row["row"] for row in resumed.take(3)[::2]] == epochs[2][6:]
     resumed = dataset_prompts(Rows(11), num_workers=workers)
     resumed.seek(2)
@@ -266,13 +260,13 @@ def test_workers_read_the_rows_of_a_rank(world_size):
         plain, workers = (dataset_prompts(Rows(11), rank, world_size, num_workers=n) for n in (0, 1))
         for source in (plain, workers):
             source.take(3)
-            source.mark()  # inside the first epoch, which has 9 prompts
+            snapshot = source.snapshot()  # inside the first epoch, which has 9 prompts
         for _ in range(2):
             for _ in range(4):
                 assert list(workers.upcoming(2, 3)) == list(plain.upcoming(2, 3))
                 assert workers.take(3) == plain.take(3)
-            workers.rollback()
-            plain.rollback()
+            workers.restore(snapshot)
+            plain.restore(snapshot)
         assert workers.dataset.read == []  # in this process
 
 
@@ -341,7 +335,7 @@ def test_an_epoch_is_not_read_before_its_first_window():
         source.begin_window(4, 0)
         assert epochs == expected
         source.take(3)
-        source.mark()
+        source.snapshot()
 
 
 def test_a_sampler_without_groups_is_refused():

@@ -21,6 +21,7 @@ from groupwise.data.rebalancing import (
 )
 from groupwise.records import MicroBatch
 from groupwise.records.images import ImageInputs
+from groupwise.records.serialization import host_copy
 
 
 def window(prompt_lengths, completion_lengths, advantages, rows, first=0):
@@ -71,7 +72,7 @@ def rebalance_on_ranks(windows, layout, limits):
             assert outgoing[rank] is None  # rows that stay are not serialized
             incoming = exchange(outgoing)
             received[rank] += [
-                row for state in incoming if state for row in state["completion_ids_BT"][:, 0].tolist()
+                row for part in incoming if part is not None for row in part.completion_ids_BT[:, 0].tolist()
             ]
             return incoming
 
@@ -232,7 +233,12 @@ def test_sent_tensors_have_a_storage_of_their_own_size():
 
     def on_rank(rank, gather, exchange):
         def counted(outgoing):
-            tensors = [value for state in outgoing if state for value in state.values()]
+            tensors = [
+                tensor
+                for part in outgoing
+                if part is not None
+                for tensor in host_copy(part).tensors().values()
+            ]
             sizes.extend((tensor.untyped_storage().nbytes(), tensor.nbytes) for tensor in tensors)
             return exchange(outgoing)
 
@@ -400,7 +406,8 @@ def test_images_of_a_group_stay_shared_and_move_once():
 
     def on_rank(rank, gather, exchange):
         def counted(outgoing):
-            sent[rank] += [len({id(row) for row in state["images"]}) for state in outgoing if state]
+            copies = [host_copy(part) for part in outgoing if part is not None]
+            sent[rank] += [len({id(row) for row in part.images}) for part in copies]
             return exchange(outgoing)
 
         own = budget(2, 9, world_size=2, rank=rank)

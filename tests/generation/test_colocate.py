@@ -196,10 +196,10 @@ def test_equal_neighbours_are_samples_of_one_request_and_differ(run, monkeypatch
         run.backend, "_generate", lambda given, settings: requests.extend(given) or generate(given, settings)
     )
     prompts = [[4, 5]] * 8 + [[6]] * 2
-    state = run.backend.state_dict()
+    state = run.backend.snapshot()
     first = [completion.token_ids for completion in run.backend.generate(prompts)]
     other = [completion.token_ids for completion in run.backend.generate(prompts)]
-    run.backend.load_state_dict(state)
+    run.backend.restore(state)
     again = [completion.token_ids for completion in run.backend.generate(prompts)]
     assert [(request.prompt, len(request.rows)) for request in requests[:2]] == [([4, 5], 8), ([6], 2)]
     assert first == again != other

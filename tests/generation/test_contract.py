@@ -12,6 +12,7 @@ import torch
 from support import engine_runs, runs
 from support.fakes.fake_backend import EchoBackend
 from support.fakes.fake_vllm import FakeVLLM
+from support.serialization import reloaded
 
 from groupwise import ConfigError, GRPOConfig, register_backend
 from groupwise.generation.base import (
@@ -180,13 +181,13 @@ def test_weights_are_loaded_once_per_step_and_again_when_invalid(case):
     assert case.backend.version is None
 
 
-def test_a_restored_state_repeats_the_samples(case, tmp_path):
+def test_a_restored_state_repeats_the_samples(case):
     case.backend.invalidate_weights()
     case.backend.sync_weights(case.weights, step=5)
-    torch.save(case.backend.state_dict(), tmp_path / "state.pt")
+    state = reloaded(case.backend.snapshot())
     torch.manual_seed(7)
     first = case.tokens(PROMPTS)
-    case.backend.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    case.backend.restore(state)
     torch.manual_seed(7)
     assert case.tokens(PROMPTS) == first
 

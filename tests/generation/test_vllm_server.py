@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from support.fakes.fake_vllm import GENERATE, FakeVLLM
 from support.runs import policy, tokenizer
+from support.serialization import reloaded
 from support.workers.launch import run_ranks
 
 from groupwise import GRPOConfig
@@ -104,10 +104,10 @@ def test_row_limits_and_the_context_of_the_server_are_respected(backend, fake):
 
 def test_a_server_restarted_empty_gets_the_weights_again_and_the_run_goes_on(backend, fake):
     backend.sync_weights(WEIGHTS, step=4)
-    before = backend.state_dict()
+    before = backend.snapshot()
     undisturbed = backend.generate([[3], [3], [5]])
     fake.version = "default"
-    backend.load_state_dict(before)
+    backend.restore(before)
     assert backend.generate([[3], [3], [5]]) == undisturbed
     assert fake.seen["/start_weight_update"] == 2
 
@@ -292,7 +292,7 @@ def test_without_a_server_the_error_names_the_command(fake, tmp_path):
 def test_prefetched_requests_are_not_repeated(backend, fake):
     backend.sync_weights(WEIGHTS, step=4)
     backend.prefetch([[3], [3], [5]], step=5)
-    wait_for(lambda: len(backend.state_dict()["finished"]) == 2)
+    wait_for(lambda: len(backend.snapshot()["finished"]) == 2)
     backend.sync_weights(WEIGHTS, step=5)
     completions = backend.generate([[3], [3], [5]])
     assert fake.seen[GENERATE] == 2
@@ -320,12 +320,11 @@ def test_a_prompt_repeated_within_a_step_gets_other_samples(backend, fake):
 def test_finished_prefetched_completions_are_restored_and_others_are_requested_again(backend, fake, tmp_path):
     backend.sync_weights(WEIGHTS, step=4)
     backend.prefetch([[3], [3], [5]], step=5)
-    wait_for(lambda: len(backend.state_dict()["finished"]) == 2)
-    state = backend.state_dict()
+    wait_for(lambda: len(backend.snapshot()["finished"]) == 2)
+    state = backend.snapshot()
     del state["finished"][1]
-    torch.save(state, tmp_path / "state.pt")
     resumed = backend_for(fake, tmp_path)
-    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    resumed.restore(reloaded(state))
     resumed.sync_weights(WEIGHTS, step=5)
     asked = fake.seen[GENERATE]
     again = resumed.generate([[3], [3], [5]])

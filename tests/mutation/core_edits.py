@@ -40,7 +40,7 @@ CORE = [
         ),
         ("_set_torch_state(self._unused)", "pass", STREAMS),
         ("torch.manual_seed(seed + _USER_SEED)", "torch.manual_seed(seed)", STREAMS),
-        ("state, self._unused = self._marked", "state, _ = self._marked", STREAMS),
+        ('self._unused = snapshot["user_code"]', "pass", STREAMS),
         rest=STREAMS,
     ),
     *_of(

@@ -14,6 +14,7 @@ PROMPTS = (
 )
 RANKS = ("tests/test_distributed.py",)
 STREAMS = ("tests/data/test_streaming.py", "-k", "different_order or checked_with")
+SERIALIZATION = ("tests/records/test_serialization.py",)
 EXCHANGE = ("tests/distributed/test_rebalancing_memory.py", "-k", "2")
 
 
@@ -37,23 +38,19 @@ DATA = [
         ("sorted({row // self.num_generations for row", "sorted({row for row", RANKS),
     ),
     *_prompts(
-        ("        self._taken += taken\n", ""),
-        ("taken[-1][0][1] + 1", "taken[-1][0][1]"),
+        ("        self._num_taken += num_prompts\n", ""),
+        ("self.epoch, self.index = epoch, index + 1", "self.epoch, self.index = epoch, index"),
         ("range(1, num_batches + 1)", "range(num_batches)"),
-        (
-            "self._mark = self.epoch, self.index\n        self._taken = []",
-            "self._mark = self.epoch, self.index",
-        ),
-        ("self._mark = self.epoch, self.index\n", "pass\n"),
-        ("extendleft(reversed(self._taken))", "extendleft(self._taken)"),
-        ("        self.epoch, self.index = self._mark\n", ""),
-        ('"epoch": self._mark[0]', '"epoch": self.epoch'),
-        ('"index": self._mark[1]', '"index": self.index'),
-        ('self.seek(state["epoch"])', "self.seek(0)"),
-        ('if epoch != state["epoch"]:', "if False:"),
-        ("self._mark = position", "position"),
-        ("        self._ahead.clear()\n", ""),
-        ("self._ahead.clear()\n        self._taken = []\n", "self._ahead.clear()\n"),
+        ("            self._kept.popleft()\n        self", "            pass\n        self"),
+        ("self._kept_from, self._num_taken = (self.epoch, self.index), 0", "self._num_taken = 0"),
+        ('"epoch": self.epoch', '"epoch": 0'),
+        ('"index": self.index', '"index": 0'),
+        ("if (epoch, index) != self._kept_from:", "if False:"),
+        ("self.seek(epoch)\n            for", "self.seek(0)\n            for"),
+        ("if found != epoch:", "if False:"),
+        ("self.epoch, self.index = self._kept_from = epoch, index\n", "self._kept_from = epoch, index\n"),
+        ("epoch, index\n        self._num_taken = 0\n", "epoch, index\n"),
+        ("        self._kept.clear()\n", ""),
         ("self._prompts, self._reading = None, (epoch, 0)", "self._reading = (epoch, 0)"),
         ("self._reading = epoch, index + len(read)", "self._reading = epoch, index"),
         ("self._prompts, self._reading = None, (epoch + 1, 0)", "self._prompts = None"),
@@ -120,11 +117,10 @@ DATA = [
             "[None] * (len(window) - len(batches)) + batches, stats",
             "batches + [None] * (len(window) - len(batches)), stats",
         ),
-        ("sent if receiver != rank else []", "sent"),
+        ("select(sent) if sent and receiver != rank else None", "select(sent) if sent else None"),
         ("row - held[rank].start for row", "row for row"),
         ("if any(row not in held[receiver]", "if any(True"),
         ("batch.select(local[rank]) if local[rank] else None", "None"),
-        ("name: tensor.clone() for name", "name: tensor for name"),
         ("axes(batch)[name].fill", "0.0"),
         ("rows=total / world_size", "rows=total"),
         ("(total - num_computed) / world_size", "num_computed / world_size"),
@@ -166,6 +162,13 @@ DATA = [
             "all_to_all_single(received_sizes, sent_sizes.flip(0))",
             EXCHANGE,
         ),
+    ),
+    *edits_of(
+        "records/serialization.py",
+        ('.to("cpu", copy=True)', ".cpu()", SERIALIZATION),
+        ('field.metadata.get("saved", True)', "True", SERIALIZATION),
+        ("if id(value) not in known:", "if True:", SERIALIZATION),
+        ("tuple(value) if issubclass(kind, tuple) else list(value)", "list(value)", SERIALIZATION),
     ),
     *edits_of(
         "data/budget.py",
@@ -220,7 +223,5 @@ DATA = [
         ("[samples[-1]] *", "[samples[0]] *"),
         ("_rollout_batch(own, config.num_generations)\n\n    def", "_rollout_batch(own, 1)\n\n    def"),
         ("old_logps=next(entries)", "old_logps=logps[0]"),
-        ('state["share_with_variance"], state["has_warned"])', 'state["share_with_variance"], False)'),
-        ("type(value) in (str, int, float, bool, type(None))", "True"),
     ),
 ]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import torch
 from support.batches import token_batch
+from support.serialization import reloaded
 
-from groupwise.data.rebalancing import _row_state
-from groupwise.records import Completion, Experience, MicroBatch, OldAndRefLogps, TokenBatch
+from groupwise.records import Experience, MicroBatch, OldAndRefLogps, TokenBatch
 from groupwise.records.sampling_mask import SamplingMask
+from groupwise.records.serialization import host_copy
 
 ROWS = [[[3, 4], [], [5]], [[6, 7, 8]], None, [[9], [1, 2]]]
 
@@ -52,15 +51,13 @@ def test_shortened_completions_lose_the_kept_tokens_behind_them():
     assert kept_of(short) == [[[3, 4]], [[6, 7, 8]], None, [[9]]]
 
 
-def test_experience_and_checkpoints_hold_them(tmp_path):
+def test_experience_and_checkpoints_hold_them():
     tokens = batch()
     logps = OldAndRefLogps(tokens.old_logps_BT, None)
     entry = Experience.from_tokens(tokens, torch.zeros(4), logps)
     assert kept_of(entry) == ROWS
-    torch.save(entry.state_dict(), tmp_path / "entry.pt")
-    loaded = Experience.from_state(torch.load(tmp_path / "entry.pt", weights_only=True))
-    assert kept_of(loaded) == ROWS
-    assert Experience.from_state(entry.select([2]).state_dict()).sampling_mask == (None,)
+    assert kept_of(reloaded(entry)) == ROWS
+    assert reloaded(entry.select([2])).sampling_mask == (None,)
 
 
 def test_rows_sent_to_another_rank_carry_theirs_alone():
@@ -69,16 +66,6 @@ def test_rows_sent_to_another_rank_carry_theirs_alone():
     window = MicroBatch(
         **vars(tokens), **fields, advantages_BX=torch.zeros(4, 1), sequence_weight_B1=torch.ones(4, 1)
     )
-    state = _row_state(window, [1, 2])
-    assert state["sampling_mask"][1] is None
-    assert state["sampling_mask"][0]["ids"].untyped_storage().nbytes() == 4 * 3
-    assert kept_of(MicroBatch.from_state(state)) == [ROWS[1], None]
-
-
-def test_the_state_of_a_completion_is_plain(tmp_path):
-    completion = Completion([5, 6], sampling_mask=SamplingMask.from_lists([[5, 7], [6]]))
-    for state in (completion.state_dict(), asdict(completion)):
-        torch.save(state, tmp_path / "completion.pt")
-        loaded = Completion.from_state(torch.load(tmp_path / "completion.pt", weights_only=True))
-        assert loaded.token_ids == [5, 6] and lists(loaded.sampling_mask) == [[5, 7], [6]]
-    assert Completion.from_state(Completion([5]).state_dict()) == Completion([5])
+    sent = host_copy(window.select([1, 2]))
+    assert sent.sampling_mask[0].ids.untyped_storage().nbytes() == 4 * 3
+    assert kept_of(reloaded(sent)) == [ROWS[1], None]

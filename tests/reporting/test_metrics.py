@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.serialization import reloaded
 
 import groupwise
 from groupwise.core.metrics import Mean, Sum
@@ -111,6 +112,6 @@ def test_the_page_of_metrics_has_every_metric_and_no_other():
 def test_the_state_survives_a_checkpoint():
     buffer, resumed = MetricBuffer(), MetricBuffer()
     buffer.record_metric("x", 2.0)
-    resumed.load_state_dict(buffer.state_dict())
+    resumed.restore(reloaded(buffer.snapshot()))
     resumed.record_metric("x", 4.0)
     assert resumed.drain(alone)[0] == {"x": 3.0}

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
 import torch
+from support.serialization import reloaded
 
 from groupwise import ConfigError
 from groupwise.core.metrics import Max, Mean, Min, Sum
 from groupwise.data.prompt_source import PromptSource, RankSlice
-from groupwise.hf.step_state import ObjectState
-from groupwise.trl_hooks.state import BUFFER_FIELDS, InputsBuffer, ListMetricBuffer
-
-
-def saved_and_loaded(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
+from groupwise.records.serialization import host_copy
+from groupwise.trl_hooks.state import InputsBuffer, ListMetricBuffer
 
 
 def filled(step=4, **extra):
@@ -52,11 +44,9 @@ def test_rows_are_given_once_per_micro_batch_and_again_after_a_resume():
         return [row["prompt"] for row in kept.next_rows(source, num_prompts=2, uses=3)]
 
     assert [given(prompts, buffer) for _ in range(4)] == [["0", "0", "1", "1"]] * 3 + [["2", "2", "3", "3"]]
-    state = saved_and_loaded(buffer.state_dict())
-    prompts.mark()
     source, resumed = numbers(6), InputsBuffer()
-    source.load_state_dict(prompts.state_dict())
-    resumed.load_state_dict(state)
+    source.restore(prompts.snapshot())
+    resumed.restore(reloaded(buffer.snapshot()))
     resumed.read_rows_again(source, num_prompts=2)
     assert [given(source, resumed) for _ in range(3)] == [["2", "2", "3", "3"]] * 2 + [["4", "4", "5", "5"]]
 
@@ -64,35 +54,35 @@ def test_rows_are_given_once_per_micro_batch_and_again_after_a_resume():
 def test_a_checkpoint_holds_the_mark_with_keys_of_a_hook():
     buffer = filled(texts=["a", "b"], table={"k": [None, 1.5]}, nothing=None, scale=torch.tensor(2.0))
     buffer.step = 5
-    marked = ObjectState(buffer, BUFFER_FIELDS)
+    mark = buffer.snapshot()
     buffer.step = 6
-    state = saved_and_loaded(marked.state_dict())
+    state = reloaded(mark)
     assert state["entries"][0]["x"].untyped_storage().nbytes() == 2 * 8  # not the storage behind the view
     other = InputsBuffer()
-    other.load_state_dict(state)
+    other.restore(state)
     assert other.step == 5 and not other.is_empty
     entry = other.current
     assert entry["x"].tolist() == [2, 3] and entry["texts"] == ["a", "b"] and entry["scale"] == 2.0
     assert entry["table"] == {"k": [None, 1.5]} and entry["nothing"] is None
-    marked.rollback()
+    buffer.restore(mark)
     assert buffer.step == 5
 
 
 def test_used_entries_are_not_saved():
     buffer = filled()
     buffer.step = 8
-    assert buffer.state_dict()["entries"] == []
+    assert buffer.snapshot()["entries"] == []
 
 
 def test_values_that_a_checkpoint_cannot_hold_are_named():
     buffer = filled(rows=[object()])
-    with pytest.raises(ConfigError, match=r"inputs\['rows'\] holds a object, which a checkpoint cannot"):
-        buffer.state_dict()
+    with pytest.raises(ConfigError, match=r"\['entries'\]\[0\]\['rows'\]\[0\] holds a object, which a ch"):
+        host_copy(buffer.snapshot())
 
 
 def test_a_checkpoint_of_the_other_trainer_is_refused():
     with pytest.raises(ConfigError, match="resume with the trainer that wrote it"):
-        InputsBuffer().load_state_dict({"entries": [], "num_iterations": 1, "cursor": 0, "num_groups": 4})
+        InputsBuffer().restore({"entries": [], "num_iterations": 1, "cursor": 0, "num_groups": 4})
 
 
 def drained(*ranks):
@@ -161,15 +151,15 @@ def test_lists_return_to_the_mark_and_survive_a_checkpoint():
     buffer = ListMetricBuffer()
     buffer.record({"reward": Mean(1.0)})
     buffer.lists["mine"].append(1.0)
-    buffer.mark()
+    mark = buffer.snapshot()
     held = buffer.lists  # a hook may keep the dictionary
     buffer.record({"reward": Mean(3.0)})
     buffer.lists["mine"].append(3.0)
-    state = saved_and_loaded(buffer.state_dict())
-    buffer.rollback()
+    state = reloaded(mark)
+    buffer.restore(mark)
     assert held == {"reward": [1.0], "mine": [1.0]}
     other = ListMetricBuffer()
-    other.load_state_dict(state)
+    other.restore(state)
     for resumed in (buffer, other):
         resumed.lists["mine"].append(2.0)
         assert drained(resumed) == [{"reward": 1.0, "mine": 1.5}]

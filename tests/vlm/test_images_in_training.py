@@ -15,6 +15,7 @@ from datasets import Dataset
 from PIL import Image
 from support import tiny_vlm as tiny
 from support.runs import experience
+from support.serialization import reloaded
 
 from groupwise import GRPOConfig, GRPOTrainer, reporting
 from groupwise.errors import ConfigError
@@ -179,8 +180,7 @@ def test_rows_that_share_a_prompt_share_its_images(tmp_path):
     trainer = tiny.trainer(tmp_path)
     batch = buffered(trainer)
     assert batch.images[0] is batch.images[1]
-    torch.save(batch.state_dict(), tmp_path / "batch.pt")
-    loaded = Experience.from_state(torch.load(tmp_path / "batch.pt", weights_only=True))
+    loaded = reloaded(batch)
     assert loaded.images[0] is loaded.images[1]
     assert torch.equal(loaded.images[0].arrays["pixel_values"], batch.images[0].arrays["pixel_values"])
     assert loaded.images[2].token_types == batch.images[2].token_types

@@ -26,7 +26,6 @@ class ExperienceBuffer:
         self.device = device
         self.entries: list[Experience] = []
         self.num_iterations, self.cursor, self.num_groups = 1, 0, 0
-        self.mark()
 
     @property
     def num_left(self) -> int:
@@ -51,29 +50,16 @@ class ExperienceBuffer:
         self.cursor = end
         return taken
 
-    def mark(self) -> None:
-        """Remember the present state; entries are never changed in place."""
-        self._marked = self.entries, self.num_iterations, self.cursor, self.num_groups
-
-    def rollback(self) -> None:
-        """Return to the marked state."""
-        self.entries, self.num_iterations, self.cursor, self.num_groups = self._marked
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the marked state as plain tensors and numbers; entries that were all used are left out."""
-        entries, num_iterations, cursor, num_groups = self._marked
-        if cursor >= len(entries) * num_iterations:
-            entries, cursor = [], 0
+    def snapshot(self) -> dict[str, Any]:
+        """Return the state; entries, which are never changed in place, as long as they are not used up."""
         return {
-            "entries": [entry.state_dict() for entry in entries],
-            "num_iterations": num_iterations,
-            "cursor": cursor,
-            "num_groups": num_groups,
+            "entries": [] if self.is_empty else self.entries,
+            "num_iterations": self.num_iterations,
+            "cursor": 0 if self.is_empty else self.cursor,
+            "num_groups": self.num_groups,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state, on the training device."""
-        self.entries = [Experience.from_state(entry).to(self.device) for entry in state["entries"]]
-        self.num_iterations, self.cursor = state["num_iterations"], state["cursor"]
-        self.num_groups = state["num_groups"]
-        self.mark()
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Return to the state of a snapshot, on the training device."""
+        vars(self).update(snapshot)
+        self.entries = [entry.to(self.device) for entry in self.entries]

@@ -12,8 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 from accelerate.utils import gather_object
@@ -22,9 +21,10 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.advantages import AGGREGATIONS, GroupRewards, total_rewards
 from groupwise.core.metrics import Mean, Metrics
 from groupwise.distributed import rows_of_rank
+from groupwise.errors import ConfigError
 from groupwise.records import Completion, RewardBatch, RolloutBatch, Row
 from groupwise.records.images import ImageInputs
-from groupwise.records.sampling_mask import SamplingMask
+from groupwise.records.serialization import host_copy
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Sample:
 Group = list[Sample]
 
 
-@dataclass
+@dataclass(frozen=True)
 class LeftoverGroups:
     """Groups that one step leaves to the next: the same on every rank.
 
@@ -71,33 +71,16 @@ class LeftoverGroups:
     share_with_variance: float = 1.0
     has_warned: bool = False
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain values; groups with other values (images, for example) are left out with a warning."""
-        kept = [group for group in self.groups if all(_is_plain(vars(sample)) for sample in group)]
+    def savable(self) -> LeftoverGroups:
+        """Return the state for a checkpoint; groups with unusual values (images) are left out."""
+        kept = [group for group in self.groups if _can_be_saved(group)]
         if len(kept) < len(self.groups):
             logger.warning(
                 "%d leftover groups are not part of the checkpoint: their rows hold values other than text "
                 "and numbers; a resumed run samples new groups in their place",
                 len(self.groups) - len(kept),
             )
-        plain = [[asdict(sample) for sample in group] for group in kept]
-        return {
-            "groups": plain,
-            "share_with_variance": self.share_with_variance,
-            "has_warned": self.has_warned,
-        }
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> LeftoverGroups:
-        """Restore the groups of a checkpoint."""
-        groups = [
-            [
-                Sample(**{**sample, "completion": Completion.from_state(sample["completion"])})
-                for sample in group
-            ]
-            for group in state["groups"]
-        ]
-        return cls(groups, state["share_with_variance"], state["has_warned"])
+        return replace(self, groups=kept)
 
     def without_groups(self, reason: str) -> LeftoverGroups:
         """Drop the groups; a warning gives the reason if there are any."""
@@ -354,13 +337,9 @@ def _to_batches(
     return _rollout_batch(own, config.num_generations), rewards
 
 
-def _is_plain(value: object) -> bool:
-    if isinstance(value, SamplingMask):
-        return True
-    if isinstance(value, Completion):
-        value = vars(value)
-    if isinstance(value, dict):
-        return all(_is_plain(key) and _is_plain(entry) for key, entry in value.items())
-    if isinstance(value, (list, tuple)):
-        return all(_is_plain(entry) for entry in value)
-    return type(value) in (str, int, float, bool, type(None))
+def _can_be_saved(group: Group) -> bool:
+    try:
+        host_copy(group)
+    except ConfigError:
+        return False
+    return True

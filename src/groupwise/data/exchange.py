@@ -9,6 +9,8 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from groupwise.records.serialization import host_copy, load
+
 T = TypeVar("T")
 
 
@@ -19,8 +21,8 @@ def all_to_all_objects(outgoing: Sequence[T], device: torch.device | str) -> lis
     receives the objects of all ranks.
 
     Args:
-        outgoing: one object per rank, of tensors on the host and plain containers; this rank's own entry is
-            returned unchanged.
+        outgoing: one object per rank, of records, tensors and plain containers; this rank's own entry is
+            returned unchanged, those of others are on the host.
         device: of the process group: the GPU of this rank for NCCL, the CPU for gloo.
 
     Returns:
@@ -37,16 +39,12 @@ def all_to_all_objects(outgoing: Sequence[T], device: torch.device | str) -> lis
     joined = torch.frombuffer(bytearray().join(payloads), dtype=torch.uint8).to(device)
     dist.all_to_all_single(buffer, joined, received, sent)
     return [
-        outgoing[rank] if sender == rank else cast(T, _from_bytes(part))
+        outgoing[rank] if sender == rank else cast(T, load(io.BytesIO(part.numpy().tobytes())))
         for sender, part in enumerate(buffer.cpu().split(received))
     ]
 
 
 def _to_bytes(value: object) -> bytes:
     stream = io.BytesIO()
-    torch.save(value, stream)
+    torch.save(host_copy(value), stream)
     return stream.getvalue()
-
-
-def _from_bytes(payload: torch.Tensor) -> object:
-    return torch.load(io.BytesIO(payload.numpy().tobytes()), weights_only=True)

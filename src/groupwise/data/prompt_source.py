@@ -1,7 +1,7 @@
 """Prompts of a run in their order: from a dataset, a stream, or a dataloader of a subclass.
 
-A :class:`PromptSource` returns this rank's rows of the next prompts. Its position is a read cursor: ``mark``
-commits it between two optimizer steps, ``rollback`` returns to it, so that a failed step loses no prompts.
+A :class:`PromptSource` returns this rank's rows of the next prompts. Its position is a read cursor: a failed
+step returns to the snapshot before it, so that it loses no prompts.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class PromptSource:
     ) -> None:
         self.read_epoch, self.share, self.name = read_epoch, share, name
         self.epoch, self.index = 0, 0
-        self._mark = (0, 0)
         self._prompts: Iterator[Any] | None = None  # of the epoch that is being read
         self._reading = (0, 0)  # position of the next prompt to read
-        self._ahead: deque[tuple[tuple[int, int], Any]] = deque()  # read, not taken
-        self._taken: list[tuple[tuple[int, int], Any]] = []  # taken since the mark
+        self._kept: deque[tuple[tuple[int, int], Any]] = deque()  # read, and not taken before the snapshot
+        self._kept_from = (0, 0)  # position of the newest snapshot, at which _kept begins
+        self._num_taken = 0  # prompts of _kept that were taken
 
     def take(self, num_prompts: int) -> list[Row]:
         """Return this rank's rows of the next prompts: each prompt G times, B rows.
@@ -63,17 +63,17 @@ class PromptSource:
             ConfigError: an epoch has no prompts.
         """
         self._read_ahead(num_prompts)
-        taken = [self._ahead.popleft() for _ in range(num_prompts)]
-        self._taken += taken
-        self.epoch, self.index = taken[-1][0][0], taken[-1][0][1] + 1
-        return self._rows([prompt for _, prompt in taken])
+        prompts = self._ahead(0, num_prompts)
+        self._num_taken += num_prompts
+        epoch, index = self._kept[self._num_taken - 1][0]
+        self.epoch, self.index = epoch, index + 1
+        return self._rows(prompts)
 
     def upcoming(self, num_batches: int, num_prompts: int) -> Iterator[list[Row]]:
         """Yield this rank's rows of the batches after the next one, without taking them."""
         for batch in range(1, num_batches + 1):
             self._read_ahead((batch + 1) * num_prompts)
-            later = islice(self._ahead, batch * num_prompts, (batch + 1) * num_prompts)
-            yield self._rows([prompt for _, prompt in later])
+            yield self._rows(self._ahead(batch * num_prompts, (batch + 1) * num_prompts))
 
     def begin_window(self, num_micro_batches: int, num_left: int) -> None:
         """Read what an accumulation window needs; only a sampler has to be read before the first ``take``.
@@ -83,52 +83,56 @@ class PromptSource:
             num_left: micro-batches that are left of the present generation.
         """
 
-    def mark(self) -> None:
-        """Commit the position."""
-        self._mark = self.epoch, self.index
-        self._taken = []
+    def snapshot(self) -> dict[str, int]:
+        """Return the position; prompts that were read later are kept until the next snapshot."""
+        for _ in range(self._num_taken):
+            self._kept.popleft()
+        self._kept_from, self._num_taken = (self.epoch, self.index), 0
+        return {"epoch": self.epoch, "index": self.index}
 
-    def rollback(self) -> None:
-        """Return to the marked position; prompts taken since will be taken again."""
-        self._ahead.extendleft(reversed(self._taken))
-        self.epoch, self.index = self._mark
-        self._taken = []
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the marked position."""
-        return {"epoch": self._mark[0], "index": self._mark[1]}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue at a saved position: the prompts before it are read and dropped.
+    def restore(self, snapshot: dict[str, int]) -> None:
+        """Return to a position. From any but that of the newest snapshot, the epoch is read again.
 
         Raises:
             ConfigError: the data have become fewer.
         """
-        position = state["epoch"], state["index"]
-        self.seek(state["epoch"])
-        for _ in range(state["index"]):
-            self._read_ahead(1)
-            (epoch, _), _ = self._ahead.popleft()
-            if epoch != state["epoch"]:
-                raise ConfigError(
-                    f"the checkpoint was made after row {state['index']} of {self.name}, which now has "
-                    f"only {self._last_length}; resume with the same data"
-                )
-        self.epoch, self.index = self._mark = position
+        epoch, index = snapshot["epoch"], snapshot["index"]
+        if (epoch, index) != self._kept_from:
+            self.seek(epoch)
+            for _ in range(index):
+                self._read_ahead(1)
+                (found, _), _ = self._kept.popleft()
+                if found != epoch:
+                    raise ConfigError(
+                        f"the checkpoint was made after row {index} of {self.name}, which now has only "
+                        f"{self._last_length}; resume with the same data"
+                    )
+        self.epoch, self.index = self._kept_from = epoch, index
+        self._num_taken = 0
 
     def seek(self, epoch: int) -> None:
         """Continue at the beginning of an epoch."""
-        self._ahead.clear()
-        self._taken = []
+        self._kept.clear()
+        self._num_taken = 0
         self._prompts, self._reading = None, (epoch, 0)
-        self.epoch, self.index = self._mark = epoch, 0
+        self.epoch, self.index = self._kept_from = epoch, 0
 
     _last_length = 0  # prompts of the epoch that was read last
 
+    @property
+    def _num_ahead(self) -> int:
+        """Prompts that were read and not taken."""
+        return len(self._kept) - self._num_taken
+
+    def _ahead(self, start: int, stop: int) -> list[Any]:
+        """Return prompts that were read, counted from the cursor."""
+        kept = islice(self._kept, self._num_taken + start, self._num_taken + stop)
+        return [prompt for _, prompt in kept]
+
     def _read_ahead(self, count: int) -> None:
         """Read until ``count`` prompts are ahead of the cursor."""
-        if count > len(self._ahead):
-            self._ahead.extend(self._read(count - len(self._ahead)))
+        if count > self._num_ahead:
+            self._kept.extend(self._read(count - self._num_ahead))
 
     def _read(self, count: int) -> list[tuple[tuple[int, int], Any]]:
         read: list[tuple[tuple[int, int], Any]] = []
@@ -218,13 +222,13 @@ class DatasetPrompts(PromptSource):
         num_batches = -(-missing // self.repeats)
         self._read_ahead(num_batches * self.prompts_per_batch)
         if missing % self.repeats == 0:
-            count = (num_batches + 1) * self.prompts_per_batch - len(self._ahead)
-            self._ahead.extend(self._read_in_epoch(max(count, 0)))
+            count = (num_batches + 1) * self.prompts_per_batch - self._num_ahead
+            self._kept.extend(self._read_in_epoch(max(count, 0)))
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue at a saved position; no rows are read before it."""
-        self._resumed_at = state["epoch"], state["index"]
-        super().load_state_dict(state)
+    def restore(self, snapshot: dict[str, int]) -> None:
+        """Return to a position; no rows are read before it."""
+        self._resumed_at = snapshot["epoch"], snapshot["index"]
+        super().restore(snapshot)
 
     def _read_epoch(self, epoch: int) -> Iterator[tuple[int, Row | None]]:
         """Return the prompts of an epoch: index, and the row if a worker reads it."""
@@ -489,7 +493,7 @@ class GenerationBatches(Dataset[Row]):
             self.source.begin_window(1, -number % self.repeats)
             if number % self.repeats == 0:
                 rows = self.source.take(self.num_prompts)
-                self.source.mark()
+                self.source.snapshot()
             yield rows
 
 

@@ -28,9 +28,6 @@ _CACHE_TOKENS = 1024  # of one part on a CPU; a single group may have more
 
 _WEIGHTS = ("loss_mask_BT", "token_weights_BT", "entropy_mask_BT", "entropy_weights_BT", "sequence_weight_B1")
 
-#: ``MicroBatch.state_dict()``, or None where no row is sent.
-RowState = dict[str, Any] | None
-
 
 @dataclass(frozen=True)
 class MicroBatchBudget:
@@ -170,7 +167,7 @@ def rebalance(
     layout: str,
     budget: MicroBatchBudget,
     gather: Callable[[list[WindowRows]], list[WindowRows]] = list,
-    exchange: Callable[[list[RowState]], list[RowState]] = list,
+    exchange: Callable[[list[MicroBatch | None]], list[MicroBatch | None]] = list,
 ) -> tuple[list[MicroBatch | None], WindowStats]:
     """Assign the rows of an accumulation window to as few micro-batches as hold them, alike on all ranks.
 
@@ -222,34 +219,20 @@ def _exchange_rows(
     rows: WindowRows,
     of_rank: list[list[list[int]]],
     rank: int,
-    exchange: Callable[[list[RowState]], list[RowState]],
+    exchange: Callable[[list[MicroBatch | None]], list[MicroBatch | None]],
 ) -> MicroBatch | None:
     """Send each row to the rank that trains on it; return this rank's rows in order, None if it has none."""
     assigned = [sorted(row for part in parts for row in part) for parts in of_rank]
     held = [rows.of_rank(receiver) for receiver in range(len(assigned))]
     local = [[row - held[rank].start for row in wanted if row in held[rank]] for wanted in assigned]
-    states: list[RowState] = [None] * len(assigned)
+    pieces: list[MicroBatch | None] = [None] * len(assigned)
     if any(row not in held[receiver] for receiver, wanted in enumerate(assigned) for row in wanted):
-        host = batch.to("cpu")
-        states = exchange(
-            [_row_state(host, sent if receiver != rank else []) for receiver, sent in enumerate(local)]
+        pieces = exchange(
+            [batch.select(sent) if sent and receiver != rank else None for receiver, sent in enumerate(local)]
         )
-    pieces = [
-        None if state is None else MicroBatch.from_state(state).to(batch.completion_ids_BT.device)
-        for state in states
-    ]
     pieces[rank] = batch.select(local[rank]) if local[rank] else None
-    present = [piece for piece in pieces if piece is not None]
+    present = [piece.to(batch.completion_ids_BT.device) for piece in pieces if piece is not None]
     return MicroBatch.concatenate(present) if present else None
-
-
-def _row_state(batch: MicroBatch, rows: list[int]) -> RowState:
-    if not rows:
-        return None
-    part = batch.select(rows)
-    # Serializing a view would include the whole storage behind it.
-    copies: dict[str, Any] = {name: tensor.clone() for name, tensor in part.tensors().items()}
-    return replace(part, **copies).state_dict()
 
 
 def _with_fields(batch: MicroBatch, names: frozenset[str]) -> MicroBatch:

@@ -98,12 +98,11 @@ class GenerationBackend(ABC):
         Called when ``train`` ends, also with an error.
         """
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of a checkpoint, as plain containers of numbers and strings."""
-        return {}
+    def snapshot(self) -> Any:
+        """Return the state that a checkpoint needs: completions, numbers, strings and containers of them."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that :meth:`state_dict` returned."""
+    def restore(self, snapshot: Any) -> None:
+        """Return to the state of a snapshot, of this process or from a checkpoint."""
 
     def close(self) -> None:
         """Release processes, connections and memory. May be called more than once."""

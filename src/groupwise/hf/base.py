@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -455,8 +455,12 @@ class BaseTrainer(Trainer):
         return sum(tensor.nbytes for tensor in tensors)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        with self.rng.marked() if self.step_state.is_inside_step else nullcontext():
+        now = self.rng.snapshot()
+        self.rng.restore(self.step_state.marks["rng"])
+        try:
             super()._save_rng_state(output_dir)
+        finally:
+            self.rng.restore(now)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if not self.run_directory.is_staging:  # _save_checkpoint uploads under the final name

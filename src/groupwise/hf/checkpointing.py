@@ -8,6 +8,7 @@ import logging
 import os
 import re
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,11 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from groupwise.compat.transformers import checkpoint_prefix, trainer_state_name
+from groupwise.core.entropy import EntropyControl
+from groupwise.data.dynamic_sampling import LeftoverGroups, Sample
 from groupwise.errors import ConfigError, warn_once
+from groupwise.records.serialization import host_copy, load
+from groupwise.reporting.evaluation import EvaluatedCompletion
 
 logger = logging.getLogger(__name__)
 
@@ -194,9 +199,14 @@ def load_converted(directory: str, model: PreTrainedModel) -> None:
 
 
 def save_state(directory: str, rank: int, world_size: int, state: dict[str, Any]) -> None:
-    """Write the rollout state of one rank."""
+    """Write the rollout state of one rank.
+
+    Raises:
+        ConfigError: it holds values that a checkpoint cannot contain.
+    """
     os.makedirs(directory, exist_ok=True)
-    torch.save({**state, "world_size": world_size}, os.path.join(directory, STATE.format(rank=rank)))
+    saved = host_copy({**state, "world_size": world_size}, "state")
+    torch.save(saved, os.path.join(directory, STATE.format(rank=rank)))
 
 
 def load_state(directory: str, rank: int, world_size: int) -> dict[str, Any]:
@@ -214,7 +224,13 @@ def load_state(directory: str, rank: int, world_size: int) -> dict[str, Any]:
             f"checkpoint {directory!r} has no {os.path.basename(path)}: it was saved with save_only_model="
             "True or by another trainer; load the model from it and train without resume_from_checkpoint"
         )
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        state = load(path, EntropyControl, LeftoverGroups, Sample, EvaluatedCompletion)
+    except UnpicklingError as error:
+        raise ConfigError(
+            f"checkpoint {directory!r} cannot be read: {error}. Was it written by another version of "
+            "groupwise? Resume with that version, or start a new run with the checkpoint as its model"
+        ) from error
     if state["world_size"] != world_size:
         raise _wrong_world_size(directory, state["world_size"], world_size)
     return state

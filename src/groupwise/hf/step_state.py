@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 
 class Stateful(Protocol):
-    """Component with a state that a resumed run needs."""
+    """Component with a state that a rollback and a resumed run need."""
 
-    def mark(self) -> None:
-        """Remember the present state; cheap."""
+    def snapshot(self) -> Any:
+        """Return the present state: plain values, records and references to tensors, never copies of them."""
 
-    def rollback(self) -> None:
-        """Return to the marked state."""
+    def restore(self, snapshot: Any) -> None:
+        """Return to a state of :meth:`snapshot`, of this process or from a checkpoint (host tensors)."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the marked state as plain values."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state."""
+@dataclass(frozen=True)
+class Attribute:
+    """State of an attribute whose value is frozen: the snapshot is the value itself.
+
+    owner, name: object and name of its attribute.
+    """
+
+    owner: object
+    name: str
+
+    def snapshot(self) -> Any:
+        return getattr(self.owner, self.name)
+
+    def restore(self, snapshot: Any) -> None:
+        setattr(self.owner, self.name, snapshot)
 
 
 class StepState:
-    """Mark the state of all components at the boundary between two optimizer steps.
+    """Mark of all components at the boundary between two optimizer steps.
 
     A checkpoint always contains the mark. Inside a step, state has moved on: a rollback returns to the mark.
 
@@ -43,101 +54,38 @@ class StepState:
     def reset(self) -> None:
         """Forget the step that was begun: a new run starts."""
         self._begun_at: int | None = None
+        self._marks: dict[str, Any] = {}
 
     @property
     def is_inside_step(self) -> bool:
         """True from the first use of the step's data until its optimizer step is counted."""
         return self._begun_at == self.global_step()
 
+    @property
+    def marks(self) -> dict[str, Any]:
+        """Snapshot of every component at the last step boundary; between two steps, that is the present."""
+        if not self.is_inside_step:
+            self._marks = {name: component.snapshot() for name, component in self.components().items()}
+        return dict(self._marks)
+
     def begin_step(self) -> None:
         """Mark every component; the optimizer step begins."""
-        self._mark()
+        self._begun_at = None  # a step that is begun again has another mark
+        self._marks = self.marks
         self._begun_at = self.global_step()
 
-    def rollback(self) -> None:
-        """Return every component to the mark."""
-        for component in self.components().values():
-            component.rollback()
-        self._begun_at = None
+    def restore(self, marks: Mapping[str, Any]) -> None:
+        """Return every component to a mark: the last one, or that of a checkpoint."""
+        for name, component in self.components().items():
+            component.restore(marks[name])
+        self.reset()
 
     @contextmanager
     def rollback_on_failure(self) -> Iterator[None]:
         """Return to the mark if the block fails; outside a step, the state at its beginning is the mark."""
-        if not self.is_inside_step:
-            self._mark()
+        marks = self.marks
         try:
             yield
         except BaseException:
-            self.rollback()
+            self.restore(marks)
             raise
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the marked state of every component; at a step boundary that is the present state."""
-        if not self.is_inside_step:
-            self._mark()
-        return {name: component.state_dict() for name, component in self.components().items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore every component."""
-        for name, component in self.components().items():
-            component.load_state_dict(state[name])
-        self.reset()
-
-    def _mark(self) -> None:
-        for component in self.components().values():
-            component.mark()
-
-
-class AttributeState:
-    """State held by one attribute whose value is replaced, never changed in place.
-
-    Args:
-        dump, load: convert its value to plain values and back.
-    """
-
-    def __init__(
-        self, owner: object, name: str, dump: Callable[[Any], Any], load: Callable[[Any], Any]
-    ) -> None:
-        self.owner, self.name, self.dump, self.load = owner, name, dump, load
-        self.mark()
-
-    def mark(self) -> None:
-        self._marked = getattr(self.owner, self.name)
-
-    def rollback(self) -> None:
-        setattr(self.owner, self.name, self._marked)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.dump(self._marked)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        setattr(self.owner, self.name, self.load(state["value"]))
-        self.mark()
-
-
-class ObjectState:
-    """State held by attributes of an object whose values are replaced, never changed in place.
-
-    Args:
-        component: has ``state_dict`` and ``load_state_dict``.
-        names: attributes that a rollback restores.
-    """
-
-    def __init__(self, component: Any, names: tuple[str, ...]) -> None:
-        self.component, self.names = component, names
-        self.mark()
-
-    def mark(self) -> None:
-        self._marked = {name: getattr(self.component, name) for name in self.names}
-
-    def rollback(self) -> None:
-        vars(self.component).update(self._marked)
-
-    def state_dict(self) -> dict[str, Any]:
-        marked = copy.copy(self.component)
-        vars(marked).update(self._marked)
-        return marked.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.component.load_state_dict(state)
-        self.mark()

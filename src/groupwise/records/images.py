@@ -39,8 +39,8 @@ class ImageInputs:
 
     arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)
     token_types: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    images: Sequence[Any] = ()
-    spans: Sequence[ExpandedSpan] = ()
+    images: Sequence[Any] = field(default=(), metadata={"saved": False})
+    spans: Sequence[ExpandedSpan] = field(default=(), metadata={"saved": False})
 
     @cached_property
     def digest(self) -> str:
@@ -83,11 +83,6 @@ class ImageInputs:
             types[name] = [*own, *[0] * (start - len(own)), *other.token_types.get(name, ())]
         moved = [ExpandedSpan(first + start, end + start, ids) for first, end, ids in other.spans]
         return ImageInputs(arrays, types, [*self.images, *other.images], [*self.spans, *moved])
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain dictionaries of tensors and numbers."""
-        types = {name: list(numbers) for name, numbers in self.token_types.items()}
-        return {"arrays": dict(self.arrays), "token_types": types}
 
 
 def join_images(

@@ -59,16 +59,6 @@ class Completion:
         """Return True if the weights of optimizer step ``step`` sampled every token."""
         return self.old_logps is None and all(version == step for version in self.versions or ())
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain values and tensors."""
-        kept = self.sampling_mask
-        return {**vars(self), "sampling_mask": None if kept is None else kept.state_dict()}
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Completion:
-        kept = state.get("sampling_mask")
-        return cls(**{**state, "sampling_mask": None if kept is None else SamplingMask(**kept)})
-
 
 @dataclass(frozen=True)
 class SamplingOptions:

@@ -66,10 +66,6 @@ class SamplingMask:
         counts = self.counts[:length].clone()
         return SamplingMask(self.ids[: int(counts.sum())].clone(), counts)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the two tensors by name; ``SamplingMask(**state)`` restores them."""
-        return {"ids": self.ids, "counts": self.counts}
-
 
 def join_sampling_masks(
     rows: Sequence[SamplingMask | None], widths: Sequence[int], start: int | Sequence[int] = 0

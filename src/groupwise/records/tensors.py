@@ -89,27 +89,6 @@ class TokenBatch:
         """Return the tensor fields that are not None, by name."""
         return {name: value for name in axes(self) if (value := getattr(self, name)) is not None}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return host tensors and plain containers; rows that share image inputs go on sharing them."""
-        state: dict[str, Any] = {name: tensor.cpu() for name, tensor in self.tensors().items()}
-        if self.images is not None:
-            distinct = {id(row): row.state_dict() for row in self.images}
-            state["images"] = [distinct[id(row)] for row in self.images]
-        if self.sampling_mask is not None:
-            state["sampling_mask"] = [None if row is None else row.state_dict() for row in self.sampling_mask]
-        return state
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Self:
-        changed: dict[str, Any] = {}
-        if "images" in state:
-            distinct = {id(row): ImageInputs(**row) for row in state["images"]}
-            changed["images"] = tuple(distinct[id(row)] for row in state["images"])
-        if "sampling_mask" in state:
-            rows = state["sampling_mask"]
-            changed["sampling_mask"] = tuple(None if row is None else SamplingMask(**row) for row in rows)
-        return cls(**{**state, **changed})
-
     def num_tokens(self) -> int:
         """Return the number of input tokens of the padded layout, padding included."""
         return self.prompt_ids_BL.numel() + self.completion_ids_BT.numel()
@@ -272,7 +251,7 @@ class MicroBatch(Experience):
     sequence_weight_B1: torch.Tensor = field(metadata=_ROW)
     entropy_weights_BT: torch.Tensor | None = field(default=None, metadata=_COMPLETION)
     correction_BX: torch.Tensor | None = field(default=None, metadata=_COMPLETION)
-    packed: PackedSequences | None = None
+    packed: PackedSequences | None = field(default=None, metadata={"saved": False})
 
     def __getitem__(self, key: object) -> Any:
         """Refuse to be read as TRL's dictionary.

@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -115,12 +116,13 @@ class EvaluationMetrics:
             metrics.update(_gains(values, first_values, self.looks[name]))
         return metrics
 
-    def state_dict(self) -> dict[str, dict]:
-        return {"first": dict(self.first), "looks": dict(self.looks)}
+    def snapshot(self) -> dict[str, Any]:
+        """Return the state; every value is replaced, never changed in place."""
+        return dict(vars(self))
 
-    def load_state_dict(self, state: Mapping[str, Mapping]) -> None:
-        self.first = {name: (digest, values) for name, (digest, values) in state["first"].items()}
-        self.looks = dict(state["looks"])
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Return to the state of a snapshot."""
+        vars(self).update(snapshot)
 
 
 def prompt_values(

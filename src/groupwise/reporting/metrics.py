@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Literal, TypedDict
+from typing import Any, Literal
 
 import torch
 
@@ -50,13 +50,6 @@ REDUCTIONS: dict[str, Callable[[float], Reduction]] = {"mean": Mean, "sum": Sum,
 PlainMetrics = Mapping[str, tuple[str, tuple[float, ...]]]
 #: Contribution of one rank to a log: its metrics as plain numbers, and its rows.
 RankPart = tuple[PlainMetrics, list[CompletionRow]]
-
-
-class BufferState(TypedDict):
-    """State of a :class:`MetricBuffer` in a checkpoint."""
-
-    metrics: PlainMetrics
-    rows: list[CompletionRow]
 
 
 class MetricBuffer:
@@ -133,12 +126,13 @@ class MetricBuffer:
         values = {name: reduction.value() for name, reduction in merged.items()}
         return {name: value for name, value in values.items() if math.isfinite(value)}, rows
 
-    def state_dict(self) -> BufferState:
-        return {"metrics": detach_metrics(self.metrics), "rows": self.rows}
+    def snapshot(self) -> dict[str, Any]:
+        """Return metrics and rows; both are replaced, never changed in place."""
+        return {"metrics": self.metrics, "rows": self.rows}
 
-    def load_state_dict(self, state: BufferState) -> None:
-        self.metrics = attach_metrics(state["metrics"])
-        self.rows = list(state["rows"])
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Return to the state of a snapshot."""
+        self.metrics, self.rows = snapshot["metrics"], snapshot["rows"]
 
 
 def check_metric_name(name: str, function: str) -> None:

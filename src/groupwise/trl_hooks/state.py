@@ -16,6 +16,7 @@ from groupwise.core.metrics import Mean, Reduction, Sum, attach_metrics, detach_
 from groupwise.data.prompt_source import PromptSource
 from groupwise.errors import ConfigError
 from groupwise.records import Completion, RewardBatch, RolloutBatch, Row
+from groupwise.records.serialization import NotSaved
 from groupwise.reporting.metrics import RUNNING_TOTALS, MetricBuffer, PlainMetrics, RankPart
 from groupwise.reporting.table import CompletionRow, completion_rows
 from groupwise.trl_hooks.inputs import Inputs
@@ -81,64 +82,36 @@ class InputsBuffer:
     def read_rows_again(self, prompts: PromptSource, num_prompts: int) -> None:
         """Take the rows of the generation batch in which a run resumes; checkpoints do not contain them."""
         if self.num_left > 0:
-            prompts.load_state_dict(dict(self.rows_from))
+            prompts.restore(dict(self.rows_from))
             self.rows = prompts.take(num_prompts)
-            prompts.mark()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state without the rows, which are in the dataset.
-
-        Raises:
-            ConfigError: an entry holds values that a checkpoint cannot.
-        """
+    def snapshot(self) -> dict[str, Any]:
+        """Return the state; entries as long as they are not used up, and in this process the rows."""
         used = self.step - self.filled_at >= len(self.entries) * self.num_iterations
-        return {
-            **{name: getattr(self, name) for name in _NUMBERS},
-            "entries": [
-                {name: _on_host(name, value) for name, value in entry.items()}
-                for entry in ([] if used else self.entries)
-            ],
-        }
+        state = {**vars(self), "entries": [] if used else self.entries, "rows": NotSaved(self.rows)}
+        del state["device"]
+        return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state, on the training device.
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Return to the state of a snapshot, on the training device.
 
         Raises:
             ConfigError: ``groupwise.GRPOTrainer`` wrote the checkpoint.
         """
-        if "filled_at" not in state:
+        if "filled_at" not in snapshot:
             raise ConfigError(
                 "the checkpoint was written by groupwise.GRPOTrainer, whose rollout buffer "
                 "groupwise.trl_hooks cannot read; resume with the trainer that wrote it"
             )
-        vars(self).update({name: state[name] for name in _NUMBERS})
+        rows = self.rows if snapshot["rows"] is None else snapshot["rows"].value
+        vars(self).update({**snapshot, "rows": rows})
         self.entries = [
             {
                 name: value.to(self.device) if isinstance(value, torch.Tensor) else value
                 for name, value in entry.items()
             }
-            for entry in state["entries"]
+            for entry in self.entries
         ]
-
-
-#: Fields of the buffer that a checkpoint holds as they are, and those that a rollback restores.
-_NUMBERS = ("num_iterations", "step", "filled_at", "position", "rows_end", "rows_from")
-BUFFER_FIELDS = (*_NUMBERS, "entries", "rows")
-
-
-def _on_host(name: str, value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu().clone()  # a view would be saved with the storage of the whole generation
-    if isinstance(value, list | tuple):
-        return [_on_host(name, entry) for entry in value]
-    if isinstance(value, dict):
-        return {key: _on_host(name, entry) for key, entry in value.items()}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise ConfigError(
-        f"inputs[{name!r}] holds a {type(value).__name__}, which a checkpoint cannot contain; "
-        "_generate_and_score_completions may return tensors, numbers, strings and lists of them"
-    )
 
 
 #: Keep their reduction: a window counts once in the loss, and a rate is a ratio of sums.
@@ -160,7 +133,6 @@ class ListMetricBuffer(MetricBuffer):
         super().__init__()
         self.lists: defaultdict[str, list[float]] = defaultdict(list)
         self._records: list[PlainMetrics] = []  # what the lists were made from; all ranks have as many
-        self.mark()
 
     def record(self, metrics: Mapping[str, Reduction]) -> None:
         """Add one record, and append its values to the lists."""
@@ -200,31 +172,17 @@ class ListMetricBuffer(MetricBuffer):
         self.metrics.update({name: totals[name] for name in RUNNING_TOTALS & totals.keys()})
         return drained
 
-    # State of a checkpoint (``groupwise.hf.step_state.Stateful``): lists change in place, so they are copied.
-
-    def mark(self) -> None:
+    def snapshot(self) -> dict[str, Any]:
+        """Return metrics, rows and copies of the lists, which change in place."""
         lists = {name: list(values) for name, values in self.lists.items()}
-        self._marked = self.metrics, self.rows, lists, list(self._records)
+        return {**super().snapshot(), "lists": lists, "records": list(self._records)}
 
-    def rollback(self) -> None:
-        self.metrics, self.rows, lists, records = self._marked
-        self._records = list(records)
-        self.lists.clear()  # a hook may hold the dictionary
-        self.lists.update({name: list(values) for name, values in lists.items()})
-
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        metrics, rows, lists, records = self._marked
-        marked = MetricBuffer()
-        marked.metrics, marked.rows = metrics, rows
-        plain = {name: [float(value) for value in values] for name, values in lists.items()}
-        return {**marked.state_dict(), "lists": plain, "records": records}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # type: ignore[override]
-        super().load_state_dict(state)  # type: ignore[arg-type]
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Return to the state of a snapshot; a hook may hold the dictionary of lists."""
+        super().restore(snapshot)
         self.lists.clear()
-        self.lists.update(state["lists"])
-        self._records = list(state["records"])
-        self.mark()
+        self.lists.update({name: list(values) for name, values in snapshot["lists"].items()})
+        self._records = list(snapshot["records"])
 
 
 def _append_values(lists: dict[str, list[float]], record: PlainMetrics) -> None:

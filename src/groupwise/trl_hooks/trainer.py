@@ -24,7 +24,6 @@ from groupwise.generation.base import RUN_SETTINGS
 from groupwise.generation.transformers_backend import TransformersBackend
 from groupwise.hf.arguments import check_methods, is_overridden
 from groupwise.hf.base import BaseTrainer
-from groupwise.hf.step_state import ObjectState, Stateful
 from groupwise.mixins.reward import reward_metrics
 from groupwise.mixins.rollout import check_counts
 from groupwise.records import (
@@ -63,7 +62,6 @@ from groupwise.trl_hooks.inputs import (
     token_batch,
 )
 from groupwise.trl_hooks.state import (
-    BUFFER_FIELDS,
     InputsBuffer,
     ListMetricBuffer,
     extend_logs,
@@ -135,11 +133,6 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         self._prepared = None
         if directory is not None and not self.args.ignore_data_skip:
             self.buffer.read_rows_again(self.prompts, self.settings.prompts_per_batch)
-
-    def _make_stateful_components(self) -> dict[str, Stateful]:
-        components = super()._make_stateful_components()
-        components.update({f"{mode}_metrics": metrics for mode, metrics in self.metrics.items()})
-        return {**components, "buffer": ObjectState(self.buffer, BUFFER_FIELDS)}
 
     def _apply_settings(self) -> None:
         check_objective(self.settings)

@@ -29,10 +29,8 @@ class EchoBackend(GenerationBackend):
         tokens = [prompt[-1] if greedy else self.random.randrange(4, 32) for _ in range(3)] + [1]
         return Completion(tokens[:limit], truncated=limit < len(tokens))
 
-    def state_dict(self) -> dict[str, Any]:
-        version, numbers, gauss = self.random.getstate()
-        return {"random": [version, list(numbers), gauss]}
+    def snapshot(self) -> tuple[Any, ...]:
+        return self.random.getstate()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        version, numbers, gauss = state["random"]
-        self.random.setstate((version, tuple(numbers), gauss))
+    def restore(self, snapshot: tuple[Any, ...]) -> None:
+        self.random.setstate(snapshot)

@@ -80,8 +80,7 @@ def main(output_dir: Path, mode: str = "exchange") -> None:
     received = 0
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if mode == "gather":
-        states = gather_object([MicroBatch.concatenate(own).state_dict()])
-        joined = MicroBatch.concatenate([MicroBatch.from_state(state) for state in states])
+        joined = MicroBatch.concatenate(gather_object([MicroBatch.concatenate(own)]))
         received, trained = size_of(joined), []
         lengths = 0
     else:

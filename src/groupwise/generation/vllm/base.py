@@ -118,10 +118,11 @@ class VLLMBackend(GenerationBackend):
         self.load_weights(source, step)
         self.version = step
 
-    def state_dict(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, Any]:
         """Return the number of samples per prompt in this step, which continues the sequence of seeds."""
         return {"num_samples": (self._num_samples_step, dict(self._num_samples))}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`."""
-        self._num_samples_step, self._num_samples = state["num_samples"]
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Return to the state of a snapshot."""
+        step, num_samples = snapshot["num_samples"]
+        self._num_samples_step, self._num_samples = step, dict(num_samples)

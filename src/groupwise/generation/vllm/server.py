@@ -96,19 +96,18 @@ class VLLMServerBackend(VLLMBackend):
         if sender is not None:
             sender.close()
 
-    def state_dict(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, Any]:
         """Return finished prefetched completions, and the number of samples per prompt in this step."""
         finished = {key: future.result() for key, future in self._pending.items() if _succeeded(future)}
-        states = [(key, [c.state_dict() for c in samples]) for key, samples in finished.items()]
-        return {"finished": states, **super().state_dict()}
+        return {"finished": list(finished.items()), **super().snapshot()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`. ``generate`` repeats the requests that were not finished."""
-        super().load_state_dict(state)
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Return to the state of a snapshot. ``generate`` repeats the requests that were not finished."""
+        super().restore(snapshot)
         self._pending = {}
-        for key, samples in state["finished"]:
+        for key, samples in snapshot["finished"]:
             future: Future[list[Completion]] = Future()
-            future.set_result([Completion.from_state(fields) for fields in samples])
+            future.set_result(samples)
             self._pending[tuple(key)] = future
 
     # Requests.

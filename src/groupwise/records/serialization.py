@@ -1,0 +1,82 @@
+"""Records as bytes, for checkpoints and for other ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, is_dataclass
+from typing import IO, Any
+
+import numpy as np
+import torch
+
+from groupwise.core.metrics import Max, Mean, Min, Sum
+from groupwise.errors import ConfigError
+from groupwise.records.images import ImageInputs
+from groupwise.records.rollout import Completion, RewardBatch, RolloutBatch
+from groupwise.records.sampling_mask import SamplingMask
+from groupwise.records.tensors import Experience, MicroBatch
+
+_PLAIN = {type(None), bool, int, float, str, bytes, range, slice}
+
+#: Classes that :func:`load` reads beside tensors and plain values.
+_CLASSES = (
+    *(range, slice, Mean, Sum, Max, Min),
+    *(ImageInputs, SamplingMask, Completion, RolloutBatch, RewardBatch, Experience, MicroBatch),
+)
+
+
+@dataclass(frozen=True)
+class NotSaved:
+    """Part of a snapshot that only this process can use: None in :func:`host_copy`."""
+
+    value: Any
+
+
+def host_copy(value: Any, name: str = "value", _known: dict[int, Any] | None = None) -> Any:
+    """Copy tensors, containers and records to the host, in the form that ``torch.save`` writes.
+
+    A tensor is copied without the storage that it is a view of. A record that occurs several times stays one
+    object, as the image inputs of a group. Fields with ``saved=False`` in their metadata get their default.
+
+    Args:
+        name: expression of ``value``, for the message.
+
+    Raises:
+        ConfigError: some value can be neither saved nor sent; the message names its place.
+    """
+    kind, known = type(value), {} if _known is None else _known
+    if kind in _PLAIN:
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, np.generic):
+        return host_copy(value.item(), name)
+    if isinstance(value, NotSaved):
+        return None
+    if isinstance(value, list | tuple):
+        if not set(map(type, value)) <= _PLAIN:  # most lists are token ids
+            value = [host_copy(entry, f"{name}[{i}]", known) for i, entry in enumerate(value)]
+        return tuple(value) if issubclass(kind, tuple) else list(value)
+    if isinstance(value, dict):
+        return {
+            host_copy(key, f"a key of {name}"): host_copy(entry, f"{name}[{key!r}]", known)
+            for key, entry in value.items()
+        }
+    if is_dataclass(value) and not isinstance(value, type):
+        if id(value) not in known:
+            saved = [field.name for field in fields(value) if field.metadata.get("saved", True)]
+            known[id(value)] = kind(**{n: host_copy(getattr(value, n), f"{name}.{n}", known) for n in saved})
+        return known[id(value)]
+    raise ConfigError(
+        f"{name} holds a {kind.__name__}, which a checkpoint cannot contain; allowed: tensors, numbers, "
+        "strings, and lists, tuples and dictionaries of them"
+    )
+
+
+def load(file: str | IO[bytes], *classes: type) -> Any:
+    """Read what ``torch.save`` has written of :func:`host_copy`; no other code is run.
+
+    Args:
+        classes: further dataclasses that the file may contain.
+    """
+    with torch.serialization.safe_globals([*_CLASSES, *classes]):
+        return torch.load(file, map_location="cpu", weights_only=True)
