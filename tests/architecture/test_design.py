@@ -27,10 +27,10 @@ CLASSES = [getattr(mixins, name) for name in mixins.__all__]
 #: Rooms from the lowest level to the highest: a room imports itself and the levels below its own.
 LEVELS = (
     ("errors",),
-    ("compat", "registry", "random_state", "threads"),
+    ("compat", "registry", "threads"),
     ("core",),
     ("records", "distributed"),
-    ("config", "cpu", "tokenization"),
+    ("config", "cpu", "tokenization", "random_state"),
     ("policy",),
     ("data", "rewards", "reporting"),
     ("generation",),
