@@ -38,6 +38,7 @@ from groupwise.compat.transformers import (
 from groupwise.cpu.multinomial import multinomial
 from groupwise.errors import warn_once
 from groupwise.generation.growing_cache import continue_rows
+from groupwise.generation.truncation import SamplingMaskRecorder
 from groupwise.policy.attention import install_attention_hook
 from groupwise.policy.introspection import CausalLM, has_prompt_learning, is_text_only, without_adapter
 
@@ -146,7 +147,7 @@ def decode_groups(
     generation_config: GenerationConfig,
     *,
     copies: Sequence[int],
-    record: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
+    recorder: SamplingMaskRecorder | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor:
     """Sample ``copies[i]`` completions of prompt i.
@@ -156,8 +157,7 @@ def decode_groups(
     Args:
         input_ids: P distinct prompts, padded on the left: (P, L).
         copies: number of completions per prompt, P.
-        record: called at every step with the scores (R, V) that are sampled from and the completion of each
-            row, (R,).
+        recorder: records the tokens that truncated sampling keeps; None: nothing is truncated.
 
     Returns:
         prompts and completions, padded on the right: (sum of copies, longest).
@@ -170,24 +170,24 @@ def decode_groups(
         if type(part).__name__ not in ROW_PROCESSORS or not type(part).__module__.startswith("transformers."):
             raise ForeignProcessorError(type(part).__qualname__)
     rows = torch.arange(len(copies), device=input_ids.device)
-    rows_R = rows.repeat_interleave(torch.tensor(copies, device=input_ids.device))
+    rows_R = rows.repeat_interleave(torch.tensor(copies, device=input_ids.device))  # prompt of each row
     limit, pad = generation_config.max_length, generation_config.pad_token_id
-    sequences = input_ids.new_full((len(rows_R), limit), pad)
-    outputs = prefill(model, input_ids, generation_config, model_kwargs)
+    sequences = input_ids.new_full((len(rows_R), limit), pad)  # filled as rows leave the batch
+    outputs = prefill(model, input_ids, generation_config, model_kwargs)  # one forward of P prompts
     batch = _Rows(model, input_ids, outputs, model_kwargs, logits_processor)
-    continue_rows(batch.cache, rows_R, limit)
+    continue_rows(batch.cache, rows_R, limit)  # P rows of keys and values become R
     batch.select(rows_R)
-    output_index_R = torch.arange(len(rows_R), device=input_ids.device)
+    output_index_R = torch.arange(len(rows_R), device=input_ids.device)  # row of sequences
     running_R = torch.ones_like(output_index_R, dtype=torch.bool)
     with optimize_for_decode(model):
         while True:
             scores_RV = logits_processor(batch.tokens_RS, batch.logits_RV)  # type: ignore[arg-type]
-            if record is not None:
-                record(scores_RV, output_index_R)
+            if recorder is not None:
+                recorder.record(scores_RV, output_index_R)
             next_R = sample_tokens(scores_RV, generation_config.do_sample)
-            batch.append(next_R.where(running_R, pad))
+            batch.append(next_R.where(running_R, pad))  # finished rows that are still in the batch are padded
             running_R &= ~stopping_criteria(batch.tokens_RS, None)
-            num_running = int(running_R.sum())
+            num_running = int(running_R.sum())  # waits for the device, once per token
             if num_running <= (1 - FINISHED_SHARE) * len(running_R):
                 sequences[output_index_R, : batch.tokens_RS.shape[1]] = batch.tokens_RS
                 if not num_running:

@@ -46,26 +46,26 @@ from groupwise.tokenization.text import end_tokens, text_tokenizer
 
 logger = logging.getLogger(__name__)
 
-#: Settings of a model's own generation config that change the distribution of a token, or the search for a
-#: completion, with the value that has no effect beside None. ``generate`` reads them where a run sets none.
-MODEL_SETTINGS: dict[str, object] = {
-    **{"min_p": 0.0, "top_h": None, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0},
-    **{"no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0},
-    **{"bad_words_ids": None, "sequence_bias": None, "suppress_tokens": [], "begin_suppress_tokens": []},
-    **{"forced_bos_token_id": None, "forced_eos_token_id": None, "exponential_decay_length_penalty": None},
-    **{"min_length": 0, "min_new_tokens": 0, "guidance_scale": 1.0, "watermarking_config": None},
-    **{"remove_invalid_values": False, "renormalize_logits": False, "num_beams": 1, "penalty_alpha": 0.0},
+#: Settings that remove tokens from the distribution, with their neutral value beside None. A sampling mask
+#: contains their effect, too.
+_MASKING: dict[str, object] = {
+    **{"no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "bad_words_ids": None},
+    **{"suppress_tokens": [], "begin_suppress_tokens": [], "min_length": 0, "min_new_tokens": 0},
+    **{"forced_bos_token_id": None, "forced_eos_token_id": None},
 }
 
+#: Settings that change the probabilities otherwise, or the search for a completion.
+_CHANGING: dict[str, object] = {
+    **{"encoder_repetition_penalty": 1.0, "sequence_bias": None, "exponential_decay_length_penalty": None},
+    **{"guidance_scale": 1.0, "watermarking_config": None, "num_beams": 1, "penalty_alpha": 0.0},
+}
 
-#: Settings that remove tokens from the distribution: a record of truncation contains their effect too.
-_MASKING = frozenset(
-    {
-        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "suppress_tokens"),
-        *("begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "min_length"),
-        "min_new_tokens",
-    }
-)
+#: Settings of a model's own generation config that act on completions. ``generate`` reads them where a run
+#: sets none.
+MODEL_SETTINGS = {
+    **{**TRUNCATING, **_MASKING, **_CHANGING},
+    **{"remove_invalid_values": False, "renormalize_logits": False},
+}
 
 
 class TransformersBackend(GenerationBackend):
@@ -175,16 +175,14 @@ class TransformersBackend(GenerationBackend):
                 and can_decode_groups(model, config)
             )
             loop: dict[str, Any] = {"synced_gpus": False} if self.gather_weights else {}
-            rows = prompts  # one row of the prefill per completion
+            distinct = prompts  # rows of the prefill: B
             if decodes_groups:
-                rows, copies = group_prompts(prompts)  # one per group
-                record = None if recorder is None else recorder.record
-                loop = {"custom_generate": partial(decode_groups, copies=copies, record=record)}
+                distinct, copies = group_prompts(prompts)  # P rows, of which the loop makes B
+                loop = {"custom_generate": partial(decode_groups, copies=copies, recorder=recorder)}
             elif recorder is not None:
-                loop = {
-                    "custom_generate": partial(sample_and_record, recorder=recorder, synced_gpus=lockstep)
-                }
-            inputs = self._model_inputs(rows, sampling.images or (), padded, model.device)
+                stock_loop = partial(sample_and_record, recorder=recorder, synced_gpus=lockstep)
+                loop = {"custom_generate": stock_loop}
+            inputs = self._model_inputs(distinct, sampling.images or (), padded, model.device)
             prompt_length = inputs["input_ids"].shape[1]  # L, padding included
             sequences = model.generate(**inputs, generation_config=config, **loop)  # (B, L + longest)
         limits = sampling.max_tokens or [config.max_new_tokens] * len(prompts)
@@ -201,7 +199,7 @@ class TransformersBackend(GenerationBackend):
         padded: bool,
         device: torch.device,
     ) -> dict[str, Any]:
-        """Return ids and mask of prompts, padded on the left, (rows, L), and the tensors of the images."""
+        """Return ids and mask of the prompts, padded on the left: (B or P, L), and tensors of the images."""
         multiple = self.pad_to_multiple_of if padded else None
         pad = self.generation_config.pad_token_id
         input_ids = pad_sequences(prompts, pad, left=True, multiple_of=multiple, device=device)
@@ -273,17 +271,11 @@ def _warn_about_model_settings(model: CausalLM, config: GenerationConfig) -> Non
 
 def warn_about_run_settings(config: GRPOConfig) -> None:
     """Log the settings of the run that change the distribution of a token, but not its log-prob."""
-    neutral = {**MODEL_SETTINGS, "repetition_penalty": 1.0, "do_sample": True}
-    for name in (*TRUNCATING, "renormalize_logits", "remove_invalid_values"):
-        neutral.pop(name, None)
+    neutral = {"repetition_penalty": 1.0, "do_sample": True, **_CHANGING}
+    if not truncating(config):  # then completions have a sampling mask
+        neutral |= _MASKING
     given = {**json_dict(config.generation_kwargs), "repetition_penalty": config.repetition_penalty}
-    changes = {
-        name: value
-        for name, value in given.items()
-        if name in neutral
-        and value not in (None, neutral[name])
-        and not (name in _MASKING and truncating(config))
-    }
+    changes = {n: value for n, value in given.items() if n in neutral and value not in (None, neutral[n])}
     if changes:
         logger.warning(
             "completions are sampled with %r, but log-probs are those of the distribution without these "

@@ -97,8 +97,7 @@ class VLLMServers:
             )
         check_expanded(request, response.get("prompt_token_ids"), f"the vLLM server at {server.url}")
         choices = sorted(response["choices"], key=lambda choice: choice["index"])
-        samples = [self._completion(choice, params["logprobs"] > 0) for choice in choices]
-        return [samples[row % len(samples)] for row in range(len(request.rows))]  # greedy: one for all rows
+        return request.by_row([self._completion(choice, params["logprobs"] > 0) for choice in choices])
 
     def _completion(self, choice: dict[str, Any], with_mask: bool) -> Completion:
         content = choice["logprobs"]["content"]

@@ -152,8 +152,7 @@ class ColocatedBackend(VLLMBackend):
         for request, param, output in zip(requests, params, outputs, strict=True):
             check_expanded(request, output.prompt_token_ids, "the engine")
             samples = [self._completion(sample, param.logprobs > 0) for sample in output.outputs]
-            # Greedy decoding: one sample for all rows
-            completions.append([samples[row % len(samples)] for row in range(len(request.rows))])
+            completions.append(request.by_row(samples))
         return completions
 
     def _completion(self, sample: CompletionOutput, with_mask: bool) -> Completion:

@@ -46,6 +46,10 @@ class Request:
     max_tokens: int
     images: ImageInputs | None = None
 
+    def by_row(self, samples: Sequence[Completion]) -> list[Completion]:
+        """Return one sample per row; greedy decoding makes a single one."""
+        return [samples[row % len(samples)] for row in range(len(self.rows))]
+
     @property
     def pictures(self) -> Sequence[Any]:
         """Images before processing, none for text."""
