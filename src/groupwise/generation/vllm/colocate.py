@@ -51,8 +51,7 @@ from groupwise.policy.weight_iterator import WeightSource
 from groupwise.random_state import preserved_state
 from groupwise.records import Completion, SamplingOptions
 from groupwise.tokenization.images import is_processor
-from groupwise.tokenization.text import end_tokens as find_end_tokens
-from groupwise.tokenization.text import text_tokenizer
+from groupwise.tokenization.text import end_tokens, text_tokenizer
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -234,7 +233,7 @@ def make_backend(
     return ColocatedBackend(
         engine,
         config,
-        frozenset(find_end_tokens(model.generation_config, text_tokenizer(processing_class))),
+        frozenset(end_tokens(model.generation_config, text_tokenizer(processing_class))),
         group,
         LoRAWeightSync(engine) if only_adapter else FullWeightSync(engine),
         suppress_tokens,

@@ -19,11 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from groupwise.compat.transformers import name_or_path
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import BackendError, ConfigError
-from groupwise.generation.base import (
-    RUN_SETTINGS,
-    BackendEntry,
-    ProcessingClass,
-)
+from groupwise.generation.base import RUN_SETTINGS, BackendEntry, ProcessingClass
 from groupwise.generation.vllm import weight_sync
 from groupwise.generation.vllm.base import VLLMBackend
 from groupwise.generation.vllm.client import LostWeightsError, VLLMServers
@@ -35,8 +31,7 @@ from groupwise.generation.vllm.serve import as_shell_line, serve_command
 from groupwise.policy.weight_iterator import WeightSource, buckets
 from groupwise.records import Completion, SamplingOptions
 from groupwise.tokenization.images import is_processor
-from groupwise.tokenization.text import end_tokens as find_end_tokens
-from groupwise.tokenization.text import text_tokenizer
+from groupwise.tokenization.text import end_tokens, text_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -310,8 +305,8 @@ def make_backend(
     """
     model = policy()
     check_policy(model)
-    end_tokens = frozenset(find_end_tokens(model.generation_config, text_tokenizer(processing_class)))
-    return VLLMServerBackend(config, model.config, end_tokens, processing_class, suppress_tokens)
+    ends = frozenset(end_tokens(model.generation_config, text_tokenizer(processing_class)))
+    return VLLMServerBackend(config, model.config, ends, processing_class, suppress_tokens)
 
 
 def server_urls(config: GRPOConfig) -> list[str]:
