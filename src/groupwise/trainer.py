@@ -19,11 +19,11 @@ from groupwise.agents.environment_rows import add_environment_rows
 from groupwise.agents.multi_turn import make_agents, make_renderer
 from groupwise.agents.tool_loop import make_agent_loop
 from groupwise.compat.transformers import trainer_state_name
+from groupwise.compat.trl import REFUSED_METHODS, TRL_HOOKS, refuse_names
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import corrects_for_sampler, sampler_settings, truncated_logprob_bound
 from groupwise.config.step_settings import StepSettings, resume_settings, warn_of_changes_on_resume
 from groupwise.config.trainer_attributes import TrainerAttributes
-from groupwise.config.trl import REFUSED_METHODS, TRL_HOOKS
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean
 from groupwise.cpu import trim_heap
@@ -85,6 +85,7 @@ from groupwise.tokenization.text import text_tokenizer
 logger = logging.getLogger(__name__)
 
 
+@refuse_names
 class GRPOTrainer(
     RolloutMixin,
     RewardMixin,

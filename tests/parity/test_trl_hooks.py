@@ -32,7 +32,7 @@ from support.parity_runs import (
 from transformers import Trainer
 
 from groupwise import GRPOConfig, GRPOTrainer, trl_hooks
-from groupwise.config.trl import MISSING_ATTRIBUTES, REFUSED_METHODS, UNREAD_ATTRIBUTES
+from groupwise.compat.trl import MISSING_ATTRIBUTES, REFUSED_METHODS, UNREAD_ATTRIBUTES
 from groupwise.trl_hooks import checks
 
 trl = pytest.importorskip("trl")

@@ -12,7 +12,7 @@ from support.configs import oldest_version, set_installed
 from support.runs import chats, count_reward, policy, prompts, tokenizer, trainer
 
 from groupwise import ConfigError, GRPOConfig, GRPOTrainer, TrainingError
-from groupwise.config.trl import REFUSED_METHODS
+from groupwise.compat.trl import REFUSED_METHODS
 from groupwise.errors import warn_once
 from groupwise.hf.arguments import check_arguments, check_processes
 from groupwise.policy.loading import load_policy

@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 
 from groupwise import ConfigError, RewardError
 from groupwise import GRPOTrainer as PlainTrainer
-from groupwise.config.trl import UNREAD_ATTRIBUTES
+from groupwise.compat.trl import UNREAD_ATTRIBUTES
 from groupwise.records import Row
 from groupwise.trl_hooks import GRPOTrainer, checks
 

@@ -14,10 +14,10 @@ from transformers.utils import is_torch_xla_available
 
 from groupwise.compat.liger import layer_switches
 from groupwise.compat.torch import has_native_bf16_cpu
+from groupwise.compat.trl import is_trl_default
 from groupwise.config.fields import GRPOFields
 from groupwise.config.sampling import SAMPLING_FIELDS
 from groupwise.config.settings import default_of
-from groupwise.config.trl import is_trl_default
 from groupwise.errors import warn_once
 
 logger = logging.getLogger(__name__)

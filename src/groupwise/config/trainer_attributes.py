@@ -1,16 +1,12 @@
-"""Public attributes of the trainer that read and change settings, and those of TRL that are refused."""
+"""Public attributes of the trainer that read and change settings, or are read when it is built."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
-from transformers import Trainer
-
 from groupwise.config.step_settings import StepSettings
-from groupwise.config.trl import MISSING_ATTRIBUTES, REFUSED_METHODS, TRL_HOOKS, UNREAD_ATTRIBUTES
 from groupwise.errors import ConfigError
 
 
@@ -43,11 +39,11 @@ class SettingAttribute:
         trainer.step_settings.assign(self.name, value, self.attribute)
 
 
-class _RefusedAttribute:
-    """Attribute whose error names a way out.
+class BuiltAttribute:
+    """Attribute of the trainer that is set when the trainer is built; a later assignment is an error.
 
     Args:
-        way_out: attributes, settings or arguments to use instead.
+        way_out: arguments or settings to use instead.
     """
 
     def __init__(self, way_out: str) -> None:
@@ -55,10 +51,6 @@ class _RefusedAttribute:
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
-
-
-class BuiltAttribute(_RefusedAttribute):
-    """Attribute of the trainer that is set when the trainer is built; a later assignment is an error."""
 
     def __get__(self, trainer: Any, owner: type | None = None) -> Any:
         return self if trainer is None else vars(trainer)[self.name]
@@ -70,39 +62,6 @@ class BuiltAttribute(_RefusedAttribute):
                 f"effect: {self.way_out}"
             )
         vars(trainer)[self.name] = value
-
-
-class MissingAttribute(_RefusedAttribute):
-    """Attribute of TRL's trainer that does not exist here: reading it, also of the class, is an error.
-
-    A subclass may have an attribute of its own with this name.
-    """
-
-    def __get__(self, trainer: Any, owner: type | None = None) -> Any:
-        subject = "GRPOTrainer" if trainer is None else "trainer"
-        raise AttributeError(f"{subject}.{self.name} does not exist; use {self.way_out}")
-
-
-class UnreadAttribute(MissingAttribute):
-    """Attribute of ``UNREAD_ATTRIBUTES``: an assignment is an error too.
-
-    Args:
-        read: returns the value that hooks read; None: there is none.
-    """
-
-    def __init__(self, read: Callable[[Any], Any] | None = None) -> None:
-        self.read = read
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name, self.way_out = name, UNREAD_ATTRIBUTES[name]
-
-    def __get__(self, trainer: Any, owner: type | None = None) -> Any:
-        if trainer is None or self.read is None:
-            return super().__get__(trainer, owner)
-        return self.read(trainer)
-
-    def __set__(self, trainer: Any, value: Any) -> None:
-        raise ConfigError(f"trainer.{self.name} is not read: use {self.way_out}")
 
 
 class TrainerAttributes:
@@ -151,15 +110,3 @@ class TrainerAttributes:
     tools = BuiltAttribute("pass tools to the trainer")
     router_aux_loss_coef = BuiltAttribute("set GRPOConfig(router_aux_loss_coef=…)")
     aux_loss_enabled = BuiltAttribute("set GRPOConfig(router_aux_loss_coef=…)")
-
-
-def _refuse(name: str, attribute: _RefusedAttribute) -> None:
-    attribute.__set_name__(TrainerAttributes, name)
-    setattr(TrainerAttributes, name, attribute)
-
-
-for _name in UNREAD_ATTRIBUTES:
-    _refuse(_name, UnreadAttribute())
-for _name, _counterpart in {**REFUSED_METHODS, **MISSING_ATTRIBUTES}.items():
-    if not hasattr(Trainer, _name):
-        _refuse(_name, MissingAttribute(f"{_counterpart}, or {TRL_HOOKS}"))

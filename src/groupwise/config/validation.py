@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 from transformers.integrations import integration_utils
 
+from groupwise.compat.trl import is_trl_default
 from groupwise.config.conditions import COLOCATE, uses_surrogate
 from groupwise.config.fields import GRPOFields
 from groupwise.config.sampling import truncating
@@ -30,7 +31,6 @@ from groupwise.config.settings import (
     types_of,
     violation,
 )
-from groupwise.config.trl import is_trl_default
 from groupwise.core import surrogates
 from groupwise.core.objectives import OBJECTIVES
 from groupwise.errors import nearest_name, warn_once

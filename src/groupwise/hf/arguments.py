@@ -11,10 +11,10 @@ from typing import Any, cast
 from transformers import PreTrainedModel
 
 from groupwise.compat.transformers import name_or_path
+from groupwise.compat.trl import TRL_DEFAULTS, TRL_VERSION
 from groupwise.compat.versions import check_version
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.settings import default_of
-from groupwise.config.trl import TRL_DEFAULTS, TRL_VERSION
 from groupwise.config.validation import unsupported_parallelism
 from groupwise.errors import ConfigError, warn_once
 

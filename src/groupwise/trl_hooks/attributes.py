@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from groupwise.compat.trl import SAMPLER_ATTRIBUTES, MissingAttribute, UnreadAttribute
 from groupwise.config.sampling import SAMPLING_FIELDS
-from groupwise.config.trainer_attributes import MissingAttribute, UnreadAttribute
-from groupwise.config.trl import SAMPLER_ATTRIBUTES
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.masks import off_policy_keep
 from groupwise.core.surrogates import SurrogateInputs, SurrogateSettings, vespo_gate

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import typing
 
+from groupwise.compat.trl import TRL_DEFAULTS, TRL_SPELLINGS
 from groupwise.config import grpo_config
-from groupwise.config.trl import TRL_DEFAULTS, TRL_SPELLINGS
 
 Config = typing.TypeVar("Config", bound=type[grpo_config.GRPOConfig])
 

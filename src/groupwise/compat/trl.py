@@ -1,9 +1,14 @@
-"""Names and defaults of TRL that this library has otherwise: refused names, and defaults that differ."""
+"""Names of TRL's trainer that scripts override and read, what replaces them, and its other defaults."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any, TypeVar
+
+from groupwise.errors import ConfigError
+
+Trainer = TypeVar("Trainer", bound=type)
 
 #: Version of TRL that names and defaults are those of.
 TRL_VERSION = "1.16.0"
@@ -82,3 +87,56 @@ MISSING_ATTRIBUTES: Mapping[str, str] = MappingProxyType(
 def is_trl_default(name: str, value: object) -> bool:
     """Return True if TRL's default of this field differs from ours and equals ``value``."""
     return any(name in table and value == table[name] for table in (TRL_DEFAULTS, TRL_SPELLINGS))
+
+
+class MissingAttribute:
+    """Attribute of TRL's trainer that does not exist here: reading it, also of the class, is an error.
+
+    A subclass may have an attribute of its own with this name.
+
+    Args:
+        way_out: attributes, settings or arguments to use instead.
+    """
+
+    def __init__(self, way_out: str) -> None:
+        self.way_out = way_out
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, trainer: Any, owner: type | None = None) -> Any:
+        subject = "GRPOTrainer" if trainer is None else "trainer"
+        raise AttributeError(f"{subject}.{self.name} does not exist; use {self.way_out}")
+
+
+class UnreadAttribute(MissingAttribute):
+    """Attribute of ``UNREAD_ATTRIBUTES``: an assignment is an error too.
+
+    Args:
+        read: returns the value that hooks read; None: there is none.
+    """
+
+    def __init__(self, read: Callable[[Any], Any] | None = None) -> None:
+        self.read = read
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name, self.way_out = name, UNREAD_ATTRIBUTES[name]
+
+    def __get__(self, trainer: Any, owner: type | None = None) -> Any:
+        if trainer is None or self.read is None:
+            return super().__get__(trainer, owner)
+        return self.read(trainer)
+
+    def __set__(self, trainer: Any, value: Any) -> None:
+        raise ConfigError(f"trainer.{self.name} is not read: use {self.way_out}")
+
+
+def refuse_names(trainer_class: Trainer) -> Trainer:
+    """Class decorator: reading a name of the tables above that the trainer does not have is an error."""
+    for name, way_out in {**REFUSED_METHODS, **MISSING_ATTRIBUTES, **UNREAD_ATTRIBUTES}.items():
+        if not hasattr(trainer_class, name):
+            unread = name in UNREAD_ATTRIBUTES
+            attribute = UnreadAttribute() if unread else MissingAttribute(f"{way_out}, or {TRL_HOOKS}")
+            attribute.__set_name__(trainer_class, name)
+            setattr(trainer_class, name, attribute)
+    return trainer_class
