@@ -546,7 +546,7 @@ class GRPOTrainer(
         """Yield this rank's rows of the generations to prefetch, with the optimizer step that each begins."""
         settings = self.settings
         depth = 0 if self.agents or self.rollout_func else settings.rollout_staleness
-        steps = settings.micro_batches_per_generation // settings.gradient_accumulation_steps
+        steps = settings.optimizer_steps_per_generation  # exact: rollout_staleness requires it
         for ahead, rows in enumerate(self.prompts.upcoming(depth, settings.prompts_per_batch), start=1):
             step = self.state.global_step + ahead * steps
             if step >= self.state.max_steps:

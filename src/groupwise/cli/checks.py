@@ -21,23 +21,22 @@ def batch_findings(config: GRPOConfig, prompts: int) -> Iterator[Finding]:
     Args:
         prompts: number of rows of the training set.
     """
-    per_batch, uses = config.prompts_per_batch, config.micro_batches_per_generation
-    accumulation = config.gradient_accumulation_steps
+    per_batch = config.prompts_per_batch
     yield ok(
         "batches",
         f"{config.generation_batch_size} completions at a time = {config.per_device_train_batch_size} per "
         f"device x {config.world_size} process(es) x {config.steps_per_generation} micro-batch(es) = "
         f"{per_batch} prompt(s) x {config.num_generations} completions",
     )
-    if accumulation % uses == 0:
-        use = "every completion is used in one optimizer step: exactly on-policy"
-    else:
-        use = (
-            f"a generation batch is used in {-(-uses // accumulation)} optimizer steps: ratios to old "
-            "log-probs are clipped"
-        )
+    use = (
+        "every completion is used in one optimizer step: exactly on-policy"
+        if config.trains_on_policy
+        else f"a generation batch is used in {config.optimizer_steps_per_generation} optimizer steps: ratios "
+        "to old log-probs are clipped"
+    )
     yield ok("batches", use)
-    per_epoch = prompts // per_batch * uses / accumulation
+    uses = config.micro_batches_per_generation / config.gradient_accumulation_steps
+    per_epoch = prompts // per_batch * uses
     total = config.max_steps if config.max_steps > 0 else int(per_epoch * config.num_train_epochs)
     yield ok(
         "steps",

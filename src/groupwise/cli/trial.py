@@ -117,8 +117,11 @@ def reward_findings(
     if len(columns) == len(trainer.reward_callables):
         size = trainer.num_generations
         rewards = GroupRewards(torch.tensor(columns).T, trainer.reward_weights, size)
-        total_N = total_rewards(rewards, trainer.args.multi_objective_aggregation)
-        yield from _group_findings(total_N.view(-1, size).tolist())
+        total_PG = total_rewards(rewards, trainer.args.multi_objective_aggregation).view(-1, size)
+        groups = [total_G[~total_G.isnan()] for total_G in total_PG]  # NaN: a completion without a reward
+        varied = sum(len(group) > 0 and bool(group.min() < group.max()) for group in groups)
+        text = f"{varied} of {len(groups)} sampled groups have rewards that differ"
+        yield ok("reward", text) if varied else warn("reward", f"{text}: there is no gradient")
 
 
 def _value_findings(name: str, values: list[float], seconds: float) -> Iterator[Finding]:
@@ -133,14 +136,6 @@ def _value_findings(name: str, values: list[float], seconds: float) -> Iterator[
         yield warn("reward", f"{name}: constant, {text} ({seconds:.2f} s); it gives no gradient")
     else:
         yield ok("reward", f"{name}: {text} ({seconds:.2f} s)")
-
-
-def _group_findings(groups: list[list[float]]) -> Iterator[Finding]:
-    """Report the number of groups whose total rewards differ; NaN marks a completion without a reward."""
-    scored = [[value for value in group if not math.isnan(value)] for group in groups]
-    varied = sum(min(group) < max(group) for group in scored if group)
-    text = f"{varied} of {len(groups)} sampled groups have rewards that differ"
-    yield ok("reward", text) if varied else warn("reward", f"{text}: there is no gradient")
 
 
 class _Peak:
@@ -222,7 +217,10 @@ def memory_findings(
         f"weights {_gb(weights)}, reference {_gb(reference)}, gradients {_gb(trained)}, optimizer ({name}) "
         f"{_gb(int(states * trained))}, activations of the longest row ({length}) {_gb(row)}",
     )
-    room, what = _room(trainer.accelerator.device, weights + reference)
+    if trainer.accelerator.device.type == "cuda":
+        room, what = torch.cuda.mem_get_info(trainer.accelerator.device)[1], "the GPU"
+    else:
+        room, what = psutil.virtual_memory().available + weights + reference, "the machine"
     one, all_rows = fixed + row, fixed + rows * row
     text = (
         f"about {_gb(one)} with one longest row, at most {_gb(all_rows)} with {rows}; {what} has {_gb(room)}"
@@ -233,13 +231,6 @@ def memory_findings(
         yield warn("memory", f"{text}: micro-batches of long rows are split, with the same update")
     else:
         yield ok("memory", text)
-
-
-def _room(device: torch.device, resident: int) -> tuple[int, str]:
-    """Return the memory available to training in bytes, and the name of its owner."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1], "the GPU"
-    return psutil.virtual_memory().available + resident, "the machine"
 
 
 def _size(parameters: Iterable[torch.Tensor]) -> int:

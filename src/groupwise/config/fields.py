@@ -8,28 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from transformers import TrainingArguments
 
-from groupwise.config.conditions import (
-    BELOW_CLIP_MAX,
-    BOUNDS_OF_TRUNCATION,
-    CLIPPED_RATIO,
-    COLOCATE,
-    CORRECTION,
-    CORRECTION_WITHOUT_VLLM,
-    DIVIDES_PROCESSES,
-    K_OF_GENERATIONS,
-    KL,
-    KL_IN_LOSS,
-    LIGER,
-    NOT_VLLM,
-    PASS_AT_K,
-    RETRY,
-    SAPO,
-    SERVER,
-    STALENESS,
-    SUM_OF_REWARDS,
-    VESPO,
-    VLLM,
-)
+from groupwise.config import conditions as when
 from groupwise.config.inherited import INHERITED
 from groupwise.config.settings import OPTIMIZER_STATE, PROMPT_ORDER, TRAINER_STATE, Setting, on, with_settings
 from groupwise.core.advantages import ADVANTAGES, AGGREGATIONS
@@ -132,16 +111,17 @@ class GRPOFields(TrainingArguments):
         "name such as dynamic or static: that cache of transformers, with transformers' loop and PyTorch's "
         "linear layers. None: auto; in groupwise.trl_hooks dynamic, which on a CPU samples the completions "
         "of TRL on the same seed and is slower.",
-        no_effect_unless=NOT_VLLM)] = None
+        no_effect_unless=when.NOT_VLLM)] = None
     use_transformers_continuous_batching: Annotated[bool, Setting(
-        "Generate with transformers' continuous batching.", requires=(NOT_VLLM,), example=True,
+        "Generate with transformers' continuous batching.", requires=(when.NOT_VLLM,), example=True,
         card="if_changed")] = False
     transformers_continuous_batching_config: Annotated[Json, Setting(
         "Settings (dict or JSON) of continuous batching.",
         requires=(on("use_transformers_continuous_batching"),), example={"max_batch_tokens": 256})] = None
     ds3_gather_for_generation: Annotated[bool, Setting(
         "Under ZeRO-3, gather the whole policy on every device once per generation. False: layer by layer in "
-        "every forward, which takes less memory and is slower.", requires=(NOT_VLLM,), example=False)] = True
+        "every forward, which takes less memory and is slower.",
+        requires=(when.NOT_VLLM,), example=False)] = True
 
     # vLLM
     use_vllm: Annotated[bool, Setting("Generate with vLLM.", card="if_changed")] = False
@@ -150,51 +130,51 @@ class GRPOFields(TrainingArguments):
         choices=("colocate", "server"), example="colocated", card="if_changed")] = "colocate"
     vllm_model_impl: Annotated[str, Setting(
         "Model implementation of the engine.",
-        choices=("vllm", "transformers"), example="hf", no_effect_unless=COLOCATE)] = "vllm"
+        choices=("vllm", "transformers"), example="hf", no_effect_unless=when.COLOCATE)] = "vllm"
     vllm_enable_sleep_mode: Annotated[bool, Setting(
-        "Free the memory of the engine during training.", no_effect_unless=COLOCATE)] = False
+        "Free the memory of the engine during training.", no_effect_unless=when.COLOCATE)] = False
     vllm_structured_outputs_regex: Annotated[str | None, Setting(
-        "Regular expression that every completion matches.", no_effect_unless=VLLM)] = None
+        "Regular expression that every completion matches.", no_effect_unless=when.VLLM)] = None
     vllm_server_base_url: Annotated[str | None, Setting(
-        "Address of the server; overrides host and port.", no_effect_unless=SERVER)] = None
+        "Address of the server; overrides host and port.", no_effect_unless=when.SERVER)] = None
     vllm_server_host: Annotated[str, Setting(
-        "Host name or IP address of the server.", no_effect_unless=SERVER)] = "0.0.0.0"
+        "Host name or IP address of the server.", no_effect_unless=when.SERVER)] = "0.0.0.0"
     vllm_server_port: Annotated[int, Setting(
-        "Port of the server.", ge=1, le=65535, example=0, no_effect_unless=SERVER)] = 8000
+        "Port of the server.", ge=1, le=65535, example=0, no_effect_unless=when.SERVER)] = 8000
     vllm_server_timeout: Annotated[float, Setting(
         "Seconds to wait for the server before a ConnectionError.",
-        gt=0, example=0.0, no_effect_unless=SERVER)] = 240.0
+        gt=0, example=0.0, no_effect_unless=when.SERVER)] = 240.0
     vllm_group_port: Annotated[int, Setting(
         "Port of the process group that transfers weights to the server.",
-        ge=1, le=65535, example=70000, no_effect_unless=SERVER)] = 51216
+        ge=1, le=65535, example=70000, no_effect_unless=when.SERVER)] = 51216
     vllm_gpu_memory_utilization: Annotated[float, Setting(
         "Fraction of the GPU memory for the engine.",
-        gt=0, le=1, example=1.2, no_effect_unless=COLOCATE)] = 0.3
+        gt=0, le=1, example=1.2, no_effect_unless=when.COLOCATE)] = 0.3
     vllm_max_model_length: Annotated[int | None, Setting(
         "Maximum number of tokens of prompt and completion together.",
-        ge=1, example=0, no_effect_unless=COLOCATE)] = None
+        ge=1, example=0, no_effect_unless=when.COLOCATE)] = None
     vllm_tensor_parallel_size: Annotated[int, Setting(
-        "Processes that share one engine.", ge=1, example=0, requires=(DIVIDES_PROCESSES,),
-        no_effect_unless=COLOCATE)] = 1
+        "Processes that share one engine.", ge=1, example=0, requires=(when.DIVIDES_PROCESSES,),
+        no_effect_unless=when.COLOCATE)] = 1
     vllm_engine_kwargs: Annotated[Json, Setting(
-        "Further arguments (dict or JSON) of the engine.", no_effect_unless=COLOCATE)] = None
+        "Further arguments (dict or JSON) of the engine.", no_effect_unless=when.COLOCATE)] = None
     vllm_importance_sampling_correction: Annotated[bool, Setting(
         "Importance-sampling correction for the difference between the log-probs of sampler and trainer.",
         card="if_changed", changes="step")] = True
     vllm_importance_sampling_mode: Annotated[str, Setting(
         "Correct per token or per sequence; truncate the ratio at the bounds, or mask it beyond them.",
-        choices=CORRECTION_MODES, example="sequence_maks", requires=(BOUNDS_OF_TRUNCATION,),
-        no_effect_unless=CORRECTION, card="if_changed", changes="step")] = "sequence_mask"
+        choices=CORRECTION_MODES, example="sequence_maks", requires=(when.BOUNDS_OF_TRUNCATION,),
+        no_effect_unless=when.CORRECTION, card="if_changed", changes="step")] = "sequence_mask"
     vllm_importance_sampling_clip_max: Annotated[float | None, Setting(
         "Upper bound of the correction. None: no bound.",
-        gt=0, example=-3.0, no_effect_unless=CORRECTION, card="if_changed", changes="step")] = 3.0
+        gt=0, example=-3.0, no_effect_unless=when.CORRECTION, card="if_changed", changes="step")] = 3.0
     vllm_importance_sampling_clip_min: Annotated[float | None, Setting(
         "Lower bound of the correction. None: no bound.",
-        ge=0, example=-0.5, requires=(BELOW_CLIP_MAX,), no_effect_unless=CORRECTION, card="if_changed",
-        changes="step")] = None
+        ge=0, example=-0.5, requires=(when.BELOW_CLIP_MAX,), no_effect_unless=when.CORRECTION,
+        card="if_changed", changes="step")] = None
     rollout_func_importance_sampling_correction: Annotated[bool, Setting(
         "Correct for the log-probs that a rollout_func returns without vLLM, too.",
-        no_effect_unless=CORRECTION_WITHOUT_VLLM, card="if_changed", changes="step")] = False
+        no_effect_unless=when.CORRECTION_WITHOUT_VLLM, card="if_changed", changes="step")] = False
     logprob_mismatch_check: Annotated[str, Setting(
         "Compare the log-probs of a separate sampler with those of the trainer.",
         choices=("off", "warn", "error"), example="warm")] = "warn"
@@ -207,13 +187,15 @@ class GRPOFields(TrainingArguments):
         ge=0, example=-1.0, card="always", changes="step")] = 0.0
     kl_estimator: Annotated[str, Setting(
         "Estimator of the KL per token.",
-        choices=KL_ESTIMATORS, example="k4", no_effect_unless=KL, card="if_changed", changes="step")] = "k3"
+        choices=KL_ESTIMATORS, example="k4", no_effect_unless=when.KL, card="if_changed",
+        changes="step")] = "k3"
     kl_in_reward: Annotated[bool, Setting(
         "Subtract the KL from the reward instead of adding it to the loss.",
-        requires=(KL, SUM_OF_REWARDS), example=True, card="if_changed", changes="step")] = False
+        requires=(when.KL, when.SUM_OF_REWARDS), example=True, card="if_changed", changes="step")] = False
     use_bias_correction_kl: Annotated[bool, Setting(
         "Multiply the KL by the importance ratio (DeepSeek-V3.2).",
-        requires=(KL_IN_LOSS,), example=True, no_effect_unless=KL, card="if_changed", changes="step")] = False
+        requires=(when.KL_IN_LOSS,), example=True, no_effect_unless=when.KL, card="if_changed",
+        changes="step")] = False
     num_iterations: Annotated[int, Setting(
         "Optimization epochs over each generation batch (mu).", ge=1, example=0, card="always",
         changes="generation", on_resume=PROMPT_ORDER)] = 1
@@ -225,7 +207,7 @@ class GRPOFields(TrainingArguments):
         ge=0, example=-0.2, card="always", changes="step")] = None
     delta: Annotated[float | None, Setting(
         "Upper bound of the unclipped ratio (INTELLECT-2). None: no bound.",
-        gt=0, example=0.0, no_effect_unless=CLIPPED_RATIO, card="if_changed", changes="step")] = None
+        gt=0, example=0.0, no_effect_unless=when.CLIPPED_RATIO, card="if_changed", changes="step")] = None
     loss_type: Annotated[str, Setting(
         "Objective; register_objective adds further ones.",
         choices=OBJECTIVES, example="grop", card="always", changes="generation")] = "dapo"
@@ -237,22 +219,22 @@ class GRPOFields(TrainingArguments):
         choices=RATIO_LEVELS, example="tokens", card="always", changes="step")] = "token"
     sapo_temperature_pos: Annotated[float, Setting(
         "Gate temperature for positive advantages.",
-        gt=0, example=0.0, no_effect_unless=SAPO, card="if_changed", changes="step")] = 1.0
+        gt=0, example=0.0, no_effect_unless=when.SAPO, card="if_changed", changes="step")] = 1.0
     sapo_temperature_neg: Annotated[float, Setting(
         "Gate temperature for the other advantages.",
-        gt=0, example=-1.0, no_effect_unless=SAPO, card="if_changed", changes="step")] = 1.05
+        gt=0, example=-1.0, no_effect_unless=when.SAPO, card="if_changed", changes="step")] = 1.05
     vespo_k_pos: Annotated[float, Setting(
         "Power of the weight for positive advantages.",
-        gt=0, example=0.0, no_effect_unless=VESPO, card="if_changed", changes="step")] = 2.0
+        gt=0, example=0.0, no_effect_unless=when.VESPO, card="if_changed", changes="step")] = 2.0
     vespo_lambda_pos: Annotated[float, Setting(
         "Decay of the weight for positive advantages.",
-        gt=0, example=0.0, no_effect_unless=VESPO, card="if_changed", changes="step")] = 3.0
+        gt=0, example=0.0, no_effect_unless=when.VESPO, card="if_changed", changes="step")] = 3.0
     vespo_k_neg: Annotated[float, Setting(
         "Power of the weight for negative advantages.",
-        gt=0, example=-1.0, no_effect_unless=VESPO, card="if_changed", changes="step")] = 3.0
+        gt=0, example=-1.0, no_effect_unless=when.VESPO, card="if_changed", changes="step")] = 3.0
     vespo_lambda_neg: Annotated[float, Setting(
         "Decay of the weight for negative advantages.",
-        gt=0, example=-1.0, no_effect_unless=VESPO, card="if_changed", changes="step")] = 2.0
+        gt=0, example=-1.0, no_effect_unless=when.VESPO, card="if_changed", changes="step")] = 2.0
     off_policy_mask_threshold: Annotated[float | None, Setting(
         "Mask sequences of negative advantage whose mean log-ratio to the sampler exceeds this.",
         ge=0, example=-0.1, card="if_changed", changes="step")] = None
@@ -263,7 +245,7 @@ class GRPOFields(TrainingArguments):
         ge=0, le=1, example=-0.1, card="if_changed", changes="step")] = 1.0
     sync_ref_model: Annotated[bool, Setting(
         "Move the reference model towards the policy during training.",
-        requires=(KL,), example=True, card="if_changed")] = False
+        requires=(when.KL,), example=True, card="if_changed")] = False
     ref_model_mixup_alpha: Annotated[float, Setting(
         "Weight of the policy in an update of the reference model. 1: copy the policy.",
         ge=0, le=1, example=1.1, no_effect_unless=on("sync_ref_model"), card="if_changed")] = 0.6
@@ -312,9 +294,10 @@ class GRPOFields(TrainingArguments):
         choices=("raise", "none"), example="ignore", card="if_changed", changes="step")] = "raise"
     eval_pass_at_k: Annotated[list[int] | None, Setting(
         "Values of k: evaluation reports pass@k, maj@k and avg@n with confidence intervals.",
-        ge=1, example=[0], requires=(K_OF_GENERATIONS,), changes="step")] = None
+        ge=1, example=[0], requires=(when.K_OF_GENERATIONS,), changes="step")] = None
     eval_pass_threshold: Annotated[float, Setting(
-        "A completion passes if its reward is above this.", no_effect_unless=PASS_AT_K, changes="step")] = 0.0
+        "A completion passes if its reward is above this.",
+        no_effect_unless=when.PASS_AT_K, changes="step")] = 0.0
     eval_max_samples: Annotated[int | None, Setting(
         "Most rows read of an evaluation set or stream. None: all.", ge=1, example=0, changes="step")] = None
     eval_generation_kwargs: Annotated[Json, Setting(
@@ -332,12 +315,12 @@ class GRPOFields(TrainingArguments):
         "from its group.", choices=("raise", "retry"), example="drop", card="if_changed")] = "raise"
     rollout_retries: Annotated[int, Setting(
         "Retries of a failed rollout before its completion is dropped.",
-        ge=0, example=-1, no_effect_unless=RETRY, card="if_changed")] = 2
+        ge=0, example=-1, no_effect_unless=when.RETRY, card="if_changed")] = 2
 
     # Efficiency
     use_liger_kernel: Annotated[bool, Setting(
         "Use Liger's layers and Liger's fused loss.",
-        requires=LIGER, example=True, card="if_changed")] = False
+        requires=when.LIGER, example=True, card="if_changed")] = False
     logprob_head: Annotated[str, Setting(
         "Implementation of the log-prob head.",
         choices=("auto", "dense", "chunked"), example="chunk", card="if_changed")] = "auto"
@@ -354,7 +337,7 @@ class GRPOFields(TrainingArguments):
         ge=1, example=0, no_effect_unless=on("dynamic_sampling"), card="if_changed")] = 10
     rollout_staleness: Annotated[int, Setting(
         "Batches that a vLLM server generates ahead of training. 0: on-policy.",
-        ge=0, example=-1, requires=STALENESS, card="if_changed")] = 0
+        ge=0, example=-1, requires=when.STALENESS, card="if_changed")] = 0
 
     # Logging
     log_completions: Annotated[bool, Setting(
@@ -397,6 +380,16 @@ class GRPOFields(TrainingArguments):
     def micro_batches_per_generation(self) -> int:
         """Number of micro-batches of a rank that are trained on a generation batch, reuse included."""
         return self.steps_per_generation * self.num_iterations  # type: ignore[operator]
+
+    @property
+    def optimizer_steps_per_generation(self) -> int:
+        """Number of optimizer steps that train on a generation batch, rounded up."""
+        return -(-self.micro_batches_per_generation // self.gradient_accumulation_steps)
+
+    @property
+    def trains_on_policy(self) -> bool:
+        """True if every generation batch is used up within one optimizer step."""
+        return self.gradient_accumulation_steps % self.micro_batches_per_generation == 0
 
     @property
     def generations_per_eval_prompt(self) -> int:

@@ -7,19 +7,9 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from groupwise.config import resolution
 from groupwise.config.fields import GRPOFields
 from groupwise.config.redact import masked
-from groupwise.config.resolution import (
-    move_old_names,
-    parse_strings,
-    reopen_derived,
-    reset_ignored,
-    resolve_batch_sizes,
-    resolve_defaults,
-    resolve_liger,
-    resolve_precision,
-    resolve_sampling,
-)
 from groupwise.config.validation import check
 
 
@@ -38,22 +28,22 @@ class GRPOConfig(GRPOFields):
     """
 
     def __post_init__(self) -> None:
-        reopen_derived(self)
-        parse_strings(self)
-        move_old_names(self)
-        resolve_precision(self)
+        resolution.reopen_derived(self)
+        resolution.parse_strings(self)
+        resolution.move_old_names(self)
+        resolution.resolve_precision(self)
         # Newer transformers renamed the field, and warn about the old name even for our default.
         if getattr(self, "activation_checkpointing", True) is None:
             self.activation_checkpointing = self.gradient_checkpointing
         super().__post_init__()
         # Trainer reads it at every save; rewards, tools and scripts may change the working directory.
         self.output_dir = os.path.abspath(str(self.output_dir))
-        resolve_sampling(self)
-        resolve_defaults(self)
-        resolve_batch_sizes(self)
+        resolution.resolve_sampling(self)
+        resolution.resolve_defaults(self)
+        resolution.resolve_batch_sizes(self)
         check(self)
-        reset_ignored(self)
-        resolve_liger(self)
+        resolution.reset_ignored(self)
+        resolution.resolve_liger(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a dict; ``TrainingArguments`` rewrites nested dicts, so this reads a copy."""

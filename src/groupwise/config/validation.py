@@ -12,7 +12,6 @@ import math
 import re
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 
@@ -90,8 +89,8 @@ def violations(config: GRPOFields, changed: Collection[str] | None = None) -> di
         for condition in setting.requires:
             if changed is None or name in changed or condition.lasts:
                 collect(name, partial(condition.violations, name, setting.default))
-    for rule in RULES:
-        collect(rule.name, rule.check)
+    for relation in RULES:
+        collect(relation.__name__, relation)
     return found
 
 
@@ -100,7 +99,7 @@ def warnings_of(config: GRPOFields) -> list[str]:
 
     A setting has no effect if its condition does not hold; its default, and TRL's, are not mentioned.
     """
-    messages = [message for caution in CAUTIONS for message in caution.check(config)]
+    messages = [message for caution in CAUTIONS for message in caution(config)]
     for name, setting in config.SETTINGS.items():
         value, unless = getattr(config, name), setting.no_effect_unless
         if value == default_of(config, name) or is_trl_default(name, value):
@@ -131,27 +130,15 @@ class _ValidSettings:
         return getattr(self._config, name)
 
 
-@dataclass(frozen=True)
-class Rule:
-    """Relation between several settings.
-
-    name: name of the function.
-    check: yields a message per violation. It reads only settings that are valid by themselves.
-    example: arguments that violate this rule and no other.
-    """
-
-    name: str
-    check: Check
-    example: Mapping[str, object]
+#: Relations between several settings: functions that yield a message per violation, reading settings that are
+#: valid by themselves, with arguments that violate this rule and no other. Cautions are logged as warnings.
+RULES: dict[Check, Mapping[str, object]] = {}
+CAUTIONS: dict[Check, Mapping[str, object]] = {}
 
 
-RULES: list[Rule] = []
-CAUTIONS: list[Rule] = []  # their messages are logged as warnings
-
-
-def _add_to(rules: list[Rule], /, **example: object) -> Callable[[Check], Check]:
+def _add_to(rules: dict[Check, Mapping[str, object]], /, **example: object) -> Callable[[Check], Check]:
     def add(check: Check) -> Check:
-        rules.append(Rule(check.__name__, check, example))
+        rules[check] = example
         return check
 
     return add

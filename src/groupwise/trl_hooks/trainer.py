@@ -516,7 +516,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         if not training:
             self.evaluation.add(rollouts, rewards, self.settings)
         # TRL's rule for old log-probs, in training and in evaluation.
-        on_policy = self.args.gradient_accumulation_steps % self.settings.micro_batches_per_generation == 0
+        on_policy = self.settings.trains_on_policy
         (experience,) = self.make_experience(rollouts, rewards, len(rollouts), on_policy=on_policy)
         metrics = self.metrics[request.mode]
         metrics.rows = []  # the table is made from ``_logs``
