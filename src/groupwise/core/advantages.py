@@ -12,7 +12,7 @@ import torch
 from groupwise.registry import Registry
 
 #: Added to a standard deviation before division.
-STD_EPSILON = 1e-4
+STD_EPSILON = 1e-4  # equal rewards give 0 instead of 0 / 0
 
 #: Step rewards of N completions: lists of (index of the step's last token, reward).
 StepRewards = Sequence[Sequence[tuple[int, float]]]
@@ -47,18 +47,20 @@ class GroupRewards:
 
         For metrics, evaluation and logs; advantages have the rewards of the steps.
         """
-        rewards_NF = self.rewards_NF.clone()
+        rewards_NF = self.rewards_NF.clone()  # (N, F); the caller keeps its NaN columns
         for column, steps_N in self.step_rewards.items():
+            # (N,), NaN without steps.
             rewards_NF[:, column] = torch.tensor([step_sum(steps) for steps in steps_N]).to(rewards_NF)
         return replace(self, rewards_NF=rewards_NF, step_rewards={})
 
     def steps_vary(self) -> torch.Tensor:
         """Return which groups have step rewards that differ (P,)."""
         size = self.num_generations
-        varies_P = torch.zeros(len(self.rewards_NF) // size, dtype=torch.bool)
+        varies_P = torch.zeros(len(self.rewards_NF) // size, dtype=torch.bool)  # (P,), P = N / G
         for steps_N in self.step_rewards.values():
             for group in range(len(varies_P)):
-                rows = steps_N[group * size : (group + 1) * size]
+                rows = steps_N[group * size : (group + 1) * size]  # the G completions of one prompt
+                # With one value, all steps of the group are equally good.
                 varies_P[group] |= len({reward for steps in rows for _, reward in steps}) > 1
         return varies_P
 
@@ -81,15 +83,16 @@ Baseline = Callable[[torch.Tensor], torch.Tensor]
 def nan_std(values: torch.Tensor, dim: int) -> torch.Tensor:
     """Unbiased standard deviation that ignores NaN and keeps ``dim``; 0 for fewer than two values."""
     present = ~values.isnan()
-    count = present.sum(dim, keepdim=True)
+    count = present.sum(dim, keepdim=True)  # 1 in place of dim
+    # NaN adds nothing to the sum of squares.
     centred = torch.where(present, values - values.nanmean(dim, keepdim=True), 0.0)
     return (centred.square().sum(dim, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
 
 
 def weighted_sum(rewards_NF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> torch.Tensor:
     """Sum the weighted rewards of each completion, ignoring NaN. Returns (N,), NaN where all are NaN."""
-    total_N = (rewards_NF * weights_F).nansum(-1)
-    return total_N.masked_fill(rewards_NF.isnan().all(-1), float("nan"))
+    total_N = (rewards_NF * weights_F).nansum(-1)  # (N, F) · (F,), summed to (N,); NaN counts as 0
+    return total_N.masked_fill(rewards_NF.isnan().all(-1), float("nan"))  # no function gave a reward
 
 
 Combine = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
@@ -105,7 +108,7 @@ class Aggregation:
         (GDPO, arXiv 2601.05242). Otherwise the raw rewards are combined and the result is normalized.
     """
 
-    combine: Combine = weighted_sum
+    combine: Combine = weighted_sum  # (N, F), (F,), G to (N,)
     normalize_first: bool = False
 
 
@@ -155,7 +158,7 @@ def total_rewards(rewards: GroupRewards, aggregation: str = "sum_then_normalize"
 
 
 def _combine(values_NF: torch.Tensor, rewards: GroupRewards, aggregation: str) -> torch.Tensor:
-    total_N = AGGREGATIONS[aggregation].combine(values_NF, rewards.weights_F, rewards.num_generations)
+    total_N = AGGREGATIONS[aggregation].combine(values_NF, rewards.weights_F, rewards.num_generations)  # (N,)
     if total_N.shape != values_NF.shape[:1]:
         raise ValueError(
             f"aggregation {aggregation!r} returned a tensor of shape {tuple(total_N.shape)}; expected "
@@ -169,9 +172,9 @@ def with_small_groups(dropped_N: torch.Tensor, num_generations: int) -> torch.Te
 
     With one completion per prompt, as in evaluation, groups are never small.
     """
-    dropped_PG = dropped_N.view(-1, num_generations)
-    remaining_P1 = (~dropped_PG).sum(-1, keepdim=True)
-    return (dropped_PG | (remaining_P1 < min(2, num_generations))).view(-1)
+    dropped_PG = dropped_N.view(-1, num_generations)  # True: the rollout failed
+    remaining_P1 = (~dropped_PG).sum(-1, keepdim=True)  # (P, 1), 0 to G
+    return (dropped_PG | (remaining_P1 < min(2, num_generations))).view(-1)  # (N,)
 
 
 def group_mean(rewards_PG: torch.Tensor) -> torch.Tensor:
@@ -181,8 +184,8 @@ def group_mean(rewards_PG: torch.Tensor) -> torch.Tensor:
 
 def leave_one_out(rewards_PG: torch.Tensor) -> torch.Tensor:
     """Mean of the other completions of the group (RLOO), or its own reward if it is alone. Returns (P, G)."""
-    others_PG = (~rewards_PG.isnan()).sum(-1, keepdim=True) - 1
-    total_P1 = rewards_PG.nansum(-1, keepdim=True)
+    others_PG = (~rewards_PG.isnan()).sum(-1, keepdim=True) - 1  # G - 1 where no reward is missing
+    total_P1 = rewards_PG.nansum(-1, keepdim=True)  # (P, 1)
     return torch.where(others_PG > 0, (total_P1 - rewards_PG) / others_PG.clamp(min=1), rewards_PG)
 
 
@@ -202,24 +205,28 @@ def normalized_advantages(
     """
     size = rewards.num_generations
     if AGGREGATIONS[settings.aggregation].normalize_first:
+        # (F, P, G)
         rewards_FPG = rewards.rewards_NF.T.reshape(-1, rewards.rewards_NF.shape[0] // size, size)
         scaled_FPG = torch.stack(
             [(r_PG - baseline(r_PG)) / (nan_std(r_PG, -1) + STD_EPSILON) for r_PG in rewards_FPG]
         )
+        # (N,), of normalized rewards.
         total_N = _combine(scaled_FPG.reshape(len(scaled_FPG), -1).T, rewards, settings.aggregation)
+        # Whitened over all N.
         advantages_N = (total_N - total_N.nanmean()) / (nan_std(total_N, 0) + STD_EPSILON)
     else:
+        # (P, G), NaN where there is none.
         rewards_PG = total_rewards(rewards, settings.aggregation).reshape(-1, size)
-        centred_PG = rewards_PG - baseline(rewards_PG)
-        if settings.scale == "group":
+        centred_PG = rewards_PG - baseline(rewards_PG)  # group_mean (P, 1), leave_one_out (P, G)
+        if settings.scale == "group":  # (r - r̄) / (std + ε), DeepSeekMath section 4.1.2
             centred_PG = centred_PG / (nan_std(rewards_PG, -1) + STD_EPSILON)
-        elif settings.scale == "batch":
+        elif settings.scale == "batch":  # one divisor for all groups, so that their gradients compare
             centred_PG = centred_PG / (nan_std(rewards_PG.reshape(-1), 0) + STD_EPSILON)
         advantages_N = centred_PG.reshape(-1)
-    advantages_N = advantages_N.nan_to_num(nan=0.0)
+    advantages_N = advantages_N.nan_to_num(nan=0.0)  # without a reward there is no gradient
     if not rewards.step_rewards:
         return advantages_N
-    return advantages_N.unsqueeze(1) + sum(
+    return advantages_N.unsqueeze(1) + sum(  # (N, 1) + (N, T)
         rewards.weights_F[column]
         * process_advantages(steps, size, rewards.num_tokens, scale=settings.scale != "none").to(advantages_N)
         for column, steps in rewards.step_rewards.items()
@@ -243,15 +250,18 @@ def process_advantages(
     Returns:
         (N, num_tokens) float64
     """
+    # (N, T), 0 after the last step.
     advantages_NT = torch.zeros(len(step_rewards), num_tokens, dtype=torch.float64)
     for start in range(0, len(step_rewards), num_generations):
         group = step_rewards[start : start + num_generations]
+        # All steps of the group.
         values = torch.tensor([reward for steps in group for _, reward in steps], dtype=torch.float64)
-        if not len(values):
+        if not len(values):  # no completion of this group has a step
             continue
-        divisor = nan_std(values, 0).item() + STD_EPSILON if scale else 1.0
+        divisor = nan_std(values, 0).item() + STD_EPSILON if scale else 1.0  # one for the group
         for row, steps in enumerate(group, start):
             for end, reward in steps:
+                # Every token up to the end of the step led to its reward.
                 advantages_NT[row, : end + 1] += (reward - values.mean().item()) / divisor
     return advantages_NT
 
@@ -269,12 +279,12 @@ def per_token_advantages(rewards: GroupRewards, settings: AdvantageSettings) -> 
     advantages_N = normalized_advantages(replace(rewards, step_rewards={}), settings)
     if not rewards.step_rewards:
         return advantages_N
-    advantages_NT = advantages_N.unsqueeze(1).repeat(1, rewards.num_tokens)
+    advantages_NT = advantages_N.unsqueeze(1).repeat(1, rewards.num_tokens)  # (N, T), A_i at every token
     weights = rewards.weights_F.tolist()
     for column, step_rewards in rewards.step_rewards.items():
         for row, steps in enumerate(step_rewards):
             for index, reward in steps:
-                advantages_NT[row, index] += weights[column] * reward
+                advantages_NT[row, index] += weights[column] * reward  # this token alone
     return advantages_NT
 
 

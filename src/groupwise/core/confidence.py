@@ -26,7 +26,7 @@ def look_level(look: int, alpha: float = 0.05) -> float:
     """
     if look < 1:
         raise ValueError(f"look={look}; evaluations are counted from 1")
-    return alpha / (look * (look + 1))
+    return alpha / (look * (look + 1))  # Σ 1 / (k (k + 1)) = 1
 
 
 def log_capital(values: torch.Tensor, means: torch.Tensor, alpha: float) -> torch.Tensor:
@@ -48,12 +48,13 @@ def log_capital(values: torch.Tensor, means: torch.Tensor, alpha: float) -> torc
     values = values.double()
     n = values.shape[-1]
     counts = torch.arange(1, n + 1, dtype=torch.float64)
-    running_mean = (0.5 + values.cumsum(-1)) / (counts + 1)
+    running_mean = (0.5 + values.cumsum(-1)) / (counts + 1)  # (..., n), from a prior observation of 1/2
     variance = (0.25 + (values - running_mean).square().cumsum(-1)) / (counts + 1)
     # Predictable: a bet uses the observations before its own.
     variance = torch.cat([torch.full_like(variance[..., :1], 0.25), variance[..., :-1]], dim=-1)
     bets = (2 * math.log(2 / alpha) / (n * variance)).sqrt().unsqueeze(-1)  # (..., n, 1)
     distance = values.unsqueeze(-1) - means  # (..., n, M)
+    # (..., M), bets that the mean is larger.
     above = torch.log1p(torch.minimum(bets, _TRUNCATION / means) * distance).sum(-2)
     below = torch.log1p(-torch.minimum(bets, _TRUNCATION / (1 - means)) * distance).sum(-2)
     return torch.maximum(above, below) - math.log(2)
@@ -77,8 +78,8 @@ def gain_interval(differences: torch.Tensor, look: int, alpha: float = 0.05) -> 
     if not len(differences) or not bool((differences.abs() <= 1).all()):
         raise ValueError("differences must be one or more numbers in [-1, 1]")
     level = look_level(look, alpha)
-    grid = torch.linspace(0, 1, _GRID, dtype=torch.float64)
+    grid = torch.linspace(0, 1, _GRID, dtype=torch.float64)  # gains of -1 to 1, mapped to [0, 1]
     inside = log_capital((differences.double() + 1) / 2, grid[1:-1], level) < math.log(1 / level)
-    kept = torch.nonzero(inside).flatten() + 1
+    kept = torch.nonzero(inside).flatten() + 1  # means that no bet refuted; one neighbour on each side
     low, high = grid[kept[0] - 1].item(), grid[kept[-1] + 1].item()
     return 2 * low - 1, 2 * high - 1

@@ -20,9 +20,12 @@ class CorrectionMode:
 
 
 CORRECTION_MODES: dict[str, CorrectionMode] = {
+    # TIS: a biased weight of bounded variance.
     "token_truncate": CorrectionMode(per_sequence=False, mask=False),
+    # MIS: a token outside the bounds has no gradient.
     "token_mask": CorrectionMode(per_sequence=False, mask=True),
     "sequence_truncate": CorrectionMode(per_sequence=True, mask=False),
+    # The default: one token that is far off drops its sequence.
     "sequence_mask": CorrectionMode(per_sequence=True, mask=True),
 }
 
@@ -31,8 +34,9 @@ def sampler_log_gap(
     old_logps_BT: torch.Tensor, sampler_logps_BT: torch.Tensor, mask_BT: torch.Tensor
 ) -> torch.Tensor:
     """Compute d_it = ℓ_old − ℓ_samp (B, T) on loss tokens, 0 elsewhere and where it is not finite."""
+    # Unreported: factor 1.
     gap_BT = torch.nan_to_num(old_logps_BT - sampler_logps_BT, nan=0.0, posinf=0.0, neginf=0.0)
-    return gap_BT * mask_BT
+    return gap_BT * mask_BT  # tools and padding were not sampled
 
 
 def sampler_correction(
@@ -53,13 +57,13 @@ def sampler_correction(
         (B, T) for token modes, (B, 1) for sequence modes; no gradient.
     """
     chosen = CORRECTION_MODES[mode]
-    log_gap_BX = log_gap_BT.detach()
+    log_gap_BX = log_gap_BT.detach()  # a weight, not a part of the objective
     if chosen.per_sequence:
-        log_gap_BX = log_gap_BX.sum(-1, keepdim=True)
+        log_gap_BX = log_gap_BX.sum(-1, keepdim=True)  # (B, 1), log of the product over tokens
     factor_BX = log_gap_BX.exp()
     lowest = 0.0 if clip_min is None else clip_min
     highest = float("inf") if clip_max is None else clip_max
     if not chosen.mask:
         return factor_BX.clamp(lowest, highest)
-    outside_BX = (factor_BX < lowest) | (factor_BX > highest)
+    outside_BX = (factor_BX < lowest) | (factor_BX > highest)  # (B, X)
     return factor_BX.masked_fill(outside_BX, 0.0)

@@ -20,9 +20,10 @@ class EntropyControl:
         """Return the coefficient: 0 while the entropy is unknown or above ``target`` (None: no target)."""
         if target is None or (self.entropy is not None and self.entropy <= target):
             return self.coef
-        return 0.0
+        return 0.0  # exploration is high enough: no bonus
 
     def step(self, entropy: float, target: float, delta: float, low: float, high: float) -> EntropyControl:
         """Update after a window: coef += Δ if its entropy is ≤ target, else −= Δ, clamped to [low, high]."""
+        # ±Δ per window, whatever the distance.
         moved = self.coef + delta if entropy <= target else self.coef - delta
         return replace(self, coef=min(max(moved, low), high), entropy=entropy)

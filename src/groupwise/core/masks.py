@@ -17,10 +17,10 @@ def entropy_threshold(entropies: torch.Tensor, top_quantile: float) -> torch.Ten
     """
     if entropies.numel() == 0:
         return torch.tensor(float("inf"))
-    position = (1.0 - top_quantile) * (entropies.numel() - 1)
+    position = (1.0 - top_quantile) * (entropies.numel() - 1)  # fractional index into the sorted entropies
     # torch.quantile is limited to 2^24 values; sorting is not.
     ordered = entropies.sort().values
-    below = int(position)
+    below = int(position)  # order statistics on both sides
     above = min(below + 1, ordered.numel() - 1)
     return torch.lerp(ordered[below], ordered[above], position - below)
 
@@ -40,7 +40,9 @@ def off_policy_keep(
     Returns:
         (B, X), 1 keeps and 0 drops, no gradient.
     """
+    # (B, T), positive where π_θ became less likely.
     drift_BT = torch.nan_to_num(behaviour_logps_BT - logps_BT.detach(), nan=0.0, posinf=0.0, neginf=0.0)
-    lengths_B1 = mask_BT.sum(-1, keepdim=True).clamp(min=1)
+    lengths_B1 = mask_BT.sum(-1, keepdim=True).clamp(min=1)  # rows without loss tokens have drift 0
     drift_B1 = (drift_BT * mask_BT).sum(-1, keepdim=True) / lengths_B1
+    # Whole rows; tokens only with step rewards.
     return ((advantages_BX >= 0) | (drift_B1 <= threshold)).to(logps_BT.dtype)

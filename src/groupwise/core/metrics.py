@@ -19,14 +19,15 @@ def _number(value: Scalar) -> float:
 class Mean:
     """Weighted mean, stored as numerator and denominator so that merging is exact."""
 
-    total: Scalar
-    count: Scalar = 1.0
+    total: Scalar  # tensors stay on the device until value(): no synchronisation per micro-batch
+    count: Scalar = 1.0  # tokens, rows or calls
 
     def merge(self, other: Mean) -> Mean:
         return Mean(self.total + other.total, self.count + other.count)
 
     def value(self) -> float:
         count = _number(self.count)
+        # Without tokens: NaN, not 0.
         return _number(self.total) / count if count else math.nan
 
 
@@ -76,6 +77,7 @@ Metrics = dict[str, Reduction]
 def _extreme(tensor_op, number_op, a: Scalar, b: Scalar) -> Scalar:
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         device = (a if isinstance(a, torch.Tensor) else b).device  # type: ignore[union-attr]
+        # No transfer to the host.
         return tensor_op(torch.as_tensor(a, device=device), torch.as_tensor(b, device=device))
     return number_op(a, b)
 
@@ -118,5 +120,5 @@ def attach_metrics(plain: Mapping[str, tuple[str, tuple[float, ...]]]) -> Metric
 def masked_mean(values_BX: torch.Tensor, mask_BT: torch.Tensor) -> Mean:
     """Mean over loss tokens, or over sequences if ``values_BX`` has one value per sequence; detached."""
     if values_BX.shape[1] == 1 and mask_BT.shape[1] != 1:
-        return Mean(values_BX.detach().sum(), float(values_BX.shape[0]))
-    return Mean((values_BX.detach() * mask_BT).sum(), mask_BT.sum())
+        return Mean(values_BX.detach().sum(), float(values_BX.shape[0]))  # every row counts once
+    return Mean((values_BX.detach() * mask_BT).sum(), mask_BT.sum())  # every loss token counts once

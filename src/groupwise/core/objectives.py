@@ -122,34 +122,38 @@ def policy_loss(
         metrics: typed reductions.
     """
     objective = OBJECTIVES[settings.objective]
-    mask_BT = batch.loss_mask_BT.to(logps_BT.dtype)
+    mask_BT = batch.loss_mask_BT.to(logps_BT.dtype)  # (B, T) of ones and zeros
     # NaN: the behaviour policy is the current one, ℓ_old = sg(ℓ), and the ratio is exactly 1.
     old_logps_BT = torch.where(batch.old_logps_BT.isnan(), logps_BT.detach(), batch.old_logps_BT)
+    # π_old / π_sampler, bounded.
     correction_BX, metrics = correction(old_logps_BT, batch.sampler_logps_BT, mask_BT, settings)
-    if batch.correction_BX is not None:
+    if batch.correction_BX is not None:  # computed before the window
         correction_BX = batch.correction_BX
     inputs = _surrogate_inputs(batch, logps_BT, old_logps_BT, mask_BT, correction_BX, settings)
     per_token_BX = objective.surrogate(inputs, settings.surrogate)  # (B, T) or (B, 1)
     if settings.off_policy_threshold is not None:
+        # The policy that sampled.
         behaviour_BT = old_logps_BT if batch.sampler_logps_BT is None else batch.sampler_logps_BT
-        per_token_BX = per_token_BX * off_policy_keep(
+        per_token_BX = per_token_BX * off_policy_keep(  # (B, X), 0 on drifted rows with A < 0
             batch.advantages_BX, logps_BT, behaviour_BT, mask_BT, settings.off_policy_threshold
         )
-    per_token_BX = per_token_BX * batch.entropy_mask_BT
+    per_token_BX = per_token_BX * batch.entropy_mask_BT  # (B, T), 1 on tokens of high entropy, all by default
     if correction_BX is not None and not objective.applies_sampler_correction:
         per_token_BX = per_token_BX * correction_BX
-    loss = (per_token_BX * batch.token_weights_BT).sum()
+    loss = (per_token_BX * batch.token_weights_BT).sum()  # weights hold mask and divisor; 0 on padding
     if inputs.ref_logps_BT is not None:
+        # (B, T), 0 while the policy is the reference.
         kl_BT = KL_ESTIMATORS[settings.kl_estimator](inputs.logps_BT, inputs.ref_logps_BT)
         if settings.bias_correction_kl:
-            kl_BT = kl_BT * inputs.ratio_BX
+            kl_BT = kl_BT * inputs.ratio_BX  # samples are of π_old, the KL is under π_θ
         if settings.kl_in_loss:
+            # The same weights: β is per token of the objective.
             loss = loss + settings.beta * (kl_BT * batch.token_weights_BT).sum()
         metrics["kl"] = masked_mean(kl_BT, mask_BT)
     if entropy_BT is not None:
         if batch.entropy_weights_BT is not None:
-            metrics["policy_loss"] = Mean(loss.detach())
-            loss = loss - (entropy_BT * batch.entropy_weights_BT).sum()
+            metrics["policy_loss"] = Mean(loss.detach())  # without the bonus
+            loss = loss - (entropy_BT * batch.entropy_weights_BT).sum()  # coefficient / tokens of the window
         metrics["entropy"] = masked_mean(entropy_BT, mask_BT)
     if objective.diagnostics is not None:
         metrics.update(objective.diagnostics(inputs, settings.surrogate))
@@ -166,6 +170,7 @@ def _surrogate_inputs(
 ) -> SurrogateInputs:
     # Padding may hold any number: zeros there keep every exp() finite and the gradient exactly zero.
     off_BT = mask_BT == 0
+    # ℓ - ℓ_old, 0 in value on the first pass.
     log_ratio_BT = (logps_BT - old_logps_BT).masked_fill(off_BT, 0.0)
     ref_BT, sampler_BT = batch.ref_logps_BT, batch.sampler_logps_BT
     if sampler_BT is not None:
@@ -179,6 +184,7 @@ def _surrogate_inputs(
         ref_logps_BT=None if ref_BT is None else ref_BT.masked_fill(off_BT, 0.0),
         sampler_logps_BT=sampler_BT,
         log_ratio_BT=log_ratio_BT,
+        # (B, T), or (B, 1) for GSPO.
         ratio_BX=RATIO_LEVELS[settings.ratio_level](log_ratio_BT, mask_BT).exp(),
         log_correction_BX=log_correction_BX,
         advantages_BX=batch.advantages_BX,
@@ -201,14 +207,15 @@ def correction(
     """
     if sampler_logps_BT is None:
         return None, {}
+    # ℓ_old - ℓ_sampler, 0 where not reported.
     gap_BT = sampler_log_gap(old_logps_BT.detach(), sampler_logps_BT, mask_BT)
-    reported_BT = mask_BT * ~sampler_logps_BT.isnan()
+    reported_BT = mask_BT * ~sampler_logps_BT.isnan()  # (B, T)
     metrics: Metrics = {
         "sampling/sampling_logp_difference/mean": masked_mean(gap_BT.abs(), reported_BT),
         "sampling/sampling_logp_difference/max": Max(gap_BT.abs().max()),
     }
     if settings.truncation_unknown:  # the sampler divided probabilities by the kept mass: d = log(kept mass)
-        truncated_BT = -torch.expm1(gap_BT.clamp(max=0.0))
+        truncated_BT = -torch.expm1(gap_BT.clamp(max=0.0))  # 1 - kept mass, seen at the sampled token
         metrics["sampling/truncated_mass/mean"] = masked_mean(truncated_BT, reported_BT)
         metrics["sampling/truncated_mass/max"] = Max(truncated_BT.max())
     if settings.correction_mode is None:
@@ -229,16 +236,18 @@ def correction(
 def _log_correction(correction_BX: torch.Tensor, off_BT: torch.Tensor) -> torch.Tensor:
     # Bounds that exclude 1 give a padded token a factor other than 1, and its log would enter a sum over
     # tokens.
-    log_BX = correction_BX.log()
+    log_BX = correction_BX.log()  # -inf where the mask modes drop a factor
     return log_BX if log_BX.shape != off_BT.shape else log_BX.masked_fill(off_BT, 0.0)
 
 
 def clip_metrics(inputs: SurrogateInputs, settings: SurrogateSettings) -> Metrics:
     """Share of tokens (sequences, at sequence level) whose gradient the clip removes, by side."""
-    ratio_BX, mask_BT = inputs.ratio_BX.detach(), inputs.loss_mask_BT
+    ratio_BX, mask_BT = inputs.ratio_BX.detach(), inputs.loss_mask_BT  # (B, T) or (B, 1)
+    # A < 0 pushes ρ down: clipped below.
     low_BX = ((ratio_BX < 1 - settings.epsilon_low) & (inputs.advantages_BX < 0)).float()
+    # A > 0 pushes ρ up: clipped above.
     high_BX = ((ratio_BX > 1 + settings.epsilon_high) & (inputs.advantages_BX > 0)).float()
-    low_B, high_B = _per_sequence(low_BX, mask_BT), _per_sequence(high_BX, mask_BT)
+    low_B, high_B = _per_sequence(low_BX, mask_BT), _per_sequence(high_BX, mask_BT)  # share of each row
     return {
         "clip_ratio/low_mean": masked_mean(low_BX, mask_BT),
         "clip_ratio/low_min": Min(low_B.min()),
@@ -250,8 +259,8 @@ def clip_metrics(inputs: SurrogateInputs, settings: SurrogateSettings) -> Metric
 
 def _per_sequence(values_BX: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
     if values_BX.shape[1] == 1:
-        return values_BX.squeeze(1)
-    return (values_BX * mask_BT).sum(-1) / mask_BT.sum(-1).clamp(min=1)
+        return values_BX.squeeze(1)  # a sequence ratio is clipped whole
+    return (values_BX * mask_BT).sum(-1) / mask_BT.sum(-1).clamp(min=1)  # mean over loss tokens
 
 
 def cispo_metrics(inputs: SurrogateInputs, settings: SurrogateSettings) -> Metrics:

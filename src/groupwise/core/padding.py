@@ -26,12 +26,15 @@ def pad_sequences(
     Returns:
         (B, T), T is the longest length (at least 1), rounded up.
     """
+    # T ≥ 1, so that reductions over it are defined.
     width = max([len(sequence) for sequence in sequences] + [1])
     if multiple_of:
         width = -(-width // multiple_of) * multiple_of
+    # (B, T), built on the host: one transfer instead of B.
     padded = torch.full((len(sequences), width), value, dtype=dtype)
     for row, sequence in zip(padded, sequences, strict=True):
         if len(sequence):
+            # Prompts: left, so that completions begin in one column.
             span = slice(width - len(sequence), None) if left else slice(len(sequence))
             row[span] = torch.as_tensor(sequence, dtype=dtype)
     return padded.to(device) if device is not None else padded
@@ -39,7 +42,7 @@ def pad_sequences(
 
 def length_mask(lengths: Sequence[int], width: int, *, left: bool = False, device=None) -> torch.Tensor:
     """Build the mask of padded rows: 1 on real tokens. Returns (B, width) long."""
-    position = torch.arange(width, device=device)
+    position = torch.arange(width, device=device)  # (width,)
     lengths_B1 = torch.as_tensor(list(lengths), device=device).unsqueeze(1)
-    real = position >= width - lengths_B1 if left else position < lengths_B1
+    real = position >= width - lengths_B1 if left else position < lengths_B1  # (B, width)
     return real.long()

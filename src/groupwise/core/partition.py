@@ -15,10 +15,10 @@ def balanced_parts(costs: Sequence[float], parts: int) -> list[list[int]]:
     Returns:
         ``parts`` sorted lists of indices; some are empty if there are fewer costs than parts.
     """
-    loads = [(0.0, part) for part in range(parts)]
+    loads = [(0.0, part) for part in range(parts)]  # a heap: the part with the least work first
     result: list[list[int]] = [[] for _ in range(parts)]
-    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):  # largest first, ties in order
         load, part = heapq.heappop(loads)
-        result[part].append(index)
+        result[part].append(index)  # to the least loaded part
         heapq.heappush(loads, (load + costs[index], part))
     return [sorted(part) for part in result]

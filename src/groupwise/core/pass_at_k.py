@@ -46,7 +46,8 @@ def majority_at_k(answers: Sequence[Hashable], passed: Sequence[bool], k: int) -
     if not 1 <= k <= len(answers):
         raise ValueError(f"maj@{k} of {len(answers)} answers; needed: 1 <= k <= n")
     n = len(answers)
-    starts = range(n) if k < n else range(1)
+    starts = range(n) if k < n else range(1)  # k = n: one window
+    # 0 to 1 per window.
     shares = [_winner_passes([(start + i) % n for i in range(k)], answers, passed) for start in starts]
     return math.fsum(shares) / len(shares)
 
@@ -55,10 +56,11 @@ def _winner_passes(places: Sequence[int], answers: Sequence[Hashable], passed: S
     votes: dict[Hashable, list[bool]] = {}
     for place in places:
         if answers[place] is not None:
-            votes.setdefault(answers[place], []).append(passed[place])
+            votes.setdefault(answers[place], []).append(passed[place])  # one flag per vote
     if not votes:
         return 0.0
-    most = max(len(given) for given in votes.values())
+    most = max(len(given) for given in votes.values())  # votes of the winner, or of each tied one
+    # Share of its votes that passed.
     winners = [sum(given) / most for given in votes.values() if len(given) == most]
     return math.fsum(winners) / len(winners)
 
@@ -78,5 +80,5 @@ def mean_with_interval(values: Sequence[float]) -> tuple[float, float]:
     mean = math.fsum(values) / count
     if count == 1:
         return mean, math.nan
-    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
+    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)  # s², unbiased
     return mean, _NORMAL_95 * math.sqrt(variance / count)

@@ -24,11 +24,11 @@ def sequence_log_ratio(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor) -> tor
     Returns:
         (B, 1)
     """
-    lengths_B1 = mask_BT.sum(-1, keepdim=True).clamp(min=1)
-    return (log_ratio_BT * mask_BT).sum(-1, keepdim=True) / lengths_B1
+    lengths_B1 = mask_BT.sum(-1, keepdim=True).clamp(min=1)  # a row without loss tokens has ratio 1
+    return (log_ratio_BT * mask_BT).sum(-1, keepdim=True) / lengths_B1  # log of the geometric mean of ρ_it
 
 
 RATIO_LEVELS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "token": token_log_ratio,
-    "sequence": sequence_log_ratio,
+    "sequence": sequence_log_ratio,  # one ratio for all tokens of a row
 }

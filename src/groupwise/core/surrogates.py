@@ -53,12 +53,12 @@ class SurrogateSettings:
     delta: upper bound of ρ in the two-sided clip; None: no bound.
     """
 
-    epsilon_low: float = 0.2
-    epsilon_high: float = 0.2
-    delta: float | None = None
-    sapo_temperature_pos: float = 1.0
-    sapo_temperature_neg: float = 1.05
-    vespo_k_pos: float = 2.0
+    epsilon_low: float = 0.2  # no gradient below ρ = 0.8 where A < 0
+    epsilon_high: float = 0.2  # no gradient above ρ = 1.2 where A > 0
+    delta: float | None = None  # bounds the loss of A < 0, which the clip leaves unbounded
+    sapo_temperature_pos: float = 1.0  # larger: a narrower trust region
+    sapo_temperature_neg: float = 1.05  # narrower: updates that lower a probability are less stable
+    vespo_k_pos: float = 2.0  # φ(1) = 1, the maximum is at w = k / λ
     vespo_lambda_pos: float = 3.0
     vespo_k_neg: float = 3.0
     vespo_lambda_neg: float = 2.0
@@ -69,14 +69,18 @@ def clipped(inputs: SurrogateInputs, settings: SurrogateSettings) -> torch.Tenso
 
     DeepSeekMath eq. 3; asymmetric bounds from DAPO eq. 8; δ from INTELLECT-2 (two-sided clipping).
     """
-    ratio_BX, advantages_BX = inputs.ratio_BX, inputs.advantages_BX
+    ratio_BX, advantages_BX = inputs.ratio_BX, inputs.advantages_BX  # 1 on the first pass over a generation
+    # No gradient outside the bounds.
     bounded_BX = ratio_BX.clamp(1 - settings.epsilon_low, 1 + settings.epsilon_high)
+    # Where A < 0 the loss is at most -δ A.
     capped_BX = ratio_BX if settings.delta is None else ratio_BX.clamp(max=settings.delta)
+    # min: a clipped ratio never makes the surrogate better than the ratio itself does.
     return -torch.minimum(capped_BX * advantages_BX, bounded_BX * advantages_BX)
 
 
 def cispo(inputs: SurrogateInputs, settings: SurrogateSettings) -> torch.Tensor:
     """−sg[min(ρ, ε_high)] A ℓ (MiniMax-M1, eq. 4): clip the weight, keep every token's gradient."""
+    # A constant; the gradient is that of ℓ.
     weight_BX = inputs.ratio_BX.detach().clamp(max=settings.epsilon_high)
     return -weight_BX * inputs.advantages_BX * inputs.logps_BT
 
@@ -89,6 +93,7 @@ def sapo(inputs: SurrogateInputs, settings: SurrogateSettings) -> torch.Tensor:
         settings.sapo_temperature_neg,
         inputs.ratio_BX,
     )
+    # 2 / τ at ρ = 1, with slope 1 there: the gradient of the first pass is that of the plain ratio.
     gate_BX = torch.sigmoid(temperature_BX * (inputs.ratio_BX - 1)) * 4 / temperature_BX
     return -gate_BX * inputs.advantages_BX
 
@@ -106,13 +111,15 @@ def vespo_gate(inputs: SurrogateInputs, settings: SurrogateSettings) -> torch.Te
     Returns:
         (B, 1), or (B, T) for token-wise advantages; no gradient.
     """
+    # Sums, not means: w is a product over tokens.
     log_w_B1 = (inputs.log_ratio_BT.detach().clamp(-20, 20) * inputs.loss_mask_BT).sum(-1, keepdim=True)
     if inputs.log_correction_BX is not None:
         log_w_B1 = log_w_B1 + inputs.log_correction_BX.clamp(math.log(1e-8), 20).sum(-1, keepdim=True)
-    log_w_B1 = log_w_B1.clamp(math.log(1e-8), 20)
-    positive_BX = inputs.advantages_BX >= 0
+    log_w_B1 = log_w_B1.clamp(math.log(1e-8), 20)  # e^20 bounds the exponential below
+    positive_BX = inputs.advantages_BX >= 0  # (B, 1), or (B, T) for step rewards
     k_BX = _by_sign(positive_BX, settings.vespo_k_pos, settings.vespo_k_neg, log_w_B1)
     lambda_BX = _by_sign(positive_BX, settings.vespo_lambda_pos, settings.vespo_lambda_neg, log_w_B1)
+    # log φ = λ + k log w - λ w, then exp.
     return (lambda_BX + k_BX * log_w_B1 - lambda_BX * log_w_B1.exp()).exp()
 
 

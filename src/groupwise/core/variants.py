@@ -29,7 +29,9 @@ def gspo_token(inputs: SurrogateInputs, settings: SurrogateSettings) -> torch.Te
     own advantage, which process rewards make token-wise. With one advantage per sequence the gradient is
     GSPO's too.
     """
+    # No gradient: a constant of the row.
     log_s_B1 = sequence_log_ratio(inputs.log_ratio_BT, inputs.loss_mask_BT).detach()
+    # Value s_i, gradient of ℓ_it.
     ratio_BT = (log_s_B1 + inputs.log_ratio_BT - inputs.log_ratio_BT.detach()).exp()
     return clipped(replace(inputs, ratio_BX=ratio_BT), settings)
 
@@ -49,8 +51,9 @@ def gmpo(inputs: SurrogateInputs, settings: GMPOSettings) -> torch.Tensor:
     clipping log ρ_it to [−ε_low, ε_high]. Written in log space, as in the authors' code and verl's
     ``geo_mean``.
     """
-    low_BT = inputs.log_ratio_BT.clamp(min=-settings.epsilon_low)
-    high_BT = inputs.log_ratio_BT.clamp(max=settings.epsilon_high)
+    low_BT = inputs.log_ratio_BT.clamp(min=-settings.epsilon_low)  # ρ ≥ e^-0.4
+    high_BT = inputs.log_ratio_BT.clamp(max=settings.epsilon_high)  # ρ ≤ e^0.4
+    # Clipped token by token, then averaged.
     log_ratio_BT = torch.where(inputs.advantages_BX > 0, high_BT, low_BT)
     return -inputs.advantages_BX * sequence_log_ratio(log_ratio_BT, inputs.loss_mask_BT).exp()
 
@@ -70,8 +73,8 @@ def dppo(inputs: SurrogateInputs, settings: DPPOSettings) -> torch.Tensor:
     sampled: the separate sampler if there is one, else π_old. No sampler correction is applied on top.
     """
     behaviour_BT = inputs.old_logps_BT if inputs.sampler_logps_BT is None else inputs.sampler_logps_BT
-    shift_BT = inputs.logps_BT.detach().exp() - behaviour_BT.exp()
-    inside_BT = torch.where(
+    shift_BT = inputs.logps_BT.detach().exp() - behaviour_BT.exp()  # π - μ of the sampled token
+    inside_BT = torch.where(  # False: the token has no gradient
         inputs.advantages_BX > 0, shift_BT <= settings.delta_high, shift_BT >= -settings.delta_low
     )
     return inside_BT * -inputs.advantages_BX * (inputs.logps_BT - behaviour_BT).exp()
@@ -84,7 +87,7 @@ def prompt_mean(rows: WeightInputs, counts: WindowCounts) -> torch.Tensor:
     """
     # The prompt of rows that pad an evaluation batch is not counted.
     tokens = [max(counts.group_tokens.get(group, 0), 1) for group in rows.group_ids_B.tolist()]
-    tokens_B1 = rows.mask_BT.new_tensor(tokens).unsqueeze(1)
+    tokens_B1 = rows.mask_BT.new_tensor(tokens).unsqueeze(1)  # Σ_j |o_j| of the row's prompt, over all ranks
     return rows.mask_BT * counts.world_size / (len(counts.group_tokens) * tokens_B1)
 
 
@@ -104,8 +107,8 @@ def maxrl(rewards: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
     rewards_PG = total_rewards(rewards, settings.aggregation).reshape(-1, rewards.num_generations)
     if rewards.step_rewards or bool((rewards_PG < 0).any()):
         raise ValueError("advantage_baseline='maxrl' needs one non-negative reward per completion")
-    mean_P1 = group_mean(rewards_PG)
-    return ((rewards_PG - mean_P1) / mean_P1).nan_to_num(nan=0.0).reshape(-1)
+    mean_P1 = group_mean(rewards_PG)  # share of passes for binary rewards
+    return ((rewards_PG - mean_P1) / mean_P1).nan_to_num(nan=0.0).reshape(-1)  # 0 / 0: no completion passed
 
 
 register_normalizer("prompt_mean", prompt_mean, needs_group_tokens=True)

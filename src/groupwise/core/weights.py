@@ -90,27 +90,30 @@ def register_normalizer(name: str, function: NormalizerFunction, *, needs_group_
 
 def sequence_mean(rows: WeightInputs, counts: WindowCounts) -> torch.Tensor:
     """1 / (sequences · |o_i|): mean over tokens, then over sequences (DeepSeekMath, eq. 3)."""
+    # A token of a long row weighs less.
     return rows.mask_BT * counts.world_size / (counts.sequences * rows.lengths_B1.clamp(min=1))
 
 
 def local_token_mean(rows: WeightInputs, counts: WindowCounts) -> torch.Tensor:
     """1 / (N_acc · tokens of this micro-batch): depends on how the window is split (BNPO)."""
+    # No world_size: ranks are averaged, like micro-batches.
     return rows.mask_BT / (counts.micro_batches * rows.mask_BT.sum().clamp(min=1))
 
 
 def constant_length(rows: WeightInputs, counts: WindowCounts) -> torch.Tensor:
     """1 / (sequences · L_max): no length bias (Dr. GRPO, section 3.2)."""
+    # The same for every token of the run.
     return rows.mask_BT * counts.world_size / (counts.sequences * counts.max_completion_length)
 
 
 def token_mean(rows: WeightInputs, counts: WindowCounts) -> torch.Tensor:
     """1 / (loss tokens of the window over all ranks): every token counts the same (DAPO, eq. 8)."""
-    return rows.mask_BT * counts.world_size / max(counts.tokens, 1)
+    return rows.mask_BT * counts.world_size / max(counts.tokens, 1)  # the same for every token of the window
 
 
 def sequence_sum(rows: WeightInputs, counts: WindowCounts) -> torch.Tensor:
     """1 / sequences: sum over tokens, mean over sequences (LUSPO)."""
-    return rows.mask_BT * counts.world_size / counts.sequences
+    return rows.mask_BT * counts.world_size / counts.sequences  # a long row weighs more
 
 
 for _function in (sequence_mean, local_token_mean, constant_length, token_mean, sequence_sum):
