@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from accelerate.utils import gather_object, set_seed
 from torch import nn
+from torch.utils.data import DataLoader, Sampler
 from transformers import PreTrainedModel, TrainerCallback, TrainerState
 
 from groupwise import reporting
@@ -31,11 +33,16 @@ from groupwise.data.budget import micro_batch_budget
 from groupwise.data.buffer import ExperienceBuffer
 from groupwise.data.build import (
     check_data,
+    checked_eval_sampler,
+    evaluation_rows,
+    make_group_sampler,
+    make_prompt_source,
+    make_train_loader,
     prepare_data,
 )
 from groupwise.data.dynamic_sampling import DynamicBatch, LeftoverGroups
 from groupwise.data.image_checks import check_vision, has_image_columns
-from groupwise.data.prompt_source import PromptSource, num_valid_rows
+from groupwise.data.prompt_source import EvaluationStream, PromptSource, is_streaming, num_valid_rows
 from groupwise.data.rebalancing import cache_sized
 from groupwise.data.window import AccumulationWindow
 from groupwise.errors import ConfigError
@@ -183,7 +190,7 @@ class GRPOTrainer(
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        self.prepared_data = data
+        self.prepared_data, self._built_train_dataset = data, self.train_dataset
         self.step_settings = StepSettings(args)
         self.settings = self.step_settings.current
         self._built_sampler = sampler_settings(args)
@@ -512,6 +519,94 @@ class GRPOTrainer(
         share = len(rewards.rewards_NF) / self.args.world_size
         self.metrics["eval"].record({"loss": Mean(loss.detach() * share, share)})
         return loss.detach(), None, None
+
+    # Prompts of training, and rows and metrics of an evaluation: hooks of ``Trainer``.
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return a loader whose items hold this rank's rows of a whole generation batch, as TRL's do.
+
+        An item is repeated once per micro-batch that is trained on it. ``Trainer`` only counts them:
+        ``self.prompts`` reads the rows of a run, which a script that iterates the loader does not advance.
+        Override to train on the items of a loader of your own.
+        """
+        make_sampler = partial(self._get_train_sampler, self.train_dataset)
+        generator = self.loader_generator()
+        return make_train_loader(
+            self.train_dataset, self.prepared_data, self.settings, make_sampler, generator
+        )
+
+    def loader_generator(self) -> torch.Generator | None:
+        """Return the generator that iterating the loader draws a seed from: not the one that samples."""
+        return torch.Generator()
+
+    def _get_train_sampler(self, dataset: Any = None) -> Sampler[Any]:
+        """Return the order of the prompts; an override yields indices in the order of ``GroupSampler``."""
+        return make_group_sampler(self.train_dataset if dataset is None else dataset, self.settings)
+
+    def make_prompt_source(self) -> PromptSource:
+        """Build the source of training prompts at its beginning, from the loader or sampler of a subclass.
+
+        Raises:
+            ConfigError: ``train_dataset`` was replaced after the trainer was built.
+        """
+        if self.train_dataset is not self._built_train_dataset:
+            raise ConfigError(
+                "trainer.train_dataset was replaced, but its prompts are checked when the trainer is built; "
+                "build a trainer with the other dataset and model=trainer.model"
+            )
+        own_loader = type(self).get_train_dataloader is not GRPOTrainer.get_train_dataloader
+        return make_prompt_source(
+            self.prepared_data,
+            self.settings,
+            make_sampler=partial(self._get_train_sampler, self.train_dataset),
+            make_loader=self.get_train_dataloader if own_loader else None,
+        )
+
+    def num_examples(self, dataloader: DataLoader[Any]) -> int:
+        """Return the number of prompts of the training set, or the number of positions of a stream."""
+        dataset: Any = self.train_dataset
+        return super().num_examples(dataloader) if is_streaming(dataset) else len(dataset)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """Return a loader of the evaluation rows, each ``num_generations_eval`` times in a row.
+
+        For a stream these are the batches of this rank, read while they are evaluated.
+        """
+        self.refresh_settings()
+        name, dataset = "eval_dataset", self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(eval_dataset, str):
+            name, dataset = f"eval_dataset[{eval_dataset!r}]", self.eval_dataset[eval_dataset]  # type: ignore[index]
+        rows = evaluation_rows(dataset, name, self.prepared_data, self.settings)
+        if isinstance(rows, EvaluationStream):
+            return rows  # type: ignore[return-value]  # Trainer only iterates it
+        return self._get_dataloader(
+            dataset=rows,
+            description="Evaluation",
+            batch_size=self.args.eval_batch_size,
+            sampler_fn=lambda rows: checked_eval_sampler(
+                self._get_eval_sampler(rows), rows, type(self).__name__
+            ),
+            dataloader_key=eval_dataset if isinstance(eval_dataset, str) else "eval",
+        )
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+        """Return the loader of ``predict``: the same rows as for an evaluation."""
+        return self.get_eval_dataloader(test_dataset)
+
+    def begin_evaluation(self) -> None:
+        """Sample with the present weights: a script may have loaded others at the same step."""
+        if not self.is_in_train:
+            self.backend.invalidate_weights()
+
+    def evaluation_metrics(self, name: str) -> dict[str, float]:
+        """Return the metrics of generation, rewards and loss, and pass@k, of the evaluation that ended."""
+        num_generations = self.settings.generations_per_eval_prompt
+        return {
+            **self.drain_metrics("eval", name),
+            **self.evaluation.compute(
+                name, num_generations, self.settings, self.reward_func_names, gather_object
+            ),
+        }
 
     # Parts of the step that need several of the mixins.
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import Dataset, Sampler
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.trainer_utils import IntervalStrategy
 
@@ -16,12 +18,13 @@ from groupwise.data.prompt_checks import PromptCheck, context_length, known_prom
 from groupwise.data.prompt_source import (
     DatasetPrompts,
     EvaluationStream,
+    GenerationBatches,
     LoaderPrompts,
     PromptSource,
     StreamPrompts,
     is_streaming,
 )
-from groupwise.data.sampler import GroupSampler, repeat_rows
+from groupwise.data.sampler import GroupSampler, as_rows, repeat_rows
 from groupwise.distributed import RankSlice
 from groupwise.errors import ConfigError
 from groupwise.policy.introspection import text_config
@@ -234,13 +237,48 @@ def _data_seed(config: GRPOConfig) -> int:
     return config.seed if config.data_seed is None else config.data_seed
 
 
-def num_micro_batches(train_dataset: Any, config: GRPOConfig, make_sampler: Callable[[], Any]) -> int:
-    """Return the micro-batches of an epoch on each rank; of a streaming dataset, those of the whole run."""
-    if is_streaming(train_dataset):
-        return config.max_steps * config.gradient_accumulation_steps
+def make_train_loader(
+    train_dataset: Any,
+    data: PreparedData,
+    config: GRPOConfig,
+    make_sampler: Callable[[], Any],
+    generator: torch.Generator | None,
+) -> DataLoader[Any]:
+    """Build the loader that ``Trainer`` counts: an item is a generation batch, once per micro-batch of it.
+
+    Args:
+        generator: iterating the loader draws a seed from it; None: from the one that samples.
+    """
     repeats = config.micro_batches_per_generation
-    num_batches = len(make_sampler()) // (config.prompts_per_batch * config.num_generations * repeats)
-    return num_batches * repeats
+    if is_streaming(train_dataset):  # those of the whole run
+        count = config.max_steps * config.gradient_accumulation_steps
+    else:  # of an epoch on each rank
+        rows_per_batch = config.prompts_per_batch * config.num_generations
+        count = len(make_sampler()) // (rows_per_batch * repeats) * repeats
+    batches = GenerationBatches(
+        partial(make_prompt_source, data, config, make_sampler),
+        num_prompts=config.prompts_per_batch,
+        repeats=repeats,
+        count=count,
+    )
+    return DataLoader(batches, batch_sampler=batches, collate_fn=as_rows, generator=generator)  # type: ignore[arg-type]
+
+
+def checked_eval_sampler(sampler: Any, rows: Any, owner: str) -> Any:
+    """Return the sampler of the rows of an evaluation, which a subclass may override.
+
+    Args:
+        owner: class of the trainer, for the message.
+
+    Raises:
+        ConfigError: it repeats the rows, as TRL's does; an evaluation would take that many times as long.
+    """
+    if isinstance(sampler, Sized) and len(sampler) > len(rows):
+        raise ConfigError(
+            f"{owner}._get_eval_sampler returns {len(sampler)} indices for {len(rows)} rows, which are "
+            "repeated num_generations_eval times already; return every index once"
+        )
+    return sampler
 
 
 def evaluation_rows(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,25 +13,17 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, Trainer, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy, TrainOutput
 
 from groupwise import reporting
 from groupwise.compat import transformers as compat_transformers
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.data.build import (
-    PreparedData,
-    evaluation_rows,
-    make_group_sampler,
-    make_prompt_source,
-    num_micro_batches,
-)
 from groupwise.data.image_checks import allow_unused_vision_tower
-from groupwise.data.prompt_source import EvaluationStream, GenerationBatches, PromptSource, is_streaming
+from groupwise.data.prompt_source import EvaluationStream
 from groupwise.data.sampler import as_rows
 from groupwise.errors import ConfigError, TrainingError
-from groupwise.generation.base import GenerationBackend
 from groupwise.hf import checkpointing
 from groupwise.hf.arguments import check_processes
 from groupwise.hf.out_of_memory import OutOfMemorySplitter, TrainingStep
@@ -40,7 +31,6 @@ from groupwise.hf.run_directory import RunDirectory
 from groupwise.hf.step_state import StepState
 from groupwise.random_state import RandomState
 from groupwise.records import MicroBatch, Mode
-from groupwise.reporting.evaluation import EvaluationMetrics
 from groupwise.reporting.metrics import MetricBuffer
 from groupwise.tokenization.images import is_processor
 
@@ -61,11 +51,6 @@ class BaseTrainer(Trainer):
     ``log``                               5.2    training logs also contain the metrics of all ranks
     ``evaluation_loop``                   5.2    its metrics also contain those of generation and rewards
     ``create_model_card``                 5.2    the card describes GRPO and the settings of the run
-    ``get_train_dataloader``              5.2    items are generation batches; only their number is used
-    ``num_examples``                      5.2    prompts of the dataset, not positions
-    ``get_eval_dataloader``               5.2    every row is repeated ``num_generations_eval`` times
-    ``get_test_dataloader``               5.2    the same for ``predict``
-    ``_get_train_sampler``                5.2    rows of a group are adjacent
     ``_set_signature_columns_if_needed``  5.2    columns of the dataset are not arguments of ``model.forward``
     ``_prepare_inputs``                   5.2    micro-batches are already on the device
     ``_get_grad_norm``                    5.3    stop before an update with non-finite gradients
@@ -83,11 +68,8 @@ class BaseTrainer(Trainer):
     args: GRPOConfig  # type: ignore[assignment]
     settings: GRPOConfig  # of the current step, with the changes of scripts and callbacks
     metrics: dict[str, MetricBuffer]
-    evaluation: EvaluationMetrics
     reward_func_names: list[str]
-    prepared_data: PreparedData
     step_state: StepState
-    backend: GenerationBackend
     _tag_names: Sequence[str] = ()  # TRL's name: tags of a subclass in its model cards
     _mode: Mode = "train"  # "eval" during an evaluation, for record_metric
 
@@ -130,7 +112,6 @@ class BaseTrainer(Trainer):
         )
         self._window_loss: torch.Tensor | None = None
         self._logged_step = 0  # metrics up to this step are logged
-        self._built_train_dataset = self.train_dataset
 
     # Implemented by GRPOTrainer.
 
@@ -152,6 +133,14 @@ class BaseTrainer(Trainer):
 
     def refresh_settings(self, *, new_run: bool = False) -> None:
         """Let the changes take effect that scripts and callbacks made to settings."""
+        raise NotImplementedError
+
+    def begin_evaluation(self) -> None:
+        """Prepare for the batches of an evaluation."""
+        raise NotImplementedError
+
+    def evaluation_metrics(self, name: str) -> dict[str, float]:
+        """Return the metrics of all ranks of the evaluation that ended."""
         raise NotImplementedError
 
     def save_rollout_state(self, directory: str) -> None:
@@ -255,7 +244,7 @@ class BaseTrainer(Trainer):
         last = "train_loss" in logs
         if "loss" in logs or (last and self.state.global_step > self._logged_step):
             self._logged_step = self.state.global_step
-            metrics = self._drain_metrics("train", "train")
+            metrics = self.drain_metrics("train", "train")
             if last:
                 metrics.pop("loss", None)  # train_loss is the mean over all steps
             logs.update(metrics)
@@ -269,9 +258,8 @@ class BaseTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Evaluate; the metrics also contain those of generation, rewards and loss."""
-        if not self.is_in_train:
-            self.backend.invalidate_weights()  # a script may have loaded others at the same step
+        """Evaluate; the metrics also contain :meth:`evaluation_metrics`, and a failure changes nothing."""
+        self.begin_evaluation()
         self._mode = "eval"
         try:
             with self.step_state.rollback_on_failure():
@@ -280,22 +268,14 @@ class BaseTrainer(Trainer):
                 )
         finally:
             self._mode = "train"
-        values = self._drain_metrics("eval", metric_key_prefix)
-        values.update(
-            self.evaluation.compute(
-                metric_key_prefix,
-                self.settings.generations_per_eval_prompt,
-                self.settings,
-                self.reward_func_names,
-                gather_object,
-            )
-        )
+        values = self.evaluation_metrics(metric_key_prefix)
         ours = {f"{metric_key_prefix}_{name}": value for name, value in values.items()}
         if isinstance(dataloader, EvaluationStream):  # Trainer cannot count the samples of one
             output = output._replace(num_samples=dataloader.num_samples)
         return output._replace(metrics={**(output.metrics or {}), **ours})
 
-    def _drain_metrics(self, mode: str, label: str) -> dict[str, float]:
+    def drain_metrics(self, mode: str, label: str) -> dict[str, float]:
+        """Return the pending metrics of all ranks, and report their completions under ``label``."""
         values, rows = self.metrics[mode].drain(lambda part: gather_object([part]))
         if rows and self.is_world_process_zero():
             reporting.report_completions(
@@ -314,102 +294,7 @@ class BaseTrainer(Trainer):
             given = [tags] if isinstance(tags, str) else tags or []
             reporting.write_model_card(self, model_name, dataset_name, [*self._tag_names, *given])
 
-    # Data.
-
-    def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return a loader whose items hold this rank's rows of a whole generation batch, as TRL's do.
-
-        An item is repeated once per micro-batch that is trained on it. ``Trainer`` only counts them:
-        ``self.prompts`` reads the rows of a run, which a script that iterates the loader does not advance.
-        Override to train on the items of a loader of your own.
-        """
-        settings = self.settings
-        batches = GenerationBatches(
-            partial(make_prompt_source, self.prepared_data, settings, self._make_train_sampler),
-            num_prompts=settings.prompts_per_batch,
-            repeats=settings.micro_batches_per_generation,
-            count=num_micro_batches(self.train_dataset, settings, self._make_train_sampler),
-        )
-        return DataLoader(
-            batches,
-            batch_sampler=batches,  # type: ignore[arg-type]
-            collate_fn=as_rows,
-            generator=self.loader_generator(),
-        )
-
-    def _make_train_sampler(self) -> Sampler[Any]:
-        return self._get_train_sampler(self.train_dataset)
-
-    def loader_generator(self) -> torch.Generator | None:
-        """Return the generator that iterating the loader draws a seed from: not the one that samples."""
-        return torch.Generator()
-
-    def _get_train_sampler(self, dataset: Any = None) -> Sampler[Any]:
-        """Return the order of the prompts; an override yields indices in the order of ``GroupSampler``."""
-        return make_group_sampler(self.train_dataset if dataset is None else dataset, self.settings)
-
-    def make_prompt_source(self) -> PromptSource:
-        """Build the source of training prompts at its beginning, from the loader or sampler of a subclass.
-
-        Raises:
-            ConfigError: ``train_dataset`` was replaced after the trainer was built.
-        """
-        if self.train_dataset is not self._built_train_dataset:
-            raise ConfigError(
-                "trainer.train_dataset was replaced, but its prompts are checked when the trainer is built; "
-                "build a trainer with the other dataset and model=trainer.model"
-            )
-        own_loader = type(self).get_train_dataloader is not BaseTrainer.get_train_dataloader
-        return make_prompt_source(
-            self.prepared_data,
-            self.settings,
-            make_sampler=self._make_train_sampler,
-            make_loader=self.get_train_dataloader if own_loader else None,
-        )
-
-    def num_examples(self, dataloader: DataLoader[Any]) -> int:
-        """Return the number of prompts of the training set, or the number of positions of a stream."""
-        dataset: Any = self.train_dataset
-        return super().num_examples(dataloader) if is_streaming(dataset) else len(dataset)
-
-    def get_eval_dataloader(self, eval_dataset: str | Dataset[Any] | None = None) -> DataLoader[Any]:
-        """Return a loader of the evaluation rows, each ``num_generations_eval`` times in a row.
-
-        For a stream these are the batches of this rank, read while they are evaluated.
-        """
-        self.refresh_settings()
-        name, dataset = "eval_dataset", self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(eval_dataset, str):
-            name, dataset = f"eval_dataset[{eval_dataset!r}]", cast(Any, self.eval_dataset)[eval_dataset]
-        rows = evaluation_rows(dataset, name, self.prepared_data, self.settings)
-        if isinstance(rows, EvaluationStream):
-            return cast("DataLoader[Any]", rows)  # Trainer only iterates it
-        return self._get_dataloader(
-            dataset=rows,
-            description="Evaluation",
-            batch_size=self.args.eval_batch_size,
-            sampler_fn=self._checked_eval_sampler,  # type: ignore[arg-type]
-            dataloader_key=eval_dataset if isinstance(eval_dataset, str) else "eval",
-        )
-
-    def _checked_eval_sampler(self, rows: Dataset[Any]) -> Any:
-        """Return the sampler of the rows of an evaluation, which a subclass may override.
-
-        Raises:
-            ConfigError: it repeats the rows, as TRL's does; an evaluation would take that many times as long.
-        """
-        sampler: Any = self._get_eval_sampler(rows)
-        if isinstance(sampler, Sized) and len(sampler) > len(rows):  # type: ignore[arg-type]
-            raise ConfigError(
-                f"{type(self).__name__}._get_eval_sampler returns {len(sampler)} indices for "
-                f"{len(rows)} rows, which are repeated num_generations_eval times already; "  # type: ignore[arg-type]
-                "return every index once"
-            )
-        return sampler
-
-    def get_test_dataloader(self, test_dataset: Dataset[Any]) -> DataLoader[Any]:
-        """Return the loader of ``predict``: the same rows as for an evaluation."""
-        return self.get_eval_dataloader(test_dataset)
+    # Inputs.
 
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns = ["prompt", "image", "images"]  # type: ignore[assignment]

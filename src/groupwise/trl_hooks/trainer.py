@@ -786,11 +786,11 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             logs.update({f"eval_{name}": values[name] for name in names if name in values})
         super().log(logs, start_time)
 
-    def _drain_metrics(self, mode: str, label: str) -> dict[str, float]:
+    def drain_metrics(self, mode: str, label: str) -> dict[str, float]:
         self._flush_pending(mode)
         if self.settings.log_completions and self.is_world_process_zero():
             self.metrics[mode].rows = logged_rows(self._logs, self.state.global_step)
-        return super()._drain_metrics(mode, label)
+        return super().drain_metrics(mode, label)
 
 
 def _model_inputs(batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
