@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerState
 
 from groupwise import reporting
 from groupwise.agents import AgentLoop
-from groupwise.agents.environment_rows import add_environment_rows
+from groupwise.agents.environments import add_environment_rows
 from groupwise.agents.multi_turn import make_agents, make_renderer
 from groupwise.agents.tool_loop import make_agent_loop
 from groupwise.compat.transformers import trainer_state_name

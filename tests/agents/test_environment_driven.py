@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 from support.agent_runs import trainer
-from support.fakes.scripted import ScriptedBackend, byte_tokenizer, call
+from support.configs import config_of
+from support.fakes.scripted import ScriptedBackend, byte_tokenizer, call, retries
 
 from groupwise.agents import (
     EnvironmentLoop,
     MaxLengthReachedError,
     MultiTurnRollouts,
-    MultiTurnSettings,
-    Renderer,
     make_tool,
 )
 from groupwise.errors import AgentError
@@ -54,12 +53,20 @@ def generate_rollouts(
     scripts: list[list[str]],
     rows: list[dict[str, Any]],
     generation_kwargs: dict[str, Any] | None = None,
+    *,
+    context_length: int | None = None,
+    max_retries: int | None = None,
     **settings: Any,
 ):
     tokenizer = byte_tokenizer()
-    renderer = Renderer(tokenizer, frozenset([tokenizer.eos_token_id]), with_tools=environment.uses_tools)
-    limits = MultiTurnSettings(**{"max_completion_length": 500, **settings})
-    loop = MultiTurnRollouts(EnvironmentLoop(environment), tokenizer, limits, renderer)
+    config = config_of(**{"max_completion_length": 500, **settings, **retries(max_retries)})
+    loop = MultiTurnRollouts(
+        EnvironmentLoop(environment),
+        tokenizer,
+        config,
+        frozenset([tokenizer.eos_token_id]),
+        context_length=context_length,
+    )
     backend = ScriptedBackend(tokenizer, scripts)
     return loop.generate_rollouts(rows, backend, generation_kwargs), backend, tokenizer
 

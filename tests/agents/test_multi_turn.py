@@ -547,7 +547,7 @@ def test_a_text_prompt_is_refused():
 def test_an_assistant_message_at_the_end_of_the_prompt_is_continued_if_set(tools, continued, text):
     tokenizer = byte_tokenizer()
     row = {"prompt": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "The sum "}]}
-    loop = agents(tokenizer, tools, template_kwargs={"continue_final_message": continued})
+    loop = agents(tokenizer, tools, chat_template_kwargs={"continue_final_message": continued})
     rollout = loop.generate_rollouts([row], ScriptedBackend(tokenizer, [["is 5."]]))
     assert rollout.texts[0] == [{"role": "assistant", "content": text}]
     opening = "" if continued else "<|im_end|>\n<|im_start|>assistant\n"
@@ -557,7 +557,7 @@ def test_an_assistant_message_at_the_end_of_the_prompt_is_continued_if_set(tools
 def test_later_turns_open_a_turn_after_a_continued_message():
     tokenizer = byte_tokenizer()
     row = {"prompt": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Well."}]}
-    loop = agents(tokenizer, TOOLS, template_kwargs={"continue_final_message": True})
+    loop = agents(tokenizer, TOOLS, chat_template_kwargs={"continue_final_message": True})
     rollout = loop.generate_rollouts(
         [row], ScriptedBackend(tokenizer, [[" So: " + call("add", a=2, b=3), "5."]])
     )

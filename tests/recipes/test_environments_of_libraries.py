@@ -12,10 +12,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from support.configs import oldest_version, set_installed
+from support.configs import config_of, oldest_version, set_installed
 from support.fakes.scripted import ScriptedBackend, agents, byte_tokenizer, call, question
 
-from groupwise.agents import EnvironmentLoop, EnvironmentPool, MultiTurnRollouts, MultiTurnSettings, Renderer
+from groupwise.agents import EnvironmentLoop, EnvironmentPool, MultiTurnRollouts
 from groupwise.errors import ConfigError
 from groupwise.recipes.environments import (
     VerifiersEnvironment,
@@ -207,8 +207,8 @@ def test_real_reasoning_gym_tasks() -> None:
 
 def run_verifiers(environment: Any, scripts: list[list[str]], rows: list[dict[str, Any]]) -> Any:
     wrapped, tokenizer = VerifiersEnvironment(environment), byte_tokenizer()
-    renderer = Renderer(tokenizer, frozenset([tokenizer.eos_token_id]), with_tools=wrapped.uses_tools)
-    loop = MultiTurnRollouts(EnvironmentLoop(wrapped), tokenizer, MultiTurnSettings(1000), renderer)
+    config = config_of(max_completion_length=1000)
+    loop = MultiTurnRollouts(EnvironmentLoop(wrapped), tokenizer, config, frozenset([tokenizer.eos_token_id]))
     rollout = loop.generate_rollouts(rows, ScriptedBackend(tokenizer, scripts))
     logged: dict[str, float] = {}
     rewards = wrapped.reward_funcs()[0](**rollout.extra, log_metric=logged.__setitem__)

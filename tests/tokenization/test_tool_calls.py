@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 from support.fakes.scripted import CHAT, byte_tokenizer, call
 from support.tool_chats import LOOK, look_call_message
@@ -179,6 +177,12 @@ def test_a_chat_template_with_an_unknown_tool_call_format_is_refused():
 
 
 MANY = 50_000
+
+
+def matching(marker):
+    return lambda text: tool_calls.TOOL_CALL_FORMATS[marker](text, [])
+
+
 FUNCTIONS = "<function=look>" + "<parameter=at>" * MANY
 
 
@@ -189,33 +193,33 @@ FUNCTIONS = "<function=look>" + "<parameter=at>" * MANY
         (tool_calls._without_end, "<|end|> " * MANY + "x", "<|end|> " * MANY + "x"),
         (tool_calls._without_end, "x" + "<|end|> \n" * MANY, "x"),
         (
-            partial(tool_calls._match_tagged_json, _schemas=[]),
+            matching("<tool_call>"),
             "<tool_call>" * MANY,
             ("", [(None, "")] * MANY),
         ),
         (
-            partial(tool_calls._match_harmony, _schemas=[]),
+            matching("<|channel|>"),
             "to=functions.look" + "<|channel|>analysis<|message|>" * MANY,
             ("", [("look", "")]),
         ),
         (
-            partial(tool_calls._match_parameter_tags, schemas=[]),
+            matching("<function="),
             "<function=" * MANY,
             ("<function=" * MANY, []),
         ),
-        (partial(tool_calls._match_parameter_tags, schemas=[]), FUNCTIONS, (FUNCTIONS, [("look", "{}")])),
+        (matching("<function="), FUNCTIONS, (FUNCTIONS, [("look", "{}")])),
         (
-            partial(tool_calls._match_braces, _schemas=[]),
+            matching("<|tool_call>"),
             "<|tool_call>call:look{" + "a" * 4 * MANY,
             ("", [("look", "{" + "a" * 4 * MANY)]),
         ),
         (
-            partial(tool_calls._match_argument_tags, schemas=[]),
+            matching("<arg_key>"),
             "<tool_call>look" + "<arg_key>a<arg_value>" * MANY,
             ("", [("look", '{"a<arg_value>": ""}')]),
         ),
         (
-            partial(tool_calls._match_python_calls, _schemas=[]),
+            matching("<|tool_call_start|>"),
             "<|tool_call_start|>[look(at=" + "[" * MANY,
             ("", [("look", "at=" + "[" * MANY)]),
         ),

@@ -11,7 +11,7 @@ from groupwise.agents.environment_driven import (
 from groupwise.agents.environments import EnvironmentPool
 from groupwise.agents.executor import thread_safe
 from groupwise.agents.loop import AgentLoop, ChatResponse
-from groupwise.agents.multi_turn import MultiTurnRollouts, MultiTurnSettings
+from groupwise.agents.multi_turn import MultiTurnRollouts
 from groupwise.agents.tool_loop import ToolLoop
 from groupwise.agents.tools import Tool, ToolSet, allow_image_paths, make_tool
 from groupwise.agents.trajectory import Trajectory
@@ -25,7 +25,6 @@ __all__ = [
     "EnvironmentPool",
     "MaxLengthReachedError",
     "MultiTurnRollouts",
-    "MultiTurnSettings",
     "Renderer",
     "RolloutEnvironment",
     "Tool",

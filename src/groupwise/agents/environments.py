@@ -1,4 +1,4 @@
-"""The user's environments: instances created once, reset for each rollout, with tools and rewards."""
+"""The user's environments: instances that are reused and reset, their tools, rewards and rows."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
+
+from torch.utils.data import Dataset
 
 from groupwise.agents.executor import ToolExecutor
+from groupwise.agents.loop import AgentLoop
 from groupwise.agents.tools import Content, Tool, make_tool, may_open_images
+from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import AgentError, ConfigError, RewardError, boundary
 from groupwise.tokenization.prompts import Message, Prompt, is_conversational
 from groupwise.tokenization.text import content_blocks, content_text, is_content_blocks
@@ -38,11 +42,12 @@ def empty_prompt() -> list[Message]:
 
 
 @dataclass
-class _EnvironmentType:
+class EnvironmentType:
     """Instances of one factory.
 
     Attributes:
         title: name of the environment in messages.
+        cls: class of the instances.
         instances: all instances created so far, None for discarded ones; a batch uses as many as it has
             rollouts of this type.
         schemas: tool schemas by the name of the public method.
@@ -50,15 +55,25 @@ class _EnvironmentType:
 
     factory: EnvironmentFactory
     title: str
-    cls: type
-    instances: list[Environment | None]
+    cls: type = object
+    instances: list[Any] = field(default_factory=list)
     schemas: dict[str, ToolSchema] = field(default_factory=dict)
 
     @property
     def has_reward(self) -> bool:
         return callable(getattr(self.cls, "get_reward", None))
 
-    def tools(self, instance: Environment) -> list[Tool]:
+    def create(self) -> Environment:
+        """Return a new instance.
+
+        Raises:
+            AgentError: the factory raised.
+        """
+        with boundary(AgentError, f"environment_factory of {self.title}"):
+            return self.factory()
+
+    def tools(self, instance: object) -> list[Tool]:
+        """Return the public methods of an instance as tools."""
         return [
             Tool(name, getattr(instance, name), schema, instance) for name, schema in self.schemas.items()
         ]
@@ -73,30 +88,16 @@ class Slot:
         columns: columns of the row that ``reset`` is called with.
     """
 
-    environment_type: _EnvironmentType
+    environment_type: EnvironmentType
     number: int
     columns: dict[str, Any]
 
-    @property
-    def instance(self) -> Environment | None:
-        """The instance; None if it is discarded."""
-        return self.environment_type.instances[self.number]
-
-    @property
-    def tools(self) -> list[Tool]:
-        return [] if self.instance is None else self.environment_type.tools(self.instance)
-
-    def create(self) -> Environment:
-        """Return the instance, which is created if it is missing.
-
-        Raises:
-            AgentError: the factory raised.
-        """
-        environment_type = self.environment_type
-        if self.instance is None:
-            instance = _create(environment_type.factory, environment_type.title)
-            environment_type.instances[self.number] = instance
-        return cast(Environment, self.instance)
+    def create(self) -> Any:
+        """Return the instance, which is created if it is missing; see :meth:`EnvironmentType.create`."""
+        instances = self.environment_type.instances
+        if instances[self.number] is None:
+            instances[self.number] = self.environment_type.create()
+        return instances[self.number]
 
     def discard(self) -> None:
         """Discard the instance; the next rollout gets a fresh one."""
@@ -136,7 +137,7 @@ class EnvironmentPool:
 
     def tools_by_type(self) -> list[list[Tool]]:
         """Return the tools of the first instance of every type."""
-        return [Slot(each, 0, {}).tools for each in self.types.values()]
+        return [each.tools(each.instances[0]) for each in self.types.values()]
 
     def reward_funcs(self) -> list[Callable[..., Any]]:
         """Return one reward function per class with ``get_reward``; it returns None for other rollouts."""
@@ -181,12 +182,7 @@ class EnvironmentPool:
         return {key: value for key, value in row.items() if not (self.is_routed and key == "environment")}
 
 
-def _create(factory: EnvironmentFactory, title: str) -> Environment:
-    with boundary(AgentError, f"environment_factory of {title}"):
-        return factory()
-
-
-def _create_type(name: str | None, factory: EnvironmentFactory) -> _EnvironmentType:
+def _create_type(name: str | None, factory: EnvironmentFactory) -> EnvironmentType:
     """Create the first instance and derive the tools from its class."""
     title = "the environment" if name is None else f"environment {name!r}"
     if not callable(factory):
@@ -194,9 +190,11 @@ def _create_type(name: str | None, factory: EnvironmentFactory) -> _EnvironmentT
             f"environment_factory of {title} is {factory!r} ({type(factory).__name__}); allowed: a class or "
             "function that returns an instance, or a dict of such"
         )
-    instance = _create(factory, title)
-    cls = type(instance)
-    title = f"environment {cls.__name__!r}" if name is None else title
+    made = EnvironmentType(factory, title)
+    instance = made.create()
+    cls = made.cls = type(instance)
+    if name is None:
+        made.title = title = f"environment {cls.__name__!r}"
     if not callable(getattr(cls, "reset", None)):
         raise ConfigError(
             f"{title} ({cls.__name__}) has no method 'reset'; it is called before every rollout"
@@ -205,8 +203,9 @@ def _create_type(name: str | None, factory: EnvironmentFactory) -> _EnvironmentT
     methods = [name for name, _ in inspect.getmembers(cls, inspect.isfunction)]
     methods = [name for name in methods if not name.startswith("_") and name not in _NOT_TOOLS]
     tools = [make_tool(getattr(instance, method), instance) for method in methods]
-    schemas = {method: tool.schema for method, tool in zip(methods, tools, strict=True)}
-    return _EnvironmentType(factory, title, cls, [instance], schemas)
+    made.schemas = {method: tool.schema for method, tool in zip(methods, tools, strict=True)}
+    made.instances.append(instance)
+    return made
 
 
 def check_observation(observation: Any, reset: Callable[..., Any]) -> None:
@@ -256,3 +255,65 @@ def add_observation(prompt: Prompt, observation: Content | None) -> Prompt:
     if isinstance(content, list) != isinstance(observation, list):
         content, observation = content_blocks({"content": content}), content_blocks({"content": observation})
     return [*prompt[:index], {**prompt[index], "content": content + observation}, *prompt[index + 1 :]]
+
+
+class EnvironmentRows(Dataset):
+    """Rows for environments that provide the tasks: an empty prompt, and a seed shared by a group."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < self.size:
+            raise IndexError(index)
+        return {"prompt": empty_prompt(), "seed": index}
+
+
+def add_environment_rows(
+    train_dataset: Any, eval_dataset: Any, loop: AgentLoop, config: GRPOConfig
+) -> tuple[Any, Any]:
+    """Return the datasets for a run with environments: missing prompts are empty, missing rows are generated.
+
+    Without environments the datasets are returned as they are.
+
+    Args:
+        train_dataset: training data; None if the environment provides the tasks.
+        eval_dataset: evaluation data, or a dict of them.
+
+    Returns:
+        Training and evaluation data.
+
+    Raises:
+        ConfigError: there is no dataset, and neither the length of training nor the environment of a row can
+            be derived without it.
+    """
+    if not loop.provides_tasks:
+        return train_dataset, eval_dataset
+    if isinstance(eval_dataset, dict):
+        eval_dataset = {name: _with_prompts(dataset) for name, dataset in eval_dataset.items()}
+    else:
+        eval_dataset = _with_prompts(eval_dataset)
+    if train_dataset is not None:
+        return _with_prompts(train_dataset), eval_dataset
+    if loop.is_routed:
+        raise ConfigError(
+            "train_dataset is missing: with several environments its column 'environment' selects the "
+            "environment of a row; pass a dataset with it, or a single environment_factory"
+        )
+    if config.max_steps <= 0:
+        raise ConfigError(
+            "train_dataset is missing, so the environment provides the tasks, but "
+            f"max_steps={config.max_steps} does not limit training; allowed: max_steps > 0; nearest valid: 1"
+        )
+    batches_per_step = -(-config.gradient_accumulation_steps // config.steps_per_generation)  # type: ignore[operator]
+    return EnvironmentRows(config.prompts_per_batch * batches_per_step * config.max_steps), eval_dataset
+
+
+def _with_prompts(dataset: Any) -> Any:
+    columns = getattr(dataset, "column_names", None)
+    if not columns or "prompt" in columns:
+        return dataset
+    return dataset.map(lambda row: {"prompt": empty_prompt(), **row})

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -42,26 +41,6 @@ logger = logging.getLogger(__name__)
 MIN_WAIT = 1.0
 
 
-@dataclass(frozen=True)
-class MultiTurnSettings:
-    """Limits of a rollout, and the chat template's variables.
-
-    Attributes:
-        max_completion_length: tokens of a completion, tool results included.
-        max_prompt_length: longer prompts are truncated on the left; None: unlimited.
-        template_kwargs: further variables of the chat template.
-        context_length: tokens of prompt and completion that the model supports; None: unlimited.
-        max_retries: repetitions of a failed rollout, after which its completion is dropped; None: the error
-            of a rollout is raised.
-    """
-
-    max_completion_length: int
-    max_prompt_length: int | None = None
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    context_length: int | None = None
-    max_retries: int | None = None
-
-
 class MultiTurnRollouts:
     """Run the rollouts of an agent loop: sample the turns that they request, many in one generate call.
 
@@ -70,11 +49,16 @@ class MultiTurnRollouts:
     Args:
         loop: runs one rollout per row.
         processing_class: the tokenizer, or the processor of a vision-language model.
-        renderer: renders tool schemas and later messages; None if a rollout has one turn.
+        config: limits of a rollout, variables of the chat template, and what a failed rollout leads to.
+        end_tokens: token ids that end a turn.
         any_rank: returns True if its argument is True on any rank, for backends that all ranks must call
             equally often; ``bool`` if ranks are independent.
+        context_length: tokens of prompt and completion that the model supports; None: unlimited.
 
     Attributes:
+        renderer: renders tool schemas and later messages; None if a rollout has one turn.
+        max_retries: repetitions of a failed rollout, after which its completion is dropped; None: the error
+            of a rollout is raised.
         environments: environments of the latest batch, one per completion; None without environments.
     """
 
@@ -82,13 +66,19 @@ class MultiTurnRollouts:
         self,
         loop: AgentLoop,
         processing_class: ProcessingClass,
-        settings: MultiTurnSettings,
-        renderer: Renderer | None = None,
+        config: GRPOConfig,
+        end_tokens: frozenset[int],
         any_rank: Callable[[bool], bool] = bool,
+        context_length: int | None = None,
     ) -> None:
-        self.loop, self.settings, self.renderer, self.any_rank = loop, settings, renderer, any_rank
+        self.loop, self.any_rank, self.context_length = loop, any_rank, context_length
         self.tokenizer = text_tokenizer(processing_class)
         self.processing_class = processing_class if loop.reads_images else self.tokenizer
+        self.renderer = make_renderer(loop, processing_class, config, end_tokens)
+        self.template_kwargs = json_dict(config.chat_template_kwargs)
+        self.max_prompt_length = config.max_prompt_length
+        self.max_completion_length = config.max_completion_length
+        self.max_retries = config.rollout_retries if config.rollout_on_error == "retry" else None
         self.environments: list[Any] | None = None
         self._warned: set[str] = set()
 
@@ -116,7 +106,7 @@ class MultiTurnRollouts:
         rollouts = [Rollout(index, row) for index, row in enumerate(rows)]
         self._run(rollouts, backend, generation_kwargs or {})
         num_repeated = 0
-        for _ in range(self.settings.max_retries or 0):
+        for _ in range(self.max_retries or 0):
             failed = [rollout.index for rollout in rollouts if rollout.error is not None]
             if not self.any_rank(bool(failed)):
                 break
@@ -225,7 +215,7 @@ class MultiTurnRollouts:
 
     def _fail(self, rollout: Rollout, error: AgentError) -> None:
         """Set the error of a rollout, with a warning once per kind; without retries, raise it."""
-        if self.settings.max_retries is None:
+        if self.max_retries is None:
             raise error
         rollout.error = error
         kind = type(error.__cause__ or error).__name__
@@ -235,7 +225,7 @@ class MultiTurnRollouts:
                 "a rollout failed (%s); failed rollouts are repeated in a fresh environment, at most "
                 "rollout_retries=%d times, and then dropped from their group; see the metrics rollouts/*",
                 error,
-                self.settings.max_retries,
+                self.max_retries,
             )
 
     def _append_messages(self, rollout: Rollout, request: TurnRequest, backend: GenerationBackend) -> bool:
@@ -279,18 +269,19 @@ class MultiTurnRollouts:
         Raises:
             ConfigError: the prompt fills the context of the model or of the backend.
         """
-        settings, renderer = self.settings, self.renderer
-        kwargs = settings.template_kwargs if renderer is None else renderer.prompt_kwargs(request.schemas)
+        kwargs = self.template_kwargs
+        if self.renderer is not None:
+            kwargs = self.renderer.prompt_kwargs(request.schemas)
         prompt_ids, rollout.images = encode_prompt(
             self.processing_class,
             request.messages,
             row_images(rollout.row) if self.loop.reads_images else (),
             kwargs,
-            settings.max_prompt_length,
+            self.max_prompt_length,
             text_only=True,
         )
-        limits = [each for each in (settings.context_length, backend.context_length) if each is not None]
-        trajectory = Trajectory(prompt_ids, settings.max_completion_length, min(limits, default=None))
+        limits = [each for each in (self.context_length, backend.context_length) if each is not None]
+        trajectory = Trajectory(prompt_ids, self.max_completion_length, min(limits, default=None))
         if trajectory.remaining_tokens < 1:
             raise ConfigError(
                 f"row {rollout.index}: the prompt with its tools has {len(prompt_ids)} tokens, which leaves "
@@ -325,14 +316,14 @@ class MultiTurnRollouts:
         prompt, trajectory = rollout.messages, cast(Trajectory, rollout.trajectory)
         if self.renderer is None or not is_conversational(prompt):
             text = cast(str, self.tokenizer.decode(token_ids, skip_special_tokens=True))
-            completion = format_completion(prompt, text, self.settings.template_kwargs)
+            completion = format_completion(prompt, text, self.template_kwargs)
             rollout.messages = prompt + completion  # type: ignore[operator]  # both texts, or both messages
             return ChatResponse({"role": "assistant", "content": text}, trajectory.truncated)
         schemas = cast(TurnRequest, rollout.request).schemas
         turn = self.renderer.parser(context_ids, token_ids, schemas)
         message = turn.message
         is_first = len(prompt) == len(rollout.prompt) and not self.renderer.parser.reads_context
-        if is_first and continues_final_message(prompt, self.settings.template_kwargs):
+        if is_first and continues_final_message(prompt, self.template_kwargs):
             text = cast(str, self.tokenizer.decode(token_ids, skip_special_tokens=True))
             space = text[: len(text) - len(text.lstrip())]  # the parser strips it
             message = {**message, "content": f"{message_text(prompt[-1])}{space}{message['content']}"}
@@ -360,7 +351,7 @@ class MultiTurnRollouts:
         if self.renderer is not None:
             num_forks = float(sum(each.num_forks for each in trajectories if each is not None))
             metrics["tools/fork_frequency"] = Mean(num_forks, float(len(kept)))
-        if self.settings.max_retries is not None:
+        if self.max_retries is not None:
             metrics["rollouts/retry_frequency"] = Mean(float(num_repeated), float(len(rollouts)))
         names = dict.fromkeys(name for rollout in rollouts for name in rollout.columns)
         extra = {name: [rollout.columns.get(name) for rollout in rollouts] for name in names}
@@ -428,14 +419,11 @@ def make_agents(
     # Ranks may call the backend differently often if each has all weights, and no engine is shared.
     is_independent = accelerator.num_processes == 1 or not backend.requires_all_ranks
     context = context_length(model, config)
-    settings = MultiTurnSettings(
-        max_completion_length=config.max_completion_length,
-        max_prompt_length=config.max_prompt_length,
-        template_kwargs=json_dict(config.chat_template_kwargs),
-        context_length=None if context is None else context.tokens,
-        max_retries=config.rollout_retries if config.rollout_on_error == "retry" else None,
-    )
-    renderer = make_renderer(loop, processing_class, config, backend.end_tokens)
     return MultiTurnRollouts(
-        loop, processing_class, settings, renderer, bool if is_independent else partial(any_rank, accelerator)
+        loop,
+        processing_class,
+        config,
+        backend.end_tokens,
+        bool if is_independent else partial(any_rank, accelerator),
+        None if context is None else context.tokens,
     )

@@ -94,20 +94,22 @@ class ToolLoop(AgentLoop):
             yield from self._alternate(rollout, ToolSet(self.tools))
             return
         slot = self.slots[rollout.index]
+        kind = slot.environment_type
         rollout.columns["environments"] = None
         try:
             environment = rollout.columns["environments"] = slot.create()
             (reset,) = yield [Invocation(functools.partial(environment.reset, **copied(slot.columns)))]
-            title = slot.environment_type.title
-            with boundary(AgentError, f"{title}, method 'reset'", sample=rollout.index, row=slot.columns):
+            with boundary(
+                AgentError, f"{kind.title}, method 'reset'", sample=rollout.index, row=slot.columns
+            ):
                 observation = reset.result()
                 check_observation(observation, environment.reset)
             rollout.prompt = add_observation(rollout.prompt, observation)
-            yield from self._alternate(rollout, ToolSet([*self.tools, *slot.tools]))
-            if self.scores_rollouts and slot.environment_type.has_reward:
-                (reward,) = yield [Invocation(environment.get_reward)]  # type: ignore[attr-defined]
+            yield from self._alternate(rollout, ToolSet([*self.tools, *kind.tools(environment)]))
+            if self.scores_rollouts and kind.has_reward:
+                (reward,) = yield [Invocation(environment.get_reward)]
                 self.pool.rewards[id(environment)] = reward
-                with boundary(AgentError, f"{title}, method 'get_reward'", sample=rollout.index):
+                with boundary(AgentError, f"{kind.title}, method 'get_reward'", sample=rollout.index):
                     reward.result()
         except AgentError:
             slot.discard()

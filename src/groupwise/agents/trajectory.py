@@ -62,16 +62,9 @@ class Trajectory:
         """Append a turn of the policy, truncated to ``remaining_tokens``; return its tokens."""
         tokens = completion.token_ids[: self.remaining_tokens]
         self.has_logps |= completion.logps is not None
-        self.token_ids += tokens
-        self.loss_mask += [1] * len(tokens)
-        self.logps += (completion.logps or [math.nan] * len(tokens))[: len(tokens)]
         self.has_versions |= completion.versions is not None
-        self.versions += (completion.versions or [0] * len(tokens))[: len(tokens)]
-        kept = completion.sampling_mask
-        self.has_sampling_mask |= kept is not None
-        self.sampling_mask.append(
-            SamplingMask.whole_vocabulary(len(tokens)) if kept is None else kept.first(len(tokens))
-        )
+        self.has_sampling_mask |= completion.sampling_mask is not None
+        self._append(tokens, 1, completion.logps, completion.versions, completion.sampling_mask)
         self.truncated = completion.truncated or len(tokens) < len(completion.token_ids)
         return tokens
 
@@ -85,12 +78,23 @@ class Trajectory:
         if len(tokens) >= self.remaining_tokens:
             self.truncated = True
             return False
-        self.token_ids += tokens
-        self.loss_mask += [0] * len(tokens)
-        self.logps += [math.nan] * len(tokens)
-        self.versions += self.versions[-1:] * len(tokens) or [0] * len(tokens)
-        self.sampling_mask.append(SamplingMask.whole_vocabulary(len(tokens)))
+        self._append(tokens, 0, None, self.versions[-1:] * len(tokens), None)
         return True
+
+    def _append(
+        self,
+        tokens: Sequence[int],
+        mask: int,
+        logps: list[float] | None,
+        versions: list[int] | None,
+        kept: SamplingMask | None,
+    ) -> None:
+        count = len(tokens)
+        self.token_ids += tokens
+        self.loss_mask += [mask] * count
+        self.logps += (logps or [math.nan] * count)[:count]
+        self.versions += (versions or [0] * count)[:count]
+        self.sampling_mask.append(SamplingMask.whole_vocabulary(count) if kept is None else kept.first(count))
 
     def continue_from(self, context_ids: Sequence[int]) -> bool:
         """Append or fork so that the next turn continues ``context_ids``.

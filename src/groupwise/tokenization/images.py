@@ -184,8 +184,12 @@ def process_prompt(
         loaded = prompt_images(messages)
         ids, read = _split_inputs(processor, cast(Mapping[str, Any], inputs), len(loaded))
         if loaded:
+            tokenizer = processor.tokenizer
             text = processor.apply_chat_template(messages, **generation_options(prompt, template_kwargs))
-            read = _with_images(read, loaded, ids, _tokenize(processor, cast(str, text)))
+            # As the processor tokenizes it, without expanding image tokens: the template may begin with BOS.
+            has_start = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+            unexpanded = tokenizer(text, add_special_tokens=not has_start)["input_ids"]
+            read = _with_images(read, loaded, ids, unexpanded)
     else:
         ids, read = process_text(processor, cast(str, prompt), images)
     excess = 0 if max_length is None else max(len(ids) - max_length, 0)
@@ -223,13 +227,6 @@ def process_text(
     if loaded:
         read = _with_images(read, loaded, ids, processor.tokenizer(text, **options)["input_ids"])
     return ids, read
-
-
-def _tokenize(processor: ProcessorMixin, text: str) -> list[int]:
-    """Tokenize a rendered chat as the processor does, without expanding image tokens."""
-    tokenizer = processor.tokenizer
-    has_start = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
-    return tokenizer(text, add_special_tokens=not has_start)["input_ids"]
 
 
 def _with_images(

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -50,11 +49,13 @@ _END_TOKENS = (
     *("<turn|>", "<|tool_response>", "<|observation|>", "<|user|>"),
 )
 
-_FUNCTION = re.compile(r"<function=([^>\n]{1,200})>")
-_CONSTANTS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
+_FUNCTION = re.compile(r"([^>\n]{1,200})>")
+_PARAMETER = re.compile(r"<parameter=([^>\n]{1,200})>")
+_NAME = re.compile(r"[\w.-]+")
 _CALL = re.compile(r"[\s,]*([\w.-]{1,200})\(")
 _KEYWORD = re.compile(r"[\s,]*(\w{1,200})\s?=\s?")
-_PARAMETER = re.compile(r"<parameter=([^>\n]{1,200})>")
+_BARE = re.compile(r'\{\s*"(?:type"\s*:\s*"function"\s*,\s*")?name"\s*:')
+_CONSTANTS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 
 #: Marks of the thoughts of a turn, by a string that chat templates with these marks contain.
 _THOUGHT_MARKS = {
@@ -70,52 +71,31 @@ _THINKING = ("<|channel|>", "<|tool_call_start|>")
 #: Prompt tokens that are searched for an opening mark, with which some templates begin a turn.
 _MARK_TOKENS = 16
 
-#: The text before the first call and, per call, a pair: the tool's name and its arguments as JSON, or None
-#: and a JSON object that has both.
-_Matches = tuple[str, list[tuple[str | None, str]]]
+#: A call: the tool's name and its arguments as JSON; or None, and a JSON object that has both.
+_Call = tuple[str | None, str]
+
+#: The value of an argument, by tool, argument and text: a string by the tool's schema, else parsed JSON.
+_Convert = Callable[[str, str, str], object]
+
+#: Returns the text before the first call, and the calls.
+_Match = Callable[[str, Sequence[ToolSchema]], tuple[str, list[_Call]]]
 
 
-def _match_tagged_json(text: str, _schemas: Sequence[ToolSchema]) -> _Matches:
-    """Match ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Qwen, SmolLM3, Hermes)."""
-    blocks = re.findall(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|$)", text, flags=re.DOTALL)
-    return text.partition("<tool_call>")[0], [(None, block.strip()) for block in blocks]
+def _blocks(start: str, end: str, parse: Callable[[str, _Convert], list[_Call]]) -> _Match:
+    """Return a function that finds blocks from ``start`` to ``end``, and the calls in them by ``parse``.
 
-
-def _match_bare_json(text: str, _schemas: Sequence[ToolSchema]) -> _Matches:
-    """Match a turn that is one JSON object with ``name`` and ``parameters`` (Llama 3)."""
-    body = text.strip().removeprefix("<|python_tag|>").strip()
-    is_call = re.match(r'\{\s*"(?:type"\s*:\s*"function"\s*,\s*")?name"\s*:', body)
-    return ("", [(None, body)]) if is_call else (text, [])
-
-
-def _match_harmony(text: str, _schemas: Sequence[ToolSchema]) -> _Matches:
-    """Match ``to=functions.name<|channel|>commentary json<|message|>{...}``, in either order (GPT-OSS)."""
-    name = re.search(r"to=functions\.([\w.-]+)", text)
-    if name is None:
-        final = text.rpartition("<|channel|>final<|message|>")
-        return (final[2] if final[1] else text), []
-    analysis, end, _ = text.partition("<|channel|>analysis<|message|>")[2].partition("<|end|>")
-    return analysis if end else "", [(name[1], text[name.end() :].rpartition("<|message|>")[2])]
-
-
-def _match_parameter_tags(text: str, schemas: Sequence[ToolSchema]) -> _Matches:
-    """Match ``<tool_call><function=name><parameter=key>value</parameter>...`` (Qwen3.5 and later).
-
-    Values are strings, or JSON if the tool's schema declares another type.
+    A block without ``end`` extends to the next ``start``, or to the end of the text.
     """
-    convert = _converter(schemas)
-    calls: list[tuple[str | None, str]] = []
-    openings = list(_FUNCTION.finditer(text))
-    for opening, following in zip_longest(openings, openings[1:]):
-        end = len(text) if following is None else following.start()
-        body = text[opening.end() : end].partition("</function>")[0]
-        values = {key: convert(opening[1], key, value) for key, value in _parameters(body)}
-        calls.append((opening[1], json.dumps(values)))
-    return (text.partition("<tool_call>")[0], calls) if calls else _match_tagged_json(text, schemas)
+
+    def match(text: str, schemas: Sequence[ToolSchema]) -> tuple[str, list[_Call]]:
+        before, *blocks = text.split(start)
+        convert = _converter(schemas)
+        return before, [call for each in blocks for call in parse(each.partition(end)[0].strip(), convert)]
+
+    return match
 
 
-def _converter(schemas: Sequence[ToolSchema]) -> Callable[[str, str, str], object]:
-    """Return a function of tool, argument and text: a string by the tool's schema, else parsed JSON."""
+def _converter(schemas: Sequence[ToolSchema]) -> _Convert:
     properties = {
         tool["function"]["name"]: tool["function"].get("parameters", {}).get("properties", {})
         for tool in schemas
@@ -132,56 +112,87 @@ def _converter(schemas: Sequence[ToolSchema]) -> Callable[[str, str, str], objec
     return convert
 
 
-def _match_argument_tags(text: str, schemas: Sequence[ToolSchema]) -> _Matches:
-    """Match ``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>...</tool_call>`` (GLM-4.5).
-
-    Values are strings, or JSON if the tool's schema declares another type.
-    """
-    before, blocks = _match_tagged_json(text, schemas)
-    convert = _converter(schemas)
-    calls: list[tuple[str | None, str]] = []
-    for _, block in blocks:
-        name, *parts = block.split("<arg_key>")
-        if not parts and name.startswith("{"):
-            calls.append((None, block))
-            continue
-        pairs = [part.partition("</arg_key>") for part in parts]
-        values = {
-            key.strip(): convert(
-                name.strip(), key.strip(), value.partition("<arg_value>")[2].partition("</arg_value>")[0]
-            )
-            for key, _, value in pairs
-        }
-        calls.append((name.strip(), json.dumps(values)))
-    return before, calls
+#: Matches ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Qwen, SmolLM3, Hermes).
+_match_objects = _blocks("<tool_call>", "</tool_call>", lambda block, _convert: [(None, block)])
 
 
-def _match_python_calls(text: str, _schemas: Sequence[ToolSchema]) -> _Matches:
-    """Match ``<|tool_call_start|>[name(key='text', other=3)]<|tool_call_end|>`` (LFM2.5).
+def _parameter_tags(block: str, convert: _Convert) -> list[_Call]:
+    """Parse ``name><parameter=key>value</parameter>...`` (Qwen3.5 and later)."""
+    name = _FUNCTION.match(block)
+    if name is None:
+        return []
+    values = {key: convert(name[1], key, value) for key, value in _parameters(block[name.end() :])}
+    return [(name[1], json.dumps(values))]
+
+
+def _match_functions(text: str, schemas: Sequence[ToolSchema]) -> tuple[str, list[_Call]]:
+    """Match ``<tool_call><function=...></function></tool_call>``; the outer tags may be missing."""
+    _, calls = _blocks("<function=", "</function>", _parameter_tags)(text, schemas)
+    return (text.partition("<tool_call>")[0], calls) if calls else _match_objects(text, schemas)
+
+
+def _argument_tags(block: str, convert: _Convert) -> list[_Call]:
+    """Parse ``name<arg_key>key</arg_key><arg_value>value</arg_value>...`` (GLM-4.5)."""
+    name, *parts = block.split("<arg_key>")
+    name = name.strip()
+    if not parts and name.startswith("{"):
+        return [(None, block)]
+    values = {}
+    for part in parts:
+        key, _, rest = part.partition("</arg_key>")
+        value = rest.partition("<arg_value>")[2].partition("</arg_value>")[0]
+        values[key.strip()] = convert(name, key.strip(), value)
+    return [(name, json.dumps(values))]
+
+
+def _braces(block: str, _convert: _Convert) -> list[_Call]:
+    """Parse ``call:name{key:<|"|>text<|"|>,other:3}`` (Gemma 4)."""
+    name = _NAME.match(block.removeprefix("call:"))
+    if name is None or not block.startswith("call:"):
+        return []
+    parts = block[len("call:") + name.end() :].split('<|"|>')  # every second part is a string
+    parts[::2] = [re.sub(r"(?<![\w-])([\w-]+)\s*:", r'"\1":', part) for part in parts[::2]]
+    parts[1::2] = [json.dumps(part) for part in parts[1::2]]
+    return [(name[0], "".join(parts))]
+
+
+def _match_bare_object(text: str, _schemas: Sequence[ToolSchema]) -> tuple[str, list[_Call]]:
+    """Match a turn that is one JSON object with ``name`` and ``parameters`` (Llama 3)."""
+    body = text.strip().removeprefix("<|python_tag|>").strip()
+    return ("", [(None, body)]) if _BARE.match(body) else (text, [])
+
+
+def _match_channels(text: str, _schemas: Sequence[ToolSchema]) -> tuple[str, list[_Call]]:
+    """Match ``to=functions.name<|channel|>commentary json<|message|>{...}``, in either order (GPT-OSS)."""
+    name = re.search(r"to=functions\.([\w.-]+)", text)
+    if name is not None:
+        return "", [(name[1], text[name.end() :].rpartition("<|message|>")[2])]
+    final = text.rpartition("<|channel|>final<|message|>")
+    return (final[2] if final[1] else text), []
+
+
+def _python_calls(block: str, _convert: _Convert) -> list[_Call]:
+    """Parse ``[name(key='text', other=3)]`` (LFM2.5).
 
     Text is between single quotes and not escaped: it ends at a quote before a comma or a parenthesis.
     """
-    before, start, rest = text.partition("<|tool_call_start|>")
-    if not start:
-        return text, []
-    body = rest.partition("<|tool_call_end|>")[0].strip()
-    if body.startswith("{"):  # JSON, which LFM2.5 writes if it is asked to
-        return before, [(None, body)]
-    calls: list[tuple[str | None, str]] = []
+    if block.startswith("{"):  # JSON, which LFM2.5 writes if it is asked to
+        return [(None, block)]
+    calls: list[_Call] = []
     position = 1  # after the bracket
-    while (name := _CALL.match(body, position)) is not None:
+    while (name := _CALL.match(block, position)) is not None:
         values: dict[str, object] = {}
         position = name.end()
-        while (key := _KEYWORD.match(body, position)) is not None:
-            end = _end_of_value(body, key.end())
-            values[key[1]] = _python_value(body[key.end() : end])
+        while (key := _KEYWORD.match(block, position)) is not None:
+            end = _end_of_value(block, key.end())
+            values[key[1]] = _python_value(block[key.end() : end])
             position = end
-        if not body.startswith(")", position):
-            calls.append((name[1], body[name.end() :]))  # not JSON: an error
+        if not block.startswith(")", position):
+            calls.append((name[1], block[name.end() :]))  # not JSON: an error
             break
         calls.append((name[1], json.dumps(values)))
         position += 1
-    return before, calls or [(None, body)]
+    return calls or [(None, block)]
 
 
 def _end_of_value(body: str, start: int) -> int:
@@ -234,28 +245,16 @@ def _parameters(body: str) -> Iterator[tuple[str, str]]:
         yield opening[1], body[opening.end() : position].removeprefix("\n").removesuffix("\n")
 
 
-def _match_braces(text: str, _schemas: Sequence[ToolSchema]) -> _Matches:
-    """Match ``<|tool_call>call:name{key:<|"|>text<|"|>,other:3}<tool_call|>`` (Gemma 4)."""
-    calls: list[tuple[str | None, str]] = []
-    call = r"<\|tool_call>call:([\w.-]+)(.*?)(?:<tool_call\|>|$)"
-    for name, body in re.findall(call, text, flags=re.DOTALL):
-        parts = body.split('<|"|>')  # every second part is a string
-        parts[::2] = [re.sub(r"(?<![\w-])([\w-]+)\s*:", r'"\1":', part) for part in parts[::2]]
-        parts[1::2] = [json.dumps(part) for part in parts[1::2]]
-        calls.append((name, "".join(parts)))
-    return text.partition("<|tool_call>")[0], calls
-
-
 #: Tool-call format by a string that chat templates with this format contain; the first match is used.
-TOOL_CALL_FORMATS: dict[str, Callable[[str, Sequence[ToolSchema]], _Matches]] = {
-    "<function=": _match_parameter_tags,
-    "<arg_key>": _match_argument_tags,
-    "<|tool_call_start|>": _match_python_calls,
-    "<tool_call>": _match_tagged_json,
-    "<|tool_call>": _match_braces,
-    "<|channel|>": _match_harmony,
-    "<|python_tag|>": _match_bare_json,
-    "ipython": _match_bare_json,
+TOOL_CALL_FORMATS: dict[str, _Match] = {
+    "<function=": _match_functions,
+    "<arg_key>": _blocks("<tool_call>", "</tool_call>", _argument_tags),
+    "<|tool_call_start|>": _blocks("<|tool_call_start|>", "<|tool_call_end|>", _python_calls),
+    "<tool_call>": _match_objects,
+    "<|tool_call>": _blocks("<|tool_call>", "<tool_call|>", _braces),
+    "<|channel|>": _match_channels,
+    "<|python_tag|>": _match_bare_object,
+    "ipython": _match_bare_object,
 }
 
 

@@ -12,14 +12,13 @@ from transformers import PreTrainedTokenizerFast
 from groupwise.agents import (
     EnvironmentPool,
     MultiTurnRollouts,
-    MultiTurnSettings,
-    Renderer,
     ToolLoop,
     make_tool,
 )
 from groupwise.agents.executor import ToolExecutor
 from groupwise.generation.base import GenerationBackend
 from groupwise.records import Completion, RolloutBatch, SamplingOptions
+from support.configs import config_of
 
 #: A prefix-preserving template that renders tool schemas, and tool calls as JSON in tags.
 CHAT = """\
@@ -139,26 +138,26 @@ def agents(
     tools: Sequence[Any] = (),
     environments: EnvironmentPool | None = None,
     *,
-    tool_timeout: float | None = None,
-    max_tool_calling_iterations: int | None = None,
+    context_length: int | None = None,
+    max_retries: int | None = None,
     **settings: Any,
 ) -> MultiTurnRollouts:
     """Multi-turn rollouts with at most 1000 tokens and these settings."""
+    config = config_of(**{"max_completion_length": 1000, **settings, **retries(max_retries)})
     loop = ToolLoop(
         [make_tool(tool) for tool in tools],
         environments,
-        ToolExecutor(tool_timeout) if environments is None else None,
-        max_iterations=max_tool_calling_iterations,
-        scores_rollouts=settings.get("max_retries") is not None,
+        ToolExecutor(config.tool_timeout) if environments is None else None,
+        max_iterations=config.max_tool_calling_iterations,
+        scores_rollouts=max_retries is not None,
     )
-    renderer = Renderer(
-        tokenizer,
-        frozenset([tokenizer.eos_token_id]),
-        settings.get("template_kwargs"),
-        with_tools=bool(tools),
-    )
-    limits = MultiTurnSettings(**{"max_completion_length": 1000, **settings})
-    return MultiTurnRollouts(loop, tokenizer, limits, renderer if loop.has_later_turns else None)
+    end_tokens = frozenset([tokenizer.eos_token_id])
+    return MultiTurnRollouts(loop, tokenizer, config, end_tokens, context_length=context_length)
+
+
+def retries(number: int | None) -> dict[str, Any]:
+    """Settings with which failed rollouts are repeated; None: raise the first error."""
+    return {} if number is None else {"rollout_on_error": "retry", "rollout_retries": number}
 
 
 def run(
