@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from typing import Any
@@ -223,9 +223,9 @@ class _Rows:
         self.model, self.tokens_RS, self.processors = model, tokens, processors
         # A sliding layer holds fewer positions than the attention mask shared by all layers.
         sliding = any(layer.is_sliding for layer in outputs.past_key_values.layers)
-        self.supports_packing = (
-            not sliding and _accepts_kwargs(model.forward) and install_attention_hook(model)
-        )
+        parameters = inspect.signature(model.forward).parameters.values()
+        takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self.supports_packing = not sliding and takes_kwargs and install_attention_hook(model)
         prepare = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
         # Versions without this argument derive the number of new tokens from the cache position.
         self.step_kwargs = {"next_sequence_length": 1} if "next_sequence_length" in prepare else {}
@@ -268,10 +268,6 @@ class _Rows:
         self.logits_RV = outputs.logits[:, -1].to(self.tokens_RS.device, torch.float32, copy=copy)
 
 
-def _accepts_kwargs(function: Callable[..., object]) -> bool:
-    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
-
-
 class OneQueryAttention:
     """Attention of one query per row to the positions where ``mask`` (R, 1, 1, S) is True; None: to all.
 
@@ -292,7 +288,8 @@ class OneQueryAttention:
     ) -> torch.Tensor:
         rows, heads, _, size = query_RH1D.shape
         visible = slice(-window if window else None, None)
-        attention = _float32_attention if _is_half_on_cpu(value_RKSD) else scaled_dot_product_attention
+        half_on_cpu = value_RKSD.device.type == "cpu" and value_RKSD.dtype in (torch.bfloat16, torch.float16)
+        attention = _float32_attention if half_on_cpu else scaled_dot_product_attention
         out = attention(
             query_RH1D.reshape(rows, key_RKSD.shape[1], -1, size),
             key_RKSD[:, :, visible],
@@ -301,10 +298,6 @@ class OneQueryAttention:
             scale=scale,
         )
         return out.reshape(rows, 1, heads, -1)
-
-
-def _is_half_on_cpu(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.dtype in (torch.bfloat16, torch.float16)
 
 
 def _float32_attention(

@@ -59,8 +59,8 @@ class SamplingMaskRecorder(LogitsProcessor):
         """
         kept_RV = scores_RV > -torch.inf
         kept_RV &= ~kept_RV.all(-1, keepdim=True)  # no ids stand for the whole vocabulary
-        place_E, id_E = kept_RV.nonzero(as_tuple=True)
-        self._steps.append((rows_R[place_E].cpu(), id_E.int().cpu()))
+        index_E, id_E = kept_RV.nonzero(as_tuple=True)
+        self._steps.append((rows_R[index_E].cpu(), id_E.int().cpu()))
 
     def completions(self, num_rows: int) -> list[SamplingMask]:
         """Return the sampling mask of every completion, one position per recorded step."""

@@ -93,8 +93,9 @@ class VLLMServerBackend(VLLMBackend):
 
     def snapshot(self) -> dict[str, Any]:
         """Return finished prefetched completions, and the number of samples per prompt in this step."""
-        finished = {key: future.result() for key, future in self._pending.items() if _succeeded(future)}
-        return {"finished": list(finished.items()), **super().snapshot()}
+        done = [(key, f) for key, f in self._pending.items() if f.done() and not f.cancelled()]
+        finished = [(key, future.result()) for key, future in done if future.exception() is None]
+        return {"finished": finished, **super().snapshot()}
 
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Return to the state of a snapshot. ``generate`` repeats the requests that were not finished."""
@@ -273,10 +274,6 @@ class VLLMServerBackend(VLLMBackend):
             raise error
         rank, unavailable, message = failures[0]
         raise (ServerUnavailableError if unavailable else BackendError)(f"rank {rank}: {message}") from error
-
-
-def _succeeded(future: Future[list[Completion]]) -> bool:
-    return future.done() and not future.cancelled() and future.exception() is None
 
 
 def check_config(config: GRPOConfig) -> None:

@@ -24,13 +24,14 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import torch
+from safetensors.torch import save_file
 
 from groupwise.compat.torch import cuda_ipc_handle
 from groupwise.compat.vllm import add_lora, broadcast_packed, join_nccl_group, remove_lora
 from groupwise.errors import BackendError, ConfigError
 from groupwise.generation.vllm.plugin import BACKEND
 from groupwise.policy.introspection import CausalLM
-from groupwise.policy.weight_iterator import LoRAWeights, WeightSource, base_weights, buckets
+from groupwise.policy.weight_iterator import WeightSource, base_weights, buckets
 from groupwise.threads import start_thread
 
 if TYPE_CHECKING:
@@ -85,11 +86,6 @@ class WeightSender:
         """
         raise NotImplementedError
 
-    def complete(self, receiver: WeightReceiver) -> None:
-        """Signal the end of the buckets; our own receiver then checks that every parameter got weights."""
-        if self.backend == BACKEND:
-            receiver.update_weights({})
-
     def push(self, buckets: Iterable[Bucket], receiver: WeightReceiver, version: int) -> None:
         """Replace the engine's weights.
 
@@ -102,7 +98,8 @@ class WeightSender:
         try:
             receiver.start_weight_update()  # inside try: part of the engines may have started
             alive = [self.send(bucket, receiver) for bucket in buckets]
-            self.complete(receiver)
+            if self.backend == BACKEND:
+                receiver.update_weights({})  # our receiver then checks that every parameter got weights
         except BaseException:
             with suppress(Exception):  # the engine may have ended the update itself
                 receiver.finish_weight_update()
@@ -141,8 +138,6 @@ class SharedMemorySender(WeightSender):
         self._remove = weakref.finalize(self, _remove, self.directory, lock)
 
     def send(self, bucket: Bucket, receiver: WeightReceiver) -> None:
-        from safetensors.torch import save_file
-
         size = sum(tensor.nbytes for _, tensor in bucket)
         free = shutil.disk_usage(self.directory).free
         if size > free:  # writing to a full /dev/shm kills the process (SIGBUS)
@@ -316,9 +311,6 @@ class FullWeightSync(WeightSync):
     def push(self, source: WeightSource, step: int) -> None:
         self.sender.push(buckets(source.full()), self.receiver, step)
 
-    def close(self) -> None:
-        self.sender.close()
-
 
 class LoRAWeightSync(WeightSync):
     """Pushes only the LoRA adapter; the engine loads the base weights once, at start."""
@@ -339,7 +331,9 @@ class LoRAWeightSync(WeightSync):
         if self.request is not None:
             remove_lora(self.engine, self.request.lora_int_id)
         self.num_pushes += 1
-        save_adapter(source.adapter(), self.directory)
+        adapter = source.adapter()  # saved in the format of PEFT, which vLLM reads
+        save_file(dict(adapter.tensors), self.directory / "adapter_model.safetensors")
+        (self.directory / "adapter_config.json").write_text(json.dumps(adapter.config, default=str))
         self.request = LoRARequest("policy", self.num_pushes, str(self.directory))
         add_lora(self.engine, self.request)
 
@@ -348,14 +342,6 @@ class LoRAWeightSync(WeightSync):
 
     def close(self) -> None:
         self._remove()
-
-
-def save_adapter(adapter: LoRAWeights, directory: Path) -> None:
-    """Write an adapter in the format of PEFT, which vLLM reads."""
-    from safetensors.torch import save_file
-
-    save_file(dict(adapter.tensors), directory / "adapter_model.safetensors")
-    (directory / "adapter_config.json").write_text(json.dumps(adapter.config, default=str))
 
 
 def adapter_arguments(model: CausalLM, directory: str, *, quantized: bool = False) -> dict[str, Any]:
@@ -367,8 +353,8 @@ def adapter_arguments(model: CausalLM, directory: str, *, quantized: bool = Fals
     Raises:
         ConfigError: the policy does not train a plain LoRA adapter.
     """
-    settings = model.peft_config[model.active_adapter] if hasattr(model, "active_adapter") else None
-    if settings is None or settings.peft_type != "LORA":
+    lora = model.peft_config[model.active_adapter] if hasattr(model, "active_adapter") else None
+    if lora is None or lora.peft_type != "LORA":
         raise ConfigError(
             "vllm_engine_kwargs['enable_lora'] sends only the LoRA adapter, but the policy has none; leave "
             "it out"
@@ -376,19 +362,17 @@ def adapter_arguments(model: CausalLM, directory: str, *, quantized: bool = Fals
     unsupported = [
         name
         for name in ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters")
-        if getattr(settings, name, None)
-    ] + (["bias"] if settings.bias != "none" else [])
+        if getattr(lora, name, None)
+    ] + (["bias"] if lora.bias != "none" else [])
     if unsupported:
         raise ConfigError(
             f"the adapter has {', '.join(unsupported)}, which vLLM does not support in an adapter; "
             "set vllm_engine_kwargs['enable_lora'] to False to send merged weights"
         )
-    from safetensors.torch import save_file
-
     weights = base_weights(model, dequantize=not quantized)
     base = {name: tensor.cpu().contiguous() for name, tensor in weights}
     save_file(base, Path(directory) / "model.safetensors", metadata={"format": "pt"})
-    rank = max([settings.r, *settings.rank_pattern.values()])
+    rank = max([lora.r, *lora.rank_pattern.values()])
     return {
         "enable_lora": True,
         "load_format": "bitsandbytes" if quantized else "safetensors",
