@@ -58,10 +58,10 @@ def configuration_page() -> str:
         "values and the nearest valid one. Settings without effect are logged as a warning.",
         "",
         "Scripts and callbacks may change settings of a built trainer: `trainer.beta = 0.1` for the names of",
-        "TRL's attributes, `trainer.args.beta = 0.1` for all; the later one counts. The last column says",
-        "when it takes effect: at the next optimizer *step*, or at the first step that begins with a new",
+        "TRL's attributes, which write through to the configuration, `trainer.args.beta = 0.1` for all. The",
+        "last column says when a change takes effect: at the next optimizer *step*, with the next",
         "*generation*, or with the next *run*. Where it is empty, the setting is read when the trainer is",
-        "built: assigning the attribute is an error, changing `trainer.args` has no effect and is logged.",
+        "built: assigning the attribute is an error; a change of `trainer.args` is logged and taken back.",
         "",
         START,
     ]

@@ -23,13 +23,19 @@ from groupwise.agents.tool_loop import make_agent_loop
 from groupwise.compat.transformers import trainer_state_name
 from groupwise.compat.trl import REFUSED_METHODS, TRL_HOOKS, refuse_names
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.config.sampling import corrects_for_sampler, sampler_settings, truncated_logprob_bound
-from groupwise.config.step_settings import StepSettings, resume_settings, warn_of_changes_on_resume
+from groupwise.config.sampling import corrects_for_sampler, sampler_settings
+from groupwise.config.step_settings import (
+    check_step,
+    checked,
+    resume_settings,
+    take_snapshot,
+    warn_of_changes_on_resume,
+    warn_of_sampler_on_resume,
+)
 from groupwise.config.trainer_attributes import TrainerAttributes
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean
 from groupwise.cpu import trim_heap
-from groupwise.data.budget import micro_batch_budget
 from groupwise.data.buffer import ExperienceBuffer
 from groupwise.data.build import (
     check_data,
@@ -45,7 +51,7 @@ from groupwise.data.image_checks import check_vision, has_image_columns
 from groupwise.data.prompt_source import EvaluationStream, PromptSource, is_streaming, num_valid_rows
 from groupwise.data.rebalancing import cache_sized
 from groupwise.data.window import AccumulationWindow
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, warn_once
 from groupwise.generation.base import GenerationBackend, check_backend, make_backend, truncation_warning
 from groupwise.hf import checkpointing
 from groupwise.hf.arguments import check_arguments, check_methods
@@ -77,6 +83,7 @@ from groupwise.records import (
     RolloutFunction,
     RolloutRequest,
     Row,
+    SamplerSettings,
 )
 from groupwise.reporting.evaluation import EvaluationMetrics
 from groupwise.reporting.metrics import MetricBuffer, rollout_metrics
@@ -133,7 +140,6 @@ class GRPOTrainer(
     refused_way_out = f"A subclass written for TRL: {TRL_HOOKS}"
     config_class = GRPOConfig  # of a trainer without args
     sampling_mask_lost_because = ""  # a subclass that passes token ids alone says so
-    truncation_warning = ""  # the newest warning that the sampling mask is unknown
     buffer_class = ExperienceBuffer
     metrics_class = MetricBuffer
     prompts: PromptSource
@@ -191,9 +197,7 @@ class GRPOTrainer(
             optimizers=optimizers,
         )
         self.prepared_data, self._built_train_dataset = data, self.train_dataset
-        self.step_settings = StepSettings(args)
-        self.settings = self.step_settings.current
-        self._built_sampler = sampler_settings(args)
+        self._settings_before = take_snapshot(args)
         self.reward_funcs, self.reward_processing_classes = reward_funcs, reward_processing_classes
         self.reward_func_names: list[str] = []  # follow from the functions
         self.reward_weights = with_default_weights(args, reward_funcs)
@@ -210,7 +214,7 @@ class GRPOTrainer(
             self.reward_func_names,
             self.reward_processing_classes,
             self.reward_weights,
-            self.settings,
+            self.args,
             self.accelerator,
             self.model,
             text_tokenizer(self.processing_class),
@@ -257,67 +261,41 @@ class GRPOTrainer(
         self.router_aux_loss_coef = router_aux_loss_coef(self.model, args)
         self.aux_loss_enabled = self.router_aux_loss_coef != 0.0
         check_loss_override(type(self), args)
-        self.entropy_control = EntropyControl(args.entropy_coef)
-        self._apply_settings()
+        self.liger_loss = None
+        if args.use_liger_kernel:
+            self.liger_loss = LigerLoss(
+                self.aux_loss_enabled, self.logprob_computer.head, args.max_completion_length
+            )
 
     def refresh_settings(self, *, new_run: bool = False) -> None:
-        """Let the changes take effect that scripts and callbacks made to settings and rewards.
-
-        Sampler settings change when no completions of an earlier generation are left to train on: log-probs
-        of a completion have the temperature that it was sampled with.
+        """Apply settings and reward functions that a script or callback changed since the last step.
 
         Raises:
             ConfigError: a changed setting is invalid or contradicts another one.
         """
-        before = self.settings
-        self.settings = self.step_settings.begin_step(
-            new_generation=self.buffer.is_empty, new_run=new_run or not self.is_in_train
-        )
-        self._check_beta(self.settings.beta)
-        if self.settings.reward_weights != before.reward_weights:
-            self.reward_weights = with_default_weights(self.settings, self.reward_funcs)
+        args = self.args
+        changed = check_step(args, self._settings_before, new_run=new_run or not self.is_in_train)
+        self._check_beta(args.beta)
+        if "reward_weights" in changed:
+            self.reward_weights = with_default_weights(args, self.reward_funcs)
         callables = self.reward_callables
         self._load_rewards(self.loaded_rewards)
         if self.reward_callables != callables:
             self.leftover_groups = self.leftover_groups.without_groups("reward_funcs was replaced")
-        if self.settings.entropy_coef != before.entropy_coef:
-            self.entropy_control = replace(self.entropy_control, coef=self.settings.entropy_coef)
-        self._apply_settings()
-
-    def _apply_settings(self) -> None:
-        """Give the settings of the step to the parts that hold a copy: log-probs, loss, micro-batches."""
-        settings = self.settings
-        # The backend has the sampler settings that it was built with; requests contain the others.
-        now = sampler_settings(settings)
-        self.sampler_changes = {name: now[name] for name in now if now[name] != self._built_sampler[name]}
-        head = replace(self.logprob_computer.head, temperature=settings.temperature)
-        self.logprob_computer.head = self.logprob_mismatch.head = head
+        if "entropy_coef" in changed:
+            self.entropy_control = replace(self.entropy_control, coef=args.entropy_coef)
         lost_because = self.sampling_mask_lost_because
         if self.rollout_func is not None and not lost_because:
             lost_because = "a rollout_func returns completions without the sampling mask"
-        before = self.truncation_warning
-        self.truncation_warning = truncation_warning(
-            settings, self.backend, self.sampler_changes, lost_because
-        )
-        if self.truncation_warning not in ("", before):
-            logger.warning("%s", self.truncation_warning)
-        unknown = bool(self.truncation_warning)
-        self.logprob_mismatch.truncation = truncated_logprob_bound(settings) if unknown else 0.0
-        corrects = corrects_for_sampler(settings, untrusted=self.has_untrusted_logps())
+        truncation = truncation_warning(args, self.backend, vars(sampler_settings(args)), lost_because)
+        if truncation:
+            warn_once(logger, truncation)
         self.objective_settings = objective_settings(
-            settings, corrects_for_sampler=corrects, truncation_unknown=unknown
+            args,
+            corrects_for_sampler=corrects_for_sampler(args, untrusted=self.has_untrusted_logps()),
+            truncation_unknown=bool(truncation),
         )
-        self.micro_batch_budget = micro_batch_budget(
-            self,
-            settings,
-            aux_loss=self.aux_loss_enabled,
-            has_reference=self.reference.exists,
-        )
-        self.liger_loss = None
-        if settings.use_liger_kernel:
-            self.liger_loss = LigerLoss(
-                self.aux_loss_enabled, head, settings.max_completion_length, self.objective_settings
-            )
+        self._settings_before = take_snapshot(args)  # at the end: an error is raised again by the next step
 
     def has_untrusted_logps(self) -> bool:
         """Return True if log-probs of completions may be placeholders: those of a ``rollout_func``."""
@@ -338,7 +316,7 @@ class GRPOTrainer(
         self.num_parameters = self.model.num_parameters(exclude_embeddings=True)
         reporting.show_rewards_in_progress(self)
         self.add_callback(CheckpointProductsCallback())
-        if self.settings.sync_ref_model:
+        if self.args.sync_ref_model:
             self.add_callback(SyncRefModelCallback(self.reference, self.args, self.accelerator))
 
     # One optimizer step, in the order in which it happens.
@@ -369,10 +347,10 @@ class GRPOTrainer(
             while len(window) < size:  # a window may span generations, and a generation windows
                 if self.buffer.is_empty:
                     on_policy = self.is_on_policy(size - len(window))
-                    experience = self.make_train_experience(on_policy=on_policy)
-                    self.buffer.fill(
-                        experience, self.settings.num_iterations, self.settings.prompts_per_batch
-                    )
+                    # A changed temperature waits for the next window: rebalancing joins rows of this one.
+                    sampler = window[0].sampler if window else sampler_settings(self.args)
+                    experience = self.make_train_experience(sampler, on_policy=on_policy)
+                    self.buffer.fill(experience, self.args.num_iterations, self.args.prompts_per_batch)
                 window += self.buffer.take(size - len(window))
             made = self.make_micro_batches(window)
         self.metrics["train"].record(made.stats.metrics())
@@ -388,21 +366,21 @@ class GRPOTrainer(
         prepare = self.logprob_computer.prepare  # packs the sequences, if the layout does
         return AccumulationWindow([None if batch is None else prepare(batch) for batch in batches], stats)
 
-    def make_train_experience(self, *, on_policy: bool) -> list[Experience]:
+    def make_train_experience(self, sampler: SamplerSettings, *, on_policy: bool) -> list[Experience]:
         """Generate, reward and weigh the completions of one generation batch; one entry per micro-batch."""
         self.sync_sampler("train")
         for step, rows in self.upcoming_rows():  # rollout_staleness: a server generates them meanwhile
-            self.prefetch_rollouts(self.make_request(rows), step=step)
-        batch = DynamicBatch(self.leftover_groups, self.settings)  # one round unless dynamic_sampling
+            self.prefetch_rollouts(self.make_request(rows, sampler), step=step)
+        batch = DynamicBatch(self.leftover_groups, self.args)  # one round unless dynamic_sampling
         while not batch.is_full:  # the same decision on every rank
             rows = self.prompts.take(batch.num_to_sample)  # B rows of this rank, G per prompt
-            batch.add(*self.sample(self.make_request(rows)))
+            batch.add(*self.sample(self.make_request(rows, sampler)))
         self.metrics["train"].record(batch.metrics)
         rollouts, rewards, surplus = batch.finish()
-        self.leftover_groups = self.add_behavior_logps(surplus)  # before the policy changes
+        self.leftover_groups = self.add_behavior_logps(surplus, sampler)  # before the policy changes
         self.backend.release()  # memory of a colocated engine goes to training
         return self.make_experience(
-            rollouts, rewards, self.settings.per_device_train_batch_size, on_policy=on_policy
+            rollouts, rewards, self.args.per_device_train_batch_size, on_policy=on_policy
         )
 
     def sample(self, request: RolloutRequest) -> tuple[RolloutBatch, RewardBatch]:
@@ -431,20 +409,20 @@ class GRPOTrainer(
             if rollouts.mode == "train":
                 metrics.record(self.check_logprob_mismatch(rollouts, tokens))
             # With kl_in_reward the KL is part of every reward, so log-probs come before advantages.
-            logps = self.old_and_ref_logps(tokens) if self.settings.kl_in_reward else None
+            logps = self.old_and_ref_logps(tokens) if self.args.kl_in_reward else None
             rewards = self.apply_kl_penalty(rewards, tokens, logps)
             # (N,) or (N, T) of all ranks -> (B,) or (B, T) of this one
             advantages = rewards.local_rows(checked_advantages(self.compute_advantages(rewards), rewards))
             only = self.select_rows_for_logprobs(tokens, advantages, micro_batch_size)
             logps = logps or self.old_and_ref_logps(tokens, only, on_policy=on_policy)
-        if self.settings.log_completions:
+        if self.args.log_completions:
             rows = completion_rows(
                 rollouts,
                 rewards,
                 advantages,
                 self.reward_func_names,
                 self.state.global_step,
-                multimodal=self.settings.log_multimodal,
+                multimodal=self.args.log_multimodal,
             )
             metrics.rows = [*metrics.rows, *rows]
         return Experience.from_tokens(tokens, advantages, logps).split(micro_batch_size)
@@ -473,7 +451,8 @@ class GRPOTrainer(
     ) -> Any:
         """Compute the loss of one micro-batch; the losses of a window add up to the loss of the window."""
         if self.liger_loss is not None:
-            output, aux_loss = self.liger_loss(model, inputs)  # fused: there are no log-probs
+            # Fused: there are no log-probs.
+            output, aux_loss = self.liger_loss(model, inputs, self.objective_settings)
         else:
             logprobs = self.compute_logprobs(
                 model, inputs, with_entropy=True
@@ -509,7 +488,7 @@ class GRPOTrainer(
             self.sync_sampler("eval")
             rollouts, rewards = self.sample(request)
             self.backend.release()
-            self.evaluation.add(rollouts, rewards, self.settings)
+            self.evaluation.add(rollouts, rewards, self.args)
             window = self.make_experience(rollouts, rewards, len(inputs), on_policy=True)
             num_padding_rows = len(inputs) - rewards.num_valid
             (batch,) = self.set_token_weights(window, self.compute_entropy_masks(window), num_padding_rows)
@@ -531,9 +510,7 @@ class GRPOTrainer(
         """
         make_sampler = partial(self._get_train_sampler, self.train_dataset)
         generator = self.loader_generator()
-        return make_train_loader(
-            self.train_dataset, self.prepared_data, self.settings, make_sampler, generator
-        )
+        return make_train_loader(self.train_dataset, self.prepared_data, self.args, make_sampler, generator)
 
     def loader_generator(self) -> torch.Generator | None:
         """Return the generator that iterating the loader draws a seed from: not the one that samples."""
@@ -541,7 +518,7 @@ class GRPOTrainer(
 
     def _get_train_sampler(self, dataset: Any = None) -> Sampler[Any]:
         """Return the order of the prompts; an override yields indices in the order of ``GroupSampler``."""
-        return make_group_sampler(self.train_dataset if dataset is None else dataset, self.settings)
+        return make_group_sampler(self.train_dataset if dataset is None else dataset, self.args)
 
     def make_prompt_source(self) -> PromptSource:
         """Build the source of training prompts at its beginning, from the loader or sampler of a subclass.
@@ -557,7 +534,7 @@ class GRPOTrainer(
         own_loader = type(self).get_train_dataloader is not GRPOTrainer.get_train_dataloader
         return make_prompt_source(
             self.prepared_data,
-            self.settings,
+            self.args,
             make_sampler=partial(self._get_train_sampler, self.train_dataset),
             make_loader=self.get_train_dataloader if own_loader else None,
         )
@@ -576,7 +553,7 @@ class GRPOTrainer(
         name, dataset = "eval_dataset", self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(eval_dataset, str):
             name, dataset = f"eval_dataset[{eval_dataset!r}]", self.eval_dataset[eval_dataset]  # type: ignore[index]
-        rows = evaluation_rows(dataset, name, self.prepared_data, self.settings)
+        rows = evaluation_rows(dataset, name, self.prepared_data, self.args)
         if isinstance(rows, EvaluationStream):
             return rows  # type: ignore[return-value]  # Trainer only iterates it
         return self._get_dataloader(
@@ -600,34 +577,42 @@ class GRPOTrainer(
 
     def evaluation_metrics(self, name: str) -> dict[str, float]:
         """Return the metrics of generation, rewards and loss, and pass@k, of the evaluation that ended."""
-        num_generations = self.settings.generations_per_eval_prompt
+        num_generations = self.args.generations_per_eval_prompt
         return {
             **self.drain_metrics("eval", name),
             **self.evaluation.compute(
-                name, num_generations, self.settings, self.reward_func_names, gather_object
+                name, num_generations, self.args, self.reward_func_names, gather_object
             ),
         }
 
     # Parts of the step that need several of the mixins.
 
-    def make_request(self, rows: list[Row]) -> RolloutRequest:
-        """Build the request for training rollouts of these rows of this rank."""
+    def make_request(self, rows: list[Row], sampler: SamplerSettings | None = None) -> RolloutRequest:
+        """Build the request for training rollouts of these rows of this rank.
+
+        Args:
+            sampler: sampler settings of the generation; None: it begins now, with those of ``self.args``.
+        """
+        sampler = sampler or sampler_settings(self.args)
         return RolloutRequest(
             rows,
-            self.settings.num_generations,
-            generation_kwargs=self.sampler_changes,
+            self.args.num_generations,
+            sampler=sampler,
+            generation_kwargs=vars(sampler),
             on_partial_rollout=self.start_partial_rewards(),
         )
 
     def make_eval_request(self, rows: list[Row]) -> RolloutRequest:
         """Build the request for the rollouts of an evaluation batch, these rows of this rank."""
+        sampler = sampler_settings(self.args)  # log-probs have its temperature, completions may have another
         return RolloutRequest(
             rows,
-            num_generations=self.settings.generations_per_eval_prompt,
+            num_generations=self.args.generations_per_eval_prompt,
             # The last batch is padded so that all ranks get as many rows; the padding does not count.
             num_valid=num_valid_rows(rows, self.accelerator.gradient_state),
             mode="eval",
-            generation_kwargs={**self.sampler_changes, **(self.settings.eval_generation_kwargs or {})},  # type: ignore[dict-item]
+            sampler=sampler,
+            generation_kwargs={**vars(sampler), **(self.args.eval_generation_kwargs or {})},  # type: ignore[dict-item]
             on_partial_rollout=self.start_partial_rewards(),
         )
 
@@ -639,10 +624,10 @@ class GRPOTrainer(
 
     def upcoming_rows(self) -> Iterator[tuple[int, list[Row]]]:
         """Yield this rank's rows of the generations to prefetch, with the optimizer step that each begins."""
-        settings = self.settings
-        depth = 0 if self.agents or self.rollout_func else settings.rollout_staleness
-        steps = settings.optimizer_steps_per_generation  # exact: rollout_staleness requires it
-        for ahead, rows in enumerate(self.prompts.upcoming(depth, settings.prompts_per_batch), start=1):
+        args = self.args
+        depth = 0 if self.agents or self.rollout_func else args.rollout_staleness
+        steps = args.optimizer_steps_per_generation  # exact: rollout_staleness requires it
+        for ahead, rows in enumerate(self.prompts.upcoming(depth, args.prompts_per_batch), start=1):
             step = self.state.global_step + ahead * steps
             if step >= self.state.max_steps:
                 return
@@ -653,11 +638,11 @@ class GRPOTrainer(
 
         A run that resumes with another accumulation may begin a generation in the middle of a window.
         """
-        return self.settings.micro_batches_per_generation <= num_missing
+        return self.args.micro_batches_per_generation <= num_missing
 
-    def add_behavior_logps(self, surplus: LeftoverGroups) -> LeftoverGroups:
+    def add_behavior_logps(self, surplus: LeftoverGroups, sampler: SamplerSettings) -> LeftoverGroups:
         """Compute the log-probs of leftover groups under the policy that sampled them, the current one."""
-        rollouts = surplus.local_rollouts(self.settings)
+        rollouts = surplus.local_rollouts(self.args, sampler)
         if rollouts is None:
             return surplus
         logps_BT = self.old_and_ref_logps(self.collate(rollouts)).old_logps_BT
@@ -719,7 +704,7 @@ class GRPOTrainer(
         self.buffer = self.buffer_class(self.accelerator.device)
         self.leftover_groups = LeftoverGroups()
         self.refresh_settings(new_run=True)
-        self.entropy_control = EntropyControl(self.settings.entropy_coef)
+        self.entropy_control = EntropyControl(self.args.entropy_coef)
         self.metrics = {"train": self.metrics_class(), "eval": self.metrics_class()}
         self.window = AccumulationWindow.to_be_made(0)
         if self.train_dataset is not None:
@@ -732,30 +717,27 @@ class GRPOTrainer(
             return
         state = checkpointing.load_state(directory, self.args.process_index, self.args.world_size)
         saved = state["settings"]
-        warn_of_changes_on_resume(saved, self.settings, self.train_dataset)
+        warn_of_changes_on_resume(saved, self.args, self.train_dataset)
         self.resumed_optimizer = state["optimizer"]
         if self.args.ignore_data_skip:
             state["prompts"]["index"] = 0
         self.step_state.restore(state)
-        if saved["entropy_coef"] != self.settings.entropy_coef:
-            self.entropy_control = replace(self.entropy_control, coef=self.settings.entropy_coef)
+        if saved["entropy_coef"] != self.args.entropy_coef:
+            self.entropy_control = replace(self.entropy_control, coef=self.args.entropy_coef)
         self._check_leftover_groups(saved["num_generations"], state.get("reward_func_names"))
-        if not self.buffer.is_empty:
-            self.settings = self.step_settings.hold(state.get("sampler", {}))
-            self._apply_settings()
+        if self.buffer.sampler is not None:  # the checkpoint is inside a generation
+            warn_of_sampler_on_resume(self.buffer.sampler, self.args)
         self._load_reference(directory)
 
     def _check_leftover_groups(self, num_generations: int, names: list[str] | None) -> None:
         """Drop the groups of a checkpoint with another number of completions or other reward functions."""
-        if num_generations != self.settings.num_generations or names not in (None, self.reward_func_names):
+        if num_generations != self.args.num_generations or names not in (None, self.reward_func_names):
             self.leftover_groups = self.leftover_groups.without_groups(
                 f"they have {num_generations} completions each, with rewards of {', '.join(names or ['?'])}"
             )
 
     def _load_reference(self, directory: str) -> None:
-        checkpointing.load_reference(
-            directory, self.reference.model, sync_ref_model=self.settings.sync_ref_model
-        )
+        checkpointing.load_reference(directory, self.reference.model, sync_ref_model=self.args.sync_ref_model)
 
     def _make_stateful_components(self) -> dict[str, Stateful]:
         """Return the components of this run that have a state, by their name in checkpoints."""
@@ -776,12 +758,11 @@ class GRPOTrainer(
     def save_rollout_state(self, directory: str) -> None:
         state = self.step_state.marks
         state["leftover_groups"] = state["leftover_groups"].savable()
-        state["settings"] = resume_settings(self.settings, self.train_dataset)
+        state["settings"] = resume_settings(self.args, self.train_dataset)
         state["optimizer"] = self.optimizer_classes()
-        state["sampler"] = sampler_settings(self.settings)
         state["reward_func_names"] = list(self.reward_func_names)
         checkpointing.save_state(directory, self.args.process_index, self.args.world_size, state)
-        if self.settings.sync_ref_model and self.args.should_save:
+        if self.args.sync_ref_model and self.args.should_save:
             checkpointing.save_reference(directory, self.accelerator.unwrap_model(self.reference.model))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -807,22 +788,23 @@ class GRPOTrainer(
     @property
     def beta(self) -> float:
         """Weight of the KL to the reference model."""
-        return self.step_settings.value("beta")
+        return self.args.beta
 
     @beta.setter
     def beta(self, beta: float) -> None:
-        self._check_beta(self.step_settings.checked("beta", beta, "beta"))
-        self.step_settings.assign("beta", beta, "beta")
+        beta = checked(self.args, "beta", beta, "beta")
+        self._check_beta(beta)
+        self.args.beta = beta
 
     @property
     def entropy_coef(self) -> float:
         """Coefficient of the entropy bonus, the current one under adaptive control."""
-        changed = self.step_settings.value("entropy_coef") != self.settings.entropy_coef
-        return self.step_settings.value("entropy_coef") if changed else self.entropy_control.coef
+        changed = self.args.entropy_coef != self._settings_before["entropy_coef"]
+        return self.args.entropy_coef if changed else self.entropy_control.coef
 
     @entropy_coef.setter
     def entropy_coef(self, coef: float) -> None:
-        self.step_settings.assign("entropy_coef", coef, "entropy_coef")
+        self.args.entropy_coef = checked(self.args, "entropy_coef", coef, "entropy_coef")
 
     @property
     def ref_model(self) -> PreTrainedModel | None:

@@ -14,7 +14,7 @@ import pytest
 import transformers
 from support import design_rules as rules
 
-from groupwise import GRPOConfig, mixins
+from groupwise import mixins
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "groupwise"
@@ -270,14 +270,3 @@ def test_an_unknown_name_is_an_attribute_error():
 
     with pytest.raises(AttributeError, match="GRPOtrainer"):
         groupwise.GRPOtrainer  # noqa: B018
-
-
-def test_settings_of_a_step_are_not_read_from_the_configuration() -> None:
-    """Scripts may change them on the trainer: ``self.settings`` has the values of the step."""
-    names = [
-        name for name, setting in GRPOConfig.SETTINGS.items() if setting.changes in ("step", "generation")
-    ]
-    reads = re.compile(rf"\bself\.args\.(?:{'|'.join(names)})\b")
-    found = [f"{name}: {match[0]}" for name, source in FILES.items() for match in reads.finditer(source)]
-    assert len(names) > 40 and found == []
-    assert reads.search("loss(self.args.beta)") and not reads.search("loss(self.settings.beta)")

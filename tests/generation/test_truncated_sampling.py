@@ -10,6 +10,7 @@ from support.runs import experience, policy, prompts, trainer, weighed
 
 from groupwise import Completion, register_objective, trl_hooks
 from groupwise.agents.trajectory import Trajectory
+from groupwise.config.sampling import truncated_logprob_bound
 from groupwise.core.objectives import OBJECTIVES, policy_loss
 from groupwise.core.surrogates import clipped
 from groupwise.generation.truncation import SamplingMaskRecorder
@@ -240,7 +241,8 @@ def test_truncation_in_generation_kwargs_is_named_too(tmp_path, caplog):
     kwargs = {"typical_p": 0.9, "eta_cutoff": 0.0}
     run = trainer(tmp_path, kind=trl_hooks.GRPOTrainer, generation_kwargs=kwargs)
     assert "typical_p=0.9: completions are sampled from a truncated distribution" in caplog.text
-    assert run.logprob_mismatch.truncation == math.inf  # no bound on the mass that it removes
+    assert run.objective_settings.truncation_unknown
+    assert truncated_logprob_bound(run.args) == math.inf  # no bound on the mass that it removes
 
 
 @pytest.mark.parametrize("settings", [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}], ids=str)

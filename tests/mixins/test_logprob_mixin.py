@@ -170,10 +170,11 @@ def test_log_probs_are_computed_by_micro_batch_and_without_dropout():
     assert not run.model.training
 
 
-def test_rows_without_gradient_get_zeros():
+def test_rows_without_gradient_are_not_computed():
+    """Their behaviour policy counts as the current one, should a change of settings give them a gradient."""
     run = mixin()
     logps = run.old_and_ref_logps(tokens_of(THREE), only=[1], on_policy=False)
-    assert logps.old_logps_BT.tolist() == [[0, 0], [-3, 0], [0, 0]]
+    assert logps.old_logps_BT[1].tolist() == [-3, 0] and logps.old_logps_BT[[0, 2]].isnan().all()
     assert run.logprob_computer.calls == [([3], False)]
 
 
@@ -191,16 +192,8 @@ def test_a_newer_reference_completes_the_experience_of_a_generation():
     found, kept = run.add_missing_ref_logps([lacking, complete])
     assert kept is complete and run.model.training
     assert found.ref_logps_BT.tolist() == [[-10, -20], [-30, 0], [-40, -50]]
-    # A row without advantage was not computed before: its behaviour policy counts as the current one.
-    assert found.old_logps_BT[[0, 2]].eq(-0.5).all() and found.old_logps_BT[1].isnan().all()
+    assert found.old_logps_BT is lacking.old_logps_BT
     assert run.logprob_computer.calls == [([1, 3], False), ([4], False)]
-
-
-def test_only_rows_without_any_advantage_were_skipped():
-    run = mixin()
-    run.reference.model = Model(-10.0).eval()
-    (found,) = run.add_missing_ref_logps([experience([[0.0, 0.7], [0.0, 0.0], [0.7, 0.0]])])
-    assert found.old_logps_BT.isnan().all(-1).tolist() == [False, True, False]
 
 
 def test_known_old_log_probs_are_kept():

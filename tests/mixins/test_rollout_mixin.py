@@ -89,7 +89,7 @@ def test_equal_neighbours_are_tokenized_once():
 
 def test_long_prompts_lose_their_beginning():
     run = mixin()
-    run.settings.max_prompt_length = 1
+    run.args.max_prompt_length = 1
     assert run.tokenize(ROWS)[0] == [[6], [6], [7]]
 
 

@@ -221,7 +221,7 @@ DATA = [
         ("rows_of_rank(config.process_index, len(samples)", "rows_of_rank(0, len(samples)"),
         ("-(-len(samples) // config.world_size)", "len(samples) // config.world_size"),
         ("[samples[-1]] *", "[samples[0]] *"),
-        ("_rollout_batch(own, config.num_generations)\n\n    def", "_rollout_batch(own, 1)\n\n    def"),
+        ("_rollout_batch(own, config.num_generations), sampler", "_rollout_batch(own, 1), sampler"),
         ("old_logps=next(entries)", "old_logps=logps[0]"),
     ),
 ]

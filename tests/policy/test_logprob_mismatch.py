@@ -14,6 +14,7 @@ from groupwise import BackendError
 from groupwise.core.metrics import Mean
 from groupwise.policy.layouts import HeadSettings
 from groupwise.policy.logprob_mismatch import LogprobMismatchCheck, LogprobMismatchSettings
+from groupwise.records import SamplerSettings
 from groupwise.records.sampling_mask import SamplingMask
 
 ROWS, PROMPT, COMPLETION = 4, 5, 12
@@ -58,10 +59,9 @@ def reported(model, rows, temperature=1.0, front=(), dropped=0, autocast=False, 
     return torch.stack(logps)
 
 
-def make_check(action="warn", every=20, temperature=1.0, truncation=0.0):
+def make_check(action="warn", every=20):
     settings = LogprobMismatchSettings(action, every)
-    head = HeadSettings("chunked", temperature)
-    return LogprobMismatchCheck(settings, head, lambda total: total, truncation=truncation)
+    return LogprobMismatchCheck(settings, HeadSettings("chunked"), lambda total: total)
 
 
 def test_the_same_policy_passes_and_the_difference_is_a_metric(caplog):
@@ -132,11 +132,12 @@ def test_the_message_links_to_a_section_that_exists(caplog):
 
 def test_a_sampling_temperature_other_than_one(caplog):
     model, rows = sharp_policy(), batch()
+    rows = replace(rows, sampler=SamplerSettings(temperature=0.8))
     right = replace(rows, sampler_logps_BT=reported(model, rows, temperature=0.8))
-    make_check("error", temperature=0.8).check(model, right, FRESH)
+    make_check("error").check(model, right, FRESH)
     raw = replace(rows, sampler_logps_BT=reported(model, rows))
     with pytest.raises(BackendError):
-        make_check("error", temperature=0.8).check(model, raw, FRESH)
+        make_check("error").check(model, raw, FRESH)
 
 
 def test_the_first_two_generations_are_checked_and_then_one_in_an_interval():
@@ -184,13 +185,13 @@ def test_without_the_kept_tokens_only_differences_that_truncation_cannot_explain
     exact = reported(model, rows)
     bound = -math.log(0.8)  # of top_p=0.8
     above = replace(rows, sampler_logps_BT=exact + 0.9 * bound)
-    gap = make_check("error", truncation=bound).check(model, above, FRESH)["sampling/logprob_mismatch"]
+    gap = make_check("error").check(model, above, FRESH, truncation=bound)["sampling/logprob_mismatch"]
     assert gap.value() < 1e-4
     for difference, counted in ((bound + 0.3, 0.3), (-0.2, 0.2)):
         other = replace(rows, sampler_logps_BT=exact + difference)
-        gap = make_check(truncation=bound).check(model, other, FRESH)["sampling/logprob_mismatch"]
+        gap = make_check().check(model, other, FRESH, truncation=bound)["sampling/logprob_mismatch"]
         assert gap.value() == pytest.approx(counted, abs=1e-4)
-    assert make_check("error", truncation=math.inf).check(model, above, FRESH)
+    assert make_check("error").check(model, above, FRESH, truncation=math.inf)
 
 
 def test_rows_of_earlier_weights_are_not_compared():

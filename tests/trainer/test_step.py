@@ -562,7 +562,7 @@ def test_chat_prompts_use_the_template_and_continue_an_unfinished_answer_if_set(
     answer = generate(run, [{"prompt": started}] * 4).texts[0]
     assert answer[0]["role"] == "assistant" and answer[0]["content"].startswith("w6")
     assert len(started) == 2
-    run.settings.chat_template_kwargs = None
+    run.args.chat_template_kwargs = None
     rollout = generate(run, [{"prompt": started}] * 4)
     assert rollout.prompt_ids[0] == [4 + 6, 3]
     assert not any(text[0]["content"].startswith("w6") for text in rollout.texts)

@@ -210,10 +210,10 @@ class GRPOFields(TrainingArguments):
         gt=0, example=0.0, no_effect_unless=when.CLIPPED_RATIO, card="if_changed", changes="step")] = None
     loss_type: Annotated[str, Setting(
         "Objective; register_objective adds further ones.",
-        choices=OBJECTIVES, example="grop", card="always", changes="generation")] = "dapo"
+        choices=OBJECTIVES, example="grop", card="always", changes="step")] = "dapo"
     loss_kwargs: Annotated[Json, Setting(
         "Hyperparameters (dict or JSON) of a registered objective, validated by its dataclass.",
-        changes="generation")] = None
+        changes="step")] = None
     importance_sampling_level: Annotated[str, Setting(
         "Ratio per token, or per sequence (GSPO).",
         choices=RATIO_LEVELS, example="tokens", card="always", changes="step")] = "token"
@@ -328,7 +328,7 @@ class GRPOFields(TrainingArguments):
         "Layout of the model inputs.",
         choices=("auto", "padded", "packed", "shared_prefix"), example="padding", card="if_changed")] = "auto"
     skip_zero_advantage: Annotated[bool, Setting(
-        "Skip rows that cannot contribute to the gradient.", card="if_changed", changes="generation")] = True
+        "Skip rows that cannot contribute to the gradient.", card="if_changed", changes="step")] = True
     dynamic_sampling: Annotated[bool, Setting(
         "Resample groups whose rewards do not vary (DAPO).", card="if_changed",
         on_resume=PROMPT_ORDER)] = False

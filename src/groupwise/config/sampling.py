@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, cast
 
+from groupwise.records import SamplerSettings
+
 if TYPE_CHECKING:
     from groupwise.config.fields import GRPOFields
 
@@ -38,15 +40,15 @@ def chosen_backend(config: GRPOFields) -> str:
     return config.vllm_mode if config.use_vllm else own
 
 
-def sampler_settings(config: GRPOFields) -> dict[str, float]:
-    """Return the sampler settings that may change during a run, as arguments of any backend."""
-    return {
-        "temperature": config.temperature,
-        "top_p": config.top_p,
-        "top_k": config.top_k or 0,
-        "min_p": config.min_p or 0.0,
-        "repetition_penalty": config.repetition_penalty,
-    }
+def sampler_settings(config: GRPOFields) -> SamplerSettings:
+    """Return the sampler settings of a generation that begins now; each may change during a run."""
+    return SamplerSettings(
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k or 0,
+        min_p=config.min_p or 0.0,
+        repetition_penalty=config.repetition_penalty,
+    )
 
 
 def corrects_for_sampler(config: GRPOFields, *, untrusted: bool) -> bool:

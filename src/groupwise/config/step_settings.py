@@ -1,4 +1,8 @@
-"""Settings of the current optimizer step, which may change during a run and when a run resumes."""
+"""Changes of the configuration between two optimizer steps, and since the checkpoint of a resumed run.
+
+A script or callback changes a field of ``trainer.args``, or the attribute of the trainer that writes through
+to it. Every step compares the configuration with a snapshot of the step before.
+"""
 
 from __future__ import annotations
 
@@ -17,155 +21,92 @@ from groupwise.errors import ConfigError, warn_once
 
 if TYPE_CHECKING:
     from groupwise.config.grpo_config import GRPOConfig
+    from groupwise.records import SamplerSettings
 
 logger = logging.getLogger(__name__)
 
+_INHERITED = {field.name for field in dataclasses.fields(TrainingArguments)}
 
-class StepSettings:
-    """Settings of a run, with the changes that were made after the trainer was built.
+#: Values of the settings that the trainer reads, and of those that ``Trainer`` reads when a run starts.
+Snapshot = dict[str, Any]
 
-    A change is an assignment to an attribute of the trainer (``trainer.beta = 0.1``) or to a field of its
-    configuration (``trainer.args.beta = 0.1``); the later one counts. ``Setting.changes`` says when it takes
-    effect. The configuration itself is never changed here.
 
-    Attributes:
-        current: settings of the current step, a copy of ``args`` with the changes in effect.
+def take_snapshot(config: GRPOConfig) -> Snapshot:
+    """Return the values to compare the configuration of the next step with.
+
+    Containers are copied, so that a change in place is seen. Other fields of ``TrainingArguments`` are
+    ``Trainer``'s, which may change them.
     """
-
-    def __init__(self, args: GRPOConfig) -> None:
-        self.args = args
-        self._read = _own_fields(args)  # values of ``args`` when they were read last
-        self._read_by_run = _run_fields(args)
-        self.current = _copy(args, self._read)
-        self._assigned: dict[str, Any] = {}
-
-    def value(self, name: str) -> Any:
-        """Return the value that was set last, which may take effect at the next step."""
-        given = getattr(self.args, name)
-        if self.args.SETTINGS[name].changes is None:
-            return getattr(self.current, name)
-        return given if given != self._read[name] else self._assigned.get(name, given)
-
-    def assign(self, name: str, value: Any, attribute: str) -> None:
-        """Set a setting from the next step on; the arguments and errors are those of :meth:`checked`."""
-        self._assigned[name] = self.checked(name, value, attribute)
-        self._read[name] = _plain(getattr(self.args, name))
-
-    def checked(self, name: str, value: Any, attribute: str) -> Any:
-        """Return a value that may be assigned; scalars of NumPy and torch become numbers.
-
-        Args:
-            name: field of the configuration.
-            attribute: name that the user assigned to, for messages.
-
-        Raises:
-            ConfigError: the value is invalid, or the setting cannot change during a run.
-        """
-        setting = self.args.SETTINGS[name]
-        if hasattr(value, "item"):
-            value = value.item()
-        if name == "top_k" and value == -1:
-            value = 0  # off, as in a configuration
-        if setting.changes is None:
-            if value != getattr(self.current, name):
-                raise ConfigError(
-                    f"trainer.{attribute}={value!r}: {name} is read when the trainer is built and stays "
-                    f"{getattr(self.current, name)!r}; build a trainer with GRPOConfig({name}={value!r}) and "
-                    "continue with train(resume_from_checkpoint=…)"
-                )
-        elif message := setting.violation(f"trainer.{attribute}", value, getattr(self.args, name)):
-            raise ConfigError(message)
-        return value
-
-    def hold(self, sampler: Mapping[str, Any]) -> GRPOConfig:
-        """Return the settings with those that the generation batch of a checkpoint was sampled with.
-
-        They stay until the next generation begins; a warning names those that differ from the configuration.
-
-        Args:
-            sampler: saved :func:`~groupwise.config.sampling.sampler_settings`.
-        """
-        now = sampler_settings(self.current)
-        changed = {name: value for name, value in sampler.items() if value != now[name]}
-        if changed:
-            self.current = _copy(self.current, changed)
-            logger.warning(
-                "resumed with %s: the generation batch of the checkpoint was sampled and is finished with %s",
-                ", ".join(f"{name}={now[name]}" for name in changed),
-                ", ".join(f"{name}={value}" for name, value in changed.items()),
-            )
-        return self.current
-
-    def begin_step(self, *, new_generation: bool, new_run: bool = False) -> GRPOConfig:
-        """Return the settings of the next step: changes take effect.
-
-        Args:
-            new_generation: the step begins with a new generation; settings of the sampler then change too.
-            new_run: the step is the first one of a run, or outside a run.
-
-        Raises:
-            ConfigError: a changed setting is invalid or contradicts another one.
-        """
-        for name, read in self._read.items():
-            given = getattr(self.args, name)
-            if given != read:
-                self._read[name] = _plain(given)
-                self._assigned.pop(name, None)  # the configuration was changed last
-                if self.args.SETTINGS[name].changes is None:
-                    warn_once(
-                        logger,
-                        "args.%s=%s has no effect: it is read when the trainer is built, and the run "
-                        "continues with %s",
-                        *(name, repr(given), repr(getattr(self.current, name))),
-                    )
-        for name, given in _run_fields(self.args).items():
-            if given != self._read_by_run[name] and not new_run:
-                logger.warning("args.%s=%r has no effect on a run that has started", name, given)
-            self._read_by_run[name] = given
-        held = [name for name in self._read if self.args.SETTINGS[name].changes == "generation"]
-        values = {name: self.value(name) for name in self._read}
-        if not new_generation:
-            values |= {name: getattr(self.current, name) for name in held}
-        chosen = _copy(self.args, values)
-        resolve_defaults(chosen)
-        changed = {name for name in self._read if getattr(chosen, name) != getattr(self.current, name)}
-        if changed:
-            # Sampler arguments that have a field were copied to it when the configuration was built.
-            kwargs: dict[str, Any] = chosen.generation_kwargs or {}  # type: ignore[assignment]
-            others = {key: value for key, value in kwargs.items() if SAMPLING_FIELDS.get(key) not in changed}
-            chosen.generation_kwargs = others or None
-            check_changes(chosen, changed)
-        self.current = chosen
-        return chosen
-
-
-def _own_fields(config: GRPOConfig) -> dict[str, Any]:
-    """Return the settings that the trainer reads; other fields of ``TrainingArguments`` are ``Trainer``'s."""
-    inherited = {field.name for field in dataclasses.fields(TrainingArguments)}
     names = [
-        name for name, setting in config.SETTINGS.items() if not (name in inherited or setting.renamed_to)
+        name
+        for name, setting in config.SETTINGS.items()
+        if setting.changes == "run" or not (name in _INHERITED or setting.renamed_to)
     ]
-    return {name: _plain(getattr(config, name)) for name in [*names, "per_device_train_batch_size"]}
+    values = {name: getattr(config, name) for name in [*names, "per_device_train_batch_size"]}
+    return {name: value.copy() if isinstance(value, dict | list) else value for name, value in values.items()}
 
 
-def _run_fields(config: GRPOConfig) -> dict[str, Any]:
-    """Return the settings that ``Trainer`` reads when a run starts."""
-    return {
-        name: getattr(config, name) for name, setting in config.SETTINGS.items() if setting.changes == "run"
-    }
+def check_step(config: GRPOConfig, before: Snapshot, *, new_run: bool) -> set[str]:
+    """Validate what changed since the step before. Returns the names of the settings whose changes act.
+
+    A setting that is read when the trainer is built gets its value back, with a warning: the configuration
+    describes the run.
+
+    Args:
+        before: snapshot of the step before.
+        new_run: the step is the first one of a run, or outside a run.
+
+    Raises:
+        ConfigError: a changed setting is invalid or contradicts another one.
+    """
+    resolve_defaults(config)
+    changed = {name for name, value in before.items() if getattr(config, name) != value}
+    for name in sorted(changed):
+        given, changes = getattr(config, name), config.SETTINGS[name].changes
+        if changes == "run" and not new_run:
+            logger.warning("args.%s=%r has no effect on a run that has started", name, given)
+        elif changes is None:
+            warn_once(
+                logger,
+                "args.%s=%s has no effect: it is read when the trainer is built, and the run continues "
+                "with %s",
+                *(name, repr(given), repr(before[name])),
+            )
+            setattr(config, name, before[name])
+    acts = {name for name in changed if config.SETTINGS[name].changes in ("step", "generation")}
+    if acts:
+        # A sampler argument that has a field was copied to it when the configuration was built.
+        kwargs: dict[str, Any] = config.generation_kwargs or {}  # type: ignore[assignment]
+        others = {key: value for key, value in kwargs.items() if SAMPLING_FIELDS.get(key) not in acts}
+        config.generation_kwargs = others or None
+        check_changes(config, acts)
+    return acts
 
 
-def _plain(value: Any) -> Any:
-    """Return a copy of a container, so that a change in place is seen."""
-    return value.copy() if isinstance(value, dict | list) else value
+def checked(config: GRPOConfig, name: str, value: Any, attribute: str) -> Any:
+    """Return a value that may be assigned to a field; scalars of NumPy and torch become numbers.
 
+    Args:
+        attribute: attribute of the trainer that the user assigned to, for messages.
 
-def _copy(config: GRPOConfig, values: dict[str, Any]) -> GRPOConfig:
-    """Return a copy with other values; ``copy.copy`` would mask tokens."""
-    made: GRPOConfig = object.__new__(type(config))
-    vars(made).update(vars(config))
-    vars(made).update({name: _plain(value) for name, value in values.items()})
-    return made
+    Raises:
+        ConfigError: the value is invalid, or the setting cannot change during a run.
+    """
+    setting, present = config.SETTINGS[name], getattr(config, name)
+    if hasattr(value, "item"):
+        value = value.item()
+    if name == "top_k" and value == -1:
+        value = 0  # off, as in a configuration
+    if setting.changes is None:
+        if value != present:
+            raise ConfigError(
+                f"trainer.{attribute}={value!r}: {name} is read when the trainer is built and stays "
+                f"{present!r}; build a trainer with GRPOConfig({name}={value!r}) and continue with "
+                "train(resume_from_checkpoint=…)"
+            )
+    elif message := setting.violation(f"trainer.{attribute}", value, present):
+        raise ConfigError(message)
+    return value
 
 
 #: Schedules whose arguments are in their saved state; the others are functions of the step.
@@ -196,3 +137,15 @@ def warn_of_changes_on_resume(saved: Mapping[str, Any], config: GRPOConfig, trai
     for consequence, changed in changes.items():
         if consequence:
             logger.warning("resumed with %s, %s", ", ".join(changed), consequence)
+
+
+def warn_of_sampler_on_resume(sampled: SamplerSettings, config: GRPOConfig) -> None:
+    """Log a warning if the generation of a checkpoint has other sampler settings than the next one."""
+    now = vars(sampler_settings(config))
+    changed = [name for name, value in vars(sampled).items() if value != now[name]]
+    if changed:
+        logger.warning(
+            "resumed with %s: the generation batch of the checkpoint was sampled and is finished with %s",
+            ", ".join(f"{name}={now[name]}" for name in changed),
+            ", ".join(f"{name}={getattr(sampled, name)}" for name in changed),
+        )

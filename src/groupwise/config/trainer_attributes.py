@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
-from groupwise.config.step_settings import StepSettings
+from groupwise.config.step_settings import checked
 from groupwise.errors import ConfigError
 
 
 class SettingAttribute:
-    """Attribute of the trainer that reads and changes a setting; see :class:`StepSettings`.
+    """Attribute of the trainer that reads a setting and writes through to it: ``trainer.args``.
+
+    ``Setting.changes`` says when a change takes effect.
 
     >>> class Trainer:
     ...     epsilon_low = SettingAttribute("epsilon")
@@ -32,11 +34,12 @@ class SettingAttribute:
     def __get__(self, trainer: Any, owner: type | None = None) -> Any:
         if trainer is None:
             return self
-        value = trainer.step_settings.value(self.name)
+        value = getattr(trainer.args, cast(str, self.name))
         return self.none if value is None else value
 
     def __set__(self, trainer: Any, value: Any) -> None:
-        trainer.step_settings.assign(self.name, value, self.attribute)
+        name = cast(str, self.name)
+        setattr(trainer.args, name, checked(trainer.args, name, value, self.attribute))
 
 
 class BuiltAttribute:
@@ -66,8 +69,6 @@ class BuiltAttribute:
 
 class TrainerAttributes:
     """Public attributes of the trainer, under TRL's names; ``Setting.changes`` says when they act."""
-
-    step_settings: StepSettings
 
     # The value of a setting; an assignment changes it.
     num_generations = SettingAttribute()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from groupwise.records import Experience
+from groupwise.records import Experience, SamplerSettings
 
 
 class ExperienceBuffer:
@@ -36,6 +36,11 @@ class ExperienceBuffer:
     def is_empty(self) -> bool:
         """True if every entry was taken ``num_iterations`` times."""
         return self.num_left <= 0
+
+    @property
+    def sampler(self) -> SamplerSettings | None:
+        """Sampler settings of the generation; None if there are no entries."""
+        return self.entries[0].sampler if self.entries else None
 
     def fill(self, entries: Sequence[Experience], num_iterations: int, num_groups: int) -> None:
         """Replace the entries by a new generation of ``num_groups`` prompts on all ranks."""

@@ -22,7 +22,7 @@ from groupwise.core.advantages import AGGREGATIONS, GroupRewards, total_rewards
 from groupwise.core.metrics import Mean, Metrics
 from groupwise.distributed import rows_of_rank
 from groupwise.errors import ConfigError
-from groupwise.records import Completion, RewardBatch, RolloutBatch, Row
+from groupwise.records import Completion, RewardBatch, RolloutBatch, Row, SamplerSettings
 from groupwise.records.images import ImageInputs
 from groupwise.records.serialization import host_copy
 
@@ -88,7 +88,7 @@ class LeftoverGroups:
             logger.warning("%d leftover groups of dynamic sampling are dropped: %s", len(self.groups), reason)
         return replace(self, groups=[])
 
-    def local_rollouts(self, config: GRPOConfig) -> RolloutBatch | None:
+    def local_rollouts(self, config: GRPOConfig, sampler: SamplerSettings) -> RolloutBatch | None:
         """Return this rank's share of the completions, to compute their log-probs; None without groups.
 
         Every rank gets the same number: the last completion is repeated.
@@ -99,7 +99,7 @@ class LeftoverGroups:
         num_rows = -(-len(samples) // config.world_size)
         samples += [samples[-1]] * (num_rows * config.world_size - len(samples))
         own = samples[rows_of_rank(config.process_index, num_rows)]
-        return _rollout_batch(own, config.num_generations)
+        return replace(_rollout_batch(own, config.num_generations), sampler=sampler)
 
     def with_behavior_logps(self, logps: Sequence[list[float]]) -> LeftoverGroups:
         """Set the log-probs of each completion under the policy that sampled it.
@@ -213,7 +213,9 @@ class DynamicBatch:
         chosen = self._with_variance + self._without_variance[:num_unfilled]
         groups = self._reused + self._collect(chosen)
         samples = [sample for group in groups[:num_prompts] for sample in group]
-        rollouts, rewards = _to_batches(samples, self.config, self._rounds[0][1])
+        first_rollouts, first_rewards = self._rounds[0]
+        rollouts, rewards = _to_batches(samples, self.config, first_rewards)
+        rollouts = replace(rollouts, sampler=first_rollouts.sampler)
         leftover = LeftoverGroups(
             self._leftover.groups[num_prompts:] + groups[num_prompts:],
             self._share_with_variance,

@@ -217,7 +217,7 @@ class TransformersBackend(GenerationBackend):
         config = copy.deepcopy(self.generation_config)
         if sampling.max_tokens is not None:
             config.max_new_tokens = max(sampling.max_tokens)
-        of_run = {} if self.config is None else sampler_settings(self.config)
+        of_run = {} if self.config is None else vars(sampler_settings(self.config))
         given = {**of_run, **sampling.generation_kwargs}
         if given.get("temperature") == 0:
             given |= {"do_sample": False, "temperature": 1.0}

@@ -66,7 +66,6 @@ class BaseTrainer(Trainer):
     """
 
     args: GRPOConfig  # type: ignore[assignment]
-    settings: GRPOConfig  # of the current step, with the changes of scripts and callbacks
     metrics: dict[str, MetricBuffer]
     reward_func_names: list[str]
     step_state: StepState
@@ -132,7 +131,7 @@ class BaseTrainer(Trainer):
         raise NotImplementedError
 
     def refresh_settings(self, *, new_run: bool = False) -> None:
-        """Let the changes take effect that scripts and callbacks made to settings."""
+        """Apply settings that a script or callback changed since the last step."""
         raise NotImplementedError
 
     def begin_evaluation(self) -> None:
@@ -279,7 +278,7 @@ class BaseTrainer(Trainer):
         values, rows = self.metrics[mode].drain(lambda part: gather_object([part]))
         if rows and self.is_world_process_zero():
             reporting.report_completions(
-                rows, self.state.global_step, self.settings, str(self.args.output_dir), label
+                rows, self.state.global_step, self.args, str(self.args.output_dir), label
             )
         return values
 

@@ -13,7 +13,7 @@ from groupwise.records import RewardBatch
 class AdvantageMixin:
     """Compute advantages; the estimators are the table ``groupwise.core.advantages.ADVANTAGES``."""
 
-    settings: GRPOConfig
+    args: GRPOConfig
 
     def compute_advantages(self, rewards: RewardBatch) -> torch.Tensor:
         """Compute the advantage of every completion of the global batch.
@@ -27,9 +27,9 @@ class AdvantageMixin:
             (N,), or (N, T) with one value per completion token, float32, for the N completions of all ranks.
         """
         settings = AdvantageSettings(
-            scale=self.settings.scale_rewards, aggregation=self.settings.multi_objective_aggregation
+            scale=self.args.scale_rewards, aggregation=self.args.multi_objective_aggregation
         )
-        return ADVANTAGES[self.settings.advantage_baseline](rewards, settings)
+        return ADVANTAGES[self.args.advantage_baseline](rewards, settings)
 
 
 def checked_advantages(advantages: torch.Tensor, rewards: RewardBatch) -> torch.Tensor:

@@ -8,16 +8,28 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from groupwise.config.grpo_config import GRPOConfig
+from groupwise.data.budget import micro_batch_budget
 from groupwise.data.exchange import all_to_all_objects
 from groupwise.data.rebalancing import MicroBatchBudget, WindowStats, rebalance, rows_needing_logps
+from groupwise.policy.reference import Reference
 from groupwise.records import MicroBatch, TokenBatch, align_advantages
 
 
 class BatchingMixin:
     """Split the rows of an accumulation window over micro-batches and ranks."""
 
+    args: GRPOConfig
     accelerator: Accelerator
-    micro_batch_budget: MicroBatchBudget
+    reference: Reference
+    aux_loss_enabled: bool
+
+    @property
+    def micro_batch_budget(self) -> MicroBatchBudget:
+        """Limits of a micro-batch, and which rows may be skipped, under the present settings."""
+        return micro_batch_budget(
+            self, self.args, aux_loss=self.aux_loss_enabled, has_reference=self.reference.exists
+        )
 
     def rebalance_micro_batches(
         self, window: list[MicroBatch], layout: str

@@ -8,14 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel, TrainerState
 
 from groupwise.config.grpo_config import GRPOConfig
+from groupwise.config.sampling import truncated_logprob_bound
 from groupwise.core.kl import KL_ESTIMATORS
 from groupwise.core.masks import entropy_threshold
 from groupwise.core.metrics import Metrics
+from groupwise.core.objectives import ObjectiveSettings
 from groupwise.core.padding import length_mask, pad_sequences
 from groupwise.errors import ConfigError
 from groupwise.policy.layouts.forward import evaluation_mode
@@ -36,7 +39,7 @@ from groupwise.records import (
 class LogprobMixin:
     """Compute log-probs of completions under the policy, the behaviour policy and the reference model."""
 
-    settings: GRPOConfig
+    args: GRPOConfig
     accelerator: Accelerator
     model: PreTrainedModel
     processing_class: Any
@@ -45,6 +48,7 @@ class LogprobMixin:
     logprob_mismatch: LogprobMismatchCheck
     logprob_computer: LogprobComputer
     aux_loss_enabled: bool
+    objective_settings: ObjectiveSettings
 
     def collate(self, rollouts: RolloutBatch) -> TokenBatch:
         """Pad the rollouts of this rank to tensors (B, L) and (B, T) on the training device.
@@ -53,7 +57,7 @@ class LogprobMixin:
         """
         completions, device = rollouts.completions, self.accelerator.device
         token_ids = [completion.token_ids for completion in completions]
-        pad: dict[str, Any] = {"multiple_of": self.settings.pad_to_multiple_of, "device": device}
+        pad: dict[str, Any] = {"multiple_of": self.args.pad_to_multiple_of, "device": device}
         pad_token = getattr(self.processing_class, "tokenizer", self.processing_class).pad_token_id
         prompt_ids_BL = pad_sequences(rollouts.prompt_ids, pad_token, left=True, **pad)
         completion_ids_BT = pad_sequences(token_ids, pad_token, **pad)
@@ -78,7 +82,7 @@ class LogprobMixin:
 
         sampler_logps = [completion.logps for completion in completions]
         sampling_mask = tuple(completion.sampling_mask for completion in completions)
-        if self.settings.use_liger_kernel:  # its log-probs are of the full distribution, so all must be
+        if self.args.use_liger_kernel:  # its log-probs are of the full distribution, so all must be
             sampling_mask = (None,) * len(completions)
         return TokenBatch(
             prompt_ids_BL=prompt_ids_BL,
@@ -93,12 +97,13 @@ class LogprobMixin:
             sampler_logps_BT=None
             if all(logps is None for logps in sampler_logps)
             else padded_logps(sampler_logps),
+            sampler=rollouts.sampler,
             images=None if rollouts.images is None else tuple(rollouts.images),
             sampling_mask=None if all(row is None for row in sampling_mask) else sampling_mask,
         )
 
     def _loss_mask(self, completion: Completion) -> list[int]:
-        if completion.dropped or (completion.truncated and self.settings.mask_truncated_completions):
+        if completion.dropped or (completion.truncated and self.args.mask_truncated_completions):
             return [0] * len(completion.token_ids)
         return completion.loss_mask or [1] * len(completion.token_ids)
 
@@ -106,7 +111,9 @@ class LogprobMixin:
         """Compare the sampler's log-probs with the trainer's on a few rows; ``sampling/logprob_mismatch``."""
         step = self.state.global_step
         sampled_now = [completion.sampled_at(step) for completion in rollouts.completions]
-        return self.logprob_mismatch.check(self.model, tokens, sampled_now)
+        unknown = self.objective_settings.truncation_unknown
+        bound = truncated_logprob_bound(self.args) if unknown else 0.0
+        return self.logprob_mismatch.check(self.model, tokens, sampled_now, truncation=bound)
 
     def compute_logprobs(
         self, model: nn.Module, batch: TokenBatch, *, with_entropy: bool = False
@@ -125,21 +132,22 @@ class LogprobMixin:
         """Compute log-probs under the behaviour policy and the reference model, without dropout.
 
         Args:
-            only: rows that will have a gradient; the others get zeros. None: all rows.
+            only: rows that will have a gradient; the others get old log-probs of NaN and reference log-probs
+                of zero. None: all rows.
             on_policy: the policy does not change before the update: old log-probs of its completions stay
                 NaN, and the loss reads ``logps.detach()``.
 
         Returns:
             old (B, T) and reference (B, T) log-probs; known old log-probs are kept.
         """
-        if self.settings.use_liger_kernel:
+        if self.args.use_liger_kernel:
             # Liger takes the sampler correction as a factor, which needs old log-probs before the loss.
-            on_policy = on_policy and tokens.sampler_logps_BT is None and not self.settings.dynamic_sampling
+            on_policy = on_policy and tokens.sampler_logps_BT is None and not self.args.dynamic_sampling
         model = self.model
         with evaluation_mode(model):
             old_logps_BT = tokens.old_logps_BT
             if not on_policy:
-                current_BT = self._logps_of_rows(model, tokens, only)
+                current_BT = self._logps_of_rows(model, tokens, only, fill=math.nan)
                 old_logps_BT = torch.where(old_logps_BT.isnan(), current_BT, old_logps_BT)
             with self.reference.scoring(model) as reference:
                 ref_logps_BT = None if reference is None else self._logps_of_rows(reference, tokens, only)
@@ -150,8 +158,6 @@ class LogprobMixin:
         """Add reference log-probs to experience of a generation that is older than the reference.
 
         A run saved with ``beta=0`` may resume with a reference, and a script may assign ``ref_model``.
-        Without a reference, old log-probs of rows without advantage were not computed either; they become
-        NaN: the behaviour policy counts as the current one.
         """
         if not self.reference.exists or all(batch.ref_logps_BT is not None for batch in window):
             return list(window)
@@ -160,12 +166,7 @@ class LogprobMixin:
             assert reference is not None
             for batch in window:
                 if batch.ref_logps_BT is None:
-                    skipped_B1 = (batch.advantages_BX == 0).all(-1, keepdim=True)
-                    batch = replace(
-                        batch,
-                        old_logps_BT=batch.old_logps_BT.masked_fill(skipped_B1, math.nan),
-                        ref_logps_BT=self._logps_of_rows(reference, batch, None),
-                    )
+                    batch = replace(batch, ref_logps_BT=self._logps_of_rows(reference, batch, None))
                 completed.append(batch)
         return completed
 
@@ -190,17 +191,18 @@ class LogprobMixin:
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
     def _logps_of_rows(
-        self, model: nn.Module, tokens: TokenBatch, only: Sequence[int] | None
+        self, model: nn.Module, tokens: TokenBatch, only: Sequence[int] | None, fill: float = 0.0
     ) -> torch.Tensor:
-        """(B, T) log-probs of the rows in ``only``, computed by micro-batch; zero in the others."""
+        """(B, T) log-probs of the rows in ``only``, computed by micro-batch; ``fill`` in the others."""
         chosen = set(range(len(tokens)) if only is None else only)
-        logps_BT = torch.zeros(tokens.completion_ids_BT.shape, device=tokens.completion_ids_BT.device)
-        size = self.settings.per_device_train_batch_size
+        logps_BT = torch.full(tokens.completion_ids_BT.shape, fill, device=tokens.completion_ids_BT.device)
+        size = self.args.per_device_train_batch_size
         for start in range(0, len(tokens), size):
             rows = [row for row in range(start, min(start + size, len(tokens))) if row in chosen]
             if rows:
                 part_BT = self.compute_logprobs(model, tokens.select(rows)).logps_BT
-                logps_BT[rows, : part_BT.shape[1]] = part_BT
+                # Selected rows have no columns in which all are padding.
+                logps_BT[rows] = F.pad(part_BT, (0, logps_BT.shape[1] - part_BT.shape[1]))
         return logps_BT
 
     def apply_kl_penalty(
@@ -220,10 +222,10 @@ class LogprobMixin:
                 "kl_in_reward=True applies to rewards of whole completions, but a reward function returned "
                 "step rewards; put the KL into the loss (kl_in_reward=False)"
             )
-        kl_BT = KL_ESTIMATORS[self.settings.kl_estimator](logps.old_logps_BT, logps.ref_logps_BT)
+        kl_BT = KL_ESTIMATORS[self.args.kl_estimator](logps.old_logps_BT, logps.ref_logps_BT)
         local_kl_B = kl_BT.masked_fill(tokens.loss_mask_BT == 0, 0.0).sum(-1)
         kl_N = self.accelerator.gather(local_kl_B)[: len(rewards.rewards_NF)].to(rewards.rewards_NF)
-        return replace(rewards, penalty_N=self.settings.beta * kl_N)
+        return replace(rewards, penalty_N=self.args.beta * kl_N)
 
     @torch.no_grad()
     def compute_entropy_masks(self, window: Sequence[TokenBatch]) -> list[torch.Tensor]:
@@ -234,7 +236,7 @@ class LogprobMixin:
         Returns:
             one mask (B, T) of ones and zeros per batch.
         """
-        if self.settings.top_entropy_quantile >= 1.0:
+        if self.args.top_entropy_quantile >= 1.0:
             return [batch.loss_mask_BT for batch in window]
         model = self.model
         outputs = [self.compute_logprobs(model, batch, with_entropy=True) for batch in window]
@@ -244,7 +246,7 @@ class LogprobMixin:
         padded = self.accelerator.pad_across_processes(local, pad_index=-1.0)
         gathered = self.accelerator.gather(padded)
         # An entropy is never negative, so padding cannot be mistaken for one.
-        threshold = entropy_threshold(gathered[gathered >= 0], self.settings.top_entropy_quantile)
+        threshold = entropy_threshold(gathered[gathered >= 0], self.args.top_entropy_quantile)
         return [
             (entropy >= threshold.to(entropy)).long() * batch.loss_mask_BT
             for batch, entropy in zip(window, entropies, strict=True)

@@ -22,7 +22,7 @@ from groupwise.records import Experience, LogprobOutput, LossOutput, MicroBatch
 class LossMixin:
     """Weigh tokens, compute the policy loss and control the entropy bonus."""
 
-    settings: GRPOConfig
+    args: GRPOConfig
     accelerator: Accelerator
     objective_settings: ObjectiveSettings
     entropy_control: EntropyControl
@@ -58,16 +58,16 @@ class LossMixin:
         totals = self.accelerator.reduce(torch.tensor(local, device=self.accelerator.device), "sum").tolist()
         sequences, tokens, bonus_tokens = max(totals[0], 1), totals[1], totals[2]
         world_size = self.accelerator.num_processes
-        normalizer = NORMALIZERS[OBJECTIVES[self.settings.loss_type].normalizer]
+        normalizer = NORMALIZERS[OBJECTIVES[self.args.loss_type].normalizer]
         counts = WindowCounts(
             sequences,
             tokens,
             len(window),
             world_size,
-            self.settings.max_completion_length,
+            self.args.max_completion_length,
             self._count_group_tokens(window, num_padding_rows) if normalizer.needs_group_tokens else {},
         )
-        target = self.settings.entropy_target if self.settings.use_adaptive_entropy else None
+        target = self.args.entropy_target if self.args.use_adaptive_entropy else None
         coef = self.entropy_control.applied(target) if self._has_entropy_bonus() else None
         # The bonus is a mean over the selected tokens of all ranks; gradients are averaged over ranks.
         bonus_weight = None if coef is None else coef * world_size / max(bonus_tokens, 1)
@@ -138,7 +138,7 @@ class LossMixin:
         """
         if not self._has_entropy_bonus():
             return {}
-        settings = self.settings
+        settings = self.args
         if settings.use_adaptive_entropy:
             local = torch.stack(
                 [torch.as_tensor(v, dtype=torch.float32) for v in vars(window_entropy).values()]
@@ -154,7 +154,7 @@ class LossMixin:
         return {"entropy_coef": Mean(self.entropy_control.coef)}
 
     def _has_entropy_bonus(self) -> bool:
-        return self.settings.use_adaptive_entropy or self.settings.entropy_coef != 0.0
+        return self.args.use_adaptive_entropy or self.args.entropy_coef != 0.0
 
 
 def objective_settings(

@@ -33,7 +33,7 @@ class RewardMixin:
     """Compute rewards: call the reward functions and gather their results from all ranks."""
 
     accelerator: Accelerator
-    settings: GRPOConfig
+    args: GRPOConfig
     state: TrainerState
     rng: RandomState
     reward_callables: list[Callable[..., Any]]
@@ -80,8 +80,8 @@ class RewardMixin:
                 self.reward_callables if kept else [],
                 self.reward_func_names if kept else [],
                 rollouts if len(kept) == len(rollouts) else rollouts.select(kept),
-                timeout=self.settings.reward_timeout,
-                on_error=self.settings.reward_on_error,
+                timeout=self.args.reward_timeout,
+                on_error=self.args.reward_on_error,
                 completion_logprobs=self._logprobs_of(rollouts, kept),
                 trainer_state=self.state,
                 log_extra=log_extra,
@@ -95,10 +95,10 @@ class RewardMixin:
         for column, steps_N in rewards.step_rewards.items():
             if isinstance(scorer := self.reward_callables[column], StepScorer):
                 scorer.warn_if_unsplit(self.reward_func_names[column], steps_N)
-        metrics = reward_metrics(rewards, self.reward_func_names, self.settings.multi_objective_aggregation)
+        metrics = reward_metrics(rewards, self.reward_func_names, self.args.multi_objective_aggregation)
         times = zip(self.reward_func_names, calls.seconds_F, strict=False)
         metrics.update({f"time/reward/{name}": Mean(s) for name, s in times if not math.isnan(s)})
-        if self.settings.reward_on_error == "none":
+        if self.args.reward_on_error == "none":
             for i, name in enumerate(self.reward_func_names):
                 metrics[f"rewards/{name}/errors"] = Sum(float(i in calls.failures))
         return RewardBatch(
@@ -126,7 +126,7 @@ class RewardMixin:
         Returns:
             the rollouts; and which completions of all ranks are dropped (N,), None with ``"raise"``.
         """
-        if self.settings.rollout_on_error == "raise":
+        if self.args.rollout_on_error == "raise":
             return rollouts, None
         failed_B = torch.tensor([c.dropped for c in rollouts.completions], device=self.accelerator.device)
         failed_N = self.accelerator.gather(failed_B)[: rollouts.num_valid].cpu()
@@ -160,7 +160,7 @@ class RewardMixin:
         def start(part: RolloutBatch) -> None:
             with self.rng.user_code():
                 for function in partial:
-                    function.begin(part, self.settings.reward_timeout, trainer_state=self.state)
+                    function.begin(part, self.args.reward_timeout, trainer_state=self.state)
 
         return start
 

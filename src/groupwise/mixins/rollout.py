@@ -35,7 +35,7 @@ OnFinished = Callable[[Sequence[int], list[Completion]], None]
 class RolloutMixin:
     """Generate completions with the backend, the agent loop or the user's ``rollout_func``."""
 
-    settings: GRPOConfig
+    args: GRPOConfig
     state: TrainerState
     processing_class: Any
     backend: GenerationBackend
@@ -62,6 +62,7 @@ class RolloutMixin:
                 num_generations=request.num_generations,
                 num_valid=request.num_valid,
                 mode=request.mode,
+                sampler=request.sampler,
             )
         if self.rollout_func is not None:
             return self._call_rollout_func(self.rollout_func, request)
@@ -116,6 +117,7 @@ class RolloutMixin:
             num_generations=request.num_generations,
             num_valid=request.num_valid,
             mode=request.mode,
+            sampler=request.sampler,
             extra=extra or {},
             images=images,
         )
@@ -131,7 +133,7 @@ class RolloutMixin:
         return [
             [parse(context_ids, ids, ()).message]
             if parse.response_attribute is not None and is_conversational(prompt)
-            else format_completion(prompt, text, self.settings.chat_template_kwargs)  # type: ignore[arg-type]
+            else format_completion(prompt, text, self.args.chat_template_kwargs)  # type: ignore[arg-type]
             for prompt, context_ids, ids, text in zip(prompts, prompt_ids, token_ids, texts, strict=True)
         ]
 
@@ -164,7 +166,7 @@ class RolloutMixin:
 
     def _tokenize_row(self, row: Row) -> tuple[list[int], ImageInputs | None]:
         prompt = insert_images(row)
-        template_kwargs, max_length = self.settings.chat_template_kwargs, self.settings.max_prompt_length
+        template_kwargs, max_length = self.args.chat_template_kwargs, self.args.max_prompt_length
         return encode_prompt(self.processing_class, prompt, row_images(row), template_kwargs, max_length)  # type: ignore[arg-type]
 
     def _call_rollout_func(self, function: RolloutFunction, request: RolloutRequest) -> RolloutBatch:

@@ -172,8 +172,7 @@ def make_logprob_computer(
     )
     head = HeadSettings(
         "chunked" if config.logprob_head == "auto" else config.logprob_head,
-        config.temperature,
-        config.cast_lm_head_to_fp32,
+        fp32=config.cast_lm_head_to_fp32,
     )
 
     return LogprobComputer(

@@ -53,18 +53,21 @@ class LigerLoss:
     """Policy loss by liger-kernel, computed at the head inside the model's forward.
 
     with_aux_loss: the model has a balancing loss (mixture of experts), which training adds.
-    head: settings of the head; precision and temperature are read.
+    head: settings of the head; the precision is read.
     max_completion_length: divisor of ``dr_grpo``.
-    settings: settings of the loss in this step.
     """
 
     with_aux_loss: bool
     head: HeadSettings
     max_completion_length: int
-    settings: ObjectiveSettings
 
-    def __call__(self, model: nn.Module, batch: MicroBatch) -> tuple[LossOutput, torch.Tensor | None]:
+    def __call__(
+        self, model: nn.Module, batch: MicroBatch, settings: ObjectiveSettings
+    ) -> tuple[LossOutput, torch.Tensor | None]:
         """Compute the loss of ``batch``, and the balancing loss of a mixture of experts, if there is one.
+
+        Args:
+            settings: settings of the loss in this step.
 
         Raises:
             ConfigError: the advantages differ within a sequence.
@@ -77,7 +80,7 @@ class LigerLoss:
         metrics: Metrics = {}
 
         def compute(hidden_BKH: torch.Tensor, weights: HeadWeights) -> Outputs:
-            loss, found = self._fused_loss(hidden_BKH, weights, batch, self.settings)
+            loss, found = self._fused_loss(hidden_BKH, weights, batch, settings)
             metrics.update(found)
             return (loss,)
 
@@ -110,7 +113,9 @@ class LigerLoss:
         if correction_BX is not None and correction_BX.shape[1] > 1:
             correction_BX = correction_BX.masked_fill(off_BT, 1.0)  # vespo sums log-ratios over all columns
         has_reference = batch.ref_logps_BT is not None
-        fused = self._make_fused_loss(settings, weights.scale, has_reference, hidden_BTH.is_cuda)
+        fused = self._make_fused_loss(
+            settings, batch.sampler.temperature / weights.scale, has_reference, hidden_BTH.is_cuda
+        )
         loss, (*kl, clipped) = fused(
             hidden_BTH.to(projection_dtype(hidden_BTH, weights.fp32)),
             weights.weight_VH,
@@ -134,7 +139,7 @@ class LigerLoss:
         return loss * FACTORS[objective.normalizer](batch), metrics
 
     def _make_fused_loss(
-        self, settings: ObjectiveSettings, logit_scale: float, has_reference: bool, compiled: bool
+        self, settings: ObjectiveSettings, temperature: float, has_reference: bool, compiled: bool
     ) -> LigerFusedLinearGRPOLoss:
         from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
@@ -150,7 +155,7 @@ class LigerLoss:
             importance_sampling_level=settings.ratio_level,
             sapo_temperature_pos=surrogate.sapo_temperature_pos,
             sapo_temperature_neg=surrogate.sapo_temperature_neg,
-            temperature=self.head.temperature / logit_scale,
+            temperature=temperature,
             delta=surrogate.delta,
             use_bias_correction_kl=settings.bias_correction_kl,
             vespo_k_pos=surrogate.vespo_k_pos,

@@ -48,9 +48,6 @@ class LogprobMismatchCheck:
     Args:
         reduce: sums a tensor over all ranks.
         mixed_precision: dtype of matrix products under autocast; None: that of the weights.
-        truncation: the most by which the sampler's log-prob of a token exceeds the trainer's because the
-            sampler truncates its distribution without reporting the sampling mask; such differences do not
-            count.
     """
 
     def __init__(
@@ -59,18 +56,21 @@ class LogprobMismatchCheck:
         head: HeadSettings,
         reduce: Callable[[torch.Tensor], torch.Tensor],
         mixed_precision: torch.dtype | None = None,
-        truncation: float = 0.0,
     ) -> None:
         self.settings, self.head, self.reduce = settings, head, reduce
         self.mixed_precision = mixed_precision
-        self.truncation = truncation
         self.generations = 0
 
-    def check(self, model: nn.Module, batch: TokenBatch, fresh: Sequence[bool]) -> Metrics:
+    def check(
+        self, model: nn.Module, batch: TokenBatch, fresh: Sequence[bool], *, truncation: float = 0.0
+    ) -> Metrics:
         """Compare one generation if it is due. All ranks call this for every generation.
 
         Args:
             fresh: B flags, True for rows sampled from the current weights; others are not compared.
+            truncation: the most by which the sampler's log-prob of a token exceeds the trainer's because the
+                sampler truncates its distribution without reporting the sampling mask; such differences do
+                not count.
 
         Returns:
             ``sampling/logprob_mismatch``, the mean |difference| per token in nats; empty if nothing was
@@ -93,9 +93,10 @@ class LogprobMismatchCheck:
         if not tokens:
             return {}
         with evaluation_mode(model), torch.no_grad():
-            trainer_BT = compute_padded_logprobs(model, batch, self.head, with_entropy=False).logps_BT
+            head = replace(self.head, temperature=batch.sampler.temperature)
+            trainer_BT = compute_padded_logprobs(model, batch, head, with_entropy=False).logps_BT
         excess_BT = sampler_BT.nan_to_num() - trainer_BT
-        unexplained_BT = excess_BT - excess_BT.clamp(0.0, self.truncation)
+        unexplained_BT = excess_BT - excess_BT.clamp(0.0, truncation)
         gap = self._total(unexplained_BT.abs() * compared_BT) / tokens
         tolerance = TOLERANCES[self.mixed_precision or next(model.parameters()).dtype]
         if not gap <= tolerance:  # also for NaN

@@ -119,23 +119,26 @@ class LogprobComputer:
             self._check(model, batch)
             # Not earlier: after an out-of-memory error the other ranks still wait in `any_rank`.
             self.checked = True
+        head = self.head_of(batch)
         if self.layout == "padded" or not can_pack:
             return compute_padded_logprobs(
-                model, batch, self.head, with_entropy=with_entropy, with_aux_loss=with_aux_loss
+                model, batch, head, with_entropy=with_entropy, with_aux_loss=with_aux_loss
             )
-        return compute_packed_logprobs(model, batch, self._pack(batch), self.head, with_entropy=with_entropy)
+        return compute_packed_logprobs(model, batch, self._pack(batch), head, with_entropy=with_entropy)
+
+    def head_of(self, batch: TokenBatch) -> HeadSettings:
+        """Return the settings of the head with the temperature that ``batch`` was sampled at."""
+        return replace(self.head, temperature=batch.sampler.temperature)
 
     def _check(self, model: nn.Module, batch: TokenBatch) -> None:
         """Compare the layout with the padded layout on a few rows; fall back to it if the layout is wrong."""
-        dtype = self.mixed_precision or next(model.parameters()).dtype
+        dtype, head = self.mixed_precision or next(model.parameters()).dtype, self.head_of(batch)
 
         def compute(model: nn.Module, rows: TokenBatch) -> torch.Tensor:
-            return compute_packed_logprobs(
-                model, rows, self._pack(rows), self.head, with_entropy=False
-            ).logps_BT
+            return compute_packed_logprobs(model, rows, self._pack(rows), head, with_entropy=False).logps_BT
 
         try:
-            check = check_layout(model, batch, self.head, compute, dtype=dtype, sharded=self.sharded)
+            check = check_layout(model, batch, head, compute, dtype=dtype, sharded=self.sharded)
             passed, message = check.passed, f"does not reproduce this model's log-probs: {check}"
         except RuntimeError as error:
             if is_out_of_memory(error):

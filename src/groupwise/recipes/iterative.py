@@ -215,7 +215,7 @@ class IterativeGRPO:
         dataset: Any = trainer.train_dataset
         order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(args.seed + iteration))
         own = order[: self.iterative.reward_prompts].tolist()[args.process_index :: args.world_size]
-        size = max(trainer.settings.prompts_per_batch // args.world_size, 1)
+        size = max(trainer.args.prompts_per_batch // args.world_size, 1)
         trainer.sync_sampler("train")
         examples = []
         for start in range(0, len(own), size):

@@ -19,6 +19,7 @@ from groupwise.records.rollout import (
     RolloutFunction,
     RolloutRequest,
     Row,
+    SamplerSettings,
     SamplingOptions,
     copied,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "RolloutFunction",
     "RolloutRequest",
     "Row",
+    "SamplerSettings",
     "SamplingMask",
     "SamplingOptions",
     "TokenBatch",

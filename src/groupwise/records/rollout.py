@@ -61,6 +61,22 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class SamplerSettings:
+    """Sampler settings of a generation, which its records carry to the log-probs and into checkpoints.
+
+    temperature: divisor of the logits, of the sampler and of the trainer's log-probs.
+    top_p, top_k, min_p: truncation; 1, 0 and 0 keep the whole vocabulary.
+    repetition_penalty: as in transformers; 1: none.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True)
 class SamplingOptions:
     """Settings of one ``generate`` call; the defaults are the settings of the run.
 
@@ -93,9 +109,10 @@ class RolloutRequest:
     num_valid: rows of the global batch that count; later ones are padding of the last evaluation batch. None:
         all.
     mode: "train" or "eval"; selects the metrics that the rollout is recorded in.
-    generation_kwargs: sampler settings that replace the run's (``eval_generation_kwargs``).
+    generation_kwargs: sampler settings of this request, those of ``eval_generation_kwargs`` included.
     on_partial_rollout: called with the finished prompts while the sampler still generates the others; None:
         rewards are computed when the rollout is complete.
+    sampler: sampler settings of training; log-probs have its temperature, in an evaluation too.
     """
 
     rows: list[Row]
@@ -104,6 +121,7 @@ class RolloutRequest:
     mode: Mode = "train"
     generation_kwargs: Mapping[str, Any] = field(default_factory=dict)
     on_partial_rollout: Callable[[RolloutBatch], None] | None = None
+    sampler: SamplerSettings = field(default_factory=SamplerSettings)
 
 
 #: Lists of a RolloutBatch with one entry per row.
@@ -137,6 +155,7 @@ class RolloutBatch:
     metrics: statistics of the rollout.
     images: output of the image processor per row; None without a processor.
     row_ids: position of each row in the request, by which partial rewards are matched.
+    sampler: sampler settings of the request.
     """
 
     rows: list[Row]
@@ -151,6 +170,7 @@ class RolloutBatch:
     metrics: Metrics = field(default_factory=dict)
     images: Sequence[ImageInputs] | None = None
     row_ids: Sequence[int] = ()
+    sampler: SamplerSettings = field(default_factory=SamplerSettings)
 
     def __post_init__(self) -> None:
         if not self.row_ids:

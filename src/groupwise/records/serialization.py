@@ -11,7 +11,7 @@ import torch
 from groupwise.core.metrics import Max, Mean, Min, Sum
 from groupwise.errors import ConfigError
 from groupwise.records.images import ImageInputs
-from groupwise.records.rollout import Completion, RewardBatch, RolloutBatch
+from groupwise.records.rollout import Completion, RewardBatch, RolloutBatch, SamplerSettings
 from groupwise.records.sampling_mask import SamplingMask
 from groupwise.records.tensors import Experience, MicroBatch
 
@@ -20,7 +20,8 @@ _PLAIN = {type(None), bool, int, float, str, bytes, range, slice}
 #: Classes that :func:`load` reads beside tensors and plain values.
 _CLASSES = (
     *(range, slice, Mean, Sum, Max, Min),
-    *(ImageInputs, SamplingMask, Completion, RolloutBatch, RewardBatch, Experience, MicroBatch),
+    *(ImageInputs, SamplingMask, SamplerSettings, Completion, RolloutBatch, RewardBatch),
+    *(Experience, MicroBatch),
 )
 
 

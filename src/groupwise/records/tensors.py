@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from groupwise.core.metrics import Mean, Metrics
 from groupwise.records.images import ImageInputs
+from groupwise.records.rollout import SamplerSettings
 from groupwise.records.sampling_mask import SamplingMask
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class TokenBatch:
     old_logps_BT: float32 log-probs under the behaviour policy; NaN where that is the current policy.
     sampler_logps_BT: float32 log-probs that the sampler reported, NaN where it reported none; None: there is
         no separate sampler.
+    sampler: sampler settings of the generation; its temperature is that of all log-probs.
     images: image inputs per row; None without a processor.
     sampling_mask: tokens that truncated sampling kept, per row one entry for each completion token, in host
         memory (``SamplingMask`` has the cost); a row of None, and None for all rows: the whole vocabulary.
@@ -79,6 +81,7 @@ class TokenBatch:
     group_ids_B: torch.Tensor = field(metadata=_ROW)
     old_logps_BT: torch.Tensor = field(metadata=_COMPLETION_NAN)
     sampler_logps_BT: torch.Tensor | None = field(default=None, metadata=_COMPLETION_NAN)
+    sampler: SamplerSettings = field(default_factory=SamplerSettings)
     images: tuple[ImageInputs, ...] | None = None
     sampling_mask: tuple[SamplingMask | None, ...] | None = None
 

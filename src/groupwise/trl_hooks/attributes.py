@@ -56,7 +56,7 @@ def _end_tokens(trainer: Any) -> tuple[int, ...]:
 
 def _generation_kwargs(trainer: Any) -> Mapping[str, Any]:
     """Return the read-only arguments of ``model.generate`` for a hook that samples itself."""
-    args, tokenizer = trainer.settings, trainer._tokenizer
+    args, tokenizer = trainer.args, trainer._tokenizer
     given = json_dict(args.generation_kwargs)  # keys with a field of their own are resolved to it
     return MappingProxyType(
         {
@@ -101,7 +101,7 @@ def _environment_factories(trainer: Any) -> None:
 class TrlAttributes:
     """Attributes under TRL's names."""
 
-    settings: Any
+    args: Any
     processing_class: Any
     backend: GenerationBackend
     buffer: InputsBuffer
@@ -133,7 +133,7 @@ class TrlAttributes:
 
     @property
     def _entropy_bonus_enabled(self) -> bool:
-        return self.settings.use_adaptive_entropy or self.settings.entropy_coef != 0.0
+        return self.args.use_adaptive_entropy or self.args.entropy_coef != 0.0
 
     @property
     def _last_world_entropy(self) -> float:
@@ -181,7 +181,7 @@ class TrlAttributes:
 
     @_buffered_inputs.setter
     def _buffered_inputs(self, entries: list[Inputs]) -> None:
-        self.buffer.fill(entries, self.settings.num_iterations)
+        self.buffer.fill(entries, self.args.num_iterations)
 
     @staticmethod
     def get_off_policy_mask(

@@ -38,6 +38,8 @@ class InputsBuffer:
     rows_from: epoch and index in the prompts before ``rows`` were taken.
     """
 
+    sampler = None  # not part of the dictionaries: as in TRL, log-probs have the present temperature
+
     device: torch.device | str = "cpu"
     entries: list[Inputs] = field(default_factory=list)
     num_iterations: int = 1

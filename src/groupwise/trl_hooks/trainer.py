@@ -13,6 +13,7 @@ from accelerate.utils import gather_object
 from torch import nn
 
 from groupwise import trainer as pipeline
+from groupwise.config.sampling import sampler_settings
 from groupwise.core.masks import entropy_threshold
 from groupwise.core.metrics import Mean, masked_mean
 from groupwise.core.objectives import OBJECTIVES, correction
@@ -117,7 +118,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             self.refused_methods = {**REFUSED_METHODS, **NOT_CALLED_WITH_TOOLS}
             check_methods(self, self.refused_methods, self.refused_way_out)
         #: Columns of the completions table, the newest generation batch; hooks may extend them.
-        self._logs = make_logs(self.settings.generation_batch_size)
+        self._logs = make_logs(self.args.generation_batch_size)
         #: Columns and metrics of hooks that are not in ``_logs`` and ``_metrics`` yet.
         self._pending_extra_logs: defaultdict[str, list[Any]] = defaultdict(list)
         self._pending_metrics: defaultdict[str, list[float]] = defaultdict(list)
@@ -132,11 +133,11 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         super()._reset_run_state(directory)
         self._prepared = None
         if directory is not None and not self.args.ignore_data_skip:
-            self.buffer.read_rows_again(self.prompts, self.settings.prompts_per_batch)
+            self.buffer.read_rows_again(self.prompts, self.args.prompts_per_batch)
 
-    def _apply_settings(self) -> None:
-        check_objective(self.settings)
-        super()._apply_settings()
+    def refresh_settings(self, *, new_run: bool = False) -> None:
+        super().refresh_settings(new_run=new_run)
+        check_objective(self.args)
 
     def has_untrusted_logps(self) -> bool:
         """Return True also for log-probs of a hook: as in TRL, only those of vLLM correct the loss."""
@@ -148,7 +149,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         """Return the order of the rows of an evaluation, that of TRL; groups stay together."""
-        size = self.settings.generations_per_eval_prompt
+        size = self.args.generations_per_eval_prompt
         generator = torch.Generator().manual_seed(self.args.seed)
         groups = torch.randperm(len(eval_dataset) // size, generator=generator).tolist()
         return [group * size + row for group in groups for row in range(size)]
@@ -169,8 +170,8 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             entries = [
                 self.buffer.next_rows(
                     self.prompts,
-                    self.settings.prompts_per_batch,
-                    self.settings.micro_batches_per_generation,
+                    self.args.prompts_per_batch,
+                    self.args.micro_batches_per_generation,
                 )
                 for _ in range(num_batches)
             ]
@@ -223,8 +224,8 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             with self.rollback_on_failure():
                 inputs = shuffle_rows(self._make_inputs(generation_batch, "train"))
                 self.buffer.fill(
-                    split_rows(inputs, self.settings.steps_per_generation),  # type: ignore[arg-type]
-                    self.settings.num_iterations,
+                    split_rows(inputs, self.args.steps_per_generation),  # type: ignore[arg-type]
+                    self.args.num_iterations,
                 )
         self._prepared = inputs = self.buffer.current
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
@@ -291,6 +292,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             num_generations=request.num_generations,
             num_valid=request.num_valid,
             mode=request.mode,
+            sampler=request.sampler,
             extra=self._environment_column() | _columns(extra or {}, len(prompts)),
         )
 
@@ -358,7 +360,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
     def _request_of(self, prompts: list[Any]) -> RolloutRequest:
         """Return the request of the batch in progress with these prompts in its rows."""
         mode: Mode = "train" if self.model.training else "eval"
-        generations = self.num_generations if mode == "train" else self.settings.generations_per_eval_prompt
+        generations = self.num_generations if mode == "train" else self.args.generations_per_eval_prompt
         request = self._request or RolloutRequest([], generations, mode=mode)
         rows: list[Row] = request.rows if len(request.rows) == len(prompts) else [{} for _ in prompts]
         return replace(request, rows=[{**row, "prompt": p} for row, p in zip(rows, prompts, strict=True)])
@@ -447,7 +449,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             num_generations=rollouts.num_generations,
             local=rows_of_rank(self.accelerator.process_index, len(rollouts)),
         )
-        computed = reward_metrics(rewards, self.reward_func_names, self.settings.multi_objective_aggregation)
+        computed = reward_metrics(rewards, self.reward_func_names, self.args.multi_objective_aggregation)
         return replace(rewards, metrics={**base.metrics, **computed})
 
     def _calculate_rewards(
@@ -514,9 +516,9 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         request = self.make_request(inputs) if training else self.make_eval_request(inputs)
         rollouts, rewards = self.sample(request)
         if not training:
-            self.evaluation.add(rollouts, rewards, self.settings)
+            self.evaluation.add(rollouts, rewards, self.args)
         # TRL's rule for old log-probs, in training and in evaluation.
-        on_policy = self.settings.trains_on_policy
+        on_policy = self.args.trains_on_policy
         (experience,) = self.make_experience(rollouts, rewards, len(rollouts), on_policy=on_policy)
         metrics = self.metrics[request.mode]
         metrics.rows = []  # the table is made from ``_logs``
@@ -557,10 +559,10 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
     # Hooks of log-probs and loss.
 
     def _logps_of_rows(
-        self, model: nn.Module, tokens: TokenBatch, only: Sequence[int] | None
+        self, model: nn.Module, tokens: TokenBatch, only: Sequence[int] | None, fill: float = 0.0
     ) -> torch.Tensor:
         """(B, T) log-probs of all rows, by the hook."""
-        args = self.settings
+        args = self.args
         size = args.per_device_train_batch_size if self._mode == "train" else args.per_device_eval_batch_size
         logps_BT, _, _ = self._get_per_token_logps_and_entropies(
             model, *_model_inputs(tokens), tokens.completion_ids_BT.shape[1], batch_size=size
@@ -622,6 +624,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             *(image_sizes, token_type_ids, mm_token_type_ids, image_position_ids),
         )
         batch = token_batch(input_ids, attention_mask, logits_to_keep)
+        batch = replace(batch, sampler=sampler_settings(self.args))
         return logprobs_of_rows(
             self.logprob_computer,
             model,
@@ -676,9 +679,9 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         Raises:
             ConfigError: ``beta`` needs reference log-probs, and the dictionary has none.
         """
-        settings = self.settings
-        if settings.beta > 0 and not settings.kl_in_reward and inputs.get("ref_per_token_logps") is None:
-            raise ConfigError(NO_REF_LOGPS.format(beta=settings.beta))
+        args = self.args
+        if args.beta > 0 and not args.kl_in_reward and inputs.get("ref_per_token_logps") is None:
+            raise ConfigError(NO_REF_LOGPS.format(beta=args.beta))
         mask_BT = loss_mask(inputs)
         logps_BT, entropy_BT, aux_loss = self._get_per_token_logps_and_entropies(
             model,
@@ -690,8 +693,8 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             **{name: inputs[name] for name in IMAGE_INPUTS if inputs.get(name) is not None},
         )
         entropy_mask_BT = mask_BT.float()
-        if self.settings.top_entropy_quantile < 1.0:
-            quantile = 1 - self.settings.top_entropy_quantile
+        if self.args.top_entropy_quantile < 1.0:
+            quantile = 1 - self.args.top_entropy_quantile
             entropy_mask_BT = entropy_mask_BT * self.get_high_entropy_mask(entropy_BT, mask_BT, quantile)  # type: ignore[arg-type]
         training = self.model.training
         num_batches = self.current_gradient_accumulation_steps if training else 1  # of the window
@@ -724,19 +727,19 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
 
     def _token_weights(self, inputs: Inputs, mask_BT: torch.Tensor, num_batches: int) -> torch.Tensor:
         """Compute (B, T) weights from the counts that TRL divides by."""
-        world_size, name = self.accelerator.num_processes, OBJECTIVES[self.settings.loss_type].normalizer
+        world_size, name = self.accelerator.num_processes, OBJECTIVES[self.args.loss_type].normalizer
         num_tokens = 0.0
         if name == "token_mean" or "num_items_in_batch" in inputs:
             # Loss tokens of the generation batch on all ranks, rescaled to one window.
             num_tokens = float(inputs["num_items_in_batch"].clamp(min=1.0))
             if self.model.training:
-                num_tokens *= num_batches / self.settings.steps_per_generation  # type: ignore[operator]
+                num_tokens *= num_batches / self.args.steps_per_generation  # type: ignore[operator]
         counts = WindowCounts(
             sequences=len(mask_BT) * num_batches * world_size,
             tokens=num_tokens,  # type: ignore[arg-type]
             micro_batches=num_batches,
             world_size=world_size,
-            max_completion_length=self.settings.max_completion_length,
+            max_completion_length=self.args.max_completion_length,
         )
         return NORMALIZERS[name](mask_BT.float(), torch.arange(len(mask_BT), device=mask_BT.device), counts)
 
@@ -744,7 +747,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         """Compute (B, T) weights of the entropy bonus, a mean over the micro-batch; None without a bonus."""
         if not self._has_entropy_bonus():
             return None
-        target = self.settings.entropy_target if self.settings.use_adaptive_entropy else None
+        target = self.args.entropy_target if self.args.use_adaptive_entropy else None
         coef = self.entropy_control.applied(target)
         return entropy_mask_BT * coef / (entropy_mask_BT.sum().clamp(min=1) * num_batches)
 
@@ -788,7 +791,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
 
     def drain_metrics(self, mode: str, label: str) -> dict[str, float]:
         self._flush_pending(mode)
-        if self.settings.log_completions and self.is_world_process_zero():
+        if self.args.log_completions and self.is_world_process_zero():
             self.metrics[mode].rows = logged_rows(self._logs, self.state.global_step)
         return super().drain_metrics(mode, label)
 

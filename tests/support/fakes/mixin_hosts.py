@@ -39,7 +39,7 @@ class Ranks:
 def host(mixin: type, accelerator: Any = None, *, settings: dict[str, Any], **attributes: Any) -> Any:
     """An instance of ``mixin`` with the given settings and attributes."""
     made = mixin()
-    made.settings = config_of(**settings)
+    made.args = config_of(**settings)
     made.accelerator = accelerator
     for name, value in attributes.items():
         setattr(made, name, value)

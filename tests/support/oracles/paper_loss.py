@@ -128,10 +128,10 @@ def in_float64(window: list[MicroBatch], loss: Any) -> list[MicroBatch]:
     groups = [int(g) for batch in window for g in batch.group_ids_B]
     lengths = [int(n) for batch in window for n in batch.loss_mask_BT.sum(-1)]
     tokens = {g: sum(n for h, n in zip(groups, lengths, strict=True) if h == g) for g in groups}
-    limit = loss.settings.max_completion_length
+    limit = loss.args.max_completion_length
     counts = WindowCounts(len(groups), sum(lengths), len(window), 1, limit, tokens)
-    normalizer = NORMALIZERS[OBJECTIVES[loss.settings.loss_type].normalizer]
-    target = loss.settings.entropy_target if loss.settings.use_adaptive_entropy else None
+    normalizer = NORMALIZERS[OBJECTIVES[loss.args.loss_type].normalizer]
+    target = loss.args.entropy_target if loss.args.use_adaptive_entropy else None
     share = loss.entropy_control.applied(target) / max(sum(int(b.entropy_mask_BT.sum()) for b in window), 1)
     exact = []
     for batch in window:

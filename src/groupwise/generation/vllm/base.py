@@ -61,7 +61,7 @@ class VLLMBackend(GenerationBackend):
 
     def shared_params(self, generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of ``SamplingParams`` that all requests of a ``generate`` call share."""
-        return {**self.sampling, **sampler_settings(self.config), **generation_kwargs}
+        return {**self.sampling, **vars(sampler_settings(self.config)), **generation_kwargs}
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions = RUN_SETTINGS

@@ -75,7 +75,7 @@ def _check_sampling(config: GRPOConfig) -> None:
             f"generation_kwargs[{name!r}] is set by the trainer with use_vllm=True; leave it out"
         )
     check_names("generation_kwargs", sorted(given), SamplingParams.__struct_fields__, "vLLM")
-    fields = {**sampling_fields(config, []), **sampler_settings(config)}
+    fields = {**sampling_fields(config, []), **vars(sampler_settings(config))}
     try:
         sampling_params({**fields, "max_tokens": config.max_completion_length})
     except Exception as error:
