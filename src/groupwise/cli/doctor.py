@@ -14,7 +14,13 @@ from transformers import GenerationConfig, PreTrainedConfig
 from groupwise.cli.checks import batch_findings, length_findings, tokenizer_findings
 from groupwise.cli.report import Finding, Report, fail, ok, warn
 from groupwise.cli.run_file import RunArguments, read_run
-from groupwise.cli.sources import check_model, load_datasets, lora_config, resolve_rewards
+from groupwise.cli.sources import (
+    check_model,
+    iterative_arguments,
+    load_datasets,
+    lora_config,
+    resolve_rewards,
+)
 from groupwise.compat.transformers import attention_implementation
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import chosen_backend
@@ -61,7 +67,9 @@ def run(arguments: Sequence[str]) -> int:
     report.add(warn("settings", message) for message in warnings_of(config))
     report.attempt("reward", lambda: resolve_rewards(settings))
     if settings.iterative is not None:
-        report.attempt("iterative", lambda: _check_iterative(settings, config))
+        report.attempt(
+            "iterative", lambda: iterative_arguments(settings)["iterative"].with_reference_refresh(config)
+        )
     model_config = report.attempt("model", lambda: check_model(settings, config))
     if model_config is not None:
         report.attempt(
@@ -104,12 +112,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--num_prompts", type=int, default=2, help="number of prompts to sample completions for")
     add("--max_new_tokens", type=int, default=64, help="maximum tokens per sampled completion")
     return parser
-
-
-def _check_iterative(settings: RunArguments, config: GRPOConfig) -> None:
-    from groupwise.cli.train import iterative_settings
-
-    iterative_settings(settings)["iterative"].with_reference_refresh(config)
 
 
 def _check_prompts(

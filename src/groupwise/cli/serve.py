@@ -19,6 +19,8 @@ _SECRET_OPTIONS = {"--api-key": "<API_KEY>", "--hf-token": "<HF_TOKEN>"}
 
 def run(arguments: Sequence[str]) -> int:
     """Print the command and replace this process by it; ``--dry_run`` only prints."""
+    import torch
+
     from groupwise.generation.vllm.serve import as_shell_line, serve_command
 
     options, extra = _parser().parse_known_args(list(arguments))
@@ -33,7 +35,7 @@ def run(arguments: Sequence[str]) -> int:
         model,
         host=options.host,
         port=int(port or 8000),
-        device=options.device or _device(),
+        device=options.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         dtype=options.dtype,
         tensor_parallel_size=options.tensor_parallel_size,
         data_parallel_size=options.data_parallel_size,
@@ -79,12 +81,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def _without_keys(command: Sequence[str]) -> list[str]:
     """Return the command with the values of options for credentials replaced, for display."""
     shown, placeholder = [], ""
@@ -100,8 +96,8 @@ def _without_keys(command: Sequence[str]) -> list[str]:
 
 def _executable(name: str) -> str:
     """Return the path of a program: an absolute path, beside the running Python, or on PATH."""
-    beside = os.path.dirname(sys.executable)
-    found = name if os.path.isabs(name) else shutil.which(name, path=beside) or shutil.which(name)
+    places = os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)
+    found = shutil.which(name, path=os.pathsep.join(places))
     if found is None:
         raise ConfigError(f"{name} is not installed; run pip install 'groupwise[vllm]'")
     return found

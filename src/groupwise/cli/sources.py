@@ -6,14 +6,16 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from groupwise import rewards
 from groupwise.cli.run_file import RunArguments
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError, boundary, nearest_name
 from groupwise.policy.introspection import load_config
+from groupwise.recipes.iterative_config import IterativeConfig
 from groupwise.records import RewardFunction
 
 if TYPE_CHECKING:
@@ -140,6 +142,24 @@ def lora_config(run: RunArguments) -> LoraConfig | None:
         raise ConfigError("lora needs PEFT: pip install 'groupwise[peft]'") from missing
     with boundary(ConfigError, "lora", arguments=run.lora):
         return LoraConfig(**{"task_type": "CAUSAL_LM", **run.lora})
+
+
+def iterative_arguments(run: RunArguments) -> dict[str, Any]:
+    """Return the arguments of ``IterativeGRPO`` that ``GRPOTrainer`` does not have.
+
+    Raises:
+        ConfigError: unknown keys, invalid values, or a label function that cannot be imported.
+    """
+    given = dict(cast("dict[str, Any]", run.iterative))
+    label_func = given.pop("label_func", None)
+    known = [field.name for field in fields(IterativeConfig)]
+    for name in given:
+        if name not in known:
+            nearest = nearest_name(name, [*known, "label_func"])
+            raise ConfigError(f"iterative has the unknown key {name!r}; nearest: {nearest!r}")
+    with boundary(ConfigError, "iterative", arguments=given):
+        iterative = IterativeConfig(**given)
+    return {"iterative": iterative, "label_func": label_func and resolve_reward(label_func)}
 
 
 def check_model(run: RunArguments, config: GRPOConfig) -> PreTrainedConfig:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from groupwise.cli.run_file import RunArguments, as_config_error, read_run
 from groupwise.cli.sources import (
     check_model,
     import_object,
+    iterative_arguments,
     load_datasets,
     lora_config,
-    resolve_reward,
     resolve_rewards,
 )
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.errors import ConfigError, boundary, nearest_name
 from groupwise.recipes.iterative import IterativeGRPO
-from groupwise.recipes.iterative_config import IterativeConfig
 from groupwise.trainer import GRPOTrainer
 
 
@@ -32,7 +29,7 @@ def run(arguments: Sequence[str]) -> int:
         trainer = make_trainer(settings, config)
         trainer.train(resume_from_checkpoint=resume)
     else:
-        runner = _build(settings, config, partial(IterativeGRPO, **iterative_settings(settings)))
+        runner = _build(settings, config, partial(IterativeGRPO, **iterative_arguments(settings)))
         trainer = runner.trainer
         runner.train(resume_from_checkpoint=resume)
     if config.push_to_hub:
@@ -41,27 +38,6 @@ def run(arguments: Sequence[str]) -> int:
         trainer.save_model()
         trainer.create_model_card(dataset_name=settings.dataset)
     return 0
-
-
-def iterative_settings(settings: RunArguments) -> dict[str, Any]:
-    """Return the arguments of ``IterativeGRPO`` that ``GRPOTrainer`` does not have.
-
-    Raises:
-        ConfigError: unknown settings, or a label function that cannot be imported.
-    """
-    given = dict(cast("dict[str, Any]", settings.iterative))
-    label_func = given.pop("label_func", None)
-    known = [field.name for field in fields(IterativeConfig)]
-    for name in given:
-        if name not in known:
-            nearest = nearest_name(name, [*known, "label_func"])
-            raise ConfigError(f"iterative has the unknown key {name!r}; nearest: {nearest!r}")
-    with boundary(ConfigError, "iterative", arguments=given):
-        iterative = IterativeConfig(**given)
-    return {
-        "iterative": iterative,
-        "label_func": None if label_func is None else resolve_reward(label_func),
-    }
 
 
 def make_trainer(settings: RunArguments, config: GRPOConfig) -> GRPOTrainer:

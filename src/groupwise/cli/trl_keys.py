@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from transformers.hf_argparser import string_to_bool
@@ -187,7 +187,7 @@ def translate(values: dict[str, Any], used: Collection[str]) -> list[str]:
     """
     found = {name: values.pop(name, None) for name in TRL_KEYS.keys() - RENAMED.keys()}
     given = {name: found[name] for name in TRL_KEYS if found.get(name) is not None}
-    filled: dict[str, Any] = {_LOAD: _loading(given), "lora": _lora(given), "rewards": _rewards(given)}
+    filled = _filled(given)
     for setting, value in filled.items():
         if value:
             values[setting] = _joined(setting, values[setting], value)
@@ -197,53 +197,40 @@ def translate(values: dict[str, Any], used: Collection[str]) -> list[str]:
             values["eval_split"] = values["eval_split"] or "test"
         elif "dataset_test_split" in used:
             values["eval_split"] = None
-    names = [name for name in TRL_KEYS if name in used and given.get(name) is not False]
-    return _sentences(names, {**values, _QUANTIZE: filled[_LOAD].get(_QUANTIZE)})
-
-
-def _sentences(names: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each setting that the keys ``names`` fill, or would fill if it were on."""
+    settings = {**values, _QUANTIZE: filled[_LOAD].get(_QUANTIZE)}
     keys: dict[str, list[str]] = {}
-    for name in names:
-        if TRL_KEYS[name].setting:  # else refused, or off
-            keys.setdefault(TRL_KEYS[name].setting, []).append(name)
+    for name, key in TRL_KEYS.items():
+        if name in used and given.get(name) is not False and key.setting:  # else refused, or off
+            keys.setdefault(key.setting, []).append(name)
     return [
-        f"{', '.join(keys[setting])}: no effect without {_SWITCHES[setting]}"
+        f"{', '.join(names)}: no effect without {_SWITCHES[setting]}"
         if settings[setting] is None and setting in _SWITCHES
-        else f"{', '.join(keys[setting])}: {setting}={settings[setting]!r}"
-        for setting in keys
+        else f"{', '.join(names)}: {setting}={settings[setting]!r}"
+        for setting, names in keys.items()
     ]
 
 
-def _loading(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the loading options that the keys of ModelConfig are, with the quantization."""
-    options = _parts(given, _LOAD)
+def _filled(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that TRL's keys fill: loading options, adapter and rewards; empty without a key."""
+    parts: dict[str, dict[str, Any]] = {_LOAD: {}, "lora": {}, _QUANTIZE: {}}
+    for name, key in TRL_KEYS.items():
+        value = given.get(name, key.default)
+        if key.part and value is not None:
+            parts[key.setting] = _joined(key.setting, parts[key.setting], {key.part: value})
+    load, adapter, quantization = parts.values()
     if given.get("load_in_4bit"):
-        options[_QUANTIZE] = _parts(given, _QUANTIZE)
-        if options.get("dtype", "auto") != "auto":
-            options[_QUANTIZE]["bnb_4bit_compute_dtype"] = options["dtype"]
+        if load.get("dtype", "auto") != "auto":
+            quantization["bnb_4bit_compute_dtype"] = load["dtype"]
+        load[_QUANTIZE] = quantization
     elif given.get("load_in_8bit"):
-        options[_QUANTIZE] = {"load_in_8bit": True}
-    return options
-
-
-def _lora(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the adapter; empty without ``use_peft``."""
-    if not given.get("use_peft"):
-        return {}
-    arguments = _parts(given, "lora")
-    targets = arguments.get("target_modules")
+        load[_QUANTIZE] = {"load_in_8bit": True}
+    targets = adapter.get("target_modules")
     if isinstance(targets, list) and len(targets) == 1:
-        (arguments["target_modules"],) = targets  # all-linear, or a pattern
-    return arguments
-
-
-def _rewards(given: Mapping[str, Any]) -> list[Any]:
-    """Return the rewards in TRL's order, the reward model first."""
-    functions = given.get("reward_funcs", [])
-    named = functions if isinstance(functions, list) else [functions]
-    model = given.get("reward_model_name_or_path")
-    return [*([] if model is None else [model]), *map(_reward, named)]
+        (adapter["target_modules"],) = targets  # all-linear, or a pattern
+    model, functions = given.get("reward_model_name_or_path"), given.get("reward_funcs", [])
+    rewards = [] if model is None else [model]  # TRL's order: the reward model is first
+    rewards += map(_reward, functions if isinstance(functions, list) else [functions])
+    return {_LOAD: load, "lora": adapter if given.get("use_peft") else {}, "rewards": rewards}
 
 
 def _reward(name: Any) -> Any:
@@ -254,16 +241,6 @@ def _reward(name: Any) -> Any:
         return {name: {"max_completion_len": 1280, "soft_punish_cache": 256}}  # the only ones in trl grpo
     module, _, function = name.rpartition(".")
     return f"{module}:{function}" if module and not {":", "/"} & {*name} else name
-
-
-def _parts(given: Mapping[str, Any], setting: str) -> dict[str, Any]:
-    """Return the parts of a setting that are given or have a default in TRL."""
-    parts: dict[str, Any] = {}
-    for name, key in TRL_KEYS.items():
-        value = given.get(name, key.default)
-        if key.setting == setting and key.part and value is not None:
-            parts = _joined(setting, parts, {key.part: value})
-    return parts
 
 
 def _joined(setting: str, own: Any, made: Any) -> Any:
