@@ -158,7 +158,7 @@ def measure_floor(spec: Spec) -> dict[str, Any]:
 
     from groupwise.cpu import keep_checkpoint_products
     from groupwise.cpu.linear import replace_linears
-    from groupwise.policy.layouts import HeadSettings, forward_logprobs
+    from groupwise.policy.heads import LogprobHead, forward_logprobs
 
     model = prepare_precision(make_model(spec), spec.precision)
     work = make_work(spec, model.config.vocab_size)
@@ -186,7 +186,7 @@ def measure_floor(spec: Spec) -> dict[str, Any]:
             for token_ids, keep in batches:
                 inputs = {"input_ids": token_ids, "logits_to_keep": keep}
                 targets = token_ids[:, -keep:]  # any ids
-                logps, *_ = forward_logprobs(model, inputs, targets, HeadSettings(), with_entropy=False)
+                logps, *_ = forward_logprobs(model, inputs, targets, LogprobHead(), with_entropy=False)
                 (-logps.mean() / len(batches)).backward()
         meter.end_window()
         model.zero_grad()

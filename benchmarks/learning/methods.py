@@ -16,7 +16,7 @@ import torch
 
 from groupwise import SamplingOptions, register_advantage
 from groupwise.core.advantages import ADVANTAGES, AdvantageSettings, GroupRewards, total_rewards, weighted_sum
-from groupwise.policy.layouts.forward import evaluation_mode
+from groupwise.policy.introspection import evaluation_mode
 
 #: Completions (texts) of an offline method by question, the last message of the prompt.
 Samples = Mapping[str, Sequence[str]]

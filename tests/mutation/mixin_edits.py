@@ -12,7 +12,7 @@ def _of(name: str, *edits: tuple[str, str]) -> list[Mutation]:
 
 MIXINS = [
     *edits_of(
-        "policy/layouts/forward.py",
+        "policy/introspection.py",
         ("    model.eval()\n", "", ("tests/mixins/test_logprob_mixin.py",)),
         (
             "        model.train(was_training)",

@@ -12,7 +12,7 @@ from support.batches import token_batch
 
 from groupwise import BackendError
 from groupwise.core.metrics import Mean
-from groupwise.policy.layouts import HeadSettings
+from groupwise.policy.heads import LogprobHead
 from groupwise.policy.logprob_mismatch import LogprobMismatchCheck, LogprobMismatchSettings
 from groupwise.records import SamplerSettings
 from groupwise.records.sampling_mask import SamplingMask
@@ -61,7 +61,7 @@ def reported(model, rows, temperature=1.0, front=(), dropped=0, autocast=False, 
 
 def make_check(action="warn", every=20):
     settings = LogprobMismatchSettings(action, every)
-    return LogprobMismatchCheck(settings, HeadSettings("chunked"), lambda total: total)
+    return LogprobMismatchCheck(settings, LogprobHead("chunked"), lambda total: total)
 
 
 def test_the_same_policy_passes_and_the_difference_is_a_metric(caplog):

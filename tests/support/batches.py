@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from groupwise.policy.layouts import HeadSettings, compute_packed_logprobs, pack_sequences
+from groupwise.policy.heads import LogprobHead
+from groupwise.policy.layouts import compute_packed_logprobs, pack_sequences
 from groupwise.records import LogprobOutput, MicroBatch, TokenBatch
 
 
@@ -48,7 +49,7 @@ def _fields(prompts: Any, prompt_mask: Any, completions: Any, completion_mask: A
 def packed(*, shared: bool) -> Any:
     """Log-probs in a packed layout, called as ``compute_padded_logprobs`` is."""
 
-    def compute(model: Any, batch: TokenBatch, head: HeadSettings, *, with_entropy: bool) -> LogprobOutput:
+    def compute(model: Any, batch: TokenBatch, head: LogprobHead, *, with_entropy: bool) -> LogprobOutput:
         sequences = pack_sequences(batch, shared=shared)
         return compute_packed_logprobs(model, batch, sequences, head, with_entropy=with_entropy)
 

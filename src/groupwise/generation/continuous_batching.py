@@ -17,8 +17,7 @@ from groupwise.generation import transformers_backend
 from groupwise.generation.base import RUN_SETTINGS, BackendEntry, ProcessingClass, check_names, json_dict
 from groupwise.generation.transformers_backend import TransformersBackend, generation_config
 from groupwise.policy.attention import without_attention_hook
-from groupwise.policy.introspection import CausalLM, has_prompt_learning
-from groupwise.policy.layouts.forward import evaluation_mode
+from groupwise.policy.introspection import CausalLM, evaluation_mode, has_prompt_learning
 from groupwise.records import Completion, SamplingOptions
 from groupwise.tokenization.text import text_tokenizer
 

@@ -37,8 +37,7 @@ from groupwise.generation.decoding import (
     keep_autocast_weights,
 )
 from groupwise.generation.truncation import can_record, make_recorder, sample_and_record
-from groupwise.policy.introspection import CausalLM, has_prompt_learning, without_adapter
-from groupwise.policy.layouts.forward import evaluation_mode
+from groupwise.policy.introspection import CausalLM, evaluation_mode, has_prompt_learning, without_adapter
 from groupwise.records import Completion, SamplingOptions
 from groupwise.records.images import ImageInputs, join_images
 from groupwise.records.sampling_mask import SamplingMask

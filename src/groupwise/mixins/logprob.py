@@ -21,7 +21,7 @@ from groupwise.core.metrics import Metrics
 from groupwise.core.objectives import ObjectiveSettings
 from groupwise.core.padding import length_mask, pad_sequences
 from groupwise.errors import ConfigError
-from groupwise.policy.layouts.forward import evaluation_mode
+from groupwise.policy.introspection import evaluation_mode
 from groupwise.policy.logprob_mismatch import LogprobMismatchCheck
 from groupwise.policy.logprobs import LogprobComputer
 from groupwise.policy.reference import Reference

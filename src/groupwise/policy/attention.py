@@ -59,6 +59,11 @@ def has_varlen_attention(model: nn.Module) -> bool:
     return attention_implementation(base) in BY_POSITION and supports_attention_interface(base)
 
 
+def supports_packing(model: nn.Module, *, shared: bool) -> bool:
+    """Return True if the model's attention can separate packed sequences; installs the hook if possible."""
+    return install_attention_hook(model) or (not shared and has_varlen_attention(model))
+
+
 @contextmanager
 def without_attention_hook(model: nn.Module) -> Iterator[None]:
     """Context manager that restores plain "sdpa", for code that selects implementations by name."""

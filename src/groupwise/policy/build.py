@@ -19,8 +19,8 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.cpu import install_cpu_training
 from groupwise.distributed import any_rank, is_sharded
 from groupwise.errors import ConfigError
+from groupwise.policy.heads import LogprobHead
 from groupwise.policy.introspection import adapter_type, adapters_of, has_adapter, text_config
-from groupwise.policy.layouts import HeadSettings
 from groupwise.policy.loading import apply_peft, cast_head_to_fp32, disable_dropout, load_policy
 from groupwise.policy.logprob_mismatch import LogprobMismatchCheck, LogprobMismatchSettings
 from groupwise.policy.logprobs import LogprobComputer, choose_layout
@@ -170,7 +170,7 @@ def make_logprob_computer(
         group_size=config.num_generations,
         with_aux_loss=router_aux_loss_coef(policy, config) != 0.0,
     )
-    head = HeadSettings(
+    head = LogprobHead(
         "chunked" if config.logprob_head == "auto" else config.logprob_head,
         fp32=config.cast_lm_head_to_fp32,
     )

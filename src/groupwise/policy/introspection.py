@@ -1,8 +1,10 @@
-"""Properties of a model: the modules below wrappers and adapters, its configuration, and what it supports."""
+"""Properties of a model: modules below wrappers and adapters, configuration, mode, and what it supports."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from accelerate.utils import extract_model_from_parallel
@@ -89,6 +91,17 @@ def has_prompt_learning(model: nn.Module) -> bool:
 
 
 # The forward pass.
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Context manager that disables dropout and restores the mode afterwards."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def accepted_arguments(model: nn.Module) -> set[str]:

@@ -21,10 +21,10 @@ from groupwise.core import surrogates
 from groupwise.core.metrics import Mean, Metrics
 from groupwise.core.objectives import OBJECTIVES, ObjectiveSettings, correction
 from groupwise.errors import ConfigError
-from groupwise.policy.heads import HeadWeights
+from groupwise.policy.heads import HeadWeights, LogprobHead, forward_at_head
 from groupwise.policy.heads.capture import Outputs
 from groupwise.policy.heads.dense import projection_dtype
-from groupwise.policy.layouts import HeadSettings, forward_at_head, padded_inputs
+from groupwise.policy.layouts import padded_inputs
 from groupwise.records import LossOutput, MicroBatch
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class LigerLoss:
     """
 
     with_aux_loss: bool
-    head: HeadSettings
+    head: LogprobHead
     max_completion_length: int
 
     def __call__(

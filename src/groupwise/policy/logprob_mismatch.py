@@ -14,8 +14,9 @@ from torch import nn
 
 from groupwise.core.metrics import Mean, Metrics
 from groupwise.errors import BackendError
-from groupwise.policy.layouts import HeadSettings, compute_padded_logprobs
-from groupwise.policy.layouts.forward import evaluation_mode
+from groupwise.policy.heads import LogprobHead
+from groupwise.policy.introspection import evaluation_mode
+from groupwise.policy.layouts import compute_padded_logprobs
 from groupwise.records import TokenBatch
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class LogprobMismatchCheck:
     def __init__(
         self,
         settings: LogprobMismatchSettings,
-        head: HeadSettings,
+        head: LogprobHead,
         reduce: Callable[[torch.Tensor], torch.Tensor],
         mixed_precision: torch.dtype | None = None,
     ) -> None:
@@ -93,8 +94,7 @@ class LogprobMismatchCheck:
         if not tokens:
             return {}
         with evaluation_mode(model), torch.no_grad():
-            head = replace(self.head, temperature=batch.sampler.temperature)
-            trainer_BT = compute_padded_logprobs(model, batch, head, with_entropy=False).logps_BT
+            trainer_BT = compute_padded_logprobs(model, batch, self.head, with_entropy=False).logps_BT
         excess_BT = sampler_BT.nan_to_num() - trainer_BT
         unexplained_BT = excess_BT - excess_BT.clamp(0.0, truncation)
         gap = self._total(unexplained_BT.abs() * compared_BT) / tokens

@@ -15,11 +15,16 @@ from torch import nn
 
 from groupwise.compat.accelerate import is_out_of_memory
 from groupwise.errors import ConfigError
+from groupwise.policy.attention import supports_packing
+from groupwise.policy.heads import LogprobHead
 from groupwise.policy.introspection import base_model
 from groupwise.policy.layouts.check import check_layout
-from groupwise.policy.layouts.forward import HeadSettings
-from groupwise.policy.layouts.packed import PackedSequences, pack_sequences
-from groupwise.policy.layouts.packed_forward import compute_packed_logprobs, supports_packing, unsupported
+from groupwise.policy.layouts.packed import (
+    PackedSequences,
+    compute_packed_logprobs,
+    pack_sequences,
+    unsupported,
+)
 from groupwise.policy.layouts.padded import compute_padded_logprobs
 from groupwise.records import LogprobOutput, MicroBatch, TokenBatch
 
@@ -74,7 +79,7 @@ class LogprobComputer:
     def __init__(
         self,
         layout: str,
-        head: HeadSettings,
+        head: LogprobHead,
         any_rank: Callable[[bool], bool] = bool,
         *,
         sharded: bool = False,
@@ -119,26 +124,22 @@ class LogprobComputer:
             self._check(model, batch)
             # Not earlier: after an out-of-memory error the other ranks still wait in `any_rank`.
             self.checked = True
-        head = self.head_of(batch)
         if self.layout == "padded" or not can_pack:
             return compute_padded_logprobs(
-                model, batch, head, with_entropy=with_entropy, with_aux_loss=with_aux_loss
+                model, batch, self.head, with_entropy=with_entropy, with_aux_loss=with_aux_loss
             )
-        return compute_packed_logprobs(model, batch, self._pack(batch), head, with_entropy=with_entropy)
-
-    def head_of(self, batch: TokenBatch) -> HeadSettings:
-        """Return the settings of the head with the temperature that ``batch`` was sampled at."""
-        return replace(self.head, temperature=batch.sampler.temperature)
+        return compute_packed_logprobs(model, batch, self._pack(batch), self.head, with_entropy=with_entropy)
 
     def _check(self, model: nn.Module, batch: TokenBatch) -> None:
         """Compare the layout with the padded layout on a few rows; fall back to it if the layout is wrong."""
-        dtype, head = self.mixed_precision or next(model.parameters()).dtype, self.head_of(batch)
+        dtype = self.mixed_precision or next(model.parameters()).dtype
 
         def compute(model: nn.Module, rows: TokenBatch) -> torch.Tensor:
-            return compute_packed_logprobs(model, rows, self._pack(rows), head, with_entropy=False).logps_BT
+            output = compute_packed_logprobs(model, rows, self._pack(rows), self.head, with_entropy=False)
+            return output.logps_BT
 
         try:
-            check = check_layout(model, batch, head, compute, dtype=dtype, sharded=self.sharded)
+            check = check_layout(model, batch, self.head, compute, dtype=dtype, sharded=self.sharded)
             passed, message = check.passed, f"does not reproduce this model's log-probs: {check}"
         except RuntimeError as error:
             if is_out_of_memory(error):

@@ -35,8 +35,8 @@ def logprobs_of_rows(
             # Masked tokens inside a sequence are hidden from attention, but counted. The other layouts would
             # take them out of the sequence and move the others together.
             part = {name: tensor[rows.start : rows.stop] for name, tensor in batch.tensors().items()}
-            head = computer.head_of(batch)
-            outputs.append(compute_padded_logprobs(model, TokenBatch(**part), head, **wanted))  # type: ignore[arg-type]
+            shown = TokenBatch(**part, sampler=batch.sampler)  # type: ignore[arg-type]
+            outputs.append(compute_padded_logprobs(model, shown, computer.head, **wanted))
         else:  # without columns of padding
             outputs.append(computer(model, batch.select(rows), **wanted))
     masks = batch.completion_mask_BT.split([len(rows) for rows in chunks])

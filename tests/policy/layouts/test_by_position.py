@@ -6,6 +6,8 @@ by sequence, with the arguments that it documents.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.batches import packed
@@ -15,11 +17,12 @@ from transformers import modeling_flash_attention_utils as flash
 from transformers.integrations.flex_attention import WrappedFlexAttention
 
 from groupwise.errors import ConfigError
+from groupwise.policy.heads import LogprobHead
 from groupwise.policy.layouts import (
-    HeadSettings,
     compute_padded_logprobs,
 )
 from groupwise.policy.logprobs import LogprobComputer, choose_layout
+from groupwise.records import SamplerSettings
 
 
 def varlen_attention(
@@ -89,7 +92,7 @@ def test_flash_attention_gives_the_log_probs_and_gradients_of_padded_rows(name, 
 
 
 def test_flash_attention_passes_the_check_of_the_first_use(flash_on_cpu):
-    model, head = with_attention("llama", "flash_attention_2"), HeadSettings("chunked")
+    model, head = with_attention("llama", "flash_attention_2"), LogprobHead("chunked")
     computer = LogprobComputer("packed", head)
     scores = computer(model, completions(), with_entropy=False)
     assert computer.layout == "packed" and computer.checked
@@ -100,7 +103,8 @@ def test_flash_attention_passes_the_check_of_the_first_use(flash_on_cpu):
 @pytest.mark.parametrize("name", ["llama", "mistral_sliding"])
 def test_flex_attention_gives_the_log_probs_of_padded_rows(name, monkeypatch):
     monkeypatch.setattr(WrappedFlexAttention, "__call__", lambda self: flex_attention)  # not compiled
-    batch, head = completions(), HeadSettings("chunked", 0.7)
+    batch = replace(completions(), sampler=SamplerSettings(temperature=0.7))
+    head = LogprobHead("chunked")
     with torch.no_grad():  # it has no backward on a CPU
         expected = compute_padded_logprobs(build(*RIGHT[name]), batch, head, with_entropy=True)
         model = with_attention(name, "flex_attention")
@@ -121,7 +125,7 @@ def test_flash_and_flex_attention_use_the_packed_layout(implementation):
 
 
 def test_a_reference_without_packing_support_is_padded():
-    model, head = with_attention("llama", "eager"), HeadSettings("chunked")
+    model, head = with_attention("llama", "eager"), LogprobHead("chunked")
     for layout in ("packed", "shared_prefix"):
         scores = LogprobComputer(layout, head)(model, completions(), with_entropy=False)
         padded = compute_padded_logprobs(model, completions(), head, with_entropy=False)

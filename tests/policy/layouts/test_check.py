@@ -15,12 +15,13 @@ from test_packed import RIGHT, build, completions, values_and_gradients
 from torch.overrides import TorchFunctionMode
 
 from groupwise.policy.attention import install_attention_hook
-from groupwise.policy.layouts import HeadSettings, compute_packed_logprobs, compute_padded_logprobs
+from groupwise.policy.heads import LogprobHead
+from groupwise.policy.layouts import compute_packed_logprobs, compute_padded_logprobs
 from groupwise.policy.layouts.check import check_layout, float32_computation, probe_rows
 from groupwise.policy.layouts.packed import Block, PackedAttention, pack_sequences
 from groupwise.policy.logprobs import LogprobComputer
 
-HEAD = HeadSettings("chunked")
+HEAD = LogprobHead("chunked")
 ANSWERS = (
     " The answer is five, because three and two make five. Counting on from three: four, five.",
     " I would first write both numbers below each other and add the ones, then the tens.",

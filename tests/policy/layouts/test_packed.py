@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,13 +14,14 @@ from support.runs import trainer
 
 from groupwise.errors import ConfigError
 from groupwise.policy.attention import install_attention_hook
+from groupwise.policy.heads import LogprobHead
 from groupwise.policy.layouts import (
-    HeadSettings,
     compute_padded_logprobs,
     pack_sequences,
     unsupported,
 )
 from groupwise.policy.logprobs import LogprobComputer, choose_layout
+from groupwise.records import SamplerSettings
 
 SIZES = {
     "vocab_size": 67,
@@ -98,7 +100,8 @@ def completions(lengths=((3, (4, 1, 7)), (9, (2, 0)), (2, (3,))), pad=2, seed=1)
 
 def values_and_gradients(model, batch, compute):
     """Log-probs, entropies and the gradient of a function of both, which weighs every token differently."""
-    scores = compute(model, batch, HeadSettings("chunked", 0.7), with_entropy=True)
+    batch = replace(batch, sampler=SamplerSettings(temperature=0.7))
+    scores = compute(model, batch, LogprobHead("chunked"), with_entropy=True)
     mask = batch.completion_mask_BT
     logps, entropy = scores.logps_BT * mask, scores.entropy_BT * mask
     weights = torch.linspace(0.5, 2.0, logps.numel()).view_as(logps)
@@ -142,8 +145,8 @@ def test_gradient_checkpointing_recomputes_the_same():
     assert unsupported(model) is None
     plain = values_and_gradients(model, batch, packed(shared=True))
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    head = HeadSettings("chunked", 0.7)
-    scores = packed(shared=True)(model, batch, head, with_entropy=True)
+    batch = replace(batch, sampler=SamplerSettings(temperature=0.7))
+    scores = packed(shared=True)(model, batch, LogprobHead("chunked"), with_entropy=True)
     mask = batch.completion_mask_BT
     values = scores.logps_BT * mask + 0.3 * scores.entropy_BT * mask
     (values * torch.linspace(0.5, 2.0, values.numel()).view_as(values)).sum().backward()
@@ -163,7 +166,7 @@ def test_bfloat16_stays_within_its_rounding():
     model = build(*RIGHT["llama"]).to(torch.bfloat16)
     exact = build(*RIGHT["llama"]).double()
     assert unsupported(model) is None
-    batch, head = completions(), HeadSettings("chunked")
+    batch, head = completions(), LogprobHead("chunked")
     mask = batch.completion_mask_BT
     with torch.no_grad():
         truth, padded = (
@@ -190,9 +193,9 @@ def test_a_shared_prompt_is_computed_once():
 
 def test_the_attention_hook_leaves_the_padded_layout_unchanged():
     model, batch = build(*RIGHT["gemma3"]), completions()
-    before = compute_padded_logprobs(model, batch, HeadSettings("dense"), with_entropy=False).logps_BT
+    before = compute_padded_logprobs(model, batch, LogprobHead("dense"), with_entropy=False).logps_BT
     assert install_attention_hook(model)
-    after = compute_padded_logprobs(model, batch, HeadSettings("dense"), with_entropy=False).logps_BT
+    after = compute_padded_logprobs(model, batch, LogprobHead("dense"), with_entropy=False).logps_BT
     assert torch.equal(before, after)
 
 
@@ -221,12 +224,12 @@ def test_the_first_use_check_finds_computation_across_packed_sequences(caplog):
     model = build(*RIGHT["llama"])
     model.model.layers[1].mlp = torch.nn.Sequential(model.model.layers[1].mlp, Neighbours())
     assert unsupported(model) is None  # its configuration does not show it
-    computer = LogprobComputer("shared_prefix", HeadSettings("chunked"))
+    computer = LogprobComputer("shared_prefix", LogprobHead("chunked"))
     with caplog.at_level(logging.WARNING):
         scores = computer(model, completions(), with_entropy=False)
     assert computer.layout == "padded"
     assert "sequence_layout=shared_prefix does not reproduce this model's log-probs" in caplog.text
-    padded = compute_padded_logprobs(model, completions(), HeadSettings("chunked"), with_entropy=False)
+    padded = compute_padded_logprobs(model, completions(), LogprobHead("chunked"), with_entropy=False)
     assert torch.equal(scores.logps_BT, padded.logps_BT)
 
 
@@ -239,13 +242,13 @@ def test_the_first_use_check_finds_a_wrong_gradient():
 
     model = build(*RIGHT["llama"])
     model.model.layers[1].mlp = torch.nn.Sequential(model.model.layers[1].mlp, Detached())
-    computer = LogprobComputer("packed", HeadSettings("chunked"))
+    computer = LogprobComputer("packed", LogprobHead("chunked"))
     computer(model, completions(), with_entropy=False)
     assert computer.layout == "padded"
 
 
 def test_every_rank_falls_back_when_one_does():
-    computer = LogprobComputer("packed", HeadSettings("chunked"), any_rank=lambda here: True)
+    computer = LogprobComputer("packed", LogprobHead("chunked"), any_rank=lambda here: True)
     computer(build(*RIGHT["llama"]), completions(), with_entropy=False)
     assert computer.layout == "padded"
 
@@ -253,7 +256,7 @@ def test_every_rank_falls_back_when_one_does():
 def test_the_first_use_check_keeps_a_correct_layout_and_the_random_state():
     model = build(*RIGHT["llama"])
     assert choose_layout("auto", model, group_size=4, with_aux_loss=False) == "shared_prefix"
-    computer = LogprobComputer("shared_prefix", HeadSettings("chunked"))
+    computer = LogprobComputer("shared_prefix", LogprobHead("chunked"))
     state = torch.get_rng_state()
     with torch.no_grad():
         computer(model, completions(), with_entropy=False)

@@ -11,9 +11,10 @@ from support.truncation import kept_by_top_p, logp_and_entropy, slopes
 from test_packed import RIGHT, build, completions
 
 from groupwise.policy.attention import install_attention_hook
-from groupwise.policy.heads import HEADS
-from groupwise.policy.layouts import HeadSettings, compute_padded_logprobs
+from groupwise.policy.heads import HEADS, LogprobHead
+from groupwise.policy.layouts import compute_padded_logprobs
 from groupwise.policy.logprobs import LogprobComputer
+from groupwise.records import SamplerSettings
 from groupwise.records.sampling_mask import SamplingMask
 
 LAYOUTS = {
@@ -46,7 +47,7 @@ def with_sampling_mask(model, batch, top_p=0.6):
             for place, (values, target) in enumerate(zip(logits.tolist(), completion, strict=True))
         ]
         rows.append(None if row == 2 else SamplingMask.from_lists(lists))
-    return replace(batch, sampling_mask=tuple(rows))
+    return replace(batch, sampling_mask=tuple(rows), sampler=SamplerSettings(temperature=T))
 
 
 def lists_of(kept, length):
@@ -87,7 +88,7 @@ def test_values_and_gradients_are_those_of_the_scalar_loop(layout, head):
     expected = by_loops(model, batch, weights_BT)
     if layout != "padded":
         assert install_attention_hook(model)
-    scores = LAYOUTS[layout](model, batch, HeadSettings(head, T), with_entropy=True)
+    scores = LAYOUTS[layout](model, batch, LogprobHead(head), with_entropy=True)
     for ours, truth in ((scores.logps_BT, expected[0]), (scores.entropy_BT, expected[1])):
         assert ((ours - truth) * mask_BT).abs().max() < 1e-12
     # Padding may hold any value, which a weight of zero must not multiply.
@@ -103,7 +104,7 @@ def test_values_and_gradients_are_those_of_the_scalar_loop(layout, head):
 def test_the_check_of_a_layout_compares_truncated_distributions(caplog):
     model = build(*RIGHT["llama"])
     batch = with_sampling_mask(model, completions())
-    computer = LogprobComputer("shared_prefix", HeadSettings("chunked", T))
+    computer = LogprobComputer("shared_prefix", LogprobHead("chunked"))
     scores = computer(model, batch, with_entropy=False)
     assert computer.layout == "shared_prefix" and caplog.text == ""
     full = computer(model, replace(batch, sampling_mask=None), with_entropy=False).logps_BT
@@ -140,10 +141,11 @@ def test_the_expected_gradient_over_all_completions_is_that_of_the_expected_rewa
 
     tokens, prompts = torch.tensor(pairs), torch.tensor([prompt] * len(pairs))
     ones = torch.ones_like
-    batch = token_batch(prompts, ones(prompts), tokens, ones(tokens), sampling_mask=tuple(rows))
+    sampled = {"sampling_mask": tuple(rows), "sampler": SamplerSettings(temperature=T)}
+    batch = token_batch(prompts, ones(prompts), tokens, ones(tokens), **sampled)
     if layout != "padded":
         assert install_attention_hook(model)
-    logps_B = LAYOUTS[layout](model, batch, HeadSettings("chunked", T), with_entropy=False).logps_BT.sum(-1)
+    logps_B = LAYOUTS[layout](model, batch, LogprobHead("chunked"), with_entropy=False).logps_BT.sum(-1)
     estimate = (logps_B.detach().exp() * logps_B * rewards[tokens[:, 0], tokens[:, 1]]).sum()
     (update,) = torch.autograd.grad(estimate, model.lm_head.weight)
     assert truth.abs().max() > 1e-3

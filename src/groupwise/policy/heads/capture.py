@@ -1,9 +1,19 @@
 """Computation at the language-model head, inside the model's own forward pass: logits are never materialized.
 
 While :func:`compute_at_head` is active, the head module computes on the hidden states that it receives. Its
-hooks run as usual, so frameworks that shard, gather, move or cast the head's weights keep working.
+hooks run as usual, so frameworks that shard, gather, move or cast the head's weights keep working. What the
+head returns instead of logits carries the gradients of its outputs through the rest of the model's forward,
+of which wrappers (FSDP) see nothing unusual::
 
-Axes: B sequences, K positions that the model passes to its head, H hidden size.
+    hidden (B, K, H) ──> head module ──> carrier (B, K, n + 1) ──> model's own ──> output.logits (B, K, n + 1)
+                             │             [0, …, 0, probe]      scale, softcap      │  column i: value 0,
+                             │                                                       │  gradient of output i
+                             └──> outputs: n tensors (B, K) or scalars ──> detach ──(+)──> loss ──> backward
+
+The sum has the values of the outputs, since the columns are zero, and its gradient takes the way back through
+the model's output, as the gradient of logits would. The last column shows what the model does to its logits.
+
+Axes: B sequences, K positions that the model passes to its head, N = B · K, H hidden size, n outputs.
 """
 
 from __future__ import annotations
@@ -11,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,9 +30,14 @@ from transformers import PreTrainedModel
 
 from groupwise.compat.accelerate import forward_attribute
 from groupwise.errors import ConfigError
-from groupwise.policy.heads.weights import HeadWeights, output_head
+from groupwise.policy.heads.chunked import chunked_head
+from groupwise.policy.heads.dense import dense_head, logps_from_logits
+from groupwise.policy.heads.weights import HeadWeights, head_weights, output_head
+from groupwise.policy.introspection import unwrapped
 from groupwise.records.sampling_mask import SamplingMask
 
+#: Arguments of a causal LM's forward.
+ModelInputs = dict[str, Any]
 #: ``(hidden_NH, head, targets_N, temperature, with_entropy=..., kept=...)`` -> log-probs (N,), entropy (N,)
 #: or None.
 HeadFunction = Callable[..., tuple[torch.Tensor, "torch.Tensor | None"]]
@@ -29,10 +45,88 @@ Outputs = tuple["torch.Tensor | None", ...]
 #: ``(hidden_BKH, head with live weights)`` -> tensors (B, K) or scalars; None entries stay None.
 HeadComputation = Callable[[torch.Tensor, HeadWeights], Outputs]
 
+HEADS: dict[str, HeadFunction] = {"dense": dense_head, "chunked": chunked_head}
+
 _PROBE = 8.0  # distinguishes softcaps and scales, also in bfloat16
 _ACTIVE = "_groupwise_computing"
 #: Heads whose model passed the check of its logit transform, with the checked scale and softcap.
 _checked: WeakKeyDictionary[nn.Module, tuple[float, float | None]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class LogprobHead:
+    """Kind and precision of the log-prob head of a run.
+
+    name: key of ``HEADS``; "dense" uses the model's own logits, "chunked" replaces the output projection.
+    fp32: project in float32.
+    """
+
+    name: str = "chunked"
+    fp32: bool = False
+
+
+def forward_logprobs(
+    model: nn.Module,
+    inputs: ModelInputs,
+    targets_BK: torch.Tensor,
+    head: LogprobHead,
+    temperature: float = 1.0,
+    *,
+    with_entropy: bool,
+    with_aux_loss: bool = False,
+    kept: SamplingMask | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Compute log-probs and entropies at the K positions that ``inputs["logits_to_keep"]`` selects.
+
+    The model is called as a whole, so that wrappers (DDP, accelerate, DeepSpeed) see every forward pass.
+
+    Args:
+        model: the causal LM, wrapped or not.
+        inputs: arguments of its forward.
+        targets_BK: the token predicted at each kept position, int64.
+        temperature: divisor of the logits.
+        with_aux_loss: also return the balancing loss of a mixture-of-experts model.
+        kept: tokens of the truncated distribution at the B · K positions; None: all tokens.
+
+    Returns:
+        log-probs (B, K) and entropies (B, K), float32, and the balancing loss, a scalar; the latter two are
+        None unless requested.
+    """
+    if head.name == "dense":
+        output = model(**_arguments(inputs, with_aux_loss))
+        logps, entropy = logps_from_logits(output.logits, targets_BK, temperature, with_entropy, kept)
+        return logps, entropy, output.aux_loss if with_aux_loss else None
+    compute = logprob_computation(HEADS[head.name], targets_BK, temperature, with_entropy, kept)
+    outputs, aux_loss = forward_at_head(model, inputs, head, compute, with_aux_loss=with_aux_loss)
+    return cast(torch.Tensor, outputs[0]), outputs[1], aux_loss
+
+
+def forward_at_head(
+    model: nn.Module,
+    inputs: ModelInputs,
+    head: LogprobHead,
+    compute: HeadComputation,
+    *,
+    with_aux_loss: bool = False,
+) -> tuple[Outputs, torch.Tensor | None]:
+    """Run one forward pass in which the head runs ``compute`` on the hidden states of the kept positions.
+
+    Args:
+        model, inputs, with_aux_loss: as in :func:`forward_logprobs`.
+        head: its precision is read.
+        compute: function of the hidden states (B, K, H) and the head's weights.
+
+    Returns:
+        outputs of ``compute``, differentiable, and the balancing loss or None.
+    """
+    inner = unwrapped(model)
+    with compute_at_head(inner, head_weights(inner, fp32=head.fp32), compute) as captured:
+        output = model(**_arguments(inputs, with_aux_loss))
+    return captured.read(output.logits), output.aux_loss if with_aux_loss else None
+
+
+def _arguments(inputs: ModelInputs, with_aux_loss: bool) -> ModelInputs:
+    return {**inputs, "use_cache": False, **({"output_router_logits": True} if with_aux_loss else {})}
 
 
 @dataclass

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from groupwise.policy.introspection import unwrapped
-from groupwise.policy.layouts.forward import HeadSettings, evaluation_mode
+from groupwise.policy.heads import LogprobHead
+from groupwise.policy.introspection import evaluation_mode, unwrapped
 from groupwise.policy.layouts.padded import compute_padded_logprobs
 from groupwise.records import TokenBatch
 
@@ -97,7 +97,7 @@ class _Measured(NamedTuple):
 def check_layout(
     model: nn.Module,
     batch: TokenBatch,
-    head: HeadSettings,
+    head: LogprobHead,
     compute: ComputeLogps,
     *,
     dtype: torch.dtype,
@@ -120,7 +120,7 @@ def check_layout(
     inner = model if sharded else unwrapped(model)
     probes = [] if sharded else [p for p in inner.parameters() if p.requires_grad][:2]
 
-    def padded(_model: nn.Module, _rows: TokenBatch, head: HeadSettings = head) -> torch.Tensor:
+    def padded(_model: nn.Module, _rows: TokenBatch, head: LogprobHead = head) -> torch.Tensor:
         return compute_padded_logprobs(_model, _rows, head, with_entropy=False).logps_BT
 
     def exact(_model: nn.Module, _rows: TokenBatch) -> torch.Tensor:
@@ -173,6 +173,7 @@ def probe_rows(batch: TokenBatch) -> TokenBatch:
         loss_mask_BT=lengths_BT,
         group_ids_B=few.group_ids_B,
         old_logps_BT=torch.full(ids_BT.shape, torch.nan, device=ids_BT.device),
+        sampler=batch.sampler,
     )
 
 

@@ -2,8 +2,27 @@
 
 `packed` concatenates the sequences. `shared_prefix` contains the prompt of a group once, followed by its
 completions; the positions of each completion continue from the prompt's end, and a completion attends to the
-prompt and to itself. All computation except attention is per token and independent of the layout; attention
-gathers queries and keys into blocks of rows of similar length.
+prompt and to itself. A group of two completions, p0 p1 p2 → a0 a1 and b0 b1 b2::
+
+    token       p0 p1 p2 a0 a1 b0 b1 b2      input of the model, (1, S), S = 8
+    position     0  1  2  3  4  3  4  5      restarts at the prompt's end: a0 and b0 both follow p2
+
+    attention   p0 p1 p2 a0 a1 b0 b1 b2      row: query, column: key, x: visible
+          p0     x                           block 1, causal: the prompt
+          p1     x  x
+          p2     x  x  x
+          a0     x  x  x  x                  block 2, a row per completion:
+          a1     x  x  x  x  x               queries a0 a1, keys p0 p1 p2 a0 a1
+          b0     x  x  x        x
+          b1     x  x  x        x  x         queries b0 b1 b2, keys p0 p1 p2 b0 b1 b2
+          b2     x  x  x        x  x  x
+
+    logits of   p2 a0    p2 b0 b1            logit_index_N = 2 3 2 5 6: p2 predicts both first tokens
+    predict     a0 a1    b0 b1 b2            target_N, N = 5; output_index_N places them in (B, T)
+
+The S x S mask is never built: attention gathers queries and keys into blocks of rows of similar length, and
+within a row a key is visible if its position is not after the query's. All other computation is per token and
+independent of the layout.
 
 Axes: S tokens of the packed sequence, N completion tokens of the micro-batch, B sequences, L prompt tokens,
 T completion tokens, E features. In a block: R rows, Q queries, K keys. Attention: H query heads, J key-value
@@ -18,12 +37,17 @@ from typing import TypedDict, TypeVar
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+from groupwise.compat.transformers import attention_implementation, is_stateful
 from groupwise.core.padding import pad_sequences
-from groupwise.policy.attention import grouped_query_attention
-from groupwise.records import TokenBatch
+from groupwise.policy.attention import grouped_query_attention, install_attention_hook, supports_packing
+from groupwise.policy.heads import LogprobHead, ModelInputs, forward_logprobs
+from groupwise.policy.introspection import accepted_arguments, base_model, has_prompt_learning, is_text_only
+from groupwise.records import LogprobOutput, TokenBatch
 from groupwise.records.sampling_mask import SamplingMask, join_sampling_masks
 
+_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 _NEVER = torch.iinfo(torch.long).max  # position of a padded key: after every query
 
 Row = TypeVar("Row")
@@ -296,3 +320,79 @@ def _output_order(blocks: Sequence[Sequence[range]], num_tokens: int) -> torch.T
             order_S[row.start : row.stop] = torch.arange(first, first + len(row))
         start += len(rows) * longest
     return order_S
+
+
+def compute_packed_logprobs(
+    model: nn.Module, batch: TokenBatch, packed: PackedSequences, head: LogprobHead, *, with_entropy: bool
+) -> LogprobOutput:
+    """Compute log-probs (and entropies) of the completion tokens at the temperature that sampled them.
+
+    Args:
+        model: causal LM, wrapped or not; :func:`unsupported` returned None for it.
+        packed: the same sequences from :func:`pack_sequences`.
+
+    Returns:
+        log-probs and entropies (B, T), float32, zero on padding.
+    """
+    inputs: ModelInputs = {
+        "input_ids": packed.token_ids_1S,
+        "position_ids": packed.position_ids_1S,
+        "logits_to_keep": packed.logit_index_N,
+    }
+    if install_attention_hook(base_model(model)):
+        # (1, 1, 1, 1), a placeholder: given a mask of four axes, the model builds no S x S mask of its own.
+        inputs["attention_mask"] = packed.token_ids_1S.new_zeros((1, 1, 1, 1), dtype=torch.bool)
+        inputs["attention_function"] = packed.attention
+    else:
+        inputs.update(packed.varlen_kwargs())
+    targets_1N = packed.target_N.unsqueeze(0)
+    temperature = batch.sampler.temperature
+    logps_1N, entropy_1N, _ = forward_logprobs(
+        model, inputs, targets_1N, head, temperature, with_entropy=with_entropy, kept=packed.kept
+    )
+    shape = batch.completion_ids_BT.shape
+
+    def unpack(values_1N: torch.Tensor) -> torch.Tensor:
+        zeros = values_1N.new_zeros(shape.numel())  # (B · T,), 0 on padding
+        return zeros.scatter(0, packed.output_index_N, values_1N[0]).view(shape)
+
+    return LogprobOutput(unpack(logps_1N), None if entropy_1N is None else unpack(entropy_1N))
+
+
+def unsupported(model: nn.Module, *, shared: bool = True) -> str | None:
+    """Return the reason why ``model`` cannot use a layout without padding; None if it can.
+
+    Installs the attention hook if the model supports it. Packing requires that attention is the only
+    computation across tokens and that it is a softmax over keys selected by position.
+
+    Args:
+        model: causal LM, wrapped or not.
+        shared: also require support for prompts that are computed once per group.
+    """
+    base = base_model(model)
+    config = base.config.get_text_config(decoder=True)
+    other_layers = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
+    missing = {"position_ids", "logits_to_keep"} - accepted_arguments(model)
+    if has_prompt_learning(model):
+        return "its adapter adds virtual tokens to every prompt"
+    if not is_text_only(model):
+        return "it has a vision or audio part"
+    if getattr(config, "is_encoder_decoder", False) or is_stateful(base):
+        return "it does not consist of attention layers alone"
+    if other_layers:
+        return f"it has layers of type {', '.join(sorted(other_layers))}"
+    if missing:
+        return f"its forward does not accept {' and '.join(sorted(missing))}"
+    if any(name.rpartition(".")[2] == "sinks" for name, _ in base.named_parameters()):
+        return "its attention has sinks"
+    if any(_attention_dropout(module) for module in base.modules()):
+        return "its attention has dropout"
+    if not supports_packing(base, shared=shared):
+        return f"its attention implementation is {attention_implementation(base)!r} and not 'sdpa'"
+    return None
+
+
+def _attention_dropout(module: nn.Module) -> float:
+    """Return the dropout probability, a number or an attribute of a ``Dropout`` module."""
+    dropout = getattr(module, "attention_dropout", None) or getattr(module, "attn_dropout", None)
+    return getattr(dropout, "p", dropout) or 0.0
