@@ -35,7 +35,7 @@ from groupwise.config.step_settings import (
 from groupwise.config.trainer_attributes import TrainerAttributes
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean
-from groupwise.cpu import trim_heap
+from groupwise.cpu import install_cpu_training, trim_heap
 from groupwise.data.buffer import ExperienceBuffer
 from groupwise.data.build import (
     check_data,
@@ -51,6 +51,7 @@ from groupwise.data.image_checks import check_vision, has_image_columns
 from groupwise.data.prompt_source import EvaluationStream, PromptSource, is_streaming, num_valid_rows
 from groupwise.data.rebalancing import cache_sized
 from groupwise.data.window import AccumulationWindow
+from groupwise.distributed import is_sharded
 from groupwise.errors import ConfigError, warn_once
 from groupwise.generation.base import GenerationBackend, check_backend, make_backend, truncation_warning
 from groupwise.hf import checkpointing
@@ -62,15 +63,11 @@ from groupwise.mixins import AdvantageMixin, BatchingMixin, LogprobMixin, LossMi
 from groupwise.mixins.advantage import checked_advantages
 from groupwise.mixins.loss import check_loss_override, objective_settings
 from groupwise.mixins.rollout import check_counts
-from groupwise.policy.build import (
-    make_logprob_computer,
-    make_logprob_mismatch_check,
-    prepare_policy,
-    router_aux_loss_coef,
-    speed_up,
-)
+from groupwise.policy.introspection import router_aux_loss_coef
 from groupwise.policy.liger import LigerLoss
-from groupwise.policy.loading import load_processing_class
+from groupwise.policy.loading import load_processing_class, prepare_policy
+from groupwise.policy.logprob_mismatch import LogprobMismatchCheck
+from groupwise.policy.logprobs import make_logprob_computer
 from groupwise.policy.reference import SeparateReference, make_reference
 from groupwise.policy.weight_iterator import PolicyWeights, gatherable
 from groupwise.records import (
@@ -237,7 +234,9 @@ class GRPOTrainer(
         args = self.args
         if self.reference.model is not None:
             self.reference.model = self.accelerator.prepare_model(self.reference.model, evaluation_mode=True)
-        speed_up([self.model, self.reference.model], args, self.accelerator)
+        if self.accelerator.device.type == "cpu":
+            others_rewrite = is_sharded(self.accelerator) or args.torch_compile
+            install_cpu_training([self.model, self.reference.model], onednn_linears=not others_rewrite)
         self.rollout_func = rollout_func
         self.backend = make_backend(
             lambda: gatherable(self.accelerator, self.model_wrapped), args, self.processing_class, backend
@@ -257,7 +256,12 @@ class GRPOTrainer(
                 "rollout_func_importance_sampling_correction=True has no effect without a rollout_func"
             )
         self.logprob_computer = make_logprob_computer(self.model, args, self.accelerator)
-        self.logprob_mismatch = make_logprob_mismatch_check(self.logprob_computer, args, self.accelerator)
+        self.logprob_mismatch = LogprobMismatchCheck(
+            self.logprob_computer,
+            self.accelerator,
+            args.logprob_mismatch_check,
+            args.logprob_mismatch_steps,
+        )
         self.router_aux_loss_coef = router_aux_loss_coef(self.model, args)
         self.aux_loss_enabled = self.router_aux_loss_coef != 0.0
         check_loss_override(type(self), args)

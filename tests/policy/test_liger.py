@@ -13,7 +13,7 @@ from support.runs import WORDS, count_reward, experience, policy, prompts, token
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from groupwise import ConfigError, GRPOConfig, GRPOTrainer
-from groupwise.policy.build import check_liger
+from groupwise.policy.liger import check_liger
 
 needs_liger = pytest.mark.skipif(
     importlib.util.find_spec("liger_kernel") is None, reason="liger-kernel is not installed"

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from support import runs
 from support.batches import token_batch
 
 from groupwise import BackendError
 from groupwise.core.metrics import Mean
 from groupwise.policy.heads import LogprobHead
-from groupwise.policy.logprob_mismatch import LogprobMismatchCheck, LogprobMismatchSettings
+from groupwise.policy.logprob_mismatch import LogprobMismatchCheck
+from groupwise.policy.logprobs import LogprobComputer
 from groupwise.records import SamplerSettings
 from groupwise.records.sampling_mask import SamplingMask
 
@@ -60,8 +62,8 @@ def reported(model, rows, temperature=1.0, front=(), dropped=0, autocast=False, 
 
 
 def make_check(action="warn", every=20):
-    settings = LogprobMismatchSettings(action, every)
-    return LogprobMismatchCheck(settings, LogprobHead("chunked"), lambda total: total)
+    computer = LogprobComputer("padded", LogprobHead("chunked"))
+    return LogprobMismatchCheck(computer, Accelerator(cpu=True), action, every)
 
 
 def test_the_same_policy_passes_and_the_difference_is_a_metric(caplog):

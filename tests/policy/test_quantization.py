@@ -14,7 +14,7 @@ from transformers import BitsAndBytesConfig
 from groupwise import ConfigError, GRPOConfig
 from groupwise.generation.vllm import colocate
 from groupwise.generation.vllm.weight_sync import adapter_arguments
-from groupwise.policy import build
+from groupwise.policy import loading
 from groupwise.policy.quantization import check_quantization, quantization_of
 
 peft = pytest.importorskip("peft")
@@ -71,7 +71,7 @@ def test_adapters_on_quantized_weights_are_accepted():
 
 def test_the_trainer_refuses_before_the_weights_are_loaded(tmp_path, monkeypatch):
     policy().save_pretrained(tmp_path)
-    monkeypatch.setattr(build, "load_policy", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(loading, "load_policy", lambda *_: pytest.fail("loaded"))
     with pytest.raises(ConfigError, match="has no adapter"):
         trainer(tmp_path, model=str(tmp_path), model_init_kwargs={"quantization_config": FOUR})
 

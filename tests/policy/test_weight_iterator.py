@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from groupwise.errors import BackendError
 from groupwise.generation.vllm.weight_sync import adapter_arguments
-from groupwise.policy.build import keep_weights_trainable_through
+from groupwise.policy.quantization import keep_4bit_weights_unpacked
 from groupwise.policy.weight_iterator import base_weights, buckets, weight_iterator
 
 LAYERS = ["q_proj", "v_proj", "down_proj"]
@@ -137,7 +137,7 @@ def four_bit_policy(directory, shape=WIDE, dtype=torch.float32, **adapter):
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     model = AutoModelForCausalLM.from_pretrained(directory, quantization_config=config, dtype=dtype)
     assert isinstance(model.model.layers[0].self_attn.q_proj, bitsandbytes.nn.Linear4bit)
-    keep_weights_trainable_through(model)  # as the trainer does
+    keep_4bit_weights_unpacked(model)  # as the trainer does
     return with_adapter(model, **adapter), original
 
 
@@ -233,7 +233,7 @@ def test_4_bit_weights_are_saved_as_a_checkpoint_that_loads_without_loss(tmp_pat
     assert arguments["max_lora_rank"] == 8  # the least that vLLM has for a rank of 4
     model.get_base_model().config.save_pretrained(saved)
     loaded = AutoModelForCausalLM.from_pretrained(saved)  # its config has the quantization
-    keep_weights_trainable_through(loaded)
+    keep_4bit_weights_unpacked(loaded)
     ids = torch.arange(2, 12)[None]
     with model.disable_adapter(), torch.no_grad():
         assert torch.equal(loaded(ids).logits, model(ids).logits)
@@ -250,11 +250,11 @@ def test_weights_that_a_cpu_repacked_are_unpacked(tmp_path, caplog):
         layer.weight.data, _ = functional._convert_weight_packed_for_cpu(
             layer.weight.data, layer.weight.quant_state
         )
-    keep_weights_trainable_through(model)
+    keep_4bit_weights_unpacked(model)
     assert "14 4-bit layers were repacked" in caplog.text
     assert not any(layer.support_avx512bf16_for_cpu for layer in layers)
     caplog.clear()
-    keep_weights_trainable_through(model)
+    keep_4bit_weights_unpacked(model)
     assert not caplog.text
     after = dict(base_weights(model))
     for name, tensor in before.items():

@@ -29,15 +29,15 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-def install_cpu_training(models: Iterable[torch.nn.Module], *, onednn_linears: bool = True) -> None:
+def install_cpu_training(models: Iterable[torch.nn.Module | None], *, onednn_linears: bool = True) -> None:
     """Return freed memory to the system, and compute the large linear layers of ``models`` with oneDNN.
 
     Args:
-        models: models of this process; those on other devices are left alone.
+        models: models of this process, or None; those on other devices are left alone.
         onednn_linears: replace linear layers. Set False where something else rewrites them (FSDP, DeepSpeed,
             ``torch.compile``).
     """
-    on_cpu = [model for model in models if _is_on_cpu(model)]
+    on_cpu = [model for model in models if model is not None and _is_on_cpu(model)]
     if not on_cpu:
         return
     return_large_blocks()

@@ -7,11 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
+import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from groupwise.errors import ConfigError
+
 if TYPE_CHECKING:
+    from accelerate import Accelerator
     from peft import PeftConfig
 
     from groupwise.config.grpo_config import GRPOConfig
@@ -58,9 +62,31 @@ def text_config(model: str | PreTrainedModel, args: GRPOConfig) -> PretrainedCon
     return config.get_text_config(decoder=True)
 
 
+def autocast_dtype(accelerator: Accelerator) -> torch.dtype | None:
+    """Return the dtype of matrix products under autocast; None: that of the weights."""
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+
+
 def is_quantized(model: object) -> bool:
     """Return True for a loaded model with quantized weights."""
     return bool(getattr(model, "is_quantized", False))
+
+
+def router_aux_loss_coef(model: PreTrainedModel, args: GRPOConfig) -> float:
+    """Return the weight of the balancing loss: the setting, else the model's default; 0 for a dense model.
+
+    Raises:
+        ConfigError: the setting is not zero, but the model has no expert router.
+    """
+    own = getattr(model.config.get_text_config(), "router_aux_loss_coef", None)
+    if args.router_aux_loss_coef is None:
+        return float(own or 0.0)
+    if own is None and args.router_aux_loss_coef != 0.0:
+        raise ConfigError(
+            f"router_aux_loss_coef={args.router_aux_loss_coef}, but {type(model).__name__} has no expert "
+            "router; leave it at None"
+        )
+    return args.router_aux_loss_coef
 
 
 # Adapters.

@@ -9,6 +9,7 @@ Axes: B sequences, T completion tokens, K positions that the head receives, H hi
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
+from groupwise.compat.versions import check_version
 from groupwise.core import surrogates
 from groupwise.core.metrics import Mean, Metrics
 from groupwise.core.objectives import OBJECTIVES, ObjectiveSettings, correction
@@ -24,11 +27,15 @@ from groupwise.errors import ConfigError
 from groupwise.policy.heads import HeadWeights, LogprobHead, forward_at_head
 from groupwise.policy.heads.capture import Outputs
 from groupwise.policy.heads.dense import projection_dtype
+from groupwise.policy.introspection import adapters_of, text_config
 from groupwise.policy.layouts import padded_inputs
 from groupwise.records import LossOutput, MicroBatch
 
 if TYPE_CHECKING:
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+    from peft import PeftConfig
+
+    from groupwise.config.grpo_config import GRPOConfig
 
 
 def _sequence_share(batch: MicroBatch) -> torch.Tensor:
@@ -44,6 +51,9 @@ FACTORS: dict[str, Callable[[MicroBatch], torch.Tensor]] = {
     "local_token_mean": lambda batch: batch.token_weights_BT.sum(),  # Liger: mean over its tokens
     "token_mean": lambda batch: batch.token_weights_BT.amax(),  # Liger: sum; all our weights are equal
 }
+
+#: The first version whose loss has the arguments that ``LigerLoss`` passes; the extra in pyproject.toml.
+_OLDEST_LIGER = "0.8.1"
 
 _CLIP_METRICS = {surrogates.clipped: "clip_ratio/region_mean", surrogates.cispo: "cispo_clip_ratio"}
 
@@ -168,3 +178,37 @@ class LigerLoss:
 def _world_size() -> int:
     distributed = torch.distributed
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def check_liger(
+    model: str | PreTrainedModel, config: GRPOConfig, peft_config: PeftConfig | None = None
+) -> None:
+    """Check that Liger's loss supports the model and its adapter.
+
+    Raises:
+        ConfigError: liger-kernel is not installed or too old, the model bounds its logits by a softcap, or an
+            adapter adds virtual tokens.
+    """
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise ConfigError(
+            "use_liger_kernel=True needs liger-kernel, which is not installed; install groupwise[liger], or "
+            "set use_liger_kernel=False"
+        )
+    softcap = getattr(text_config(model, config), "final_logit_softcapping", None)
+    if softcap is not None:
+        raise ConfigError(
+            f"use_liger_kernel=True, but the model bounds its logits (final_logit_softcapping={softcap}), "
+            "which Liger's loss does not; set use_liger_kernel=False"
+        )
+    for adapter in adapters_of(model, peft_config):
+        if adapter.is_prompt_learning:
+            raise ConfigError(
+                f"use_liger_kernel=True with a {type(adapter).__name__}, whose virtual tokens Liger's fused "
+                "loss would count as tokens of the prompt; set use_liger_kernel=False, or use LoRA"
+            )
+    check_version(
+        "liger-kernel",
+        _OLDEST_LIGER,
+        "use_liger_kernel=True",
+        "whose loss lacks arguments; upgrade it, or set use_liger_kernel=False",
+    )

@@ -23,7 +23,9 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError, nearest_name
 from groupwise.policy.heads import check_head
 from groupwise.policy.heads.weights import output_head
-from groupwise.policy.introspection import load_config
+from groupwise.policy.introspection import adapter_type, adapters_of, has_adapter, load_config
+from groupwise.policy.liger import check_liger
+from groupwise.policy.quantization import check_quantization, keep_4bit_weights_unpacked
 from groupwise.tokenization.text import set_pad_token, text_tokenizer
 
 if TYPE_CHECKING:
@@ -32,6 +34,54 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DTYPES = ("bfloat16", "float16", "float32")
+
+
+def prepare_policy(
+    model: str | PreTrainedModel,
+    config: GRPOConfig,
+    quantization_config: QuantizationConfigMixin | None,
+    peft_config: PeftConfig | None,
+) -> PreTrainedModel:
+    """Load the policy and apply the settings of dropout, head precision, adapter and gradient checkpointing.
+
+    Args:
+        model: Hub id, directory or a loaded model, which is changed in place.
+        config: settings of the run.
+        quantization_config, peft_config: as in transformers and PEFT.
+
+    Raises:
+        ConfigError: the settings, the model and the adapter do not fit together.
+    """
+    if config.use_liger_kernel:
+        check_liger(model, config, peft_config)
+    check_quantization(model, config, quantization_config, peft_config)
+    policy = load_policy(model, config, quantization_config)
+    if config.disable_dropout:
+        disable_dropout(policy)
+    if config.cast_lm_head_to_fp32:
+        cast_head_to_fp32(policy)
+    keep_4bit_weights_unpacked(policy)
+    policy = apply_peft(policy, peft_config)
+    _check_prefix_tuning(policy, config)
+    if config.gradient_checkpointing and has_adapter(policy):
+        # Embeddings are frozen: without a gradient at its inputs, checkpointing computes no gradients.
+        policy.enable_input_require_grads()
+    return policy
+
+
+def _check_prefix_tuning(policy: PreTrainedModel, config: GRPOConfig) -> None:
+    """Refuse gradient checkpointing with an adapter whose virtual tokens are a key-value cache.
+
+    Raises:
+        ConfigError: transformers would drop the cache, and with it the adapter.
+    """
+    cached = ("PREFIX_TUNING", "CARTRIDGE")
+    kinds = [adapter_type(adapter) for adapter in adapters_of(policy)]
+    if config.gradient_checkpointing and any(kind in cached for kind in kinds):
+        raise ConfigError(
+            f"the adapter ({', '.join(kinds)}) is a cache of keys and values, which gradient checkpointing "
+            "drops; set gradient_checkpointing=False"
+        )
 
 
 def load_policy(

@@ -6,17 +6,18 @@ Axes: B sequences of this rank, T completion tokens.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 from groupwise.core.metrics import Mean, Metrics
 from groupwise.errors import BackendError
-from groupwise.policy.heads import LogprobHead
 from groupwise.policy.introspection import evaluation_mode
 from groupwise.policy.layouts import compute_padded_logprobs
+from groupwise.policy.logprobs import LogprobComputer
 from groupwise.records import TokenBatch
 
 logger = logging.getLogger(__name__)
@@ -26,40 +27,30 @@ logger = logging.getLogger(__name__)
 TOLERANCES = {torch.float64: 2e-3, torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 
-@dataclass(frozen=True)
-class LogprobMismatchSettings:
-    """Settings of the check.
-
-    action: "off", "warn" or "error".
-    every: generations between two checks; the first two generations are always checked.
-    rows: number of completions compared on every rank.
-    """
-
-    action: str = "warn"
-    every: int = 20
-    rows: int = 4
-
-
 class LogprobMismatchCheck:
     """Comparison of a few completions' log-probs under the trainer with those from the sampler.
 
     Checks the first generation, the second (after the first update, which detects missing weight syncs), and
-    then every ``settings.every`` generations.
+    then every ``every`` generations.
 
     Args:
-        reduce: sums a tensor over all ranks.
-        mixed_precision: dtype of matrix products under autocast; None: that of the weights.
+        computer: its head and precision are those of the compared log-probs.
+        accelerator: of the trainer; all ranks compare rows, and their sum decides.
+        action: "off", "warn" or "error".
+        every: generations between two checks; the first two generations are always checked.
+        rows: number of completions compared on every rank.
     """
 
     def __init__(
         self,
-        settings: LogprobMismatchSettings,
-        head: LogprobHead,
-        reduce: Callable[[torch.Tensor], torch.Tensor],
-        mixed_precision: torch.dtype | None = None,
+        computer: LogprobComputer,
+        accelerator: Accelerator,
+        action: str = "warn",
+        every: int = 20,
+        rows: int = 4,
     ) -> None:
-        self.settings, self.head, self.reduce = settings, head, reduce
-        self.mixed_precision = mixed_precision
+        self.computer, self.accelerator = computer, accelerator
+        self.action, self.every, self.rows = action, every, rows
         self.generations = 0
 
     def check(
@@ -81,10 +72,10 @@ class LogprobMismatchCheck:
             BackendError: the difference exceeds the tolerance, with ``action="error"``.
         """
         self.generations += 1
-        due = self.generations <= 2 or self.generations % self.settings.every == 0
-        if self.settings.action == "off" or not due:
+        due = self.generations <= 2 or self.generations % self.every == 0
+        if self.action == "off" or not due:
             return {}
-        batch = _some_rows(batch, fresh, self.settings.rows)
+        batch = _some_rows(batch, fresh, self.rows)
         sampler_BT = batch.sampler_logps_BT
         if sampler_BT is None:  # this rank has none, but other ranks may
             sampler_BT = torch.full_like(batch.old_logps_BT, torch.nan)
@@ -94,11 +85,13 @@ class LogprobMismatchCheck:
         if not tokens:
             return {}
         with evaluation_mode(model), torch.no_grad():
-            trainer_BT = compute_padded_logprobs(model, batch, self.head, with_entropy=False).logps_BT
+            trainer_BT = compute_padded_logprobs(
+                model, batch, self.computer.head, with_entropy=False
+            ).logps_BT
         excess_BT = sampler_BT.nan_to_num() - trainer_BT
         unexplained_BT = excess_BT - excess_BT.clamp(0.0, truncation)
         gap = self._total(unexplained_BT.abs() * compared_BT) / tokens
-        tolerance = TOLERANCES[self.mixed_precision or next(model.parameters()).dtype]
+        tolerance = TOLERANCES[self.computer.mixed_precision or next(model.parameters()).dtype]
         if not gap <= tolerance:  # also for NaN
             self._report(gap, tolerance)
         return {"sampling/logprob_mismatch": Mean(gap)}
@@ -109,12 +102,12 @@ class LogprobMismatchCheck:
             f"(rounding accounts for at most {tolerance:.2g}); causes and remedies: "
             "docs/troubleshooting.md#log-prob-mismatch"
         )
-        if self.settings.action == "error":
+        if self.action == "error":
             raise BackendError(f"{message} (logprob_mismatch_check='warn' continues training)")
         logger.warning("%s", message)
 
     def _total(self, values_BT: torch.Tensor) -> float:
-        return self.reduce(values_BT.sum(dtype=torch.float32)).item()
+        return self.accelerator.reduce(values_BT.sum(dtype=torch.float32), "sum").item()
 
 
 def _some_rows(batch: TokenBatch, fresh: Sequence[bool], rows: int) -> TokenBatch:

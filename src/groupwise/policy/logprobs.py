@@ -9,15 +9,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
+from accelerate import Accelerator
 from torch import nn
+from transformers import PreTrainedModel
 
 from groupwise.compat.accelerate import is_out_of_memory
+from groupwise.config.grpo_config import GRPOConfig
+from groupwise.distributed import any_rank, is_sharded
 from groupwise.errors import ConfigError
 from groupwise.policy.attention import supports_packing
 from groupwise.policy.heads import LogprobHead
-from groupwise.policy.introspection import base_model
+from groupwise.policy.introspection import autocast_dtype, base_model, router_aux_loss_coef
 from groupwise.policy.layouts.check import check_layout
 from groupwise.policy.layouts.packed import (
     PackedSequences,
@@ -150,3 +155,29 @@ class LogprobComputer:
         message = "fails its check on another rank" if passed else message
         logger.warning("sequence_layout=%s %s; using sequence_layout='padded'", self.layout, message)
         self.layout = "padded"
+
+
+def make_logprob_computer(
+    policy: PreTrainedModel, config: GRPOConfig, accelerator: Accelerator
+) -> LogprobComputer:
+    """Build the log-prob computer with the configured layout and head."""
+    # NEFTune scales its noise by the length of a row: that of a sequence in the padded layout alone.
+    only_padded = config.use_liger_kernel or config.neftune_noise_alpha is not None
+    layout = choose_layout(
+        "padded" if only_padded else config.sequence_layout,
+        policy,
+        group_size=config.num_generations,
+        with_aux_loss=router_aux_loss_coef(policy, config) != 0.0,
+    )
+    head = LogprobHead(
+        "chunked" if config.logprob_head == "auto" else config.logprob_head,
+        fp32=config.cast_lm_head_to_fp32,
+    )
+
+    return LogprobComputer(
+        layout,
+        head,
+        partial(any_rank, accelerator),
+        sharded=is_sharded(accelerator),
+        mixed_precision=autocast_dtype(accelerator),
+    )

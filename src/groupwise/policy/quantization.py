@@ -1,7 +1,8 @@
-"""Quantized policies: find the quantization before the weights are loaded, and refuse what cannot work."""
+"""Quantized policies: the quantization before weights are loaded, unsupported combinations, 4-bit weights."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, cast
 
@@ -9,12 +10,15 @@ from transformers import PreTrainedModel
 from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from groupwise.compat.bitsandbytes import disable_cpu_packing
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError
 from groupwise.policy.introspection import adapter_type, adapters_of, is_quantized, load_config
 
 if TYPE_CHECKING:
     from peft import PeftConfig
+
+logger = logging.getLogger(__name__)
 
 
 def quantization_of(
@@ -110,3 +114,18 @@ def _without_adapter(quantization: QuantizationConfigMixin) -> ConfigError:
         "be neither trained nor sent to vLLM; pass peft_config=LoraConfig(...) (lora in a run file) to train "
         "an adapter on them, or load the model without quantization"
     )
+
+
+def keep_4bit_weights_unpacked(model: PreTrainedModel) -> None:
+    """Stop bitsandbytes from repacking 4-bit weights at their first use for sampling on a CPU.
+
+    Repacked weights propagate no gradient, and adapters would silently not train. Those that an earlier
+    forward repacked are unpacked, with a warning.
+    """
+    unpacked = [disable_cpu_packing(module) for module in model.modules()]
+    if any(unpacked):
+        logger.warning(
+            "%d 4-bit layers were repacked by bitsandbytes in an earlier forward. They were unpacked; "
+            "their scales are rounded. Load the model anew to train on exactly its weights.",
+            sum(unpacked),
+        )
