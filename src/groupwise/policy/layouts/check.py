@@ -115,9 +115,10 @@ def check_layout(
     Raises:
         RuntimeError: the model does not run in float32.
     """
-    rows = probe_rows(batch)
+    rows = probe_rows(batch)  # at most 4 rows of 32 + 32 tokens
     # Below DDP: it expects a backward pass after each of its forward passes with gradients.
     inner = model if sharded else unwrapped(model)
+    # Two weights near the input: their gradients pass all layers.
     probes = [] if sharded else [p for p in inner.parameters() if p.requires_grad][:2]
 
     def padded(_model: nn.Module, _rows: TokenBatch, head: LogprobHead = head) -> torch.Tensor:
@@ -129,7 +130,7 @@ def check_layout(
 
     def measure(compute_logps: ComputeLogps) -> _Measured:
         with torch.set_grad_enabled(bool(probes)):
-            logps_BT = compute_logps(inner, rows) * rows.completion_mask_BT
+            logps_BT = compute_logps(inner, rows) * rows.completion_mask_BT  # padding holds any value
             total = logps_BT.sum()
         gradients = torch.autograd.grad(total, probes, allow_unused=True) if probes else ()
         flat = [gradient.flatten().float() for gradient in gradients if gradient is not None]
@@ -137,11 +138,12 @@ def check_layout(
 
     with evaluation_mode(model):
         of_padded, of_layout = measure(padded), measure(compute)
+        # A third forward only where rounding is large.
         truth = measure(exact) if dtype in _HALF_PRECISION else of_padded
     num_tokens = int(rows.completion_mask_BT.sum())
 
     def errors(given: _Measured) -> LayoutErrors:
-        norm = truth.gradient.norm().clamp(min=1e-12)
+        norm = truth.gradient.norm().clamp(min=1e-12)  # 0 for a frozen model
         return LayoutErrors(
             ((given.logps_BT - truth.logps_BT).abs().sum() / num_tokens).item(),
             ((given.gradient - truth.gradient).norm() / norm).item(),
@@ -158,13 +160,14 @@ def probe_rows(batch: TokenBatch) -> TokenBatch:
     last = len(batch) - 1
     few = batch.select(sorted({0, min(1, last), max(last - 1, 0), last})).shortened(_TOKENS, _TOKENS)
     prompt_mask_BL, mask_BT = few.prompt_mask_BL.bool(), few.completion_mask_BT.bool()
+    # All real tokens of these rows, flat.
     found = torch.cat([few.prompt_ids_BL[prompt_mask_BL], few.completion_ids_BT[mask_BT]])
     step_T = torch.arange(_TOKENS, device=found.device)
     row_B1 = torch.arange(len(few), device=found.device).unsqueeze(1)
     filler_BT = found[(step_T * (2 * row_B1 + 1) + row_B1) % len(found)]  # in another order in every row
     missing = _TOKENS - mask_BT.shape[1]
     ids_BT = torch.where(F.pad(mask_BT, (0, missing)), F.pad(few.completion_ids_BT, (0, missing)), filler_BT)
-    lengths_BT = (step_T < _TOKENS - 3 * row_B1).long()  # 32, 29, 26 and 23 tokens
+    lengths_BT = (step_T < _TOKENS - 3 * row_B1).long()  # 32, 29, 26 and 23 tokens  # (B, T), T = 32
     return TokenBatch(
         prompt_ids_BL=few.prompt_ids_BL,
         prompt_mask_BL=few.prompt_mask_BL,
@@ -229,7 +232,7 @@ class _Float32(TorchFunctionMode):
     def _convert(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.dtype not in _HALF_PRECISION:
             return value
-        copy = value.float()
+        copy = value.float()  # differentiable: the gradient reaches the half-precision weight
         if value.is_leaf:
             self._weights.append((value, copy))
         return copy

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypedDict, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -51,15 +51,6 @@ _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 _NEVER = torch.iinfo(torch.long).max  # position of a padded key: after every query
 
 Row = TypeVar("Row")
-
-
-class VarlenKwargs(TypedDict):
-    """Arguments of transformers' attention for packed sequences."""
-
-    cu_seq_lens_q: torch.Tensor
-    cu_seq_lens_k: torch.Tensor
-    max_length_q: int
-    max_length_k: int
 
 
 @dataclass(frozen=True)
@@ -81,7 +72,9 @@ class Block:
         """Return the mask (R, 1, Q, K), True for visible keys; None: plain causal attention."""
         if self.same and (sliding_window is None or sliding_window >= self.key_RK.shape[1]):
             return None
+        # (R, 1, Q, 1) and (R, 1, 1, K).
         query_R1Q1, key_R11K = self.query_position_RQ[:, None, :, None], self.key_position_RK[:, None, None]
+        # Causal by position, so completions of a group do not see each other's keys.
         visible = key_R11K <= query_R1Q1
         return visible if sliding_window is None else visible & (key_R11K > query_R1Q1 - sliding_window)
 
@@ -101,6 +94,7 @@ class PackedAttention:
 
     blocks: Sequence[Block]
     order_S: torch.Tensor
+    # By block and window; filled by the first layer.
     _masks: dict[tuple[int, int | None], torch.Tensor | None] = field(default_factory=dict, repr=False)
 
     @torch.compiler.disable  # blocks differ in number and shape from one micro-batch to the next
@@ -118,14 +112,15 @@ class PackedAttention:
             if (index, sliding_window) not in self._masks:  # the same for all layers
                 self._masks[index, sliding_window] = block.mask(sliding_window)
             out_RHQD = grouped_query_attention(
-                _gather(query_1HSD, block.query_RQ),
-                _gather(key_1JSD, block.key_RK),
+                _gather(query_1HSD, block.query_RQ),  # (R, H, Q, D)
+                _gather(key_1JSD, block.key_RK),  # (R, J, K, D), a shared prompt once per completion
                 _gather(value_1JSD, block.key_RK),
                 self._masks[index, sliding_window],
                 scale,
             )
             outputs.append(out_RHQD.transpose(1, 2).flatten(0, 1).flatten(1))  # (R * Q, H * D)
-        rows = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        rows = torch.cat(outputs) if len(outputs) > 1 else outputs[0]  # (all R · Q, H · D)
+        # Drops the padding of rows.
         return F.embedding(self.order_S, rows).unflatten(1, (query_1HSD.shape[1], -1)).unsqueeze(0)
 
 
@@ -162,15 +157,6 @@ class PackedSequences:
     max_seqlen: int
     kept: SamplingMask | None = None
 
-    def varlen_kwargs(self) -> VarlenKwargs:
-        """Return sequence boundaries as model arguments; transformers else derives them in every layer."""
-        return {
-            "cu_seq_lens_q": self.cu_seqlens,
-            "cu_seq_lens_k": self.cu_seqlens,
-            "max_length_q": self.max_seqlen,
-            "max_length_k": self.max_seqlen,
-        }
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -187,11 +173,13 @@ class Shape:
     def padded_tokens(self, rows: Sequence[int]) -> int:
         """Return the number of tokens of ``rows`` in the padded layout, padding included."""
         length = max((self.prompts[row] for row in rows), default=0)
+        # Every row as long as the longest.
         return len(rows) * (length + max((self.completions[row] for row in rows), default=0))
 
     def shared_tokens(self, rows: Sequence[int]) -> int:
         """Return the number of tokens of ``rows`` with each group's prompt counted once."""
         kept = set(rows)
+        # The first kept row of a group brings the prompt.
         first = [min(kept.intersection(group)) for group in self.groups() if kept.intersection(group)]
         return sum(self.prompts[row] for row in first) + sum(self.completions[row] for row in rows)
 
@@ -209,8 +197,9 @@ class Shape:
 def shape_of(batch: TokenBatch) -> Shape:
     """Return lengths and repeated prompts of ``batch``, in a single transfer from the device."""
     ids, mask = batch.prompt_ids_BL, batch.prompt_mask_BL
-    same = ((ids[1:] == ids[:-1]) & (mask[1:] == mask[:-1])).all(-1)
-    repeats = F.pad(same, (1, 0))
+    same = ((ids[1:] == ids[:-1]) & (mask[1:] == mask[:-1])).all(-1)  # (B - 1,), padding compares equal too
+    repeats = F.pad(same, (1, 0))  # (B,), False for the first row
+    # (3, B): one transfer to the host, not three.
     columns = torch.stack([mask.sum(-1), batch.completion_mask_BT.sum(-1), repeats.long()])
     prompts, completions, flags = columns.tolist()
     return Shape(prompts, completions, [bool(flag) for flag in flags])
@@ -235,35 +224,39 @@ def pack_sequences(batch: TokenBatch, *, shared: bool) -> PackedSequences:
     sequences: list[range] = []  # causal attention
     branches: list[tuple[range, range]] = []  # a shared prompt and one of its completions
     for rows in groups:
-        prompt = shape.prompts[rows[0]]
-        start = len(source)
+        prompt = shape.prompts[rows[0]]  # tokens of the prompt
+        start = len(source)  # where it begins in the packed sequence
+        # End of the prompt in the padded row: padding is on its left.
         offset = rows[0] * (max_prompt + max_completion) + max_prompt
         source += range(offset - prompt, offset)
-        positions += range(prompt)
+        positions += range(prompt)  # 0 … prompt - 1
         for row in rows:
-            length, first = shape.completions[row], len(source)
+            length, first = shape.completions[row], len(source)  # where this completion begins
             offset = row * (max_prompt + max_completion) + max_prompt
             source += range(offset, offset + length)
-            positions += range(prompt, prompt + length)
+            positions += range(prompt, prompt + length)  # continues at the prompt's end, for each completion
             if length:
+                # The first token is predicted by the prompt.
                 logit_index += [start + prompt - 1, *range(first, first + length - 1)]
                 output_index += range(row * max_completion, row * max_completion + length)
                 if len(rows) > 1:
                     branches.append((range(start, start + prompt), range(first, first + length)))
+        # A shared prompt attends to itself alone; a group of one row is an ordinary sequence.
         sequences.append(range(start, start + prompt) if len(rows) > 1 else range(start, len(source)))
-    position_S = torch.tensor(positions)
-    causal = _group_by_length(sequences, len)
+    position_S = torch.tensor(positions)  # (S,), on the host until all indices are built
+    causal = _group_by_length(sequences, len)  # rows of a block are padded to the longest of them
     branched = _group_by_length(branches, lambda branch: len(branch[1]))
-    blocks = [_causal_block(rows, position_S) for rows in causal]
-    blocks += [_branch_block(rows, position_S) for rows in branched]
-    queries = [*causal, *([completion for _, completion in rows] for rows in branched)]
-    tokens = torch.cat([batch.prompt_ids_BL, batch.completion_ids_BT], dim=1).flatten()
+    blocks, queries = [_block(rows, rows, position_S) for rows in causal], [*causal]
+    for pairs in branched:  # a completion sees the shared prompt and itself
+        queries.append([completion for _, completion in pairs])
+        blocks.append(_block(queries[-1], [[*prompt, *rest] for prompt, rest in pairs], position_S))
+    tokens = torch.cat([batch.prompt_ids_BL, batch.completion_ids_BT], dim=1).flatten()  # (B · (L + T),)
     output_index_N = torch.tensor(output_index, dtype=torch.long).to(device)
     return PackedSequences(
-        token_ids_1S=tokens[torch.tensor(source).to(device)].unsqueeze(0),
+        token_ids_1S=tokens[torch.tensor(source).to(device)].unsqueeze(0),  # (1, S)
         position_ids_1S=position_S.to(device).unsqueeze(0),
         logit_index_N=torch.tensor(logit_index, dtype=torch.long).to(device),
-        target_N=batch.completion_ids_BT.flatten()[output_index_N],
+        target_N=batch.completion_ids_BT.flatten()[output_index_N],  # (N,)
         output_index_N=output_index_N,
         attention=PackedAttention(
             [block.to(device) for block in blocks], _output_order(queries, len(source)).to(device)
@@ -287,26 +280,12 @@ def _group_by_length(rows: Sequence[Row], length: Callable[[Row], int]) -> list[
     return blocks
 
 
-def _causal_block(rows: Sequence[range], position_S: torch.Tensor) -> Block:
-    index_RQ, keys = _pad_indices(rows), _key_positions(rows, position_S)
-    return Block(index_RQ, index_RQ, position_S[index_RQ], keys, same=True)
-
-
-def _branch_block(rows: Sequence[tuple[range, range]], position_S: torch.Tensor) -> Block:
-    query_RQ = _pad_indices([completion for _, completion in rows])
-    visible = [[*prompt, *completion] for prompt, completion in rows]
-    keys = _key_positions(visible, position_S)
-    return Block(query_RQ, _pad_indices(visible), position_S[query_RQ], keys, same=False)
-
-
-def _pad_indices(rows: Sequence[Sequence[int]]) -> torch.Tensor:
-    indices = pad_sequences(rows, -1)
-    return torch.where(indices < 0, indices[:, :1], indices)
-
-
-def _key_positions(rows: Sequence[Sequence[int]], position_S: torch.Tensor) -> torch.Tensor:
-    indices = pad_sequences(rows, -1)
-    return torch.where(indices < 0, _NEVER, position_S[indices])
+def _block(queries: Sequence[range], keys: Sequence[Sequence[int]], position_S: torch.Tensor) -> Block:
+    """Build the block of rows with these queries and keys, indices into the packed sequence."""
+    query_RQ, key_RK = pad_sequences(queries, -1), pad_sequences(keys, -1)  # -1: padding
+    key_position_RK = torch.where(key_RK < 0, _NEVER, position_S[key_RK])  # no query sees padding
+    query_RQ, key_RK = (torch.where(index < 0, index[:, :1], index) for index in (query_RQ, key_RK))
+    return Block(query_RQ, key_RK, position_S[query_RQ], key_position_RK, same=queries is keys)
 
 
 def _output_order(blocks: Sequence[Sequence[range]], num_tokens: int) -> torch.Tensor:
@@ -314,9 +293,9 @@ def _output_order(blocks: Sequence[Sequence[range]], num_tokens: int) -> torch.T
     order_S = torch.empty(num_tokens, dtype=torch.long)
     start = 0
     for rows in blocks:
-        longest = max(len(row) for row in rows)
+        longest = max(len(row) for row in rows)  # Q of the block
         for index, row in enumerate(rows):
-            first = start + index * longest
+            first = start + index * longest  # this row in the concatenated outputs
             order_S[row.start : row.stop] = torch.arange(first, first + len(row))
         start += len(rows) * longest
     return order_S
@@ -344,8 +323,10 @@ def compute_packed_logprobs(
         inputs["attention_mask"] = packed.token_ids_1S.new_zeros((1, 1, 1, 1), dtype=torch.bool)
         inputs["attention_function"] = packed.attention
     else:
-        inputs.update(packed.varlen_kwargs())
-    targets_1N = packed.target_N.unsqueeze(0)
+        # Boundaries of the sequences, which transformers else derives in every layer from the positions.
+        inputs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), packed.cu_seqlens)  # int32, from 0 to S
+        inputs |= dict.fromkeys(("max_length_q", "max_length_k"), packed.max_seqlen)
+    targets_1N = packed.target_N.unsqueeze(0)  # (1, N)
     temperature = batch.sampler.temperature
     logps_1N, entropy_1N, _ = forward_logprobs(
         model, inputs, targets_1N, head, temperature, with_entropy=with_entropy, kept=packed.kept
@@ -371,7 +352,9 @@ def unsupported(model: nn.Module, *, shared: bool = True) -> str | None:
     """
     base = base_model(model)
     config = base.config.get_text_config(decoder=True)
+    # Linear attention, convolutions, chunked attention, ….
     other_layers = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
+    # Both are needed: positions restart, logits are selected.
     missing = {"position_ids", "logits_to_keep"} - accepted_arguments(model)
     if has_prompt_learning(model):
         return "its adapter adds virtual tokens to every prompt"
