@@ -44,16 +44,17 @@ def keep_large_blocks() -> Iterator[None]:
 def _set(settings: dict[int, int]) -> bool:
     if "MALLOC_MMAP_THRESHOLD_" in os.environ:
         return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):
-        return False
-    return all(mallopt(name, value) == 1 for name, value in settings.items())
+    return all(_call("mallopt", name, value) == 1 for name, value in settings.items())
 
 
 def malloc_trim() -> None:
     """Return free heap memory to the system, if the C library is glibc."""
+    _call("malloc_trim", 0)
+
+
+def _call(name: str, *arguments: int) -> int | None:
+    """Call a function of the C library; None if it has no such function, as outside of glibc."""
     try:
-        ctypes.CDLL(None).malloc_trim(0)
+        return getattr(ctypes.CDLL(None), name)(*arguments)
     except (AttributeError, OSError, TypeError):
-        return
+        return None

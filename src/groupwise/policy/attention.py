@@ -48,20 +48,24 @@ def install_attention_hook(model: nn.Module) -> bool:
         return True
     if attention_implementation(base) != "sdpa" or not supports_attention_interface(base):
         return False
-    _register()
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(IMPLEMENTATION, _attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
     base.set_attn_implementation(IMPLEMENTATION)
     return True
 
 
-def has_varlen_attention(model: nn.Module) -> bool:
-    """Return True if the attention implementation supports packed sequences through ``position_ids``."""
-    base = without_adapter(model)
-    return attention_implementation(base) in BY_POSITION and supports_attention_interface(base)
-
-
 def supports_packing(model: nn.Module, *, shared: bool) -> bool:
-    """Return True if the model's attention can separate packed sequences; installs the hook if possible."""
-    return install_attention_hook(model) or (not shared and has_varlen_attention(model))
+    """Return True if the model's attention can separate packed sequences; installs the hook if possible.
+
+    Args:
+        shared: with prompts that are computed once per group, which only the hook can separate.
+    """
+    base = without_adapter(model)
+    by_position = attention_implementation(base) in BY_POSITION and supports_attention_interface(base)
+    return install_attention_hook(model) or (by_position and not shared)
 
 
 @contextmanager
@@ -76,14 +80,6 @@ def without_attention_hook(model: nn.Module) -> Iterator[None]:
     finally:
         if has_hook:
             base.set_attn_implementation(IMPLEMENTATION)
-
-
-def _register() -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
-    AttentionInterface.register(IMPLEMENTATION, _attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 
 
 def _attention(

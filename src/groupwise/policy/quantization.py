@@ -101,11 +101,8 @@ def describe(quantization: QuantizationConfigMixin) -> str:
 
 
 def _method(quantization: QuantizationConfigMixin) -> str:
-    return _name(quantization.quant_method)
-
-
-def _name(member: object) -> str:
-    return str(getattr(member, "value", member))
+    method = quantization.quant_method  # a member of an enumeration, or its value
+    return str(getattr(method, "value", method))
 
 
 def _without_adapter(quantization: QuantizationConfigMixin) -> ConfigError:
