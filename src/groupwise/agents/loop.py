@@ -61,6 +61,7 @@ class Rollout:
 
     Attributes:
         index: position of the row in the batch.
+        context_length: limit of prompt and completion in tokens; None: unlimited.
         prompt: messages before the first turn.
         messages: the conversation so far, prompt and the policy's turns included.
         trajectory: tokens; None before the first turn.
@@ -75,6 +76,7 @@ class Rollout:
 
     index: int
     row: dict[str, Any]
+    context_length: int | None = None
     prompt: Prompt = field(default_factory=list)
     messages: Prompt = field(default_factory=list)
     trajectory: Trajectory | None = None

@@ -1,4 +1,13 @@
-"""Multi-turn rollouts: one scheduler for all agent loops, which samples the turns that they request."""
+"""Multi-turn rollouts: one scheduler for all agent loops, which samples the turns that they request.
+
+Rollouts that are ready for a turn share a generate call; a slow one joins a later call::
+
+    generate  | a1 b1 c1 |          | a2 c2 |       | b2 |
+    row a                 tool ...            end
+    row b                 slow tool ...............       end
+    row c                 tool .....          end
+                          |<------>|  until c is ready: at most MIN_WAIT or the duration of the last call
+"""
 
 from __future__ import annotations
 
@@ -102,8 +111,10 @@ class MultiTurnRollouts:
             ConfigError: a row cannot be used.
             AgentError: a rollout failed, and ``max_retries`` is None.
         """
+        limits = [each for each in (self.context_length, backend.context_length) if each is not None]
+        limit = min(limits, default=None)
         self.loop.begin_batch(rows)
-        rollouts = [Rollout(index, row) for index, row in enumerate(rows)]
+        rollouts = [Rollout(index, row, limit) for index, row in enumerate(rows)]
         self._run(rollouts, backend, generation_kwargs or {})
         num_repeated = 0
         for _ in range(self.max_retries or 0):
@@ -111,7 +122,7 @@ class MultiTurnRollouts:
             if not self.any_rank(bool(failed)):
                 break
             num_repeated += len(failed)
-            repeated = [Rollout(index, rows[index]) for index in failed]
+            repeated = [Rollout(index, rows[index], limit) for index in failed]
             self._run(repeated, backend, generation_kwargs or {})
             for rollout in repeated:
                 rollouts[rollout.index] = rollout
@@ -130,13 +141,12 @@ class MultiTurnRollouts:
             rollout.steps = self.loop.run_rollout(rollout)
         try:
             values: Iterable[tuple[Rollout, object]] = [(rollout, None) for rollout in rollouts]
-            ready = self._advance(values, waiting, backend, MIN_WAIT)
+            ready = self._advance(values, waiting, MIN_WAIT)
             while self.any_rank(bool(ready)):
                 started = time.monotonic()
                 values = zip(ready, self._sample(ready, backend, generation_kwargs), strict=True)
-                # A rollout that misses a batch costs one more generate call: waiting that long does not cost
-                # more.
-                ready = self._advance(values, waiting, backend, max(MIN_WAIT, time.monotonic() - started))
+                # A rollout that misses a batch costs one more generate call: waiting that long costs no more.
+                ready = self._advance(values, waiting, max(MIN_WAIT, time.monotonic() - started))
         finally:
             for rollout in rollouts:
                 rollout.steps.close()
@@ -145,7 +155,6 @@ class MultiTurnRollouts:
         self,
         values: Iterable[tuple[Rollout, object]],
         waiting: list[Rollout],
-        backend: GenerationBackend,
         patience: float,
     ) -> list[Rollout]:
         """Continue rollouts until they request a turn.
@@ -163,7 +172,7 @@ class MultiTurnRollouts:
         while True:
             calling = []
             for rollout, value in values:
-                calls = self._resume(rollout, value, backend)
+                calls = self._resume(rollout, value)
                 if rollout.request is not None:
                     ready.append(rollout)
                 elif calls:
@@ -184,7 +193,7 @@ class MultiTurnRollouts:
             waiting[:] = [rollout for rollout in waiting if rollout not in finished]
             values = [(rollout, rollout.futures) for rollout in finished]
 
-    def _resume(self, rollout: Rollout, value: object, backend: GenerationBackend) -> Any:
+    def _resume(self, rollout: Rollout, value: object) -> Any:
         """Continue a rollout with the value that it waits for; return the calls that it waits for next.
 
         Its request of a turn is set as ``request``, once the messages are appended to its tokens.
@@ -204,7 +213,7 @@ class MultiTurnRollouts:
             if not isinstance(step, TurnRequest):
                 return step
             try:
-                if self._append_messages(rollout, step, backend):
+                if self._append_messages(rollout, step):
                     rollout.request = step
                     return None
                 value = None
@@ -228,7 +237,7 @@ class MultiTurnRollouts:
                 self.max_retries,
             )
 
-    def _append_messages(self, rollout: Rollout, request: TurnRequest, backend: GenerationBackend) -> bool:
+    def _append_messages(self, rollout: Rollout, request: TurnRequest) -> bool:
         """Append the new messages of a request to the tokens; return False if none remains for the turn.
 
         The rollout forks if the request rewrites its history, or the chat template renders it differently.
@@ -236,7 +245,7 @@ class MultiTurnRollouts:
         """
         trajectory, messages = rollout.trajectory, request.messages
         if trajectory is None:
-            self._begin(rollout, request, backend)
+            self._begin(rollout, request)
             return True
         assert self.renderer is not None and is_conversational(messages)
         known = cast(list[Message], rollout.messages)
@@ -247,7 +256,7 @@ class MultiTurnRollouts:
             return False
         try:
             if not new or not trajectory.token_ids:
-                raise PrefixMismatchError("the history has changed")
+                raise PrefixMismatchError("the history has changed")  # forks below
             start = len(trajectory.context_ids)
             tokens, images = self.renderer.render_next_messages(new, trajectory.token_ids[-1])
             fits = trajectory.append_observed(tokens)
@@ -263,7 +272,7 @@ class MultiTurnRollouts:
             rollout.messages = messages
         return fits
 
-    def _begin(self, rollout: Rollout, request: TurnRequest, backend: GenerationBackend) -> None:
+    def _begin(self, rollout: Rollout, request: TurnRequest) -> None:
         """Tokenize the prompt.
 
         Raises:
@@ -280,8 +289,7 @@ class MultiTurnRollouts:
             self.max_prompt_length,
             text_only=True,
         )
-        limits = [each for each in (self.context_length, backend.context_length) if each is not None]
-        trajectory = Trajectory(prompt_ids, self.max_completion_length, min(limits, default=None))
+        trajectory = Trajectory(prompt_ids, self.max_completion_length, rollout.context_length)
         if trajectory.remaining_tokens < 1:
             raise ConfigError(
                 f"row {rollout.index}: the prompt with its tools has {len(prompt_ids)} tokens, which leaves "
