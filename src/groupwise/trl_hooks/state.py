@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import gather_object
 
@@ -140,31 +141,29 @@ class ListMetricBuffer(MetricBuffer):
         """Add one record, and append its values to the lists."""
         exact = {n: value for n, value in metrics.items() if isinstance(value, Sum) or n in _EXACT}
         super().record(exact)
-        record = {name: value for name, value in metrics.items() if name not in exact}
-        self._records.append(detach_metrics(record))
-        _append_values(self.lists, self._records[-1])
+        self._records.append(detach_metrics({n: value for n, value in metrics.items() if n not in exact}))
+        for name, values in _lists(self._records[-1:]).items():
+            self.lists[name] += values
 
     def drain(
         self, gather: Callable[[RankPart], list[RankPart]]
     ) -> tuple[dict[str, float], list[CompletionRow]]:
         """Return the metrics and rows of all ranks since the last call, and clear them."""
         self.record(self.timer.phases())
-        recorded: defaultdict[str, list[float]] = defaultdict(list)
-        for record in self._records:
-            _append_values(recorded, record)
+        recorded = _lists(self._records)
         changed = {
-            name for name in {*self.lists, *recorded} if not _equal(self.lists.get(name, []), recorded[name])
+            name
+            for name in {*self.lists, *recorded}
+            if not np.array_equal(_floats(self.lists, name), _floats(recorded, name), equal_nan=True)
         }
         parts: list[Any] = gather((changed, dict(self.lists), self._records))  # type: ignore[arg-type]
-        means: defaultdict[str, list[float]] = defaultdict(list)
-        for of_ranks in zip_longest(*(records for _, _, records in parts), fillvalue={}):
-            merged = merge_metrics(attach_metrics(record) for record in of_ranks)
-            _append_values(means, detach_metrics(merged))
+        records_of_ranks = zip_longest(*(records for _, _, records in parts), fillvalue={})
+        means = _lists(
+            detach_metrics(merge_metrics(map(attach_metrics, records))) for records in records_of_ranks
+        )
         for name in set().union(*(names for names, _, _ in parts)):
-            means[name] = [float(value) for _, lists, _ in parts for value in lists.get(name, [])]
-        totals = {
-            name: total for name, total in self.metrics.items() if name in means
-        }  # num_tokens of a hook
+            means[name] = [value for _, lists, _ in parts for value in _floats(lists, name)]
+        totals = {n: total for n, total in self.metrics.items() if n in means}  # num_tokens, set by a hook
         for name, values in means.items():
             valid = [value for value in values if math.isfinite(value)]  # NaN: a reward of None
             self.metrics[name] = Mean(math.fsum(valid), float(len(valid)))
@@ -187,16 +186,17 @@ class ListMetricBuffer(MetricBuffer):
         self._records = list(snapshot["records"])
 
 
-def _append_values(lists: dict[str, list[float]], record: PlainMetrics) -> None:
-    for name, reduction in attach_metrics(record).items():
-        lists[name].append(reduction.value())
+def _lists(records: Iterable[PlainMetrics]) -> dict[str, list[float]]:
+    """Return the values of records by name."""
+    lists: defaultdict[str, list[float]] = defaultdict(list)
+    for record in records:
+        for name, reduction in attach_metrics(record).items():
+            lists[name].append(reduction.value())
+    return lists
 
 
-def _equal(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Return True if both lists have the same numbers; NaN equals NaN."""
-    return len(one) == len(other) and all(
-        a == b or (a != a and b != b) for a, b in zip(one, other, strict=True)
-    )
+def _floats(lists: Mapping[str, list[float]], name: str) -> list[float]:
+    return [float(value) for value in lists.get(name, [])]  # a hook may append tensors
 
 
 def make_logs(size: int | None) -> dict[str, Any]:
