@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from groupwise.core.metrics import Mean
 from groupwise.data.rebalancing import WindowStats
@@ -30,7 +31,7 @@ class AccumulationWindow:
         self.is_made = stats is not None
         self.stats = stats or WindowStats()
         self.entropy = Mean(0.0, 0.0)
-        self.current: MicroBatch | None = None
+        self.current: Any = None
         self._taken = 0
 
     @classmethod

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.objectives import OBJECTIVES
@@ -12,6 +15,8 @@ from groupwise.errors import ConfigError
 from groupwise.tokenization.images import is_processor
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 #: Methods of TRL's trainer, and of groupwise's, that are not called here, or not for training, and the
 #: counterpart. An override is refused.
@@ -76,15 +81,31 @@ NO_IMAGES = (
 )
 
 
-def check_no_images(*inputs: object) -> None:
-    """Refuse the ``IMAGE_INPUTS``, in their order, that are not None.
+def refuses_images(method: Callable[..., T]) -> Callable[..., T]:
+    """Decorator of a method that TRL calls with images: add ``IMAGE_INPUTS``, which must be None.
+
+    ``inspect.signature`` shows them, since scripts look arguments up before they pass them.
 
     Raises:
-        ConfigError: with the counterpart.
+        ConfigError: with the counterpart; raised by the method.
     """
-    given = [name for name, value in zip(IMAGE_INPUTS, inputs, strict=True) if value is not None]
-    if given:
-        raise ConfigError(f"{', '.join(given)}: {NO_IMAGES}")
+    signature = inspect.signature(method)
+    images = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+        for name in IMAGE_INPUTS
+    ]
+    signature = signature.replace(parameters=[*signature.parameters.values(), *images])
+
+    @functools.wraps(method)
+    def checked(*args: Any, **kwargs: Any) -> T:
+        arguments = signature.bind(*args, **kwargs).arguments
+        given = [name for name in IMAGE_INPUTS if arguments.pop(name, None) is not None]
+        if given:
+            raise ConfigError(f"{', '.join(given)}: {NO_IMAGES}")
+        return method(**arguments)
+
+    checked.__signature__ = signature  # type: ignore[attr-defined]
+    return checked
 
 
 def check_settings(args: GRPOConfig, processing_class: Any) -> None:

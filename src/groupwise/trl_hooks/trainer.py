@@ -47,9 +47,9 @@ from groupwise.trl_hooks.checks import (
     NO_REF_LOGPS,
     NOT_CALLED_WITH_TOOLS,
     REFUSED_METHODS,
-    check_no_images,
     check_objective,
     check_settings,
+    refuses_images,
 )
 from groupwise.trl_hooks.config import GRPOConfig
 from groupwise.trl_hooks.forward import logprobs_of_rows
@@ -108,8 +108,6 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
     _rewards: RewardBatch | None = None  # returned by the default _calculate_rewards
     _sampling: SamplingOptions | None = None  # of the turn in progress
     _records_rollouts = False  # the caller of _generate records metrics of its rollouts
-    _window_begun = False  # settings of the optimizer step are those that act
-    _prepared: Inputs | None = None  # the newest micro-batch that _prepare_inputs returned
 
     def _set_run_state(self) -> None:
         super()._set_run_state()
@@ -131,7 +129,6 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
 
     def _reset_run_state(self, directory: str | None) -> None:
         super()._reset_run_state(directory)
-        self._prepared = None
         if directory is not None and not self.args.ignore_data_skip:
             self.buffer.read_rows_again(self.prompts, self.args.prompts_per_batch)
 
@@ -165,7 +162,6 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             per micro-batch the rows of its whole generation batch, B of this rank, as from TRL's loader.
         """
         super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._window_begun = False
         with self.rollback_on_failure():
             entries = [
                 self.buffer.next_rows(
@@ -179,8 +175,8 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
 
     def _begin_window(self) -> None:
         """Apply changed settings, once per optimizer step, after ``on_step_begin``."""
-        if not self._window_begun:
-            self._window_begun = True
+        if not self.window.is_made:
+            self.window.is_made = True
             self.refresh_settings()
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -227,7 +223,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
                     split_rows(inputs, self.args.steps_per_generation),  # type: ignore[arg-type]
                     self.args.num_iterations,
                 )
-        self._prepared = inputs = self.buffer.current
+        self.window.current = inputs = self.buffer.current
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         self.window.stats = self.window.stats.with_rows(len(mask), int(mask.sum()), mask.numel())
         return inputs
@@ -303,23 +299,17 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         loss_masks: Sequence[Sequence[int]] | None = None,
         known: Sequence[Completion] = (),
     ) -> list[Completion]:
-        """Return one record per row: the sampler's, in ``known``, if a hook has left its tokens alone."""
+        """Return one record per row: the sampler's, in ``known``, where a hook has left its tokens alone."""
         completions = []
-        for row, sampled in enumerate(known or [Completion([])] * len(token_ids)):
-            ids = [int(token) for token in token_ids[row]]
-            own_logps = None if logps is None else logps[row]
-            mask = None if loss_masks is None else loss_masks[row]
-            if ids == sampled.token_ids and own_logps is sampled.logps and mask is sampled.loss_mask:
-                completions.append(sampled)
-                continue
-            completions.append(
-                Completion(
-                    ids,
-                    None if own_logps is None else [torch.nan if v is None else float(v) for v in own_logps],
-                    None if mask is None else [int(value) for value in mask],
-                    truncated=not ids or ids[-1] not in self.backend.end_tokens,
-                )
-            )
+        for row, given in enumerate(token_ids):
+            ids = [int(token) for token in given]
+            if known and known[row].token_ids == ids:
+                completion = known[row]
+            else:
+                completion = Completion(ids, truncated=not ids or ids[-1] not in self.backend.end_tokens)
+            row_logps = None if logps is None else [torch.nan if v is None else float(v) for v in logps[row]]
+            row_mask = None if loss_masks is None else [int(value) for value in loss_masks[row]]
+            completions.append(replace(completion, logps=row_logps, loss_mask=row_mask))
         return completions
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
@@ -539,12 +529,6 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             with_tool_mask=any(completion.loss_mask is not None for completion in rollouts.completions),
         )
 
-    def select_rows_for_logprobs(
-        self, tokens: TokenBatch, advantages: torch.Tensor, micro_batch_size: int
-    ) -> list[int]:
-        """Return all rows: none is skipped."""
-        return list(range(len(tokens)))
-
     @torch.no_grad()
     def old_and_ref_logps(
         self, tokens: TokenBatch, only: Sequence[int] | None = None, *, on_policy: bool = False
@@ -580,6 +564,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             )
         )
 
+    @refuses_images
     def _get_per_token_logps_and_entropies(
         self,
         model: nn.Module,
@@ -589,16 +574,6 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         batch_size: int | None = None,
         compute_entropy: bool = False,
         compute_aux_loss: bool = False,
-        pixel_values: Any = None,
-        image_grid_thw: Any = None,
-        num_images: Any = None,
-        pixel_attention_mask: Any = None,
-        spatial_shapes: Any = None,
-        num_tiles: Any = None,
-        image_sizes: Any = None,
-        token_type_ids: Any = None,
-        mm_token_type_ids: Any = None,
-        image_position_ids: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Compute log-probs of the last ``logits_to_keep`` tokens at the sampling temperature.
 
@@ -609,20 +584,11 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             batch_size: rows per forward pass; None: all.
             compute_entropy: also compute entropies.
             compute_aux_loss: also compute the balancing loss of a mixture of experts.
-            pixel_values, image_grid_thw, num_images, pixel_attention_mask, spatial_shapes, num_tiles,
-                image_sizes, token_type_ids, mm_token_type_ids, image_position_ids: must be None.
 
         Returns:
             log-probs and entropies (B, T), float32, 0 where the mask is 0; the balancing loss, a scalar. The
             latter two are None unless requested.
-
-        Raises:
-            ConfigError: inputs of images.
         """
-        check_no_images(
-            *(pixel_values, image_grid_thw, num_images, pixel_attention_mask, spatial_shapes, num_tiles),
-            *(image_sizes, token_type_ids, mm_token_type_ids, image_position_ids),
-        )
         batch = token_batch(input_ids, attention_mask, logits_to_keep)
         batch = replace(batch, sampler=sampler_settings(self.args))
         return logprobs_of_rows(
@@ -753,12 +719,8 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
 
     # Micro-batches are computed as they are (see BaseTrainer). ``Trainer`` passes the rows of the generation.
 
-    def floating_point_ops(self, inputs: Any) -> int:
-        """Estimate 6 operations per parameter and token: forward and backward."""
-        return 6 * self.num_parameters * self.num_tokens(inputs)
-
     def num_tokens(self, inputs: Any) -> int:
-        batch = self._prepared
+        batch = self.window.current
         return 0 if batch is None else batch["prompt_ids"].numel() + batch["completion_ids"].numel()
 
     def split_in_half(self, inputs: Any) -> list[Any]:
