@@ -37,19 +37,14 @@ from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean
 from groupwise.cpu import install_cpu_training, trim_heap
 from groupwise.data.buffer import ExperienceBuffer
-from groupwise.data.build import (
-    check_data,
-    checked_eval_sampler,
-    evaluation_rows,
-    make_group_sampler,
-    make_prompt_source,
-    make_train_loader,
-    prepare_data,
-)
+from groupwise.data.dataset_checks import check_data, is_streaming, prepare_data
 from groupwise.data.dynamic_sampling import DynamicBatch, LeftoverGroups
+from groupwise.data.evaluation import EvaluationStream, evaluation_rows, num_valid_rows
 from groupwise.data.image_checks import check_vision, has_image_columns
-from groupwise.data.prompt_source import EvaluationStream, PromptSource, is_streaming, num_valid_rows
+from groupwise.data.prompt_source import PromptSource, make_prompt_source
 from groupwise.data.rebalancing import cache_sized
+from groupwise.data.sampler import checked_eval_sampler, make_group_sampler
+from groupwise.data.train_loader import make_train_loader
 from groupwise.data.window import AccumulationWindow
 from groupwise.distributed import is_sharded
 from groupwise.errors import ConfigError, warn_once

@@ -159,7 +159,20 @@ def trained_on(rollouts):
 
 
 def numbers_of(leftover):
-    return [group[0].row["number"] for group in leftover.groups]
+    """Prompt of each group."""
+    assert (leftover.rewards is None) == (leftover.rollouts is None)
+    return (
+        []
+        if leftover.rollouts is None
+        else trained_on(leftover.rollouts)[:: leftover.rollouts.num_generations]
+    )
+
+
+def same(one, other):
+    """Return True if two leftovers have the same groups and rewards."""
+    rewards = [(part.rewards.rewards_NF.tolist(), part.rewards.columns) for part in (one, other)]
+    plain = [replace(part, rewards=None) for part in (one, other)]
+    return plain[0] == plain[1] and rewards[0] == rewards[1]
 
 
 @settings(max_examples=60)
@@ -173,7 +186,7 @@ def test_every_group_with_variance_is_trained_on_once_and_in_order(varied, wante
     prompts, leftover, seen = Prompts(varied, size), LeftoverGroups(), []
     for _ in range(6):
         rollouts, rewards, leftover, batch = fill(prompts, leftover, sampling_config(wanted, size, 100))
-        assert batch.num_unfilled == 0 and len(leftover.groups) < wanted
+        assert batch.num_unfilled == 0 and len(leftover) < wanted
         groups = trained_on(rollouts)
         assert Counter(groups) == dict.fromkeys(groups, size)
         seen += groups[::size]
@@ -241,7 +254,7 @@ def test_a_batch_that_cannot_be_filled_takes_groups_without_variance():
     )
     # Two rounds of 4 prompts: only prompt 3 varies, 0, 1 and 2 fill the batch, 4 to 7 are discarded.
     assert trained_on(rollouts) == [3, 3, 0, 0, 1, 1, 2, 2]
-    assert leftover == LeftoverGroups([], share_with_variance=1 / 8, has_warned=True)
+    assert leftover == LeftoverGroups(share_with_variance=1 / 8, has_warned=True)
     values = {name: reduction.value() for name, reduction in batch.metrics.items()}
     assert values == {
         "dynamic_sampling/rounds": 2.0,
@@ -281,7 +294,7 @@ def test_later_rounds_are_sized_by_the_share_with_variance():
 
 def test_leftover_groups_come_first_and_do_not_replace_sampling():
     leftover = fill(Prompts(set(range(9)), 2), LeftoverGroups(), sampling_config(4, 2, 1))[2]
-    assert leftover.groups == []
+    assert numbers_of(leftover) == []
     batch = DynamicBatch(LeftoverGroups(), sampling_config(1, 2), list)
     batch.add(*Prompts(set(range(9)), 2).sample(4))  # one group and three left over
     leftover = batch.finish()[2]
@@ -317,7 +330,7 @@ def test_ranks_share_the_batch_of_one_process():
     one = fill(Prompts(varied, 4), LeftoverGroups(), sampling_config(3, 4, 5))
     assert trained_on(first[0]) + trained_on(second[0]) == trained_on(one[0]) == [2] * 4 + [3] * 4 + [4] * 4
     assert first[0].extra["place"] + second[0].extra["place"] == one[0].extra["place"]
-    assert first[2] == second[2] == one[2] and len(one[2].groups) == 1
+    assert same(first[2], one[2]) and same(second[2], one[2]) and len(one[2]) == 1
     assert (first[1].local, second[1].local) == (slice(0, 6), slice(6, 12))
     for filled in (first, second):
         assert torch.equal(filled[1].rewards_NF, one[1].rewards_NF)
@@ -332,16 +345,19 @@ def leftover_of(count, size=2):
 
 def test_ranks_compute_the_log_probs_of_leftover_groups_in_equal_shares():
     leftover = leftover_of(3)  # 6 completions, 2 for each of 4 ranks
-    parts = [leftover.local_rollouts(sampling_config(1, 2, world_size=4, rank=rank)) for rank in range(4)]
+    parts = [
+        leftover.local_rollouts(sampling_config(1, 2, world_size=4, rank=rank), SamplerSettings())
+        for rank in range(4)
+    ]
     assert [trained_on(part) for part in parts] == [[1, 1], [2, 2], [3, 3], [3, 3]]
     assert all(part.num_generations == 2 for part in parts)
     logps = [[-float(ids[0])] for part in parts for ids in (c.token_ids for c in part.completions)]
     known = leftover.with_behavior_logps(logps)
     # the completion of row i is [i]; rows 0 and 1 are the group of the batch
-    assert [s.completion.old_logps for group in known.groups for s in group] == [
+    assert [completion.old_logps for completion in known.rollouts.completions] == [
         [-2.0], [-3.0], [-4.0], [-5.0], [-6.0], [-7.0]
     ]  # fmt: skip
-    assert LeftoverGroups().local_rollouts(sampling_config(1, 2)) is None
+    assert LeftoverGroups().local_rollouts(sampling_config(1, 2), SamplerSettings()) is None
 
 
 def test_leftover_groups_survive_a_checkpoint():
@@ -349,16 +365,16 @@ def test_leftover_groups_survive_a_checkpoint():
         leftover_of(2).with_behavior_logps([[-0.5]] * 4), share_with_variance=0.75, has_warned=True
     )
     restored = reloaded(leftover.savable())
-    assert restored == leftover
-    assert restored.groups[0][0].completion.old_logps == [-0.5]
+    assert same(restored, leftover)
+    assert restored.rollouts.completions[0].old_logps == [-0.5]
 
 
 def test_groups_that_a_checkpoint_cannot_hold_are_left_out(caplog):
     leftover = leftover_of(3)
-    leftover.groups[1][1].row["image"] = object()
+    leftover.rollouts.rows[3]["image"] = object()  # of group 1
     with caplog.at_level(logging.WARNING):
         saved = leftover.savable()
-    assert [group[0].row["number"] for group in saved.groups] == [1, 3]
+    assert numbers_of(saved) == [1, 3]
     assert "1 leftover groups are not part of the checkpoint" in caplog.text
 
 
@@ -427,17 +443,15 @@ def test_groups_left_over_are_trained_on_next_with_the_log_probs_of_their_policy
     )  # fmt: skip
     run.args.max_steps = 1
     run.train()
-    carried = run.leftover_groups.groups
-    assert [group[0].row["number"] for group in carried] == [6, 7]
+    assert numbers_of(run.leftover_groups) == [6, 7]
+    carried = run.leftover_groups.rollouts
     first = policy()  # the policy that sampled them
-    for sample in itertools.chain(*carried):
-        tokens = torch.tensor([sample.prompt_ids + sample.completion.token_ids])
-        logps = first(tokens).logits[0].log_softmax(-1)
-        prompt = len(sample.prompt_ids)
+    for prompt_ids, completion in zip(carried.prompt_ids, carried.completions, strict=True):
+        logps = first(torch.tensor([prompt_ids + completion.token_ids])).logits[0].log_softmax(-1)
         expected = [
-            logps[prompt - 1 + i, token].item() for i, token in enumerate(sample.completion.token_ids)
+            logps[len(prompt_ids) - 1 + i, token].item() for i, token in enumerate(completion.token_ids)
         ]
-        assert sample.completion.old_logps == pytest.approx(expected, abs=1e-5)
+        assert completion.old_logps == pytest.approx(expected, abs=1e-5)
 
     run = spied(
         tmp_path / "on", rewards=planted(VARIED), train_dataset=numbered(28), dynamic_sampling=True,
@@ -449,7 +463,8 @@ def test_groups_left_over_are_trained_on_next_with_the_log_probs_of_their_policy
     (second,) = [batch for step, batch in run.batches if step == 1]
     prompts = second.prompt_ids_BL[:, -1].tolist()
     old = dict(zip(prompts, second.old_logps_BT.tolist(), strict=True))
-    stored = {s.prompt_ids[-1]: s.completion.old_logps for group in carried for s in group[-1:]}
+    pairs = zip(carried.prompt_ids, carried.completions, strict=True)
+    stored = {ids[-1]: completion.old_logps for ids, completion in pairs}  # the last one of each group
     assert len(stored) == 2
     # the current policy sampled the others
     assert all(prompt in stored or math.isnan(logp) for prompt, logps in old.items() for logp in logps)
@@ -536,8 +551,8 @@ def test_environments_are_no_part_of_leftover_groups():
     batch = DynamicBatch(LeftoverGroups(), sampling_config(1, 2), lambda own: pickle.loads(pickle.dumps(own)))
     batch.add(*sample(2))
     rollouts, _, leftover = batch.finish()
-    assert rollouts.extra == {} and len(leftover.groups) == 1
-    assert len(leftover.savable().groups) == 1
+    assert rollouts.extra == {} and len(leftover) == 1
+    assert len(leftover.savable()) == 1
 
 
 def one_left_over():
@@ -555,7 +570,7 @@ def one_left_over():
 def test_leftover_groups_do_not_keep_the_rewards_of_replaced_functions(tmp_path, caplog):
     class Replace(TrainerCallback):
         def on_step_end(self, args, state, control, **_):
-            assert len(run.leftover_groups.groups) == 1 or state.global_step > 1
+            assert len(run.leftover_groups) == 1 or state.global_step > 1
             run.reward_funcs = [count_reward, by_position]
 
     def by_position(completion_ids, **_):
@@ -574,7 +589,7 @@ def test_leftover_groups_of_a_run_with_other_groups_or_rewards_are_not_continued
     given = {"rewards": one_left_over(), "dynamic_sampling": True, "per_device_train_batch_size": 8}
     run = trainer(tmp_path, **given, save_strategy="steps", save_steps=1, max_steps=1)
     run.train()
-    assert len(run.leftover_groups.groups) == 1
+    assert len(run.leftover_groups) == 1
     run = trainer(tmp_path, **{**given, **changes})
     run.train(resume_from_checkpoint=True)
     assert "1 leftover groups of dynamic sampling are dropped: they have 4 completions each" in caplog.text

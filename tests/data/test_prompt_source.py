@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler
 from groupwise import ConfigError, GRPOTrainer
 from groupwise.data.prompt_source import (
     DatasetPrompts,
-    GenerationBatches,
     LoaderPrompts,
     PromptSource,
     RankSlice,
 )
 from groupwise.data.sampler import GroupSampler
+from groupwise.data.train_loader import GenerationBatches
 
 ONE = RankSlice(num_generations=1)
 

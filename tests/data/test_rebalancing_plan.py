@@ -9,12 +9,12 @@ import pytest
 import torch
 from support.fakes.ranks import on_ranks
 
+from groupwise.data.budget import MicroBatchBudget
 from groupwise.data.rebalancing import (
-    MicroBatchBudget,
     WindowRows,
     WindowStats,
     cache_sized,
-    plan_micro_batches,
+    plan,
     rebalance,
     rows_needing_logps,
     rows_with_gradient,
@@ -153,7 +153,7 @@ def test_the_longest_prompt_counts_in_the_size_of_a_micro_batch():
 def test_two_ranks_hold_twice_as_much():
     # 4 rows of 5 tokens of one prompt; a micro-batch holds 2 x (2 + 3) = 10, so each rank needs one
     rows = WindowRows([2] * 4, [3] * 4, [0] * 4, [True] * 4, [2, 2], frozenset())
-    assert plan_micro_batches(rows, "packed", budget(2, 3, world_size=2), 2) == [[0, 2], [1, 3]]
+    assert plan(rows, "packed", budget(2, 3, world_size=2), 2) == [[[0, 2]], [[1, 3]]]
 
 
 def test_a_packed_prompt_counts_for_every_completion():
@@ -222,8 +222,7 @@ def test_rows_per_rank_may_differ():
 def test_groups_are_split_until_every_rank_has_rows():
     # costs of the long row and of the group of two: 1 + 30 and 3 + 1 + 1 tokens, in 2 x 2 micro-batches
     rows = WindowRows([1, 3, 3], [30, 1, 1], [0, 1, 1], [True] * 3, [2, 1], frozenset())
-    plan = plan_micro_batches(rows, "shared_prefix", budget(1, 8, world_size=2), 2)
-    assert plan == [[0], [1], [2], []]
+    assert plan(rows, "shared_prefix", budget(1, 8, world_size=2), 2) == [[[0], [2]], [[1], []]]
 
 
 def test_sent_tensors_have_a_storage_of_their_own_size():

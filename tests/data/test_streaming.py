@@ -213,7 +213,7 @@ def test_prompts_beyond_the_most_rows_are_not_checked(tmp_path):
 
 
 def test_a_long_evaluation_of_a_stream_names_the_limit(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("groupwise.data.prompt_source._MANY_ROWS", 3)
+    monkeypatch.setattr("groupwise.data.evaluation._MANY_ROWS", 3)
     trainer(tmp_path / "a", eval_dataset=stream(prompts(5)), eval_max_samples=5, **EVALUATION).evaluate()
     assert "eval_max_samples" not in caplog.text
     trainer(tmp_path / "b", eval_dataset=stream(prompts(5)), **EVALUATION).evaluate()

@@ -26,7 +26,7 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import chosen_backend
 from groupwise.config.settings import card_settings
 from groupwise.config.validation import warnings_of
-from groupwise.data.build import check_data, prepare_data
+from groupwise.data.dataset_checks import check_data, prepare_data
 from groupwise.errors import ConfigError
 from groupwise.generation.base import check_backend
 from groupwise.policy.loading import load_processing_class

@@ -1,10 +1,32 @@
-"""Limits of a micro-batch under a configuration."""
+"""Limits of a micro-batch, and the rows that need one."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.objectives import OBJECTIVES
-from groupwise.data.rebalancing import MicroBatchBudget
+
+
+@dataclass(frozen=True)
+class MicroBatchBudget:
+    """Limits of a micro-batch, and the rows that need one.
+
+    fixed: keep the micro-batches as they are.
+    micro_batch_size: configured sequences per micro-batch.
+    max_completion_length: configured tokens per completion.
+    skip_zero_advantage: skip rows whose loss tokens all have advantage zero; they have no gradient.
+    skip_masked: skip rows without loss tokens; they have no gradient.
+    world_size, rank: number of ranks that share the rows, and this rank.
+    """
+
+    fixed: bool
+    micro_batch_size: int
+    max_completion_length: int
+    skip_zero_advantage: bool
+    skip_masked: bool = True
+    world_size: int = 1
+    rank: int = 0
 
 
 def micro_batch_budget(
@@ -13,7 +35,6 @@ def micro_batch_budget(
     *,
     aux_loss: bool,
     has_reference: bool,
-    may_be_empty: bool = False,
 ) -> MicroBatchBudget:
     """Derive the limits of a micro-batch from the configuration.
 
@@ -26,7 +47,6 @@ def micro_batch_budget(
         aux_loss: the model has a balancing loss (mixture of experts).
         has_reference: there is a reference model. β may become positive before the rows of a generation are
             used up, so their log-probs are computed even while it is 0.
-        may_be_empty: a window whose rows all have no gradient needs no micro-batch.
     """
     kl_in_loss = has_reference and not config.kl_in_reward
     bonus = config.use_adaptive_entropy or config.entropy_coef != 0.0
@@ -42,7 +62,6 @@ def micro_batch_budget(
         skip_masked=declared,
         world_size=config.world_size,
         rank=config.process_index,
-        may_be_empty=may_be_empty,
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from accelerate.utils import gather_object
@@ -22,8 +22,7 @@ from groupwise.core.advantages import AGGREGATIONS, GroupRewards, total_rewards
 from groupwise.core.metrics import Mean, Metrics
 from groupwise.distributed import rows_of_rank
 from groupwise.errors import ConfigError
-from groupwise.records import Completion, RewardBatch, RolloutBatch, Row, SamplerSettings
-from groupwise.records.images import ImageInputs
+from groupwise.records import RewardBatch, RolloutBatch, SamplerSettings
 from groupwise.records.serialization import host_copy
 
 logger = logging.getLogger(__name__)
@@ -33,73 +32,59 @@ _ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One completion with its entry in every column of a ``RolloutBatch`` and a ``RewardBatch``.
-
-    row, prompt, prompt_ids, completion, text, extra, images: its entries in the rollout batch.
-    columns: values that reward functions logged.
-    rewards: one per function, NaN for None.
-    step_rewards: (index of the step's last token, reward) of process-supervised functions, by function.
-    """
-
-    row: Row
-    prompt: object
-    prompt_ids: list[int]
-    completion: Completion
-    text: object
-    extra: dict[str, object]
-    images: ImageInputs | None
-    columns: dict[str, object]
-    rewards: list[float]
-    step_rewards: dict[int, list[tuple[int, float]]]
-
-
-#: The G samples of one prompt.
-Group = list[Sample]
-
-
-@dataclass(frozen=True)
 class LeftoverGroups:
     """Groups that one step leaves to the next: the same on every rank.
 
-    groups: groups with variance beyond a full batch, with log-probs of the policy that sampled them.
+    rollouts: groups with variance beyond a full batch, completions of all ranks with the log-probs of the
+        policy that sampled them; None: no group is left.
+    rewards: rewards of the same rows.
     share_with_variance: share of the groups of the last step that had variance.
     has_warned: the run has warned that a batch could not be filled.
     """
 
-    groups: list[Group] = field(default_factory=list)
+    rollouts: RolloutBatch | None = None
+    rewards: RewardBatch | None = None
     share_with_variance: float = 1.0
     has_warned: bool = False
 
+    def __len__(self) -> int:
+        return 0 if self.rollouts is None else len(self.rollouts) // self.rollouts.num_generations
+
+    def select(self, groups: Sequence[int]) -> LeftoverGroups:
+        """Select groups."""
+        if self.rollouts is None or self.rewards is None or not groups:
+            return replace(self, rollouts=None, rewards=None)
+        size = self.rollouts.num_generations
+        rows = [row for group in groups for row in range(group * size, (group + 1) * size)]
+        return replace(self, rollouts=self.rollouts.select(rows), rewards=self.rewards.select(rows))
+
     def savable(self) -> LeftoverGroups:
         """Return the state for a checkpoint; groups with unusual values (images) are left out."""
-        kept = [group for group in self.groups if _can_be_saved(group)]
-        if len(kept) < len(self.groups):
+        kept = [group for group in range(len(self)) if _can_be_saved(self.select([group]))]
+        if len(kept) < len(self):
             logger.warning(
                 "%d leftover groups are not part of the checkpoint: their rows hold values other than text "
                 "and numbers; a resumed run samples new groups in their place",
-                len(self.groups) - len(kept),
+                len(self) - len(kept),
             )
-        return replace(self, groups=kept)
+        return self.select(kept)
 
     def without_groups(self, reason: str) -> LeftoverGroups:
         """Drop the groups; a warning gives the reason if there are any."""
-        if self.groups:
-            logger.warning("%d leftover groups of dynamic sampling are dropped: %s", len(self.groups), reason)
-        return replace(self, groups=[])
+        if len(self):
+            logger.warning("%d leftover groups of dynamic sampling are dropped: %s", len(self), reason)
+        return self.select([])
 
     def local_rollouts(self, config: GRPOConfig, sampler: SamplerSettings) -> RolloutBatch | None:
-        """Return this rank's share of the completions, to compute their log-probs; None without groups.
+        """Return this rank's part of the completions, to compute their log-probs; None without groups.
 
         Every rank gets the same number: the last completion is repeated.
         """
-        samples = [sample for group in self.groups for sample in group]
-        if not samples:
+        if self.rollouts is None:
             return None
-        num_rows = -(-len(samples) // config.world_size)
-        samples += [samples[-1]] * (num_rows * config.world_size - len(samples))
-        own = samples[rows_of_rank(config.process_index, num_rows)]
-        return replace(_rollout_batch(own, config.num_generations), sampler=sampler)
+        last, size = len(self.rollouts) - 1, -(-len(self.rollouts) // config.world_size)
+        own = range(size * config.world_size)[rows_of_rank(config.process_index, size)]
+        return replace(self.rollouts.select([min(row, last) for row in own]), sampler=sampler)
 
     def with_behavior_logps(self, logps: Sequence[list[float]]) -> LeftoverGroups:
         """Set the log-probs of each completion under the policy that sampled it.
@@ -107,15 +92,15 @@ class LeftoverGroups:
         Args:
             logps: one list per completion of ``local_rollouts`` on all ranks, in rank order.
         """
-        entries = iter(logps)
-        groups = [
-            [
-                replace(sample, completion=replace(sample.completion, old_logps=next(entries)))
-                for sample in group
-            ]
-            for group in self.groups
-        ]
-        return replace(self, groups=groups)
+        if self.rollouts is None:
+            return self
+        pairs = zip(self.rollouts.completions, logps, strict=False)  # the last completion is repeated
+        completions = [replace(completion, old_logps=own) for completion, own in pairs]
+        return replace(self, rollouts=replace(self.rollouts, completions=completions))
+
+
+#: Completions of one rank: position of each in the chosen groups, rollouts and rewards.
+RankPart = tuple[list[int], RolloutBatch, RewardBatch]
 
 
 class DynamicBatch:
@@ -140,12 +125,12 @@ class DynamicBatch:
         self,
         leftover: LeftoverGroups,
         config: GRPOConfig,
-        gather: Callable[[list[tuple[int, Sample]]], list[tuple[int, Sample]]] = gather_object,
+        gather: Callable[[list[RankPart]], list[RankPart]] = gather_object,
     ) -> None:
         self.config, self.num_prompts = config, config.prompts_per_batch
         self._leftover = leftover
         self._gather = gather
-        self._reused = leftover.groups[: self.num_prompts]  # sampled by an earlier policy
+        self._num_reused = min(len(leftover), self.num_prompts)  # groups that an earlier policy sampled
         self._rounds: list[tuple[RolloutBatch, RewardBatch]] = []
         # (round, group of that round)
         self._with_variance: list[tuple[int, int]] = []
@@ -162,7 +147,7 @@ class DynamicBatch:
     @property
     def num_unfilled(self) -> int:
         """Number of groups with variance that the batch still lacks."""
-        return max(self.num_prompts - len(self._reused) - len(self._with_variance), 0)
+        return max(self.num_prompts - self._num_reused - len(self._with_variance), 0)
 
     @property
     def num_to_sample(self) -> int:
@@ -180,7 +165,7 @@ class DynamicBatch:
         return {
             "dynamic_sampling/rounds": Mean(float(len(self._rounds))),
             "dynamic_sampling/unfilled_share": Mean(float(num_unfilled), self.num_prompts),
-            "dynamic_sampling/carried": Mean(float(len(self._reused))),
+            "dynamic_sampling/carried": Mean(float(self._num_reused)),
             "dynamic_sampling/discarded_share": Mean(
                 float(num_flat - num_unfilled), num_flat + len(self._with_variance)
             ),
@@ -210,17 +195,11 @@ class DynamicBatch:
         if not self.config.dynamic_sampling:
             return *self._rounds[0], self._leftover
         num_unfilled, num_prompts = self.num_unfilled, self.num_prompts
-        chosen = self._with_variance + self._without_variance[:num_unfilled]
-        groups = self._reused + self._collect(chosen)
-        samples = [sample for group in groups[:num_prompts] for sample in group]
-        first_rollouts, first_rewards = self._rounds[0]
-        rollouts, rewards = _to_batches(samples, self.config, first_rewards)
-        rollouts = replace(rollouts, sampler=first_rollouts.sampler)
-        leftover = LeftoverGroups(
-            self._leftover.groups[num_prompts:] + groups[num_prompts:],
-            self._share_with_variance,
-            self._leftover.has_warned or num_unfilled > 0,
+        rollouts, rewards = self._collect(self._with_variance + self._without_variance[:num_unfilled])
+        groups = LeftoverGroups(
+            rollouts, rewards, self._share_with_variance, self._leftover.has_warned or num_unfilled > 0
         )
+        batch, leftover = groups.select(range(num_prompts)), groups.select(range(num_prompts, len(groups)))
         if num_unfilled and not self._leftover.has_warned:
             logger.warning(
                 "dynamic sampling: after dynamic_sampling_max_rounds=%d rounds, %d of the %d groups of the "
@@ -230,7 +209,11 @@ class DynamicBatch:
                 num_unfilled,
                 num_prompts,
             )
-        return rollouts, rewards, leftover
+        assert batch.rollouts is not None and batch.rewards is not None  # P groups
+        longest = max(len(completion.token_ids) for completion in batch.rollouts.completions)
+        own = rows_of_rank(self.config.process_index, len(batch.rollouts) // self.config.world_size)
+        rollouts = batch.rollouts.select(range(len(batch.rollouts))[own])
+        return rollouts, replace(batch.rewards.of_rank(own), num_tokens=longest), leftover
 
     @property
     def _share_with_variance(self) -> float:
@@ -238,19 +221,38 @@ class DynamicBatch:
         total = len(self._with_variance) + len(self._without_variance)
         return len(self._with_variance) / total if total else self._leftover.share_with_variance
 
-    def _collect(self, chosen: Sequence[tuple[int, int]]) -> list[Group]:
-        """Gather the chosen groups in this order on every rank; a group may have samples of several ranks."""
+    def _collect(self, chosen: Sequence[tuple[int, int]]) -> tuple[RolloutBatch, RewardBatch]:
+        """Return the leftover groups and the chosen ones, in this order, on every rank.
+
+        A group may have completions of several ranks; each rank sends its own. Group 1 of round 0 and group 0
+        of round 1, G = 2, rounds of 4 and 2 rows on two ranks::
+
+            position in the result    0       1       2       3
+            (round, row)            (0, 2)  (0, 3)  (1, 0)  (1, 1)
+            sent by rank              1       1       0       1
+        """
         size = self.config.num_generations
-        own = []
-        for place, (number, group) in enumerate(chosen):
-            rollouts, rewards = self._rounds[number]
-            for row in range(group * size, (group + 1) * size):
-                if rewards.local.start <= row < rewards.local.stop:
-                    own.append((place, _sample(rollouts, rewards, row)))
-        groups: list[Group] = [[] for _ in chosen]
-        for place, sample in self._gather(own):  # in rank order, which is the order within a group
-            groups[place].append(sample)
-        return groups
+        wanted = [
+            (number, row) for number, group in chosen for row in range(group * size, (group + 1) * size)
+        ]
+        position = {row: index for index, row in enumerate(wanted)}
+        local = [
+            (number, row)
+            for number, (_, rewards) in enumerate(self._rounds)
+            for row in range(rewards.local.start, rewards.local.stop)
+        ]
+        own = [index for index, row in enumerate(local) if row in position]  # chosen rows of this rank
+        rollouts = RolloutBatch.concatenate([_without_environments(rollouts) for rollouts, _ in self._rounds])
+        rewards = RewardBatch.concatenate([rewards.local_part() for _, rewards in self._rounds])
+        parts = self._gather([([position[local[i]] for i in own], rollouts.select(own), rewards.select(own))])
+        positions = [index for part, _, _ in parts for index in part]
+        order = sorted(range(len(positions)), key=positions.__getitem__)
+        rollouts = RolloutBatch.concatenate([part for _, part, _ in parts]).select(order)
+        rewards = RewardBatch.concatenate([part for _, _, part in parts]).select(order)
+        if self._leftover.rollouts is not None and self._leftover.rewards is not None:
+            rollouts = RolloutBatch.concatenate([self._leftover.rollouts, rollouts])
+            rewards = RewardBatch.concatenate([self._leftover.rewards, rewards])
+        return replace(rollouts, row_ids=list(range(len(rollouts)))), rewards
 
 
 def round_size(num_unfilled: int, share_with_variance: float, config: GRPOConfig) -> int:
@@ -285,61 +287,12 @@ def has_variance(rewards: GroupRewards, aggregation: str = "sum_then_normalize")
     return (varies_P.cpu() | rewards.steps_vary()).tolist()
 
 
-def _sample(rollouts: RolloutBatch, rewards: RewardBatch, row: int) -> Sample:
-    """Read one completion of this rank; ``row`` counts the completions of all ranks."""
-    index = row - rewards.local.start
-    return Sample(
-        row=rollouts.rows[index],
-        prompt=rollouts.prompts[index],
-        prompt_ids=rollouts.prompt_ids[index],
-        completion=rollouts.completions[index],
-        text=rollouts.texts[index],
-        # Without environments: a process reuses its own, and they may hold what cannot be sent or saved.
-        extra={name: column[index] for name, column in rollouts.extra.items() if name != "environments"},
-        images=None if rollouts.images is None else rollouts.images[index],
-        columns={name: values[index] for name, values in rewards.columns.items()},
-        rewards=rewards.rewards_NF[row].tolist(),
-        step_rewards={i: list(steps[row]) for i, steps in rewards.step_rewards.items()},
-    )
+def _without_environments(rollouts: RolloutBatch) -> RolloutBatch:
+    """Drop the environments: a process reuses its own, and they may hold what cannot be sent or saved."""
+    return replace(rollouts, extra={n: column for n, column in rollouts.extra.items() if n != "environments"})
 
 
-def _rollout_batch(samples: Sequence[Sample], num_generations: int) -> RolloutBatch:
-    """Join samples to a rollout batch; an extra column that some lack is None there."""
-    names = {name: None for sample in samples for name in sample.extra}
-    images = [sample.images for sample in samples if sample.images is not None]
-    return RolloutBatch(
-        rows=[sample.row for sample in samples],
-        prompts=[sample.prompt for sample in samples],
-        prompt_ids=[sample.prompt_ids for sample in samples],
-        completions=[sample.completion for sample in samples],
-        texts=[sample.text for sample in samples],
-        num_generations=num_generations,
-        extra={name: [sample.extra.get(name) for sample in samples] for name in names},
-        images=images or None,
-    )
-
-
-def _to_batches(
-    samples: Sequence[Sample], config: GRPOConfig, like: RewardBatch
-) -> tuple[RolloutBatch, RewardBatch]:
-    """Join the samples of all ranks to this rank's rollout batch and the rewards of all ranks."""
-    local = rows_of_rank(config.process_index, len(samples) // config.world_size)
-    own = samples[local]
-    names = {name: None for sample in own for name in sample.columns}
-    functions = sorted({function for sample in samples for function in sample.step_rewards})
-    rewards = replace(
-        like,
-        rewards_NF=torch.tensor([sample.rewards for sample in samples], dtype=like.rewards_NF.dtype),
-        step_rewards={i: [sample.step_rewards.get(i, []) for sample in samples] for i in functions},
-        num_tokens=max(len(sample.completion.token_ids) for sample in samples),
-        local=local,
-        columns={name: [sample.columns.get(name) for sample in own] for name in names},
-        metrics={},
-    )
-    return _rollout_batch(own, config.num_generations), rewards
-
-
-def _can_be_saved(group: Group) -> bool:
+def _can_be_saved(group: LeftoverGroups) -> bool:
     try:
         host_copy(group)
     except ConfigError:

@@ -11,7 +11,7 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.data import build as data_checks
+from groupwise.data.dataset_checks import named_datasets
 from groupwise.errors import ConfigError
 from groupwise.tokenization.images import (
     IMAGE_COLUMNS,
@@ -35,7 +35,7 @@ def has_image_columns(
     eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset] | None,
 ) -> bool:
     """Return True if a dataset has a column of images."""
-    datasets = data_checks.named_datasets(train_dataset, eval_dataset).values()
+    datasets = named_datasets(train_dataset, eval_dataset).values()
     columns = {name for dataset in datasets for name in getattr(dataset, "column_names", None) or []}
     return bool(columns & set(IMAGE_COLUMNS))
 
@@ -53,7 +53,7 @@ def check_vision(
         ConfigError: a dataset has two image columns, or images without a processor; or the model has no image
             tokens in its prompts.
     """
-    for name, dataset in data_checks.named_datasets(train_dataset, eval_dataset).items():
+    for name, dataset in named_datasets(train_dataset, eval_dataset).items():
         columns = getattr(dataset, "column_names", None) or []
         given = [column for column in IMAGE_COLUMNS if column in columns]
         if len(given) == 2:

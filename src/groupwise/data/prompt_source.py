@@ -9,25 +9,21 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, cycle, islice, repeat
-from typing import Any, TypeVar
+from itertools import chain, islice, repeat
+from typing import Any
 
 import torch
-from accelerate.state import GradientState
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from groupwise.compat.torch import hide_dataloader_worker
-from groupwise.data.prompt_checks import PromptCheck
-from groupwise.distributed import RankSlice, broadcast_from_first, rows_of_rank
+from groupwise.config.grpo_config import GRPOConfig
+from groupwise.data.dataset_checks import PreparedData, is_streaming
+from groupwise.data.sampler import data_seed
+from groupwise.distributed import RankSlice, broadcast_from_first
 from groupwise.errors import ConfigError
 from groupwise.records import Row, copied
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-#: Rows of an evaluation stream without a limit after which a warning names the limit.
-_MANY_ROWS = 10_000
 
 
 class PromptSource:
@@ -358,149 +354,48 @@ class LoaderPrompts(PromptSource):
         return list(prompts[0])
 
 
-class EvaluationRows(list[Row]):
-    """Rows of this rank in a batch of an evaluation stream.
-
-    num_valid: rows of the global batch that count; later ones are padding. None: all.
-    """
-
-    def __init__(self, rows: Iterable[Row], num_valid: int | None) -> None:
-        super().__init__(rows)
-        self.num_valid = num_valid
-
-
-class EvaluationStream:
-    """Batches of a streaming evaluation set: rank 0 reads and broadcasts the prompts of each batch.
-
-    The batches are those of an indexed dataset with the same rows: every row G times in a row, divided
-    equally over ranks in rank order. With several ranks the last batch is padded with the first rows.
+def make_prompt_source(
+    data: PreparedData,
+    config: GRPOConfig,
+    make_sampler: Callable[[], Sampler[int]],
+    make_loader: Callable[[], Iterable[Any]] | None = None,
+) -> PromptSource:
+    """Build the source of training prompts at its beginning.
 
     Args:
-        check: called with every row and its number.
-        batch_size: completions of all ranks; a multiple of G.
-        max_rows: rows read at most; None: to the end of the stream.
-        drop_last: drop an incomplete last batch.
-        num_workers: more than 0: one process reads ahead.
+        make_sampler: returns the order of an indexed dataset.
+        make_loader: returns the dataloader of a subclass; None: the dataset is read directly.
 
-    Attributes:
-        num_samples: completions of all ranks that were read in the newest pass, padding excluded.
+    Raises:
+        ConfigError: dynamic sampling with a dataloader of a subclass.
     """
-
-    def __init__(
-        self,
-        dataset: Any,
-        share: RankSlice,
-        *,
-        check: PromptCheck,
-        batch_size: int,
-        max_rows: int | None = None,
-        drop_last: bool = False,
-        num_workers: int = 0,
-    ) -> None:
-        self.stream, self.share, self.check = dataset, share, check
-        self.batch_size, self.max_rows = batch_size, max_rows
-        self.drop_last, self.num_workers = drop_last, num_workers
-        self.num_samples = 0
-
-    def __iter__(self) -> Iterator[EvaluationRows]:
-        share, self.num_samples = self.share, 0
-        prompts = read_stream(self.stream, self.check, self.num_workers, self.max_rows)
-        size = self.batch_size // share.world_size
-        first: list[Row] = []
-        while rows := self._next_rows(prompts):
-            missing = self.batch_size - len(rows)
-            if missing and self.drop_last:
-                return
-            first = first or list(rows)
-            if share.world_size > 1:
-                rows += islice(cycle(first), missing)
-            self._count(self.batch_size - missing)
-            own = [copied(row) for row in rows[rows_of_rank(share.rank, size)]]
-            yield EvaluationRows(own, self.batch_size - missing if missing else None)
-            if missing:
-                return
-        if not first:
+    share = RankSlice(config.num_generations, config.process_index, config.world_size)
+    repeats = config.micro_batches_per_generation
+    if make_loader is not None:
+        if config.dynamic_sampling:
             raise ConfigError(
-                f"{self.check.name} gave no rows; pass a dataset with rows that can be iterated again"
+                "dynamic_sampling=True takes as many prompts as a step needs, but get_train_dataloader is "
+                "overridden and its items are whole generation batches; override _get_train_sampler instead"
             )
-
-    def _next_rows(self, prompts: Iterator[Row]) -> list[Row]:
-        """Return all ranks' rows of the next batch; an incomplete batch is the last one."""
-        count = self.batch_size // self.share.num_generations
-        batch = broadcast_from_first(
-            lambda: list(islice(prompts, count)), self.share.rank == 0, self.share.world_size
+        return LoaderPrompts(make_loader, share, repeats=repeats)
+    if is_streaming(data.train_dataset):
+        return StreamPrompts(
+            data.train_dataset,
+            share,
+            check=data.make_check("train_dataset"),
+            shuffle=config.shuffle_dataset,
+            seed=data_seed(config),
+            num_workers=config.dataloader_num_workers,
         )
-        return [row for row in batch for _ in range(self.share.num_generations)]
-
-    def _count(self, samples: int) -> None:
-        limit = _MANY_ROWS * self.share.num_generations
-        if self.max_rows is None and self.num_samples < limit <= self.num_samples + samples:
-            logger.warning(
-                "%s has given %d rows and is read to its end; eval_max_samples limits an evaluation",
-                self.check.name,
-                _MANY_ROWS,
-            )
-        self.num_samples += samples
-
-
-def num_valid_rows(rows: Sequence[Row], gradient_state: GradientState) -> int | None:
-    """Return how many rows of the global evaluation batch count, or None for all.
-
-    Args:
-        rows: rows of this rank.
-        gradient_state: accelerate's, which knows the padding of its own dataloaders.
-    """
-    if isinstance(rows, EvaluationRows):
-        return rows.num_valid
-    remainder = gradient_state.remainder if gradient_state.end_of_dataloader else 0
-    return remainder if remainder > 0 else None
-
-
-class GenerationBatches(Dataset[Row]):
-    """Items of the train dataloader: this rank's rows of a generation batch, once per micro-batch of it.
-
-    ``Trainer`` takes only their number, since :class:`PromptSource` reads the rows of a run. A script may
-    iterate them; every iteration is the next epoch. The object is both the dataset and the batch sampler of
-    the loader: a batch holds rows, not their indices.
-
-    Args:
-        make_source: returns the source of the rows, at its beginning.
-        num_prompts: prompts of a generation batch.
-        repeats: micro-batches that are trained on it.
-        count: micro-batches of an epoch.
-    """
-
-    def __init__(
-        self, make_source: Callable[[], PromptSource], *, num_prompts: int, repeats: int, count: int
-    ) -> None:
-        self.make_source = make_source
-        self.num_prompts, self.repeats, self.count = num_prompts, repeats, count
-        self.source: PromptSource | None = None
-        self.epoch = 0
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, row: Row) -> Row:
-        return row
-
-    def __iter__(self) -> Iterator[list[Row]]:
-        self.source = self.source or self.make_source()
-        self.source.seek(self.epoch)
-        self.epoch += 1
-        rows: list[Row] = []
-        for number in range(self.count):
-            self.source.begin_window(1, -number % self.repeats)
-            if number % self.repeats == 0:
-                rows = self.source.take(self.num_prompts)
-                self.source.snapshot()
-            yield rows
-
-
-def is_streaming(dataset: Any) -> bool:
-    """Return True if a dataset can be iterated but not indexed."""
-    return isinstance(dataset, IterableDataset) or not (
-        hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    return DatasetPrompts(
+        data.train_dataset,
+        make_sampler,
+        share,
+        prompts_per_batch=config.prompts_per_batch,
+        repeats=repeats,
+        drop_last=not config.dynamic_sampling,
+        num_workers=config.dataloader_num_workers,
+        prefetch_factor=config.dataloader_prefetch_factor,
     )
 
 

@@ -1,19 +1,29 @@
 """Rebalance the micro-batches of an accumulation window across ranks.
 
 Rows without gradient are skipped; the others are assigned to micro-batches of about equal cost. Token weights
-are set before, from counts of the whole window, so neither step changes the gradient.
+are set before, from counts of the whole window, so neither step changes the gradient. Two ranks, a window of
+two micro-batches of two rows, one letter per token; rows 2 and 5 have advantage zero::
 
-    MicroBatch --WindowRows.of--> lengths of this rank --gather--> lengths of all ranks
-               --plan_micro_batches--> rows of every micro-batch, the same plan on every rank
-               --exchange--> rows whose rank changes, sent only to the rank that trains on them
+    window            rank 0   [0 aaaaaa] [2 cccc    ]      rank 1   [4 eeee] [6 gg    ]
+                               [1 bb    ] [3 d       ]               [5 ff  ] [7 hhhhhh]
 
-Row numbers count all rows of the window in rank order.
+    WindowRows.of     lengths 6 2 4 1, gradient 1 1 0 1     lengths 4 2 2 6, gradient 1 0 1 1
+    gather            every rank has the lengths 6 2 4 1 4 2 2 6 of rows 0 to 7
+
+    plan              longest first: 0 7 | 4 1 | 6 | 3      (padded layout: similar lengths together)
+    (same everywhere) rank 0: [0 7] [6]                     rank 1: [1 4] [3]
+
+    exchange          receives rows 6 and 7                 receives rows 1 and 3
+    materialize                [0 aaaaaa] [6 gg]                     [1 bb  ] [3 d]
+                               [7 hhhhhh]                            [4 eeee]
+
+A row index counts all rows of the window in rank order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,35 +31,16 @@ import torch
 
 from groupwise.core.metrics import Mean, Metrics, Scalar
 from groupwise.core.partition import balanced_parts
+from groupwise.data.budget import MicroBatchBudget
 from groupwise.policy.layouts.packed import Shape, shape_of
 from groupwise.records import MicroBatch, TokenBatch, axes
+
+#: Row indices of every micro-batch: ``plan[rank][micro_batch]``.
+Plan = list[list[list[int]]]
 
 _CACHE_TOKENS = 1024  # of one part on a CPU; a single group may have more
 
 _WEIGHTS = ("loss_mask_BT", "token_weights_BT", "entropy_mask_BT", "entropy_weights_BT", "sequence_weight_B1")
-
-
-@dataclass(frozen=True)
-class MicroBatchBudget:
-    """Limits of a micro-batch, and the rows that need one.
-
-    fixed: keep the micro-batches as they are.
-    micro_batch_size: configured sequences per micro-batch.
-    max_completion_length: configured tokens per completion.
-    skip_zero_advantage: skip rows whose loss tokens all have advantage zero; they have no gradient.
-    skip_masked: skip rows without loss tokens; they have no gradient.
-    world_size, rank: number of ranks that share the rows, and this rank.
-    may_be_empty: a window may have no micro-batch at all; otherwise every rank computes at least one.
-    """
-
-    fixed: bool
-    micro_batch_size: int
-    max_completion_length: int
-    skip_zero_advantage: bool
-    skip_masked: bool = True
-    world_size: int = 1
-    rank: int = 0
-    may_be_empty: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,36 +109,27 @@ class WindowRows:
     def of(cls, batch: MicroBatch, budget: MicroBatchBudget) -> WindowRows:
         """Read the lengths of this rank's rows: one transfer to the host."""
         gradient_B = rows_with_gradient(batch, batch.advantages_BX, budget)
-        columns = [
-            batch.prompt_mask_BL.sum(-1),
-            batch.completion_mask_BT.sum(-1),
-            batch.group_ids_B,
-            gradient_B,
-        ]
-        prompts, completions, group_ids, flags = torch.stack([column.long() for column in columns]).tolist()
+        lengths = (batch.prompt_mask_BL.sum(-1), batch.completion_mask_BT.sum(-1))  # (B,) tokens each
+        columns = (*lengths, batch.group_ids_B, gradient_B.long())
+        prompts, completions, group_ids, flags = torch.stack(columns).tolist()  # (4, B): one synchronization
         gradient = [bool(flag) for flag in flags]
         return cls(prompts, completions, group_ids, gradient, [len(batch)], frozenset(batch.tensors()))
 
     @classmethod
     def concatenate(cls, ranks: Sequence[WindowRows]) -> WindowRows:
         """Join the rows of all ranks in rank order."""
-        return cls(
-            [length for rank in ranks for length in rank.prompt_lengths],
-            [length for rank in ranks for length in rank.completion_lengths],
-            [group for rank in ranks for group in rank.group_ids],
-            [flag for rank in ranks for flag in rank.has_gradient],
-            [count for rank in ranks for count in rank.rows_per_rank],
-            frozenset(name for rank in ranks for name in rank.fields),
-        )
+        joined = {f.name: [value for rank in ranks for value in getattr(rank, f.name)] for f in fields(cls)}
+        return cls(**{**joined, "fields": frozenset(joined["fields"])})  # type: ignore[arg-type]
 
     @property
     def shape(self) -> Shape:
         """Lengths, and runs of rows with the same prompt."""
+        # Equal ids are the same prompt: no rank has the token ids of another's prompts.
         repeats = [one == other for one, other in pairwise(self.group_ids)]
         return Shape(self.prompt_lengths, self.completion_lengths, [False, *repeats])
 
     def of_rank(self, rank: int) -> range:
-        """Return the numbers of the rows that ``rank`` holds."""
+        """Return the indices of the rows that ``rank`` holds."""
         start = sum(self.rows_per_rank[:rank])
         return range(start, start + self.rows_per_rank[rank])
 
@@ -156,7 +138,7 @@ def rows_with_gradient(
     tokens: TokenBatch, advantages_BX: torch.Tensor, budget: MicroBatchBudget
 ) -> torch.Tensor:
     """Return (B,) bool: rows that must be computed. A dropped row never is: all its weights are zero."""
-    if not budget.skip_masked:
+    if not budget.skip_masked:  # an overridden loss may have a gradient without loss tokens
         return tokens.group_ids_B >= 0
     counts_BT = tokens.loss_mask_BT.bool()
     return ((advantages_BX != 0) & counts_BT if budget.skip_zero_advantage else counts_BT).any(-1)
@@ -167,7 +149,7 @@ def rebalance(
     layout: str,
     budget: MicroBatchBudget,
     gather: Callable[[list[WindowRows]], list[WindowRows]] = list,
-    exchange: Callable[[list[MicroBatch | None]], list[MicroBatch | None]] = list,
+    all_to_all: Callable[[list[MicroBatch | None]], list[MicroBatch | None]] = list,
 ) -> tuple[list[MicroBatch | None], WindowStats]:
     """Assign the rows of an accumulation window to as few micro-batches as hold them, alike on all ranks.
 
@@ -178,66 +160,82 @@ def rebalance(
         window: this rank's micro-batches, with token weights.
         layout: ``padded``, ``packed`` or ``shared_prefix``.
         gather: joins the lists of all ranks in rank order.
-        exchange: sends entry r to rank r and returns the entries for this rank, in rank order.
+        all_to_all: sends entry r to rank r and returns the entries for this rank, in rank order.
 
     Returns:
         this rank's micro-batches, as many as before: None first, where fewer suffice; and the work saved.
-        All are None if no row of any rank has a gradient and ``budget.may_be_empty``.
     """
-    batch = MicroBatch.concatenate(window)
+    batch = MicroBatch.concatenate(window)  # (B, ...) rows of this rank, padded to the longest
     own = WindowRows.of(batch, budget)
-    if budget.fixed:
-        everything = list(range(len(batch)))
-        whole = [everything[start : start + len(window[0])] for start in everything[:: len(window[0])]]
+    if budget.fixed:  # the loss is not a sum over rows, so no row may change its micro-batch
+        size = len(window[0])
+        whole = [list(range(start, min(start + size, len(batch)))) for start in range(0, len(batch), size)]
         return list(window), _window_stats(own.shape, len(batch), whole, "padded", 1)
-    rows = WindowRows.concatenate(gather([own]))
-    skipped = [row for row, has_gradient in enumerate(own.has_gradient) if not has_gradient]
-    skipped_weight = batch.sequence_weight_B1[skipped].sum()
-    if budget.may_be_empty and not any(rows.has_gradient):  # the same decision on every rank
-        stats = _window_stats(rows.shape, 0, [], layout, budget.world_size)
-        return [None] * len(window), replace(stats, skipped_weight=skipped_weight)
+    rows = WindowRows.concatenate(gather([own]))  # N rows of all ranks: lengths alone
+    planned = plan(rows, layout, budget, len(window))
+    mine = planned[budget.rank]
     batch = _with_fields(batch, rows.fields)
-    assigned = plan_micro_batches(rows, layout, budget, len(window))
-    # Neighbours in the plan cost about the same: they become the same micro-batch of different ranks.
-    of_rank = [assigned[rank :: budget.world_size] for rank in range(budget.world_size)]
-    parts = of_rank[budget.rank]
-    mine = _exchange_rows(batch, rows, of_rank, budget.rank, exchange)
-    index = {row: place for place, row in enumerate(sorted(row for part in parts for row in part))}
-    batches = []
-    for part in parts:
-        if part and mine is not None:
-            batches.append(mine.select([index[row] for row in part]))
-        else:  # every rank runs the same number of forwards: a row of weight zero
-            batches.append(_without_weight(batch.select([_shortest(own.shape)])))
-    stats = _window_stats(rows.shape, sum(rows.has_gradient), parts, layout, budget.world_size)
-    stats = replace(stats, skipped_weight=skipped_weight)
+    received = exchange(batch, rows, planned, budget.rank, all_to_all)
+    # Without rows, a rank computes its shortest one with weight zero: every rank runs as many forwards.
+    batches = materialize(received, mine, lambda: _without_weight(batch.select([_shortest(own.shape)])))
+    skipped = [row for row, has_gradient in enumerate(own.has_gradient) if not has_gradient]
+    stats = replace(
+        _window_stats(rows.shape, sum(rows.has_gradient), mine, layout, budget.world_size),
+        skipped_weight=batch.sequence_weight_B1[skipped].sum(),  # they count in the logs, with loss zero
+    )
     return [None] * (len(window) - len(batches)) + batches, stats
 
 
-def _exchange_rows(
+def exchange(
     batch: MicroBatch,
     rows: WindowRows,
-    of_rank: list[list[list[int]]],
+    plan: Plan,
     rank: int,
-    exchange: Callable[[list[MicroBatch | None]], list[MicroBatch | None]],
+    all_to_all: Callable[[list[MicroBatch | None]], list[MicroBatch | None]],
 ) -> MicroBatch | None:
-    """Send each row to the rank that trains on it; return this rank's rows in order, None if it has none."""
-    assigned = [sorted(row for part in parts for row in part) for parts in of_rank]
-    held = [rows.of_rank(receiver) for receiver in range(len(assigned))]
+    """Send each row to the rank that trains on it.
+
+    Args:
+        batch: this rank's rows of the window.
+
+    Returns:
+        the rows that the plan gives to this rank, in the order of their indices; None if it has none.
+    """
+    assigned = [sorted(row for part in parts for row in part) for parts in plan]  # by receiving rank
+    held = [rows.of_rank(receiver) for receiver in range(len(plan))]  # by rank that sampled them
     local = [[row - held[rank].start for row in wanted if row in held[rank]] for wanted in assigned]
-    pieces: list[MicroBatch | None] = [None] * len(assigned)
+    pieces: list[MicroBatch | None] = [None] * len(plan)
+    # A collective: every rank decides by the whole plan, and so alike.
     if any(row not in held[receiver] for receiver, wanted in enumerate(assigned) for row in wanted):
-        pieces = exchange(
+        pieces = all_to_all(
             [batch.select(sent) if sent and receiver != rank else None for receiver, sent in enumerate(local)]
         )
-    pieces[rank] = batch.select(local[rank]) if local[rank] else None
+    pieces[rank] = batch.select(local[rank]) if local[rank] else None  # rows that stay are not serialized
+    # Pieces come in rank order, and a rank's rows in order: together they ascend.
     present = [piece.to(batch.completion_ids_BT.device) for piece in pieces if piece is not None]
     return MicroBatch.concatenate(present) if present else None
 
 
+def materialize(
+    rows: MicroBatch | None, parts: list[list[int]], make_filler: Callable[[], MicroBatch]
+) -> list[MicroBatch | None]:
+    """Cut the rows of this rank into the micro-batches of its plan.
+
+    Args:
+        rows: what :func:`exchange` returned.
+        parts: row indices of each micro-batch.
+        make_filler: returns the micro-batch of a part without rows.
+    """
+    index = {row: i for i, row in enumerate(sorted(row for part in parts for row in part))}  # in ``rows``
+    return [
+        rows.select([index[row] for row in part]) if part and rows is not None else make_filler()
+        for part in parts
+    ]
+
+
 def _with_fields(batch: MicroBatch, names: frozenset[str]) -> MicroBatch:
     """Add fields that only other ranks have, with their fill value: log-probs of a separate sampler."""
-    like = batch.completion_ids_BT
+    like = batch.completion_ids_BT  # (B, T), as all of them
     filled: dict[str, Any] = {
         name: torch.full(like.shape, axes(batch)[name].fill, dtype=torch.float32, device=like.device)
         for name in names - batch.tensors().keys()
@@ -249,9 +247,9 @@ def _window_stats(
     shape: Shape, num_computed: int, parts: list[list[int]], layout: str, world_size: int
 ) -> WindowStats:
     """Count rows and tokens of all ranks in equal shares, computed tokens of this rank."""
-    total = len(shape.prompts)
-    own = [row for part in parts for row in part]
-    computed = {
+    total = len(shape.prompts)  # N rows of all ranks; ``shape`` has no others
+    own = [row for part in parts for row in part]  # computed on this rank, wherever they were sampled
+    computed = {  # tokens that enter the model
         "padded": sum(shape.padded_tokens(part) for part in parts),
         "packed": _tokens(shape, own),
         "shared_prefix": sum(shape.shared_tokens(part) for part in parts),
@@ -281,9 +279,9 @@ def rows_needing_logps(
     gradient_B = rows_with_gradient(tokens, advantages_BX, budget)
     rows = set(gradient_B.nonzero().flatten().tolist())
     if budget.world_size > 1:
-        for start in range(0, len(tokens), micro_batch_size):
+        for start in range(0, len(tokens), micro_batch_size):  # one forward of every rank
             if rows.isdisjoint(range(start, start + micro_batch_size)):
-                rows.add(start)
+                rows.add(start)  # under ZeRO-3 and FSDP a rank without a forward would dead-lock the others
     return sorted(rows)
 
 
@@ -294,12 +292,13 @@ def cache_sized(batch: MicroBatch, layout: str) -> list[MicroBatch]:
     comes first: no gradients are allocated yet, so its checkpoints can keep products (``groupwise.cpu``).
     """
     shape = shape_of(batch)
+    # Rows that share a prefix stay together: apart, each part would compute the prompt again.
     groups = shape.groups() if layout == "shared_prefix" else [[row] for row in range(len(batch))]
     parts: list[list[int]] = []
-    sizes: list[int] = []
+    sizes: list[int] = []  # tokens of each part
     for group in groups:
         cost = _piece_cost(shape, group)
-        if not parts or sizes[-1] + cost > _CACHE_TOKENS:
+        if not parts or sizes[-1] + cost > _CACHE_TOKENS:  # next fit: the order of the rows is kept
             parts.append([])
             sizes.append(0)
         parts[-1] += group
@@ -308,44 +307,50 @@ def cache_sized(batch: MicroBatch, layout: str) -> list[MicroBatch]:
     return [batch] if len(parts) == 1 else [batch.select(parts[part]) for part in largest_first]
 
 
-def plan_micro_batches(
-    rows: WindowRows, layout: str, budget: MicroBatchBudget, num_available: int
-) -> list[list[int]]:
+def plan(rows: WindowRows, layout: str, budget: MicroBatchBudget, num_available: int) -> Plan:
     """Assign the rows with gradient to micro-batches; the result depends on nothing but the arguments.
 
     Args:
         num_available: micro-batches per rank in the window.
 
     Returns:
-        row numbers of at most ``num_available`` micro-batches per rank; entry i belongs to rank
-        ``i % world_size``. Neighbouring entries cost about the same; some may be empty.
+        row indices of the micro-batches of every rank: equally many, at most ``num_available``; some may be
+        empty.
     """
-    plan = {"padded": _plan_by_length, "packed": _plan_by_tokens, "shared_prefix": _plan_by_groups}[layout]
+    make_parts = {"padded": _by_length, "packed": _by_tokens, "shared_prefix": _by_groups}[layout]
     computed = [row for row, has_gradient in enumerate(rows.has_gradient) if has_gradient]
-    return plan(rows.shape, computed, budget, num_available)
+    parts = make_parts(rows.shape, computed, budget, num_available)
+    # Neighbours cost about the same. They become the same micro-batch of different ranks, which wait for
+    # each other wherever parameters are sharded.
+    return [parts[rank :: budget.world_size] for rank in range(budget.world_size)]
 
 
-def _plan_by_length(
+def _by_length(
     shape: Shape, rows: list[int], budget: MicroBatchBudget, num_available: int
 ) -> list[list[int]]:
     """Put rows of similar length together, at most ``micro_batch_size``: least padding."""
+    # The fewest that hold the rows, a multiple of the number of ranks, and at least one per rank.
     count = budget.world_size * max(-(-len(rows) // (budget.micro_batch_size * budget.world_size)), 1)
     longest_first = sorted(rows, key=lambda row: (-shape.prompts[row] - shape.completions[row], row))
-    size, larger = divmod(len(rows), count)
+    size, larger = divmod(len(rows), count)  # the first ``larger`` parts have one row more
     ends = [sum(size + (part < larger) for part in range(done)) for done in range(count + 1)]
     return [sorted(longest_first[start:end]) for start, end in pairwise(ends)]
 
 
-def _plan_by_tokens(
+def _by_tokens(
     shape: Shape, rows: list[int], budget: MicroBatchBudget, num_available: int
 ) -> list[list[int]]:
     return _balanced(shape, [[row] for row in rows], budget, num_available)
 
 
-def _plan_by_groups(
+def _by_groups(
     shape: Shape, rows: list[int], budget: MicroBatchBudget, num_available: int
 ) -> list[list[int]]:
-    """Keep groups whole where they fit, else cut them into as few pieces as fit."""
+    """Keep groups whole where they fit, else cut them into as few pieces as fit.
+
+    Every piece computes the prompt again: a prompt of 100 tokens with two completions of 10 and 20 in a
+    capacity of 125 gives two pieces, of 110 and 120 tokens; one alone would have 130.
+    """
     computed = set(rows)
     pieces: list[list[int]] = []
     for group in shape.groups():
@@ -363,8 +368,9 @@ def _balanced(
     shape: Shape, pieces: list[list[int]], budget: MicroBatchBudget, num_available: int
 ) -> list[list[int]]:
     """Distribute pieces over the fewest micro-batches that hold them, equally many on every rank."""
-    capacity = _capacity(shape, budget)
+    capacity = _capacity(shape, budget)  # tokens
     costs = [_piece_cost(shape, piece) for piece in pieces]
+    # Per rank: as many as the total needs, then more until no part is larger than the capacity.
     count = min(max(-(-sum(costs) // (capacity * budget.world_size)), 1), num_available)
     while (
         count < num_available and _largest(balanced_parts(costs, count * budget.world_size), costs) > capacity
@@ -373,14 +379,15 @@ def _balanced(
     if budget.world_size > 1:  # a rank without a piece would wait for the others
         pieces = _at_least(shape, pieces, count * budget.world_size)
         costs = [_piece_cost(shape, piece) for piece in pieces]
-    parts = balanced_parts(costs, count * budget.world_size)
-    parts.sort(key=lambda part: -sum(costs[index] for index in part))
+    parts = balanced_parts(costs, count * budget.world_size)  # indices of ``pieces``
+    parts.sort(key=lambda part: -sum(costs[index] for index in part))  # largest first, see :func:`plan`
     return [sorted(row for index in part for row in pieces[index]) for part in parts]
 
 
 def _at_least(shape: Shape, pieces: list[list[int]], number: int) -> list[list[int]]:
     """Halve the largest pieces until there are ``number``, or every piece is a single row."""
     while 0 < len(pieces) < number:
+        # The largest piece that can be halved; single rows come last.
         largest = max(pieces, key=lambda piece: (len(piece) > 1, _piece_cost(shape, piece)))
         if len(largest) == 1:
             break

@@ -1,4 +1,4 @@
-"""Order of the prompts in an epoch."""
+"""Order of the prompts in an epoch, and of the rows in an evaluation."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, Sampler, Subset
 
+from groupwise.config.grpo_config import GRPOConfig
+from groupwise.errors import ConfigError
 from groupwise.records import Row, copied
 
 
@@ -58,6 +60,41 @@ class GroupSampler(Sampler[int]):
 
     def __len__(self) -> int:
         return self.num_yielded * self.num_generations * self.repeats
+
+
+def make_group_sampler(dataset: Any, config: GRPOConfig) -> GroupSampler:
+    """Build the sampler of an indexed dataset: prompts in random order, or in the dataset's order."""
+    return GroupSampler(
+        dataset,
+        num_generations=config.num_generations,
+        prompts_per_batch=config.prompts_per_batch,
+        repeats=config.micro_batches_per_generation,
+        shuffle=config.shuffle_dataset,
+        seed=data_seed(config),
+        drop_last=not config.dynamic_sampling,
+    )
+
+
+def data_seed(config: GRPOConfig) -> int:
+    """Return the seed of the order of prompts."""
+    return config.seed if config.data_seed is None else config.data_seed
+
+
+def checked_eval_sampler(sampler: Any, rows: Any, owner: str) -> Any:
+    """Return the sampler of the rows of an evaluation, which a subclass may override.
+
+    Args:
+        owner: class of the trainer, for the message.
+
+    Raises:
+        ConfigError: it repeats the rows, as TRL's does; an evaluation would take that many times as long.
+    """
+    if isinstance(sampler, Sized) and len(sampler) > len(rows):
+        raise ConfigError(
+            f"{owner}._get_eval_sampler returns {len(sampler)} indices for {len(rows)} rows, which are "
+            "repeated num_generations_eval times already; return every index once"
+        )
+    return sampler
 
 
 def repeat_rows(dataset: Dataset[Any], times: int, max_rows: int | None = None) -> Subset[Any]:

@@ -20,8 +20,8 @@ from transformers.trainer_utils import EvalLoopOutput, SaveStrategy, TrainOutput
 from groupwise import reporting
 from groupwise.compat import transformers as compat_transformers
 from groupwise.config.grpo_config import GRPOConfig
+from groupwise.data.evaluation import EvaluationStream
 from groupwise.data.image_checks import allow_unused_vision_tower
-from groupwise.data.prompt_source import EvaluationStream
 from groupwise.data.sampler import as_rows
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.hf import checkpointing

@@ -19,7 +19,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from groupwise.compat.transformers import checkpoint_prefix, trainer_state_name
 from groupwise.core.entropy import EntropyControl
-from groupwise.data.dynamic_sampling import LeftoverGroups, Sample
+from groupwise.data.dynamic_sampling import LeftoverGroups
 from groupwise.errors import ConfigError, warn_once
 from groupwise.records.serialization import host_copy, load
 from groupwise.reporting.evaluation import EvaluatedCompletion
@@ -225,7 +225,7 @@ def load_state(directory: str, rank: int, world_size: int) -> dict[str, Any]:
             "True or by another trainer; load the model from it and train without resume_from_checkpoint"
         )
     try:
-        state = load(path, EntropyControl, LeftoverGroups, Sample, EvaluatedCompletion)
+        state = load(path, EntropyControl, LeftoverGroups, EvaluatedCompletion)
     except UnpicklingError as error:
         raise ConfigError(
             f"checkpoint {directory!r} cannot be read: {error}. Was it written by another version of "

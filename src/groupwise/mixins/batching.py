@@ -9,9 +9,9 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.data.budget import micro_batch_budget
+from groupwise.data.budget import MicroBatchBudget, micro_batch_budget
 from groupwise.data.exchange import all_to_all_objects
-from groupwise.data.rebalancing import MicroBatchBudget, WindowStats, rebalance, rows_needing_logps
+from groupwise.data.rebalancing import WindowStats, rebalance, rows_needing_logps
 from groupwise.policy.reference import Reference
 from groupwise.records import MicroBatch, TokenBatch, align_advantages
 
@@ -44,8 +44,8 @@ class BatchingMixin:
             as many entries as before, None first where fewer micro-batches suffice; and the work saved.
         """
         # Every rank receives the lengths of all rows, then only the rows that it trains on.
-        exchange = partial(all_to_all_objects, device=self.accelerator.device)
-        return rebalance(window, layout, self.micro_batch_budget, gather_object, exchange)
+        all_to_all = partial(all_to_all_objects, device=self.accelerator.device)
+        return rebalance(window, layout, self.micro_batch_budget, gather_object, all_to_all)
 
     def select_rows_for_logprobs(
         self, tokens: TokenBatch, advantages: torch.Tensor, micro_batch_size: int

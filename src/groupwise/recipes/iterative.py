@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from groupwise.compat.transformers import checkpoint_prefix
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.data.prompt_source import is_streaming
+from groupwise.data.dataset_checks import is_streaming
 from groupwise.distributed import is_sharded
 from groupwise.errors import ConfigError, RewardError
 from groupwise.hf import checkpointing

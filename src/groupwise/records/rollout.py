@@ -174,25 +174,29 @@ class RolloutBatch:
 
     def __post_init__(self) -> None:
         if not self.row_ids:
-            object.__setattr__(self, "row_ids", range(len(self.completions)))
+            object.__setattr__(self, "row_ids", list(range(len(self.completions))))
 
     def __len__(self) -> int:
         return len(self.completions)
 
     def select(self, rows: Sequence[int]) -> RolloutBatch:
         """Select rows; groups may become incomplete."""
-
-        def chosen(columns: Mapping[str, Any]) -> dict[str, Any]:
-            return {name: [values[row] for row in rows] for name, values in columns.items()}
-
         names = _COLUMNS if self.images is None else (*_COLUMNS, "images")
-        return replace(self, **chosen({n: getattr(self, n) for n in names}), extra=chosen(self.extra))
+        lists = _select({name: getattr(self, name) for name in names}, rows)
+        return replace(self, **lists, extra=_select(self.extra, rows))
 
     @classmethod
     def concatenate(cls, parts: Sequence[RolloutBatch]) -> RolloutBatch:
-        """Concatenate rows of text, without further columns: the finished prompts of a rollout."""
+        """Concatenate rows, without metrics; an extra column that some batches lack is None there."""
         columns: dict[str, Any] = {n: [v for part in parts for v in getattr(part, n)] for n in _COLUMNS}
-        return cls(**columns)
+        return cls(
+            **columns,
+            num_generations=parts[-1].num_generations,
+            mode=parts[-1].mode,
+            sampler=parts[-1].sampler,
+            extra=_concatenate([part.extra for part in parts], [len(part) for part in parts]),
+            images=[row for part in parts for row in part.images or ()] or None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,11 +232,66 @@ class RewardBatch(GroupRewards):
         rewards_NF = self.rewards_NF.masked_fill(dropped_N.to(self.rewards_NF.device)[:, None], math.nan)
         return replace(self, rewards_NF=rewards_NF, step_rewards=steps)
 
+    def select(self, rows: Sequence[int]) -> RewardBatch:
+        """Select completions of a batch of which this rank has all."""
+        return replace(
+            self,
+            rewards_NF=self.rewards_NF[list(rows)],
+            step_rewards=_select(self.step_rewards, rows),
+            local=slice(0, len(rows)),
+            columns=_select(self.columns, rows),
+        )
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[RewardBatch]) -> RewardBatch:
+        """Concatenate batches of which this rank has all: weights of the last one, no metrics."""
+        lengths = [len(part.rewards_NF) for part in parts]
+        return replace(
+            parts[-1],
+            rewards_NF=torch.cat([part.rewards_NF for part in parts]),
+            step_rewards=_concatenate([part.step_rewards for part in parts], lengths, fill=()),
+            num_tokens=max(part.num_tokens for part in parts),
+            local=slice(0, sum(lengths)),
+            columns=_concatenate([part.columns for part in parts], lengths),
+            metrics={},
+        )
+
+    def local_part(self) -> RewardBatch:
+        """Return the completions of this rank as a batch of which it has all."""
+        rows = range(len(self.rewards_NF))[self.local]
+        whole = replace(self, columns={})
+        return replace(whole.select(rows), columns=self.columns)
+
+    def of_rank(self, local: slice) -> RewardBatch:
+        """Return a batch, of which this rank has all, as it is on the rank with the rows ``local``."""
+        return replace(
+            self, local=local, columns={name: values[local] for name, values in self.columns.items()}
+        )
+
     def local_rows(self, values_N: torch.Tensor) -> torch.Tensor:
         """Select this rank's rows of a tensor of all ranks; padding rows of an evaluation batch are zero."""
         rows = values_N[self.local]
         missing = self.local.stop - self.local.start - len(rows)
         return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
+
+
+def _select(columns: Mapping[Any, Sequence[Any]], rows: Sequence[int]) -> dict[Any, Any]:
+    return {name: [values[row] for row in rows] for name, values in columns.items()}
+
+
+def _concatenate(
+    parts: Sequence[Mapping[Any, Sequence[Any]]], lengths: Sequence[int], fill: Any = None
+) -> dict[Any, Any]:
+    """Join columns of ``lengths`` rows; a column that a part lacks is ``fill`` there."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {
+        name: [
+            value
+            for part, length in zip(parts, lengths, strict=True)
+            for value in part.get(name, [fill] * length)
+        ]
+        for name in names
+    }
 
 
 class RewardFunction(Protocol):

@@ -18,7 +18,7 @@ from groupwise.core.masks import entropy_threshold
 from groupwise.core.metrics import Mean, masked_mean
 from groupwise.core.objectives import OBJECTIVES, correction
 from groupwise.core.weights import NORMALIZERS, WindowCounts
-from groupwise.data.prompt_source import num_valid_rows
+from groupwise.data.evaluation import num_valid_rows
 from groupwise.distributed import rows_of_rank
 from groupwise.errors import ConfigError, RewardError
 from groupwise.generation.base import RUN_SETTINGS

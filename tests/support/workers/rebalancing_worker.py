@@ -24,7 +24,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from groupwise.core.padding import length_mask
-from groupwise.data.rebalancing import MicroBatchBudget, WindowRows
+from groupwise.data.budget import MicroBatchBudget
+from groupwise.data.rebalancing import WindowRows
 from groupwise.mixins import BatchingMixin
 from groupwise.records import MicroBatch
 from groupwise.records.images import ImageInputs

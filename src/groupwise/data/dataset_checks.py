@@ -1,0 +1,169 @@
+"""Check datasets before anything expensive, and every prompt that is in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import Dataset, IterableDataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.trainer_utils import IntervalStrategy
+
+from groupwise.config.grpo_config import GRPOConfig
+from groupwise.data.prompt_checks import PromptCheck, context_length, known_prompts
+from groupwise.errors import ConfigError
+from groupwise.policy.introspection import text_config
+from groupwise.records import Row
+from groupwise.tokenization.prompts import Prompt
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """Data of a trainer, checked as far as possible before they are read.
+
+    train_dataset: as given; rows that are computed on access are checked when they are read.
+    eval_datasets: evaluation sets whose prompts have been checked.
+    make_check: returns the check of the rows of a dataset, by its name in messages.
+    """
+
+    train_dataset: Any
+    eval_datasets: tuple[Any, ...]
+    make_check: Callable[[str], PromptCheck]
+
+
+def check_data(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> None:
+    """Refuse datasets that cannot fill a batch or have no prompts.
+
+    Raises:
+        ConfigError: naming the dataset, what it has and what is needed.
+    """
+    if train_dataset is None and eval_dataset is None:
+        raise ConfigError("train_dataset is missing (and there is no eval_dataset either); pass a dataset")
+    if eval_dataset is None and config.eval_strategy != "no":
+        strategy = IntervalStrategy(config.eval_strategy).value
+        raise ConfigError(f"eval_strategy={strategy!r} needs an eval_dataset; pass one, or set it to 'no'")
+    for name, dataset in named_datasets(train_dataset, eval_dataset).items():
+        check_dataset(name, dataset)
+    if isinstance(eval_dataset, dict) and config.eval_strategy != "no":
+        _check_best_metric(config.metric_for_best_model, list(eval_dataset))
+    if train_dataset is None:
+        return
+    if is_streaming(train_dataset):
+        if config.rollout_staleness > 0:
+            raise ConfigError(
+                f"rollout_staleness={config.rollout_staleness} looks ahead in the data, which a "
+                f"{type(train_dataset).__name__} does not allow; pass a Dataset, or set rollout_staleness=0"
+            )
+        if config.max_steps <= 0:
+            raise ConfigError(
+                f"train_dataset is a {type(train_dataset).__name__}, whose length is not known, and "
+                f"max_steps={config.max_steps}; set max_steps to the number of optimizer steps"
+            )
+        return
+    needed = config.prompts_per_batch
+    if len(train_dataset) < needed:
+        raise ConfigError(
+            f"train_dataset has {len(train_dataset)} prompts, but one generation batch takes {needed} "
+            f"(generation_batch_size={config.generation_batch_size} / "
+            f"num_generations={config.num_generations}); use more prompts or a smaller batch"
+        )
+
+
+def named_datasets(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
+    """Every dataset that there is, by what to call it in a message."""
+    several = eval_dataset if isinstance(eval_dataset, dict) else None
+    named = {"train_dataset": train_dataset, "eval_dataset": None if several else eval_dataset}
+    named.update({f"eval_dataset[{key!r}]": dataset for key, dataset in (several or {}).items()})
+    return {name: dataset for name, dataset in named.items() if dataset is not None}
+
+
+def _check_best_metric(metric: str | None, sets: list[str]) -> None:
+    """Trainer looks for the metric after the first evaluation, which can be hours into a run."""
+    name = (metric or "").removeprefix("eval_")
+    if name and not any(name.startswith(f"{key}_") for key in sets):
+        raise ConfigError(
+            f"metric_for_best_model={metric!r} is of none of the evaluation sets "
+            f"{', '.join(map(repr, sets))}; the metrics of several sets carry their names: use "
+            f"{f'{sets[0]}_{name}'!r}"
+        )
+
+
+def check_dataset(name: str, dataset: Any) -> None:
+    if isinstance(dataset, dict):  # what load_dataset returns without a split
+        splits = ", ".join(map(repr, dataset))
+        raise ConfigError(f"{name} is a {type(dataset).__name__} of {splits}; pass one of these datasets")
+    if isinstance(dataset, str):
+        raise ConfigError(
+            f"{name} is the string {dataset!r}; pass a dataset: datasets.load_dataset({dataset!r}, …)"
+        )
+    columns = getattr(dataset, "column_names", None)
+    if not is_streaming(dataset):
+        if len(dataset) == 0:
+            raise ConfigError(f"{name} is empty")
+        columns = columns or list(dataset[0])
+    if columns and "prompt" not in columns:
+        raise ConfigError(f"{name} has no 'prompt' column; its columns are {', '.join(map(repr, columns))}")
+
+
+def prepare_data(
+    train_dataset: Any,
+    eval_dataset: Any,
+    config: GRPOConfig,
+    model: str | PreTrainedModel,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin,
+    as_rendered: Callable[[Prompt], Prompt] | None = None,
+) -> PreparedData:
+    """Check every prompt that is available now; prompts computed on access are checked when they are read.
+
+    Args:
+        as_rendered: returns a prompt as the chat template gets it; None: user code renders prompts.
+
+    Raises:
+        ConfigError: naming the row whose prompt is missing, empty, too long or cannot be rendered to tokens.
+    """
+    context = context_length(model, config)
+    num_embeddings = getattr(text_config(model, config), "vocab_size", None)
+
+    def check(name: str) -> PromptCheck:
+        return PromptCheck(name, processing_class, config, context, num_embeddings, as_rendered)
+
+    if train_dataset is not None and not is_streaming(train_dataset):
+        prompts = known_prompts(train_dataset)
+        if prompts is None:
+            train_dataset = CheckedRows(train_dataset, check("train_dataset"))
+        else:
+            check("train_dataset").check_all(prompts)
+    eval_datasets = named_datasets(None, eval_dataset)
+    for name, dataset in eval_datasets.items():
+        check_evaluation_prompts(dataset, check(name), config)
+    return PreparedData(train_dataset, tuple(eval_datasets.values()), check)
+
+
+def check_evaluation_prompts(dataset: Any, check: PromptCheck, config: GRPOConfig) -> None:
+    """Check the prompts that an evaluation reads, unless they are computed on access."""
+    prompts = None if is_streaming(dataset) else known_prompts(dataset)
+    check.check_all(islice(prompts or (), config.eval_max_samples))
+
+
+class CheckedRows(Dataset[Row]):
+    """Rows that are computed on access, and checked then."""
+
+    def __init__(self, dataset: Any, check: PromptCheck) -> None:
+        self.dataset, self.check = dataset, check
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Row:
+        row = self.dataset[index]
+        self.check(row, index)
+        return row
+
+
+def is_streaming(dataset: Any) -> bool:
+    """Return True if a dataset can be iterated but not indexed."""
+    return isinstance(dataset, IterableDataset) or not (
+        hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    )

@@ -1,0 +1,176 @@
+"""Rows of an evaluation: every prompt ``num_generations_eval`` times, from a dataset or a stream."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import cycle, islice
+from typing import Any
+
+from accelerate.state import GradientState
+from torch.utils.data import Dataset
+
+from groupwise.config.grpo_config import GRPOConfig
+from groupwise.data.dataset_checks import (
+    CheckedRows,
+    PreparedData,
+    check_dataset,
+    check_evaluation_prompts,
+    is_streaming,
+)
+from groupwise.data.prompt_checks import PromptCheck, known_prompts
+from groupwise.data.prompt_source import read_stream
+from groupwise.data.sampler import repeat_rows
+from groupwise.distributed import RankSlice, broadcast_from_first, rows_of_rank
+from groupwise.errors import ConfigError
+from groupwise.records import Row, copied
+
+logger = logging.getLogger(__name__)
+
+#: Rows of an evaluation stream without a limit after which a warning names the limit.
+_MANY_ROWS = 10_000
+
+
+class EvaluationRows(list[Row]):
+    """Rows of this rank in a batch of an evaluation stream.
+
+    num_valid: rows of the global batch that count; later ones are padding. None: all.
+    """
+
+    def __init__(self, rows: Iterable[Row], num_valid: int | None) -> None:
+        super().__init__(rows)
+        self.num_valid = num_valid
+
+
+class EvaluationStream:
+    """Batches of a streaming evaluation set: rank 0 reads and broadcasts the prompts of each batch.
+
+    The batches are those of an indexed dataset with the same rows: every row G times in a row, divided
+    equally over ranks in rank order. With several ranks the last batch is padded with the first rows.
+
+    Args:
+        check: called with every row and its number.
+        batch_size: completions of all ranks; a multiple of G.
+        max_rows: rows read at most; None: to the end of the stream.
+        drop_last: drop an incomplete last batch.
+        num_workers: more than 0: one process reads ahead.
+
+    Attributes:
+        num_samples: completions of all ranks that were read in the newest pass, padding excluded.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        share: RankSlice,
+        *,
+        check: PromptCheck,
+        batch_size: int,
+        max_rows: int | None = None,
+        drop_last: bool = False,
+        num_workers: int = 0,
+    ) -> None:
+        self.stream, self.share, self.check = dataset, share, check
+        self.batch_size, self.max_rows = batch_size, max_rows
+        self.drop_last, self.num_workers = drop_last, num_workers
+        self.num_samples = 0
+
+    def __iter__(self) -> Iterator[EvaluationRows]:
+        share, self.num_samples = self.share, 0
+        prompts = read_stream(self.stream, self.check, self.num_workers, self.max_rows)
+        size = self.batch_size // share.world_size
+        first: list[Row] = []
+        while rows := self._next_rows(prompts):
+            missing = self.batch_size - len(rows)
+            if missing and self.drop_last:
+                return
+            first = first or list(rows)
+            if share.world_size > 1:
+                rows += islice(cycle(first), missing)
+            self._count(self.batch_size - missing)
+            own = [copied(row) for row in rows[rows_of_rank(share.rank, size)]]
+            yield EvaluationRows(own, self.batch_size - missing if missing else None)
+            if missing:
+                return
+        if not first:
+            raise ConfigError(
+                f"{self.check.name} gave no rows; pass a dataset with rows that can be iterated again"
+            )
+
+    def _next_rows(self, prompts: Iterator[Row]) -> list[Row]:
+        """Return all ranks' rows of the next batch; an incomplete batch is the last one."""
+        count = self.batch_size // self.share.num_generations
+        batch = broadcast_from_first(
+            lambda: list(islice(prompts, count)), self.share.rank == 0, self.share.world_size
+        )
+        return [row for row in batch for _ in range(self.share.num_generations)]
+
+    def _count(self, samples: int) -> None:
+        limit = _MANY_ROWS * self.share.num_generations
+        if self.max_rows is None and self.num_samples < limit <= self.num_samples + samples:
+            logger.warning(
+                "%s has given %d rows and is read to its end; eval_max_samples limits an evaluation",
+                self.check.name,
+                _MANY_ROWS,
+            )
+        self.num_samples += samples
+
+
+def num_valid_rows(rows: Sequence[Row], gradient_state: GradientState) -> int | None:
+    """Return how many rows of the global evaluation batch count, or None for all.
+
+    Args:
+        rows: rows of this rank.
+        gradient_state: accelerate's, which knows the padding of its own dataloaders.
+    """
+    if isinstance(rows, EvaluationRows):
+        return rows.num_valid
+    remainder = gradient_state.remainder if gradient_state.end_of_dataloader else 0
+    return remainder if remainder > 0 else None
+
+
+def evaluation_rows(
+    dataset: Any, name: str, data: PreparedData, config: GRPOConfig
+) -> Dataset[Row] | EvaluationStream:
+    """Repeat every row ``num_generations_eval`` times in a row, so that batches contain whole groups.
+
+    At most ``eval_max_samples`` rows are read.
+
+    Args:
+        dataset: evaluation set; one that was not given to the trainer is checked first.
+        name: its name in messages.
+
+    Returns:
+        An indexed dataset of completions; for a stream, the batches of this rank.
+
+    Raises:
+        ConfigError: the dataset is missing or cannot be used, or the evaluation batch cuts a group.
+    """
+    if dataset is None:
+        raise ConfigError("there is no eval_dataset; give one to the trainer or to evaluate()")
+    check = data.make_check(name)
+    if all(dataset is not known for known in data.eval_datasets):
+        check_dataset(name, dataset)
+        check_evaluation_prompts(dataset, check, config)
+    size, group = config.eval_batch_size * config.world_size, config.generations_per_eval_prompt
+    if size % group:
+        below = size // group * group
+        nearest = " or ".join(str(valid) for valid in (below, below + group) if valid)
+        raise ConfigError(
+            f"the evaluation batch of all processes has {size} completions, which is not divisible by "
+            f"num_generations_eval={group}; nearest valid: {nearest} "
+            "(per_device_eval_batch_size times the number of processes)"
+        )
+    if is_streaming(dataset):
+        return EvaluationStream(
+            dataset,
+            RankSlice(group, config.process_index, config.world_size),
+            check=check,
+            batch_size=size,
+            max_rows=config.eval_max_samples,
+            drop_last=config.dataloader_drop_last,
+            num_workers=config.dataloader_num_workers,
+        )
+    if known_prompts(dataset) is None:
+        dataset = CheckedRows(dataset, check)
+    return repeat_rows(dataset, group, config.eval_max_samples)
