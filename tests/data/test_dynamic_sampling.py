@@ -29,7 +29,7 @@ from groupwise.data.dynamic_sampling import (
     has_variance,
     round_size,
 )
-from groupwise.records import RewardBatch, RolloutBatch
+from groupwise.records import RewardBatch, RolloutBatch, SamplerSettings
 from groupwise.records.images import ImageInputs
 
 NAN = math.nan
@@ -213,6 +213,7 @@ def test_every_column_of_a_rollout_is_kept():
         "num_valid",
         "metrics",
         "row_ids",
+        "sampler",
         "mode",
     }
     assert columns == {"rows", "prompts", "prompt_ids", "completions", "texts", "extra", "images"}
