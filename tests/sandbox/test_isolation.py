@@ -7,6 +7,7 @@ import ctypes
 import multiprocessing.connection
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -226,6 +227,12 @@ def test_a_run_survives_crashes(tmp_path):
     logged = [line for line in crashing.state.log_history if "loss" in line]
     assert any(line["rewards/fragile/failed_rows"] > 0 for line in logged)
     assert all("rewards/fragile/slowest_seconds" in line for line in logged)
+
+
+def test_workers_load_neither_torch_nor_transformers():
+    code = "import sys, groupwise.sandbox; print({'torch', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 def test_processes_end_with_the_script(tmp_path):

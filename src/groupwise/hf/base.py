@@ -26,7 +26,7 @@ from groupwise.data.sampler import as_rows
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.hf import checkpointing
 from groupwise.hf.arguments import check_processes
-from groupwise.hf.out_of_memory import OutOfMemorySplitter, TrainingStep
+from groupwise.hf.out_of_memory import OutOfMemorySplitter
 from groupwise.hf.run_directory import RunDirectory
 from groupwise.hf.step_state import StepState
 from groupwise.random_state import RandomState
@@ -103,7 +103,7 @@ class BaseTrainer(Trainer):
         self.run_directory = RunDirectory(args)
         self.splitter: OutOfMemorySplitter[MicroBatch] = OutOfMemorySplitter(
             self.accelerator,
-            training_step=cast(TrainingStep[MicroBatch], super().training_step),
+            training_step=super().training_step,
             num_tokens=self.num_tokens,
             split_in_half=self.split_in_half,
             split_for_cache=self.split_for_cache,

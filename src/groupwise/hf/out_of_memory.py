@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -19,15 +19,6 @@ from groupwise.errors import BackendError
 logger = logging.getLogger(__name__)
 
 Batch = TypeVar("Batch")
-Input = TypeVar("Input", contravariant=True)
-
-
-class TrainingStep(Protocol[Input]):
-    """Signature of ``Trainer.training_step``: forward and backward of one micro-batch, returns its loss."""
-
-    def __call__(
-        self, model: nn.Module, inputs: Input, num_items_in_batch: torch.Tensor | int | None, /
-    ) -> torch.Tensor: ...
 
 
 class OutOfMemorySplitter(Generic[Batch]):
@@ -52,7 +43,7 @@ class OutOfMemorySplitter(Generic[Batch]):
         self,
         accelerator: Accelerator,
         *,
-        training_step: TrainingStep[Batch],
+        training_step: Callable[..., torch.Tensor],
         num_tokens: Callable[[Batch], int],
         split_in_half: Callable[[Batch], list[Batch]],
         split_for_cache: Callable[[Batch], list[Batch]],

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from groupwise.reporting.metrics import check_metric_name
 from groupwise.rewards.process import StepScorer
 from groupwise.rewards.runtime.calling import Reward, RewardCalls, call_rewards
 from groupwise.rewards.runtime.partial import PartialReward
+from groupwise.rewards.texts import RewardLog
 
 logger = logging.getLogger(__name__)
 
@@ -58,22 +60,7 @@ class RewardMixin:
                 values on one of them; or it returned numbers on some ranks and step rewards on others.
         """
         kept = [row for row, completion in enumerate(rollouts.completions) if not completion.dropped]
-        columns: dict[str, list[Any]] = {}
-        logged: list[Metrics] = []
-
-        def log_extra(column: str, values: list[Any]) -> None:
-            values = list(values)
-            if len(values) != len(kept):
-                raise ValueError(
-                    f"log_extra({column!r}, ...) has {len(values)} values for {len(kept)} completions; "
-                    "give one for each"
-                )
-            columns[str(column)] = values
-
-        def log_metric(name: str, value: float) -> None:
-            check_metric_name(str(name), "log_metric")
-            logged.append({str(name): Mean(float(value))})
-
+        log = RewardLog(len(kept), partial(check_metric_name, function="log_metric"))
         failure: RewardError | None = None
         try:
             calls = call_rewards(
@@ -84,8 +71,8 @@ class RewardMixin:
                 on_error=self.args.reward_on_error,
                 completion_logprobs=self._logprobs_of(rollouts, kept),
                 trainer_state=self.state,
-                log_extra=log_extra,
-                log_metric=log_metric,
+                log_extra=log.log_extra,
+                log_metric=log.log_metric,
             )
         except RewardError as error:
             failure, calls = error, RewardCalls([], {}, [])
@@ -105,8 +92,11 @@ class RewardMixin:
             **vars(rewards),
             local=rows_of_rank(self.accelerator.process_index, len(rollouts)),
             # Copies: a call that was given up at its time limit may still write to the originals.
-            columns={n: _at_rows(kept, values, len(rollouts), None) for n, values in dict(columns).items()},
-            metrics=merge_metrics([metrics, *list(logged)]),
+            columns={
+                name: _at_rows(kept, values, len(rollouts), None)
+                for name, values in dict(log.columns).items()
+            },
+            metrics=merge_metrics([metrics, *({name: Mean(value)} for name, value in list(log.metrics))]),
         )
 
     def _logprobs_of(
@@ -153,13 +143,13 @@ class RewardMixin:
 
         Returns None without such functions, or if ``compute_rewards`` is overridden: it may not call them.
         """
-        partial = [function for function in self.reward_callables if isinstance(function, PartialReward)]
-        if not partial or type(self).compute_rewards is not RewardMixin.compute_rewards:
+        functions = [function for function in self.reward_callables if isinstance(function, PartialReward)]
+        if not functions or type(self).compute_rewards is not RewardMixin.compute_rewards:
             return None
 
         def start(part: RolloutBatch) -> None:
             with self.rng.user_code():
-                for function in partial:
+                for function in functions:
                     function.begin(part, self.args.reward_timeout, trainer_state=self.state)
 
         return start

@@ -1,10 +1,10 @@
-"""Helpers of the reward library: text of a completion, optional imports, argument checks."""
+"""Helpers of reward functions: text of a completion, logs, optional imports, argument checks."""
 
 from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from groupwise.errors import ConfigError
@@ -38,6 +38,35 @@ def text_with_thoughts(completion: Text) -> str:
         return answer
     ended = answer or message.get("tool_calls")
     return f"<think>\n{thoughts}\n" + (f"</think>\n\n{answer}" if ended else "")
+
+
+class RewardLog:
+    """Arguments ``log_extra`` and ``log_metric`` of reward functions that score ``num_rows`` completions.
+
+    columns: values of ``log_extra`` by column, one per completion.
+    metrics: names and values of ``log_metric``.
+
+    Args:
+        check_name: raises ValueError if a metric must not have the name.
+    """
+
+    def __init__(self, num_rows: int, check_name: Callable[[str], None] = lambda name: None) -> None:
+        self.num_rows, self.check_name = num_rows, check_name
+        self.columns: dict[str, list[Any]] = {}
+        self.metrics: list[tuple[str, float]] = []
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        values = list(values)
+        if len(values) != self.num_rows:
+            rows = (
+                f"{self.num_rows} completions; give one for each" if self.num_rows > 1 else "one completion"
+            )
+            raise ValueError(f"log_extra({column!r}, ...) has {len(values)} values for {rows}")
+        self.columns[str(column)] = values
+
+    def log_metric(self, name: str, value: float) -> None:
+        self.check_name(str(name))
+        self.metrics.append((str(name), float(value)))
 
 
 def require(module: str, user: str) -> Any:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from groupwise.errors import ConfigError, RewardError
+from groupwise.rewards.texts import RewardLog
 
 LogExtra = Callable[[str, list[Any]], None]
 LogMetric = Callable[[str, float], None]
@@ -301,22 +302,11 @@ def _score_row(directory: str, i: int) -> None:
     import torch
 
     torch.set_num_threads(1)  # torch's thread pool does not survive a fork
-    columns: dict[str, Any] = {}
-    metrics: list[tuple[str, float]] = []
+    log = RewardLog(1)
     start = time.monotonic()
     value, failure = None, None
-
-    def log_extra(column: str, values: Sequence[Any]) -> None:
-        if len(values) != 1:
-            raise ValueError(f"log_extra({column!r}, ...) has {len(values)} values for one completion")
-        columns[column] = values[0]
-
     try:
-        output = _reward(
-            **pickle.loads(_rows[i]),
-            log_extra=log_extra,
-            log_metric=lambda name, value: metrics.append((name, float(value))),
-        )
+        output = _reward(**pickle.loads(_rows[i]), log_extra=log.log_extra, log_metric=log.log_metric)
         if inspect.isawaitable(output):
             output = asyncio.run(_awaited(output))
         output = output.tolist() if hasattr(output, "tolist") else list(output)
@@ -325,7 +315,8 @@ def _score_row(directory: str, i: int) -> None:
         (value,) = output
     except BaseException as error:  # SystemExit too
         failure = f"raised {type(error).__name__}: {error}"
-    _write_result(directory, i, RowResult(value, failure, time.monotonic() - start, columns, metrics))
+    columns = {name: values[0] for name, values in log.columns.items()}
+    _write_result(directory, i, RowResult(value, failure, time.monotonic() - start, columns, log.metrics))
 
 
 async def _awaited(output: Any) -> Any:

@@ -78,57 +78,53 @@ class LinuxSandbox:
 
     def run(self, program: str, stdin: str, limits: SandboxLimits) -> SandboxResult:
         """Run a Python program; see :class:`Sandbox`."""
-        return _run(program, stdin, limits, self.isolated)
+        if sys.platform != "linux":
+            raise RewardError("the sandbox could not be set up: it needs Linux")
+        # Imported here: its module needs Linux.
+        from groupwise.sandbox import launcher
 
-
-def _run(source: str, stdin: str, limits: SandboxLimits, isolated: bool) -> SandboxResult:
-    if sys.platform != "linux":
-        raise RewardError("the sandbox could not be set up: it needs Linux")
-    # Imported here: its module needs Linux.
-    from groupwise.sandbox import launcher
-
-    with tempfile.TemporaryDirectory(prefix="groupwise_sandbox_", ignore_cleanup_errors=True) as name:
-        directory = Path(name)
-        (directory / "program.py").write_text(source, encoding="utf-8", errors="replace")
-        (directory / "root").mkdir()
-        (directory / "work").mkdir()
-        if os.geteuid() == 0 and not isolated:
-            # The program runs as an unprivileged user, which needs access to its working directory.
-            directory.chmod(0o711)
-            os.chown(directory / "work", launcher.UNPRIVILEGED_ID, launcher.UNPRIVILEGED_ID)
-        job = {
-            **vars(limits),
-            "isolated": isolated,
-            "directory": str(directory),
-            "executable": sys.executable,
-            "paths": _interpreter_paths(),
-        }
-        # -S skips site-packages: start-up dominates the cost of a short program.
-        command = [sys.executable, "-I", "-S", launcher.__file__, json.dumps(job)]
-        given = _sealed(stdin.encode("utf-8", errors="replace"))
-        try:
-            process = subprocess.Popen(
-                command,
-                stdin=given,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env={},
-                cwd="/",
-                start_new_session=True,
-            )
-        finally:
-            os.close(given)
-        written = _Output(process, limits.output)
-        errors = _wait(process, limits.timeout)
-        output = written.result()
-        if errors:
-            raise RewardError(f"the sandbox could not be set up: {errors.strip().splitlines()[-1]}")
-        statuses: dict[int, Literal["ok", "failed", "timeout"]] = {
-            0: "failed" if written.is_truncated else "ok",
-            launcher.FAILED: "failed",
-        }
-        text = output.decode("utf-8", errors="replace")
-        return SandboxResult(statuses.get(process.returncode, "timeout"), text)
+        with tempfile.TemporaryDirectory(prefix="groupwise_sandbox_", ignore_cleanup_errors=True) as name:
+            directory = Path(name)
+            (directory / "program.py").write_text(program, encoding="utf-8", errors="replace")
+            (directory / "root").mkdir()
+            (directory / "work").mkdir()
+            if os.geteuid() == 0 and not self.isolated:
+                # The program runs as an unprivileged user, which needs access to its working directory.
+                directory.chmod(0o711)
+                os.chown(directory / "work", launcher.UNPRIVILEGED_ID, launcher.UNPRIVILEGED_ID)
+            job = {
+                **vars(limits),
+                "isolated": self.isolated,
+                "directory": str(directory),
+                "executable": sys.executable,
+                "paths": _interpreter_paths(),
+            }
+            # -S skips site-packages: start-up dominates the cost of a short program.
+            command = [sys.executable, "-I", "-S", launcher.__file__, json.dumps(job)]
+            given = _sealed(stdin.encode("utf-8", errors="replace"))
+            try:
+                process = subprocess.Popen(
+                    command,
+                    stdin=given,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env={},
+                    cwd="/",
+                    start_new_session=True,
+                )
+            finally:
+                os.close(given)
+            written = _Output(process, limits.output)
+            errors = _wait(process, limits.timeout)
+            output = written.result()
+            if errors:
+                raise RewardError(f"the sandbox could not be set up: {errors.strip().splitlines()[-1]}")
+            statuses: dict[int, Literal["ok", "failed", "timeout"]] = {
+                0: "failed" if written.is_truncated else "ok",
+                launcher.FAILED: "failed",
+            }
+            text = output.decode("utf-8", errors="replace")
+            return SandboxResult(statuses.get(process.returncode, "timeout"), text)
 
 
 def _interpreter_paths() -> list[str]:

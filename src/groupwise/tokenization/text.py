@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard, TypeVar, cast
-
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar, cast
 
 from groupwise.errors import ConfigError
 
+if TYPE_CHECKING:  # worker processes of rewards read texts without loading transformers
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
 #: A tokenizer, or the processor of a vision-language model.
-ProcessingClass = PreTrainedTokenizerBase | ProcessorMixin
+ProcessingClass: TypeAlias = "PreTrainedTokenizerBase | ProcessorMixin"
 
 T = TypeVar("T")
 
@@ -114,7 +115,7 @@ def has_surrogates(value: object) -> bool:
 
 def text_tokenizer(processing_class: ProcessingClass) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a processor, or the tokenizer itself."""
-    return cast(PreTrainedTokenizerBase, getattr(processing_class, "tokenizer", processing_class))
+    return cast("PreTrainedTokenizerBase", getattr(processing_class, "tokenizer", processing_class))
 
 
 def end_tokens(config: object, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:

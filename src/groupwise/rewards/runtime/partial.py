@@ -12,7 +12,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from groupwise.errors import RewardError
@@ -24,6 +24,7 @@ from groupwise.rewards.runtime.calling import (
     reward_arguments,
     reward_name,
 )
+from groupwise.rewards.texts import RewardLog
 from groupwise.threads import is_async, start_thread
 from groupwise.tokenization.prompts import prompts_equal
 
@@ -38,21 +39,14 @@ def with_partial_results(function: Callable[..., Any]) -> PartialReward:
     return (_AsyncPartialReward if is_async(function) else PartialReward)(function)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _PartialCall:
     """Columns, rewards and logs of a call on a partial batch."""
 
     row_ids: Sequence[int]
     arguments: dict[str, list[Any]]
-    rewards: list[Any] = field(default_factory=list)
-    columns: dict[str, list[Any]] = field(default_factory=dict)
-    metrics: list[tuple[str, float]] = field(default_factory=list)
-
-    def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        self.columns[column] = list(values)
-
-    def log_metric(self, name: str, value: float) -> None:
-        self.metrics.append((name, float(value)))
+    rewards: list[Any]
+    log: RewardLog
 
 
 class PartialReward:
@@ -82,9 +76,8 @@ class PartialReward:
     def _call_part(self, part: RolloutBatch, timeout: float | None, shared: dict[str, object]) -> None:
         if self._failed:
             return
-        # The function gets lists of its own: it may change them.
-        call = _PartialCall(part.row_ids, reward_arguments(part))
-        logs = {"log_extra": call.log_extra, "log_metric": call.log_metric}
+        log = RewardLog(len(part))
+        logs = {"log_extra": log.log_extra, "log_metric": log.log_metric}
         try:
             output = self._run({**reward_arguments(part), **shared, **logs}, timeout)
             checked = checked_rewards(output, self.__name__, part)
@@ -92,8 +85,9 @@ class PartialReward:
             logger.warning("%s, on a part of the batch; it is called again on the complete batch", error)
             self._failed = True
             return
-        call.rewards = [None if isinstance(r, float) and math.isnan(r) else r for r in checked]
-        self._calls.append(call)
+        rewards = [None if isinstance(r, float) and math.isnan(r) else r for r in checked]
+        # The function got lists of its own: it may have changed them.
+        self._calls.append(_PartialCall(part.row_ids, reward_arguments(part), rewards, log))
 
     def _run(self, arguments: dict[str, Any], timeout: float | None) -> object:
         return call_function(self.function, f"reward function {self.__name__!r}", arguments, timeout)
@@ -107,13 +101,11 @@ class PartialReward:
             _is_unchanged(call.arguments, i, arguments, row) for row, (call, i) in enumerate(found)
         ):
             return None
-        if any(len(values) != len(call.row_ids) for call in calls for values in call.columns.values()):
-            return None
-        for name in {name: None for call, _ in found for name in call.columns}:
-            values = [call.columns[name][i] if name in call.columns else None for call, i in found]
-            arguments["log_extra"](name, values)
+        for name in {name: None for call, _ in found for name in call.log.columns}:
+            columns = [(call.log.columns.get(name), i) for call, i in found]
+            arguments["log_extra"](name, [None if values is None else values[i] for values, i in columns])
         for call in {id(call): call for call, _ in found}.values():
-            for name, value in call.metrics:
+            for name, value in call.log.metrics:
                 arguments["log_metric"](name, value)
         return [call.rewards[i] for call, i in found]
 
