@@ -1,4 +1,4 @@
-"""Kept tokens of truncated sampling, recorded by both decoding loops."""
+"""Sampling masks of truncated sampling, recorded by both decoding loops."""
 
 from __future__ import annotations
 

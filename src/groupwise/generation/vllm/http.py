@@ -167,9 +167,8 @@ class HttpClient:
     async def _send(self, method: str, path: str, body: object) -> httpx.Response:
         async with self._http.stream(method, path, json=body) as response:
             await response.aread()
-            if (
-                response.status_code >= 500
-            ):  # the server closes the connection soon, maybe during a next request
+            if response.status_code >= 500:
+                # The server closes the connection soon, maybe during the next request.
                 await response.extensions["network_stream"].aclose()
         return response
 
