@@ -13,6 +13,7 @@ from groupwise.errors import BackendError
 from groupwise.generation.base import ProcessingClass
 from groupwise.generation.vllm.client import VLLMServers
 from groupwise.generation.vllm.http import HttpClient
+from groupwise.records import SamplerSettings
 from groupwise.tokenization.text import text_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -151,10 +152,9 @@ def _problems(info: ServerInfo, policy: PreTrainedConfig, config: GRPOConfig) ->
 
 def _raw_logprobs_fit(config: GRPOConfig, mode: str) -> bool:
     """Return True if raw log-probs are those of the sampling distribution."""
-    neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     return (
         mode == "raw_logprobs"
-        and sampler_settings(config) == neutral
+        and sampler_settings(config) == SamplerSettings()
         and not config.generation_kwargs
         and config.vllm_structured_outputs_regex is None
     )
