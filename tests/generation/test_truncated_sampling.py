@@ -11,10 +11,13 @@ from support.runs import experience, policy, prompts, trainer, weighed
 from groupwise import Completion, register_objective, trl_hooks
 from groupwise.agents.trajectory import Trajectory
 from groupwise.config.sampling import truncated_logprob_bound
+from groupwise.core.entropy import EntropyControl
 from groupwise.core.objectives import OBJECTIVES, policy_loss
 from groupwise.core.surrogates import clipped
+from groupwise.data.dynamic_sampling import LeftoverGroups
 from groupwise.generation.truncation import SamplingMaskRecorder
 from groupwise.records.sampling_mask import SamplingMask
+from groupwise.records.serialization import load
 
 ROWS = [{"prompt": "w1 w2", "row": 0}] * 4 + [{"prompt": "w5", "row": 1}] * 4
 TRUNCATION = {"top_p": 0.85, "min_p": 0.02, "temperature": 0.8}
@@ -154,7 +157,8 @@ def test_a_resumed_run_repeats_the_run(tmp_path):
     whole.train()
     resumed = trainer(tmp_path / "resumed", model=sharp(), **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
-    entries = torch.load(next((tmp_path / "whole" / "checkpoint-1").glob("groupwise*")), weights_only=True)
+    file = next((tmp_path / "whole" / "checkpoint-1").glob("groupwise*"))
+    entries = load(str(file), EntropyControl, LeftoverGroups)
     assert "sampling_mask" in str(entries)[:1_000_000]
     for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
