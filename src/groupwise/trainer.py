@@ -227,7 +227,7 @@ class GRPOTrainer(
         backend: str | GenerationBackend | None,
     ) -> None:
         args = self.args
-        if self.reference.model is not None:
+        if self.reference.model is not None:  # sharded like the policy; no gradients, no optimizer state
             self.reference.model = self.accelerator.prepare_model(self.reference.model, evaluation_mode=True)
         if self.accelerator.device.type == "cpu":
             others_rewrite = is_sharded(self.accelerator) or args.torch_compile
@@ -266,48 +266,6 @@ class GRPOTrainer(
                 self.aux_loss_enabled, self.logprob_computer.head, args.max_completion_length
             )
 
-    def refresh_settings(self, *, new_run: bool = False) -> None:
-        """Apply settings and reward functions that a script or callback changed since the last step.
-
-        Raises:
-            ConfigError: a changed setting is invalid or contradicts another one.
-        """
-        args = self.args
-        changed = check_step(args, self._settings_before, new_run=new_run or not self.is_in_train)
-        self._check_beta(args.beta)
-        if "reward_weights" in changed:
-            self.reward_weights = with_default_weights(args, self.reward_funcs)
-        callables = self.reward_callables
-        self._load_rewards(self.loaded_rewards)
-        if self.reward_callables != callables:
-            self.leftover_groups = self.leftover_groups.without_groups("reward_funcs was replaced")
-        if "entropy_coef" in changed:
-            self.entropy_control = replace(self.entropy_control, coef=args.entropy_coef)
-        lost_because = self.sampling_mask_lost_because
-        if self.rollout_func is not None and not lost_because:
-            lost_because = "a rollout_func returns completions without the sampling mask"
-        truncation = truncation_warning(args, self.backend, vars(sampler_settings(args)), lost_because)
-        if truncation:
-            warn_once(logger, truncation)
-        self.objective_settings = objective_settings(
-            args,
-            corrects_for_sampler=corrects_for_sampler(args, untrusted=self.has_untrusted_logps()),
-            truncation_unknown=bool(truncation),
-        )
-        self._settings_before = take_snapshot(args)  # at the end: an error is raised again by the next step
-
-    def has_untrusted_logps(self) -> bool:
-        """Return True if log-probs of completions may be placeholders: those of a ``rollout_func``."""
-        return self.rollout_func is not None
-
-    def _check_beta(self, beta: float) -> None:
-        if beta > 0 and not self.reference.exists:
-            raise ConfigError(
-                f"beta={beta} needs a reference model, and a trainer that was built with beta=0 has none; "
-                "build it with GRPOConfig(beta=…), after which beta may change at any step, also to 0 and "
-                "back, or assign trainer.ref_model first"
-            )
-
     def _set_run_state(self) -> None:
         self.evaluation = EvaluationMetrics()
         self.step_state = StepState(lambda: self.state.global_step, lambda: self._components)
@@ -317,6 +275,10 @@ class GRPOTrainer(
         self.add_callback(CheckpointProductsCallback())
         if self.args.sync_ref_model:
             self.add_callback(SyncRefModelCallback(self.reference, self.args, self.accelerator))
+
+    def has_untrusted_logps(self) -> bool:
+        """Return True if log-probs of completions may be placeholders: those of a ``rollout_func``."""
+        return self.rollout_func is not None
 
     # One optimizer step, in the order in which it happens.
 
@@ -338,94 +300,6 @@ class GRPOTrainer(
         self.window = AccumulationWindow.to_be_made(num_batches)
         return [self.window] * num_batches, None
 
-    def make_window(self, size: int) -> AccumulationWindow:
-        """Make the micro-batches of an optimizer step from the buffer; if it is empty, generate first."""
-        self.refresh_settings()
-        with self.rollback_on_failure():  # also the prompts that a failed generation has taken
-            window: list[Experience] = []  # one entry of B rows per micro-batch of this rank
-            while len(window) < size:  # a window may span generations, and a generation windows
-                if self.buffer.is_empty:
-                    on_policy = self.is_on_policy(size - len(window))
-                    # A changed temperature waits for the next window: rebalancing joins rows of this one.
-                    sampler = window[0].sampler if window else sampler_settings(self.args)
-                    experience = self.make_train_experience(sampler, on_policy=on_policy)
-                    self.buffer.fill(experience, self.args.num_iterations, self.args.prompts_per_batch)
-                window += self.buffer.take(size - len(window))
-            made = self.make_micro_batches(window)
-        self.metrics["train"].record(made.stats.metrics())
-        return made
-
-    def make_micro_batches(self, window: list[Experience]) -> AccumulationWindow:
-        """Weigh the tokens of an accumulation window and rebalance it; as many entries as before."""
-        window = self.add_missing_ref_logps(window)  # of a generation that is older than the reference
-        entropy_masks = self.compute_entropy_masks(window)  # (B, T) each; all loss tokens by default
-        weighed = self.set_token_weights(window, entropy_masks)  # w_it, from exact counts over all ranks
-        # Rows without a gradient are dropped, the others are spread evenly over ranks and micro-batches.
-        batches, stats = self.rebalance_micro_batches(weighed, self.logprob_computer.layout)
-        prepare = self.logprob_computer.prepare  # packs the sequences, if the layout does
-        return AccumulationWindow([None if batch is None else prepare(batch) for batch in batches], stats)
-
-    def make_train_experience(self, sampler: SamplerSettings, *, on_policy: bool) -> list[Experience]:
-        """Generate, reward and weigh the completions of one generation batch; one entry per micro-batch."""
-        self.sync_sampler("train")
-        for step, rows in self.upcoming_rows():  # rollout_staleness: a server generates them meanwhile
-            self.prefetch_rollouts(self.make_request(rows, sampler), step=step)
-        batch = DynamicBatch(self.leftover_groups, self.args)  # one round unless dynamic_sampling
-        while not batch.is_full:  # the same decision on every rank
-            rows = self.prompts.take(batch.num_to_sample)  # B rows of this rank, G per prompt
-            batch.add(*self.sample(self.make_request(rows, sampler)))
-        self.metrics["train"].record(batch.metrics)
-        rollouts, rewards, surplus = batch.finish()
-        self.leftover_groups = self.add_behavior_logps(surplus, sampler)  # before the policy changes
-        self.backend.release()  # memory of a colocated engine goes to training
-        return self.make_experience(
-            rollouts, rewards, self.args.per_device_train_batch_size, on_policy=on_policy
-        )
-
-    def sample(self, request: RolloutRequest) -> tuple[RolloutBatch, RewardBatch]:
-        """Generate completions, B rows of this rank, and compute the rewards of all ranks, N rows."""
-        metrics = self.metrics[request.mode]
-        with metrics.phase("generate"):
-            rollouts = self.generate_rollouts(request)
-            check_counts("generate_rollouts", len(request.rows), completions=len(rollouts))
-            rollouts, dropped_N = self.drop_failed(rollouts)
-        with metrics.phase("reward"), self.rng.user_code():
-            rewards = self.compute_rewards(rollouts).without(dropped_N)
-        metrics.record(rollout_metrics(rollouts, rewards.num_valid, self.state.global_step))
-        metrics.record(rewards.metrics)
-        return rollouts, rewards
-
-    def make_experience(
-        self, rollouts: RolloutBatch, rewards: RewardBatch, micro_batch_size: int, *, on_policy: bool
-    ) -> list[Experience]:
-        """Turn rollouts and rewards into tokens with advantages and log-probs, split into micro-batches.
-
-        With ``on_policy`` the policy does not change before it trains on them: ℓ_old = sg(ℓ), not computed.
-        """
-        metrics = self.metrics[rollouts.mode]
-        with metrics.phase("logprobs"):
-            tokens = self.collate(rollouts)  # prompts (B, L) padded left, completions (B, T) padded right
-            if rollouts.mode == "train":
-                metrics.record(self.check_logprob_mismatch(rollouts, tokens))
-            # With kl_in_reward the KL is part of every reward, so log-probs come before advantages.
-            logps = self.old_and_ref_logps(tokens) if self.args.kl_in_reward else None
-            rewards = self.apply_kl_penalty(rewards, tokens, logps)
-            # (N,) or (N, T) of all ranks -> (B,) or (B, T) of this one
-            advantages = rewards.local_rows(checked_advantages(self.compute_advantages(rewards), rewards))
-            only = self.select_rows_for_logprobs(tokens, advantages, micro_batch_size)
-            logps = logps or self.old_and_ref_logps(tokens, only, on_policy=on_policy)
-        if self.args.log_completions:
-            rows = completion_rows(
-                rollouts,
-                rewards,
-                advantages,
-                self.reward_func_names,
-                self.state.global_step,
-                multimodal=self.args.log_multimodal,
-            )
-            metrics.rows = [*metrics.rows, *rows]
-        return Experience.from_tokens(tokens, advantages, logps).split(micro_batch_size)
-
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Run forward and backward of one micro-batch of the window; the first call makes the window."""
         if not self.window.is_made:
@@ -445,17 +319,179 @@ class GRPOTrainer(
             self._end_window()
         return self.loss_to_log(loss, last=last)
 
+    def make_window(self, size: int) -> AccumulationWindow:
+        """Make the micro-batches of an optimizer step from the buffer; if it is empty, generate first."""
+        self.refresh_settings()
+        with self.rollback_on_failure():  # also the prompts that a failed generation has taken
+            window: list[Experience] = []  # one entry of B rows per micro-batch of this rank
+            while len(window) < size:  # a window may span generations, and a generation windows
+                if self.buffer.is_empty:
+                    # All of the generation is trained on before the policy changes, unless it begins in the
+                    # middle of a window: a resumed run may have another accumulation.
+                    on_policy = self.args.micro_batches_per_generation <= size - len(window)
+                    # A changed temperature waits for the next window: rebalancing joins rows of this one.
+                    sampler = window[0].sampler if window else sampler_settings(self.args)
+                    experience = self.make_train_experience(sampler, on_policy=on_policy)
+                    self.buffer.fill(experience, self.args.num_iterations, self.args.prompts_per_batch)
+                window += self.buffer.take(size - len(window))
+            made = self.make_micro_batches(window)
+        self.metrics["train"].record(made.stats.metrics())
+        return made
+
+    def refresh_settings(self, *, new_run: bool = False) -> None:
+        """Apply settings and reward functions that a script or callback changed since the last step.
+
+        Raises:
+            ConfigError: a changed setting is invalid or contradicts another one.
+        """
+        args = self.args
+        # Names of the settings whose change acts; one that cannot change is reported and taken back.
+        changed = check_step(args, self._settings_before, new_run=new_run or not self.is_in_train)
+        self._check_beta(args.beta)
+        if "reward_weights" in changed:
+            self.reward_weights = with_default_weights(args, self.reward_funcs)
+        callables = self.reward_callables
+        self._load_rewards(self.loaded_rewards)  # those of the step before by identity
+        if self.reward_callables != callables:  # the groups have rewards of the old functions
+            self.leftover_groups = self.leftover_groups.without_groups("reward_funcs was replaced")
+        if "entropy_coef" in changed:  # the measured entropy is kept: it decides whether the bonus applies
+            self.entropy_control = replace(self.entropy_control, coef=args.entropy_coef)
+        lost_because = self.sampling_mask_lost_because
+        if self.rollout_func is not None and not lost_because:
+            lost_because = "a rollout_func returns completions without the sampling mask"
+        truncation = truncation_warning(args, self.backend, vars(sampler_settings(args)), lost_because)
+        if truncation:
+            warn_once(logger, truncation)
+        self.objective_settings = objective_settings(
+            args,
+            corrects_for_sampler=corrects_for_sampler(args, untrusted=self.has_untrusted_logps()),
+            truncation_unknown=bool(truncation),
+        )
+        self._settings_before = take_snapshot(args)  # at the end: an error is raised again by the next step
+
+    def make_train_experience(self, sampler: SamplerSettings, *, on_policy: bool) -> list[Experience]:
+        """Generate, reward and weigh the completions of one generation batch; one entry per micro-batch."""
+        self.sync_sampler("train")  # behaviour policy = current policy, unless rollout_staleness > 0
+        for step, rows in self.upcoming_rows():  # rollout_staleness: a server generates them meanwhile
+            self.prefetch_rollouts(self.make_request(rows, sampler), step=step)
+        batch = DynamicBatch(self.leftover_groups, self.args)  # one round unless dynamic_sampling
+        while not batch.is_full:  # the same decision on every rank
+            rows = self.prompts.take(batch.num_to_sample)  # B rows of this rank, G per prompt
+            batch.add(*self.sample(self.make_request(rows, sampler)))
+        self.metrics["train"].record(batch.metrics)
+        rollouts, rewards, surplus = batch.finish()  # B completions of this rank, N rewards, whole groups
+        self.leftover_groups = self.add_behavior_logps(surplus, sampler)  # before the policy changes
+        self.backend.release()  # memory of a colocated engine goes to training
+        return self.make_experience(
+            rollouts, rewards, self.args.per_device_train_batch_size, on_policy=on_policy
+        )
+
+    def sync_sampler(self, mode: Mode) -> None:
+        """Transfer the policy's weights to the backend, unless it has those of this optimizer step."""
+        with self.metrics[mode].phase("sync"):
+            weights = PolicyWeights(gatherable(self.accelerator, self.model_wrapped))
+            self.backend.sync_weights(weights, step=self.state.global_step)
+
+    def upcoming_rows(self) -> Iterator[tuple[int, list[Row]]]:
+        """Yield this rank's rows of the generations to prefetch, with the optimizer step that each begins."""
+        args = self.args
+        depth = 0 if self.agents or self.rollout_func else args.rollout_staleness
+        steps = args.optimizer_steps_per_generation  # exact: rollout_staleness requires it
+        for ahead, rows in enumerate(self.prompts.upcoming(depth, args.prompts_per_batch), start=1):
+            step = self.state.global_step + ahead * steps
+            if step >= self.state.max_steps:
+                return
+            yield step, rows
+
+    def make_request(self, rows: list[Row], sampler: SamplerSettings | None = None) -> RolloutRequest:
+        """Build the request for training rollouts of these rows of this rank.
+
+        Args:
+            sampler: sampler settings of the generation; None: it begins now, with those of ``self.args``.
+        """
+        sampler = sampler or sampler_settings(self.args)
+        return RolloutRequest(
+            rows,
+            self.args.num_generations,
+            sampler=sampler,
+            generation_kwargs=vars(sampler),
+            on_partial_rollout=self.start_partial_rewards(),
+        )
+
+    def sample(self, request: RolloutRequest) -> tuple[RolloutBatch, RewardBatch]:
+        """Generate completions, B rows of this rank, and compute the rewards of all ranks, N rows."""
+        metrics = self.metrics[request.mode]
+        with metrics.phase("generate"):
+            rollouts = self.generate_rollouts(request)
+            check_counts("generate_rollouts", len(request.rows), completions=len(rollouts))
+            rollouts, dropped_N = self.drop_failed(rollouts)  # of all ranks, or None; no reward and no loss
+        with metrics.phase("reward"), self.rng.user_code():
+            rewards = self.compute_rewards(rollouts).without(dropped_N)  # (N, F), NaN where there is none
+        metrics.record(rollout_metrics(rollouts, rewards.num_valid, self.state.global_step))
+        metrics.record(rewards.metrics)
+        return rollouts, rewards
+
+    def make_experience(
+        self, rollouts: RolloutBatch, rewards: RewardBatch, micro_batch_size: int, *, on_policy: bool
+    ) -> list[Experience]:
+        """Turn rollouts and rewards into tokens with advantages and log-probs, split into micro-batches.
+
+        With ``on_policy`` the policy does not change before it trains on them: ℓ_old = sg(ℓ), not computed.
+        """
+        metrics = self.metrics[rollouts.mode]
+        with metrics.phase("logprobs"):
+            tokens = self.collate(rollouts)  # prompts (B, L) padded left, completions (B, T) padded right
+            if rollouts.mode == "train":  # in evaluation the sampler may have another temperature
+                metrics.record(self.check_logprob_mismatch(rollouts, tokens))
+            # With kl_in_reward the KL is part of every reward, so log-probs come before advantages.
+            logps = self.old_and_ref_logps(tokens) if self.args.kl_in_reward else None
+            rewards = self.apply_kl_penalty(rewards, tokens, logps)
+            # (N,) or (N, T) of all ranks -> (B,) or (B, T) of this one
+            advantages = rewards.local_rows(checked_advantages(self.compute_advantages(rewards), rewards))
+            only = self.select_rows_for_logprobs(tokens, advantages, micro_batch_size)  # with a gradient
+            logps = logps or self.old_and_ref_logps(tokens, only, on_policy=on_policy)
+        if self.args.log_completions:
+            rows = completion_rows(
+                rollouts,
+                rewards,
+                advantages,
+                self.reward_func_names,
+                self.state.global_step,
+                multimodal=self.args.log_multimodal,
+            )
+            metrics.rows = [*metrics.rows, *rows]
+        return Experience.from_tokens(tokens, advantages, logps).split(micro_batch_size)
+
+    def add_behavior_logps(self, surplus: LeftoverGroups, sampler: SamplerSettings) -> LeftoverGroups:
+        """Compute the log-probs of leftover groups under the policy that sampled them, the current one."""
+        rollouts = surplus.local_rollouts(self.args, sampler)
+        if rollouts is None:
+            return surplus
+        logps_BT = self.old_and_ref_logps(self.collate(rollouts)).old_logps_BT
+        # Without padding: a later batch may be wider. (B, T) -> one list per completion, in rank order.
+        lengths = [len(completion.token_ids) for completion in rollouts.completions]
+        own = [row[:length] for row, length in zip(logps_BT.tolist(), lengths, strict=True)]
+        return surplus.with_behavior_logps(gather_object(own))
+
+    def make_micro_batches(self, window: list[Experience]) -> AccumulationWindow:
+        """Weigh the tokens of an accumulation window and rebalance it; as many entries as before."""
+        window = self.add_missing_ref_logps(window)  # of a generation that is older than the reference
+        entropy_masks = self.compute_entropy_masks(window)  # (B, T) each; all loss tokens by default
+        weighed = self.set_token_weights(window, entropy_masks)  # w_it, from exact counts over all ranks
+        # Rows without a gradient are dropped, the others are spread evenly over ranks and micro-batches.
+        batches, stats = self.rebalance_micro_batches(weighed, self.logprob_computer.layout)
+        prepare = self.logprob_computer.prepare  # packs the sequences, if the layout does
+        return AccumulationWindow([None if batch is None else prepare(batch) for batch in batches], stats)
+
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Compute the loss of one micro-batch; the losses of a window add up to the loss of the window."""
         if self.liger_loss is not None:
-            # Fused: there are no log-probs.
+            # Hidden states to the loss inside the head: log-probs (B, T) are never in memory.
             output, aux_loss = self.liger_loss(model, inputs, self.objective_settings)
         else:
-            logprobs = self.compute_logprobs(
-                model, inputs, with_entropy=True
-            )  # (B, T) float32, differentiable
+            logprobs = self.compute_logprobs(model, inputs, with_entropy=True)  # (B, T), differentiable
             output = self.compute_policy_loss(inputs, logprobs)  # Σ w_it (ℓ_it + β KL_it), a scalar
             aux_loss = logprobs.aux_loss
         output = self.add_aux_loss(output, aux_loss, inputs)  # of a mixture of experts
@@ -494,9 +530,23 @@ class GRPOTrainer(
             with self.compute_loss_context_manager():
                 loss = self.compute_loss(model, batch)
         # The losses of the ranks average to that of the batch, which counts by its rows.
-        share = len(rewards.rewards_NF) / self.args.world_size
+        share = len(rewards.rewards_NF) / self.args.world_size  # N / ranks; padding rows are not in N
         self.metrics["eval"].record({"loss": Mean(loss.detach() * share, share)})
         return loss.detach(), None, None
+
+    def make_eval_request(self, rows: list[Row]) -> RolloutRequest:
+        """Build the request for the rollouts of an evaluation batch, these rows of this rank."""
+        sampler = sampler_settings(self.args)  # log-probs have its temperature, completions may have another
+        return RolloutRequest(
+            rows,
+            num_generations=self.args.generations_per_eval_prompt,
+            # The last batch is padded so that all ranks get as many rows; the padding does not count.
+            num_valid=num_valid_rows(rows, self.accelerator.gradient_state),
+            mode="eval",
+            sampler=sampler,
+            generation_kwargs={**vars(sampler), **(self.args.eval_generation_kwargs or {})},  # type: ignore[dict-item]
+            on_partial_rollout=self.start_partial_rewards(),
+        )
 
     # Prompts of training, and rows and metrics of an evaluation: hooks of ``Trainer``.
 
@@ -584,71 +634,6 @@ class GRPOTrainer(
             ),
         }
 
-    # Parts of the step that need several of the mixins.
-
-    def make_request(self, rows: list[Row], sampler: SamplerSettings | None = None) -> RolloutRequest:
-        """Build the request for training rollouts of these rows of this rank.
-
-        Args:
-            sampler: sampler settings of the generation; None: it begins now, with those of ``self.args``.
-        """
-        sampler = sampler or sampler_settings(self.args)
-        return RolloutRequest(
-            rows,
-            self.args.num_generations,
-            sampler=sampler,
-            generation_kwargs=vars(sampler),
-            on_partial_rollout=self.start_partial_rewards(),
-        )
-
-    def make_eval_request(self, rows: list[Row]) -> RolloutRequest:
-        """Build the request for the rollouts of an evaluation batch, these rows of this rank."""
-        sampler = sampler_settings(self.args)  # log-probs have its temperature, completions may have another
-        return RolloutRequest(
-            rows,
-            num_generations=self.args.generations_per_eval_prompt,
-            # The last batch is padded so that all ranks get as many rows; the padding does not count.
-            num_valid=num_valid_rows(rows, self.accelerator.gradient_state),
-            mode="eval",
-            sampler=sampler,
-            generation_kwargs={**vars(sampler), **(self.args.eval_generation_kwargs or {})},  # type: ignore[dict-item]
-            on_partial_rollout=self.start_partial_rewards(),
-        )
-
-    def sync_sampler(self, mode: Mode) -> None:
-        """Transfer the policy's weights to the backend, unless it has those of this optimizer step."""
-        with self.metrics[mode].phase("sync"):
-            weights = PolicyWeights(gatherable(self.accelerator, self.model_wrapped))
-            self.backend.sync_weights(weights, step=self.state.global_step)
-
-    def upcoming_rows(self) -> Iterator[tuple[int, list[Row]]]:
-        """Yield this rank's rows of the generations to prefetch, with the optimizer step that each begins."""
-        args = self.args
-        depth = 0 if self.agents or self.rollout_func else args.rollout_staleness
-        steps = args.optimizer_steps_per_generation  # exact: rollout_staleness requires it
-        for ahead, rows in enumerate(self.prompts.upcoming(depth, args.prompts_per_batch), start=1):
-            step = self.state.global_step + ahead * steps
-            if step >= self.state.max_steps:
-                return
-            yield step, rows
-
-    def is_on_policy(self, num_missing: int) -> bool:
-        """Return True if a new generation is used up by the ``num_missing`` micro-batches of one window.
-
-        A run that resumes with another accumulation may begin a generation in the middle of a window.
-        """
-        return self.args.micro_batches_per_generation <= num_missing
-
-    def add_behavior_logps(self, surplus: LeftoverGroups, sampler: SamplerSettings) -> LeftoverGroups:
-        """Compute the log-probs of leftover groups under the policy that sampled them, the current one."""
-        rollouts = surplus.local_rollouts(self.args, sampler)
-        if rollouts is None:
-            return surplus
-        logps_BT = self.old_and_ref_logps(self.collate(rollouts)).old_logps_BT
-        lengths = [len(completion.token_ids) for completion in rollouts.completions]
-        own = [row[:length] for row, length in zip(logps_BT.tolist(), lengths, strict=True)]
-        return surplus.with_behavior_logps(gather_object(own))
-
     # Out-of-memory recovery (see BaseTrainer).
 
     def num_tokens(self, inputs: MicroBatch) -> int:
@@ -657,6 +642,7 @@ class GRPOTrainer(
     def split_in_half(self, inputs: MicroBatch) -> list[MicroBatch]:
         if self.micro_batch_budget.fixed:  # the loss is not a sum over rows
             return [inputs]
+        # B rows -> ⌈B/2⌉ and ⌊B/2⌋; token weights are those of the window, so that the losses add up.
         return [self.logprob_computer.prepare(half) for half in inputs.split(-(-len(inputs) // 2))]
 
     def split_for_cache(self, inputs: MicroBatch) -> list[MicroBatch]:
@@ -667,6 +653,7 @@ class GRPOTrainer(
         ]
 
     def mark_window(self) -> Callable[[], None]:
+        # Both are replaced when something is recorded, never changed in place: the references are the mark.
         state = self.metrics["train"].metrics, self.window.entropy
 
         def restore() -> None:
@@ -708,39 +695,7 @@ class GRPOTrainer(
         self.window = AccumulationWindow.to_be_made(0)
         if self.train_dataset is not None:
             self.prompts = self.make_prompt_source()
-        self._components = self._make_stateful_components()
-        self.step_state.reset()
-        self.backend.invalidate_weights()  # weights of an earlier run may belong to the same step
-        self.pending_rng_checkpoint = directory
-        if directory is None:
-            return
-        state = checkpointing.load_state(directory, self.args.process_index, self.args.world_size)
-        saved = state["settings"]
-        warn_of_changes_on_resume(saved, self.args, self.train_dataset)
-        self.resumed_optimizer = state["optimizer"]
-        if self.args.ignore_data_skip:
-            state["prompts"]["index"] = 0
-        self.step_state.restore(state)
-        if saved["entropy_coef"] != self.args.entropy_coef:
-            self.entropy_control = replace(self.entropy_control, coef=self.args.entropy_coef)
-        self._check_leftover_groups(saved["num_generations"], state.get("reward_func_names"))
-        if self.buffer.sampler is not None:  # the checkpoint is inside a generation
-            warn_of_sampler_on_resume(self.buffer.sampler, self.args)
-        self._load_reference(directory)
-
-    def _check_leftover_groups(self, num_generations: int, names: list[str] | None) -> None:
-        """Drop the groups of a checkpoint with another number of completions or other reward functions."""
-        if num_generations != self.args.num_generations or names not in (None, self.reward_func_names):
-            self.leftover_groups = self.leftover_groups.without_groups(
-                f"they have {num_generations} completions each, with rewards of {', '.join(names or ['?'])}"
-            )
-
-    def _load_reference(self, directory: str) -> None:
-        checkpointing.load_reference(directory, self.reference.model, sync_ref_model=self.args.sync_ref_model)
-
-    def _make_stateful_components(self) -> dict[str, Stateful]:
-        """Return the components of this run that have a state, by their name in checkpoints."""
-        components: dict[str, Stateful] = {
+        self._components: dict[str, Stateful] = {  # by their name in checkpoints
             "buffer": self.buffer,
             "leftover_groups": Attribute(self, "leftover_groups"),
             "entropy_control": Attribute(self, "entropy_control"),
@@ -751,8 +706,32 @@ class GRPOTrainer(
             "rng": self.rng,
         }
         if self.train_dataset is not None:
-            components["prompts"] = self.prompts
-        return components
+            self._components["prompts"] = self.prompts
+        self.step_state.reset()
+        self.backend.invalidate_weights()  # weights of an earlier run may belong to the same step
+        self.pending_rng_checkpoint = directory
+        if directory is None:
+            return
+        state = checkpointing.load_state(directory, self.args.process_index, self.args.world_size)
+        saved = state["settings"]
+        warn_of_changes_on_resume(saved, self.args, self.train_dataset)
+        self.resumed_optimizer = state["optimizer"]
+        if self.args.ignore_data_skip:  # the epoch begins again at its first prompt
+            state["prompts"]["index"] = 0
+        self.step_state.restore(state)
+        if saved["entropy_coef"] != self.args.entropy_coef:  # a changed setting wins over the adapted value
+            self.entropy_control = replace(self.entropy_control, coef=self.args.entropy_coef)
+        size, names = saved["num_generations"], state.get("reward_func_names")
+        if size != self.args.num_generations or names not in (None, self.reward_func_names):
+            self.leftover_groups = self.leftover_groups.without_groups(
+                f"they have {size} completions each, with rewards of {', '.join(names or ['?'])}"
+            )
+        if self.buffer.sampler is not None:  # the checkpoint is inside a generation
+            warn_of_sampler_on_resume(self.buffer.sampler, self.args)
+        self._load_reference(directory)
+
+    def _load_reference(self, directory: str) -> None:
+        checkpointing.load_reference(directory, self.reference.model, sync_ref_model=self.args.sync_ref_model)
 
     def save_rollout_state(self, directory: str) -> None:
         state = self.step_state.marks
@@ -794,6 +773,14 @@ class GRPOTrainer(
         beta = checked(self.args, "beta", beta, "beta")
         self._check_beta(beta)
         self.args.beta = beta
+
+    def _check_beta(self, beta: float) -> None:
+        if beta > 0 and not self.reference.exists:
+            raise ConfigError(
+                f"beta={beta} needs a reference model, and a trainer that was built with beta=0 has none; "
+                "build it with GRPOConfig(beta=…), after which beta may change at any step, also to 0 and "
+                "back, or assign trainer.ref_model first"
+            )
 
     @property
     def entropy_coef(self) -> float:

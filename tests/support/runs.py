@@ -117,7 +117,7 @@ def generate(run: GRPOTrainer, rows: list[dict[str, Any]]) -> RolloutBatch:
 def experience(run: GRPOTrainer, rows: list[dict[str, Any]]) -> list[Experience]:
     """Experience of a generation batch of these rows, by micro-batch."""
     rollouts, rewards = run.sample(run.make_request(rows))
-    on_policy = run.is_on_policy(run.args.gradient_accumulation_steps)
+    on_policy = run.args.micro_batches_per_generation <= run.args.gradient_accumulation_steps
     size = run.args.per_device_train_batch_size
     return run.make_experience(rollouts, rewards, size, on_policy=on_policy)
 

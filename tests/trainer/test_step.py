@@ -194,7 +194,7 @@ def test_a_generation_is_used_as_often_as_configured(
     run.train()
     assert calls == [4 * steps_per_generation] * generations
     uses = steps_per_generation * iterations
-    assert run.is_on_policy(accumulation) is (accumulation % uses == 0)
+    assert run.args.trains_on_policy is (accumulation % uses == 0)
 
 
 def test_old_log_probs_are_kept_only_off_policy(tmp_path):

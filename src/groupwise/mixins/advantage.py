@@ -29,6 +29,8 @@ class AdvantageMixin:
         settings = AdvantageSettings(
             scale=self.args.scale_rewards, aggregation=self.args.multi_objective_aggregation
         )
+        # (N, F) -> (N,): rewards minus the baseline of their group, divided by a standard deviation; zero
+        # where all rewards of a group are equal. With step rewards (N, T), one value per token.
         return ADVANTAGES[self.args.advantage_baseline](rewards, settings)
 
 

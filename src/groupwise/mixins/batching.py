@@ -43,7 +43,8 @@ class BatchingMixin:
         Returns:
             as many entries as before, None first where fewer micro-batches suffice; and the work saved.
         """
-        # Every rank receives the lengths of all rows, then only the rows that it trains on.
+        # Every rank receives the lengths of all rows, then only the rows that it trains on: the plan is the
+        # same on every rank, and follows from lengths and gradients alone.
         all_to_all = partial(all_to_all_objects, device=self.accelerator.device)
         return rebalance(window, layout, self.micro_batch_budget, gather_object, all_to_all)
 
@@ -51,5 +52,7 @@ class BatchingMixin:
         self, tokens: TokenBatch, advantages: torch.Tensor, micro_batch_size: int
     ) -> list[int]:
         """Return the rows that need old and reference log-probs: those that rebalancing will keep."""
+        # (B,) -> (B, 1); (B, T') with process rewards -> (B, T)
         advantages_BX = align_advantages(advantages, tokens).to(tokens.loss_mask_BT.device)
+        # A row that rebalancing will skip has no loss to compare with: 2 forwards per row are saved.
         return rows_needing_logps(tokens, advantages_BX, self.micro_batch_budget, micro_batch_size)

@@ -59,10 +59,12 @@ class LogprobMixin:
         token_ids = [completion.token_ids for completion in completions]
         pad: dict[str, Any] = {"multiple_of": self.args.pad_to_multiple_of, "device": device}
         pad_token = getattr(self.processing_class, "tokenizer", self.processing_class).pad_token_id
+        # Prompts end, and completions begin, at the same column: logits of column L - 1 predict token 0.
         prompt_ids_BL = pad_sequences(rollouts.prompt_ids, pad_token, left=True, **pad)
         completion_ids_BT = pad_sequences(token_ids, pad_token, **pad)
         prompt_lengths = [len(ids) for ids in rollouts.prompt_ids]
         first_row = self.accelerator.process_index * len(rollouts)  # of this rank in the global batch
+        # Of this rank; the global count minus the rows of the ranks before. Rank 1 of B = 4, 6 count: 2.
         num_valid = len(rollouts) if rollouts.num_valid is None else rollouts.num_valid - first_row
         loss_masks = [
             self._loss_mask(completion) if row < num_valid else [0] * len(completion.token_ids)
@@ -70,6 +72,7 @@ class LogprobMixin:
         ]
 
         groups = [row // rollouts.num_generations for row in range(first_row, first_row + len(rollouts))]
+        # A dropped completion keeps its group as -1 - g, and counts in no normalizer.
         group_ids = [-1 - g if c.dropped else g for g, c in zip(groups, completions, strict=True)]
 
         def padded_logps(logps: list[list[float] | None]) -> torch.Tensor:
@@ -94,6 +97,7 @@ class LogprobMixin:
             loss_mask_BT=pad_sequences(loss_masks, 0, **pad),
             group_ids_B=torch.tensor(group_ids, device=device),
             old_logps_BT=padded_logps([completion.old_logps for completion in completions]),
+            # None without a separate sampler, which the loss would correct for.
             sampler_logps_BT=None
             if all(logps is None for logps in sampler_logps)
             else padded_logps(sampler_logps),
@@ -111,6 +115,7 @@ class LogprobMixin:
         """Compare the sampler's log-probs with the trainer's on a few rows; ``sampling/logprob_mismatch``."""
         step = self.state.global_step
         sampled_now = [completion.sampled_at(step) for completion in rollouts.completions]
+        # -log(top_p) nats; infinite where truncation has no bound: then only negative differences count.
         unknown = self.objective_settings.truncation_unknown
         bound = truncated_logprob_bound(self.args) if unknown else 0.0
         return self.logprob_mismatch.check(self.model, tokens, sampled_now, truncation=bound)
@@ -122,7 +127,7 @@ class LogprobMixin:
 
         With ``batch.sampling_mask``, log-probs and entropy are those of the truncated distribution.
         """
-        with_aux_loss = self.aux_loss_enabled and model.training
+        with_aux_loss = self.aux_loss_enabled and model.training  # of the loss alone, not of old log-probs
         return self.logprob_computer(model, batch, with_entropy=with_entropy, with_aux_loss=with_aux_loss)
 
     @torch.no_grad()
@@ -144,11 +149,13 @@ class LogprobMixin:
             # Liger takes the sampler correction as a factor, which needs old log-probs before the loss.
             on_policy = on_policy and tokens.sampler_logps_BT is None and not self.args.dynamic_sampling
         model = self.model
-        with evaluation_mode(model):
-            old_logps_BT = tokens.old_logps_BT
+        with evaluation_mode(model):  # without dropout: ρ would be noise
+            old_logps_BT = tokens.old_logps_BT  # (B, T); known where rollouts are of an earlier policy
             if not on_policy:
                 current_BT = self._logps_of_rows(model, tokens, only, fill=math.nan)
+                # NaN stays in rows without gradient: should a changed setting give them one, ρ is 1 there.
                 old_logps_BT = torch.where(old_logps_BT.isnan(), current_BT, old_logps_BT)
+            # The reference is the model without its adapter, or another model, or None: β = 0.
             with self.reference.scoring(model) as reference:
                 ref_logps_BT = None if reference is None else self._logps_of_rows(reference, tokens, only)
         return OldAndRefLogps(old_logps_BT, ref_logps_BT)
@@ -186,7 +193,7 @@ class LogprobMixin:
         tokens, model = self.collate(rollouts), self.model if model is None else model
         with evaluation_mode(model):
             logps_BT = self._logps_of_rows(model, tokens, None)
-        rows = logps_BT.masked_fill(tokens.loss_mask_BT == 0, math.nan).tolist()
+        rows = logps_BT.masked_fill(tokens.loss_mask_BT == 0, math.nan).tolist()  # B lists of T values
         lengths = [len(completion.token_ids) for completion in rollouts.completions]
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
@@ -196,12 +203,11 @@ class LogprobMixin:
         """(B, T) log-probs of the rows in ``only``, computed by micro-batch; ``fill`` in the others."""
         chosen = set(range(len(tokens)) if only is None else only)
         logps_BT = torch.full(tokens.completion_ids_BT.shape, fill, device=tokens.completion_ids_BT.device)
-        size = self.args.per_device_train_batch_size
+        size = self.args.per_device_train_batch_size  # logits of more rows may not fit in memory
         for start in range(0, len(tokens), size):
             rows = [row for row in range(start, min(start + size, len(tokens))) if row in chosen]
-            if rows:
+            if rows:  # without columns of padding, so that T of the part may be smaller
                 part_BT = self.compute_logprobs(model, tokens.select(rows)).logps_BT
-                # Selected rows have no columns in which all are padding.
                 logps_BT[rows] = F.pad(part_BT, (0, logps_BT.shape[1] - part_BT.shape[1]))
         return logps_BT
 
@@ -223,7 +229,8 @@ class LogprobMixin:
                 "step rewards; put the KL into the loss (kl_in_reward=False)"
             )
         kl_BT = KL_ESTIMATORS[self.args.kl_estimator](logps.old_logps_BT, logps.ref_logps_BT)
-        local_kl_B = kl_BT.masked_fill(tokens.loss_mask_BT == 0, 0.0).sum(-1)
+        local_kl_B = kl_BT.masked_fill(tokens.loss_mask_BT == 0, 0.0).sum(-1)  # (B, T) -> (B,), a sum over t
+        # Padding rows of an evaluation batch are the last ones of all ranks.
         kl_N = self.accelerator.gather(local_kl_B)[: len(rewards.rewards_NF)].to(rewards.rewards_NF)
         return replace(rewards, penalty_N=self.args.beta * kl_N)
 
@@ -239,9 +246,11 @@ class LogprobMixin:
         if self.args.top_entropy_quantile >= 1.0:
             return [batch.loss_mask_BT for batch in window]
         model = self.model
+        # A forward without gradient for the whole window: the threshold has to be known before the loss.
         outputs = [self.compute_logprobs(model, batch, with_entropy=True) for batch in window]
         entropies = [output.entropy_BT for output in outputs if output.entropy_BT is not None]
         masks = [batch.loss_mask_BT.bool() for batch in window]
+        # (B, T) of every batch -> (number of loss tokens of this rank,)
         local = torch.cat([entropy[mask] for entropy, mask in zip(entropies, masks, strict=True)])
         padded = self.accelerator.pad_across_processes(local, pad_index=-1.0)
         gathered = self.accelerator.gather(padded)

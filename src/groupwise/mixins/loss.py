@@ -50,13 +50,13 @@ class LossMixin:
             the entries of ``window`` with token, sequence and entropy weights.
         """
         groups_B = torch.cat([batch.group_ids_B for batch in window])
-        local = [
+        local = [  # three sums over the window of this rank
             int((groups_B[: len(groups_B) - num_padding_rows] >= 0).sum()),  # without dropped completions
             sum(int(batch.loss_mask_BT.sum()) for batch in window),
             sum(int(mask_BT.sum()) for mask_BT in entropy_masks),
         ]
         totals = self.accelerator.reduce(torch.tensor(local, device=self.accelerator.device), "sum").tolist()
-        sequences, tokens, bonus_tokens = max(totals[0], 1), totals[1], totals[2]
+        sequences, tokens, bonus_tokens = max(totals[0], 1), totals[1], totals[2]  # of all ranks
         world_size = self.accelerator.num_processes
         normalizer = NORMALIZERS[OBJECTIVES[self.args.loss_type].normalizer]
         counts = WindowCounts(
@@ -74,9 +74,11 @@ class LossMixin:
         return [
             MicroBatch(
                 **vars(batch),
+                # w_it (B, T): the loss of the window is Σ w_it ℓ_it, however it is split.
                 token_weights_BT=normalizer(batch.loss_mask_BT.float(), batch.group_ids_B, counts),
                 entropy_mask_BT=mask_BT,
                 entropy_weights_BT=None if bonus_weight is None else mask_BT.float() * bonus_weight,
+                # Its sum over all ranks is their number: DDP divides gradients by it. Dropped rows have 0.
                 sequence_weight_B1=(batch.group_ids_B >= 0).float().unsqueeze(1) * (world_size / sequences),
             )
             for batch, mask_BT in zip(window, entropy_masks, strict=True)
@@ -86,6 +88,7 @@ class LossMixin:
         """Count the loss tokens of every prompt of the window over all ranks."""
         groups_B = torch.cat([batch.group_ids_B for batch in window])
         tokens_B = torch.cat([batch.loss_mask_BT.sum(-1) for batch in window])
+        # One pair (group id, loss tokens) per row, without the padding of an evaluation batch.
         rows_B2 = torch.stack([groups_B, tokens_B], dim=1)[: len(groups_B) - num_padding_rows]
         # Ranks may have different numbers of rows; group ids are never negative.
         rows_N2 = self.accelerator.gather(self.accelerator.pad_across_processes(rows_B2, pad_index=-1))
@@ -111,6 +114,7 @@ class LossMixin:
             bonus_entropy: entropy of the tokens of the entropy bonus; None without a bonus.
             metrics: metrics of the micro-batch.
         """
+        # logps (B, T) -> surrogate ℓ_it (B, T) or (B, 1) -> Σ w_it ℓ_it, a scalar
         loss, metrics = policy_loss(batch, logprobs.logps_BT, logprobs.entropy_BT, self.objective_settings)
         mean = metrics.get("policy_loss")
         if isinstance(mean, Mean):  # a window counts once in the logs, however it is split
@@ -143,6 +147,7 @@ class LossMixin:
             local = torch.stack(
                 [torch.as_tensor(v, dtype=torch.float32) for v in vars(window_entropy).values()]
             )
+            # (sum of entropies, number of tokens) of all ranks: every rank takes the same decision.
             total, count = self.accelerator.reduce(local.to(self.accelerator.device), "sum").tolist()
             self.entropy_control = self.entropy_control.step(
                 total / max(count, 1.0),
@@ -151,7 +156,7 @@ class LossMixin:
                 settings.entropy_coef_min,
                 settings.entropy_coef_max,
             )
-        return {"entropy_coef": Mean(self.entropy_control.coef)}
+        return {"entropy_coef": Mean(self.entropy_control.coef)}  # acts in the next window
 
     def _has_entropy_bonus(self) -> bool:
         return self.args.use_adaptive_entropy or self.args.entropy_coef != 0.0

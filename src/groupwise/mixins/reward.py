@@ -59,6 +59,7 @@ class RewardMixin:
             RewardError: on all ranks: a function failed, timed out, or returned a wrong number or type of
                 values on one of them; or it returned numbers on some ranks and step rewards on others.
         """
+        # Reward functions never see a dropped completion; its rewards are NaN, its logged columns None.
         kept = [row for row, completion in enumerate(rollouts.completions) if not completion.dropped]
         log = RewardLog(len(kept), partial(check_metric_name, function="log_metric"))
         failure: RewardError | None = None
@@ -75,22 +76,23 @@ class RewardMixin:
                 log_metric=log.log_metric,
             )
         except RewardError as error:
-            failure, calls = error, RewardCalls([], {}, [])
-        functions = calls.rewards_FB or [[] for _ in self.reward_func_names]
+            failure, calls = error, RewardCalls([], {}, [])  # raised by all ranks in _gather_rewards
+        functions = calls.rewards_FB or [[] for _ in self.reward_func_names]  # F lists of len(kept) values
+        # kept [0, 2] of B = 3 rows, values [1.0, 0.5] -> [1.0, nan, 0.5]
         rewards_FB = [_at_rows(kept, values, len(rollouts), math.nan) for values in functions]
-        rewards = self._gather_rewards(rewards_FB, rollouts, failure)
+        rewards = self._gather_rewards(rewards_FB, rollouts, failure)  # (F, B) -> (N, F)
         for column, steps_N in rewards.step_rewards.items():
             if isinstance(scorer := self.reward_callables[column], StepScorer):
                 scorer.warn_if_unsplit(self.reward_func_names[column], steps_N)
         metrics = reward_metrics(rewards, self.reward_func_names, self.args.multi_objective_aggregation)
-        times = zip(self.reward_func_names, calls.seconds_F, strict=False)
+        times = zip(self.reward_func_names, calls.seconds_F, strict=False)  # empty without a call
         metrics.update({f"time/reward/{name}": Mean(s) for name, s in times if not math.isnan(s)})
         if self.args.reward_on_error == "none":
             for i, name in enumerate(self.reward_func_names):
-                metrics[f"rewards/{name}/errors"] = Sum(float(i in calls.failures))
+                metrics[f"rewards/{name}/errors"] = Sum(float(i in calls.failures))  # 1 per rank and call
         return RewardBatch(
             **vars(rewards),
-            local=rows_of_rank(self.accelerator.process_index, len(rollouts)),
+            local=rows_of_rank(self.accelerator.process_index, len(rollouts)),  # B of the N rows
             # Copies: a call that was given up at its time limit may still write to the originals.
             columns={
                 name: _at_rows(kept, values, len(rollouts), None)
@@ -120,6 +122,7 @@ class RewardMixin:
             return rollouts, None
         failed_B = torch.tensor([c.dropped for c in rollouts.completions], device=self.accelerator.device)
         failed_N = self.accelerator.gather(failed_B)[: rollouts.num_valid].cpu()
+        # A group of one has no baseline. G = 4: [1, 1, 0, 1 | 0, 0, 1, 0] -> [1, 1, 1, 1 | 0, 0, 1, 0]
         dropped_N = with_small_groups(failed_N, rollouts.num_generations)
         local = dropped_N[rows_of_rank(self.accelerator.process_index, len(rollouts))].tolist()
         local += [True] * (len(rollouts) - len(local))  # rows that pad an evaluation batch
@@ -130,9 +133,10 @@ class RewardMixin:
         if failed_N.all():
             logger.warning("all %d rollouts of a generation failed: the step has no gradient", len(failed_N))
         is_first = self.accelerator.process_index == 0
-        groups_P = dropped_N.view(-1, rollouts.num_generations).all(-1)
+        groups_P = dropped_N.view(-1, rollouts.num_generations).all(-1)  # (N,) -> (P, G) -> (P,)
         metrics: Metrics = {
             "rollouts/dropped_share": Mean(float(dropped_N.sum()), float(len(dropped_N))),
+            # Every rank knows all groups: one of them counts.
             "rollouts/dropped_groups": Sum(float(groups_P.sum()) if is_first else 0.0),
         }
         metrics = merge_metrics([rollouts.metrics, metrics])
@@ -166,6 +170,7 @@ class RewardMixin:
             failure: error of this rank. It is raised on all ranks, which would otherwise wait for rewards
                 until the time limit of the process group, and then report a closed connection.
         """
+        # A step reward is a list of (index of the step's last token, reward); an outcome reward a number.
         has_steps_F = [any(isinstance(reward, list) for reward in column) for column in rewards_FB]
         width = max(len(completion.token_ids) for completion in rollouts.completions)
         # Objects, not tensors: ranks may differ in which functions returned step rewards.
@@ -175,7 +180,7 @@ class RewardMixin:
         failed = [f"rank {rank}: {part}" for rank, part in enumerate(gathered) if isinstance(part, str)]
         if failed:
             raise RewardError("; ".join(failed))
-        columns = [
+        columns = [  # F columns of N rewards: per function those of rank 0, then of rank 1, without padding
             [reward for part, _, _ in gathered for reward in part[i]][: rollouts.num_valid]
             for i in range(len(rewards_FB))
         ]
@@ -186,8 +191,9 @@ class RewardMixin:
                     f"reward function {self.reward_func_names[i]!r} returned step rewards on some processes "
                     "and numbers on others; return None or an empty list for a completion without steps"
                 )
+        # Step rewards stay lists, and their column of the matrix is NaN: no outcome reward.
         matrix_FN = [[math.nan] * len(c) if i in stepwise else c for i, c in enumerate(columns)]
-        rewards_FN = torch.tensor(matrix_FN, dtype=torch.float64)
+        rewards_FN = torch.tensor(matrix_FN, dtype=torch.float64)  # as the functions returned them
         for i in rounded_functions(rewards_FN, rollouts.num_generations):
             warn_once(
                 logger,
@@ -196,11 +202,11 @@ class RewardMixin:
                 self.reward_func_names[i],
             )
         return GroupRewards(
-            rewards_NF=rewards_FN.float().T,
+            rewards_NF=rewards_FN.float().T,  # (F, N) -> (N, F)
             weights_F=self.reward_weights,
             num_generations=rollouts.num_generations,
             step_rewards={i: [r if isinstance(r, list) else [] for r in columns[i]] for i in stepwise},
-            num_tokens=max(width for _, _, width in gathered),
+            num_tokens=max(width for _, _, width in gathered),  # T of the longest completion of all ranks
         )
 
 
@@ -211,12 +217,13 @@ def rounded_functions(rewards_FN: torch.Tensor, num_generations: int) -> list[in
     """
     if not rewards_FN.numel():
         return []
-    rewards_FPG = rewards_FN.reshape(len(rewards_FN), -1, num_generations)
+    rewards_FPG = rewards_FN.reshape(len(rewards_FN), -1, num_generations)  # (F, N) -> (F, P, G)
     error_FP = (rewards_FPG - rewards_FPG.float().double()).abs().nan_to_num(0.0).amax(-1)
-    missing_FPG = rewards_FPG.isnan()
+    missing_FPG = rewards_FPG.isnan()  # left out of the extremes; a group without rewards has spread -inf
     largest_FP = rewards_FPG.masked_fill(missing_FPG, -math.inf).amax(-1)
     spread_FP = largest_FP - rewards_FPG.masked_fill(missing_FPG, math.inf).amin(-1)
     magnitude_FP = rewards_FPG.abs().nan_to_num(0.0).amax(-1)
+    # 1e9 + [0, 1, 2, 3] has a spread of 3, but neighbours in float32 are 64 apart there.
     is_rounded_FP = (spread_FP > 1e-12 * magnitude_FP) & (spread_FP < 100 * error_FP)
     return is_rounded_FP.any(-1).nonzero().flatten().tolist()
 
@@ -239,7 +246,7 @@ def reward_metrics(
         aggregation: combines them into ``reward``, ``reward_std`` and ``frac_reward_zero_std``.
     """
     metrics: Metrics = {}
-    sums = rewards.with_step_sums()
+    sums = rewards.with_step_sums()  # (N, F): step rewards of a completion by their sum
     for column, name in enumerate(names):
         values_N = sums.rewards_NF[:, column]
         scored = (~values_N.isnan()).sum().item()
@@ -249,10 +256,11 @@ def reward_metrics(
         if column in rewards.step_rewards:
             num_steps = sum(len(steps) for steps in rewards.step_rewards[column])
             metrics[f"rewards/{name}/steps"] = Mean(num_steps, scored)
-    total_PG = total_rewards(sums, aggregation).view(-1, rewards.num_generations)
+    total_PG = total_rewards(sums, aggregation).view(-1, rewards.num_generations)  # (N,) -> (P, G)
     scored = (~total_PG.isnan()).sum().item()
     if scored:
         scored_P = ~total_PG.isnan().all(-1)
+        # No advantage, and no gradient of the policy loss: what dynamic_sampling would replace.
         constant_P = scored_P & (nan_std(total_PG, -1).squeeze(-1) < 1e-8) & ~rewards.steps_vary()
         metrics["reward"] = Mean(total_PG.nansum().item(), scored)
         metrics["reward_std"] = Mean(nan_std(total_PG.flatten(), 0).item() * scored, scored)

@@ -55,7 +55,7 @@ class RolloutMixin:
             B completions with their prompts, in the order of the request.
         """
         rows = request.rows
-        if self.agents is not None:
+        if self.agents is not None:  # many calls of the backend, one per turn
             rollouts = self.run_agents(request, self.backend.generate)
             return replace(
                 rollouts,
@@ -66,13 +66,14 @@ class RolloutMixin:
             )
         if self.rollout_func is not None:
             return self._call_rollout_func(self.rollout_func, request)
-        prompt_ids, images = self.tokenize(rows)
+        prompt_ids, images = self.tokenize(rows)  # B lists of token ids, without padding
         sampling = SamplingOptions(
             images=images,
             generation_kwargs=request.generation_kwargs,
+            # Rewards of finished prompts are computed while the sampler is busy with the others.
             on_finished=self._partial_rollouts(request, prompt_ids),
         )
-        completions = self.backend.generate(prompt_ids, sampling)
+        completions = self.backend.generate(prompt_ids, sampling)  # B; the G copies of a prompt differ
         return self.make_rollouts(request, prompt_ids, completions, images=images)
 
     def run_agents(self, request: RolloutRequest, generate: Callable[..., list[Completion]]) -> RolloutBatch:
@@ -82,6 +83,7 @@ class RolloutMixin:
             generate: samples turns as ``GenerationBackend.generate`` does, from the stream of the run.
         """
         assert self.agents is not None
+        # Tools may draw random numbers any number of times; sampling must not depend on how often.
         turns = copy.copy(self.backend)
         turns.generate = self.rng.user_code(False)(generate)  # type: ignore[method-assign]
         with self.rng.user_code():
@@ -129,6 +131,7 @@ class RolloutMixin:
         tokenizer = text_tokenizer(self.processing_class)
         parse = TurnParser(tokenizer, "", with_tools=False)
         token_ids = [completion.token_ids for completion in completions]
+        # Text for a text prompt, [{"role": "assistant", "content": text}] for a chat.
         texts = self.processing_class.batch_decode(token_ids, skip_special_tokens=True)
         return [
             [parse(context_ids, ids, ()).message]
@@ -140,6 +143,7 @@ class RolloutMixin:
     def prefetch_rollouts(self, request: RolloutRequest, step: int) -> None:
         """Start generating the rollouts of optimizer step ``step`` on a server."""
         prompt_ids, images = self.tokenize(request.rows)
+        # The later request has the same settings, prompts and step, by which the server finds the results.
         sampling = SamplingOptions(images=images, generation_kwargs=request.generation_kwargs)
         self.backend.prefetch(prompt_ids, sampling, step=step)
 
@@ -154,7 +158,7 @@ class RolloutMixin:
         """
         pairs: list[tuple[list[int], Any]] = []
         for index, row in enumerate(rows):
-            if index > 0 and _same_input(row, rows[index - 1]):
+            if index > 0 and _same_input(row, rows[index - 1]):  # the G copies of a prompt
                 pairs.append(pairs[-1])
             else:
                 pairs.append(self._tokenize_row(row))
@@ -166,6 +170,7 @@ class RolloutMixin:
 
     def _tokenize_row(self, row: Row) -> tuple[list[int], ImageInputs | None]:
         prompt = insert_images(row)
+        # A longer prompt loses its first tokens; one with images is an error instead.
         template_kwargs, max_length = self.args.chat_template_kwargs, self.args.max_prompt_length
         return encode_prompt(self.processing_class, prompt, row_images(row), template_kwargs, max_length)  # type: ignore[arg-type]
 
@@ -175,7 +180,7 @@ class RolloutMixin:
             function, prompts, self, self.backend.end_tokens
         )
         images = None
-        if is_processor(self.processing_class):
+        if is_processor(self.processing_class):  # the function returns token ids alone
             own_ids, images = self.tokenize(request.rows)
             check_prompt_ids(prompt_ids, own_ids, images)
         return self.make_rollouts(request, prompt_ids, completions, images=images, extra=extra)
@@ -183,13 +188,14 @@ class RolloutMixin:
     def _partial_rollouts(self, request: RolloutRequest, prompt_ids: list[list[int]]) -> OnFinished | None:
         """Adapt ``on_partial_rollout`` to the backend's callback, which passes positions and completions."""
         on_partial_rollout = request.on_partial_rollout
-        if on_partial_rollout is None:
+        if on_partial_rollout is None:  # no reward function takes single completions
             return None
 
         def on_finished(row_ids: Sequence[int], completions: list[Completion]) -> None:
+            # row_ids [4, 5, 6, 7] of a request of B = 8 rows: the second prompt with G = 4 is finished.
             part = replace(request, rows=[request.rows[i] for i in row_ids])
             rollouts = self.make_rollouts(part, [prompt_ids[i] for i in row_ids], completions)
-            on_partial_rollout(replace(rollouts, row_ids=list(row_ids)))
+            on_partial_rollout(replace(rollouts, row_ids=list(row_ids)))  # matched with the request later
 
         return on_finished
 
