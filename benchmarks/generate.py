@@ -59,14 +59,14 @@ def plain(model: Any, prompts: list[list[int]], config: Any, lengths: list[int])
 
 def groupwise(model: Any, prompts: list[list[int]], config: Any, lengths: list[int]) -> list[int]:
     """Run ``generate`` with groupwise's loop and linear layers."""
-    from groupwise.cpu.linear import packed_weights, replace_linears
+    from groupwise.cpu.linear import prepacked_weights, replace_linears
     from groupwise.generation.decoding import can_decode_groups, decode_groups
 
     if not can_decode_groups(model, config):
         raise SystemExit("the loop does not take this model")
     loop = partial(decode_groups, copies=[GROUP] * len(prompts))
     replace_linears(model)  # as the trainer does at its start; layers that are fast already stay
-    with packed_weights(model):
+    with prepacked_weights(model):
         return _count(model, prompts, config, lengths, custom_generate=loop)
 
 

@@ -156,7 +156,7 @@ def measure_floor(spec: Spec) -> dict[str, Any]:
     """Load the bare model; on a CPU with groupwise's linear layers and checkpoints."""
     import torch
 
-    from groupwise.cpu import keep_checkpoint_products
+    from groupwise.cpu import save_matmul_outputs
     from groupwise.cpu.linear import replace_linears
     from groupwise.policy.heads import LogprobHead, forward_logprobs
 
@@ -169,7 +169,7 @@ def measure_floor(spec: Spec) -> dict[str, Any]:
     if spec.device == "cpu":
         replace_linears(model)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    keep_checkpoint_products(model)
+    save_matmul_outputs(model)
     model.train()
     meter = Meter(spec.device)
     vocabulary = model.config.vocab_size

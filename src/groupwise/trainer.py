@@ -52,7 +52,7 @@ from groupwise.generation.base import GenerationBackend, check_backend, make_bac
 from groupwise.hf import checkpointing
 from groupwise.hf.arguments import check_arguments, check_methods
 from groupwise.hf.base import BaseTrainer
-from groupwise.hf.callbacks import CheckpointProductsCallback, SyncRefModelCallback
+from groupwise.hf.callbacks import MatmulOutputsCallback, SyncRefModelCallback
 from groupwise.hf.step_state import Attribute, Stateful, StepState
 from groupwise.mixins import AdvantageMixin, BatchingMixin, LogprobMixin, LossMixin, RewardMixin, RolloutMixin
 from groupwise.mixins.advantage import checked_advantages
@@ -272,7 +272,7 @@ class GRPOTrainer(
         self._reset_run_state(None)
         self.num_parameters = self.model.num_parameters(exclude_embeddings=True)
         reporting.show_rewards_in_progress(self)
-        self.add_callback(CheckpointProductsCallback())
+        self.add_callback(MatmulOutputsCallback())
         if self.args.sync_ref_model:
             self.add_callback(SyncRefModelCallback(self.reference, self.args, self.accelerator))
 

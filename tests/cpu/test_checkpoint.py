@@ -17,7 +17,7 @@ from groupwise.compat.torch import has_native_bf16_cpu, has_onednn_linear
 from groupwise.cpu import linear
 from groupwise.cpu.checkpoint import checkpoint_contexts
 from groupwise.cpu.linear import replace_linears
-from groupwise.hf.callbacks import CheckpointProductsCallback
+from groupwise.hf.callbacks import MatmulOutputsCallback
 
 pytestmark = pytest.mark.skipif(not has_onednn_linear(), reason="this PyTorch has no oneDNN")
 
@@ -145,7 +145,7 @@ def test_a_run_keeps_products(tmp_path, products):
     kept = len(products)
     products.clear()
     other = wide_run(tmp_path / "other", gradient_checkpointing=True)
-    other.remove_callback(CheckpointProductsCallback)
+    other.remove_callback(MatmulOutputsCallback)
     other.train()
     assert len(products) - kept == 2 * 6
     for one, two in zip(run.model.parameters(), other.model.parameters(), strict=True):
@@ -162,7 +162,7 @@ def test_checkpoints_of_another_kind_are_left_alone(given):
     replace_linears(model)
     model.gradient_checkpointing_enable(given)
     before = [module._gradient_checkpointing_func for module in model.model.layers]
-    cpu.keep_checkpoint_products(model)
+    cpu.save_matmul_outputs(model)
     assert [module._gradient_checkpointing_func for module in model.model.layers] == before
     assert all(isinstance(function, partial) for function in before)
 
@@ -171,7 +171,7 @@ def test_models_without_onednn_layers_are_left_alone():
     model = policy()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     before = model.model.layers[0]._gradient_checkpointing_func
-    cpu.keep_checkpoint_products(model)
+    cpu.save_matmul_outputs(model)
     assert model.model.layers[0]._gradient_checkpointing_func is before
 
 
@@ -200,7 +200,7 @@ def test_the_whole_gradient_of_a_real_model_is_the_same(tokens, autocast, smollm
 
     model.gradient_checkpointing_enable({"use_reentrant": False})
     expected, all_products = gradient()
-    cpu.keep_checkpoint_products(model)
+    cpu.save_matmul_outputs(model)
     found, fewer_products = gradient()
     assert same(found, expected)
     assert all_products - fewer_products == 6 * len(model.model.layers)  # all but the last of each layer

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from groupwise.compat.torch import has_native_bf16_cpu, has_onednn_linear
 from groupwise.cpu import linear
-from groupwise.cpu.linear import OneDNNLinear, packed_weights, replace_linears
+from groupwise.cpu.linear import OneDNNLinear, prepacked_weights, replace_linears
 
 pytestmark = pytest.mark.skipif(not has_onednn_linear(), reason="this PyTorch has no oneDNN")
 
@@ -121,13 +121,13 @@ def test_other_dtypes_and_vectors_use_pytorch():
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows", [1, 8, 500])
-def test_packed_weights_make_the_same_products(rows, bias):
+def test_prepacked_weights_make_the_same_products(rows, bias):
     torch.manual_seed(0)
     plain = torch.nn.Linear(200, 130, bias=bias)
     fast, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
     replace_linears(fast)
     packed = []
-    with torch.no_grad(), packed_weights(fast):
+    with torch.no_grad(), prepacked_weights(fast):
         for _ in range(6):
             inputs = torch.randn(rows, 1, 200)
             truth = exact(inputs.double())
@@ -143,7 +143,7 @@ def test_a_packed_copy_does_not_outlive_its_weight():
     layer = torch.nn.Linear(200, 130, bias=False)
     replace_linears(layer)
     inputs = torch.randn(3, 200)
-    with packed_weights(layer):
+    with prepacked_weights(layer):
         with torch.no_grad():
             before = [layer(inputs) for _ in range(4)][-1]
             layer.weight.mul_(2)
@@ -160,7 +160,7 @@ def test_weights_are_cast_once_and_packed_under_autocast(bias):
     plain = torch.nn.Linear(200, 130, bias=bias)
     fast, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
     replace_linears(fast)
-    with torch.no_grad(), packed_weights(fast):
+    with torch.no_grad(), prepacked_weights(fast):
         for precision in (AUTOCAST, FLOAT32):  # another dtype starts from the weight, not from the copy
             copies = []
             for _ in range(6):
@@ -180,7 +180,7 @@ def test_nothing_is_packed_that_other_precisions_do_not_use(dtype, monkeypatch):
     monkeypatch.setattr(linear, "has_native_bf16_cpu", lambda: False)
     layer = torch.nn.Linear(200, 130)
     replace_linears(layer)
-    with torch.no_grad(), packed_weights(layer), torch.autocast("cpu", dtype):
+    with torch.no_grad(), prepacked_weights(layer), torch.autocast("cpu", dtype):
         for _ in range(6):
             layer(torch.randn(3, 200))
         assert not layer.packing.weight_OI.is_mkldnn

@@ -16,7 +16,7 @@ import torch
 from groupwise.cli.report import Finding, fail, ok, warn
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.advantages import GroupRewards, step_sum, total_rewards
-from groupwise.cpu import keep_checkpoint_products
+from groupwise.cpu import save_matmul_outputs
 from groupwise.cpu.malloc import malloc_trim
 from groupwise.errors import RewardError
 from groupwise.records import Completion, Experience, RolloutBatch, RolloutRequest
@@ -179,7 +179,7 @@ def train_row(trainer: GRPOTrainer, prompt_tokens: int, completion_tokens: int) 
     model: torch.nn.Module = trainer.accelerator.prepare_model(trainer.model)
     if args.gradient_checkpointing:
         trainer.model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
-        keep_checkpoint_products(trainer.model)
+        save_matmul_outputs(trainer.model)
     model.train()
     draw = torch.Generator().manual_seed(0)
     vocabulary = trainer.model.config.get_text_config(decoder=True).vocab_size

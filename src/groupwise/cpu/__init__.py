@@ -1,6 +1,6 @@
 """Savings of time and memory that only CPU runs use; the functions do nothing on other devices.
 
-:func:`install_cpu_training` once per run, :func:`keep_checkpoint_products` after gradient checkpointing is
+:func:`install_cpu_training` once per run, :func:`save_matmul_outputs` after gradient checkpointing is
 enabled, :func:`cpu_generation` or :func:`stock_linears` around sampling, :func:`trim_heap` between the
 forward and the backward pass.
 """
@@ -15,13 +15,13 @@ import torch
 
 from groupwise.compat.transformers import add_checkpoint_contexts
 from groupwise.cpu.checkpoint import checkpoint_contexts
-from groupwise.cpu.linear import OneDNNLinear, packed_weights, replace_linears, stock_linears
+from groupwise.cpu.linear import OneDNNLinear, prepacked_weights, replace_linears, stock_linears
 from groupwise.cpu.malloc import keep_large_blocks, malloc_trim, return_large_blocks
 
 __all__ = [
     "cpu_generation",
     "install_cpu_training",
-    "keep_checkpoint_products",
+    "save_matmul_outputs",
     "stock_linears",
     "trim_heap",
 ]
@@ -45,10 +45,10 @@ def install_cpu_training(models: Iterable[torch.nn.Module | None], *, onednn_lin
         logger.info("%d linear layers compute with oneDNN", sum(map(replace_linears, on_cpu)))
 
 
-def keep_checkpoint_products(model: torch.nn.Module) -> None:
-    """Let the checkpoints of ``model`` keep products of linear layers; a no-op without oneDNN's layers.
+def save_matmul_outputs(model: torch.nn.Module) -> None:
+    """Save outputs of linear layers in the gradient checkpoints of ``model``, if oneDNN computes them.
 
-    Gradient checkpointing that is enabled later does not; nor do reentrant checkpoints, and those that have
+    No effect on gradient checkpointing that is enabled later, reentrant checkpoints, and those that have
     contexts of their own.
     """
     if any(isinstance(module, OneDNNLinear) for module in model.modules()):
@@ -57,11 +57,11 @@ def keep_checkpoint_products(model: torch.nn.Module) -> None:
 
 @contextmanager
 def cpu_generation(model: torch.nn.Module) -> Iterator[None]:
-    """Context manager for sampling: packs linear weights, keeps freed tensors in the heap.
+    """Context manager for sampling: prepacks linear weights, keeps freed tensors in the heap.
 
     The weights of ``model`` must not change inside.
     """
-    with keep_large_blocks() if _is_on_cpu(model) else nullcontext(), packed_weights(model):
+    with keep_large_blocks() if _is_on_cpu(model) else nullcontext(), prepacked_weights(model):
         yield
 
 

@@ -2,7 +2,7 @@
 
 A checkpoint keeps its inputs and computes everything else twice. The memory of a step is largest at the end
 of the backward pass, when every gradient exists. Until the gradient of a weight is allocated, its memory is
-free and holds the product with the weight, which is then not computed a second time.
+free and holds the output of the layer, which is then not computed a second time.
 
 PyTorch's ``create_selective_checkpoint_contexts`` calls Python at every operation of both passes, and decides
 by operation alone. Here only linear layers ask, with their weight at hand.
@@ -17,27 +17,27 @@ import torch
 
 from groupwise.compat.torch import in_place_changes
 
-_current: _Products | None = None
+_current: _MatmulOutputs | None = None
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Make the contexts of one checkpoint's two passes, a ``context_fn`` of ``torch.utils.checkpoint``."""
-    products = _Products()
+    products = _MatmulOutputs()
     return _Pass(products, recomputes=False), _Pass(products, recomputes=True)
 
 
-def fill_with_product(
+def fill_with_matmul(
     output: torch.Tensor, weight_OI: torch.Tensor, product: Callable[[], torch.Tensor]
 ) -> None:
-    """Make ``product()`` the data of ``output``, or its equal kept from a checkpoint's forward pass."""
+    """Make ``product()`` the data of ``output``, or its equal saved in a checkpoint's forward pass."""
     kept = _current.take() if _current else None
     output.data = product() if kept is None else kept
     if _current:
         _current.offer(output, weight_OI)
 
 
-class _Products:
-    """Products of one checkpoint in the order of its forward pass; its recomputation takes each once."""
+class _MatmulOutputs:
+    """Matmul outputs of one checkpoint in the order of its forward; its recomputation takes each once."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[torch.Tensor, int] | None] = []  # with its in-place changes; None: not kept
@@ -71,7 +71,7 @@ class _Products:
 class _Pass(AbstractContextManager[None]):
     """Forward pass or recomputation of a checkpoint; a graph that is retained is recomputed several times."""
 
-    def __init__(self, products: _Products, *, recomputes: bool) -> None:
+    def __init__(self, products: _MatmulOutputs, *, recomputes: bool) -> None:
         self.products, self.recomputes = products, recomputes
 
     def __enter__(self) -> None:

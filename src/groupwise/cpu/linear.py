@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from groupwise.compat.torch import has_native_bf16_cpu, has_onednn_linear, onednn_linear, onednn_pack
-from groupwise.cpu.checkpoint import fill_with_product
+from groupwise.cpu.checkpoint import fill_with_matmul
 
 _MIN_FEATURES = 128  # below that, on either side, the call costs more than the product
 _ROWS = 8  # rows the packed layout is chosen for; layouts for 8 and for 512 rows are equally fast on both
 _USES = 4  # products before a weight is packed; packing costs what 20 to 30 products save
 
 
-class _Packing:
+class _Prepacking:
     """A constant weight in the dtype of the products, copied to oneDNN's packed layout at its fourth use."""
 
     def __init__(self, weight_OI: torch.Tensor) -> None:
@@ -41,7 +41,7 @@ class _Packing:
 class OneDNNLinear(torch.nn.Linear):
     """``nn.Linear`` computed with oneDNN; parameters and state dict are those of ``nn.Linear``."""
 
-    packing: _Packing | None = None  # set inside packed_weights
+    packing: _Prepacking | None = None  # set inside prepacked_weights
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         dtype = _operand_dtype(input, self.weight)
@@ -78,14 +78,14 @@ def replace_linears(model: torch.nn.Module) -> int:
 
 
 @contextmanager
-def packed_weights(model: torch.nn.Module) -> Iterator[None]:
+def prepacked_weights(model: torch.nn.Module) -> Iterator[None]:
     """Context manager for many forward passes without gradients and with constant weights.
 
     Each :class:`OneDNNLinear` that is used more than a few times copies its weight to oneDNN's packed layout.
     """
     layers = [module for module in model.modules() if isinstance(module, OneDNNLinear)]
     for layer in layers:
-        layer.packing = _Packing(layer.weight.detach())
+        layer.packing = _Prepacking(layer.weight.detach())
     try:
         yield
     finally:
@@ -124,7 +124,7 @@ def _linear_with_gradient(
     output = _Linear.apply(input, weight_OI, bias_O, operand, operand_OI)
     with torch.no_grad():
         bias = None if bias_O is None else bias_O.to(dtype)
-        fill_with_product(output, weight_OI, lambda: onednn_linear(operand, operand_OI, bias))
+        fill_with_matmul(output, weight_OI, lambda: onednn_linear(operand, operand_OI, bias))
     return output
 
 

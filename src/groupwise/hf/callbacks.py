@@ -9,7 +9,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.cpu import keep_checkpoint_products
+from groupwise.cpu import save_matmul_outputs
 from groupwise.policy.reference import Reference
 
 
@@ -34,11 +34,11 @@ class SyncRefModelCallback(TrainerCallback):
             self.reference.mix(self.accelerator.unwrap_model(model), self.alpha)
 
 
-class CheckpointProductsCallback(TrainerCallback):
-    """Call :func:`keep_checkpoint_products` once ``Trainer.train`` has enabled gradient checkpointing."""
+class MatmulOutputsCallback(TrainerCallback):
+    """Call :func:`save_matmul_outputs` once ``Trainer.train`` has enabled gradient checkpointing."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if args.gradient_checkpointing:
-            keep_checkpoint_products(kwargs["model"])
+            save_matmul_outputs(kwargs["model"])
