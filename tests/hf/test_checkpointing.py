@@ -153,6 +153,16 @@ def test_a_directory_without_state_is_refused(tmp_path: Path) -> None:
         load_state(str(tmp_path), 0, 1)
 
 
+class OfAnotherVersion:
+    pass
+
+
+def test_records_of_another_version_are_refused(tmp_path):
+    torch.save({"world_size": 1, "buffer": OfAnotherVersion()}, tmp_path / "groupwise_state_0.pt")
+    with pytest.raises(ConfigError, match="resume with the version that wrote it"):
+        load_state(str(tmp_path), 0, 1)
+
+
 def test_resuming_from_weights_alone_is_refused(tmp_path: Path) -> None:
     make_trainer(tmp_path, save_only_model=True, max_steps=1).train()
     assert "model.safetensors" in _names(tmp_path / "checkpoint-1")

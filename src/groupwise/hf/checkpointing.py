@@ -213,7 +213,8 @@ def load_state(directory: str, rank: int, world_size: int) -> dict[str, Any]:
     """Read the rollout state of one rank.
 
     Raises:
-        ConfigError: the checkpoint was written by another number of processes, or by another trainer.
+        ConfigError: the checkpoint was written by another number of processes, another trainer or another
+            version.
     """
     path = os.path.join(directory, STATE.format(rank=rank))
     if not os.path.isfile(path):
@@ -228,8 +229,8 @@ def load_state(directory: str, rank: int, world_size: int) -> dict[str, Any]:
         state = load(path, EntropyControl, LeftoverGroups, EvaluatedCompletion)
     except UnpicklingError as error:
         raise ConfigError(
-            f"checkpoint {directory!r} cannot be read: {error}. Was it written by another version of "
-            "groupwise? Resume with that version, or start a new run with the checkpoint as its model"
+            f"checkpoint {directory!r} holds records that this version of groupwise does not have; resume "
+            "with the version that wrote it, or start a new run with the checkpoint as its model"
         ) from error
     if state["world_size"] != world_size:
         raise _wrong_world_size(directory, state["world_size"], world_size)
