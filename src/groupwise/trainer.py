@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -128,8 +128,6 @@ class GRPOTrainer(
     args: GRPOConfig  # type: ignore[assignment]
     model: PreTrainedModel  # type: ignore[assignment]
     zero_grad_at_zero_advantage = True  # of compute_loss, see LossMixin
-    refused_methods: Mapping[str, str] = REFUSED_METHODS  # of subclasses and instances: not called here
-    refused_way_out = f"A subclass written for TRL: {TRL_HOOKS}"
     config_class = GRPOConfig  # of a trainer without args
     sampling_mask_lost_because = ""  # a subclass that passes token ids alone says so
     buffer_class = ExperienceBuffer
@@ -158,7 +156,7 @@ class GRPOTrainer(
         environment_factory: Any = None,
         backend: str | GenerationBackend | None = None,
     ) -> None:
-        check_methods(self, self.refused_methods, self.refused_way_out)
+        self.check_overrides()
         args = check_arguments(model, args, self.config_class)
         agents = make_agent_loop(tools, environment_factory, rollout_func, args)
         train_dataset, eval_dataset = add_environment_rows(train_dataset, eval_dataset, agents, args)
@@ -179,6 +177,7 @@ class GRPOTrainer(
         policy = prepare_policy(model, args, quantization_config, peft_config)
         check_vision(policy, processing_class, args, train_dataset, eval_dataset)
         self.reference = make_reference(policy, args, fresh_adapter=peft_config is not None)
+        after_policy = torch.get_rng_state()
         super().__init__(
             model=policy,
             args=args,
@@ -193,6 +192,7 @@ class GRPOTrainer(
         self.reward_funcs, self.reward_processing_classes = reward_funcs, reward_processing_classes
         self.reward_func_names: list[str] = []  # follow from the functions
         self.reward_weights = with_default_weights(args, reward_funcs)
+        torch.set_rng_state(after_policy)  # heads are drawn after adapters, as in TRL; Trainer seeds anew
         self._load_rewards(LoadedRewards())
         self._set_policy_state(rollout_func, agents, backend)
         set_seed(args.seed, device_specific=True)  # ranks must not sample the same completions
@@ -275,6 +275,14 @@ class GRPOTrainer(
         self.add_callback(MatmulOutputsCallback())
         if self.args.sync_ref_model:
             self.add_callback(SyncRefModelCallback(self.reference, self.args, self.accelerator))
+
+    def check_overrides(self) -> None:
+        """Refuse overrides of methods that this trainer does not call; on the instance, before it trains.
+
+        Raises:
+            ConfigError: there are some; the message names the methods to override instead.
+        """
+        check_methods(self, REFUSED_METHODS, f"A subclass written for TRL: {TRL_HOOKS}")
 
     def has_untrusted_logps(self) -> bool:
         """Return True if log-probs of completions may be placeholders: those of a ``rollout_func``."""
@@ -675,7 +683,7 @@ class GRPOTrainer(
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
         """Train; ``resume_from_checkpoint`` (True or a directory) continues exactly where it was saved."""
-        check_methods(self, self.refused_methods, self.refused_way_out)  # a script may have replaced some
+        self.check_overrides()  # a script may have replaced some
         with self.run_directory.open(resume_from_checkpoint) as directory:
             self._reset_run_state(directory)
             self.run_directory.move_aside()

@@ -92,8 +92,6 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
     Args and Raises: as :class:`groupwise.GRPOTrainer`.
     """
 
-    refused_methods: Mapping[str, str] = REFUSED_METHODS
-    refused_way_out = "Settings and records of groupwise.GRPOTrainer replace them"
     config_class = GRPOConfig
     sampling_mask_lost_because = (
         "TRL's hooks pass completions without the sampling mask (groupwise.GRPOTrainer records it)"
@@ -112,9 +110,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
     def _set_run_state(self) -> None:
         super()._set_run_state()
         check_settings(self.args, self.processing_class)
-        if self.agents is not None:
-            self.refused_methods = {**REFUSED_METHODS, **NOT_CALLED_WITH_TOOLS}
-            check_methods(self, self.refused_methods, self.refused_way_out)
+        self.check_overrides()  # again: now it is known whether there are tools
         #: Columns of the completions table, the newest generation batch; hooks may extend them.
         self._logs = make_logs(self.args.generation_batch_size)
         #: Columns and metrics of hooks that are not in ``_logs`` and ``_metrics`` yet.
@@ -135,6 +131,12 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
     def refresh_settings(self, *, new_run: bool = False) -> None:
         super().refresh_settings(new_run=new_run)
         check_objective(self.args)
+
+    def check_overrides(self) -> None:
+        """Refuse overrides that TRL's step does not call here."""
+        has_tools = getattr(self, "agents", None) is not None  # unknown before the trainer is built
+        refused = {**REFUSED_METHODS, **(NOT_CALLED_WITH_TOOLS if has_tools else {})}
+        check_methods(self, refused, "Settings and records of groupwise.GRPOTrainer replace them")
 
     def has_untrusted_logps(self) -> bool:
         """Return True also for log-probs of a hook: as in TRL, only those of vLLM correct the loss."""
