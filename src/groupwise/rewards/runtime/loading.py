@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -208,8 +209,10 @@ def load_rewards(
     for function, tokenizer in zip(chosen, processing_classes, strict=True):
         entry = loaded.get(id(function))
         if entry is None or entry[2] is not tokenizer:
-            with preserved_state():
-                torch.manual_seed(config.seed)  # all ranks initialise the same head
+            # Heads are drawn after the adapters, as in TRL; those of a later step do not change the samples.
+            with preserved_state() if before.functions else nullcontext():
+                if before.functions:
+                    torch.manual_seed(config.seed)  # all ranks initialise the same head
                 entry = _load(function, tokenizer, config, accelerator, policy, policy_tokenizer)
         entries.append(entry)
     made, callables, tokenizers = (list(column) for column in zip(*entries, strict=True))
