@@ -5,7 +5,7 @@ PYTHON3 ?= python3
 # Two test processes with one thread each use two cores better than one process with two.
 JOBS ?= 2
 
-.PHONY: quickstart test lint docs mutation compat clean
+.PHONY: quickstart test check lint docs mutation compat clean
 
 # With vLLM it runs in the environment of the tests, which has an engine.
 quickstart: $(VENV)/$(if $(findstring --use_vllm,$(ARGS)),installed,quickstart)
@@ -13,6 +13,12 @@ quickstart: $(VENV)/$(if $(findstring --use_vllm,$(ARGS)),installed,quickstart)
 
 test: lint
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(JOBS) --dist worksteal $(ARGS)
+
+# Lint, types, architecture, and the fast tests: in about a minute.
+check: lint
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(JOBS) --dist worksteal tests/architecture/test_budget.py \
+	tests/architecture/test_design.py tests/architecture/test_language.py tests/architecture/test_public_surface.py \
+	tests/core tests/config tests/mixins tests/data --deselect tests/config/test_changed_settings.py $(ARGS)
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .
