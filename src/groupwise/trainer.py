@@ -83,6 +83,7 @@ from groupwise.reporting.table import completion_rows
 from groupwise.rewards.runtime.loading import (
     LoadedRewards,
     check_rewards,
+    load_reward_model,
     load_rewards,
     with_default_weights,
 )
@@ -177,7 +178,8 @@ class GRPOTrainer(
         policy = prepare_policy(model, args, quantization_config, peft_config)
         check_vision(policy, processing_class, args, train_dataset, eval_dataset)
         self.reference = make_reference(policy, args, fresh_adapter=peft_config is not None)
-        after_policy = torch.get_rng_state()
+        # In TRL's order: on one seed, the new head of a reward model is drawn after the policy's adapter.
+        reward_funcs = [load_reward_model(function, args) for function in reward_funcs]
         super().__init__(
             model=policy,
             args=args,
@@ -192,7 +194,6 @@ class GRPOTrainer(
         self.reward_funcs, self.reward_processing_classes = reward_funcs, reward_processing_classes
         self.reward_func_names: list[str] = []  # follow from the functions
         self.reward_weights = with_default_weights(args, reward_funcs)
-        torch.set_rng_state(after_policy)  # heads are drawn after adapters, as in TRL; Trainer seeds anew
         self._load_rewards(LoadedRewards())
         self._set_policy_state(rollout_func, agents, backend)
         set_seed(args.seed, device_specific=True)  # ranks must not sample the same completions

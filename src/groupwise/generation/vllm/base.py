@@ -102,9 +102,10 @@ class VLLMBackend(GenerationBackend):
                     f"a prompt of {max(map(len, prompts))} tokens leaves no room for a completion within "
                     f"{self.context_limit.format(self.context_length)}, or set max_prompt_length"
                 )
-        seed = self.config.seed
-        if sampling.generation_kwargs:  # requests with different settings must not share a key
-            seed ^= zlib.crc32(repr(sorted(sampling.generation_kwargs.items())).encode())
+        seed, run = self.config.seed, vars(sampler_settings(self.config))
+        other = sorted(item for item in sampling.generation_kwargs.items() if item not in run.items())
+        if other:  # requests with different settings must not share a key
+            seed ^= zlib.crc32(repr(other).encode())
         rank = self.config.process_index
         return group_requests(prompts, limits, seed, step, rank, num_samples, sampling.images)
 

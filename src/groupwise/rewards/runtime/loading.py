@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -209,14 +208,29 @@ def load_rewards(
     for function, tokenizer in zip(chosen, processing_classes, strict=True):
         entry = loaded.get(id(function))
         if entry is None or entry[2] is not tokenizer:
-            # Heads are drawn after the adapters, as in TRL; those of a later step do not change the samples.
-            with preserved_state() if before.functions else nullcontext():
-                if before.functions:
-                    torch.manual_seed(config.seed)  # all ranks initialise the same head
+            with preserved_state():  # of an id that a script assigns later; its head changes no sample
+                torch.manual_seed(config.seed)  # all ranks initialise the same head
                 entry = _load(function, tokenizer, config, accelerator, policy, policy_tokenizer)
         entries.append(entry)
     made, callables, tokenizers = (list(column) for column in zip(*entries, strict=True))
     return LoadedRewards(made, callables, list(names), tokenizers, weights_F.clone())
+
+
+def load_reward_model(function: RewardFunc, config: GRPOConfig) -> RewardFunc:
+    """Return a reward function, an id replaced by its model; a new head is drawn from torch's generator."""
+    model = function.model if isinstance(function, ProcessRewardModel) else function
+    if not isinstance(model, str):
+        return function
+    loaded: Any
+    if is_process_reward(function, config.trust_remote_code):  # with the labels of its configuration
+        loaded = AutoModelForTokenClassification.from_pretrained(
+            model, trust_remote_code=config.trust_remote_code
+        )
+    else:  # model_init_kwargs are the policy's
+        loaded = AutoModelForSequenceClassification.from_pretrained(
+            model, num_labels=1, trust_remote_code=config.trust_remote_code
+        )
+    return replace(function, model=loaded) if isinstance(function, ProcessRewardModel) else loaded
 
 
 def _identical(one: Sequence[object], other: Sequence[object]) -> bool:
@@ -233,21 +247,12 @@ def _load(
 ) -> tuple[RewardFunc, Callable[..., Any], Tokenizer]:
     """Return the function, an id replaced by its model on the device; its callable; its tokenizer."""
     options: Any = config.per_device_train_batch_size, config.trust_remote_code, config.chat_template_kwargs
+    function = load_reward_model(function, config)
     if is_process_reward(function, config.trust_remote_code):
         reward = function if isinstance(function, ProcessRewardModel) else ProcessRewardModel(function)  # type: ignore[arg-type]
-        if isinstance(reward.model, str):  # with the number of labels of its configuration
-            model = AutoModelForTokenClassification.from_pretrained(
-                reward.model, trust_remote_code=config.trust_remote_code
-            )
-            reward = replace(reward, model=model)
         model = accelerator.prepare_model(reward.model, evaluation_mode=True)
         steps = StepScorer(model, reward, tokenizer, policy_tokenizer, *options)
-        given = reward if isinstance(function, ProcessRewardModel) else cast("PreTrainedModel", reward.model)
-        return given, steps, steps.tokenizer
-    if isinstance(function, str):  # model_init_kwargs are the policy's
-        function = AutoModelForSequenceClassification.from_pretrained(
-            function, num_labels=1, trust_remote_code=config.trust_remote_code
-        )
+        return function, steps, steps.tokenizer
     if isinstance(function, PreTrainedModel):
         scorer = RewardModel(accelerator.prepare_model(function, evaluation_mode=True), tokenizer, *options)
         return function, scorer, scorer.tokenizer
