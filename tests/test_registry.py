@@ -1,4 +1,7 @@
-"""Components by name: lazy imports, taken and unknown names."""
+"""Components by name: lazy imports, taken and unknown names.
+
+Files: ``generation/vllm/plugin.py``.
+"""
 
 from __future__ import annotations
 

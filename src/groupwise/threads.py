@@ -67,11 +67,19 @@ def as_exception(error: BaseException) -> Exception:
     return RuntimeError(f"{type(error).__name__}: {error}".removesuffix(": "))
 
 
-async def await_call(function: Callable[[], Any], timeout: float | None) -> Any:
+def limit_error(seconds: float | None, setting: str) -> TimeoutError:
+    """Return the error of a call that took too long, with the setting that limits it."""
+    return TimeoutError(f"no result within {seconds:g} seconds" + (f" ({setting})" if setting else ""))
+
+
+async def await_call(function: Callable[[], Any], timeout: float | None, setting: str = "") -> Any:
     """Await an async function, or call a sync function in a daemon thread, for ``timeout`` seconds at most.
 
     An async function is cancelled at the limit. Python cannot stop a thread: a sync call keeps running, and
     its result is discarded.
+
+    Args:
+        setting: name of the limit for the user, in the error.
 
     Raises:
         TimeoutError: the call exceeded the limit.
@@ -86,7 +94,7 @@ async def await_call(function: Callable[[], Any], timeout: float | None) -> Any:
     if not done:
         call.add_done_callback(lambda call: call.cancelled() or call.exception())  # else logged as not read
         call.cancel()  # not awaited: the function may ignore it
-        raise TimeoutError(f"no result within {timeout:g} seconds")
+        raise limit_error(timeout, setting)
     if call.cancelled():
         raise RuntimeError("CancelledError")
     return call.result()
@@ -110,11 +118,14 @@ def can_interrupt() -> bool:
     return threading.current_thread() is threading.main_thread() and hasattr(signal, "pthread_kill")
 
 
-def interrupted(function: Callable[[], T], timeout: float) -> T:
+def interrupted(function: Callable[[], T], timeout: float, setting: str = "") -> T:
     """Call a function in the main thread and interrupt it by a signal after ``timeout`` seconds.
 
     The signal is SIGVTALRM, so that ``signal.alarm`` remains free for the function. C code that does not
     return cannot be interrupted.
+
+    Args:
+        setting: name of the limit for the user, in the error.
 
     Raises:
         TimeoutError: the function was interrupted.
@@ -136,7 +147,7 @@ def interrupted(function: Callable[[], T], timeout: float) -> T:
         finally:
             running = False  # a signal before this line raises, and is caught below
     except _TimeLimitReached:
-        raise TimeoutError(f"no result within {timeout:g} seconds") from None
+        raise limit_error(timeout, setting) from None
     finally:
         timer.cancel()
         timer.join()  # a signal that is being sent arrives before the handler is replaced

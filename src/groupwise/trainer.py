@@ -110,13 +110,15 @@ class GRPOTrainer(
         reward_funcs: one or a list of callables, async callables, sequence-classification models, process
             reward models (token classification), or ids of such.
         args: the configuration; by default it writes to ``"<model name>-GRPO"``.
-        train_dataset, eval_dataset: rows with a ``prompt`` (text or chat messages); other columns reach the
-            rewards, ``image`` or ``images`` also the model. The evaluation set may be a dictionary of
-            datasets.
+        train_dataset: rows with a ``prompt`` (text or chat messages); other columns reach the rewards,
+            ``image`` or ``images`` also the model.
+        eval_dataset: the same for evaluations, or a dictionary of datasets.
         processing_class: tokenizer or processor; by default the model's.
         reward_processing_classes: None, one, or one per reward; by default each reward model's own tokenizer.
-        callbacks, optimizers: as in ``Trainer``.
-        quantization_config, peft_config: as in transformers and PEFT.
+        callbacks: as in ``Trainer``.
+        optimizers: as in ``Trainer``.
+        quantization_config: as in transformers.
+        peft_config: adapter to train, as in PEFT; the policy without it is the reference.
         tools: sync or async functions with type hints and docstrings, which the policy may call.
         environment_factory: makes environments for the rollouts, or names and what makes theirs.
         rollout_func: ``rollout_func(prompts, trainer)`` replaces generation.

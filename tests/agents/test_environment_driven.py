@@ -225,7 +225,7 @@ class Stuck(Dialogue):
             r"'Failing', method 'run_rollout' \(given sample=0\) raised OSError: the server is gone",
         ),
         (WithoutTurn, "rollout 0 ended without a turn of the policy"),
-        (Stuck, r"'Stuck', method 'run_rollout' .*no result within 0.1 seconds"),
+        (Stuck, r"'Stuck', method 'run_rollout' .*no result within 0.1 seconds \(time_limit\)"),
     ],
 )
 def test_failures_raise_with_the_name_of_the_environment(cls, message):

@@ -1,4 +1,7 @@
-"""EnvironmentPool: pooled instances, reset with the row, methods as tools, ``get_reward``."""
+"""EnvironmentPool: pooled instances, reset with the row, methods as tools, ``get_reward``.
+
+Files: ``agents/loop.py``, ``agents/tool_loop.py``.
+"""
 
 from __future__ import annotations
 
@@ -247,7 +250,11 @@ class Leaving(Counter):
             r"environment 'Failing', method 'reset' \(given sample=1.*raised OSError: no such level",
         ),
         (Failing, 2, r"method 'reset'.*it returned int; allowed: None, str, a list of content blocks"),
-        (Stuck, 1, r"environment 'Stuck', method 'reset' \(given sample=1.*no result within 0.05 seconds"),
+        (
+            Stuck,
+            1,
+            r"environment 'Stuck', method 'reset' \(given sample=1.*no result within 0.05 seconds \(tool_t",
+        ),
         (Leaving, 1, r"environment 'Leaving', method 'reset'.*SystemExit: 0"),
     ],
 )
@@ -260,7 +267,9 @@ def test_a_failing_reset_names_environment_method_and_row(cls, goal, message):
 def test_tool_timeout_limits_get_reward():
     environments = EnvironmentPool(Stuck, ToolExecutor(0.05))
     _, rollout = generate_rollouts(environments, [["x"]], [question("?")])
-    with pytest.raises(RewardError, match=r"'Stuck', method 'get_reward'.*no result within 0.05 seconds"):
+    with pytest.raises(
+        RewardError, match=r"'Stuck', method 'get_reward'.*no result within 0.05 seconds \(tool_timeout\)"
+    ):
         environments.reward_funcs()[0](**rollout.extra)
 
 

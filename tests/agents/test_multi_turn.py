@@ -1,4 +1,7 @@
-"""MultiTurnRollouts with a scripted policy and real tools."""
+"""MultiTurnRollouts with a scripted policy and real tools.
+
+Files: ``agents/executor.py``, ``agents/tools.py``, ``agents/trajectory.py``.
+"""
 
 from __future__ import annotations
 
@@ -245,7 +248,7 @@ def test_tool_timeout_limits_a_call(tool):
     text = call(tool.__name__, a=1) + call("add", a=1, b=2)
     rollout, _ = run([[text, "x"]], [tool, add], tool_timeout=0.05)
     assert [message["content"] for message in rollout.texts[0][1:-1]] == [
-        "{'error': 'no result within 0.05 seconds'}",
+        "{'error': 'no result within 0.05 seconds (tool_timeout)'}",
         "3",
     ]
     assert signal.getsignal(signal.SIGVTALRM) == previous
@@ -254,7 +257,7 @@ def test_tool_timeout_limits_a_call(tool):
 def test_sync_tools_have_a_time_limit_outside_the_main_thread_too():
     with ThreadPoolExecutor(1) as pool:
         rollout, _ = pool.submit(run, [[call("slow", a=1), "x"]], [slow], tool_timeout=0.05).result(20)
-    assert "no result within 0.05 seconds" in rollout.texts[0][1]["content"]
+    assert "no result within 0.05 seconds (tool_timeout)" in rollout.texts[0][1]["content"]
 
 
 @pytest.mark.parametrize("error", [SystemExit(0), asyncio.CancelledError(), GeneratorExit()], ids=repr)
@@ -584,7 +587,7 @@ def test_calls_fail_while_an_async_tool_blocks_the_event_loop(monkeypatch, caplo
     finally:
         release.set()
     results = [message["content"] for message in rollout.texts[0] if message["role"] == "tool"]
-    assert results == ["{'error': 'no result within 0.3 seconds'}"] * 2 + ["4"]
+    assert results == ["{'error': 'no result within 0.3 seconds (tool_timeout)'}"] * 2 + ["4"]
     assert "an async function blocks the event loop" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""The size of the library: lines of every room, members of the trainer, and comments where code is hard to read.
+"""The size of the library: lines of every room, members of the trainer, comments where code is hard.
 
 A number is raised in a commit of its own, whose message says what was looked for and not found to replace. A
 room that shrinks takes its number down with it: a budget of more than 5 % above the code is refused too.
@@ -7,8 +7,6 @@ room that shrinks takes its number down with it: a budget of more than 5 % above
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 import tokenize
 from pathlib import Path
 
@@ -51,7 +49,8 @@ COMMENTED = {
 }
 LEAST_COMMENTS = 8.0
 
-#: Public and private methods that GRPOTrainer and its own bases define, and instance attributes they add.
+#: Methods and properties that GRPOTrainer and its own bases define, and other members of these classes (without
+#: names of TRL that are refused).
 METHODS, ATTRIBUTES = 110, 60
 
 
@@ -92,9 +91,11 @@ def test_comments_are_counted_and_strings_are_not() -> None:
 def test_members_of_the_trainer() -> None:
     """What a reader of the trainer has to know: everything that is not ``transformers.Trainer``'s own."""
     from groupwise import GRPOTrainer
+    from groupwise.compat.trl import MissingAttribute
 
     own = [cls for cls in GRPOTrainer.__mro__ if cls.__module__.startswith("groupwise.")]
     members = {name: value for cls in own for name, value in vars(cls).items() if not name.startswith("__")}
     methods = {name for name, value in members.items() if callable(value) or isinstance(value, property)}
+    refused = {name for name, value in members.items() if isinstance(value, MissingAttribute)}
     assert len(methods) <= METHODS
-    assert len(set(members) - methods) <= ATTRIBUTES
+    assert len(set(members) - methods - refused) <= ATTRIBUTES

@@ -27,4 +27,5 @@ def test_a_reader_finds_the_tests_of_a_file(source: Path) -> None:
 
 
 def test_listed_files_exist() -> None:
-    assert {name for name in LISTED if name.endswith(".py") and "/" in name} <= set(map(str, SOURCES))
+    listed = {name for name in LISTED if name.endswith(".py") and "/" in name and " " not in name}
+    assert listed <= set(map(str, SOURCES))

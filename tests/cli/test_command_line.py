@@ -1,4 +1,7 @@
-"""The command line: valid and invalid input, and its error messages."""
+"""The command line: valid and invalid input, and its error messages.
+
+Files: ``cli/environment.py``, ``cli/sources.py``, ``cli/train.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The doctor reports what would fail, and valid runs pass."""
+"""The doctor reports what would fail, and valid runs pass.
+
+Files: ``cli/checks.py``, ``cli/report.py``, ``cli/trial.py``.
+"""
 
 from __future__ import annotations
 

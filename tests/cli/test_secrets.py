@@ -1,4 +1,7 @@
-"""Credentials do not reach output, logs, cards or saved files; nothing from elsewhere is executed."""
+"""Credentials do not reach output, logs, cards or saved files; nothing from elsewhere is executed.
+
+Files: ``config/redact.py``.
+"""
 
 from __future__ import annotations
 

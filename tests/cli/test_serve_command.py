@@ -1,4 +1,7 @@
-"""``groupwise vllm-serve`` prints a command for this machine only, without keys, and becomes it."""
+"""``groupwise vllm-serve`` prints a command for this machine only, without keys, and becomes it.
+
+Files: ``cli/serve.py``, ``generation/vllm/serve.py``.
+"""
 
 from __future__ import annotations
 

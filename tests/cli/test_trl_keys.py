@@ -1,4 +1,7 @@
-"""Run files and command lines of ``trl grpo``: cli/trl_keys.py."""
+"""Run files and command lines of ``trl grpo``: cli/trl_keys.py.
+
+Files: ``cli/run_file.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Private symbols of other libraries that ``groupwise.compat`` uses exist with the expected signatures."""
+"""Private symbols of other libraries that ``groupwise.compat`` uses exist with the expected signatures.
+
+Files: ``compat/accelerate.py``, ``compat/deepspeed.py``, ``compat/liger.py``, ``compat/peft.py``,
+``compat/torch.py``, ``compat/transformers.py``, ``compat/vllm.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Names, defaults and types of the fields, and their parsing from flags, YAML and JSON."""
+"""Names, defaults and types of the fields, and their parsing from flags, YAML and JSON.
+
+Files: ``config/fields.py``, ``config/inherited.py``.
+"""
 
 from __future__ import annotations
 

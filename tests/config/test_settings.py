@@ -1,4 +1,7 @@
-"""Ranges, choices, types and requirements of settings, each with an example that violates it."""
+"""Ranges, choices, types and requirements of settings, each with an example that violates it.
+
+Files: ``config/conditions.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Reductions merge exactly, whatever the split, and survive the way to another rank."""
+"""Reductions merge exactly, whatever the split, and survive the way to another rank.
+
+Files: ``core/metrics.py``.
+"""
 
 from __future__ import annotations
 

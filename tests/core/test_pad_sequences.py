@@ -1,4 +1,7 @@
-"""Ragged lists to rectangles."""
+"""Ragged lists to rectangles.
+
+Files: ``core/padding.py``.
+"""
 
 from __future__ import annotations
 

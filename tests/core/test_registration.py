@@ -1,4 +1,7 @@
-"""Registration of objectives, normalizers and advantages."""
+"""Registration of objectives, normalizers and advantages.
+
+Files: ``core/advantages.py``, ``core/objectives.py``, ``core/weights.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Products that a checkpoint keeps: the same gradients with fewer products, in memory that is free."""
+"""Products that a checkpoint keeps: the same gradients with fewer products, in memory that is free.
+
+Files: ``hf/callbacks.py``.
+"""
 
 from __future__ import annotations
 

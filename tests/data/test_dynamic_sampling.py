@@ -1,4 +1,7 @@
-"""Dynamic sampling: which groups fill a batch, and which are left to the next step."""
+"""Dynamic sampling: which groups fill a batch, and which are left to the next step.
+
+Files: ``records/rollout.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Order of the prompts, share of each rank, mark and rollback, and the loaders and samplers of subclasses."""
+"""Order of the prompts, share of each rank, mark and rollback, and the loaders and samplers of subclasses.
+
+Files: ``data/sampler.py``, ``data/train_loader.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Rebalanced windows and skipped rows: the same update from less computation."""
+"""Rebalanced windows and skipped rows: the same update from less computation.
+
+Files: ``mixins/batching.py``.
+"""
 
 from __future__ import annotations
 

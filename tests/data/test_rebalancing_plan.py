@@ -1,4 +1,7 @@
-"""The plan of rebalancing: which rows are computed, in which micro-batch and on which rank."""
+"""The plan of rebalancing: which rows are computed, in which micro-batch and on which rank.
+
+Files: ``data/budget.py``.
+"""
 
 from __future__ import annotations
 

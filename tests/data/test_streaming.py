@@ -1,4 +1,7 @@
-"""Streams as training and evaluation data: the same run as on the same rows at hand."""
+"""Streams as training and evaluation data: the same run as on the same rows at hand.
+
+Files: ``data/evaluation.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Rebalancing sends a row only to the rank that trains on it: memory does not grow with more ranks."""
+"""Rebalancing sends a row only to the rank that trains on it: memory does not grow with more ranks.
+
+Files: ``data/exchange.py``.
+"""
 
 from __future__ import annotations
 

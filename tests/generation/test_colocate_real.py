@@ -1,4 +1,7 @@
-"""SmolLM2-135M-Instruct trained for two steps with a vLLM engine in the trainer's process."""
+"""SmolLM2-135M-Instruct trained for two steps with a vLLM engine in the trainer's process.
+
+Files: ``generation/vllm/receiver.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The contract of ``GenerationBackend``, on every backend; vLLM servers are stand-ins."""
+"""The contract of ``GenerationBackend``, on every backend; vLLM servers are stand-ins.
+
+Files: ``generation/base.py``, ``generation/vllm/server.py``, ``records/images.py``.
+"""
 
 from __future__ import annotations
 

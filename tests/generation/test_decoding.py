@@ -1,4 +1,7 @@
-"""Decoding of groups against transformers' own ``generate`` and against exact probabilities."""
+"""Decoding of groups against transformers' own ``generate`` and against exact probabilities.
+
+Files: ``cpu/multinomial.py``, ``generation/growing_cache.py``, ``generation/transformers_backend.py``.
+"""
 
 from __future__ import annotations
 

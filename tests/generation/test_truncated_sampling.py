@@ -1,4 +1,7 @@
-"""Truncated sampling through the real trainer: the update is that of the distribution that was sampled."""
+"""Truncated sampling through the real trainer: the update is that of the distribution that was sampled.
+
+Files: ``config/sampling.py``.
+"""
 
 from __future__ import annotations
 

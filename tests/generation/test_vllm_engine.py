@@ -1,4 +1,7 @@
-"""Settings that vLLM would refuse late or not at all; transport and sleep order without an engine."""
+"""Settings that vLLM would refuse late or not at all; transport and sleep order without an engine.
+
+Files: ``generation/vllm/weight_sync.py``.
+"""
 
 from __future__ import annotations
 

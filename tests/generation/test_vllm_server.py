@@ -1,4 +1,7 @@
-"""The server backend against stand-ins for vLLM: what it sends, and what it does when a server fails."""
+"""The server backend against stand-ins for vLLM: what it sends, and what it does when a server fails.
+
+Files: ``generation/vllm/preflight.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Checkpoint directories: how they get their names, which one is found, which ones are kept."""
+"""Checkpoint directories: how they get their names, which one is found, which ones are kept.
+
+Files: ``hf/run_directory.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A run resumed from any of its checkpoints continues bit for bit as if it had never stopped."""
+"""A run resumed from any of its checkpoints continues bit for bit as if it had never stopped.
+
+Files: ``data/buffer.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Rollouts to padded tensors, and the log-probs that an update needs."""
+"""Rollouts to padded tensors, and the log-probs that an update needs.
+
+Files: ``policy/reference.py``.
+"""
 
 from __future__ import annotations
 

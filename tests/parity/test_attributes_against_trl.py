@@ -1,4 +1,7 @@
-"""Attributes that a callback sets on the trainer, and the last log of a run, against TRL's own trainer."""
+"""Attributes that a callback sets on the trainer, and the last log of a run, against TRL's own trainer.
+
+Files: ``config/trainer_attributes.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Fields and defaults of both configurations, and configurations that TRL wrote."""
+"""Fields and defaults of both configurations, and configurations that TRL wrote.
+
+Files: ``compat/trl.py``, ``trl_hooks/config.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Scripts after TRL's documentation run with either library, and log every key that TRL logs.
 
-Only the name in the import lines differs. The models are tiny and random: the scripts show what is accepted.
+Only the name in the import lines differs. The models are tiny and random: the scripts show what is
+accepted.
 """
 
 from __future__ import annotations

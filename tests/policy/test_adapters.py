@@ -1,4 +1,7 @@
-"""Adapters, references and precision: PEFT end to end, what the KL is measured against, heads in float32."""
+"""Adapters, references and precision: PEFT end to end, what the KL is measured against, heads in float32.
+
+Files: ``policy/introspection.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Quantized policies that cannot be trained, or sampled from, are refused before their weights are loaded."""
+"""Quantized policies that cannot be trained, or sampled from, are refused before their weights are loaded.
+
+Files: ``compat/bitsandbytes.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Adapters: an OpenEnv server in this process, reasoning-gym and verifiers (real if installed)."""
+"""Adapters: an OpenEnv server in this process, reasoning-gym and verifiers (real if installed).
+
+Files: ``recipes/environments/openenv.py``, ``recipes/environments/reasoning_gym.py``,
+``recipes/environments/verifiers.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Kept tokens travel with their rows: selection, concatenation, truncation, checkpoints, exchange."""
+"""Kept tokens travel with their rows: selection, concatenation, truncation, checkpoints, exchange.
+
+Files: ``records/tensors.py``.
+"""
 
 from __future__ import annotations
 

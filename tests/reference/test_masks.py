@@ -1,4 +1,7 @@
-"""Entropy quantile and bonus, off-policy mask, sampler correction, adaptive control, against the loops."""
+"""Entropy quantile and bonus, off-policy mask, sampler correction, adaptive control, against the loops.
+
+Files: ``core/corrections.py``, ``core/entropy.py``, ``core/masks.py``.
+"""
 
 from __future__ import annotations
 

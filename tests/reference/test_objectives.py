@@ -1,4 +1,7 @@
-"""Value and gradient of every objective against the scalar loops, over the product of all choices."""
+"""Value and gradient of every objective against the scalar loops, over the product of all choices.
+
+Files: ``core/kl.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""pass@k, majority votes and intervals against enumeration of everything that could have been sampled."""
+"""pass@k, majority votes and intervals against enumeration of everything that could have been sampled.
+
+Files: ``core/pass_at_k.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Extremes of the surrogates, where numbers follow from the equations by hand."""
+"""Extremes of the surrogates, where numbers follow from the equations by hand.
+
+Files: ``core/ratios.py``, ``core/surrogates.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Objectives beyond TRL's against scalar loops: value and gradient in float64."""
+"""Objectives beyond TRL's against scalar loops: value and gradient in float64.
+
+Files: ``core/variants.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Files: ``reporting/table.py``."""
+
 from __future__ import annotations
 
 import copy

@@ -1,4 +1,7 @@
-"""Answers are compared as mathematics; what cannot be judged is None."""
+"""Answers are compared as mathematics; what cannot be judged is None.
+
+Files: ``rewards/texts.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Independent functions on parts of a rollout: when what they gave is used, and when they are called anew."""
+"""Independent functions on parts of a rollout: when what they gave is used, and when they are called anew.
+
+Files: ``rewards/runtime/marking.py``, ``rewards/runtime/partial.py``.
+"""
 
 from __future__ import annotations
 

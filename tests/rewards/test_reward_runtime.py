@@ -1,4 +1,7 @@
-"""Time limits of reward functions, what a failing one does to a batch, and what runs at the same time."""
+"""Time limits of reward functions, what a failing one does to a batch, and what runs at the same time.
+
+Files: ``rewards/runtime/calling.py``, ``rewards/runtime/models.py``.
+"""
 
 from __future__ import annotations
 

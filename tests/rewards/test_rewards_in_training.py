@@ -1,4 +1,7 @@
-"""Reward functions through the trainer: what they get, what they may return, how they fail."""
+"""Reward functions through the trainer: what they get, what they may return, how they fail.
+
+Files: ``rewards/runtime/loading.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Programs that pass tests are rewarded; programs that mean harm do none, and end."""
+"""Programs that pass tests are rewarded; programs that mean harm do none, and end.
+
+Files: ``sandbox/code.py``, ``sandbox/launcher.py``, ``sandbox/linux.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Prompts to token ids, and completions in the format of their prompt."""
+"""Prompts to token ids, and completions in the format of their prompt.
+
+Files: ``tokenization/text.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Mistakes in a script are named before a model is loaded, gradients of NaN before they are used."""
+"""Mistakes in a script are named before a model is loaded, gradients of NaN before they are used.
+
+Files: ``compat/versions.py``, ``data/dataset_checks.py``, ``data/prompt_checks.py``, ``errors.py``,
+``hf/arguments.py``, ``policy/loading.py``.
+"""
 
 from __future__ import annotations
 

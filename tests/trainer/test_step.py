@@ -1,4 +1,7 @@
-"""One step through the real trainer: generation, reuse of a generation, windows, evaluation, logging."""
+"""One step through the real trainer: generation, reuse of a generation, windows, evaluation, logging.
+
+Files: ``data/window.py``, ``trainer.py``.
+"""
 
 from __future__ import annotations
 

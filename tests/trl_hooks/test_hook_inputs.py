@@ -1,4 +1,7 @@
-"""Dictionaries under TRL's names: built from records, shuffled, split, and turned into records again."""
+"""Dictionaries under TRL's names: built from records, shuffled, split, and turned into records again.
+
+Files: ``trl_hooks/inputs.py``.
+"""
 
 from __future__ import annotations
 

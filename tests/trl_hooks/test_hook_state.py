@@ -1,4 +1,7 @@
-"""The buffer of dictionaries, and metrics that hooks change as lists."""
+"""The buffer of dictionaries, and metrics that hooks change as lists.
+
+Files: ``trl_hooks/state.py``.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from groupwise.errors import is_interrupt, keep_grad_mode
 from groupwise.rewards.runtime.calling import reward_name
-from groupwise.threads import EventLoop, await_call, can_interrupt, interrupted, is_async, settle
+from groupwise.threads import EventLoop, await_call, can_interrupt, interrupted, is_async, limit_error, settle
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +73,7 @@ class ToolExecutor:
 
     def __init__(self, timeout: float | None = None, *, idle_limit: float | None = None) -> None:
         self.timeout, self.idle_limit = timeout, idle_limit
+        self.limited_by = "tool_timeout" if timeout is not None else "time_limit"  # names for the user
         self._loop: EventLoop | None = None
         self._semaphore: asyncio.Semaphore | None = None
 
@@ -128,7 +129,7 @@ class ToolExecutor:
             )
             self._loop = self._semaphore = None
         for future in unfinished:
-            settle(future, error=TimeoutError(f"no result within {limit:g} seconds"))
+            settle(future, error=limit_error(limit, self.limited_by))
         return True
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
@@ -147,7 +148,11 @@ class ToolExecutor:
             return
         try:
             with keep_grad_mode(f"the function {reward_name(function)!r} of a tool or environment"):
-                result = function() if self.timeout is None else interrupted(function, self.timeout)
+                result = (
+                    function()
+                    if self.timeout is None
+                    else interrupted(function, self.timeout, self.limited_by)
+                )
             future.set_result(result)
         except BaseException as problem:
             if is_interrupt(problem):
@@ -161,7 +166,7 @@ class ToolExecutor:
             for function, future in calls:
                 async with self._semaphore:
                     try:
-                        settle(future, await await_call(function, self.timeout))
+                        settle(future, await await_call(function, self.timeout, self.limited_by))
                     except BaseException as problem:  # SystemExit would end the event loop
                         settle(future, error=problem)
 

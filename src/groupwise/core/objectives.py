@@ -56,11 +56,14 @@ class ObjectiveSettings:
 
     objective: name in ``OBJECTIVES``.
     ratio_level: "token" or "sequence" (GSPO).
-    beta, kl_estimator: weight and estimator of the KL to the reference.
+    beta: weight of the KL to the reference.
+    kl_estimator: its estimator.
     kl_in_loss: False: the KL is measured, and charged to the reward instead.
     bias_correction_kl: multiply the KL by ρ (DeepSeek-V3.2).
     off_policy_threshold: bound of the off-policy mask; None: no mask.
-    correction_mode, correction_clip_min, correction_clip_max: sampler correction; mode None: none.
+    correction_mode: sampler correction; None: none.
+    correction_clip_min: its lower bound.
+    correction_clip_max: its upper bound.
     truncation_unknown: sampler log-probs are of a truncated distribution, all others of the full one.
     surrogate: second argument of the surrogate, from :meth:`Objective.surrogate_settings`.
     """

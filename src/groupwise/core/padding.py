@@ -21,7 +21,8 @@ def pad_sequences(
     Args:
         sequences: B sequences of numbers.
         multiple_of: round T up to a multiple of this number.
-        dtype, device: of the returned tensor.
+        dtype: of the returned tensor.
+        device: of the returned tensor.
 
     Returns:
         (B, T), T is the longest length (at least 1), rounded up.

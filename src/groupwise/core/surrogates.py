@@ -49,7 +49,8 @@ class SurrogateInputs:
 class SurrogateSettings:
     """Hyperparameters of the built-in surrogates, named as their ``GRPOConfig`` fields.
 
-    epsilon_low, epsilon_high: clip range; ``cispo`` reads ``epsilon_high`` as the bound of ρ itself.
+    epsilon_low: lower clip range, 1 − ε.
+    epsilon_high: upper clip range, 1 + ε; ``cispo`` reads it as the bound of ρ itself.
     delta: upper bound of ρ in the two-sided clip; None: no bound.
     """
 

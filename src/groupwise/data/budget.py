@@ -17,7 +17,8 @@ class MicroBatchBudget:
     max_completion_length: configured tokens per completion.
     skip_zero_advantage: skip rows whose loss tokens all have advantage zero; they have no gradient.
     skip_masked: skip rows without loss tokens; they have no gradient.
-    world_size, rank: number of ranks that share the rows, and this rank.
+    world_size: number of ranks that share the rows.
+    rank: this rank.
     """
 
     fixed: bool

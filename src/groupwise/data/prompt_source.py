@@ -35,7 +35,8 @@ class PromptSource:
         name: the source of the prompts, for messages.
 
     Attributes:
-        epoch, index: position: epoch, and prompts of it that were taken.
+        epoch: epoch of the position.
+        index: prompts of the epoch that were taken.
     """
 
     def __init__(

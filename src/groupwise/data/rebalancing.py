@@ -47,7 +47,8 @@ _WEIGHTS = ("loss_mask_BT", "token_weights_BT", "entropy_mask_BT", "entropy_weig
 class WindowStats:
     """Size of an accumulation window and of its computed part: this rank's share.
 
-    rows, skipped_rows: sequences, and sequences without gradient that are not computed.
+    rows: sequences.
+    skipped_rows: sequences without gradient, which are not computed.
     tokens: prompt and completion tokens of all rows.
     computed_tokens: input tokens of the model, padding included; a shared prompt counts once per use.
     padding_tokens: padding among the computed tokens.
@@ -91,7 +92,8 @@ class WindowRows:
 
         WindowRows([2, 2], [3, 4], group_ids=[0, 0], has_gradient=[True, False], rows_per_rank=[1, 1], fields)
 
-    prompt_lengths, completion_lengths: tokens by row.
+    prompt_lengths: prompt tokens by row.
+    completion_lengths: completion tokens by row.
     group_ids: number of each row's prompt; completions of one prompt are adjacent.
     has_gradient: rows that must be computed.
     rows_per_rank: number of rows on each rank.

@@ -22,7 +22,8 @@ class Stateful(Protocol):
 class Attribute:
     """State of an attribute whose value is frozen: the snapshot is the value itself.
 
-    owner, name: object and name of its attribute.
+    owner: object.
+    name: name of its attribute.
     """
 
     owner: object

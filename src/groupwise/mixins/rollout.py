@@ -101,7 +101,8 @@ class RolloutMixin:
         """Build the record of a rollout; completions are decoded for the reward functions.
 
         Args:
-            prompt_ids, completions: B entries in the order of the request.
+            prompt_ids: B entries in the order of the request.
+            completions: B entries, those of the prompts.
             images: image inputs per row; None without a processor.
             extra: further columns for the reward functions, B entries each.
 

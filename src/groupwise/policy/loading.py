@@ -47,7 +47,8 @@ def prepare_policy(
     Args:
         model: Hub id, directory or a loaded model, which is changed in place.
         config: settings of the run.
-        quantization_config, peft_config: as in transformers and PEFT.
+        quantization_config: as in transformers.
+        peft_config: as in PEFT.
 
     Raises:
         ConfigError: the settings, the model and the adapter do not fit together.

@@ -51,7 +51,9 @@ def check_quantization(
     """Check a quantized policy before its weights are loaded.
 
     Args:
-        model, quantization_config, peft_config: the trainer's arguments.
+        model: the trainer's argument.
+        quantization_config: the trainer's argument.
+        peft_config: the trainer's argument.
 
     Raises:
         ConfigError: the policy is quantized and has no adapter, or vLLM cannot sample from it.

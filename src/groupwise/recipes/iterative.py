@@ -51,7 +51,10 @@ class IterativeGRPO:
     in ``reward-model-k`` beside the checkpoints, with its examples; ``reward-model-0`` is the initial one.
 
     Args:
-        model, reward_funcs, args, trainer_arguments: as for ``GRPOTrainer``.
+        model: as for ``GRPOTrainer``.
+        reward_funcs: as for ``GRPOTrainer``.
+        args: as for ``GRPOTrainer``.
+        trainer_arguments: its other arguments.
         iterative: settings of the outer loop.
         label_func: called as a reward function; its values label completions for the reward model, the only
             sequence-classification model in ``reward_funcs``. None: the reward functions stay as they are.

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 class ExpandedSpan(NamedTuple):
     """Tokens of a sequence in which the processor expanded image tokens.
 
-    start, end: positions in the sequence.
+    start: first position in the sequence.
+    end: position after the last one.
     token_ids: the tokens before the expansion, one image token per image.
     """
 

@@ -65,7 +65,9 @@ class SamplerSettings:
     """Sampler settings of a generation, which its records carry to the log-probs and into checkpoints.
 
     temperature: divisor of the logits, of the sampler and of the trainer's log-probs.
-    top_p, top_k, min_p: truncation; 1, 0 and 0 keep the whole vocabulary.
+    top_p: kept share of the probability; 1: all.
+    top_k: number of kept tokens; 0: all.
+    min_p: least probability relative to the most probable token; 0: all.
     repetition_penalty: as in transformers; 1: none.
     """
 

@@ -104,7 +104,8 @@ def model_card(
 
     Args:
         model_name: title; also the model of the quick start unless ``args.hub_model_id`` is set.
-        base_model, dataset_name: Hub ids, local directories or None.
+        base_model: Hub id, local directory or None.
+        dataset_name: Hub id, local directory or None.
         tags: added to groupwise, grpo and generated_from_trainer.
         log_history: ``TrainerState.log_history``; the card shows its last rewards.
         reward_names: names in the metrics ``rewards/<name>/mean``.

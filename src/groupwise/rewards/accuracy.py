@@ -135,8 +135,10 @@ def get_cosine_scaled_reward(
 
     Args:
         max_len: L, in tokens.
-        min_value_wrong, max_value_wrong: r_0 and r_L of a wrong answer.
-        min_value_correct, max_value_correct: r_L and r_0 of a correct answer.
+        min_value_wrong: r_0, the reward of a wrong answer without length.
+        max_value_wrong: r_L, that of a wrong answer of the greatest length.
+        min_value_correct: r_L of a correct answer.
+        max_value_correct: r_0 of a correct answer.
 
     Returns:
         a reward function of ``completions``, ``solution`` and ``completion_ids``; None where

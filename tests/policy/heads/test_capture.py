@@ -1,4 +1,7 @@
-"""Scores taken inside a model's forward equal those of the model's own logits, in value and in gradient."""
+"""Scores taken inside a model's forward equal those of the model's own logits, in value and in gradient.
+
+Files: ``policy/heads/chunked.py``, ``policy/heads/weights.py``.
+"""
 
 from __future__ import annotations
 

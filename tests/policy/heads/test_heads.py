@@ -1,4 +1,7 @@
-"""Both heads against brute force in float64; the chunked one also against its promises on memory."""
+"""Both heads against brute force in float64; the chunked one also against its promises on memory.
+
+Files: ``policy/heads/dense.py``.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 Triton decides between compiling and interpreting when it is imported, so the interpreter gets a process of
 its own: ``test_the_comparisons_pass_in_the_interpreter`` runs this file again with TRITON_INTERPRET=1.
 On a GPU, which the tests hide by default: ``CUDA_VISIBLE_DEVICES=0 pytest tests/heads/test_kernels.py``.
+
+Files: ``policy/heads/tiles.py``.
 """
 
 from __future__ import annotations

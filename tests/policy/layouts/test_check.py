@@ -1,4 +1,7 @@
-"""The check of a layout: rounding of half precision passes, planted faults do not."""
+"""The check of a layout: rounding of half precision passes, planted faults do not.
+
+Files: ``policy/attention.py``, ``policy/layouts/padded.py``.
+"""
 
 from __future__ import annotations
 

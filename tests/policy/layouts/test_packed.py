@@ -1,4 +1,7 @@
-"""Layouts without padding: log-probs, entropies and gradients equal those of the padded layout."""
+"""Layouts without padding: log-probs, entropies and gradients equal those of the padded layout.
+
+Files: ``policy/logprobs.py``.
+"""
 
 from __future__ import annotations
 
