@@ -17,27 +17,29 @@ FILES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PAC
 
 #: Lines of a room, blank lines and docstrings included. The last four stand beside the trainer.
 BUDGET = {
-    "top level": 1200,
-    "agents": 2120,
-    "compat": 640,
-    "config": 2570,
-    "core": 1600,
+    "top level": 1570,
+    "agents": 1780,
+    "compat": 790,
+    "config": 2080,
+    "core": 1630,
     "cpu": 430,
-    "data": 2370,
-    "generation": 4020,
-    "hf": 1590,
-    "mixins": 1070,
-    "policy": 3610,
-    "records": 890,
-    "reporting": 1290,
-    "rewards": 1940,
-    "tokenization": 1440,
-    "cli": 1760,
-    "recipes": 910,
-    "sandbox": 1060,
-    "trl_hooks": 1760,
+    "data": 2340,
+    "generation": 3840,
+    "hf": 1520,
+    "mixins": 1090,
+    "policy": 3580,
+    "records": 1020,
+    "reporting": 1250,
+    "rewards": 1830,
+    "tokenization": 1490,
+    "cli": 1610,
+    "recipes": 890,
+    "sandbox": 1050,
+    "trl_hooks": 1730,
 }
 BESIDE_THE_TRAINER = ("cli", "recipes", "sandbox", "trl_hooks")
+#: Lines of the trainer and its rooms, and of all rooms.
+WITH_ITS_ROOMS, ALL = 26200, 31500
 
 #: Share of comments: comments per 100 lines.
 COMMENTED = {
@@ -49,9 +51,9 @@ COMMENTED = {
 }
 LEAST_COMMENTS = 8.0
 
-#: Methods and properties that GRPOTrainer and its own bases define, and other members of these classes (without
-#: names of TRL that are refused).
-METHODS, ATTRIBUTES = 110, 60
+#: Methods and properties of GRPOTrainer and its own bases, and other members of these classes; refused names
+#: of TRL do not count.
+METHODS, ATTRIBUTES = 106, 43
 
 
 def room_of(name: str) -> str:
@@ -71,6 +73,12 @@ def comments(source: str) -> int:
 def test_a_room_keeps_its_budget(room: str) -> None:
     size = sum(lines(name) for name in FILES if room_of(name) == room)
     assert 0.95 * BUDGET[room] <= size <= BUDGET[room]
+
+
+def test_the_trainer_and_the_library_keep_their_budgets() -> None:
+    sizes = {room: sum(lines(name) for name in FILES if room_of(name) == room) for room in BUDGET}
+    assert sum(sizes.values()) <= ALL
+    assert sum(size for room, size in sizes.items() if room not in BESIDE_THE_TRAINER) <= WITH_ITS_ROOMS
 
 
 def test_every_room_has_a_budget() -> None:
