@@ -226,10 +226,12 @@ def run_cell(
             model, tasks.correct, eval_args, train_rows(scale), sets, processing_class=tokenizer
         )
         if initial is not None:
-            evaluator.evaluation.load_state_dict(initial["by_question"])  # gains by question
+            first = {name: tuple(entry) for name, entry in initial["by_question"]["first"].items()}
+            evaluator.evaluation.restore({**initial["by_question"], "first": first})  # gains by question
         result["evaluation"] = evaluator.evaluate()
         if initial is None:
-            result["by_question"] = evaluator.evaluation.state_dict()
+            state = evaluator.evaluation.snapshot()
+            result["by_question"] = {name: state[name] for name in ("first", "looks")}
     return {
         "cell": name,
         "seed": seed,

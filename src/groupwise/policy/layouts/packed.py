@@ -179,7 +179,7 @@ class Shape:
     def shared_tokens(self, rows: Sequence[int]) -> int:
         """Return the number of tokens of ``rows`` with each group's prompt counted once."""
         kept = set(rows)
-        # The first kept row of a group brings the prompt.
+        # The first kept row of a group contains the prompt.
         first = [min(kept.intersection(group)) for group in self.groups() if kept.intersection(group)]
         return sum(self.prompts[row] for row in first) + sum(self.completions[row] for row in rows)
 
