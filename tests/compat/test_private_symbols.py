@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -247,7 +250,16 @@ def test_sdpa_attention_computes_softmax_attention():
 
 def test_native_bf16_of_the_cpu():
     probes = torch.cpu._is_avx512_bf16_supported(), torch.cpu._is_amx_tile_supported()
-    assert compat_torch.has_native_bf16_cpu() is any(probes)
+    # False below AVX-512, and where ONEDNN_MAX_CPU_ISA says so
+    supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert compat_torch.has_native_bf16_cpu() is (any(probes) and supported)
+
+
+def test_bf16_is_emulated_where_onednn_may_not_use_it():
+    program = "from groupwise.compat.torch import has_native_bf16_cpu as native; print(native())"
+    limited = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+    run = subprocess.run([sys.executable, "-c", program], env=limited, capture_output=True, check=True)
+    assert run.stdout.decode().strip() == "False"
 
 
 def test_a_dataloader_worker_is_hidden(monkeypatch):

@@ -192,6 +192,7 @@ def test_bf16_given_is_kept(build, monkeypatch, given):
 def test_cpus_with_avx512_bf16_or_amx_are_native(monkeypatch, avx512, amx, native):
     capabilities = {"avx512_bf16": avx512, "amx_tile": amx}
     monkeypatch.setattr(resolution, "has_native_bf16_cpu", has_native_bf16_cpu.__wrapped__)  # not cached
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     assert computes_bf16_natively("cpu") is native
     monkeypatch.delattr(torch.cpu, "get_capabilities")  # an older torch has only these
