@@ -16,16 +16,12 @@ WRAPPER_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wra
 
 @cache
 def has_native_bf16_cpu() -> bool:
-    """Return True if the CPU computes bfloat16 by AVX512_BF16 or AMX and oneDNN may use them.
-
-    ``ONEDNN_MAX_CPU_ISA=AVX2`` makes oneDNN emulate bfloat16, about ten times as slow. Newer versions report
-    instructions in the public ``torch.cpu.get_capabilities`` (seen in 2.13 and 2.15).
-    """
+    """Return True if oneDNN computes bfloat16 by AVX512_BF16 or AMX; ONEDNN_MAX_CPU_ISA may forbid it."""
     import torch
 
     if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return False
-    if hasattr(torch.cpu, "get_capabilities"):
+    if hasattr(torch.cpu, "get_capabilities"):  # public, seen in 2.13 and 2.15
         capabilities = torch.cpu.get_capabilities()
         return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_tile"))
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
