@@ -66,6 +66,7 @@ def prepare_precision(model: Any, precision: str) -> Any:
 def describe_machine() -> dict[str, Any]:
     """Describe processor, memory, load, accelerators and package versions."""
     import torch
+    from machine import commit, processor  # in this folder, which is on the path since the lines above
 
     versions = {}
     for package in PACKAGES:
@@ -75,8 +76,9 @@ def describe_machine() -> dict[str, Any]:
             continue
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "commit": commit(),
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": processor(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
         "load_average": [round(value, 2) for value in os.getloadavg()],
@@ -160,13 +162,3 @@ def write_results(name: str, results: dict[str, Any]) -> Path:
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"machine": describe_machine(), **results}, indent=2) + "\n")
     return path
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown"
-    )

@@ -3,11 +3,13 @@
     python benchmarks/learning/run.py --seeds 0 1 2
     python benchmarks/learning/run.py --cells grpo_outcome rft --steps 20 --output /tmp/learning
     python benchmarks/learning/run.py --tiny --output /tmp/tiny    # random model, seconds
+    python benchmarks/learning/run.py --cells resampled --seeds 0 --sampling_seeds 200 300 --tasks chains
     python benchmarks/learning/figures.py benchmarks/results/learning
 
-A cell is a method and a seed. Its file has the settings, the evaluation, the log of training, the seconds of
-every step and versions. A second call skips cells whose file exists, so an interrupted run continues with the
-next cell. ``instruct`` is the initial model. Its evaluation runs first: the other cells are compared with it.
+A cell is a method and a seed. Its file has the fields of the cell, the settings, the evaluation, the log of
+training, the seconds of every step, versions and the commit. A second call skips cells whose file exists, so
+an interrupted run continues with the next cell. ``instruct`` is the initial model. Its evaluation runs first:
+the other cells are compared with it. Runs of other sampling seeds go to the folder ``sampling_seeds``.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, s
 
 from groupwise import GRPOConfig, GRPOTrainer, IterativeConfig, IterativeGRPO
 
-RESULTS = Path(__file__).resolve().parents[1] / "results" / "learning"
+BENCHMARKS = Path(__file__).resolve().parents[1]
+RESULTS = BENCHMARKS / "results" / "learning"
+#: Folder of runs with other sampling seeds than the cell's own, inside the output folder.
+SAMPLING_SEEDS = "sampling_seeds"
 
 
 @dataclass(frozen=True)
@@ -166,13 +171,20 @@ def config(cell: Cell, scale: Scale, seed: int, directory: str) -> GRPOConfig:
     return GRPOConfig(directory, eval_pass_at_k=ks, **settings(cell, scale, seed))
 
 
-def test_sets(scale: Scale) -> dict[str, Any]:
-    """Return held-out questions of the trained tasks, and those of tasks that are never trained on."""
+def test_sets(scale: Scale, names: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return held-out questions of the trained tasks, and those of tasks that are never trained on.
+
+    ``names`` are the tasks to evaluate; None: all.
+    """
     size = scale.test_questions
     sets = {task: tasks.generated(task, size, held_out=True) for task in tasks.GENERATORS}
     if importlib.util.find_spec("reasoning_gym") is not None:
         sets |= {task: tasks.reasoning_gym(task, size) for task in tasks.REASONING_GYM}
-    return {task: tasks.dataset(task, questions) for task, questions in sets.items()}
+    return {
+        task: tasks.dataset(task, questions)
+        for task, questions in sets.items()
+        if names is None or task in names
+    }
 
 
 def train_rows(scale: Scale) -> Any:
@@ -207,17 +219,28 @@ class RewardEvaluator(GRPOTrainer):
 
 
 def run_cell(
-    name: str, model_path: str, scale: Scale, seed: int, initial: Mapping[str, Any] | None
+    name: str,
+    model_path: str,
+    scale: Scale,
+    seed: int,
+    initial: Mapping[str, Any] | None,
+    sampling_seed: int | None = None,
+    evaluated: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Train a cell from ``model_path`` and evaluate it; returns the content of its file.
 
-    ``initial`` is the content of the file of ``instruct`` with this seed; None for ``instruct`` itself.
+    Args:
+        initial: content of the file of ``instruct`` with this seed; None for ``instruct`` itself.
+        sampling_seed: replaces that of the cell; None: that of the cell.
+        evaluated: tasks to evaluate; None: all.
     """
     cell, started = CELLS[name], time.time()
+    if sampling_seed is not None:
+        cell = replace(cell, sampling_seed=sampling_seed)
     set_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(model_path, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    sets = test_sets(scale)
+    sets = test_sets(scale, evaluated)
     with tempfile.TemporaryDirectory() as directory:
         args = config(cell, scale, seed, directory)
         eval_args = config(METHODS["instruct"], scale, seed, directory)
@@ -237,7 +260,8 @@ def run_cell(
         "seed": seed,
         "model": Path(model_path).name,
         "scale": asdict(scale),
-        "settings": dict(cell.settings),
+        "fields": asdict(cell),
+        "settings": settings(cell, scale, seed),
         **result,
         "seconds": round(time.time() - started, 2),
         "versions": versions(),
@@ -348,12 +372,13 @@ def train_dpo(
 
 
 def versions() -> dict[str, str]:
-    """Return versions of Python and of the packages that decide the numbers, processor and threads."""
+    """Return commit, processor, threads, and versions of Python and of packages that decide the numbers."""
     names = [n for n in ("torch", "transformers", "trl", "reasoning-gym") if _installed(n)]
     found = {name: importlib.metadata.version(name) for name in names}
-    processor = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+    describe = _module(BENCHMARKS / "machine.py")
+    processor = f"{describe.processor()}, {torch.backends.cpu.get_cpu_capability()}"
     machine = {"processor": processor, "threads": str(torch.get_num_threads())}
-    return {"python": platform.python_version(), **machine, **found}
+    return {"commit": describe.commit(), "python": platform.python_version(), **machine, **found}
 
 
 def _installed(name: str) -> bool:
@@ -361,22 +386,41 @@ def _installed(name: str) -> bool:
 
 
 def run_all(
-    names: Sequence[str], seeds: Sequence[int], model_path: str, scale: Scale, output: Path
+    names: Sequence[str],
+    seeds: Sequence[int],
+    model_path: str,
+    scale: Scale,
+    output: Path,
+    sampling_seeds: Sequence[int] = (),
+    evaluated: Sequence[str] | None = None,
 ) -> list[Path]:
     """Run every cell without a file in ``output``; returns the files that were written.
 
     ``instruct`` runs for every seed: the other cells are compared with it.
+
+    Args:
+        sampling_seeds: every cell runs once with each of them instead of its own; the files are in a folder
+            of ``output``, and end in the sampling seed.
+        evaluated: tasks to evaluate; None: all. ``instruct`` is evaluated on all.
     """
     output.mkdir(parents=True, exist_ok=True)
     written = []
+    others = [name for name in names if name != "instruct"]
     for seed in seeds:
+        runs: list[tuple[str, int | None, Path]] = [("instruct", None, output / f"instruct-{seed}.json")]
+        if sampling_seeds:
+            folder = output / SAMPLING_SEEDS
+            folder.mkdir(exist_ok=True)
+            runs += [(n, s, folder / f"{n}-{seed}-{s}.json") for s in sampling_seeds for n in others]
+        else:
+            runs += [(name, None, output / f"{name}-{seed}.json") for name in others]
         initial = None
-        for name in ["instruct", *(name for name in names if name != "instruct")]:
-            path = output / f"{name}-{seed}.json"
+        for name, sampling_seed, path in runs:
             if path.exists():
                 print(f"{path.name}: finished before", flush=True)
             else:
-                result = run_cell(name, model_path, scale, seed, initial)
+                tested = evaluated if name != "instruct" else None
+                result = run_cell(name, model_path, scale, seed, initial, sampling_seed, tested)
                 partial = path.with_suffix(".partial")
                 partial.write_text(json.dumps(result, indent=1) + "\n")
                 os.replace(partial, path)  # a file with this name is complete
@@ -426,6 +470,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
     parser.add_argument("--cells", nargs="+", choices=list(CELLS), default=list(METHODS), metavar="CELL")
     parser.add_argument("--ablations", action="store_true", help="the ablations instead of the methods")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--sampling_seeds", type=int, nargs="+", default=[], help="instead of the cell's own")
+    parser.add_argument("--tasks", nargs="+", choices=[*tasks.TRAINED, *tasks.UNSEEN], help="default: all")
     parser.add_argument("--model", help="hub id or directory; default: SmolLM2-135M-Instruct")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--tiny", action="store_true", help="random model and a few questions")
@@ -436,20 +482,25 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
     scale = Scale(**{**asdict(TINY if options.tiny else Scale()), **changes})
     methods.register()
     names = list(ABLATIONS) if options.ablations else options.cells
-    if options.tiny:
-        with tempfile.TemporaryDirectory() as directory:
-            return run_all(names, options.seeds, tiny_model(Path(directory)), scale, options.output)
-    return run_all(names, options.seeds, options.model or smollm2(), scale, options.output)
+    with tempfile.TemporaryDirectory() as directory:
+        model = tiny_model(Path(directory)) if options.tiny else options.model or smollm2()
+        return run_all(
+            names, options.seeds, model, scale, options.output, options.sampling_seeds, options.tasks
+        )
 
 
 def smollm2() -> str:
-    """Return the checkpoint of the examples; ``examples`` must be importable."""
-    path = Path(__file__).resolve().parents[2] / "examples" / "smollm2.py"
-    spec = importlib.util.spec_from_file_location("smollm2", path)
+    """Return the checkpoint of the examples."""
+    return str(_module(BENCHMARKS.parent / "examples" / "smollm2.py").local_model())
+
+
+def _module(path: Path) -> Any:
+    """Import a file whose folder is not on the path: a folder there would hide packages of the same names."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return str(module.local_model())
+    return module
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import figures
@@ -45,6 +46,23 @@ def test_cells_leave_files_that_a_second_call_skips(tmp_path, capsys):
     rewards = [[log["reward"] for log in r["history"] if "reward" in log] for r in (once, again)]
     losses = [[log["loss"] for log in r["history"] if "loss" in log] for r in (once, again)]
     assert rewards[0] == rewards[1] and losses[0] == losses[1]
+
+
+def test_runs_of_other_sampling_seeds_have_the_same_questions_in_files_of_their_own(tmp_path):
+    arguments = [*SMALL, "--cells", "resampled", "--seeds", "0", "--output", str(tmp_path)]
+    run.main(arguments)
+    written = run.main([*arguments, "--sampling_seeds", "7", "8", "--tasks", "chains"])
+    folder = tmp_path / run.SAMPLING_SEEDS
+    assert written == [folder / "resampled-0-7.json", folder / "resampled-0-8.json"]
+    plain, *others = (json.loads(p.read_text()) for p in (tmp_path / "resampled-0.json", *written))
+    assert [one["settings"]["seed"] for one in (plain, *others)] == [100, 7, 8]
+    assert {one["settings"]["data_seed"] for one in (plain, *others)} == {0}
+    assert [one["fields"]["sampling_seed"] for one in (plain, *others)] == [100, 7, 8]
+    assert others[0]["history"][0]["num_tokens"] != others[1]["history"][0]["num_tokens"]  # other samples
+    assert "eval_stories_pass@1" in plain["evaluation"]
+    assert all("eval_stories_pass@1" not in one["evaluation"] for one in others)
+    assert "eval_chains_pass@1_gain" in others[0]["evaluation"]  # compared with the file of instruct
+    assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?|unknown", plain["versions"]["commit"])
 
 
 def test_iterative_grpo_and_trl_train_every_step_and_change_the_model(tmp_path, monkeypatch):
