@@ -117,6 +117,33 @@ def ratio_summary(numerators: Sequence[float], denominators: Sequence[float]) ->
     }
 
 
+def ratio_of_sums(numerators: Sequence[Sequence[float]], denominators: Sequence[Sequence[float]]) -> dict:
+    """Divide the sums of two series of runs, each run a process with several measurements.
+
+    Args:
+        numerators: measurements of one candidate, one sequence per run.
+        denominators: measurements of the other, the same number of runs in the same order.
+
+    Returns:
+        `ratio` of the sums over all runs, `low` and `high` of the ratios of adjacent runs, number of `runs`.
+
+    Raises:
+        ValueError: no runs, or two different numbers of runs.
+    """
+    if not numerators or len(numerators) != len(denominators):
+        raise ValueError(
+            f"ratio_of_sums needs as many runs of both, got {len(numerators)} and {len(denominators)}"
+        )
+    runs = [sum(one) / sum(other) for one, other in zip(numerators, denominators, strict=True)]
+    total = sum(map(sum, numerators)) / sum(map(sum, denominators))
+    return {
+        "ratio": round(total, 4),
+        "low": round(min(runs), 4),
+        "high": round(max(runs), 4),
+        "runs": len(runs),
+    }
+
+
 def format_ratio(summary: dict[str, Any]) -> str:
     """Format a result of `ratio_summary` as text: median and range."""
     return f"{summary['median']:.3f} ({summary['low']:.3f} to {summary['high']:.3f}, n={summary['pairs']})"

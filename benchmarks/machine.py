@@ -6,15 +6,27 @@ import platform
 import subprocess
 from pathlib import Path
 
+HERE = Path(__file__).resolve().parent
 
-def commit() -> str:
-    """Return the commit of this checkout, then ``-dirty`` with uncommitted changes; "unknown" without git."""
-    folder = str(Path(__file__).resolve().parent)
-    command = ["git", "-C", folder, "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+
+def commit(checkout: Path = HERE) -> str:
+    """Return the commit of a checkout, then ``-dirty`` if tracked files other than results differ from it.
+
+    Returns:
+        40 hexadecimal digits; "unknown" without git.
+    """
+    git = ["git", "-C", str(checkout)]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        head = subprocess.run(
+            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+    # A benchmark that writes its results after every round does not change what it measures.
+    changed = subprocess.run(
+        [*git, "diff", "--quiet", "HEAD", "--", ":/", ":(exclude,top)benchmarks/results"]
+    )
+    return head + ("-dirty" if changed.returncode else "")
 
 
 def processor() -> str:

@@ -1,12 +1,15 @@
-"""Compare end-to-end optimizer steps of TRL and groupwise on the same work, in turn.
+"""Compare end-to-end optimizer steps of TRL and groupwise on the same work, alternating.
 
 Both train SmolLM2-135M-Instruct with the same data, rewards, seed and settings. By default completions end
 where the model ends them and the precision is bf16, as in a run; ``--lengths full`` forces every completion
 to its full length, so that both libraries process the same number of tokens. On a processor that emulates
-bf16, measure float32. Each round starts a fresh process for each library, whose first step does not count.
+bf16, measure float32. Each round starts a fresh process for each candidate, whose first step does not count,
+and the next round starts with the next candidate.
 
     python benchmarks/step_time.py --case short --rounds 3 --timed_steps 2
     python benchmarks/step_time.py --case short --lengths full --precision float32 --zero_variance 50
+    python benchmarks/step_time.py --case short --rows 8                 # 4 micro-batches of 8 rows
+    python benchmarks/step_time.py --case short --base ../another-clone  # beside another commit of groupwise
 """
 
 from __future__ import annotations
@@ -16,14 +19,17 @@ import hashlib
 import resource
 import tempfile
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common import add_precision, measure_in_process, print_result, ratio_summary, write_results
+from common import add_precision, measure_in_process, print_result, ratio_of_sums, write_results
+from machine import commit
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 LIBRARIES = ("trl", "groupwise")
+SOURCES = Path(__file__).resolve().parents[1] / "src"
 WORDS = (
     "The quick brown fox jumps over the lazy dog while seven wizards mix a strong potion in the dark cellar. "
 )
@@ -63,12 +69,17 @@ def make_dataset(case: str, zero_variance: int, lengths: str = "full") -> Datase
     )
 
 
-def trainer_settings(case: str, timed_steps: int, lengths: str = "full", precision: str = "float32") -> dict:
-    """Return the settings of both libraries."""
+def trainer_settings(
+    case: str, timed_steps: int, lengths: str = "full", precision: str = "float32", rows: int | None = None
+) -> dict:
+    """Return the settings of both libraries; a micro-batch has ``rows``, by default all rows of a step."""
     settings = case_settings(case)
+    step_rows = settings["prompts"] * 8
+    rows = rows or step_rows
     forced = {"min_new_tokens": settings["new_tokens"]} if lengths == "full" else None
     return {
-        "per_device_train_batch_size": settings["prompts"] * 8,
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": step_rows // rows,
         "num_generations": 8,
         "max_completion_length": settings["new_tokens"],
         "generation_kwargs": forced,
@@ -115,7 +126,9 @@ def run_worker(library: str, options: argparse.Namespace) -> None:
             reward_funcs=binary_reward,
             args=GRPOConfig(
                 output_dir,
-                **trainer_settings(options.case, options.timed_steps, options.lengths, options.precision),
+                **trainer_settings(
+                    options.case, options.timed_steps, options.lengths, options.precision, options.rows
+                ),
             ),
             train_dataset=make_dataset(options.case, options.zero_variance, options.lengths),
             processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
@@ -138,6 +151,8 @@ def main() -> None:
         "--zero_variance", type=int, choices=range(0, 100, 10), default=0, help="per cent of groups without"
     )
     parser.add_argument("--lengths", choices=("natural", "full"), default="natural")
+    parser.add_argument("--rows", type=int, help="rows of a micro-batch; default: all rows of a step in one")
+    parser.add_argument("--base", type=Path, help="another checkout of groupwise, measured beside this one")
     add_precision(parser)
     parser.add_argument("--worker", choices=LIBRARIES, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -145,27 +160,36 @@ def main() -> None:
         run_worker(options.worker, options)
         return
 
-    names = ("case", "timed_steps", "zero_variance", "lengths", "precision")
-    arguments = [f"--{name}={getattr(options, name)}" for name in names]
-    runs: dict[str, list[dict]] = {library: [] for library in LIBRARIES}
+    names = ("case", "timed_steps", "zero_variance", "lengths", "precision", "rows")
+    values = {name: getattr(options, name) for name in names}
+    arguments = [f"--{name}={value}" for name, value in values.items() if value is not None]
+    # Candidate: library, and the sources that its process imports groupwise from.
+    candidates = {library: (library, SOURCES) for library in LIBRARIES}
+    if options.base:
+        candidates["base"] = ("groupwise", options.base.resolve() / "src")
+    runs: dict[str, list[dict]] = {name: [] for name in candidates}
     for round_index in range(options.rounds):
-        for library in LIBRARIES:
-            runs[library].append(measure_in_process(__file__, library, *arguments))
-            print(f"round {round_index + 1} {library}: {runs[library][-1]}", flush=True)
-        seconds = {library: [s for run in runs[library] for s in run["seconds"]] for library in LIBRARIES}
-        peaks = {library: [run["peak_mib"] for run in runs[library]] for library in LIBRARIES}
-        lengths = {library: [n for run in runs[library] for n in run["mean_length"]] for library in LIBRARIES}
+        first = round_index % len(candidates)
+        for name in [*candidates][first:] + [*candidates][:first]:
+            library, sources = candidates[name]
+            environment = {"PYTHONPATH": str(sources)}
+            runs[name].append(measure_in_process(__file__, library, *arguments, env=environment))
+            print(f"round {round_index + 1} {name}: {runs[name][-1]}", flush=True)
         results = {
-            "settings": {**vars(options), **case_settings(options.case)},
-            "seconds": seconds,
-            "peak_mib": peaks,
-            "mean_length": lengths,
-            "time_ratio": ratio_summary(seconds["groupwise"], seconds["trl"]),
-            "memory_ratio": ratio_summary(peaks["groupwise"], peaks["trl"]),
+            "settings": {**values, **case_settings(options.case), "rounds": round_index + 1},
+            "base_commit": options.base and commit(options.base),
+            **{key: {name: [run[key] for run in runs[name]] for name in runs} for key in runs["trl"][0]},
         }
-        kind = f"{options.case}_{options.lengths}_{options.precision}"
-        write_results(f"step_time_{kind}_zero{options.zero_variance}", results)
-    print(f"groupwise / TRL: time {results['time_ratio']}, peak memory {results['memory_ratio']}")
+        for other in [name for name in candidates if name != "groupwise"]:
+            results[f"groupwise_over_{other}"] = {
+                "time": ratio_of_sums(results["seconds"]["groupwise"], results["seconds"][other]),
+                "peak_memory": ratio_of_sums(
+                    *([[m] for m in results["peak_mib"][n]] for n in ("groupwise", other))
+                ),
+            }
+        kind = f"{options.case}_{options.lengths}_{options.precision}_zero{options.zero_variance}"
+        write_results(f"step_time_{kind}" + (f"_rows{options.rows}" if options.rows else ""), results)
+    print({key: value for key, value in results.items() if key.startswith("groupwise_over")})
 
 
 if __name__ == "__main__":
