@@ -2,11 +2,11 @@
 
     python benchmarks/learning/figures.py benchmarks/results/learning --images docs/images/learning
 
-Prints Markdown tables of accuracy in and out of the trained tasks, mean ± 95 % interval over seeds (Student),
-of the gain over the initial model with intervals over questions, of the steps of both libraries, and of the
-ablations. Writes ``curves.png`` (reward over steps), ``against_trl.png`` (over steps and minutes with both
-libraries) and ``samples.png`` (Pass@K and Maj@K of the initial model and of every cell) to ``--images``, by
-default beside the files.
+Prints the Markdown blocks of docs/learning.md, and with ``--page`` writes them into it: accuracy in and out
+of the trained tasks, gains over the initial model of every run and decided by ``rule.py``, steps and times of
+both libraries, ablations, and reports of the literature beside them. Writes ``curves.png`` (reward by step),
+``against_trl.png`` (over steps and minutes with both libraries) and ``samples.png`` (Pass@K and Maj@K of the
+initial model and of every cell) to ``--images``, by default beside the files.
 """
 
 from __future__ import annotations
@@ -16,45 +16,70 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import rule
 import tasks
-from run import ABLATIONS
+from rule import Difference, Noise, interval
+from run import ABLATIONS, SAMPLING_SEEDS
 
-#: 97.5 % quantiles of Student's t for 2, 3, … degrees of freedom.
-STUDENT = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+#: Runs that differ from ``resampled`` only in the seed of sampling, by its key in ``Results``.
+OTHER_SAMPLES = "other samples"
 
 #: Cells whose reward is not the policy's share of right answers, but that of stored completions or of lines.
 OTHER_REWARD = ("sft", "rft", "dpo", "grpo_process")
+
+TASKS = (*tasks.TRAINED, *tasks.UNSEEN)
+
+STALE = [f"stale_{age}" for age in range(1, 5)]
+
+#: Report of the literature, the cells that test it, and the sign of the difference that it predicts.
+REPORTS = (
+    ("old samples slow learning down (asynchronous RL)", STALE, -1),
+    (
+        "correcting for the sampler's policy repairs that (TRL's importance sampling)",
+        [f"{cell}_corrected" for cell in STALE],
+        1,
+    ),
+    ("a KL term (β = 0.04) slows learning down (DAPO, arXiv 2503.14476)", ["beta_0.04"], -1),
+    ("replacing groups without variance teaches more per step (DAPO)", ["dynamic_sampling"], 1),
+    ("a second update by the same samples learns more from them", ["iterations_2"], 1),
+    ("a higher upper clip bound then helps (DAPO)", ["iterations_2_clip_higher"], 1),
+    ("larger groups estimate the baseline better", ["group_16"], 1),
+    (
+        "no division by a group's standard deviation removes a bias (Dr. GRPO, arXiv 2503.20783)",
+        ["scale_none", "scale_batch"],
+        1,
+    ),
+    (
+        "losses over tokens (DAPO, Dr. GRPO), CISPO (arXiv 2506.13585), GSPO (arXiv 2507.18071)",
+        ["loss_dapo", "loss_dr_grpo", "loss_cispo", "loss_gspo"],
+        1,
+    ),
+)
+
+#: Cells that are compared with another one instead of unchanged runs.
+REFERENCES = {
+    **{f"{cell}_corrected": cell for cell in STALE},
+    "iterations_2_clip_higher": "iterations_2",
+}
 
 Results = dict[str, list[dict[str, Any]]]
 
 
 def load(directory: Path) -> Results:
-    """Return the finished runs of every cell, by seed."""
+    """Return the finished runs of every cell by seed, and ``resampled`` with other sampling seeds."""
     found: Results = {}
     for path in sorted(directory.glob("*-*.json")):  # of run.py; same_step.json is another comparison
         result = json.loads(path.read_text())
         found.setdefault(result["cell"], []).append(result)
+    for path in sorted((directory / SAMPLING_SEEDS).glob("resampled-*.json")):
+        found.setdefault(OTHER_SAMPLES, []).append(json.loads(path.read_text()))
     return {cell: sorted(runs, key=lambda run: run["seed"]) for cell, runs in found.items()}
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return mean and half-width of the 95 % interval over seeds; NaN below three seeds.
-
-    Raises:
-        ValueError: no value, or more than ten.
-    """
-    if not 1 <= len(values) <= len(STUDENT) + 2:
-        raise ValueError(f"{len(values)} seeds; allowed: 1 to {len(STUDENT) + 2}")
-    count, mean = len(values), math.fsum(values) / len(values)
-    if count < 3:  # that of two would be ± six times their difference
-        return mean, math.nan
-    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
-    return mean, STUDENT[count - 3] * math.sqrt(variance / count)
 
 
 def score(metrics: Mapping[str, float], names: Sequence[str], metric: str) -> float:
@@ -87,23 +112,18 @@ def table(results: Results) -> str:
 
 
 def gains(results: Results) -> str:
-    """Return the gain in accuracy over the initial model by task, of every seed and on average.
+    """Return the gain in accuracy over the initial model by task, of every run.
 
-    The intervals of a seed are 95 % confidence sequences over the questions of one run: valid after every
-    evaluation. Those of the mean are Student's over seeds.
+    The intervals are 95 % confidence sequences over the questions of one run: valid after every evaluation.
     """
-    names = [*tasks.TRAINED, *tasks.UNSEEN]
-    keys = [f"eval_{name}_pass@1_gain" for name in names]
-    lines = ["| cell | seed | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
+    keys = {name: f"eval_{name}_pass@1_gain" for name in TASKS}
+    lines = ["| cell | seed | " + " | ".join(keys) + " |", "|---" * (len(keys) + 2) + "|"]
     for cell, runs in results.items():
-        if not any(key in run["evaluation"] for key in keys for run in runs):
+        if not any(key in run["evaluation"] for key in keys.values() for run in runs):
             continue  # the initial model
         for run in runs:
-            shown = [_gain(run["evaluation"], key) for key in keys]
+            shown = [_gain(run["evaluation"], key) for key in keys.values()]
             lines.append(f"| {cell} | {run['seed']} | " + " | ".join(shown) + " |")
-        if len(runs) > 2:
-            means = [interval([run["evaluation"].get(key, math.nan) for run in runs]) for key in keys]
-            lines.append(f"| {cell} | mean | " + " | ".join(_shown(mean, sign="+") for mean in means) + " |")
     return "\n".join(lines)
 
 
@@ -114,6 +134,33 @@ def _gain(metrics: Mapping[str, float], key: str) -> str:
     return f"{metrics[key]:+.1%} ({low:+.1%} to {high:+.1%})"
 
 
+def decided_gains(results: Results, metric: str = "pass@1") -> dict[tuple[str, str], Difference]:
+    """Return the gain of every method in every task, (cell, task), decided by ``rule.gain``."""
+    found = {}
+    for cell, runs in results.items():
+        for task in TASKS:
+            key = f"eval_{task}_{metric}_gain"
+            metrics = [run["evaluation"] for run in runs if key in run["evaluation"]]
+            if metrics:
+                found[cell, task] = rule.gain(
+                    [one[key] for one in metrics],
+                    [one[f"{key}_ci95"] for one in metrics],
+                    [(one[f"{key}_low"], one[f"{key}_high"]) for one in metrics],
+                )
+    return found
+
+
+def verdicts(results: Results) -> str:
+    """Return the gain of every method in every task with its half-width and verdict."""
+    found = decided_gains(results)
+    lines = ["| cell | " + " | ".join(TASKS) + " |", "|---" * (len(TASKS) + 1) + "|"]
+    for cell in dict.fromkeys(cell for cell, _ in found):
+        gains_ = [found.get((cell, task)) for task in TASKS]
+        shown = [f"{one}: **{one.verdict()}**" if one else "-" for one in gains_]
+        lines.append(f"| {cell} | " + " | ".join(shown) + " |")
+    return "\n".join(lines)
+
+
 def _shown(given: tuple[float, float], spec: str = ".1%", sign: str = "") -> str:
     mean, half = given
     if math.isnan(mean):
@@ -121,65 +168,292 @@ def _shown(given: tuple[float, float], spec: str = ".1%", sign: str = "") -> str
     return f"{mean:{sign}{spec}}" + ("" if math.isnan(half) else f" ± {half:{spec}}")
 
 
-def tables(results: Results) -> list[str]:
-    """Return the tables of methods and of their gains, of the steps of both libraries, and of ablations."""
+def blocks(results: Results) -> dict[str, str]:
+    """Return the generated blocks of the page that ``results`` suffice for, by name."""
     methods = without_ablations(results)
-    return [table(methods), gains(methods), against_trl(results), ablations(results)]
+    # Half as long as grpo_outcome, and as long as the runs of TRL.
+    decided = {**methods, **{cell: results[cell] for cell in ("resampled",) if cell in results}}
+    found = {
+        "accuracy": table(methods),
+        "verdicts": verdicts(decided),
+        "sentences": "\n".join(f"- {sentence}" for sentence in sentences(decided)),
+        "gains": gains(decided),
+    }
+    if unchanged_steps(results):
+        found |= {
+            "noise": noise_table(results),
+            "ablations": ablations(results),
+            "reported": reported(results),
+        }
+        if "trl" in results:
+            found |= {"trl": against_trl(results), "same_reward": same_reward(results)}
+    return found
+
+
+def with_blocks(page: str, found: Mapping[str, str]) -> str:
+    """Return ``page`` with the text between ``<!-- name -->`` and ``<!-- end -->`` replaced.
+
+    Raises:
+        ValueError: the page has no place for a block.
+    """
+    for name, text in found.items():
+        start = f"<!-- {name} -->\n\n"
+        before, marker, rest = page.partition(start)
+        if not marker:
+            raise ValueError(f"the page has no line <!-- {name} -->, followed by an empty line")
+        page = before + start + text + "\n\n" + rest[rest.index("<!-- end -->") :]
+    return page
 
 
 def without_ablations(results: Results) -> Results:
     """Return the results of the methods."""
-    return {cell: runs for cell, runs in results.items() if cell not in ABLATIONS}
+    return {cell: runs for cell, runs in results.items() if cell not in (*ABLATIONS, OTHER_SAMPLES)}
+
+
+def sentences(results: Results) -> list[str]:
+    """Return the sentences of the page that follow from the rule."""
+    found = decided_gains(results)
+    unseen = {task: [one for (_, name), one in found.items() if name == task] for task in tasks.UNSEEN}
+    lines = []
+    for task, gains_ in unseen.items():
+        if gains_ and not any(one.is_seen or one.seen_runs for one in gains_):
+            bound = max(one.bound for one in gains_)
+            lines.append(f"In `{task}` no change was seen; none above {bound} points could have been missed.")
+    for task in (*tasks.TRAINED, *tasks.UNSEEN):
+        cells = [cell for (cell, name), one in found.items() if name == task and one.is_seen and one.mean > 0]
+        if cells:
+            names = ", ".join(f"`{cell}`" for cell in cells)
+            lines.append(f"In `{task}` a gain was seen after {names}.")
+    for metric in ("pass@4", "maj@4"):
+        one = decided_gains(results, metric).get(("grpo_outcome", "chains"))
+        if one is not None:
+            kind = metric[:-2].capitalize()
+            lines.append(f"`grpo_outcome` changes {kind}@4 of `chains` by {one}: {one.verdict()}.")
+    return lines
+
+
+def unchanged_steps(results: Results) -> dict[int, list[dict[str, Any]]]:
+    """Return the unchanged runs by seed, that is by order of questions: only their samples differ.
+
+    These are the first steps of ``grpo_outcome``, ``resampled``, and the runs of other sampling seeds.
+    """
+    cells = ("resampled", "grpo_outcome", OTHER_SAMPLES)
+    seeds = [run["seed"] for run in results.get("resampled", [])]
+    found = {seed: [run for cell in cells for run in _of(results, cell, seed)] for seed in seeds}
+    return found if any(len(runs) > 1 for runs in found.values()) else {}
+
+
+def _of(results: Results, cell: str, seed: int) -> list[dict[str, Any]]:
+    return [run for run in results.get(cell, []) if run["seed"] == seed]
+
+
+@dataclass(frozen=True)
+class Unchanged:
+    """Reward and accuracy of the unchanged runs by order of questions, and the noise between them."""
+
+    rewards: dict[int, list[float]]
+    accuracies: dict[int, list[float]]
+    steps: int
+
+    @property
+    def reward_noise(self) -> Noise:
+        return rule.noise(list(self.rewards.values()))
+
+    @property
+    def accuracy_noise(self) -> Noise | None:
+        """None if no order of questions has two runs that were evaluated after these steps."""
+        values = list(self.accuracies.values())
+        return rule.noise(values) if any(len(one) > 1 for one in values) else None
+
+
+def unchanged(results: Results) -> Unchanged:
+    """Return the mean reward over the steps of ``resampled``, and accuracy after them, of unchanged runs."""
+    runs = unchanged_steps(results)
+    steps = min(len(rewards(run, 1)) for run in results["resampled"])
+    accuracy = "eval_chains_pass@1"
+    return Unchanged(
+        rewards={seed: [fmean(rewards(run, 1)[:steps]) for run in found] for seed, found in runs.items()},
+        accuracies={
+            seed: [run["evaluation"][accuracy] for run in found if len(rewards(run, 1)) == steps]
+            for seed, found in runs.items()
+        },
+        steps=steps,
+    )
+
+
+def noise_table(results: Results) -> str:
+    """Return the unchanged runs by order of questions, and the standard deviation between them."""
+    base = unchanged(results)
+    lines = [
+        f"| order of questions | mean reward of {base.steps} steps | pass@1 of chains afterwards |",
+        "|---|---|---|",
+    ]
+    for seed, values in base.rewards.items():
+        shown = [", ".join(f"{value:.1%}" for value in row) for row in (values, base.accuracies[seed])]
+        lines.append(f"| {seed} | {shown[0]} | {shown[1]} |")
+    reward, accuracy = base.reward_noise, base.accuracy_noise
+    shown = [
+        f"{one.deviation:.1%} ({one.freedom} degrees of freedom)" if one else "-"
+        for one in (reward, accuracy)
+    ]
+    lines.append(f"| standard deviation | {shown[0]} | {shown[1]} |")
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Decided:
+    """Differences of an ablation: mean reward over all steps of the cell, and accuracy afterwards."""
+
+    reward: Difference
+    accuracy: Difference | None
+
+
+def decided_ablations(results: Results, references: Mapping[str, str] | None = None) -> dict[str, Decided]:
+    """Return the differences of every ablation from unchanged runs, or from its cell in ``references``."""
+    base, found = unchanged(results), {}
+    for cell in ABLATIONS:
+        reference = (references or {}).get(cell)
+        runs = {run["seed"]: run for run in results.get(cell, []) if run["seed"] in base.rewards}
+        others_reward, others_accuracy = base.rewards, base.accuracies
+        if reference is not None:
+            theirs = {run["seed"]: run for run in results.get(reference, [])}
+            runs = {seed: run for seed, run in runs.items() if seed in theirs}
+            others_reward = {seed: [_mean_reward(run)] for seed, run in theirs.items()}
+            others_accuracy = {seed: [_accuracy(run)] for seed, run in theirs.items()}
+        if cell == "resampled" or not runs:
+            continue
+        noise, accuracy = base.accuracy_noise, None
+        if noise is not None:
+            accuracies = [_accuracy(run) for run in runs.values()]
+            accuracy = rule.comparison(accuracies, [others_accuracy[seed] for seed in runs], noise)
+        means = [_mean_reward(run) for run in runs.values()]
+        reward = rule.comparison(means, [others_reward[seed] for seed in runs], base.reward_noise)
+        found[cell] = Decided(reward, accuracy)
+    return found
+
+
+def _mean_reward(run: Mapping[str, Any]) -> float:
+    return fmean(rewards(run, 1))
+
+
+def _accuracy(run: Mapping[str, Any]) -> float:
+    return float(run["evaluation"]["eval_chains_pass@1"])
 
 
 def ablations(results: Results) -> str:
-    """Return the mean reward of the ablations, its difference from that of ``resampled``, and accuracy.
+    """Return reward and accuracy of the ablations, and their differences from the unchanged runs."""
+    lines = ["| cell | seeds | mean reward | difference | pass@1, chains | difference | pass@1, out |"]
+    lines.append("|---" * 7 + "|")
+    for cell, decided in decided_ablations(results).items():
+        runs = results[cell]
+        reward, accuracy = fmean(map(_mean_reward, runs)), fmean(map(_accuracy, runs))
+        out = fmean(score(run["evaluation"], tasks.UNSEEN, "pass@1") for run in runs)
+        differences = _decided(decided.reward), _decided(decided.accuracy)
+        lines.append(
+            f"| {cell} | {len(runs)} | {reward:.1%} | {differences[0]} "
+            f"| {accuracy:.1%} | {differences[1]} | {_shown((out, math.nan))} |"
+        )
+    return "\n".join(lines)
 
-    Differences are of runs with the same seed, which have the same questions. The row of ``grpo_outcome`` has
-    as many of its first steps: its difference is chance, only the samples are others.
-    """
-    base = {one["seed"]: rewards(one, 1) for one in results.get("resampled", [])}
-    lines = [
-        "| cell | seeds | mean reward | difference from resampled | pass@1, in | pass@1, out |",
-        "|---" * 6 + "|",
-    ]
-    for cell in ["grpo_outcome", *ABLATIONS]:
-        runs = [one for one in results.get(cell, []) if one["seed"] in base]
-        if not runs:
-            continue
-        means = [fmean(rewards(one, 1)[: len(base[one["seed"]])]) for one in runs]
-        differences = [mean - fmean(base[one["seed"]]) for mean, one in zip(means, runs, strict=True)]
-        shown = [_shown(interval(means)), _shown(interval(differences), sign="+")]
-        for names in (tasks.TRAINED, tasks.UNSEEN):
-            accuracy = interval([score(one["evaluation"], names, "pass@1") for one in runs])
-            shown.append(_shown(accuracy) if cell in ABLATIONS else "-")  # grpo_outcome went on
-        lines.append(f"| {cell} | {len(runs)} | " + " | ".join(shown) + " |")
+
+def _decided(difference: Difference | None) -> str:
+    """Return the difference, bold if the rule counts it as seen."""
+    if difference is None:
+        return "-"
+    return f"**{difference}**" if difference.is_seen else str(difference)
+
+
+def reported(results: Results) -> str:
+    """Return the reports of the literature beside the rule's decisions about the cells that test them."""
+    found = decided_ablations(results, REFERENCES)
+    lines = ["| reported | seen here | not seen here |", "|---|---|---|"]
+    for report, cells, sign in REPORTS:
+        seen, not_seen = [], []
+        for cell in cells:
+            if cell not in found:
+                continue
+            for what, difference in (("reward", found[cell].reward), ("pass@1", found[cell].accuracy)):
+                if difference is None:
+                    continue
+                agrees = difference.is_seen and sign * difference.mean > 0
+                opposite = " (seen in the opposite direction)" if difference.is_seen and not agrees else ""
+                (seen if agrees else not_seen).append(f"`{cell}` {what} {difference}{opposite}")
+        lines.append(f"| {report} | {'; '.join(seen) or '-'} | {'; '.join(not_seen) or '-'} |")
     return "\n".join(lines)
 
 
 def against_trl(results: Results) -> str:
-    """Return reward and processor seconds of the steps that both libraries took, by seed and on average.
+    """Return reward, accuracy and processor seconds of the steps that both libraries took, by seed.
 
-    The seconds are medians of a process's own time, which other processes on the machine do not lengthen.
-    Difference and ratio of one seed's two runs are paired; their intervals over seeds are Student's.
+    All unchanged runs of groupwise are beside TRL's run of the same order of questions. The seconds are those
+    of ``grpo_outcome``: medians of a process's own time, which other processes do not lengthen.
     """
+    base, seeds = unchanged(results), []
     lines = [
-        "| seed | steps | mean reward, groupwise | TRL | difference "
+        "| seed | runs, groupwise | mean reward, groupwise | TRL | pass@1 afterwards, groupwise | TRL "
         "| processor s per step, groupwise | TRL | ratio |",
-        "|---" * 8 + "|",
+        "|---" * 9 + "|",
     ]
     compared = []
     for run, other in paired(results):
-        count = min(len(step_seconds(run)), len(step_seconds(other)))
-        ours, theirs = (math.fsum(rewards(one, 1)[:count]) / count for one in (run, other))
+        if (seed := run["seed"]) not in base.rewards:
+            continue
+        count = min(len(step_seconds(run)), len(step_seconds(other)), base.steps)
+        reward, accuracy = fmean(rewards(other, 1)[:count]), other["evaluation"]["eval_chains_pass@1"]
         own, its = (median(step_seconds(one)[:count]) for one in (run, other))
-        compared.append((ours, theirs, ours - theirs, own, its, its / own))
-        cells = f"{ours:.1%} | {theirs:.1%} | {ours - theirs:+.1%} | {own:.1f} | {its:.1f} | {its / own:.1f}"
-        lines.append(f"| {run['seed']} | {count} | {cells} |")
-    if len(compared) > 1:
-        ours, theirs, difference, own, its, ratio = map(interval, zip(*compared, strict=True))
-        percents = f"{ours[0]:.1%} | {theirs[0]:.1%} | {_shown(difference, '.1%', sign='+')}"
-        lines.append(f"| mean | | {percents} | {own[0]:.1f} | {its[0]:.1f} | {_shown(ratio, '.1f')} |")
+        ours = fmean(base.rewards[seed]), fmean(base.accuracies[seed])
+        seeds.append(seed)
+        compared.append((ours[0], reward, ours[1], accuracy, own, its, its / own))
+        shown = " | ".join(f"{value:.1%}" for value in (ours[0], reward, ours[1], accuracy))
+        runs = len(base.rewards[seed])
+        lines.append(f"| {seed} | {runs} | {shown} | {own:.1f} | {its:.1f} | {its / own:.1f} |")
+    columns = list(zip(*compared, strict=True))
+    means = [fmean(column) for column in columns]
+    shown = " | ".join(f"{value:.1%}" for value in means[:4])
+    ratio = _shown(interval(columns[6]), ".1f")
+    lines.append(f"| mean | | {shown} | {means[4]:.1f} | {means[5]:.1f} | {ratio} |")
+    differences = []
+    for column, unchanged_, noise in (
+        (columns[1], base.rewards, base.reward_noise),
+        (columns[3], base.accuracies, base.accuracy_noise),
+    ):
+        if noise is None:
+            differences.append("-")
+        else:
+            theirs = rule.comparison(column, [unchanged_[seed] for seed in seeds], noise)
+            differences.append(_decided(Difference(-theirs.mean, theirs.half)))
+    lines.append(f"| difference | | {differences[0]} | | {differences[1]} | | | | |")
+    return "\n".join(lines)
+
+
+def same_reward(results: Results, window: int = 5) -> str:
+    """Return the processor minutes until the reward of both libraries' runs reached the same level.
+
+    The level is the lower one of the two runs' highest means of ``window`` steps, so that both reach it. Runs
+    of other sampling seeds are left out: they were made on another machine.
+    """
+    lines = [
+        "| seed | run | level | steps, groupwise | TRL | processor minutes, groupwise | TRL | ratio |",
+        "|---" * 8 + "|",
+    ]
+    steps = unchanged(results).steps
+    for other in results["trl"]:
+        for cell in ("grpo_outcome", "resampled"):
+            for run in _of(results, cell, other["seed"]):
+                curves = [rewards(one, window)[: steps - window + 1] for one in (run, other)]
+                level = min(max(curve) for curve in curves)
+                reached = [
+                    window + next(i for i, value in enumerate(curve) if value >= level - 1e-9)
+                    for curve in curves
+                ]
+                minutes = [
+                    one["step_processor_seconds"][step - 1] / 60
+                    for one, step in zip((run, other), reached, strict=True)
+                ]
+                lines.append(
+                    f"| {other['seed']} | {cell} | {level:.1%} | {reached[0]} | {reached[1]} "
+                    f"| {minutes[0]:.1f} | {minutes[1]:.1f} | {minutes[1] / minutes[0]:.1f} |"
+                )
     return "\n".join(lines)
 
 
@@ -277,6 +551,7 @@ def main(arguments: Sequence[str] | None = None) -> str:
     )
     parser.add_argument("directory", type=Path)
     parser.add_argument("--images", type=Path, help="folder of the figures; default: that of the files")
+    parser.add_argument("--page", type=Path, help="page whose blocks are replaced: docs/learning.md")
     parser.add_argument("--window", type=int, default=5, help="steps that curves are averaged over")
     options = parser.parse_args(arguments)
     results = load(options.directory)
@@ -287,7 +562,10 @@ def main(arguments: Sequence[str] | None = None) -> str:
     draw_curves(without_ablations(results), images / "curves.png", options.window)
     draw_against_trl(results, images / "against_trl.png", options.window)
     draw_samples(without_ablations(results), images / "samples.png")
-    shown = "\n\n".join(tables(results))
+    found = blocks(results)
+    if options.page is not None:
+        options.page.write_text(with_blocks(options.page.read_text(), found))
+    shown = "\n\n".join(found.values())
     print(shown)
     return shown
 

@@ -64,7 +64,7 @@ class Cell:
 
     source: "policy", "solutions" (of the data), "filtered" (correct samples of the initial policy) or "pairs"
         (correct and wrong samples, trained by TRL's ``DPOTrainer``); None: no training.
-    process: a reward for every step of the solution instead of one for the answer.
+    process: reward for every line, by its name in ``tasks.STEP_REWARDS``; None: for the answer.
     staleness: optimizer steps between the policy that samples and the one that is trained.
     iterations: outer iterations of iterative GRPO, which refreshes the reference at the end of each.
     library: "groupwise", or "trl" for the same settings in TRL's ``GRPOTrainer``.
@@ -75,7 +75,7 @@ class Cell:
     """
 
     source: str | None = "policy"
-    process: bool = False
+    process: str | None = None
     staleness: int = 0
     iterations: int = 1
     library: str = "groupwise"
@@ -95,8 +95,10 @@ METHODS = {
     "online_rft": Cell(settings=RFT),
     "dpo": Cell("pairs", settings=STORED),
     "grpo_outcome": Cell(),
-    "grpo_process": Cell(process=True),
+    "grpo_process": Cell(process="equations"),
+    "grpo_process_solution": Cell(process="solution"),
     "grpo_iterative": Cell(iterations=2, settings={"beta": 0.04}),
+    "grpo_beta_0.04": Cell(settings={"beta": 0.04}),
     # About 40 minutes on one core; in micro-batches, since TRL needs 12 GB for all rows at once.
     "trl": Cell(library="trl", max_steps=15, micro_batches=4),
 }
@@ -128,6 +130,8 @@ ABLATIONS = {
     "iterations_2": _ablation(num_iterations=2),
     "iterations_2_clip_higher": _ablation(num_iterations=2, epsilon_high=0.28),
     "dynamic_sampling": _ablation(dynamic_sampling=True),
+    # Its update is that of ``resampled``; for the time beside TRL's, which has four micro-batches.
+    "micro_batches_4": Cell(micro_batches=4, sampling_seed=100, max_steps=15),
     **{f"stale_{steps}": _ablation(steps) for steps in range(1, 5)},
     **{f"stale_{steps}_corrected": _ablation(steps, **CORRECTED) for steps in range(1, 5)},
 }
@@ -149,7 +153,7 @@ def settings(cell: Cell, scale: Scale, seed: int) -> dict[str, Any]:
         "num_generations": scale.generations,
         "per_device_train_batch_size": rows // cell.micro_batches,
         "gradient_accumulation_steps": cell.micro_batches,
-        "per_device_eval_batch_size": 16 * scale.samples,
+        "per_device_eval_batch_size": max(1, 64 // scale.samples) * scale.samples,
         "num_generations_eval": scale.samples,
         "max_completion_length": scale.max_tokens,
         "gradient_checkpointing": False,
@@ -273,7 +277,7 @@ def train_cell(cell: Cell, model: Any, tokenizer: Any, scale: Scale, args: GRPOC
     rows, clock, begun = train_rows(scale), Clock(), time.time()
     stored, wrong = stored_samples(cell, model, tokenizer, rows, args)
     rows = with_samples(rows, stored, wrong, cell)
-    reward = tasks.get_step_reward(tokenizer) if cell.process else tasks.correct
+    reward = tasks.STEP_REWARDS[cell.process](tokenizer) if cell.process else tasks.correct
     common = {"train_dataset": rows, "processing_class": tokenizer, "callbacks": [clock]}
     if len(rows) == 0:
         log = []  # no question had the samples that the method needs
@@ -401,7 +405,7 @@ def run_all(
     Args:
         sampling_seeds: every cell runs once with each of them instead of its own; the files are in a folder
             of ``output``, and end in the sampling seed.
-        evaluated: tasks to evaluate; None: all. ``instruct`` is evaluated on all.
+        evaluated: tasks to evaluate; None: all.
     """
     output.mkdir(parents=True, exist_ok=True)
     written = []
@@ -419,8 +423,7 @@ def run_all(
             if path.exists():
                 print(f"{path.name}: finished before", flush=True)
             else:
-                tested = evaluated if name != "instruct" else None
-                result = run_cell(name, model_path, scale, seed, initial, sampling_seed, tested)
+                result = run_cell(name, model_path, scale, seed, initial, sampling_seed, evaluated)
                 partial = path.with_suffix(".partial")
                 partial.write_text(json.dumps(result, indent=1) + "\n")
                 os.replace(partial, path)  # a file with this name is complete

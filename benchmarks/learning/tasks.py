@@ -132,29 +132,64 @@ def is_true_equation(line: str) -> bool:
     return {"+": left + right, "-": left - right, "*": left * right}[kind] == result
 
 
-def get_step_reward(tokenizer: Any) -> Callable[..., list[list[tuple[int, float]]]]:
+Scores = list[list[tuple[int, float]]]
+
+
+def equation_reward(tokenizer: Any) -> Callable[..., Scores]:
     """Create a process reward: 1 per true equation, 1 for a last line that ends with the answer, else 0.
 
-    A line ends at the token with its line break, or at the last token of the completion.
+    A line ends at the token with its line break, or at the last token of the completion. Any number of lines
+    is scored, so that further equations pay as well.
     """
 
-    def step_reward(
-        completion_ids: Sequence[Sequence[int]], answer: Sequence[str], **_: Any
-    ) -> list[list[tuple[int, float]]]:
-        return [steps(ids, right) for ids, right in zip(completion_ids, answer, strict=True)]
+    def reward(completion_ids: Sequence[Sequence[int]], answer: Sequence[str], **_: Any) -> Scores:
+        return [scores(ids, right) for ids, right in zip(completion_ids, answer, strict=True)]
 
-    def steps(ids: Sequence[int], right: str) -> list[tuple[int, float]]:
-        found, line = [], ""
-        for index, token in enumerate(ids):
-            line += tokenizer.decode([token], skip_special_tokens=True)
+    def scores(ids: Sequence[int], right: str) -> list[tuple[int, float]]:
+        found = []
+        for index, text in lines(tokenizer, ids):
             last = index == len(ids) - 1
-            if not ("\n" in line or last):
-                continue
-            text = line.strip()
             good = final_number(text) == right if last else is_true_equation(text)
             if text or last:
                 found.append((index, float(good)))
-            line = ""
         return found
 
-    return step_reward
+    return reward
+
+
+def solution_reward(tokenizer: Any) -> Callable[..., Scores]:
+    """Create a process reward with two scores: 1 for each line that is that line of the solution.
+
+    The second line counts only if it is the last one: the sum is 2 for the solution and for nothing else. Its
+    score is at the last token, also without a second line.
+    """
+
+    def reward(completion_ids: Sequence[Sequence[int]], solution: Sequence[str], **_: Any) -> Scores:
+        return [scores(ids, right.split("\n")) for ids, right in zip(completion_ids, solution, strict=True)]
+
+    def scores(ids: Sequence[int], right: Sequence[str]) -> list[tuple[int, float]]:
+        found = [(index, text) for index, text in lines(tokenizer, ids) if text]
+        if not ids:
+            return []
+        end = len(ids) - 1
+        first = float(bool(found) and found[0][1] == right[0])
+        if len(found) < 2:  # both scores are at the end
+            return [(end, first)]
+        return [(found[0][0], first), (end, float([text for _, text in found] == list(right)))]
+
+    return reward
+
+
+#: Process rewards by the name of ``run.Cell.process``; each is created from the tokenizer.
+STEP_REWARDS = {"equations": equation_reward, "solution": solution_reward}
+
+
+def lines(tokenizer: Any, ids: Sequence[int]) -> list[tuple[int, str]]:
+    """Return the lines of a completion: index of the last token, and the text without spaces at its ends."""
+    found, line = [], ""
+    for index, token in enumerate(ids):
+        line += tokenizer.decode([token], skip_special_tokens=True)
+        if "\n" in line or index == len(ids) - 1:
+            found.append((index, line.strip()))
+            line = ""
+    return found

@@ -108,7 +108,8 @@ def result_file(directory, cell: str, seed: int, after: float) -> None:
         for name in ("pass@1", "pass@4", "maj@4", "pass@1_ci95")
     }
     history = [{"step": 1, "reward": 0.5}, {"step": 2, "reward": after}, {"train_loss": 0.0}]
-    metrics |= {"eval_chains_pass@1_gain" + end: x for end, x in (("", 0.1), ("_low", 0.0), ("_high", 0.2))}
+    gain = (("", 0.1), ("_low", 0.0), ("_high", 0.2), ("_ci95", 0.05))
+    metrics |= {"eval_chains_pass@1_gain" + end: x for end, x in gain}
     seconds = {"step_processor_seconds": [3.0, 60.0]}
     result = {"cell": cell, "seed": seed, "evaluation": metrics, "history": history, **seconds}
     (directory / f"{cell}-{seed}.json").write_text(json.dumps(result))
@@ -126,42 +127,86 @@ def test_the_table_has_means_and_student_intervals_over_seeds(tmp_path):
     )
     assert shown[2] == "| grpo_outcome | 3 |" + " 40.0% ± 49.7% |" * 3 + " - |" * 3
     assert shown[3] == "| sft | 1 |" + " 25.0% |" * 3 + " - |" * 3
-    assert shown[7] == "| grpo_outcome | 0 | +10.0% (+0.0% to +20.0%) | - | - | - |"
-    assert shown[10] == "| grpo_outcome | mean | +10.0% ± 0.0% | - | - | - |"
+    assert shown[7] == "| grpo_outcome | +10.0% ± 5.0%: **gain** | - | - | - |"
+    assert shown[10] == "- In `chains` a gain was seen after `grpo_outcome`, `sft`."
+    assert shown[14] == "| grpo_outcome | 0 | +10.0% (+0.0% to +20.0%) | - | - | - |"
     assert {"curves.png", "against_trl.png", "samples.png"} <= {path.name for path in tmp_path.iterdir()}
 
 
-def test_steps_of_both_libraries_are_compared_as_far_as_both_went():
-    def cell(seed, rewards, seconds):
-        return {"seed": seed, "history": [{"reward": r} for r in rewards], "step_processor_seconds": seconds}
-
-    ours = [cell(seed, [0.0, 0.5, 1.0], [2.0, 3.0, 7.0]) for seed in (0, 1, 2, 3)]
-    shown = figures.against_trl({"grpo_outcome": ours, "trl": [cell(1, [0.5, 0.5], [9.0, 15.0])]})
-    assert shown.splitlines()[2:] == ["| 1 | 2 | 25.0% | 50.0% | -25.0% | 1.5 | 7.5 | 5.0 |"]
-    theirs = [cell(1, [0.5, 0.5], [9.0, 15.0]), cell(2, [0.0, 0.3], [3.0, 6.0]), cell(3, [0.6], [4.0])]
-    shown = figures.against_trl({"grpo_outcome": ours, "trl": theirs})
-    # Differences -0.25, 0.1, -0.6: mean -0.25, deviation 0.35; ratios 5, 2, 2: mean 3, deviation √3.
-    assert shown.splitlines()[5] == "| mean | | 16.7% | 41.7% | -25.0% ± 87.0% | 1.7 | 4.8 | 3.0 ± 4.3 |"
+def run_of(seed, rewards, accuracy=0.5, seconds=()):
+    evaluation = {f"eval_{task}_pass@1": accuracy for task in figures.TASKS}
+    history = [{"reward": reward} for reward in rewards]
+    return {
+        "seed": seed,
+        "history": history,
+        "evaluation": evaluation,
+        "step_processor_seconds": list(seconds),
+    }
 
 
-def test_ablations_are_compared_with_other_samples_of_the_same_questions():
-    def cell(seed, rewards, accuracy):
-        evaluation = {f"eval_{task}_pass@1": accuracy for task in (*tasks.TRAINED, *tasks.UNSEEN)}
-        return {"seed": seed, "history": [{"reward": r} for r in rewards], "evaluation": evaluation}
+#: Two orders of questions with two unchanged runs each: rewards 0.3, 0.5 and 0.5, 0.7 of the first two steps.
+EQUAL = {
+    "resampled": [run_of(0, [0.2, 0.4], 0.5, [6.0, 9.0]), run_of(1, [0.4, 0.6], 0.6, [6.0, 9.0])],
+    "grpo_outcome": [
+        run_of(seed, [first, 0.6, 1.0], 0.9, [2.0, 3.0, 7.0]) for seed, first in ((0, 0.4), (1, 0.8))
+    ],
+}
 
-    shown = figures.ablations(
-        {
-            "grpo_outcome": [cell(seed, [0.5, 0.7, 1.0], 0.9) for seed in (0, 1, 2, 3)],
-            "resampled": [cell(0, [0.2, 0.4], 0.5), cell(1, [0.4, 0.6], 0.5), cell(2, [0.6, 0.8], 0.5)],
-            "group_4": [cell(1, [0.5, 0.1], 0.25)],
-            "sft": [cell(1, [1.0, 1.0], 1.0)],
-        }
-    )
-    # Differences of the first two steps 0.3, 0.1, -0.1: deviation 0.2, half-width 4.303 · 0.2 / √3.
-    assert shown.splitlines()[2:] == [
-        "| grpo_outcome | 3 | 60.0% ± 0.0% | +10.0% ± 49.7% | - | - |",
-        "| resampled | 3 | 50.0% ± 49.7% | +0.0% ± 0.0% | 50.0% ± 0.0% | 50.0% ± 0.0% |",
-        "| group_4 | 1 | 30.0% | -20.0% | 25.0% | 25.0% |",
+
+def test_unchanged_runs_of_one_order_of_questions_give_the_noise():
+    """Deviations of ± 0.1 in two orders: variance 4 · 0.01 / 2 = 0.02, with two degrees of freedom."""
+    assert figures.noise_table(EQUAL).splitlines()[2:] == [
+        "| 0 | 30.0%, 50.0% | 50.0% |",
+        "| 1 | 50.0%, 70.0% | 60.0% |",
+        "| standard deviation | 14.1% (2 degrees of freedom) | - |",
+    ]
+    more = {**EQUAL, figures.OTHER_SAMPLES: [run_of(0, [0.1, 0.1], 0.7)]}
+    # 0.3, 0.5, 0.1 and 0.5, 0.7: (0.08 + 0.02) / 3; accuracies 0.5, 0.7: the longer run does not count.
+    assert figures.noise_table(more).splitlines()[2:] == [
+        "| 0 | 30.0%, 50.0%, 10.0% | 50.0%, 70.0% |",
+        "| 1 | 50.0%, 70.0% | 60.0% |",
+        "| standard deviation | 18.3% (3 degrees of freedom) | 14.1% (1 degrees of freedom) |",
+    ]
+
+
+def test_ablations_are_compared_with_all_unchanged_runs_of_the_same_order():
+    results = {**EQUAL, "group_4": [run_of(1, [0.5, 0.1], 0.25)], "stale_1": [run_of(0, [0.0, 0.0], 0.1)]}
+    results["stale_1_corrected"] = [run_of(0, [1.0, 1.0], 0.2)]
+    # 0.3 - 0.6; half-width 4.303 · 0.1414 · √(1 + 1/2) = 0.745.
+    shown = figures.ablations(results).splitlines()[2:]
+    assert shown[0] == "| group_4 | 1 | 30.0% | -30.0% ± 74.5% | 25.0% | - | 25.0% |"
+    # The corrected run beside the one without: 1.0 - 0.0; half-width 4.303 · 0.1414 · √2 = 0.861: seen.
+    reported = figures.reported(results).splitlines()
+    assert reported[2].endswith("| - | `stale_1` reward -40.0% ± 74.5% |")
+    assert reported[3].endswith("| `stale_1_corrected` reward +100.0% ± 86.1% | - |")
+
+
+def test_differences_against_the_report_are_not_called_seen():
+    results = {**EQUAL, "dynamic_sampling": [run_of(0, [-2.0, -2.0])]}
+    (line,) = [line for line in figures.reported(results).splitlines() if "dynamic_sampling" in line]
+    assert line.split(" | ")[1] == "-" and line.endswith("-240.0% ± 74.5% (seen in the opposite direction) |")
+
+
+def test_all_unchanged_runs_stand_beside_those_of_trl():
+    theirs = [run_of(0, [0.5, 0.5], 0.4, [9.0, 15.0]), run_of(1, [0.0, 0.2], 0.6, [3.0, 9.0])]
+    shown = figures.against_trl({**EQUAL, "trl": theirs}).splitlines()[2:]
+    # Medians of 2, 1 and 9, 6 or 3, 6 seconds; differences -0.1 and 0.5 of the mean rewards: mean 0.2,
+    # half-width 4.303 · 0.1414 · √(2 · 1.5) / 2 = 0.527.
+    assert shown == [
+        "| 0 | 2 | 40.0% | 50.0% | 50.0% | 40.0% | 1.5 | 7.5 | 5.0 |",
+        "| 1 | 2 | 60.0% | 10.0% | 60.0% | 60.0% | 1.5 | 4.5 | 3.0 |",
+        "| mean | | 50.0% | 30.0% | 55.0% | 50.0% | 1.5 | 6.0 | 4.0 |",
+        "| difference | | +20.0% ± 52.7% | | - | | | | |",
+    ]
+
+
+def test_the_time_to_the_same_reward_ends_at_a_level_that_both_reach():
+    theirs = [run_of(0, [0.2, 0.3], 0.4, [60.0, 240.0])]
+    shown = figures.same_reward({**EQUAL, "trl": theirs}, window=1).splitlines()[2:]
+    # grpo_outcome reaches 0.3 in its first step, after 2 s; resampled in its second, after 9 s.
+    assert shown == [
+        "| 0 | grpo_outcome | 30.0% | 1 | 2 | 0.0 | 4.0 | 120.0 |",
+        "| 0 | resampled | 30.0% | 2 | 2 | 0.1 | 4.0 | 26.7 |",
     ]
 
 
@@ -173,10 +218,15 @@ def test_curves_are_means_over_steps_and_seeds():
 
 
 def test_the_page_shows_the_results():
-    results = figures.load(run.RESULTS)
     page = Path(run.__file__).parents[2].joinpath("docs", "learning.md").read_text()
-    for table in figures.tables(results):
-        assert table in page
+    assert figures.with_blocks(page, figures.blocks(figures.load(run.RESULTS))) == page
+
+
+def test_a_page_without_a_block_is_an_error():
+    page = "a\n\n<!-- noise -->\n\nold\n\n<!-- end -->\n\nb\n"
+    assert figures.with_blocks(page, {"noise": "new"}) == page.replace("old", "new")
+    with pytest.raises(ValueError, match="no line <!-- trl -->"):
+        figures.with_blocks(page, {"trl": "new"})
 
 
 def test_an_empty_directory_is_an_error(tmp_path):
@@ -187,7 +237,7 @@ def test_an_empty_directory_is_an_error(tmp_path):
 def test_intervals_of_few_seeds():
     for values in ([0.5], [0.25, 0.75]):
         assert figures.interval(values)[0] == 0.5 and math.isnan(figures.interval(values)[1])
-    with pytest.raises(ValueError, match="0 seeds; allowed: 1 to 10"):
+    with pytest.raises(ValueError, match="0 seeds; allowed: 1 to 21"):
         figures.interval([])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import re
 
 import pytest
@@ -84,7 +85,7 @@ def test_equations(line, true):
 
 def test_every_line_is_a_step_that_ends_at_its_last_token():
     text = "\n".join(TEXTS)
-    reward = tasks.get_step_reward(Letters())
+    reward = tasks.equation_reward(Letters())
     (steps,) = reward(completion_ids=[[ord(letter) for letter in text]], answer=["14"])
     ends = [len("\n".join(TEXTS[: i + 1])) for i in range(4)]  # of the line breaks, and of the last letter
     assert steps == list(zip([*ends[:3], ends[3] - 1], [1.0, 0.0, 0.0, 1.0], strict=True))
@@ -93,3 +94,40 @@ def test_every_line_is_a_step_that_ends_at_its_last_token():
         [(0, 1.0)],
         [(0, 0.0)],
     ]
+
+
+SOLUTION = "4 + 3 = 7\n7 - 2 = 5"
+
+
+@pytest.mark.parametrize(
+    ("text", "scores"),
+    [
+        (SOLUTION, [(9, 1.0), (18, 1.0)]),
+        (SOLUTION + "\n", [(9, 1.0), (19, 1.0)]),
+        (SOLUTION + "\n5 + 0 = 5", [(9, 1.0), (28, 0.0)]),  # a further line, true and with the answer
+        ("4 + 3 = 7\n4 + 3 = 7", [(9, 1.0), (18, 0.0)]),
+        ("1 + 1 = 2\n7 - 2 = 5", [(9, 0.0), (18, 0.0)]),  # true, but of another question
+        ("4 + 3 = 7", [(8, 1.0)]),
+        ("7 - 2 = 5", [(8, 0.0)]),
+        ("\n", [(0, 0.0)]),
+        ("", []),
+    ],
+)
+def test_only_the_solution_earns_the_reward_of_two_lines(text, scores):
+    reward = tasks.solution_reward(Letters())
+    assert reward(completion_ids=[[ord(letter) for letter in text]], solution=[SOLUTION]) == [scores]
+
+
+def test_no_text_earns_more_than_the_solution():
+    """All sequences of up to three lines out of true, false and right ones."""
+    reward = tasks.solution_reward(Letters())
+    parts = [*SOLUTION.split("\n"), "5 + 0 = 5", "5", ""]
+    texts = ["\n".join(chosen) for n in (1, 2, 3) for chosen in itertools.product(parts, repeat=n)]
+    sums = [
+        sum(score for _, score in scores)
+        for scores in reward(completion_ids=[[*map(ord, t)] for t in texts], solution=[SOLUTION] * len(texts))
+    ]
+    best = {
+        text.strip("\n").replace("\n\n", "\n") for text, total in zip(texts, sums, strict=True) if total == 2
+    }
+    assert max(sums) == 2 and best == {SOLUTION}
