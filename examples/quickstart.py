@@ -3,8 +3,10 @@
 At first it often names neither. The held-out reviews use adjectives that never occur in training.
 """
 
+import json
 import random
 import re
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 from datasets import Dataset
@@ -40,9 +42,10 @@ def correct(completions, answer, **_):
 def main():
     parser = example_parser(__doc__, "quickstart-output", max_steps=40)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", help="file for the accuracies")
     parser.add_argument("--use_vllm", action="store_true", help="sample with an engine in this process")
     options = vars(parser.parse_args())
-    steps, output_dir = options["max_steps"], options["output_dir"]
+    steps, output_dir, results = options["max_steps"], options["output_dir"], options.pop("json")
     trainer = GRPOTrainer(
         model=options.pop("model"),
         reward_funcs=correct,
@@ -63,7 +66,12 @@ def main():
     before = trainer.evaluate()["eval_rewards/correct/mean"]
     trainer.train()
     after = trainer.evaluate()["eval_rewards/correct/mean"]
-    print(f"held-out accuracy: {before:.1%} before, {after:.1%} after {steps} steps")
+    trainer.eval_generation_kwargs = {"temperature": 0}
+    greedy = trainer.evaluate()["eval_rewards/correct/mean"]
+    print(f"held-out accuracy: {before:.1%} before, {after:.1%} after {steps} steps, greedy {greedy:.1%}")
+    if results is not None:
+        accuracies = {"before": before, "after": after, "greedy": greedy}
+        Path(results).write_text(json.dumps({"settings": options, **accuracies}) + "\n")
 
     curve = [(log["step"], log["reward"]) for log in trainer.state.log_history if "reward" in log]
     plt.plot(*zip(*curve, strict=True), label="training batches")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import gsm8k
 import pytest
 import yaml
 from support.tiny_smollm2 import save_tiny_smollm2
@@ -27,7 +29,7 @@ OPTIONAL = ("reasoning_gym", "verifiers", "vllm")
 SCRIPTS = [path for path in sorted(EXAMPLES.glob("*.py")) if path.name not in NOT_RUN]
 DOCUMENTED = [*SCRIPTS, EXAMPLES / "quickstart.py"]
 #: Line limits; 60 for every other example.
-MAX_LINES = {"quickstart.py": 84, "grpo_from_scratch.py": 150, "vlm.py": 66}
+MAX_LINES = {"gsm8k.py": 86, "quickstart.py": 90, "grpo_from_scratch.py": 150, "vlm.py": 66}
 #: Modules of groupwise that examples may import: each is described in docs/api.md.
 PUBLIC = (
     "groupwise",
@@ -39,7 +41,7 @@ PUBLIC = (
 CONFIGS = sorted((EXAMPLES / "accelerate").glob("*.yaml"))
 LAUNCHED = "distributed.py"
 #: The others run with a model of two layers that has its tokenizer.
-WITH_REAL_MODEL = "custom_reward.py"
+WITH_REAL_MODEL = ("custom_reward.py", "gsm8k.py")
 #: Answers of that model: calls of the tool of the example.
 CALLS = {
     "environment.py": ("guess(5)", "guess(9)"),
@@ -62,17 +64,41 @@ def test_an_example_runs(script, smollm2_path, tmp_path):
         flags = ["--use_cpu"]
     if script.name != "vlm.py":  # makes a tiny vision model of its own
         tiny = partial(save_tiny_smollm2, smollm2_path, tmp_path / "tiny", CALLS.get(script.name, ()))
-        flags += ["--model", smollm2_path if script.name == WITH_REAL_MODEL else tiny()]
-    arguments = ["--max_steps", 1, "--output_dir", tmp_path / "out", *flags]
+        flags += ["--model", smollm2_path if script.name in WITH_REAL_MODEL else tiny()]
+    if script.name == "gsm8k.py":
+        # A handful of questions that SmolLM2 answers at times, so that there is a gradient.
+        rows = [{"question": f'Say "#### {n}".', "answer": f"#### {n}"} for n in (7, 600, 12, 5)]
+        for split in ("train", "test"):
+            (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        flags += ["--data", tmp_path, "--questions_per_step", 2, "--max_completion_length", 12]
+    steps = 3 if script.name == "gsm8k.py" else 1
+    arguments = ["--max_steps", steps, "--output_dir", tmp_path / "out", *flags]
     done = run(*command, script, *arguments, directory=tmp_path)
     shown = done.stdout
     assert done.returncode == 0, shown[-2000:] + done.stderr[-4000:]
     assert ("held-out accuracy" if script.name == "grpo_from_scratch.py" else "'train_runtime'") in shown
     if script.name == LAUNCHED:
         assert "trained on 2 processes" in shown
+    if script.name == "gsm8k.py":
+        norms = [float(found) for found in re.findall(r"'grad_norm': '?([\d.e-]+)", shown)]
+        assert len(norms) == 3 and max(norms) > 0
+        assert re.search(r"test accuracy: [\d.]+% before, [\d.]+% after 3 steps", shown)
     if script.name in CALLS:
         frequencies = dict(re.findall(r"'tools/(\w+)_frequency': '?([\d.]+)", shown))
         assert float(frequencies["call"]) > 0.5 and float(frequencies["failure"]) < 0.5
+
+
+@pytest.mark.real_model
+def test_the_quickstart_writes_its_accuracies(smollm2_path, tmp_path):
+    """One step of a model of two layers."""
+    model, file = save_tiny_smollm2(smollm2_path, tmp_path / "tiny", ()), tmp_path / "accuracies.json"
+    arguments = ["--model", model, "--max_steps", 1, "--seed", 3, "--json", file, "--output_dir", tmp_path]
+    done = run(EXAMPLES / "quickstart.py", *arguments, directory=tmp_path)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    written = json.loads(file.read_text())
+    assert (written["settings"]["seed"], written["settings"]["max_steps"]) == (3, 1)
+    shown = "held-out accuracy: {before:.1%} before, {after:.1%} after 1 steps, greedy {greedy:.1%}"
+    assert shown.format(**written) in done.stdout
 
 
 @pytest.mark.parametrize("script", DOCUMENTED, ids=lambda path: path.stem)
@@ -95,6 +121,30 @@ def test_examples_take_a_model_and_import_only_public_names(script):
         assert module.startswith("groupwise.core.") or module in PUBLIC, module
         exported = getattr(importlib.import_module(module), "__all__", [name])
         assert name in exported and not name.startswith("_"), f"{module}.{name}"
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("48 / 2 = <<48/2=24>>24 clips in May.\n#### 72", "72"),
+        ("#### 1,200", "1200"),
+        ("first #### 3, then ####$-4.50", "-4.50"),
+        ("The answer is 72.", None),
+        ("####", None),
+    ],
+)
+def test_the_answer_of_a_solution_of_gsm8k(text, number):
+    assert gsm8k.final_answer(text) == number
+
+
+def test_answers_of_gsm8k_are_compared_as_numbers():
+    logged = {}
+    texts = ["#### 72", "#### 72.0", "72", "#### 7"]
+    chats = [[{"role": "assistant", "content": text}] for text in texts]
+    rewards = gsm8k.correct(chats, ["72"] * 4, lambda name, values: logged.update({name: values}))
+    assert rewards == [1.0, 1.0, 0.0, 0.0] and logged == {"answer_parsed": ["72", "72.0", None, "7"]}
+    row = gsm8k.chat({"question": "How many?", "answer": "3 + 4 = 7\n#### 7"})
+    assert row["solution"] == "7" and row["prompt"][0]["content"].startswith("How many? Reason")
 
 
 def imported(tree: ast.AST) -> list[tuple[str, str]]:
