@@ -37,10 +37,9 @@ from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean
 from groupwise.cpu import install_cpu_training, trim_heap
 from groupwise.data.buffer import ExperienceBuffer
-from groupwise.data.dataset_checks import check_data, is_streaming, prepare_data
+from groupwise.data.dataset_checks import check_data, has_image_columns, is_streaming, prepare_data
 from groupwise.data.dynamic_sampling import DynamicBatch, LeftoverGroups
 from groupwise.data.evaluation import EvaluationStream, evaluation_rows, num_valid_rows
-from groupwise.data.image_checks import check_vision, has_image_columns
 from groupwise.data.prompt_source import PromptSource, make_prompt_source
 from groupwise.data.rebalancing import cache_sized
 from groupwise.data.sampler import checked_eval_sampler, make_group_sampler
@@ -60,7 +59,7 @@ from groupwise.mixins.loss import check_loss_override, objective_settings
 from groupwise.mixins.rollout import check_counts
 from groupwise.policy.introspection import router_aux_loss_coef
 from groupwise.policy.liger import LigerLoss
-from groupwise.policy.loading import load_processing_class, prepare_policy
+from groupwise.policy.loading import check_image_model, load_processing_class, prepare_policy
 from groupwise.policy.logprob_mismatch import LogprobMismatchCheck
 from groupwise.policy.logprobs import make_logprob_computer
 from groupwise.policy.reference import SeparateReference, make_reference
@@ -178,7 +177,7 @@ class GRPOTrainer(
         data = prepare_data(train_dataset, eval_dataset, args, model, processing_class, as_rendered)
         set_seed(args.seed)  # all ranks initialise the same adapters
         policy = prepare_policy(model, args, quantization_config, peft_config)
-        check_vision(policy, processing_class, args, train_dataset, eval_dataset)
+        check_image_model(policy, processing_class)
         self.reference = make_reference(policy, args, fresh_adapter=peft_config is not None)
         # In TRL's order: on one seed, the new head of a reward model is drawn after the policy's adapter.
         reward_funcs = [load_reward_model(function, args) for function in reward_funcs]

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedModel
 from transformers.trainer_utils import IntervalStrategy
 
 from groupwise.config.grpo_config import GRPOConfig
@@ -16,20 +16,22 @@ from groupwise.data.prompt_checks import PromptCheck, context_length, known_prom
 from groupwise.errors import ConfigError
 from groupwise.policy.introspection import text_config
 from groupwise.records import Row
+from groupwise.tokenization.images import IMAGE_COLUMNS, is_processor, processor_required
 from groupwise.tokenization.prompts import Prompt
+from groupwise.tokenization.text import ProcessingClass
 
 
 @dataclass(frozen=True)
 class PreparedData:
     """Data of a trainer, checked as far as possible before they are read.
 
-    train_dataset: as given; rows that are computed on access are checked when they are read.
-    eval_datasets: evaluation sets whose prompts have been checked.
+    train_dataset: as :func:`checked_rows` returns it.
+    eval_datasets: evaluation sets as given, and as :func:`checked_rows` returns them.
     make_check: returns the check of the rows of a dataset, by its name in messages.
     """
 
     train_dataset: Any
-    eval_datasets: tuple[Any, ...]
+    eval_datasets: list[tuple[Any, Any]]
     make_check: Callable[[str], PromptCheck]
 
 
@@ -98,7 +100,7 @@ def check_dataset(name: str, dataset: Any) -> None:
         raise ConfigError(
             f"{name} is the string {dataset!r}; pass a dataset: datasets.load_dataset({dataset!r}, …)"
         )
-    columns = getattr(dataset, "column_names", None)
+    columns = column_names(dataset)
     if not is_streaming(dataset):
         if len(dataset) == 0:
             raise ConfigError(f"{name} is empty")
@@ -112,7 +114,7 @@ def prepare_data(
     eval_dataset: Any,
     config: GRPOConfig,
     model: str | PreTrainedModel,
-    processing_class: PreTrainedTokenizerBase | ProcessorMixin,
+    processing_class: ProcessingClass,
     as_rendered: Callable[[Prompt], Prompt] | None = None,
 ) -> PreparedData:
     """Check every prompt that is available now; prompts computed on access are checked when they are read.
@@ -121,7 +123,8 @@ def prepare_data(
         as_rendered: returns a prompt as the chat template gets it; None: user code renders prompts.
 
     Raises:
-        ConfigError: naming the row whose prompt is missing, empty, too long or cannot be rendered to tokens.
+        ConfigError: naming the dataset with two image columns, or with one and no processor; or the row whose
+            prompt is missing, empty, too long or cannot be rendered to tokens.
     """
     context = context_length(model, config)
     num_embeddings = getattr(text_config(model, config), "vocab_size", None)
@@ -129,22 +132,43 @@ def prepare_data(
     def check(name: str) -> PromptCheck:
         return PromptCheck(name, processing_class, config, context, num_embeddings, as_rendered)
 
-    if train_dataset is not None and not is_streaming(train_dataset):
-        prompts = known_prompts(train_dataset)
-        if prompts is None:
-            train_dataset = CheckedRows(train_dataset, check("train_dataset"))
-        else:
-            check("train_dataset").check_all(prompts)
-    eval_datasets = named_datasets(None, eval_dataset)
-    for name, dataset in eval_datasets.items():
-        check_evaluation_prompts(dataset, check(name), config)
-    return PreparedData(train_dataset, tuple(eval_datasets.values()), check)
+    for name, dataset in named_datasets(train_dataset, eval_dataset).items():
+        _check_image_columns(name, dataset, processing_class)
+    if train_dataset is not None:
+        train_dataset = checked_rows(train_dataset, check("train_dataset"))
+    evaluated = named_datasets(None, eval_dataset).items()
+    limit = config.eval_max_samples
+    eval_datasets = [(dataset, checked_rows(dataset, check(name), limit)) for name, dataset in evaluated]
+    return PreparedData(train_dataset, eval_datasets, check)
 
 
-def check_evaluation_prompts(dataset: Any, check: PromptCheck, config: GRPOConfig) -> None:
-    """Check the prompts that an evaluation reads, unless they are computed on access."""
-    prompts = None if is_streaming(dataset) else known_prompts(dataset)
-    check.check_all(islice(prompts or (), config.eval_max_samples))
+def _check_image_columns(name: str, dataset: Any, processing_class: ProcessingClass) -> None:
+    columns = column_names(dataset)
+    given = [column for column in IMAGE_COLUMNS if column in columns]
+    if len(given) == 2:
+        raise ConfigError(
+            f"{name} has both an 'image' and an 'images' column; keep one: 'image' for one image per "
+            "row, 'images' for a list of them"
+        )
+    if given and not is_processor(processing_class):
+        raise processor_required(f"{name} has a column {given[0]!r}", processing_class)
+
+
+def checked_rows(dataset: Any, check: PromptCheck, max_rows: int | None = None) -> Any:
+    """Check the prompts that are in memory, of the first ``max_rows`` rows.
+
+    Returns:
+        The dataset, unless its rows are computed on access: then one that checks each row when it is read. A
+        stream is returned as it is; ``read_stream`` checks its rows.
+    """
+    if is_streaming(dataset):
+        return dataset
+    prompts = known_prompts(dataset)
+    if prompts is None:
+        return CheckedRows(dataset, check)
+    for index, prompt in enumerate(islice(prompts, max_rows)):
+        check.check_prompt(prompt, index)
+    return dataset
 
 
 class CheckedRows(Dataset[Row]):
@@ -160,6 +184,17 @@ class CheckedRows(Dataset[Row]):
         row = self.dataset[index]
         self.check(row, index)
         return row
+
+
+def column_names(dataset: Any) -> list[str]:
+    """Return the columns of a dataset; none if it does not name them."""
+    return list(getattr(dataset, "column_names", None) or [])
+
+
+def has_image_columns(train_dataset: Any, eval_dataset: Any) -> bool:
+    """Return True if a dataset has a column of images."""
+    datasets = named_datasets(train_dataset, eval_dataset).values()
+    return any(column in IMAGE_COLUMNS for dataset in datasets for column in column_names(dataset))
 
 
 def is_streaming(dataset: Any) -> bool:

@@ -8,20 +8,13 @@ from itertools import cycle, islice
 from typing import Any
 
 from accelerate.state import GradientState
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.data.dataset_checks import (
-    CheckedRows,
-    PreparedData,
-    check_dataset,
-    check_evaluation_prompts,
-    is_streaming,
-)
-from groupwise.data.prompt_checks import PromptCheck, known_prompts
+from groupwise.data.dataset_checks import PreparedData, check_dataset, checked_rows, is_streaming
+from groupwise.data.prompt_checks import PromptCheck
 from groupwise.data.prompt_source import read_stream
-from groupwise.data.sampler import repeat_rows
-from groupwise.distributed import RankSlice, broadcast_from_first, rows_of_rank
+from groupwise.distributed import RankSlice, broadcast_from_first
 from groupwise.errors import ConfigError
 from groupwise.records import Row, copied
 
@@ -76,34 +69,28 @@ class EvaluationStream:
         self.num_samples = 0
 
     def __iter__(self) -> Iterator[EvaluationRows]:
-        share, self.num_samples = self.share, 0
-        prompts = read_stream(self.stream, self.check, self.num_workers, self.max_rows)
-        size = self.batch_size // share.world_size
+        share, group, self.num_samples = self.share, self.share.num_generations, 0
+        stream = read_stream(self.stream, self.check, self.num_workers, self.max_rows)
+        size = self.batch_size // group  # prompts of a batch
         first: list[Row] = []
-        while rows := self._next_rows(prompts):
-            missing = self.batch_size - len(rows)
-            if missing and self.drop_last:
+        while prompts := broadcast_from_first(
+            lambda: list(islice(stream, size)), share.rank == 0, share.world_size
+        ):
+            is_last, num_valid = len(prompts) < size, len(prompts) * group
+            if is_last and self.drop_last:
                 return
-            first = first or list(rows)
-            if share.world_size > 1:
-                rows += islice(cycle(first), missing)
-            self._count(self.batch_size - missing)
-            own = [copied(row) for row in rows[rows_of_rank(share.rank, size)]]
-            yield EvaluationRows(own, self.batch_size - missing if missing else None)
-            if missing:
+            first = first or list(prompts)
+            if share.world_size > 1:  # every rank gets as many rows
+                prompts += islice(cycle(first), size - len(prompts))
+            self._count(num_valid)
+            own = [copied(prompts[row // group]) for row in share.rows(len(prompts))]
+            yield EvaluationRows(own, num_valid if is_last else None)
+            if is_last:
                 return
         if not first:
             raise ConfigError(
                 f"{self.check.name} gave no rows; pass a dataset with rows that can be iterated again"
             )
-
-    def _next_rows(self, prompts: Iterator[Row]) -> list[Row]:
-        """Return all ranks' rows of the next batch; an incomplete batch is the last one."""
-        count = self.batch_size // self.share.num_generations
-        batch = broadcast_from_first(
-            lambda: list(islice(prompts, count)), self.share.rank == 0, self.share.world_size
-        )
-        return [row for row in batch for _ in range(self.share.num_generations)]
 
     def _count(self, samples: int) -> None:
         limit = _MANY_ROWS * self.share.num_generations
@@ -149,9 +136,10 @@ def evaluation_rows(
     if dataset is None:
         raise ConfigError("there is no eval_dataset; give one to the trainer or to evaluate()")
     check = data.make_check(name)
-    if all(dataset is not known for known in data.eval_datasets):
+    rows = next((rows for given, rows in data.eval_datasets if given is dataset), None)
+    if rows is None:  # not one that the trainer was built with
         check_dataset(name, dataset)
-        check_evaluation_prompts(dataset, check, config)
+        rows = checked_rows(dataset, check, config.eval_max_samples)
     size, group = config.eval_batch_size * config.world_size, config.generations_per_eval_prompt
     if size % group:
         below = size // group * group
@@ -161,9 +149,9 @@ def evaluation_rows(
             f"num_generations_eval={group}; nearest valid: {nearest} "
             "(per_device_eval_batch_size times the number of processes)"
         )
-    if is_streaming(dataset):
+    if is_streaming(rows):
         return EvaluationStream(
-            dataset,
+            rows,
             RankSlice(group, config.process_index, config.world_size),
             check=check,
             batch_size=size,
@@ -171,6 +159,5 @@ def evaluation_rows(
             drop_last=config.dataloader_drop_last,
             num_workers=config.dataloader_num_workers,
         )
-    if known_prompts(dataset) is None:
-        dataset = CheckedRows(dataset, check)
-    return repeat_rows(dataset, group, config.eval_max_samples)
+    indices = range(len(rows))[: config.eval_max_samples]
+    return Subset(rows, [index for index in indices for _ in range(group)])

@@ -22,8 +22,8 @@ from groupwise.tokenization.prompts import (
 )
 from groupwise.tokenization.text import (
     content_blocks,
-    has_surrogates,
     message_text,
+    replace_surrogates,
     text_tokenizer,
     tokens_without_embedding,
 )
@@ -93,10 +93,6 @@ class PromptCheck:
             raise ConfigError(f"{self.name}, row {index}: no 'prompt' column; its columns are {columns}")
         self.check_prompt(row["prompt"], index)
 
-    def check_all(self, prompts: Iterable[Any]) -> None:
-        for index, prompt in enumerate(prompts):
-            self.check_prompt(prompt, index)
-
     def check_prompt(self, prompt: Any, index: int) -> None:
         where = f"{self.name}, row {index}"
         messages = isinstance(prompt, list) and all(
@@ -109,7 +105,7 @@ class PromptCheck:
             )
         if len(prompt) == 0:
             raise ConfigError(f"{where}: the prompt is empty; remove the row or give it a prompt")
-        if has_surrogates(prompt):
+        if replace_surrogates(prompt) != prompt:
             raise ConfigError(
                 f"{where}: the prompt has a lone surrogate, half of a character, which no tokenizer encodes: "
                 f"{prompt!r:.200}; repair the text, for example with text.encode('utf-16', "

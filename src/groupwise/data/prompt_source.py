@@ -59,7 +59,6 @@ class PromptSource:
         Raises:
             ConfigError: an epoch has no prompts.
         """
-        self._read_ahead(num_prompts)
         prompts = self._ahead(0, num_prompts)
         self._num_taken += num_prompts
         epoch, index = self._kept[self._num_taken - 1][0]
@@ -69,7 +68,6 @@ class PromptSource:
     def upcoming(self, num_batches: int, num_prompts: int) -> Iterator[list[Row]]:
         """Yield this rank's rows of the batches after the next one, without taking them."""
         for batch in range(1, num_batches + 1):
-            self._read_ahead((batch + 1) * num_prompts)
             yield self._rows(self._ahead(batch * num_prompts, (batch + 1) * num_prompts))
 
     def begin_window(self, num_micro_batches: int, num_left: int) -> None:
@@ -122,7 +120,8 @@ class PromptSource:
         return len(self._kept) - self._num_taken
 
     def _ahead(self, start: int, stop: int) -> list[Any]:
-        """Return prompts that were read, counted from the cursor."""
+        """Return the prompts from ``start`` to ``stop``, counted from the cursor."""
+        self._read_ahead(stop)
         kept = islice(self._kept, self._num_taken + start, self._num_taken + stop)
         return [prompt for _, prompt in kept]
 

@@ -179,7 +179,8 @@ def rebalance(
     batch = _with_fields(batch, rows.fields)
     received = exchange(batch, rows, planned, budget.rank, all_to_all)
     # Without rows, a rank computes its shortest one with weight zero: every rank runs as many forwards.
-    batches = materialize(received, mine, lambda: _without_weight(batch.select([_shortest(own.shape)])))
+    shortest = min(range(len(batch)), key=lambda row: own.shape.group_tokens([row]))
+    batches = materialize(received, mine, lambda: _without_weight(batch.select([shortest])))
     skipped = [row for row, has_gradient in enumerate(own.has_gradient) if not has_gradient]
     stats = replace(
         _window_stats(rows.shape, sum(rows.has_gradient), mine, layout, budget.world_size),
@@ -251,17 +252,13 @@ def _window_stats(
     """Count rows and tokens of all ranks in equal shares, computed tokens of this rank."""
     total = len(shape.prompts)  # N rows of all ranks; ``shape`` has no others
     own = [row for part in parts for row in part]  # computed on this rank, wherever they were sampled
-    computed = {  # tokens that enter the model
-        "padded": sum(shape.padded_tokens(part) for part in parts),
-        "packed": _tokens(shape, own),
-        "shared_prefix": sum(shape.shared_tokens(part) for part in parts),
-    }[layout]
+    computed = sum(shape.input_tokens(part, layout) for part in parts)
     return WindowStats(
         rows=total / world_size,
         skipped_rows=(total - num_computed) / world_size,
-        tokens=_tokens(shape, range(total)) / world_size,
+        tokens=shape.input_tokens(range(total), "packed") / world_size,
         computed_tokens=computed,
-        padding_tokens=computed - _tokens(shape, own) if layout == "padded" else 0,
+        padding_tokens=computed - shape.input_tokens(own, "packed") if layout == "padded" else 0,
     )
 
 
@@ -295,11 +292,11 @@ def cache_sized(batch: MicroBatch, layout: str) -> list[MicroBatch]:
     """
     shape = shape_of(batch)
     # Rows that share a prefix stay together: apart, each part would compute the prompt again.
-    groups = shape.groups() if layout == "shared_prefix" else [[row] for row in range(len(batch))]
+    groups = shape.groups(shared=layout == "shared_prefix")
     parts: list[list[int]] = []
     sizes: list[int] = []  # tokens of each part
     for group in groups:
-        cost = _piece_cost(shape, group)
+        cost = shape.group_tokens(group)
         if not parts or sizes[-1] + cost > _CACHE_TOKENS:  # next fit: the order of the rows is kept
             parts.append([])
             sizes.append(0)
@@ -319,69 +316,59 @@ def plan(rows: WindowRows, layout: str, budget: MicroBatchBudget, num_available:
         row indices of the micro-batches of every rank: equally many, at most ``num_available``; some may be
         empty.
     """
-    make_parts = {"padded": _by_length, "packed": _by_tokens, "shared_prefix": _by_groups}[layout]
     computed = [row for row, has_gradient in enumerate(rows.has_gradient) if has_gradient]
-    parts = make_parts(rows.shape, computed, budget, num_available)
+    if layout == "padded":
+        parts = _by_length(rows.shape, computed, budget)
+    else:
+        shared = layout == "shared_prefix"
+        parts = _by_tokens(rows.shape, computed, budget, num_available, shared=shared)
     # Neighbours cost about the same. They become the same micro-batch of different ranks, which wait for
     # each other wherever parameters are sharded.
     return [parts[rank :: budget.world_size] for rank in range(budget.world_size)]
 
 
-def _by_length(
-    shape: Shape, rows: list[int], budget: MicroBatchBudget, num_available: int
-) -> list[list[int]]:
+def _by_length(shape: Shape, rows: list[int], budget: MicroBatchBudget) -> list[list[int]]:
     """Put rows of similar length together, at most ``micro_batch_size``: least padding."""
     # The fewest that hold the rows, a multiple of the number of ranks, and at least one per rank.
     count = budget.world_size * max(-(-len(rows) // (budget.micro_batch_size * budget.world_size)), 1)
-    longest_first = sorted(rows, key=lambda row: (-shape.prompts[row] - shape.completions[row], row))
+    longest_first = sorted(rows, key=lambda row: (-shape.group_tokens([row]), row))
     size, larger = divmod(len(rows), count)  # the first ``larger`` parts have one row more
     ends = [sum(size + (part < larger) for part in range(done)) for done in range(count + 1)]
     return [sorted(longest_first[start:end]) for start, end in pairwise(ends)]
 
 
 def _by_tokens(
-    shape: Shape, rows: list[int], budget: MicroBatchBudget, num_available: int
+    shape: Shape, rows: list[int], budget: MicroBatchBudget, num_available: int, *, shared: bool
 ) -> list[list[int]]:
-    return _balanced(shape, [[row] for row in rows], budget, num_available)
+    """Distribute rows over the fewest micro-batches that hold them, equally many on every rank.
 
-
-def _by_groups(
-    shape: Shape, rows: list[int], budget: MicroBatchBudget, num_available: int
-) -> list[list[int]]:
-    """Keep groups whole where they fit, else cut them into as few pieces as fit.
-
-    Every piece computes the prompt again: a prompt of 100 tokens with two completions of 10 and 20 in a
-    capacity of 125 gives two pieces, of 110 and 120 tokens; one alone would have 130.
+    Rows that share a prompt stay together where they fit, else they are cut into as few pieces as fit. Every
+    piece computes the prompt again: a prompt of 100 tokens with two completions of 10 and 20 in a capacity of
+    125 gives two pieces, of 110 and 120 tokens; one alone would have 130.
     """
+    # Tokens of ``micro_batch_size`` rows of the greatest length: the memory that was configured.
+    capacity = budget.micro_batch_size * (max(shape.prompts) + budget.max_completion_length)
     computed = set(rows)
     pieces: list[list[int]] = []
-    for group in shape.groups():
+    for group in shape.groups(shared=shared):
         piece: list[int] = []
         for row in (row for row in group if row in computed):
-            if piece and _piece_cost(shape, [*piece, row]) > _capacity(shape, budget):
+            if piece and shape.group_tokens([*piece, row]) > capacity:
                 pieces.append(piece)
                 piece = []
             piece.append(row)
         pieces += [piece] if piece else []
-    return _balanced(shape, pieces, budget, num_available)
-
-
-def _balanced(
-    shape: Shape, pieces: list[list[int]], budget: MicroBatchBudget, num_available: int
-) -> list[list[int]]:
-    """Distribute pieces over the fewest micro-batches that hold them, equally many on every rank."""
-    capacity = _capacity(shape, budget)  # tokens
-    costs = [_piece_cost(shape, piece) for piece in pieces]
+    costs = [shape.group_tokens(piece) for piece in pieces]
     # Per rank: as many as the total needs, then more until no part is larger than the capacity.
     count = min(max(-(-sum(costs) // (capacity * budget.world_size)), 1), num_available)
-    while (
-        count < num_available and _largest(balanced_parts(costs, count * budget.world_size), costs) > capacity
-    ):
+    parts = balanced_parts(costs, count * budget.world_size)  # indices of ``pieces``
+    while count < num_available and max(sum(costs[i] for i in part) for part in parts) > capacity:
         count += 1
+        parts = balanced_parts(costs, count * budget.world_size)
     if budget.world_size > 1:  # a rank without a piece would wait for the others
         pieces = _at_least(shape, pieces, count * budget.world_size)
-        costs = [_piece_cost(shape, piece) for piece in pieces]
-    parts = balanced_parts(costs, count * budget.world_size)  # indices of ``pieces``
+        costs = [shape.group_tokens(piece) for piece in pieces]
+        parts = balanced_parts(costs, count * budget.world_size)
     parts.sort(key=lambda part: -sum(costs[index] for index in part))  # largest first, see :func:`plan`
     return [sorted(row for index in part for row in pieces[index]) for part in parts]
 
@@ -390,34 +377,12 @@ def _at_least(shape: Shape, pieces: list[list[int]], number: int) -> list[list[i
     """Halve the largest pieces until there are ``number``, or every piece is a single row."""
     while 0 < len(pieces) < number:
         # The largest piece that can be halved; single rows come last.
-        largest = max(pieces, key=lambda piece: (len(piece) > 1, _piece_cost(shape, piece)))
+        largest = max(pieces, key=lambda piece: (len(piece) > 1, shape.group_tokens(piece)))
         if len(largest) == 1:
             break
         half = len(largest) // 2
         pieces = [piece for piece in pieces if piece is not largest] + [largest[:half], largest[half:]]
     return pieces
-
-
-def _piece_cost(shape: Shape, piece: Sequence[int]) -> int:
-    """Count the tokens of rows that share a prompt."""
-    return shape.prompts[piece[0]] + sum(shape.completions[row] for row in piece)
-
-
-def _capacity(shape: Shape, budget: MicroBatchBudget) -> int:
-    """Return the tokens of ``micro_batch_size`` rows of the greatest length."""
-    return budget.micro_batch_size * (max(shape.prompts) + budget.max_completion_length)
-
-
-def _largest(parts: Sequence[Sequence[int]], costs: Sequence[int]) -> int:
-    return max(sum(costs[index] for index in part) for part in parts)
-
-
-def _tokens(shape: Shape, rows: Sequence[int]) -> int:
-    return sum(shape.prompts[row] + shape.completions[row] for row in rows)
-
-
-def _shortest(shape: Shape) -> int:
-    return min(range(len(shape.prompts)), key=lambda row: shape.prompts[row] + shape.completions[row])
 
 
 def _without_weight(batch: MicroBatch) -> MicroBatch:

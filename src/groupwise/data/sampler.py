@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence, Sized
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, Sampler, Subset
+from torch.utils.data import Sampler
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError
@@ -95,12 +95,6 @@ def checked_eval_sampler(sampler: Any, rows: Any, owner: str) -> Any:
             "repeated num_generations_eval times already; return every index once"
         )
     return sampler
-
-
-def repeat_rows(dataset: Dataset[Any], times: int, max_rows: int | None = None) -> Subset[Any]:
-    """Return the first ``max_rows`` rows of the dataset (None: all), each ``times`` times in a row."""
-    rows = range(len(dataset))[:max_rows]  # type: ignore[arg-type]
-    return Subset(dataset, [index for index in rows for _ in range(times)])
 
 
 def as_rows(rows: Sequence[Row]) -> Any:

@@ -21,7 +21,6 @@ from groupwise import reporting
 from groupwise.compat import transformers as compat_transformers
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.data.evaluation import EvaluationStream
-from groupwise.data.image_checks import allow_unused_vision_tower
 from groupwise.data.sampler import as_rows
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.hf import checkpointing
@@ -29,6 +28,7 @@ from groupwise.hf.arguments import check_processes
 from groupwise.hf.out_of_memory import OutOfMemorySplitter
 from groupwise.hf.run_directory import RunDirectory
 from groupwise.hf.step_state import StepState
+from groupwise.policy.loading import allow_unused_vision_tower
 from groupwise.random_state import RandomState
 from groupwise.records import MicroBatch, Mode
 from groupwise.reporting.metrics import MetricBuffer

@@ -123,6 +123,7 @@ class LigerLoss:
         if correction_BX is not None and correction_BX.shape[1] > 1:
             correction_BX = correction_BX.masked_fill(off_BT, 1.0)  # vespo sums log-ratios over all columns
         has_reference = batch.ref_logps_BT is not None
+        is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         fused = self._make_fused_loss(
             settings, batch.sampler.temperature / weights.scale, has_reference, hidden_BTH.is_cuda
         )
@@ -136,7 +137,8 @@ class LigerLoss:
             ref_per_token_logps=ref_BT,
             old_per_token_logps=old_BT,
             vllm_is_ratio=correction_BX,
-            num_items_in_batch=_world_size(),  # Liger divides by num_items_in_batch / world size
+            # Liger divides by num_items_in_batch / world size.
+            num_items_in_batch=torch.distributed.get_world_size() if is_distributed else 1,
         )
         objective = OBJECTIVES[settings.objective]
         # Liger's metrics are means over loss tokens. Our clip ratio counts sequences for sequence-level
@@ -173,11 +175,6 @@ class LigerLoss:
             vespo_k_neg=surrogate.vespo_k_neg,
             vespo_lambda_neg=surrogate.vespo_lambda_neg,
         )
-
-
-def _world_size() -> int:
-    distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def check_liger(

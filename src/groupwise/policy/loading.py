@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -13,8 +16,6 @@ from transformers import (
     AutoProcessor,
     PretrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
 )
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -26,7 +27,8 @@ from groupwise.policy.heads.weights import output_head
 from groupwise.policy.introspection import adapter_type, adapters_of, has_adapter, load_config
 from groupwise.policy.liger import check_liger
 from groupwise.policy.quantization import check_quantization, keep_4bit_weights_unpacked
-from groupwise.tokenization.text import set_pad_token, text_tokenizer
+from groupwise.tokenization.images import image_token_id, is_processor
+from groupwise.tokenization.text import ProcessingClass, set_pad_token, text_tokenizer
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -34,6 +36,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DTYPES = ("bfloat16", "float16", "float32")
+
+#: Architectures without image tokens in the prompt, and where they put images instead.
+_IMAGES_OUTSIDE_THE_PROMPT = {
+    "mllama": "its language model attends to images through separate cross-attention layers",
+    "instructblip": "its images become queries in front of the prompt",
+    "blip-2": "its images become queries in front of the prompt",
+    "git": "its images become embeddings in front of the prompt",
+}
 
 
 def prepare_policy(
@@ -63,26 +73,16 @@ def prepare_policy(
         cast_head_to_fp32(policy)
     keep_4bit_weights_unpacked(policy)
     policy = apply_peft(policy, peft_config)
-    _check_prefix_tuning(policy, config)
-    if config.gradient_checkpointing and has_adapter(policy):
-        # Embeddings are frozen: without a gradient at its inputs, checkpointing computes no gradients.
-        policy.enable_input_require_grads()
-    return policy
-
-
-def _check_prefix_tuning(policy: PreTrainedModel, config: GRPOConfig) -> None:
-    """Refuse gradient checkpointing with an adapter whose virtual tokens are a key-value cache.
-
-    Raises:
-        ConfigError: transformers would drop the cache, and with it the adapter.
-    """
-    cached = ("PREFIX_TUNING", "CARTRIDGE")
     kinds = [adapter_type(adapter) for adapter in adapters_of(policy)]
-    if config.gradient_checkpointing and any(kind in cached for kind in kinds):
+    if config.gradient_checkpointing and {"PREFIX_TUNING", "CARTRIDGE"}.intersection(kinds):
         raise ConfigError(
             f"the adapter ({', '.join(kinds)}) is a cache of keys and values, which gradient checkpointing "
             "drops; set gradient_checkpointing=False"
         )
+    if config.gradient_checkpointing and has_adapter(policy):
+        # Embeddings are frozen: without a gradient at its inputs, checkpointing computes no gradients.
+        policy.enable_input_require_grads()
+    return policy
 
 
 def load_policy(
@@ -143,10 +143,8 @@ def auto_class(
 
 
 def load_processing_class(
-    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None,
-    model: str | PreTrainedModel,
-    config: GRPOConfig,
-) -> PreTrainedTokenizerBase | ProcessorMixin:
+    processing_class: ProcessingClass | None, model: str | PreTrainedModel, config: GRPOConfig
+) -> ProcessingClass:
     """Return `processing_class`, by default loaded from the model's name with left padding.
 
     Sets a missing pad token to the EOS token.
@@ -166,6 +164,40 @@ def load_processing_class(
         )
     set_pad_token(text_tokenizer(processing_class), "the policy")
     return processing_class
+
+
+def check_image_model(policy: PreTrainedModel, processing_class: ProcessingClass) -> None:
+    """Refuse a processor with a model that has no image tokens in its prompts.
+
+    Raises:
+        ConfigError: naming where the model puts images, or the missing token.
+    """
+    if not is_processor(processing_class):
+        return
+    model_type, model = policy.config.model_type, type(policy).__name__
+    if policy.config.is_encoder_decoder or model_type in _IMAGES_OUTSIDE_THE_PROMPT:
+        reason = _IMAGES_OUTSIDE_THE_PROMPT.get(model_type, "it is an encoder-decoder")
+        raise ConfigError(
+            f"{model} cannot be trained on images: {reason}; choose a model whose images are tokens of the "
+            "prompt, such as Qwen-VL, Gemma 3, SmolVLM or LLaVA"
+        )
+    if image_token_id(policy.config) is None:
+        raise ConfigError(
+            f"processing_class is a {type(processing_class).__name__}, but the config of {model} names "
+            "no image token (image_token_id); pass the tokenizer alone to train on text"
+        )
+
+
+def allow_unused_vision_tower(accelerator: Accelerator, config: GRPOConfig) -> None:
+    """Let DDP accept parameters without gradient: a micro-batch of text has none in the vision tower.
+
+    ``ddp_find_unused_parameters`` has precedence. Reentrant checkpointing does not support such parameters.
+    """
+    checkpointing = config.gradient_checkpointing_kwargs
+    reentrant = isinstance(checkpointing, dict) and checkpointing.get("use_reentrant")
+    if config.ddp_find_unused_parameters is None and not reentrant:
+        handler = accelerator.ddp_handler or DistributedDataParallelKwargs()
+        accelerator.ddp_handler = replace(handler, find_unused_parameters=True)
 
 
 def disable_dropout(model: nn.Module) -> None:

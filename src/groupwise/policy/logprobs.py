@@ -99,9 +99,7 @@ class LogprobComputer:
 
     def prepare(self, batch: MicroBatch) -> MicroBatch:
         """Pack the batch if the layout needs it; its log-probs are then computed without a device sync."""
-        if self.layout == "padded" or batch.packed is not None:
-            return batch
-        return replace(batch, packed=self._pack(batch))
+        return batch if self.layout == "padded" else replace(batch, packed=self._pack(batch))
 
     def _pack(self, batch: TokenBatch) -> PackedSequences:
         if isinstance(batch, MicroBatch) and isinstance(batch.packed, PackedSequences):

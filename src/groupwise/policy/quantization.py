@@ -56,63 +56,44 @@ def check_quantization(
         peft_config: the trainer's argument.
 
     Raises:
-        ConfigError: the policy is quantized and has no adapter, or vLLM cannot sample from it.
+        ConfigError: the policy is quantized and has no adapter; or vLLM cannot sample from it: its adapter is
+            not LoRA, or its quantization not that of bitsandbytes to 4 bits.
     """
     quantization = quantization_of(model, config, quantization_config)
-    if quantization is None:
-        return
-    adapters = adapters_of(model, peft_config)
-    if config.use_vllm:
-        check_quantization_for_vllm(quantization, adapters)
-    elif not adapters and _method(quantization) == "bitsandbytes":
-        raise _without_adapter(quantization)
+    if quantization is not None:
+        check_quantized(quantization, adapters_of(model, peft_config), use_vllm=config.use_vllm)
 
 
-def check_quantization_for_vllm(
-    quantization: QuantizationConfigMixin, adapters: Collection[PeftConfig]
+def check_quantized(
+    quantization: QuantizationConfigMixin, adapters: Collection[PeftConfig], *, use_vllm: bool
 ) -> None:
-    """Check that vLLM can sample from a quantized policy.
-
-    Args:
-        adapters: adapters of the policy.
+    """Check that a quantized policy can be trained, and that vLLM can sample from it.
 
     Raises:
-        ConfigError: not a LoRA adapter, or another quantization than 4 bits by bitsandbytes.
+        ConfigError: as :func:`check_quantization`.
     """
-    if not adapters:
-        raise _without_adapter(quantization)
-    if _method(quantization) != "bitsandbytes" or not getattr(quantization, "load_in_4bit", False):
+    method = str(getattr(quantization.quant_method, "value", quantization.quant_method))
+    bits = next((bits for bits in (4, 8) if getattr(quantization, f"load_in_{bits}bit", False)), None)
+    policy = f"the policy is quantized by {method}" + ("" if bits is None else f" to {bits} bits")
+    if not adapters and (use_vllm or method == "bitsandbytes"):
         raise ConfigError(
-            f"the policy is quantized by {describe(quantization)}, and vLLM samples only from policies that "
-            "bitsandbytes quantized to 4 bits; load it with BitsAndBytesConfig(load_in_4bit=True), or set "
-            "use_vllm=False"
+            f"{policy} and has no adapter, but quantized weights can be neither trained nor sent to vLLM; "
+            "pass peft_config=LoraConfig(...) (lora in a run file) to train an adapter on them, or load the "
+            "model without quantization"
+        )
+    if not use_vllm:
+        return
+    if method != "bitsandbytes" or bits != 4:
+        raise ConfigError(
+            f"{policy}, and vLLM samples only from policies that bitsandbytes quantized to 4 bits; load it "
+            "with BitsAndBytesConfig(load_in_4bit=True), or set use_vllm=False"
         )
     other = {adapter_type(adapter) for adapter in adapters} - {"LORA"}
     if other:
         raise ConfigError(
-            f"the policy is quantized by {describe(quantization)} and has an adapter of type "
-            f"{', '.join(sorted(other))}, but only LoRA can be sent to vLLM then; pass "
-            "peft_config=LoraConfig(...), or set use_vllm=False"
+            f"{policy} and has an adapter of type {', '.join(sorted(other))}, but only LoRA can be sent to "
+            "vLLM then; pass peft_config=LoraConfig(...), or set use_vllm=False"
         )
-
-
-def describe(quantization: QuantizationConfigMixin) -> str:
-    """Return method and precision of a quantization, for messages."""
-    bits = next((bits for bits in (4, 8) if getattr(quantization, f"load_in_{bits}bit", False)), None)
-    return _method(quantization) + ("" if bits is None else f" to {bits} bits")
-
-
-def _method(quantization: QuantizationConfigMixin) -> str:
-    method = quantization.quant_method  # a member of an enumeration, or its value
-    return str(getattr(method, "value", method))
-
-
-def _without_adapter(quantization: QuantizationConfigMixin) -> ConfigError:
-    return ConfigError(
-        f"the policy is quantized by {describe(quantization)} and has no adapter, but quantized weights can "
-        "be neither trained nor sent to vLLM; pass peft_config=LoraConfig(...) (lora in a run file) to train "
-        "an adapter on them, or load the model without quantization"
-    )
 
 
 def keep_4bit_weights_unpacked(model: PreTrainedModel) -> None:

@@ -64,7 +64,7 @@ def insert_images(row: Mapping[str, Any]) -> Prompt:
     messages = [{**message, "content": content_blocks(message)} for message in prompt]
     images = row_images(row)
     empty = [block for message in messages for block in message["content"] if _is_empty(block)]
-    if images and not any(_is_image(block) for message in messages for block in message["content"]):
+    if images and not any(block.get("type") == "image" for m in messages for block in m["content"]):
         first = next((message for message in messages if message["role"] == "user"), messages[0])
         empty = [{"type": "image"} for _ in images]
         first["content"] = [*empty, *first["content"]]
@@ -86,8 +86,8 @@ def prompt_images(prompt: Prompt) -> list[Image]:
     """Return the images in the content blocks of a prompt, in order."""
     if not is_conversational(prompt):
         return []
-    blocks = [block for message in prompt for block in content_blocks(message)]
-    return [_image_of(block) for block in blocks if _has_image(block)]
+    images = [_image_of(block) for message in prompt for block in content_blocks(message)]
+    return [image for image in images if image is not None]
 
 
 def processor_required(problem: str, processing_class: ProcessingClass) -> ConfigError:
@@ -284,41 +284,36 @@ def as_rgb(image: Image) -> PIL.Image.Image:
     Raises:
         ConfigError: an array or tensor of other values than 8-bit pixels, which PIL cannot represent exactly.
     """
-    from PIL import Image as PILImage
-
-    if not isinstance(image, PILImage.Image):
-        array = cast("torch.Tensor | ndarray", image)
-        if str(array.dtype).removeprefix("torch.") != "uint8":
-            raise ConfigError(
-                f"an image is an array of {array.dtype}, and vLLM gets images of 8-bit pixels; convert it to "
-                "uint8 (0 to 255) or to a PIL image, or set use_vllm=False"
-            )
-        image = PILImage.fromarray(_pixels(array))
-    return image if image.mode == "RGB" else image.convert("RGB")
+    dtype = getattr(image, "dtype", None)  # None for a PIL image
+    if dtype is not None and str(dtype).removeprefix("torch.") != "uint8":
+        raise ConfigError(
+            f"an image is an array of {dtype}, and vLLM gets images of 8-bit pixels; convert it to "
+            "uint8 (0 to 255) or to a PIL image, or set use_vllm=False"
+        )
+    opened = _as_pil(image)
+    return opened if opened.mode == "RGB" else opened.convert("RGB")
 
 
 def thumbnail(image: Image) -> bytes:
     """Return a PNG file of the image with at most 512 x 512 pixels, for tables of completions."""
-    from PIL import Image as PILImage
-
-    small = load_image(image)
-    if isinstance(small, PILImage.Image):
-        small = small.copy()
-    else:
-        small = PILImage.fromarray(_pixels(cast(torch.Tensor | ndarray, small)))
+    small = _as_pil(load_image(image)).copy()  # thumbnail() changes it in place
     small.thumbnail((_THUMBNAIL_SIZE, _THUMBNAIL_SIZE))
     file = io.BytesIO()
     (small if small.mode in ("RGB", "RGBA", "L") else small.convert("RGB")).save(file, "PNG")
     return file.getvalue()
 
 
-def _pixels(image: torch.Tensor | ndarray) -> ndarray:
-    """Convert an image to uint8 of shape (height, width) or (height, width, channels)."""
-    array = torch.tensor(image) if not isinstance(image, torch.Tensor) else image.cpu()
+def _as_pil(image: Image) -> PIL.Image.Image:
+    """Convert an opened image to PIL; an array has shape (height, width), with channels first or last."""
+    from PIL import Image as PILImage
+
+    if isinstance(image, PILImage.Image):
+        return image
+    array = image.cpu() if isinstance(image, torch.Tensor) else torch.tensor(image)
     if array.ndim == 3 and array.shape[0] in (1, 3):
         array = array.movedim(0, -1)
     scaled = array * 255 if array.is_floating_point() and array.max() <= 1 else array
-    return scaled.clamp(0, 255).to(torch.uint8).squeeze(-1).numpy()
+    return PILImage.fromarray(scaled.clamp(0, 255).to(torch.uint8).squeeze(-1).numpy())
 
 
 def image_token_id(config: PreTrainedConfig) -> int | None:
@@ -349,22 +344,21 @@ def _check_truncation(
 
 def _load_blocks(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the blocks with every image opened."""
+    images = [_image_of(block) for block in blocks]
     return [
-        {"type": "image", "image": load_image(_image_of(block))} if _has_image(block) else block
-        for block in blocks
+        block if image is None else {"type": "image", "image": load_image(image)}
+        for block, image in zip(blocks, images, strict=True)
     ]
 
 
-def _is_image(block: Mapping[str, Any]) -> bool:
-    return block.get("type") == "image"
+def _image_of(block: Mapping[str, Any]) -> Image | None:
+    """Return the image in a content block; None for text, and for an image block that is still empty."""
+    given = [block[key] for key in _IMAGE_KEYS if block.get(key) is not None]
+    return given[0] if block.get("type") == "image" and given else None
 
 
-def _has_image(block: Mapping[str, Any]) -> bool:
-    return _is_image(block) and any(block.get(key) is not None for key in _IMAGE_KEYS)
-
-
-def _image_of(block: Mapping[str, Any]) -> Image:
-    return next(block[key] for key in _IMAGE_KEYS if block.get(key) is not None)
+def _is_empty(block: Mapping[str, Any]) -> bool:
+    return block.get("type") == "image" and _image_of(block) is None
 
 
 def open_result_images(content: list[dict[str, Any]], *, paths: bool) -> list[dict[str, Any]] | None:
@@ -381,24 +375,19 @@ def open_result_images(content: list[dict[str, Any]], *, paths: bool) -> list[di
         ConfigError: an image cannot be opened.
     """
     for block in content:
-        image = _image_of(block) if _has_image(block) else None
-        if not is_image_object(block) and not (paths and isinstance(image, (str, Mapping))):
+        if not is_image_object(block) and not (paths and isinstance(_image_of(block), (str, Mapping))):
             return None
     return _load_blocks(content)
 
 
 def is_image_object(block: Mapping[str, Any]) -> bool:
     """Return True for a block of text, and for an image that is not a path or a URL, so not from JSON."""
-    if not _is_image(block):
+    if block.get("type") != "image":
         return True
-    image = _image_of(block) if _has_image(block) else None
+    image = _image_of(block)
     if isinstance(image, Mapping):
         return isinstance(image.get("bytes"), bytes)
     return not isinstance(image, (str, list, tuple, int, float, type(None)))
-
-
-def _is_empty(block: Mapping[str, Any]) -> bool:
-    return _is_image(block) and not _has_image(block)
 
 
 def _shorten(prompt: Sequence[Message]) -> str:

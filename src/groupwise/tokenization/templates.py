@@ -9,7 +9,8 @@ template.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 
 from groupwise.errors import ConfigError
@@ -36,19 +37,10 @@ def tool_call_message(names: Sequence[str], arguments: dict[str, str] | None = N
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-_PROBE_CHAT: list[Message] = [
-    {"role": "user", "content": "probe question"},
-    {"role": "assistant", "content": "probe answer"},
-    {"role": "user", "content": "probe question"},
-    {"role": "assistant", "content": "probe answer"},
-]
-_PROBE_TOOL_CHAT: list[Message] = [
-    {"role": "user", "content": "probe question"},
-    tool_call_message([_NAME], {_KEY: _VALUE}),
-    {"role": "tool", "name": _NAME, "content": _RESULT},
-    tool_call_message([_NAME], {_KEY: _VALUE}),
-    {"role": "tool", "name": _NAME, "content": _RESULT},
-]
+_PROBE_QUESTION: Message = {"role": "user", "content": "probe question"}
+_PROBE_CHAT = [_PROBE_QUESTION, {"role": "assistant", "content": "probe answer"}] * 2
+_PROBE_CALL = tool_call_message([_NAME], {_KEY: _VALUE})
+_PROBE_TOOL_CHAT = [_PROBE_QUESTION, *[_PROBE_CALL, {"role": "tool", "name": _NAME, "content": _RESULT}] * 2]
 
 
 @dataclass(frozen=True)
@@ -143,21 +135,13 @@ class TurnTemplate:
     """Template of the turns after the prompt.
 
     Attributes:
-        replacement: Jinja template; None uses the model's own.
         tools_variable: variable under which the model's own template expects the tool schemas.
-        generation_prompt: text that opens an assistant turn, for the replacement.
+        template_kwargs: arguments of ``apply_chat_template`` for these turns: the replacement, and the text
+            with which it opens an assistant turn; none with the model's own template.
     """
 
-    replacement: str | None = None
     tools_variable: str = "tools"
-    generation_prompt: str = ""
-
-    @property
-    def template_kwargs(self) -> dict[str, str]:
-        """Keyword arguments of ``apply_chat_template`` for the turns after the prompt."""
-        if self.replacement is None:
-            return {}
-        return {"chat_template": self.replacement, "generation_prompt": self.generation_prompt}
+    template_kwargs: dict[str, str] = field(default_factory=dict)
 
 
 #: ``render(messages, **template_kwargs)`` returns the conversation as text.
@@ -182,7 +166,7 @@ def select_turn_template(
         raise ConfigError("tools and environments need a tokenizer with a chat template; this one has none")
     family = next((f for f in TEMPLATE_FAMILIES if all(m in chat_template for m in f.markers)), None)
     tools_variable = "tools" if family is None else family.tools_variable
-    question = _PROBE_TOOL_CHAT[:1]
+    question = [_PROBE_QUESTION]
     if with_tools and _NAME not in (render(question, **{tools_variable: [_SCHEMA]}) or ""):
         raise ConfigError(
             "the chat template does not render tool schemas; set a template that does as "
@@ -190,16 +174,13 @@ def select_turn_template(
         )
     problem = multi_turn_problem(render, with_tools=with_tools)
     if problem is None:
-        return TurnTemplate(None, tools_variable)
+        return TurnTemplate(tools_variable)
     if family is not None:
-        replacement = family.replacement
-
-        def render_replacement(messages: list[Message], **kwargs: object) -> str:
-            return render(messages, chat_template=replacement, **kwargs)
-
-        if multi_turn_problem(render_replacement, with_tools=with_tools) is None:
-            opened = render(question, add_generation_prompt=True)
-            return TurnTemplate(replacement, tools_variable, opened.removeprefix(render(question)))
+        replaced = partial(render, chat_template=family.replacement)
+        if multi_turn_problem(replaced, with_tools=with_tools) is None:
+            opening = render(question, add_generation_prompt=True).removeprefix(render(question))
+            kwargs = {"chat_template": family.replacement, "generation_prompt": opening}
+            return TurnTemplate(tools_variable, kwargs)
     raise ConfigError(
         f"the chat template cannot be used for several turns: {problem}; replacements exist for "
         f"{', '.join(f.name for f in TEMPLATE_FAMILIES)}; set a template without this problem as "

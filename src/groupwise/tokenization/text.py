@@ -100,19 +100,6 @@ def replace_surrogates(value: T) -> T:
     return value
 
 
-def has_surrogates(value: object) -> bool:
-    """Return True if a string in JSON-like data has lone surrogates, at any depth."""
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:  # UTF-8 encodes every other character
-            return True
-        return False
-    if isinstance(value, dict):
-        return any(map(has_surrogates, value)) or any(map(has_surrogates, value.values()))
-    return isinstance(value, (list, tuple)) and any(map(has_surrogates, value))
-
-
 def text_tokenizer(processing_class: ProcessingClass) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a processor, or the tokenizer itself."""
     return cast("PreTrainedTokenizerBase", getattr(processing_class, "tokenizer", processing_class))

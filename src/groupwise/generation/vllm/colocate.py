@@ -46,7 +46,7 @@ from groupwise.generation.vllm.weight_sync import (
     adapter_arguments,
 )
 from groupwise.policy.introspection import CausalLM, adapters_of, is_quantized, without_adapter
-from groupwise.policy.quantization import check_quantization_for_vllm
+from groupwise.policy.quantization import check_quantized
 from groupwise.policy.weight_iterator import WeightSource
 from groupwise.random_state import preserved_state
 from groupwise.records import Completion, SamplingOptions
@@ -283,7 +283,7 @@ def check_policy(model: CausalLM) -> None:
     """Raise ConfigError for a policy whose weights a vLLM engine cannot load."""
     adapters = adapters_of(model)
     if is_quantized(model):
-        check_quantization_for_vllm(model.config.quantization_config, adapters)
+        check_quantized(model.config.quantization_config, adapters, use_vllm=True)
     if any(config.is_prompt_learning for config in adapters):
         raise ConfigError(
             "the adapter adds virtual tokens to prompts, which cannot be merged into weights; use LoRA or "

@@ -208,8 +208,15 @@ def compute_at_head(
         captured.outputs = compute(hidden_BKH, live)
         return _carrier(captured.outputs, hidden_BKH.shape[:-1])
 
-    with _forward_replaced(module, forward):
+    name = forward_attribute(module)
+    before = vars(module).get(name)  # an instance's own, such as accelerate's; None: that of the class
+    vars(module).update({_ACTIVE: True, name: forward})
+    try:
         yield captured
+    finally:
+        del vars(module)[_ACTIVE], vars(module)[name]
+        if before is not None:
+            vars(module)[name] = before
 
 
 def logprob_computation(
@@ -237,21 +244,6 @@ def logprob_computation(
         return logps_N.view(wanted), None if entropy_N is None else entropy_N.view(wanted)
 
     return compute
-
-
-@contextmanager
-def _forward_replaced(module: nn.Module, forward: Callable[..., torch.Tensor]) -> Iterator[None]:
-    name = forward_attribute(module)
-    before = vars(module).get(name)
-    vars(module).update({_ACTIVE: True, name: forward})
-    try:
-        yield
-    finally:
-        del vars(module)[_ACTIVE]
-        if before is None:
-            del vars(module)[name]
-        else:
-            vars(module)[name] = before
 
 
 def _carrier(outputs: Outputs, shape: torch.Size) -> torch.Tensor:

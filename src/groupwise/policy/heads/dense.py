@@ -47,7 +47,16 @@ def logps_from_logits(
         Log-probs and entropy (or None), shaped like `targets_N`, float32 (float64 for float64 logits).
     """
     logits_NV = logits_NV.to(statistics_dtype(logits_NV.dtype))
-    return _scores(_all_logps(logits_NV, temperature, kept), targets_N, with_entropy)
+    if temperature != 1.0:
+        logits_NV = logits_NV / temperature
+    if kept is not None:
+        tiles = SamplingMaskTiles.on(logits_NV.device, kept)
+        mask_NV = tiles.tile(slice(0, len(kept)), slice(0, logits_NV.shape[-1]))
+        logits_NV = logits_NV.masked_fill(~mask_NV.view(logits_NV.shape), EXCLUDED_LOGIT)
+    all_logps_NV = torch.log_softmax(logits_NV, dim=-1)
+    del logits_NV  # frees N x V values before the entropy allocates as many
+    logps_N = all_logps_NV.gather(-1, targets_N.unsqueeze(-1)).squeeze(-1)
+    return logps_N, -(all_logps_NV.exp() * all_logps_NV).sum(-1) if with_entropy else None
 
 
 def dense_head(
@@ -75,28 +84,13 @@ def dense_head(
     dtype = projection_dtype(hidden_NH, head.fp32)
     bias_V = None if head.bias_V is None else head.bias_V.to(dtype)
     with torch.autocast(hidden_NH.device.type, enabled=False):
-        logits_NV = F.linear(hidden_NH.to(dtype), head.weight_VH.to(dtype), bias_V).to(
-            statistics_dtype(dtype)
+        # The logits are no variable here: a second reference would keep them while the entropy is computed.
+        return logps_from_logits(
+            head.shape_logits(
+                F.linear(hidden_NH.to(dtype), head.weight_VH.to(dtype), bias_V).to(statistics_dtype(dtype))
+            ),
+            targets_N,
+            temperature,
+            with_entropy,
+            kept,
         )
-        logits_NV = head.shape_logits(logits_NV)
-        all_logps_NV = _all_logps(logits_NV, temperature, kept)
-        del logits_NV  # frees N x V values before the entropy allocates as many
-        return _scores(all_logps_NV, targets_N, with_entropy)
-
-
-def _all_logps(logits: torch.Tensor, temperature: float, kept: SamplingMask | None) -> torch.Tensor:
-    if temperature != 1.0:
-        logits = logits / temperature
-    if kept is not None:
-        mask_NV = SamplingMaskTiles.on(logits.device, kept).tile(
-            slice(0, len(kept)), slice(0, logits.shape[-1])
-        )
-        logits = logits.masked_fill(~mask_NV.view(logits.shape), EXCLUDED_LOGIT)
-    return torch.log_softmax(logits, dim=-1)
-
-
-def _scores(
-    all_logps: torch.Tensor, targets: torch.Tensor, with_entropy: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    logps = all_logps.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    return logps, -(all_logps.exp() * all_logps).sum(-1) if with_entropy else None

@@ -170,28 +170,28 @@ class Shape:
     completions: list[int]
     repeats: list[bool]
 
-    def padded_tokens(self, rows: Sequence[int]) -> int:
-        """Return the number of tokens of ``rows`` in the padded layout, padding included."""
-        length = max((self.prompts[row] for row in rows), default=0)
-        # Every row as long as the longest.
-        return len(rows) * (length + max((self.completions[row] for row in rows), default=0))
-
-    def shared_tokens(self, rows: Sequence[int]) -> int:
-        """Return the number of tokens of ``rows`` with each group's prompt counted once."""
-        kept = set(rows)
-        # The first kept row of a group contains the prompt.
-        first = [min(kept.intersection(group)) for group in self.groups() if kept.intersection(group)]
-        return sum(self.prompts[row] for row in first) + sum(self.completions[row] for row in rows)
-
-    def groups(self) -> list[list[int]]:
-        """Return runs of consecutive rows with the same prompt."""
+    def groups(self, *, shared: bool = True) -> list[list[int]]:
+        """Return runs of consecutive rows with the same prompt; every row alone unless ``shared``."""
         runs: list[list[int]] = []
         for row, repeats in enumerate(self.repeats):
-            if repeats:
+            if repeats and shared:
                 runs[-1].append(row)
             else:
                 runs.append([row])
         return runs
+
+    def group_tokens(self, rows: Sequence[int]) -> int:
+        """Return the number of tokens of rows that share a prompt, which counts once."""
+        return self.prompts[rows[0]] + sum(self.completions[row] for row in rows)
+
+    def input_tokens(self, rows: Sequence[int], layout: str) -> int:
+        """Return the number of input tokens of a micro-batch of ``rows`` in a layout, padding included."""
+        if layout == "padded":  # every row is as long as the longest prompt and the longest completion
+            length = max((self.prompts[row] for row in rows), default=0)
+            return len(rows) * (length + max((self.completions[row] for row in rows), default=0))
+        kept = set(rows)  # other rows of a group are in other micro-batches
+        groups = ([row for row in g if row in kept] for g in self.groups(shared=layout == "shared_prefix"))
+        return sum(self.group_tokens(group) for group in groups if group)
 
 
 def shape_of(batch: TokenBatch) -> Shape:
@@ -216,14 +216,13 @@ def pack_sequences(batch: TokenBatch, *, shared: bool) -> PackedSequences:
     shape = shape_of(batch)
     device = batch.prompt_ids_BL.device
     max_completion, max_prompt = batch.completion_ids_BT.shape[1], batch.prompt_ids_BL.shape[1]
-    groups = shape.groups() if shared else [[row] for row in range(len(batch))]
     source: list[int] = []  # indices into the flattened padded (B, L + T)
     positions: list[int] = []
     logit_index: list[int] = []
     output_index: list[int] = []
     sequences: list[range] = []  # causal attention
     branches: list[tuple[range, range]] = []  # a shared prompt and one of its completions
-    for rows in groups:
+    for rows in shape.groups(shared=shared):
         prompt = shape.prompts[rows[0]]  # tokens of the prompt
         start = len(source)  # where it begins in the packed sequence
         # End of the prompt in the padded row: padding is on its left.

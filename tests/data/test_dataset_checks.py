@@ -1,4 +1,7 @@
-"""Datasets and models that cannot be used with images are refused before anything is generated."""
+"""Datasets and models that cannot be used with images are refused before anything is generated.
+
+Files: ``policy/loading.py``.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from support import tiny_vlm as tiny
 from groupwise.errors import ConfigError
 
 
-def test_an_image_column_needs_a_processor(tmp_path):
+def test_an_image_column_needs_a_processor_before_weights_are_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr("groupwise.trainer.prepare_policy", lambda *_: pytest.fail("the policy was loaded"))
     with pytest.raises(ConfigError, match=r"train_dataset has a column 'images'.*reads text only"):
         tiny.trainer(tmp_path, processing_class=tiny.tokenizer())
 
