@@ -114,7 +114,7 @@ class PromptCheck:
         if self.as_rendered is not None:
             self._check_tokens(prompt, where, self.as_rendered)
         if self.context is not None:
-            self._check_length(prompt, where)
+            self._check_length(prompt, where, self.context)
 
     def _check_tokens(self, prompt: Prompt, where: str, as_rendered: Callable[[Prompt], Prompt]) -> None:
         """Check that the prompt has tokens, all of which the model embeds.
@@ -195,12 +195,11 @@ class PromptCheck:
         text = "".join(map(message_text, prompt)) if is_conversational(prompt) else prompt
         return any(token in text for token in self.unembedded)
 
-    def _check_length(self, prompt: Any, where: str) -> None:
-        assert self.context is not None
-        room = self.context.tokens - self.config.max_completion_length
-        if is_conversational(prompt) and not self.can_measure_chats:
-            return
+    def _check_length(self, prompt: Any, where: str, context: Context) -> None:
+        room = context.tokens - self.config.max_completion_length
         is_chat = is_conversational(prompt)
+        if is_chat and not self.can_measure_chats:
+            return
         texts = [message.get("content") or "" for message in prompt] if is_chat else [prompt]
         if not all(isinstance(text, str) for text in texts):  # images
             return
@@ -208,20 +207,13 @@ class PromptCheck:
         size = sum(len(text.encode(errors="replace")) + _MESSAGE_TOKENS for text in texts)
         if self.template_tokens is not None and size + self.template_tokens <= room:
             return
-        length = len(
-            tokenize_prompt(
-                self.tokenizer,
-                prompt,
-                self.config.chat_template_kwargs,  # type: ignore[arg-type]
-                self.config.max_prompt_length,
-            )
-        )
-        if self.template_tokens is None:
-            self.template_tokens = length
+        limit = self.config.max_prompt_length
+        length = len(tokenize_prompt(self.tokenizer, prompt, self.template_kwargs, limit))
+        self.template_tokens = length if self.template_tokens is None else self.template_tokens
         if length > room:
             raise ConfigError(
-                f"{where}: the prompt has {length} tokens, but a context of {self.context.tokens} "
-                f"({self.context.setting}) leaves {max(room, 0)} beside "
+                f"{where}: the prompt has {length} tokens, but a context of {context.tokens} "
+                f"({context.setting}) leaves {max(room, 0)} beside "
                 f"max_completion_length={self.config.max_completion_length}; shorten or remove it, "
                 + (f"set max_prompt_length={room}, " if room > 0 else "")
                 + "or lower max_completion_length"
