@@ -45,3 +45,10 @@ def test_models_without_image_tokens_are_refused(tmp_path):
     model.config.model_type = "mllama"
     with pytest.raises(ConfigError, match="cross-attention layers"):
         tiny.trainer(tmp_path, model=model, processing_class=processor)
+
+
+def test_image_columns_of_a_dataset_given_to_evaluate_are_checked(tmp_path):
+    texts = Dataset.from_list([{"prompt": "w1 w2"}] * 4)
+    trainer = tiny.trainer(tmp_path, processing_class=tiny.tokenizer(), train_dataset=texts)
+    with pytest.raises(ConfigError, match=r"eval_dataset has a column 'images'.*reads text only"):
+        trainer.evaluate(Dataset.from_list(tiny.rows()))

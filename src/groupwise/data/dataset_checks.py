@@ -132,8 +132,6 @@ def prepare_data(
     def check(name: str) -> PromptCheck:
         return PromptCheck(name, processing_class, config, context, num_embeddings, as_rendered)
 
-    for name, dataset in named_datasets(train_dataset, eval_dataset).items():
-        _check_image_columns(name, dataset, processing_class)
     if train_dataset is not None:
         train_dataset = checked_rows(train_dataset, check("train_dataset"))
     evaluated = named_datasets(None, eval_dataset).items()
@@ -142,25 +140,25 @@ def prepare_data(
     return PreparedData(train_dataset, eval_datasets, check)
 
 
-def _check_image_columns(name: str, dataset: Any, processing_class: ProcessingClass) -> None:
-    columns = column_names(dataset)
-    given = [column for column in IMAGE_COLUMNS if column in columns]
-    if len(given) == 2:
-        raise ConfigError(
-            f"{name} has both an 'image' and an 'images' column; keep one: 'image' for one image per "
-            "row, 'images' for a list of them"
-        )
-    if given and not is_processor(processing_class):
-        raise processor_required(f"{name} has a column {given[0]!r}", processing_class)
-
-
 def checked_rows(dataset: Any, check: PromptCheck, max_rows: int | None = None) -> Any:
-    """Check the prompts that are in memory, of the first ``max_rows`` rows.
+    """Check the columns of images, and the prompts that are in memory of the first ``max_rows`` rows.
 
     Returns:
         The dataset, unless its rows are computed on access: then one that checks each row when it is read. A
         stream is returned as it is; ``read_stream`` checks its rows.
+
+    Raises:
+        ConfigError: two columns of images, one without a processor, or a prompt that cannot be used.
     """
+    columns = column_names(dataset)
+    with_images = [column for column in IMAGE_COLUMNS if column in columns]
+    if len(with_images) == 2:
+        raise ConfigError(
+            f"{check.name} has both an 'image' and an 'images' column; keep one: 'image' for one image per "
+            "row, 'images' for a list of them"
+        )
+    if with_images and not is_processor(check.processing_class):
+        raise processor_required(f"{check.name} has a column {with_images[0]!r}", check.processing_class)
     if is_streaming(dataset):
         return dataset
     prompts = known_prompts(dataset)

@@ -14,7 +14,6 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from groupwise.errors import ConfigError
 from groupwise.records.images import ExpandedSpan, ImageInputs
 from groupwise.tokenization.prompts import (
-    Message,
     Prompt,
     generation_options,
     is_conversational,
@@ -72,7 +71,7 @@ def insert_images(row: Mapping[str, Any]) -> Prompt:
         raise ConfigError(
             f"a row has {len(images)} image(s) in its 'image' or 'images' column, but its prompt has "
             f"{len(empty)} image block(s) without an image; give as many of the one as of the other, or no "
-            f"image block at all: {_shorten(prompt)}"
+            f"image block at all: {prompt!r:.200}"
         )
     remaining = iter(images)
     for message in messages:
@@ -173,7 +172,7 @@ def process_prompt(
     if is_conversational(prompt):
         messages = [{**message, "content": _load_blocks(content_blocks(message))} for message in prompt]
         if any(_is_empty(block) for message in messages for block in message["content"]):
-            raise ConfigError(f"an image block of a prompt has no image: {_shorten(prompt)}")
+            raise ConfigError(f"an image block of a prompt has no image: {prompt!r:.200}")
         inputs = processor.apply_chat_template(
             messages,
             tokenize=True,
@@ -388,7 +387,3 @@ def is_image_object(block: Mapping[str, Any]) -> bool:
     if isinstance(image, Mapping):
         return isinstance(image.get("bytes"), bytes)
     return not isinstance(image, (str, list, tuple, int, float, type(None)))
-
-
-def _shorten(prompt: Sequence[Message]) -> str:
-    return repr(prompt)[:200]

@@ -223,25 +223,24 @@ def pack_sequences(batch: TokenBatch, *, shared: bool) -> PackedSequences:
     sequences: list[range] = []  # causal attention
     branches: list[tuple[range, range]] = []  # a shared prompt and one of its completions
     for rows in shape.groups(shared=shared):
-        prompt = shape.prompts[rows[0]]  # tokens of the prompt
-        start = len(source)  # where it begins in the packed sequence
+        prompt = range(len(source), len(source) + shape.prompts[rows[0]])  # in the packed sequence
         # End of the prompt in the padded row: padding is on its left.
-        offset = rows[0] * (max_prompt + max_completion) + max_prompt
-        source += range(offset - prompt, offset)
-        positions += range(prompt)  # 0 … prompt - 1
+        end = rows[0] * (max_prompt + max_completion) + max_prompt
+        source += range(end - len(prompt), end)
+        positions += range(len(prompt))
         for row in rows:
-            length, first = shape.completions[row], len(source)  # where this completion begins
-            offset = row * (max_prompt + max_completion) + max_prompt
-            source += range(offset, offset + length)
-            positions += range(prompt, prompt + length)  # continues at the prompt's end, for each completion
-            if length:
-                # The first token is predicted by the prompt.
-                logit_index += [start + prompt - 1, *range(first, first + length - 1)]
-                output_index += range(row * max_completion, row * max_completion + length)
+            completion = range(len(source), len(source) + shape.completions[row])
+            begin = row * (max_prompt + max_completion) + max_prompt
+            source += range(begin, begin + len(completion))
+            # Each completion continues at the prompt's end.
+            positions += range(len(prompt), len(prompt) + len(completion))
+            if completion:
+                logit_index += [prompt.stop - 1, *completion[:-1]]  # the prompt predicts the first token
+                output_index += range(row * max_completion, row * max_completion + len(completion))
                 if len(rows) > 1:
-                    branches.append((range(start, start + prompt), range(first, first + length)))
+                    branches.append((prompt, completion))
         # A shared prompt attends to itself alone; a group of one row is an ordinary sequence.
-        sequences.append(range(start, start + prompt) if len(rows) > 1 else range(start, len(source)))
+        sequences.append(prompt if len(rows) > 1 else range(prompt.start, len(source)))
     position_S = torch.tensor(positions)  # (S,), on the host until all indices are built
     causal = _group_by_length(sequences, len)  # rows of a block are padded to the longest of them
     branched = _group_by_length(branches, lambda branch: len(branch[1]))
