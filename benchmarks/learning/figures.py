@@ -122,16 +122,22 @@ def gains(results: Results) -> str:
         if not any(key in run["evaluation"] for key in keys.values() for run in runs):
             continue  # the initial model
         for run in runs:
-            shown = [_gain(run["evaluation"], key) for key in keys.values()]
+            shown = [_gain(run, key) for key in keys.values()]
             lines.append(f"| {cell} | {run['seed']} | " + " | ".join(shown) + " |")
     return "\n".join(lines)
 
 
-def _gain(metrics: Mapping[str, float], key: str) -> str:
-    if key not in metrics:
+def _gain(run: Mapping[str, Any], key: str) -> str:
+    if key not in run["evaluation"]:
         return "-"
-    low, high = metrics[f"{key}_low"], metrics[f"{key}_high"]
-    return f"{metrics[key]:+.1%} ({low:+.1%} to {high:+.1%})"
+    low, high = _bounds(run, key)
+    return f"{run['evaluation'][key]:+.1%} ({low:+.1%} to {high:+.1%})"
+
+
+def _bounds(run: Mapping[str, Any], key: str) -> tuple[float, float]:
+    """Return the confidence sequence of a gain, also for files of versions that computed another one."""
+    metrics = run["evaluation"]
+    return rule.run_bounds(metrics[key], metrics[f"{key}_ci95"], run["scale"]["test_questions"])
 
 
 def decided_gains(results: Results, metric: str = "pass@1") -> dict[tuple[str, str], Difference]:
@@ -140,12 +146,12 @@ def decided_gains(results: Results, metric: str = "pass@1") -> dict[tuple[str, s
     for cell, runs in results.items():
         for task in TASKS:
             key = f"eval_{task}_{metric}_gain"
-            metrics = [run["evaluation"] for run in runs if key in run["evaluation"]]
-            if metrics:
+            evaluated = [run for run in runs if key in run["evaluation"]]
+            if evaluated:
                 found[cell, task] = rule.gain(
-                    [one[key] for one in metrics],
-                    [one[f"{key}_ci95"] for one in metrics],
-                    [(one[f"{key}_low"], one[f"{key}_high"]) for one in metrics],
+                    [run["evaluation"][key] for run in evaluated],
+                    [run["evaluation"][f"{key}_ci95"] for run in evaluated],
+                    [_bounds(run, key) for run in evaluated],
                 )
     return found
 

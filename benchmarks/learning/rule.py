@@ -16,6 +16,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from groupwise.core.confidence import look_level, student_quantile
+
 #: 97.5 % quantiles of Student's t for 1, 2, 3, … degrees of freedom.
 STUDENT = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
@@ -36,6 +38,21 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
         return mean, math.nan
     variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
     return mean, STUDENT[count - 2] * math.sqrt(variance / count)
+
+
+def run_bounds(mean: float, question_half: float, prompts: int) -> tuple[float, float]:
+    """Return ``groupwise.core.confidence.gain_interval`` of a run's only evaluation after the first.
+
+    Args:
+        mean, question_half: gain, and half-width of its 95 % interval over ``prompts`` questions.
+    """
+    # Sums over the questions and the two further observations, -1 and 1.
+    variance = (question_half / 1.959964) ** 2 * prompts
+    squares, count = (prompts - 1) * variance + prompts * mean**2 + 2, prompts + 2
+    center = prompts * mean / count
+    error = math.sqrt((squares - count * center**2) / (count - 1) / count)
+    half = student_quantile(1 - look_level(1) / 2, count - 1) * error
+    return max(center - half, -1.0), min(center + half, 1.0)
 
 
 @dataclass(frozen=True)

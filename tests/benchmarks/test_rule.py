@@ -10,6 +10,9 @@ import rule
 import run
 import torch
 
+from groupwise.core.confidence import gain_interval
+from groupwise.core.pass_at_k import mean_with_interval
+
 
 @pytest.mark.parametrize(
     ("gains", "halves", "verdict"),
@@ -45,13 +48,21 @@ def test_runs_with_intervals_that_exclude_0_are_counted_if_no_gain_is_seen():
         # mean 14.24, Student 7.37, questions 7.78, h = 10.72.
         ("grpo_outcome", "chain_sum", "+14.2% ± 10.8%: gain"),
         ("grpo_outcome", "letter_counting", "-4.0% ± 6.4%: none above 11 points"),
-        ("trl", "chains", "+40.8% ± 51.7%: in 2 of 3 runs"),
+        ("trl", "chains", "+40.8% ± 51.7%: in 3 of 3 runs"),
         ("sft", "chains", "+74.1% ± 14.2%: gain"),
     ],
 )
 def test_decisions_about_cells_of_the_page(cell, task, shown):
     decided = figures.decided_gains(figures.load(run.RESULTS))[cell, task]
     assert f"{decided}: {decided.verdict()}" == shown
+
+
+def test_the_interval_of_a_run_is_that_of_its_questions():
+    generator = torch.Generator().manual_seed(0)
+    gains = torch.randint(-2, 5, (48,), generator=generator).double() / 4
+    half = mean_with_interval(gains.tolist())[1]
+    expected = gain_interval(gains, 1)
+    assert rule.run_bounds(gains.mean().item(), half, 48) == pytest.approx(expected, abs=1e-9)
 
 
 def test_noise_is_pooled_within_orders_of_questions():
