@@ -37,6 +37,7 @@ SIGNATURES = [
         "sdpa_attention_forward",
         ["module", "query", "key", "value", "attention_mask", "dropout", "scaling"],
     ),
+    ("transformers.utils.generic", "is_flash_attention_requested", ["config"]),
     ("transformers.conversion_mapping", "get_model_conversion_mapping", ["model", "*", "add_legacy"]),
     ("transformers.core_model_loading", "revert_weight_conversion", ["model", "state_dict"]),
     ("transformers", "GenerationMixin._supports_default_dynamic_cache", []),

@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from groupwise.cli.report import Finding, fail, ok, warn
+from groupwise.compat.transformers import enable_gradient_checkpointing
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.advantages import GroupRewards, step_sum, total_rewards
 from groupwise.cpu import save_matmul_outputs
@@ -178,7 +179,7 @@ def train_row(trainer: GRPOTrainer, prompt_tokens: int, completion_tokens: int) 
     args: GRPOConfig = trainer.args
     model: torch.nn.Module = trainer.accelerator.prepare_model(trainer.model)
     if args.gradient_checkpointing:
-        trainer.model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+        enable_gradient_checkpointing(trainer.model, args.gradient_checkpointing_kwargs)
         save_matmul_outputs(trainer.model)
     model.train()
     draw = torch.Generator().manual_seed(0)

@@ -88,6 +88,13 @@ def attention_implementation(model: PreTrainedModel) -> str:
     return model.config._attn_implementation
 
 
+def is_flash_attention(model: PreTrainedModel) -> bool:
+    """Return True for flash attention, of a package or of the Hub (``kernels-community/flash-attn2``)."""
+    from transformers.utils.generic import is_flash_attention_requested
+
+    return is_flash_attention_requested(model.config)
+
+
 def supports_attention_interface(model: PreTrainedModel) -> bool:
     """Return True if ``model`` calls attention functions of ``AttentionInterface``."""
     return bool(getattr(model, "_supports_attention_backend", False))
@@ -98,6 +105,17 @@ def sdpa_attention_forward() -> Callable[..., tuple[torch.Tensor, None]]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     return sdpa_attention_forward
+
+
+def enable_gradient_checkpointing(model: PreTrainedModel, given: dict[str, Any] | str | None) -> None:
+    """Enable gradient checkpointing with ``gradient_checkpointing_kwargs``, as ``Trainer.train`` does.
+
+    Two of them are arguments of the model (seen in 5.19 and 5.23; not in 5.3), the others of
+    ``torch.utils.checkpoint``.
+    """
+    others = dict(given) if isinstance(given, dict) else {}  # a string was parsed by the configuration
+    own = {name: others.pop(name) for name in ("every_n_layers", "offload") if name in others}
+    model.gradient_checkpointing_enable(others or None, **own)
 
 
 def add_checkpoint_contexts(

@@ -19,16 +19,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from groupwise.compat.transformers import (
     attention_implementation,
+    is_flash_attention,
     sdpa_attention_forward,
     supports_attention_interface,
 )
 from groupwise.policy.introspection import without_adapter
 
 IMPLEMENTATION = "groupwise_sdpa"
-
-#: Implementations of transformers that support packed sequences through ``position_ids``: in one row without
-#: a mask, a sequence begins where the positions restart.
-BY_POSITION = ("flash_attention_2", "flash_attention_3", "flex_attention")
 
 #: ``(query_BHQD, key_BJKD, value_BJKD, scale, sliding_window) -> (B, Q, H, D)``; ``sliding_window`` is the
 #: number of visible keys, or None. A function with the attribute ``mask`` replaces only layers that receive
@@ -60,11 +57,15 @@ def install_attention_hook(model: nn.Module) -> bool:
 def supports_packing(model: nn.Module, *, shared: bool) -> bool:
     """Return True if the model's attention can separate packed sequences; installs the hook if possible.
 
+    Flash and flex attention separate them through ``position_ids``: in one row without a mask, a sequence
+    begins where the positions restart.
+
     Args:
         shared: with prompts that are computed once per group, which only the hook can separate.
     """
     base = without_adapter(model)
-    by_position = attention_implementation(base) in BY_POSITION and supports_attention_interface(base)
+    by_position = is_flash_attention(base) or attention_implementation(base) == "flex_attention"
+    by_position = by_position and supports_attention_interface(base)
     return install_attention_hook(model) or (by_position and not shared)
 
 

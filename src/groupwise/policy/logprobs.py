@@ -36,7 +36,9 @@ from groupwise.records import LogprobOutput, MicroBatch, TokenBatch
 logger = logging.getLogger(__name__)
 
 
-def choose_layout(wanted: str, model: nn.Module, *, group_size: int, with_aux_loss: bool) -> str:
+def choose_layout(
+    wanted: str, model: nn.Module, *, group_size: int, with_aux_loss: bool, on_gpu: bool = False
+) -> str:
     """Resolve the setting ``sequence_layout`` for this model.
 
     Args:
@@ -44,6 +46,7 @@ def choose_layout(wanted: str, model: nn.Module, *, group_size: int, with_aux_lo
         model: the policy; supported models get the attention hook.
         group_size: completions per prompt.
         with_aux_loss: training includes a balancing loss, which counts a prompt once per completion.
+        on_gpu: warn if "auto" becomes "padded".
 
     Returns:
         "padded", "packed" or "shared_prefix".
@@ -66,7 +69,11 @@ def choose_layout(wanted: str, model: nn.Module, *, group_size: int, with_aux_lo
             f"{type(model).__name__} does not support sequence_layout={wanted!r}: {reason}; "
             "use 'padded', or 'auto', which selects a layout that the model supports"
         )
-    logger.info("sequence_layout: padded, because the model does not support packing: %s", reason)
+    logger.log(
+        logging.WARNING if on_gpu else logging.INFO,
+        "sequence_layout: padded, which computes on padding: %s. Set sequence_layout='padded' to accept it",
+        reason,
+    )
     return "padded"
 
 
@@ -166,6 +173,7 @@ def make_logprob_computer(
         policy,
         group_size=config.num_generations,
         with_aux_loss=router_aux_loss_coef(policy, config) != 0.0,
+        on_gpu=accelerator.device.type == "cuda",
     )
     head = LogprobHead(
         "chunked" if config.logprob_head == "auto" else config.logprob_head,

@@ -6,6 +6,7 @@ by sequence, with the arguments that it documents.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import pytest
@@ -13,8 +14,11 @@ import torch
 from support.batches import packed
 from test_packed import RIGHT, build, completions, values_and_gradients
 from torch.nn.attention.flex_attention import flex_attention
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers import modeling_flash_attention_utils as flash
+from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.flex_attention import WrappedFlexAttention
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from groupwise.errors import ConfigError
 from groupwise.policy.heads import LogprobHead
@@ -91,6 +95,41 @@ def test_flash_attention_gives_the_log_probs_and_gradients_of_padded_rows(name, 
         assert (ours - theirs).abs().max() < 1e-5 * scale
 
 
+@pytest.fixture
+def hub_kernel():
+    """Register flash attention under the name of a kernel of the Hub, as transformers does after loading."""
+    name = "kernels-community/flash-attn2"
+    AttentionInterface.register(name, flash_attention_forward)
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"])
+    yield name
+    del AttentionInterface._global_mapping[name], AttentionMaskInterface._global_mapping[name]
+
+
+def test_a_hub_kernel_for_flash_attention_is_packed(flash_on_cpu, hub_kernel):
+    model, head, batch = with_attention("llama", hub_kernel), LogprobHead("chunked"), completions()
+    computer = LogprobComputer(choose_layout("auto", model, group_size=4, with_aux_loss=False), head)
+    given = computer(model, batch, with_entropy=False).logps_BT
+    assert computer.layout == "packed" and computer.checked
+    expected = compute_padded_logprobs(build(*RIGHT["llama"]), batch, head, with_entropy=False).logps_BT
+    assert ((given - expected) * batch.completion_mask_BT).abs().max() < 1e-5
+
+
+def test_a_run_on_a_gpu_that_is_padded_warns_with_the_way_out(caplog):
+    caplog.set_level(logging.INFO, logger="groupwise")
+    for on_gpu, level in ((True, "WARNING"), (False, "INFO")):
+        caplog.clear()
+        model = with_attention("llama", "eager")
+        assert choose_layout("auto", model, group_size=4, with_aux_loss=False, on_gpu=on_gpu) == "padded"
+        (record,) = caplog.records
+        assert record.levelname == level
+        for part in (
+            "'eager'",
+            "attn_implementation='sdpa', flash attention",
+            "sequence_layout='padded' to accept",
+        ):
+            assert part in record.getMessage()
+
+
 def test_flash_attention_passes_the_check_of_the_first_use(flash_on_cpu):
     model, head = with_attention("llama", "flash_attention_2"), LogprobHead("chunked")
     computer = LogprobComputer("packed", head)
@@ -114,7 +153,17 @@ def test_flex_attention_gives_the_log_probs_of_padded_rows(name, monkeypatch):
         assert gap.abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("implementation", ["flash_attention_2", "flash_attention_3", "flex_attention"])
+@pytest.mark.parametrize(
+    "implementation",
+    [
+        "flash_attention_2",
+        "flash_attention_3",
+        "flash_attention_4",
+        "flex_attention",
+        "kernels-community/flash-attn2",  # flash_attention_2 without the package flash-attn
+        "kernels-community/vllm-flash-attn3",
+    ],
+)
 def test_flash_and_flex_attention_use_the_packed_layout(implementation):
     model = with_attention("llama", implementation)
     for wanted in ("auto", "packed"):

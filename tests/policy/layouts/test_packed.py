@@ -64,7 +64,11 @@ RIGHT = {
 REFUSED = {
     "mamba": (transformers.MambaConfig, {"state_size": 4}, "position_ids|attention layers"),
     "gpt_oss": (transformers.GptOssConfig, {"num_local_experts": 4}, "sinks"),
-    "llama_eager": (transformers.LlamaConfig, {"attn_implementation": "eager"}, "'eager' and not 'sdpa'"),
+    "llama_eager": (
+        transformers.LlamaConfig,
+        {"attn_implementation": "eager"},
+        "'eager'; load it with attn_implementation='sdpa'",
+    ),
     "llama_dropout": (transformers.LlamaConfig, {"attention_dropout": 0.1}, "dropout"),
     "lfm2": (transformers.Lfm2Config, {"layer_types": ["conv", "full_attention", "conv"]}, "conv"),
 }

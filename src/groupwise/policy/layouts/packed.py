@@ -369,7 +369,10 @@ def unsupported(model: nn.Module, *, shared: bool = True) -> str | None:
     if any(_attention_dropout(module) for module in base.modules()):
         return "its attention has dropout"
     if not supports_packing(base, shared=shared):
-        return f"its attention implementation is {attention_implementation(base)!r} and not 'sdpa'"
+        return (
+            f"its attention implementation is {attention_implementation(base)!r}; load it with "
+            f"attn_implementation='sdpa'{'' if shared else ', flash attention or flex_attention'}"
+        )
     return None
 
 
