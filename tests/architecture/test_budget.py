@@ -19,7 +19,7 @@ FILES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PAC
 BUDGET = {
     "top level": 1570,
     "agents": 1780,
-    "compat": 790,
+    "compat": 820,
     "config": 2080,
     "core": 1630,
     "cpu": 430,
@@ -27,7 +27,7 @@ BUDGET = {
     "generation": 3840,
     "hf": 1520,
     "mixins": 1090,
-    "policy": 3570,
+    "policy": 3590,
     "records": 1020,
     "reporting": 1250,
     "rewards": 1830,
@@ -39,7 +39,7 @@ BUDGET = {
 }
 BESIDE_THE_TRAINER = ("cli", "recipes", "sandbox", "trl_hooks")
 #: Lines of the trainer and its rooms, and of all rooms.
-WITH_ITS_ROOMS, ALL = 26040, 31300
+WITH_ITS_ROOMS, ALL = 26080, 31340
 
 #: Share of comments: comments per 100 lines.
 COMMENTED = {
