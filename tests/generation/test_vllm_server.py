@@ -93,6 +93,25 @@ def test_weights_are_sent_under_checkpoint_names(backend, fake):
     assert all((received[name] == expected[name]).all() for name in received)
 
 
+def test_a_server_in_half_precision_gets_half_the_bytes(backend, fake):
+    fake.info["model_config"]["dtype"] = "torch.bfloat16"
+    received = {}
+    answer = fake.answer
+
+    def load(path, query, body):
+        if path == "/update_weights" and body["update_info"].get("path"):
+            received.update(load_file(body["update_info"]["path"]))
+        return answer(path, query, body)
+
+    fake.answer = load
+    backend.sync_weights(WEIGHTS, step=0)
+    policy_weights = dict(WEIGHTS.full())
+    matrices = [name for name, tensor in policy_weights.items() if tensor.dim() > 1]
+    assert matrices and received.keys() == policy_weights.keys()
+    for name, tensor in policy_weights.items():
+        assert received[name].nbytes == tensor.nbytes // (2 if name in matrices else 1)
+
+
 def test_row_limits_and_the_context_of_the_server_are_respected(backend, fake):
     backend.sync_weights(WEIGHTS, step=0)
     assert [len(c.token_ids) for c in backend.generate([[3], [3], [4]], SamplingOptions([1, 4, 2]))] == [

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from groupwise.errors import BackendError
 from groupwise.generation.vllm.weight_sync import adapter_arguments
 from groupwise.policy.quantization import keep_4bit_weights_unpacked
-from groupwise.policy.weight_iterator import base_weights, buckets, weight_iterator
+from groupwise.policy.weight_iterator import base_weights, buckets, rounded, weight_iterator
 
 LAYERS = ["q_proj", "v_proj", "down_proj"]
 
@@ -110,6 +110,22 @@ def test_buckets_hold_consecutive_weights_up_to_their_limit():
     pairs = [("a", torch.zeros(10)), ("b", torch.zeros(10)), ("c", torch.zeros(100)), ("d", torch.zeros(1))]
     got = [[name for name, _ in bucket] for bucket in buckets(iter(pairs), limit=80)]
     assert got == [["a", "b"], ["c"], ["d"]]  # 40 bytes each fit twice; 400 bytes do not fit at all
+
+
+def test_matrices_are_rounded_to_the_widest_dtype_of_the_engines():
+    given = {
+        "matrix": torch.randn(8, 8),
+        "vector": torch.randn(8),
+        "half": torch.randn(8, 8).half(),
+        "ids": torch.ones(2, 2, dtype=torch.int64),
+    }
+    sent = dict(rounded(given.items(), ["bfloat16", "float16"]))
+    assert sent["matrix"].dtype == torch.bfloat16
+    # The engine's own rounding of what it loads: a copy into a parameter of its dtype.
+    assert torch.equal(sent["matrix"], torch.empty(8, 8, dtype=torch.bfloat16).copy_(given["matrix"]))
+    assert all(sent[name] is given[name] for name in ("vector", "half", "ids"))
+    wide = dict(rounded(given.items(), ["bfloat16", "float32"]))
+    assert all(wide[name] is given[name] for name in given)
 
 
 @pytest.mark.distributed

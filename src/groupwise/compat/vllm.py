@@ -46,11 +46,22 @@ def join_nccl_group(init_info: dict[str, Any]) -> Any:
     return trainer_init(init_info)
 
 
-def broadcast_packed(weights: Iterable[tuple[str, torch.Tensor]], group: Any) -> None:
-    """Broadcast weights from rank 0 of ``group`` in packed buffers."""
+def packed_broadcast(weights: Iterable[tuple[str, torch.Tensor]], group: Any) -> Callable[[], None]:
+    """Return a function that broadcasts weights from rank 0 of ``group``; it may run in another thread.
+
+    vLLM copies weights into its buffers on CUDA streams of its own, which wait only for each other. Here they
+    wait for the caller's stream first; otherwise they could copy values of before the last update.
+    """
+    import torch
     from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
-    packed_nccl_broadcast_producer(iter(weights), group, src=0, post_iter_func=lambda item: item[1])
+    written = torch.cuda.current_stream().record_event()
+
+    def after_write(item: tuple[str, torch.Tensor]) -> torch.Tensor:
+        torch.cuda.current_stream().wait_event(written)  # the stream of the buffer
+        return item[1]
+
+    return lambda: packed_nccl_broadcast_producer(iter(weights), group, src=0, post_iter_func=after_write)
 
 
 def layerwise_reload() -> tuple[Callable[[nn.Module], None], Callable[[nn.Module, Any], None]]:

@@ -207,6 +207,22 @@ def buckets(
         yield bucket
 
 
+def rounded(
+    weights: Iterable[tuple[str, torch.Tensor]], dtypes: Iterable[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Round matrices to the dtype of the engines, as they would; float32 has twice the bytes of bfloat16.
+
+    Vectors are not rounded: they are few bytes, and vLLM keeps some in float32 (router biases, decay rates).
+
+    Args:
+        dtypes: names of the engines' dtypes; matrices that are no wider than the widest are left alone.
+    """
+    dtype = max((getattr(torch, name) for name in dtypes), key=lambda dtype: dtype.itemsize)
+    for name, tensor in weights:
+        wide = tensor.is_floating_point() and tensor.dtype.itemsize > dtype.itemsize and tensor.dim() > 1
+        yield name, tensor.to(dtype) if wide else tensor
+
+
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over the module's parameters and persistent buffers, without those of submodules."""
     yield from module.named_parameters(recurse=False, remove_duplicate=False)

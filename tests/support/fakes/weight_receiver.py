@@ -35,6 +35,12 @@ class Stream:
     def synchronize(self) -> None:
         pass
 
+    def record_event(self) -> None:
+        pass
+
+    def wait_event(self, event: None) -> None:
+        pass
+
 
 class StoreCommunicator:
     """``PyNcclCommunicator`` that exchanges tensors through the store of its process group."""
@@ -59,15 +65,21 @@ def fake_gpu(replace: Callable[[str, Any], None]) -> None:
     """
     replace("torch.cuda.Stream", Stream)
     replace("torch.cuda.stream", lambda stream: nullcontext())
+    replace("torch.cuda.current_stream", Stream)
     replace("torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid=GPU))
     replace("torch.accelerator.current_device_index", lambda: 0)
     replace("vllm.distributed.device_communicators.pynccl.PyNcclCommunicator", StoreCommunicator)
 
 
+def _mapped(path: Path) -> torch.Tensor:
+    return torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
+
+
 def export(tensor: torch.Tensor, path: Path) -> tuple[Any, ...]:
-    """Return an IPC handle whose memory is a file at ``path``."""
-    assert tensor.is_contiguous()
-    path.write_bytes(tensor.view(-1).view(torch.uint8).numpy().tobytes())
+    """Move a buffer of bytes to a file at ``path`` that both processes map; returns its IPC handle."""
+    assert tensor.dtype == torch.uint8 and tensor.is_contiguous()
+    path.write_bytes(tensor.numpy().tobytes())
+    tensor.set_(_mapped(path))
     entries: list[Any] = [None] * NUM_ENTRIES
     entries[SIZE], entries[DTYPE] = tuple(tensor.shape), tensor.dtype
     entries[DEVICE], entries[HANDLE] = "device of the sender", str(path)
@@ -75,10 +87,9 @@ def export(tensor: torch.Tensor, path: Path) -> tuple[Any, ...]:
 
 
 def rebuild(*entries: Any) -> torch.Tensor:
-    """Return a copy of the tensor behind an IPC handle of :func:`export`."""
+    """Return the buffer behind an IPC handle of :func:`export`: the sender's next bytes appear in it."""
     assert len(entries) == NUM_ENTRIES and entries[DEVICE] == 0  # the index of the receiver's device
-    content = torch.frombuffer(bytearray(Path(entries[HANDLE]).read_bytes()), dtype=torch.uint8)
-    return content.view(entries[DTYPE]).view(entries[SIZE])
+    return _mapped(Path(entries[HANDLE])).view(entries[DTYPE]).view(entries[SIZE])
 
 
 class Model(torch.nn.Module):
@@ -137,7 +148,7 @@ def main(address: str) -> None:
 
     faulthandler.dump_traceback_later(PATIENCE, exit=True)
     fake_gpu(lambda name, value: mock.patch(name, value).start())
-    mock.patch("vllm.distributed.weight_transfer.ipc_engine.rebuild_cuda_tensor", rebuild).start()
+    mock.patch("torch.multiprocessing.reductions.rebuild_cuda_tensor", rebuild).start()
     workers: dict[str, Worker] = {}
     with Client(address) as connection:
         while (message := connection.recv_bytes()) != b"close":

@@ -19,6 +19,8 @@ import uuid
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
@@ -27,7 +29,7 @@ import torch
 from safetensors.torch import save_file
 
 from groupwise.compat.torch import cuda_ipc_handle
-from groupwise.compat.vllm import add_lora, broadcast_packed, join_nccl_group, remove_lora
+from groupwise.compat.vllm import add_lora, join_nccl_group, packed_broadcast, remove_lora
 from groupwise.errors import BackendError, ConfigError
 from groupwise.generation.vllm.plugin import BACKEND
 from groupwise.policy.introspection import CausalLM
@@ -78,12 +80,8 @@ class WeightSender:
         """Connect both sides; required before the first push."""
         receiver.init_weight_transfer_engine(self.init_info())
 
-    def send(self, bucket: Bucket, receiver: WeightReceiver) -> list[torch.Tensor] | None:
-        """Send one bucket.
-
-        Returns:
-            tensors that must stay alive until the whole update is finished.
-        """
+    def send(self, bucket: Bucket, receiver: WeightReceiver) -> None:
+        """Send one bucket; its tensors are not read after the return."""
         raise NotImplementedError
 
     def push(self, buckets: Iterable[Bucket], receiver: WeightReceiver, version: int) -> None:
@@ -97,7 +95,9 @@ class WeightSender:
         """
         try:
             receiver.start_weight_update()  # inside try: part of the engines may have started
-            alive = [self.send(bucket, receiver) for bucket in buckets]
+            for bucket in buckets:
+                self.send(bucket, receiver)
+                del bucket  # it is not kept while the next one is made
             if self.backend == BACKEND:
                 receiver.update_weights({})  # our receiver then checks that every parameter got weights
         except BaseException:
@@ -105,7 +105,6 @@ class WeightSender:
                 receiver.finish_weight_update()
             raise
         receiver.finish_weight_update(str(version))
-        del alive
 
     def close(self) -> None:
         """Release files, connections and memory."""
@@ -129,9 +128,7 @@ class SharedMemorySender(WeightSender):
     """
 
     def __init__(self, directory: str | Path | None = None) -> None:
-        parent = Path(directory) if directory else _SHARED_MEMORY
-        if not parent.is_dir():
-            parent = Path(tempfile.gettempdir())
+        parent = Path(directory) if directory else shared_memory()
         _remove_abandoned(parent)
         self.directory, lock = _locked_directory(parent)
         # At the latest when the process ends: shared memory would stay occupied.
@@ -154,6 +151,11 @@ class SharedMemorySender(WeightSender):
 
     def close(self) -> None:
         self._remove()
+
+
+def shared_memory() -> Path:
+    """Return the directory in memory that processes of a machine share, else that of temporary files."""
+    return _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
 
 
 def _locked_directory(parent: Path) -> tuple[Path, IO[str]]:
@@ -187,12 +189,15 @@ class NcclSender(WeightSender):
     Args:
         address, port: rendezvous; an address of this machine that the workers can reach.
         num_workers: GPUs of all engines together.
+        timeout: seconds that a broadcast may take after the engines have answered. Their answers have a limit
+            of their own.
     """
 
     backend = "nccl"
 
-    def __init__(self, address: str, port: int, num_workers: int) -> None:
+    def __init__(self, address: str, port: int, num_workers: int, timeout: float) -> None:
         self.address, self.port, self.world_size = address, port, num_workers + 1
+        self.timeout = timeout
         self.group: Any = None  # vLLM's PyNcclCommunicator
 
     def init_info(self) -> dict[str, Any]:
@@ -206,18 +211,45 @@ class NcclSender(WeightSender):
 
     def connect(self, receiver: WeightReceiver) -> None:
         # Both sides block until the other has connected.
-        _run_both(lambda: super(NcclSender, self).connect(receiver), self._open)
+        self._run_both(lambda: super(NcclSender, self).connect(receiver), self._open)
 
     def _open(self) -> None:
         self.group = join_nccl_group(self.init_info())
 
     def send(self, bucket: Bucket, receiver: WeightReceiver) -> None:
-        # The engine views the tensors of one byte buffer in place: each must begin at a multiple of its item
-        # size, as it does after items of the same size or larger ones.
-        bucket = sorted(bucket, key=lambda pair: pair[1].element_size(), reverse=True)
-        _run_both(
-            lambda: receiver.update_weights(_metadata(bucket)), lambda: broadcast_packed(bucket, self.group)
+        bucket = _aligned(bucket)
+        self._run_both(
+            lambda: receiver.update_weights(_metadata(bucket)), packed_broadcast(bucket, self.group)
         )
+
+    def _run_both(self, request: Callable[[], None], broadcast: Callable[[], None]) -> None:
+        """Run a request to the engines, and the side of this process in a thread.
+
+        NCCL waits for its peers without a limit, and nothing can stop it. After a failure the thread is left
+        behind, and this sender is closed.
+
+        Raises:
+            BackendError, LostAnswerError: one of them failed; the message also has the state of the other.
+        """
+        answer, sending = start_thread(request), start_thread(broadcast)
+        wait((answer, sending), return_when=FIRST_COMPLETED)
+        if not answer.done() and sending.exception() is None:
+            wait((answer,))  # a request has a limit of its own
+        error = answer.exception() if answer.done() else None
+        try:
+            # A broadcast that has failed leaves the engines waiting in NCCL: their answer is not awaited.
+            sending.result(self.timeout if answer.done() and error is None else 0)
+            state = "had finished"
+        except FutureTimeoutError:
+            state = "was still waiting for the engines"
+        except Exception as failure:
+            state = f"failed ({failure})"
+        if error is not None:
+            raise type(error)(f"{error}; the NCCL broadcast of the trainer {state}") from error
+        if not answer.done():
+            raise BackendError(f"the NCCL broadcast of the trainer {state}; the engines have not answered")
+        if state != "had finished":
+            raise BackendError(f"the engines received the weights, but the NCCL broadcast {state}")
 
     def close(self) -> None:
         if self.group is not None:
@@ -233,13 +265,49 @@ class CudaIpcSender(WeightSender):
 
     backend = "ipc"
 
-    def send(self, bucket: Bucket, receiver: WeightReceiver) -> list[torch.Tensor]:
-        tensors = [tensor.detach().contiguous() for _, tensor in bucket]
-        gpu = str(torch.cuda.get_device_properties(tensors[0].device).uuid)
-        handles = [{gpu: cuda_ipc_handle(tensor)} for tensor in tensors]
-        pickled = base64.b64encode(pickle.dumps(handles)).decode()
-        receiver.update_weights({**_metadata(bucket), "ipc_handles_pickled": pickled})
-        return tensors  # the engine reads from them until the update is finished
+    def __init__(self) -> None:
+        self.buffer: torch.Tensor | None = None  # uint8, of the size of a bucket
+        self.handles = ""
+
+    def init_info(self) -> dict[str, Any]:
+        return {"packed": True}
+
+    def push(self, buckets: Iterable[Bucket], receiver: WeightReceiver, version: int) -> None:
+        """Replace the engine's weights through one buffer, which is freed at the end.
+
+        The engine copies a bucket out of the buffer before it answers. At the end of the update it releases
+        the buffer, so every push exports another one.
+        """
+        try:
+            super().push(buckets, receiver, version)
+        finally:
+            self.buffer = None
+
+    def send(self, bucket: Bucket, receiver: WeightReceiver) -> None:
+        bucket = _aligned(bucket)
+        items = [tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in bucket]
+        size = sum(map(len, items))
+        if self.buffer is None or len(self.buffer) < size:
+            self.buffer = torch.empty(size, dtype=torch.uint8, device=items[0].device)
+            gpu = str(torch.cuda.get_device_properties(self.buffer.device).uuid)
+            self.handles = base64.b64encode(pickle.dumps({gpu: cuda_ipc_handle(self.buffer)})).decode()
+        torch.cat(items, out=self.buffer[:size])
+        torch.cuda.current_stream().synchronize()  # another process reads it
+        receiver.update_weights(
+            {
+                **_metadata(bucket),
+                "tensor_sizes": list(map(len, items)),
+                "ipc_handles_pickled": self.handles,
+            }
+        )
+
+
+def _aligned(bucket: Bucket) -> Bucket:
+    """Sort by item size, largest first: the engine views the tensors of one byte buffer in place.
+
+    Each then begins at a multiple of its item size.
+    """
+    return sorted(bucket, key=lambda pair: pair[1].element_size(), reverse=True)
 
 
 def _metadata(bucket: Bucket) -> dict[str, Any]:
@@ -248,15 +316,6 @@ def _metadata(bucket: Bucket) -> dict[str, Any]:
         "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
         "shapes": [list(tensor.shape) for _, tensor in bucket],
     }
-
-
-def _run_both(remote: Callable[[], None], local: Callable[[], None]) -> None:
-    """Run both concurrently. A failure of ``remote`` so far is raised before ``local`` blocks on it."""
-    answer = start_thread(remote)  # after a failure of local, it may never return
-    if answer.done():
-        answer.result()
-    local()
-    answer.result()
 
 
 class LocalReceiver:
