@@ -8,8 +8,11 @@ import threading
 import time
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
+
+from safetensors.torch import load_file
 
 GENERATE = "/inference/v1/generate"
 
@@ -27,6 +30,7 @@ class FakeVLLM:
         self.keys: set[str | None] = set()
         self.connections = 0
         self.version, self.paused, self.tokens = "default", False, 0.0
+        self.adapters: dict[str, dict[str, Any]] = {}  # contents by name
         self.info = {
             "model_config": {
                 "model": "tiny",
@@ -50,7 +54,16 @@ class FakeVLLM:
 
     def answer(self, path: str, query: dict[str, list[str]], body: Any) -> Any:
         if path == GENERATE:
+            if body.get("model") not in (None, *self.adapters):
+                return 404, f"The model `{body['model']}` does not exist."
             return self._generate(body)
+        if path == "/v1/load_lora_adapter":
+            directory = Path(body["lora_path"])
+            config = json.loads((directory / "adapter_config.json").read_text())
+            tensors = load_file(directory / "adapter_model.safetensors")
+            self.adapters[body["lora_name"]] = {"config": config, "tensors": tensors}
+        if path == "/v1/unload_lora_adapter":
+            del self.adapters[body["lora_name"]]
         if path == "/finish_weight_update":
             self.version = body.get("weight_version", self.version)
         if path == "/pause":
@@ -61,6 +74,7 @@ class FakeVLLM:
             "/server_info": {"vllm_config": self.info},
             "/weight_info": {"weight_version": self.version},
             "/get_world_size": {"world_size": 1},
+            "/v1/models": {"data": [{"id": name} for name in ("tiny", *self.adapters)]},
             "/metrics": f'vllm:generation_tokens_total{{engine="0"}} {self.tokens}\n',
         }
         return answers.get(path, {})

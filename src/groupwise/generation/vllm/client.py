@@ -57,6 +57,7 @@ class VLLMServers:
         self.servers = [HttpClient(url, timeout, headers, hint, fetch_num_tokens) for url in urls]
         self.run_id = run_id
         self.world_sizes: list[int] = []
+        self.adapter: str | None = None  # of new requests; None: the weights of the model
         self._slots = [asyncio.Semaphore(CONCURRENCY) for _ in urls]
         self._background = EventLoop(
             "vllm-client", lambda: ServerUnavailableError("the client of the vLLM servers was closed")
@@ -78,30 +79,47 @@ class VLLMServers:
             one future per request. It raises LostWeightsError if the server needs weights first.
         """
         return [
-            self._background.submit(self._generate((first + i) % len(self.servers), request, sampling))
+            self._background.submit(
+                self._generate((first + i) % len(self.servers), request, sampling, self.adapter)
+            )
             for i, request in enumerate(requests)
         ]
 
-    async def _generate(self, index: int, request: Request, sampling: dict[str, Any]) -> list[Completion]:
+    async def _generate(
+        self, index: int, request: Request, sampling: dict[str, Any], adapter: str | None
+    ) -> list[Completion]:
         server = self.servers[index]
         params = request.params(sampling, DEFAULT_MAX_LOGPROBS)
         body: dict[str, Any] = {**server_prompt(request), "sampling_params": params}
+        if adapter is not None:
+            body["model"] = adapter
+        doing = f"generating {len(request.rows)} completions of a {len(request.prompt)}-token prompt"
         async with self._slots[index]:
-            response = await server.call(
-                "POST",
-                "/inference/v1/generate",
-                body,
-                doing=f"generating {len(request.rows)} completions of a {len(request.prompt)}-token prompt",
-                before_retry=lambda: self._check_weights(server),
-                check=_check_complete,
-            )
+            try:
+                response = await server.call(
+                    "POST",
+                    "/inference/v1/generate",
+                    body,
+                    doing=doing,
+                    before_retry=lambda: self._check_weights(server, adapter),
+                    check=_check_complete,
+                )
+            except ServerUnavailableError:
+                raise
+            except BackendError:
+                if adapter is not None:
+                    await self._check_weights(server, adapter)  # a restarted server has no such model
+                raise
         check_expanded(request, response.get("prompt_token_ids"), f"the vLLM server at {server.url}")
         choices = sorted(response["choices"], key=lambda choice: choice["index"])
-        return request.by_row([self._completion(choice, params["logprobs"] > 0) for choice in choices])
+        with_mask = params["logprobs"] > 0
+        return request.by_row([self._completion(choice, with_mask, adapter) for choice in choices])
 
-    def _completion(self, choice: dict[str, Any], with_mask: bool) -> Completion:
+    def _completion(self, choice: dict[str, Any], with_mask: bool, adapter: str | None) -> Completion:
         content = choice["logprobs"]["content"]
         spans = choice["weight_versions"] or []  # a request may outlast an update of the weights
+        if adapter is not None:  # but not a change of the adapter
+            spans = [{"version": adapter, "start": 0, "end": len(content)}]
         return make_completion(
             choice["token_ids"],
             (entry["logprob"] for entry in content),
@@ -113,12 +131,17 @@ class VLLMServers:
         )
 
     def _step(self, version: str) -> int:
-        run_id, _, step = version.rpartition(":")
-        if run_id != self.run_id:
+        parts = version.split(":")  # run, number of the adapter if it is one, step
+        if parts[0] != self.run_id:
             raise LostWeightsError(version)
-        return int(step)
+        return int(parts[-1])
 
-    async def _check_weights(self, server: HttpClient) -> None:
+    async def _check_weights(self, server: HttpClient, adapter: str | None) -> None:
+        if adapter is not None:
+            models = await server.once("GET", "/v1/models", doing="reading its adapters")
+            if adapter not in [model["id"] for model in models["data"]]:
+                raise LostWeightsError(adapter)
+            return
         info = await server.once("GET", "/weight_info", doing="reading its weight version")
         self._step(info["weight_version"])
 
@@ -158,6 +181,22 @@ class VLLMServers:
         if with_images:
             self._post("/reset_encoder_cache", doing="resetting the encoder cache")
         self._post("/resume", doing="resuming")
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter from a directory; requests that are submitted later use it."""
+        body = {"lora_name": name, "lora_path": path}
+        self._post("/v1/load_lora_adapter", [body], doing="loading the LoRA adapter")
+        self.adapter = name
+
+    def unload_adapter(self, name: str) -> None:
+        """Remove a LoRA adapter from the servers that respond."""
+
+        async def unload(server: HttpClient) -> None:
+            with suppress(LostAnswerError, BackendError):  # a restarted server does not have it
+                body = {"lora_name": name}
+                await server.once("POST", "/v1/unload_lora_adapter", body, doing="unloading", timeout=5.0)
+
+        self._on_all(unload)
 
     def abandon_update(self) -> None:
         """End an update that failed halfway; the servers stay paused."""

@@ -31,6 +31,7 @@ class ServerInfo:
     """Configuration that a server reports.
 
     Attributes:
+        max_lora_rank: None without ``--enable-lora``.
         shape: fields of ``_SHAPE``, as far as they are known.
     """
 
@@ -42,6 +43,7 @@ class ServerInfo:
     max_samples: int
     weight_transfer: str | None
     quantization: str | None
+    max_lora_rank: int | None
     shape: dict[str, int]
 
 
@@ -50,6 +52,7 @@ def check_servers(
     model_config: PreTrainedConfig,
     config: GRPOConfig,
     tokenizer: ProcessingClass | None,
+    lora_rank: int | None = None,
 ) -> list[ServerInfo]:
     """Compare every server with the policy and the config.
 
@@ -58,6 +61,7 @@ def check_servers(
         model_config: config of the policy.
         config: settings of the run.
         tokenizer: None skips the comparison of tokenizers.
+        lora_rank: rank of an adapter that can be sent alone; 0: the policy has none; None skips that.
 
     Raises:
         BackendError: a server does not fit; the message lists all reasons, each with the fix.
@@ -68,8 +72,11 @@ def check_servers(
         found = _problems(info, model_config.get_text_config(decoder=True), config)
         if tokenizer is not None and not found:
             found += _tokenizer_problem(servers, server, tokenizer, info)
+        found += _adapter_problem(info, lora_rank)
         problems += [f"\n  - {info.url}: {problem}" for problem in found]
         _warn_about_dtype(info, config)
+    if len({info.max_lora_rank is None for info in infos}) > 1:
+        problems.append("\n  - the servers differ in --enable-lora; start all with it or without it")
     if len({info.weight_transfer for info in infos}) > 1:
         problems.append("\n  - the servers differ in --weight-transfer-config; start all with the same")
     if problems:
@@ -91,6 +98,7 @@ def _fetch_info(servers: VLLMServers, server: HttpClient) -> ServerInfo:
         max_samples=info["scheduler_config"]["max_num_seqs"],
         weight_transfer=transfer.get("backend"),
         quantization=model.get("quantization"),
+        max_lora_rank=(info.get("lora_config") or {}).get("max_lora_rank"),
         shape=_shape(model["model"]),
     )
 
@@ -148,6 +156,19 @@ def _problems(info: ServerInfo, policy: PreTrainedConfig, config: GRPOConfig) ->
             "and max_completion_length; raise it, or lower those"
         )
     return found
+
+
+def _adapter_problem(info: ServerInfo, lora_rank: int | None) -> list[str]:
+    if info.max_lora_rank is None or lora_rank is None:
+        return []
+    if lora_rank == 0:
+        return [
+            "it was started with --enable-lora, but the policy has no LoRA adapter that can be sent alone (a "
+            "plain one, on weights that are not quantized); start it without, to send merged weights"
+        ]
+    if lora_rank > info.max_lora_rank:
+        return [f"its --max-lora-rank {info.max_lora_rank} is less than the adapter's {lora_rank}; raise it"]
+    return []
 
 
 def _raw_logprobs_fit(config: GRPOConfig, mode: str) -> bool:

@@ -55,6 +55,8 @@ def serve_command(
     environment = {"VLLM_SERVER_DEV_MODE": "1"}
     if transfer == "ipc":
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # CUDA IPC handles are pickled
+    if "--enable-lora" in extra:
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # the routes that load adapters
     if device == "cpu":
         # With chunked prefill, vLLM's CPU build crashes on requests with a seed.
         command += ["--enforce-eager", "--no-enable-chunked-prefill"]

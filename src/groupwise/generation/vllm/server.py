@@ -10,6 +10,8 @@ import logging
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,7 +30,8 @@ from groupwise.generation.vllm.http import LostAnswerError, ServerUnavailableErr
 from groupwise.generation.vllm.preflight import ServerInfo, check_servers
 from groupwise.generation.vllm.sampling import Request, RequestKey
 from groupwise.generation.vllm.serve import as_shell_line, serve_command
-from groupwise.policy.weight_iterator import WeightSource, buckets
+from groupwise.policy.introspection import is_quantized
+from groupwise.policy.weight_iterator import LoRAWeights, WeightSource, buckets, rounded
 from groupwise.records import Completion, SamplingOptions
 from groupwise.tokenization.images import is_processor
 from groupwise.tokenization.text import end_tokens, text_tokenizer
@@ -36,6 +39,7 @@ from groupwise.tokenization.text import end_tokens, text_tokenizer
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 4
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class VLLMServerBackend(VLLMBackend):
@@ -47,6 +51,8 @@ class VLLMServerBackend(VLLMBackend):
         end_tokens: token ids that end a completion.
         tokenizer: compared with the servers' tokenizer; None skips that.
         suppress_tokens: token ids that are not sampled.
+        lora_rank: rank of an adapter that can be sent alone, to servers with ``--enable-lora``; 0: the policy
+            has none.
     """
 
     supports_images = True
@@ -58,14 +64,17 @@ class VLLMServerBackend(VLLMBackend):
         end_tokens: frozenset[int],
         tokenizer: ProcessingClass | None = None,
         suppress_tokens: Sequence[int] = (),
+        lora_rank: int = 0,
     ) -> None:
         super().__init__(config, end_tokens, suppress_tokens)
-        self.model_config, self.tokenizer = model_config, tokenizer
+        self.model_config, self.tokenizer, self.lora_rank = model_config, tokenizer, lora_rank
         self.server_info: list[ServerInfo] = []
         self._servers: VLLMServers | None = None
         self._pending: dict[RequestKey, Future[list[Completion]]] = {}
         self._source: WeightSource | None = None  # for servers that restart before the next sync
         self._sender: weight_sync.WeightSender | None = None
+        self._adapters: weight_sync.ServerAdapters | None = None
+        self._num_pushes = 0  # of adapters, part of their names
 
     def prefetch(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions = RUN_SETTINGS, *, step: int
@@ -79,6 +88,9 @@ class VLLMServerBackend(VLLMBackend):
 
     def close(self) -> None:
         """Cancel all requests and disconnect; the next ``sync_weights`` connects again."""
+        adapters, self._adapters = self._adapters, None
+        if adapters is not None:
+            adapters.close()
         if self._servers is not None:
             self._servers.close()
         self.disconnect()
@@ -185,7 +197,9 @@ class VLLMServerBackend(VLLMBackend):
         servers = VLLMServers(urls, config.vllm_server_timeout, self._start_command(urls[0]), run_id)
         try:
             servers.wait_until_up("connecting")
-            self.server_info = check_servers(servers, self.model_config, config, self.tokenizer)
+            self.server_info = check_servers(
+                servers, self.model_config, config, self.tokenizer, self.lora_rank
+            )
             self.context_length = min(info.max_model_length for info in self.server_info)
         except BackendError as failure:
             error = failure
@@ -214,9 +228,16 @@ class VLLMServerBackend(VLLMBackend):
         for attempt in range(1, _ATTEMPTS + 1):
             lost: LostAnswerError | None = None
             error: BackendError | None = None
-            weights = buckets(self._source.full())
+            # The first server stands for all: they do not differ.
+            adapter = None if self.server_info[0].max_lora_rank is None else self._source.adapter()
+            weights: Iterator[weight_sync.Bucket] = iter(())
+            if adapter is None:
+                weights = buckets(rounded(self._source.full(), [info.dtype for info in self.server_info]))
+            self._num_pushes += 1
             try:
-                if self.config.process_index == 0:
+                if adapter is not None:
+                    self._push_adapter(adapter, step)
+                elif self.config.process_index == 0:
                     self._push(weights, step, retry=attempt > 1)
             except LostAnswerError as failure:
                 lost = failure
@@ -235,6 +256,21 @@ class VLLMServerBackend(VLLMBackend):
                 return
             if lost is not None:
                 logger.warning("sending weights failed (%s); trying again", lost)
+
+    def _push_adapter(self, adapter: LoRAWeights, step: int) -> None:
+        """Load the adapter of this step under a name of its own, which later requests carry."""
+        servers, config = self.servers, self.config
+        name = f"{servers.run_id}:{self._num_pushes}:{step}"
+        if config.process_index != 0:
+            servers.adapter = name
+            return
+        servers.wait_until_up("sending the adapter")
+        if self._adapters is None:
+            local = all(urlsplit(server.url).hostname in _LOOPBACK for server in servers.servers)
+            parent = weight_sync.shared_memory() if local else Path(str(config.output_dir))
+            self._adapters = weight_sync.ServerAdapters(servers, parent, 1 + config.rollout_staleness)
+        size = self._adapters.push(adapter, name)
+        logger.info("sent the adapter of step %d: %.2f MB", step, size / 1e6)
 
     def _push(self, weights: Iterator[weight_sync.Bucket], step: int, *, retry: bool) -> None:
         servers = self.servers
@@ -306,7 +342,11 @@ def make_backend(
     model = policy()
     check_policy(model)
     ends = frozenset(end_tokens(model.generation_config, text_tokenizer(processing_class)))
-    return VLLMServerBackend(config, model.config, ends, processing_class, suppress_tokens)
+    lora_rank = 0
+    if not is_quantized(model):  # the server's weights below the adapter would be other ones
+        with suppress(ConfigError):
+            lora_rank = weight_sync.lora_rank(model)
+    return VLLMServerBackend(config, model.config, ends, processing_class, suppress_tokens, lora_rank)
 
 
 def server_urls(config: GRPOConfig) -> list[str]:

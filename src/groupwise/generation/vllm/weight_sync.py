@@ -33,11 +33,13 @@ from groupwise.compat.vllm import add_lora, join_nccl_group, packed_broadcast, r
 from groupwise.errors import BackendError, ConfigError
 from groupwise.generation.vllm.plugin import BACKEND
 from groupwise.policy.introspection import CausalLM
-from groupwise.policy.weight_iterator import WeightSource, base_weights, buckets
+from groupwise.policy.weight_iterator import LoRAWeights, WeightSource, base_weights, buckets
 from groupwise.threads import start_thread
 
 if TYPE_CHECKING:
     from vllm import LLM
+
+    from groupwise.generation.vllm.client import VLLMServers
 
 #: (checkpoint name, tensor) pairs that are sent together.
 Bucket = list[tuple[str, torch.Tensor]]
@@ -390,9 +392,7 @@ class LoRAWeightSync(WeightSync):
         if self.request is not None:
             remove_lora(self.engine, self.request.lora_int_id)
         self.num_pushes += 1
-        adapter = source.adapter()  # saved in the format of PEFT, which vLLM reads
-        save_file(dict(adapter.tensors), self.directory / "adapter_model.safetensors")
-        (self.directory / "adapter_config.json").write_text(json.dumps(adapter.config, default=str))
+        save_adapter(source.adapter(), self.directory)
         self.request = LoRARequest("policy", self.num_pushes, str(self.directory))
         add_lora(self.engine, self.request)
 
@@ -403,11 +403,56 @@ class LoRAWeightSync(WeightSync):
         self._remove()
 
 
-def adapter_arguments(model: CausalLM, directory: str, *, quantized: bool = False) -> dict[str, Any]:
-    """Return the engine arguments of LoRA weight sync, after writing the base weights to ``directory``.
+def save_adapter(adapter: LoRAWeights, directory: Path) -> int:
+    """Write an adapter in the format of PEFT, which vLLM reads; returns the number of bytes."""
+    path = directory / "adapter_model.safetensors"
+    save_file(dict(adapter.tensors), path)
+    (directory / "adapter_config.json").write_text(json.dumps(adapter.config, default=str))
+    return path.stat().st_size
+
+
+class ServerAdapters:
+    """LoRA adapters of a run on its servers, which read them from files.
+
+    Requests that are under way finish with the adapter that they were sent for, so the latest ones stay.
 
     Args:
-        quantized: write 4-bit weights as they are, for an engine that loads them; otherwise as full matrices.
+        servers: started with ``--enable-lora`` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1.
+        parent: directory that all of them can read.
+        num_kept: adapters that requests may still use, the new one included.
+    """
+
+    def __init__(self, servers: VLLMServers, parent: Path, num_kept: int) -> None:
+        self.servers, self.num_kept = servers, num_kept
+        parent.mkdir(parents=True, exist_ok=True)
+        self.directory = Path(tempfile.mkdtemp(prefix="groupwise-adapters-", dir=parent))
+        self._remove = weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
+        self.names: list[str] = []
+
+    def push(self, adapter: LoRAWeights, name: str) -> int:
+        """Load the adapter on every server and unload those that no request uses; returns its bytes."""
+        path = self.directory / name
+        path.mkdir()
+        size = save_adapter(adapter, path)
+        self.servers.load_adapter(name, str(path))
+        self.names.append(name)
+        self._unload(self.names[: -self.num_kept])
+        return size
+
+    def _unload(self, names: list[str]) -> None:
+        for name in names:
+            self.servers.unload_adapter(name)
+            shutil.rmtree(self.directory / name, ignore_errors=True)
+        self.names = self.names[len(names) :]
+
+    def close(self) -> None:
+        """Unload this run's adapters from servers that respond, and remove the files."""
+        self._unload(self.names)
+        self._remove()
+
+
+def lora_rank(model: CausalLM) -> int:
+    """Return the largest rank of a LoRA adapter that vLLM can load beside the base weights.
 
     Raises:
         ConfigError: the policy does not train a plain LoRA adapter.
@@ -428,10 +473,22 @@ def adapter_arguments(model: CausalLM, directory: str, *, quantized: bool = Fals
             f"the adapter has {', '.join(unsupported)}, which vLLM does not support in an adapter; "
             "set vllm_engine_kwargs['enable_lora'] to False to send merged weights"
         )
+    return max([lora.r, *lora.rank_pattern.values()])
+
+
+def adapter_arguments(model: CausalLM, directory: str, *, quantized: bool = False) -> dict[str, Any]:
+    """Return the engine arguments of LoRA weight sync, after writing the base weights to ``directory``.
+
+    Args:
+        quantized: write 4-bit weights as they are, for an engine that loads them; otherwise as full matrices.
+
+    Raises:
+        ConfigError: see :func:`lora_rank`.
+    """
+    rank = lora_rank(model)
     weights = base_weights(model, dequantize=not quantized)
     base = {name: tensor.cpu().contiguous() for name, tensor in weights}
     save_file(base, Path(directory) / "model.safetensors", metadata={"format": "pt"})
-    rank = max([lora.r, *lora.rank_pattern.values()])
     return {
         "enable_lora": True,
         "load_format": "bitsandbytes" if quantized else "safetensors",

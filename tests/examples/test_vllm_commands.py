@@ -1,0 +1,81 @@
+"""The two commands that docs/vllm.md begins with, on a server without a GPU.
+
+Files: ``cli/serve.py``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from support.tiny_smollm2 import save_tiny_smollm2
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "vllm.md").read_text()
+SECTION = PAGE.split("\n## ")[1]
+SERVE, TRAIN = re.search(r"```bash\n(.*?)```", SECTION, re.DOTALL)[1].splitlines()
+
+
+def test_the_page_begins_with_them():
+    assert SECTION.startswith("Two GPUs: one serves, one trains")
+    gpus = [dict(part.split("=", 1) for part in shlex.split(line)[:1]) for line in (SERVE, TRAIN)]
+    assert [gpu["CUDA_VISIBLE_DEVICES"] for gpu in gpus] == ["0", "1"]
+    assert shlex.split(SERVE)[1:3] == ["groupwise", "vllm-serve"]
+    assert shlex.split(TRAIN)[1:3] == ["python", "examples/vllm_server.py"]
+
+
+@pytest.mark.vllm
+@pytest.mark.real_model
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+def test_they_train_on_cpus(smollm2_path, tmp_path):
+    model = str(save_tiny_smollm2(smollm2_path, tmp_path / "tiny", ()))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+
+    def command(line, program, *more):
+        words = [model if word.startswith("HuggingFaceTB/") else word for word in shlex.split(line)[3:]]
+        return [sys.executable, *program, *(word.replace("8000", port) for word in words), *more]
+
+    environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    with open(tmp_path / "server.log", "w") as log:
+        serving = command(SERVE, ["-m", "groupwise.cli", "vllm-serve"], "--port", port)
+        server = subprocess.Popen(serving, cwd=tmp_path, env=environment, stdout=log, stderr=log)
+    try:
+        end = time.monotonic() + 400
+        while not _is_healthy(port):
+            assert server.poll() is None and time.monotonic() < end, (tmp_path / "server.log").read_text()
+            time.sleep(0.5)
+        more = ["--max_steps", "3", "--output_dir", str(tmp_path / "out")]
+        training = command(TRAIN, [str(ROOT / "examples" / "vllm_server.py")], *more)
+        done = subprocess.run(
+            training, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400
+        )
+    finally:
+        server.terminate()
+    assert done.returncode == 0, done.stderr[-4000:]
+    print(done.stdout[-3000:])
+    names = re.findall(r"`((?:time|sampling|staleness)[/\w]*)`", SECTION)
+    assert {"time/sync", "time/generate", "staleness"} <= set(names)
+    for name in names:  # every number that the page explains is in the log
+        assert f"'{name}'" in done.stdout, name
+    staleness = [float(number) for number in re.findall(r"'staleness': '?([\d.]+)", done.stdout)]
+    assert staleness[0] == 0 and all(0 < steps <= 1 for steps in staleness[1:])
+
+
+def _is_healthy(port: str) -> bool:
+    try:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,225 @@
+"""Adapters of LoRA runs on servers: their files, their names, and the requests that carry them.
+
+Files: ``generation/vllm/server.py``, ``generation/vllm/client.py``, ``generation/vllm/weight_sync.py``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from support.engine_runs import engine_greedy, greedy, sync, trainer_logps
+from support.fakes.fake_vllm import GENERATE, FakeVLLM
+from support.runs import policy
+from support.workers.vllm_process import ServerProcess
+from test_vllm_server import UPDATE
+
+from groupwise import GRPOConfig, GRPOTrainer
+from groupwise.errors import BackendError
+from groupwise.generation.vllm.server import VLLMServerBackend
+from groupwise.generation.vllm.weight_sync import ServerAdapters
+from groupwise.policy.weight_iterator import PolicyWeights
+
+QUESTIONS = ["What is 2+3?", "Name a colour."]
+
+
+def contains_e(completions, **_):
+    return [float(completion[0]["content"].count("e")) for completion in completions]
+
+
+@pytest.fixture
+def model():
+    made = get_peft_model(policy(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    return made
+
+
+@pytest.fixture
+def fake(fake):
+    fake.info["lora_config"] = {"max_lora_rank": 8}
+    return fake
+
+
+def backend_for(fake, model, tmp_path, lora_rank=4, **given):
+    settings = {"use_cpu": True, "bf16": False, "num_generations": 2, "max_completion_length": 8}
+    settings |= {"use_vllm": True, "vllm_mode": "server"}
+    config = GRPOConfig(str(tmp_path), per_device_train_batch_size=4, **{**settings, **given})
+    config.vllm_server_base_url, config.vllm_server_timeout = fake.url, 2.0
+    return VLLMServerBackend(config, model.config, frozenset([1]), lora_rank=lora_rank)
+
+
+@pytest.fixture
+def backend(fake, model, tmp_path):
+    made = backend_for(fake, model, tmp_path)
+    yield made
+    made.close()
+
+
+def names(fake):
+    """Adapters of the requests, in order."""
+    return [body.get("model") for path, body in fake.bodies if path == GENERATE]
+
+
+def test_only_the_adapter_is_sent_and_every_request_carries_that_of_its_step(backend, fake, model):
+    source = PolicyWeights(model)
+    backend.sync_weights(source, step=4)
+    (sent,) = fake.adapters.values()
+    expected = source.adapter()
+    assert sent["config"]["r"] == 4 and sent["tensors"].keys() == expected.tensors.keys()
+    assert all(torch.equal(sent["tensors"][name], expected.tensors[name]) for name in expected.tensors)
+    completions = backend.generate([[3], [3], [5]])
+    assert [c.versions for c in completions] == [[4] * 4] * 3
+    (first,) = fake.adapters
+    assert names(fake) == [first] * 2
+    backend.sync_weights(source, step=5)
+    assert backend.generate([[3]])[0].versions == [5] * 4
+    (second,) = fake.adapters  # the old one is gone
+    assert second != first and names(fake)[-1] == second
+    assert not fake.seen.keys() & {*UPDATE, "/init_weight_transfer_engine"}
+
+
+def test_prefetched_requests_finish_with_their_adapter(fake, model, tmp_path):
+    settings = {"gradient_accumulation_steps": 1, "steps_per_generation": 1}
+    backend = backend_for(fake, model, tmp_path, rollout_staleness=1, **settings)
+    source = PolicyWeights(model)
+    backend.sync_weights(source, step=0)
+    backend.prefetch([[3], [3]], step=1)
+    backend.sync_weights(source, step=1)
+    assert len(fake.adapters) == 2  # that of step 0 may still be in use
+    assert backend.generate([[3], [3]])[0].versions == [0] * 4
+    backend.sync_weights(source, step=2)
+    assert [int(name.rpartition(":")[2]) for name in fake.adapters] == [1, 2]
+    backend.close()
+    assert not fake.adapters
+
+
+def test_a_restarted_server_gets_the_adapter_again(backend, fake, model):
+    backend.sync_weights(PolicyWeights(model), step=4)
+    before = backend.snapshot()
+    undisturbed = backend.generate([[3], [3], [5]])
+    fake.adapters.clear()
+    backend.restore(before)
+    assert backend.generate([[3], [3], [5]]) == undisturbed
+    assert len(fake.adapters) == 1 and fake.seen["/v1/load_lora_adapter"] == 2
+
+
+@pytest.mark.parametrize("failure", [500, "drop"])
+def test_a_load_that_fails_is_made_again(backend, fake, model, failure):
+    fake.failures["/v1/load_lora_adapter"] = [failure]
+    backend.sync_weights(PolicyWeights(model), step=4)
+    assert backend.generate([[3]])[0].versions == [4] * 4
+    assert len(fake.adapters) == 1
+
+
+def test_adapters_of_two_runs_on_one_server_do_not_mix(fake, model, tmp_path):
+    backends = [backend_for(fake, model, tmp_path / str(i)) for i in range(2)]
+    for step in (0, 1):
+        for backend in backends:
+            backend.sync_weights(PolicyWeights(model), step=step)
+            backend.generate([[3]])
+    used = names(fake)
+    assert len(set(used)) == 4 and {*fake.adapters} == set(used[2:])
+    backends[0].close()
+    assert {*fake.adapters} == {used[3]}
+    backends[1].close()
+
+
+def test_the_files_are_in_shared_memory_for_servers_of_this_machine(backend, fake, model):
+    backend.sync_weights(PolicyWeights(model), step=0)
+    (path,) = [Path(body["lora_path"]) for route, body in fake.bodies if route == "/v1/load_lora_adapter"]
+    assert os.path.commonpath([path, "/dev/shm"]) == "/dev/shm" and path.is_dir()
+    backend.close()
+    assert not path.exists()
+
+
+def test_policies_whose_adapter_cannot_be_sent_alone_are_refused(fake, model, tmp_path):
+    for rank, message in ((0, "no LoRA adapter that can be sent alone"), (16, "--max-lora-rank 8")):
+        backend = backend_for(fake, model, tmp_path, lora_rank=rank)
+        with pytest.raises(BackendError, match=message):
+            backend.sync_weights(PolicyWeights(model), step=0)
+        backend.close()
+
+
+def test_servers_that_differ_are_refused(fake, model, tmp_path):
+    other = FakeVLLM()
+    backend = backend_for(fake, model, tmp_path)
+    backend.config.vllm_server_base_url = f"{fake.url},{other.url}"
+    with pytest.raises(BackendError, match="differ in --enable-lora"):
+        backend.sync_weights(PolicyWeights(model), step=0)
+    backend.close()
+    other.close()
+
+
+@pytest.mark.vllm
+@pytest.mark.real_model
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+def test_a_real_server_samples_with_the_adapter_of_every_step(smollm2_path, tmp_path):
+    """SmolLM2-135M-Instruct in float32 and rank 8; the adapter is below 2 % of the merged weights."""
+    (tmp_path / "model").symlink_to(smollm2_path)
+    more = ("--enable-lora", "--max-lora-rank", "8", "--max-model-len", "128")
+    server = ServerProcess(tmp_path, more).start()
+    config = GRPOConfig(
+        str(tmp_path / "run"),
+        use_vllm=True,
+        vllm_mode="server",
+        vllm_server_base_url=server.url,
+        vllm_server_timeout=240.0,
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=8,
+        max_steps=2,
+        logging_steps=1,
+        learning_rate=1e-2,
+        bf16=False,
+        use_cpu=True,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    rows = [{"prompt": [{"role": "user", "content": question}]} for question in QUESTIONS]
+    lora = LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
+    sizes = []
+    push = ServerAdapters.push
+    try:
+        run = GRPOTrainer(
+            str(tmp_path / "model"), contains_e, config, Dataset.from_list(rows), peft_config=lora
+        )
+        server.wait()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ServerAdapters, "push", lambda *given: sizes.append(push(*given)) or sizes[-1])
+            run.train()
+            prompts = [
+                run.processing_class.apply_chat_template(
+                    row["prompt"], add_generation_prompt=True, return_dict=False
+                )
+                for row in rows
+            ]
+            sync(run, run.model)
+        for line in run.state.log_history[:2]:
+            assert line["sampling/sampling_logp_difference/max"] < 1e-3
+        new = engine_greedy(run.backend, prompts)
+        assert new == greedy(run.model, prompts, 8, run.backend.end_tokens)
+        for prompt in prompts:
+            (completion,) = run.backend.generate([prompt])
+            given = torch.tensor(completion.logps).double()
+            gap = (given - trainer_logps(run.model, prompt, completion.token_ids, 1.0)).abs().max()
+            with run.model.disable_adapter():
+                ignored = (given - trainer_logps(run.model, prompt, completion.token_ids, 1.0)).abs().max()
+            print(f"log-probs differ by {gap:.1e}, from those without the adapter by {ignored:.1e}")
+            assert gap < 2e-4 and ignored > 10 * gap
+            assert completion.versions == [2] * len(completion.token_ids)
+        merged = sum(tensor.nbytes for _, tensor in PolicyWeights(run.model).full())
+        print(f"bytes per sync: {sizes}, merged weights {merged}")
+        assert len(sizes) == 3 and max(sizes) < 0.02 * merged
+        run.backend.close()
+    finally:
+        server.kill()
