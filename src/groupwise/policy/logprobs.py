@@ -179,7 +179,6 @@ def make_logprob_computer(
         "chunked" if config.logprob_head == "auto" else config.logprob_head,
         fp32=config.cast_lm_head_to_fp32,
     )
-
     return LogprobComputer(
         layout,
         head,

@@ -189,8 +189,10 @@ class Shape:
         if layout == "padded":  # every row is as long as the longest prompt and the longest completion
             length = max((self.prompts[row] for row in rows), default=0)
             return len(rows) * (length + max((self.completions[row] for row in rows), default=0))
+        if layout == "packed":
+            return sum(self.prompts[row] + self.completions[row] for row in rows)
         kept = set(rows)  # other rows of a group are in other micro-batches
-        groups = ([row for row in g if row in kept] for g in self.groups(shared=layout == "shared_prefix"))
+        groups = ([row for row in group if row in kept] for group in self.groups())
         return sum(self.group_tokens(group) for group in groups if group)
 
 
