@@ -157,23 +157,22 @@ class RolloutMixin:
         Raises:
             ConfigError: a prompt has images, but the backend samples from text alone.
         """
+        # A longer prompt loses its first tokens; one with images is an error instead.
+        template_kwargs, max_length = self.args.chat_template_kwargs, self.args.max_prompt_length
         pairs: list[tuple[list[int], Any]] = []
         for index, row in enumerate(rows):
             if index > 0 and _same_input(row, rows[index - 1]):  # the G copies of a prompt
                 pairs.append(pairs[-1])
-            else:
-                pairs.append(self._tokenize_row(row))
+                continue
+            prompt, images = insert_images(row), row_images(row)
+            pairs.append(
+                encode_prompt(self.processing_class, prompt, images, template_kwargs, max_length)  # type: ignore[arg-type]
+            )
         ids = [ids for ids, _ in pairs]
-        images = [images for _, images in pairs] if is_processor(self.processing_class) else None
+        all_images = [images for _, images in pairs] if is_processor(self.processing_class) else None
         if self.rollout_func is None:  # its completions come from elsewhere
-            check_images(self.backend, images)
-        return ids, images
-
-    def _tokenize_row(self, row: Row) -> tuple[list[int], ImageInputs | None]:
-        prompt = insert_images(row)
-        # A longer prompt loses its first tokens; one with images is an error instead.
-        template_kwargs, max_length = self.args.chat_template_kwargs, self.args.max_prompt_length
-        return encode_prompt(self.processing_class, prompt, row_images(row), template_kwargs, max_length)  # type: ignore[arg-type]
+            check_images(self.backend, all_images)
+        return ids, all_images
 
     def _call_rollout_func(self, function: RolloutFunction, request: RolloutRequest) -> RolloutBatch:
         prompts = [insert_images(row) for row in request.rows]
