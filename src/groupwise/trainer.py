@@ -131,7 +131,7 @@ class GRPOTrainer(
     model: PreTrainedModel  # type: ignore[assignment]
     zero_grad_at_zero_advantage = True  # of compute_loss, see LossMixin
     config_class = GRPOConfig  # of a trainer without args
-    sampling_mask_lost_because = ""  # a subclass that passes token ids alone says so
+    missing_sampling_mask_reason = ""  # why completions lack the mask, for a warning; "": they have it
     buffer_class = ExperienceBuffer
     metrics_class = MetricBuffer
     prompts: PromptSource
@@ -248,7 +248,7 @@ class GRPOTrainer(
                 "cannot be made in advance",
                 args.rollout_staleness,
             )
-        if args.rollout_func_importance_sampling_correction and not self.has_untrusted_logps():
+        if args.rollout_func_importance_sampling_correction and not self.may_have_placeholder_logps():
             logger.warning(
                 "rollout_func_importance_sampling_correction=True has no effect without a rollout_func"
             )
@@ -286,7 +286,7 @@ class GRPOTrainer(
         """
         check_methods(self, REFUSED_METHODS, f"A subclass written for TRL: {TRL_HOOKS}")
 
-    def has_untrusted_logps(self) -> bool:
+    def may_have_placeholder_logps(self) -> bool:
         """Return True if log-probs of completions may be placeholders: those of a ``rollout_func``."""
         return self.rollout_func is not None
 
@@ -366,15 +366,15 @@ class GRPOTrainer(
             self.leftover_groups = self.leftover_groups.without_groups("reward_funcs was replaced")
         if "entropy_coef" in changed:  # the measured entropy is kept: it decides whether the bonus applies
             self.entropy_control = replace(self.entropy_control, coef=args.entropy_coef)
-        lost_because = self.sampling_mask_lost_because
-        if self.rollout_func is not None and not lost_because:
-            lost_because = "a rollout_func returns completions without the sampling mask"
-        truncation = truncation_warning(args, self.backend, vars(sampler_settings(args)), lost_because)
+        reason = self.missing_sampling_mask_reason
+        if self.rollout_func is not None and not reason:
+            reason = "a rollout_func returns completions without the sampling mask"
+        truncation = truncation_warning(args, self.backend, vars(sampler_settings(args)), reason)
         if truncation:
             warn_once(logger, truncation)
         self.objective_settings = objective_settings(
             args,
-            corrects_for_sampler=corrects_for_sampler(args, untrusted=self.has_untrusted_logps()),
+            corrects_for_sampler=corrects_for_sampler(args, untrusted=self.may_have_placeholder_logps()),
             truncation_unknown=bool(truncation),
         )
         self._settings_before = take_snapshot(args)  # at the end: an error is raised again by the next step

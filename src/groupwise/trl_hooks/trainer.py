@@ -93,7 +93,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
     """
 
     config_class = GRPOConfig
-    sampling_mask_lost_because = (
+    missing_sampling_mask_reason = (
         "TRL's hooks pass completions without the sampling mask (groupwise.GRPOTrainer records it)"
     )
     buffer_class = InputsBuffer  # type: ignore[assignment]
@@ -138,9 +138,9 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         refused = {**REFUSED_METHODS, **(NOT_CALLED_WITH_TOOLS if has_tools else {})}
         check_methods(self, refused, "Settings and records of groupwise.GRPOTrainer replace them")
 
-    def has_untrusted_logps(self) -> bool:
+    def may_have_placeholder_logps(self) -> bool:
         """Return True also for log-probs of a hook: as in TRL, only those of vLLM correct the loss."""
-        return super().has_untrusted_logps() or isinstance(self.backend, TransformersBackend)
+        return super().may_have_placeholder_logps() or isinstance(self.backend, TransformersBackend)
 
     def loader_generator(self) -> torch.Generator | None:
         """Return None: as with TRL's loader, a seed is drawn from the global generator at every epoch."""
