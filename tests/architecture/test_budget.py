@@ -35,7 +35,7 @@ BUDGET = {
     "cli": 1610,
     "recipes": 890,
     "sandbox": 1050,
-    "trl_hooks": 1730,
+    "trl_hooks": 1690,
 }
 BESIDE_THE_TRAINER = ("cli", "recipes", "sandbox", "trl_hooks")
 #: Lines of the trainer and its rooms, and of all rooms.

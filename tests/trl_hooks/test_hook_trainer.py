@@ -117,7 +117,7 @@ def test_images_are_refused(tmp_path):
 
 def test_the_engine_of_trl_names_its_counterpart(tmp_path):
     made = run(tmp_path)
-    with pytest.raises(AttributeError, match=r"its counterpart is trainer.backend"):
+    with pytest.raises(AttributeError, match=r"does not exist; use trainer.backend, whose generate"):
         made.vllm_generation.sync_weights()
 
 

@@ -69,7 +69,8 @@ UNREAD_ATTRIBUTES: Mapping[str, str] = MappingProxyType(
         "chat_template": "processing_class.chat_template before the trainer is built",
         "continuous_batching_config": "GRPOConfig(transformers_continuous_batching_config=…)",
         "environment_factories": "the argument environment_factory of the trainer",
-        "vllm_generation": "trainer.backend",
+        "vllm_generation": "trainer.backend, whose generate(prompt_ids, SamplingOptions()) and "
+        "sync_weights(...) do the same",
     }
 )
 

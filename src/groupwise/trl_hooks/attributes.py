@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -37,15 +36,8 @@ class ReadOnlyGenerationConfig(GenerationConfig):
             f"{SAMPLER_ATTRIBUTES}; for a generate call of your own, change a copy (copy.deepcopy)"
         )
 
-    def __copy__(self) -> GenerationConfig:
-        made = GenerationConfig.__new__(GenerationConfig)
-        vars(made).update(vars(self))
-        return made
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> GenerationConfig:
-        made = GenerationConfig.__new__(GenerationConfig)
-        vars(made).update(copy.deepcopy(vars(self), memo))
-        return made
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GenerationConfig, (), dict(vars(self))  # class, arguments and attributes of a copy
 
 
 def _end_tokens(trainer: Any) -> tuple[int, ...]:
@@ -152,18 +144,6 @@ class TrlAttributes:
                 "trainer.backend.generate(prompt_ids), which gathers the parameters"
             )
         return SimpleNamespace(summon_full_params=lambda module, **options: nullcontext())
-
-    @property
-    def vllm_generation(self) -> Any:
-        """Not available.
-
-        Raises:
-            AttributeError: with the counterpart.
-        """
-        raise AttributeError(
-            "trainer.vllm_generation does not exist in groupwise.trl_hooks; its counterpart is "
-            "trainer.backend, whose generate(prompt_ids, SamplingOptions()) and sync_weights(...) do the same"
-        )
 
     @property
     def _step(self) -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from groupwise.policy.layouts.padded import compute_padded_logprobs
@@ -27,34 +30,26 @@ def logprobs_of_rows(
         passes. The latter two are None unless requested.
     """
     wanted = {"with_entropy": with_entropy, "with_aux_loss": with_aux_loss}
-    gaps = has_gaps(batch)
-    chunks = [range(start, min(start + size, len(batch))) for start in range(0, len(batch), size)]
-    outputs = []
-    for rows in chunks:
-        if gaps:
-            # Masked tokens inside a sequence are hidden from attention, but counted. The other layouts would
-            # take them out of the sequence and move the others together.
-            part = {name: tensor[rows.start : rows.stop] for name, tensor in batch.tensors().items()}
-            shown = TokenBatch(**part, sampler=batch.sampler)  # type: ignore[arg-type]
-            outputs.append(compute_padded_logprobs(model, shown, computer.head, **wanted))
-        else:  # without columns of padding
-            outputs.append(computer(model, batch.select(rows), **wanted))
-    masks = batch.completion_mask_BT.split([len(rows) for rows in chunks])
-    logps_BT = torch.cat([_widened(o.logps_BT, mask) for o, mask in zip(outputs, masks, strict=True)])
-    entropies = [
-        _widened(o.entropy_BT, mask)
-        for o, mask in zip(outputs, masks, strict=True)
-        if o.entropy_BT is not None
-    ]
+    if has_gaps(batch):
+        # Masked tokens inside a sequence are hidden from attention, but counted. The other layouts would take
+        # them out of the sequence and move the others together.
+        columns = {name: tensor.split(size) for name, tensor in batch.tensors().items()}
+        parts = [dict(zip(columns, part, strict=True)) for part in zip(*columns.values(), strict=True)]
+        shown = [replace(batch, **part) for part in parts]
+        outputs = [compute_padded_logprobs(model, part, computer.head, **wanted) for part in shown]
+    else:  # without columns of padding
+        outputs = [computer(model, part, **wanted) for part in batch.split(size)]
+    entropies = [output.entropy_BT for output in outputs if output.entropy_BT is not None]
     aux_losses = [output.aux_loss for output in outputs if output.aux_loss is not None]
     return (
-        logps_BT,
-        torch.cat(entropies) if entropies else None,
+        _joined([output.logps_BT for output in outputs], batch.completion_mask_BT),
+        _joined(entropies, batch.completion_mask_BT) if entropies else None,
         torch.stack(aux_losses).mean() if aux_losses else None,
     )
 
 
-def _widened(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Pad to the width of the mask, with 0 where it is 0."""
-    missing = mask_BT.shape[1] - values_BT.shape[1]
-    return torch.nn.functional.pad(values_BT, (0, missing)).masked_fill(mask_BT == 0, 0.0)
+def _joined(parts: list[torch.Tensor], mask_BT: torch.Tensor) -> torch.Tensor:
+    """Concatenate the rows of the parts, padded to the width of the mask, with 0 where it is 0."""
+    width = mask_BT.shape[1]
+    padded = [F.pad(part, (0, width - part.shape[1])) for part in parts]  # each without its padding columns
+    return torch.cat(padded).masked_fill(mask_BT == 0, 0.0)

@@ -128,6 +128,12 @@ def loss_mask(inputs: Mapping[str, Any]) -> torch.Tensor:
     return mask_BT * inputs["tool_mask"] if "tool_mask" in inputs else mask_BT
 
 
+def model_inputs(inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return token ids and attention mask (B, L + T)."""
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    return ids, torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+
+
 def token_batch(input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int) -> TokenBatch:
     """Build the record of prompts and completions, B rows, from one tensor (B, L + T) of both.
 
@@ -167,25 +173,18 @@ def micro_batch(
     Args:
         share: share of the micro-batch in the accumulation window.
     """
-    completion_ids_BT, advantages = inputs["completion_ids"], inputs["advantages"]
-    old_logps_BT = inputs.get("old_per_token_logps")
-    if old_logps_BT is None:  # the current policy
-        old_logps_BT = torch.full(completion_ids_BT.shape, torch.nan, device=completion_ids_BT.device)
-    rows = len(completion_ids_BT)
+    tokens = token_batch(*model_inputs(inputs), inputs["completion_ids"].shape[1])
+    advantages, old_logps_BT = inputs["advantages"], inputs.get("old_per_token_logps")
+    given = {"loss_mask_BT": loss_mask(inputs), "sampler_logps_BT": inputs.get("sampling_per_token_logps")}
+    if old_logps_BT is not None:  # else that of the current policy
+        given["old_logps_BT"] = old_logps_BT
     return MicroBatch(
-        prompt_ids_BL=inputs["prompt_ids"],
-        prompt_mask_BL=inputs["prompt_mask"],
-        completion_ids_BT=completion_ids_BT,
-        completion_mask_BT=inputs["completion_mask"],
-        loss_mask_BT=loss_mask(inputs),
-        group_ids_B=torch.arange(rows, device=completion_ids_BT.device),
-        old_logps_BT=old_logps_BT,
-        sampler_logps_BT=inputs.get("sampling_per_token_logps"),
+        **{**vars(tokens), **given},
         correction_BX=inputs.get("importance_sampling_ratio"),
         advantages_BX=advantages.unsqueeze(1) if advantages.dim() == 1 else advantages,
         ref_logps_BT=inputs.get("ref_per_token_logps"),
         token_weights_BT=token_weights_BT,
         entropy_mask_BT=entropy_mask_BT,
         entropy_weights_BT=entropy_weights_BT,
-        sequence_weight_B1=torch.full((rows, 1), share / rows, device=completion_ids_BT.device),
+        sequence_weight_B1=torch.full((len(tokens), 1), share / len(tokens), device=advantages.device),
     )

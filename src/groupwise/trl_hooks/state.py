@@ -6,6 +6,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -201,14 +202,9 @@ def _floats(lists: Mapping[str, list[float]], name: str) -> list[float]:
 
 def make_logs(size: int | None) -> dict[str, Any]:
     """Return the empty columns of ``_logs``, each of the newest ``size`` completions."""
-    return {
-        "images": deque(maxlen=size),
-        "prompt": deque(maxlen=size),
-        "completion": deque(maxlen=size),
-        "rewards": defaultdict(lambda: deque(maxlen=size)),
-        "advantages": deque(maxlen=size),
-        "extra": defaultdict(lambda: deque(maxlen=size)),
-    }
+    column: partial[deque[Any]] = partial(deque, maxlen=size)
+    logs: dict[str, Any] = {name: column() for name in ("images", "prompt", "completion", "advantages")}
+    return logs | {"rewards": defaultdict(column), "extra": defaultdict(column)}
 
 
 def extend_logs(

@@ -58,6 +58,7 @@ from groupwise.trl_hooks.inputs import (
     loss_mask,
     make_inputs,
     micro_batch,
+    model_inputs,
     shuffle_rows,
     split_rows,
     token_batch,
@@ -131,6 +132,9 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
     def refresh_settings(self, *, new_run: bool = False) -> None:
         super().refresh_settings(new_run=new_run)
         check_objective(self.args)
+        # The dictionary of a micro-batch has the factor, which a hook may change; the loss computes none.
+        self._correction_settings = self.objective_settings
+        self.objective_settings = replace(self.objective_settings, correction_mode=None)
 
     def check_overrides(self) -> None:
         """Refuse overrides that TRL's step does not call here."""
@@ -226,7 +230,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
                     self.args.num_iterations,
                 )
         self.window.current = inputs = self.buffer.current
-        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        _, mask = model_inputs(inputs)  # (B, L + T)
         self.window.stats = self.window.stats.with_rows(len(mask), int(mask.sum()), mask.numel())
         return inputs
 
@@ -278,6 +282,10 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             completions=len(completion_ids),
             texts=len(texts),
         )
+        columns = {  # a single value counts for all rows
+            name: list(values) if isinstance(values, list) else [values] * len(prompts)
+            for name, values in (extra or {}).items()
+        }
         base = self._rollouts
         if base is None:  # an override without super()
             base = RolloutBatch(request.rows, prompts, prompt_ids, [], texts, row_ids=range(len(prompts)))
@@ -291,7 +299,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             num_valid=request.num_valid,
             mode=request.mode,
             sampler=request.sampler,
-            extra=self._environment_column() | _columns(extra or {}, len(prompts)),
+            extra=self._environment_column() | columns,
         )
 
     def _completions(
@@ -520,7 +528,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         if experience.sampler_logps_BT is not None:
             mask_BT = experience.loss_mask_BT.to(experience.old_logps_BT.dtype)
             correction_BX, values = correction(
-                experience.old_logps_BT, experience.sampler_logps_BT, mask_BT, self.objective_settings
+                experience.old_logps_BT, experience.sampler_logps_BT, mask_BT, self._correction_settings
             )
             # In TRL means of the means of ranks, however many tokens each has.
             metrics.record({n: Mean(v.value()) if isinstance(v, Mean) else v for n, v in values.items()})
@@ -539,7 +547,9 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
 
         With a separate sampler whose log-probs correct the loss, old log-probs are always computed.
         """
-        corrects = tokens.sampler_logps_BT is not None and self.objective_settings.correction_mode is not None
+        corrects = (
+            tokens.sampler_logps_BT is not None and self._correction_settings.correction_mode is not None
+        )
         return super().old_and_ref_logps(tokens, None, on_policy=on_policy and not corrects)
 
     # Hooks of log-probs and loss.
@@ -653,37 +663,36 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         mask_BT = loss_mask(inputs)
         logps_BT, entropy_BT, aux_loss = self._get_per_token_logps_and_entropies(
             model,
-            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            *model_inputs(inputs),
             mask_BT.shape[1],
             compute_entropy=True,
             compute_aux_loss=self.aux_loss_enabled,
             **{name: inputs[name] for name in IMAGE_INPUTS if inputs.get(name) is not None},
         )
         entropy_mask_BT = mask_BT.float()
-        if self.args.top_entropy_quantile < 1.0:
-            quantile = 1 - self.args.top_entropy_quantile
+        if args.top_entropy_quantile < 1.0:
+            quantile = 1 - args.top_entropy_quantile
             entropy_mask_BT = entropy_mask_BT * self.get_high_entropy_mask(entropy_BT, mask_BT, quantile)  # type: ignore[arg-type]
         training = self.model.training
         num_batches = self.current_gradient_accumulation_steps if training else 1  # of the window
+        entropy_weights_BT = None
+        if self._has_entropy_bonus():  # a mean over the micro-batch
+            coef = self.entropy_control.applied(args.entropy_target if args.use_adaptive_entropy else None)
+            num_tokens = entropy_mask_BT.sum().clamp(min=1)
+            entropy_weights_BT = entropy_mask_BT * coef / (num_tokens * num_batches)
         batch = micro_batch(
             inputs,
             token_weights_BT=self._token_weights(inputs, mask_BT, num_batches),
             entropy_mask_BT=(entropy_mask_BT != 0).float(),  # a mask of weights counts once, as token weights
-            entropy_weights_BT=self._entropy_weights(entropy_mask_BT, num_batches),
+            entropy_weights_BT=entropy_weights_BT,
             share=1 / num_batches,
         )
-        settings = self.objective_settings
-        self.objective_settings = replace(settings, correction_mode=None)  # the factor comes with the batch
-        try:
-            output = self.compute_policy_loss(batch, LogprobOutput(logps_BT, entropy_BT, aux_loss))
-        finally:
-            self.objective_settings = settings
+        output = self.compute_policy_loss(batch, LogprobOutput(logps_BT, entropy_BT, aux_loss))
         output = self.add_aux_loss(output, aux_loss, batch)
         # Those of the sampler were recorded with the generation batch.
         metrics = {name: value for name, value in output.metrics.items() if not name.startswith("sampling/")}
         policy_loss = metrics.get("policy_loss")
-        if OBJECTIVES[settings.objective].normalizer == "token_mean" and isinstance(policy_loss, Mean):
+        if OBJECTIVES[args.loss_type].normalizer == "token_mean" and isinstance(policy_loss, Mean):
             metrics["policy_loss"] = Mean(policy_loss.total)  # in TRL the part of this micro-batch
         self.metrics["train" if training else "eval"].record(metrics)
         if training and batch.entropy_weights_BT is not None and entropy_BT is not None:
@@ -710,14 +719,6 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             max_completion_length=self.args.max_completion_length,
         )
         return NORMALIZERS[name](mask_BT.float(), torch.arange(len(mask_BT), device=mask_BT.device), counts)
-
-    def _entropy_weights(self, entropy_mask_BT: torch.Tensor, num_batches: int) -> torch.Tensor | None:
-        """Compute (B, T) weights of the entropy bonus, a mean over the micro-batch; None without a bonus."""
-        if not self._has_entropy_bonus():
-            return None
-        target = self.args.entropy_target if self.args.use_adaptive_entropy else None
-        coef = self.entropy_control.applied(target)
-        return entropy_mask_BT * coef / (entropy_mask_BT.sum().clamp(min=1) * num_batches)
 
     # Micro-batches are computed as they are (see BaseTrainer). ``Trainer`` passes the rows of the generation.
 
@@ -784,10 +785,3 @@ def _by_row(
 
 def _without_environments(extra: dict[str, list[Any]]) -> dict[str, list[Any]]:
     return {name: values for name, values in extra.items() if name != "environments"}
-
-
-def _columns(extra: dict[str, Any], size: int) -> dict[str, list[Any]]:
-    """Return one list per column; a single value counts for all rows."""
-    return {
-        name: list(values) if isinstance(values, list) else [values] * size for name, values in extra.items()
-    }
