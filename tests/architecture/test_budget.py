@@ -30,7 +30,7 @@ BUDGET = {
     "policy": 3602,
     "records": 1020,
     "reporting": 1250,
-    "rewards": 1830,
+    "rewards": 1851,
     "tokenization": 1440,
     "cli": 1610,
     "recipes": 890,
