@@ -153,8 +153,11 @@ def test_evaluation_may_be_greedy(build):
 
 def test_a_dashboard_without_its_package_is_refused(build, monkeypatch):
     monkeypatch.setattr(integration_utils, "get_available_reporting_integrations", lambda: ["tensorboard"])
-    with pytest.raises(ConfigError, match=r"report_to='wandb' needs a package.*allowed: tensorboard;"):
+    with pytest.raises(
+        ConfigError, match=r"report_to='wandb' needs a package.*allowed: tensorboard;"
+    ) as refused:
         build(report_to=["tensorboard", "wandb"])
+    assert str(refused.value).endswith("run pip install 'groupwise[dashboards]'")
     assert build(report_to="tensorboard").report_to == ["tensorboard"]
     assert build(report_to=["flyte"]).report_to == ["flyte"]
 

@@ -48,7 +48,7 @@ def test_missing_vllm_error_names_the_package_to_install(tmp_path, monkeypatch, 
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: spec if name == "vllm" else find(name, *a)
     )
-    assert "install groupwise[vllm]" in refused(tmp_path)
+    assert "pip install 'groupwise[vllm]'" in refused(tmp_path)
 
 
 @pytest.mark.vllm

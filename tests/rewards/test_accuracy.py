@@ -125,7 +125,9 @@ def test_rewards_survive_pickling():
 @pytest.mark.parametrize("name", ["accuracy_reward", "reasoning_accuracy_reward"])
 def test_without_math_verify_the_extra_is_named(monkeypatch, name):
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(ImportError, match=rf"^{name} needs math-verify, .* install groupwise\[rewards\]"):
+    with pytest.raises(
+        ImportError, match=rf"^{name} needs math-verify, .* pip install 'groupwise\[rewards\]'"
+    ):
         getattr(accuracy, name)(["x"], ["1"])
 
 

@@ -96,7 +96,7 @@ def test_the_answer_is_tagged_or_follows_the_reasoning(text, answer):
 
 def test_without_reasoning_gym_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(ImportError, match=r"needs reasoning-gym, .* install groupwise\[rewards\]"):
+    with pytest.raises(ImportError, match=r"needs reasoning-gym, .* pip install 'groupwise\[rewards\]'"):
         create_reasoning_gym("leg_counting", seed=1)
 
 

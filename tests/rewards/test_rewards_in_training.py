@@ -10,6 +10,7 @@ import copy
 import functools
 import math
 import re
+import sys
 import time
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from support.runs import chats, count_reward, generate, policy, prompts, tokenizer, trainer
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from groupwise import ConfigError, RewardError
+from groupwise import ConfigError, RewardError, rewards
 
 
 def first_batch(run):
@@ -408,6 +409,22 @@ def test_a_reward_model_scores_chats_through_its_template(tmp_path):
 def test_unusable_reward_arguments_are_refused_before_the_model_loads(tmp_path, rewards, changes, said):
     with pytest.raises(ConfigError, match=said):
         trainer(tmp_path, rewards, model="nowhere/at-all", **changes)
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        rewards.accuracy_reward,
+        functools.partial(rewards.reasoning_accuracy_reward, reasoning_delimiters=["</r>"]),
+        rewards.get_cosine_scaled_reward(max_len=9),
+    ],
+    ids=["function", "partial", "object"],
+)
+def test_the_missing_package_of_a_reward_is_named_before_the_model_loads(tmp_path, monkeypatch, reward):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    said = r"_reward needs math-verify, .* run pip install 'groupwise\[rewards\]'"
+    with pytest.raises(ConfigError, match=said):
+        trainer(tmp_path, [count_reward, reward], model="nowhere/at-all")
 
 
 def test_one_tokenizer_for_several_reward_models_is_refused(tmp_path):

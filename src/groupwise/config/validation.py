@@ -171,7 +171,8 @@ def report_to_is_installed(c: GRPOFields) -> Iterator[str]:
             yield violation(f"report_to={name!r} is unknown", ", ".join(known), nearest)
         elif name not in (*installed, *never_listed):
             given = f"report_to={name!r} needs a package that is not installed"
-            yield violation(given, ", ".join(installed) or "none", "'none', or install it")
+            extra = "'groupwise[dashboards]'" if name in ("tensorboard", "trackio", "wandb") else name
+            yield violation(given, ", ".join(installed) or "none", f"'none', or run pip install {extra}")
 
 
 @rule(loss_kwargs={"tau": 1.0})

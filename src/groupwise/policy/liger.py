@@ -188,8 +188,8 @@ def check_liger(
     """
     if importlib.util.find_spec("liger_kernel") is None:
         raise ConfigError(
-            "use_liger_kernel=True needs liger-kernel, which is not installed; install groupwise[liger], or "
-            "set use_liger_kernel=False"
+            "use_liger_kernel=True needs liger-kernel, which is not installed; run pip install "
+            "'groupwise[liger]', or set use_liger_kernel=False"
         )
     softcap = getattr(text_config(model, config), "final_logit_softcapping", None)
     if softcap is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from groupwise.errors import ConfigError
-from groupwise.rewards.runtime.marking import per_sample_reward
+from groupwise.rewards.runtime.marking import per_sample_reward, requires_package
 from groupwise.rewards.texts import Text, answer_text, check_number, check_whole, require, text_with_thoughts
 
 LogExtra = Callable[[str, list], None]
@@ -22,6 +22,7 @@ class _Grade(NamedTuple):
 
 
 @per_sample_reward
+@requires_package("math_verify")
 def accuracy_reward(
     completions: Sequence[Text],
     solution: Sequence[str | float | None],
@@ -52,6 +53,7 @@ def accuracy_reward(
 
 
 @per_sample_reward
+@requires_package("math_verify")
 def reasoning_accuracy_reward(
     completions: Sequence[Text],
     solution: Sequence[str | float | None],
@@ -153,6 +155,7 @@ def get_cosine_scaled_reward(
 @dataclass(frozen=True)
 class _CosineScaled:
     per_sample_reward: ClassVar[bool] = True
+    required_package: ClassVar[str] = "math_verify"
     __name__: ClassVar[str] = "cosine_scaled_reward"
 
     max_len: int

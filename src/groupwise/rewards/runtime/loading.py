@@ -22,9 +22,10 @@ from groupwise.random_state import preserved_state
 from groupwise.rewards.distillation import DistillationReward
 from groupwise.rewards.process import ProcessRewardModel, StepScorer, is_process_reward
 from groupwise.rewards.runtime.calling import reward_name, reward_names
-from groupwise.rewards.runtime.marking import is_per_sample_reward
+from groupwise.rewards.runtime.marking import is_per_sample_reward, required_package
 from groupwise.rewards.runtime.models import RewardModel, check_reward_tokenizer
 from groupwise.rewards.runtime.partial import with_partial_results
+from groupwise.rewards.texts import require
 
 #: A callable; a sequence-classification or token-classification model, or the id of one; a wrapped one.
 RewardFunc = Callable[..., Any] | PreTrainedModel | ProcessRewardModel | str
@@ -71,9 +72,9 @@ def check_rewards(
         Reward functions and their tokenizers, lists of equal length.
 
     Raises:
-        ConfigError: there is no function, an entry is not one, lengths differ, one tokenizer is given for
-            several reward models, a model has no tokenizer or another model's, or a process reward model for
-            rollouts of several turns.
+        ConfigError: there is no function, an entry is not one or needs a package that is not installed,
+            lengths differ, one tokenizer is given for several reward models, a model has no tokenizer or
+            another model's, or a process reward model for rollouts of several turns.
     """
     functions = [] if reward_funcs is None else _as_list(reward_funcs)
     if not functions and not environment_rewards:
@@ -133,6 +134,11 @@ def _check_function(function: RewardFunc) -> None:
             f"reward_funcs holds {function!r} ({type(function).__name__}); allowed: callables, sequence- and "
             "token-classification models, ids of such models, and ProcessRewardModel"
         )
+    if module := required_package(function):
+        try:
+            require(module, reward_name(function))
+        except ImportError as missing:
+            raise ConfigError(str(missing)) from missing
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # some builtins have no signature

@@ -1,4 +1,4 @@
-"""The ``per_sample_reward`` marker."""
+"""Markers of reward functions: rewards per sample, and the package that a function needs."""
 
 from __future__ import annotations
 
@@ -18,6 +18,22 @@ def per_sample_reward(reward: F) -> F:
     """
     reward.per_sample_reward = True  # type: ignore[attr-defined]
     return reward
+
+
+def requires_package(module: str) -> Callable[[F], F]:
+    """Decorate a reward function that imports an optional package, so that building the trainer finds it."""
+
+    def mark(reward: F) -> F:
+        reward.required_package = module  # type: ignore[attr-defined]
+        return reward
+
+    return mark
+
+
+def required_package(reward: object) -> str | None:
+    """Return the module that the reward function, or the function inside a ``functools.partial``, imports."""
+    inner = reward.func if isinstance(reward, functools.partial) else reward
+    return getattr(inner, "required_package", None)
 
 
 def is_per_sample_reward(reward: object) -> bool:
