@@ -46,8 +46,8 @@ def metrics_page() -> str:
 
 def configuration_page() -> str:
     """Return the page of settings: one table per group of fields, generated from their `Setting`."""
+    from groupwise.config.fields import INHERITED
     from groupwise.config.grpo_config import GRPOConfig
-    from groupwise.config.inherited import INHERITED
 
     lines = [
         "# Configuration",

@@ -22,9 +22,8 @@ from groupwise.agents.multi_turn import make_agents, make_renderer
 from groupwise.agents.tool_loop import make_agent_loop
 from groupwise.compat.transformers import trainer_state_name
 from groupwise.compat.trl import REFUSED_METHODS, TRL_HOOKS, refuse_names
-from groupwise.config.grpo_config import GRPOConfig
-from groupwise.config.sampling import corrects_for_sampler, sampler_settings
-from groupwise.config.step_settings import (
+from groupwise.config.changes import (
+    TrainerAttributes,
     check_step,
     checked,
     resume_settings,
@@ -32,7 +31,8 @@ from groupwise.config.step_settings import (
     warn_of_changes_on_resume,
     warn_of_sampler_on_resume,
 )
-from groupwise.config.trainer_attributes import TrainerAttributes
+from groupwise.config.grpo_config import GRPOConfig
+from groupwise.config.sampling import corrects_for_sampler, sampler_settings
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean
 from groupwise.cpu import install_cpu_training, trim_heap

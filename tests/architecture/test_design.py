@@ -85,13 +85,13 @@ def test_overrides_are_seen():
 
 def test_no_attribute_is_in_two_bases_of_the_trainer():
     from groupwise import GRPOTrainer
-    from groupwise.config.trainer_attributes import TrainerAttributes
+    from groupwise.config.changes import TrainerAttributes
     from groupwise.hf.base import BaseTrainer
 
     assert set(GRPOTrainer.__bases__) == {*CLASSES, TrainerAttributes, BaseTrainer}
     assert GRPOTrainer.__bases__[-1] is BaseTrainer
     assert BaseTrainer.__bases__ == (transformers.Trainer,)
-    sources = [FILES["config/trainer_attributes.py"], FILES["hf/base.py"], *MIXINS.values()]
+    sources = [FILES["config/changes.py"], FILES["hf/base.py"], *MIXINS.values()]
     assert rules.defined_twice(sources, {cls.__name__ for cls in GRPOTrainer.__bases__}) == set()
 
 

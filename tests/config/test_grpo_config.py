@@ -1,6 +1,6 @@
 """Names, defaults and types of the fields, and their parsing from flags, YAML and JSON.
 
-Files: ``config/fields.py``, ``config/inherited.py``.
+Files: ``config/fields.py``.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import dataclasses
 import pytest
 from transformers import HfArgumentParser, TrainingArguments
 
-from groupwise.config.fields import GRPOFields
+from groupwise.config.fields import INHERITED, GRPOFields
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.config.inherited import INHERITED
 from groupwise.config.settings import Setting
 from groupwise.errors import ConfigError
 

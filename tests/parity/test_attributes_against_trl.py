@@ -1,6 +1,6 @@
 """Attributes that a callback sets on the trainer, and the last log of a run, against TRL's own trainer.
 
-Files: ``config/trainer_attributes.py``.
+Files: ``config/changes.py``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from support.parity_runs import (
 )
 from transformers import TrainerCallback
 
-from groupwise.config.trainer_attributes import SettingAttribute, TrainerAttributes
+from groupwise.config.changes import SettingAttribute, TrainerAttributes
 from groupwise.trainer import GRPOTrainer
 
 trl = pytest.importorskip("trl", minversion="1.16.0")

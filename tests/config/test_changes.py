@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.configs import messages
 
-from groupwise.config.step_settings import check_step, checked, take_snapshot
+from groupwise.config.changes import check_step, checked, take_snapshot
 from groupwise.errors import ConfigError
 
 
