@@ -273,7 +273,10 @@ class GRPOTrainer(
         self.step_state = StepState(lambda: self.state.global_step, lambda: self._components)
         self._reset_run_state(None)
         self.num_parameters = self.model.num_parameters(exclude_embeddings=True)
-        reporting.show_rewards_in_progress(self)
+        reporting.show_log_lines(
+            self, self.args.terminal_metrics or (), lambda: self.metrics[self._mode].timer.running
+        )
+        self.add_callback(reporting.MetricsFileCallback())
         self.add_callback(MatmulOutputsCallback())
         if self.args.sync_ref_model:
             self.add_callback(SyncRefModelCallback(self.reference, self.args, self.accelerator))

@@ -452,6 +452,8 @@ class GRPOFields(TrainingArguments):
         ge=0, example=-1, requires=when.STALENESS, card="if_changed")] = 0
 
     # Logging
+    terminal_metrics: Annotated[list[str] | None, Setting(
+        "Further metrics in the line that the terminal shows for each log.")] = None
     log_completions: Annotated[bool, Setting(
         "Log prompts and completions as a table and a parquet file.", changes="step")] = False
     num_completions_to_print: Annotated[int | None, Setting(

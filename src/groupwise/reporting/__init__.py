@@ -1,13 +1,14 @@
 """Numbers and text that leave a run: metrics, timing, evaluation, tables, dashboards and the model card."""
 
 from groupwise.reporting.completions import report_completions
+from groupwise.reporting.metrics_file import MetricsFileCallback
 from groupwise.reporting.model_card import model_card, write_model_card
-from groupwise.reporting.progress import RewardProgressCallback, show_rewards_in_progress
+from groupwise.reporting.terminal import show_log_lines
 
 __all__ = [
-    "RewardProgressCallback",
+    "MetricsFileCallback",
     "model_card",
     "report_completions",
-    "show_rewards_in_progress",
+    "show_log_lines",
     "write_model_card",
 ]

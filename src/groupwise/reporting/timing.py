@@ -30,6 +30,13 @@ class StepTimer:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.start = time.perf_counter()
+        self._running: list[tuple[str, float]] = []  # phase and start of the nested blocks, innermost last
+
+    @property
+    def running(self) -> tuple[str, float] | None:
+        """The innermost phase that is being measured and its seconds so far; None between phases."""
+        innermost = self._running[-1:]  # a copy: the thread of the progress bar reads it
+        return (innermost[0][0], time.perf_counter() - innermost[0][1]) if innermost else None
 
     @contextmanager
     def measure(self, phase: str, *, wait: bool = True) -> Iterator[None]:
@@ -40,7 +47,11 @@ class StepTimer:
                 counted in this phase and not in the next one that synchronizes.
         """
         start, inner = time.perf_counter(), sum(self.seconds.values())
-        yield
+        self._running.append((phase, start))
+        try:
+            yield
+        finally:
+            self._running.pop()
         if wait and torch.cuda.is_initialized():
             torch.cuda.synchronize()
         inner -= sum(self.seconds.values())  # minus the seconds of phases inside the block

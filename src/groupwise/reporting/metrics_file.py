@@ -1,0 +1,86 @@
+"""Every log of a run as one line of JSON: ``<output_dir>/metrics.jsonl``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class MetricsFileCallback(TrainerCallback):
+    """Append every log of the main process to :data:`METRICS_FILE`, with the step and the time in seconds.
+
+    A resumed run drops the lines after the step that it resumes from, which it logs again; a new run keeps
+    the file of an earlier one as ``metrics-<time of its last line>.jsonl``. Values that JSON does not have
+    (NaN, infinities) are null. An error of the file system is logged as a warning and the log is lost.
+    """
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        path = Path(str(args.output_dir), METRICS_FILE)
+        if state.is_world_process_zero and path.exists():
+            try:
+                if state.global_step == 0:
+                    ended = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
+                    os.replace(path, path.with_name(f"{path.stem}-{ended}{path.suffix}"))
+                else:
+                    _drop_lines_after(path, state.global_step)
+            except OSError as error:
+                logger.warning("%s of an earlier run stays as it is: %s", path, error)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not state.is_world_process_zero or not logs:
+            return
+        record = {"step": state.global_step, "time": round(time.time(), 3), **logs}
+        path = Path(str(args.output_dir), METRICS_FILE)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({name: _plain(value) for name, value in record.items()}) + "\n")
+        except OSError as error:
+            logger.warning(
+                "the metrics of step %d were not written to %s: %s", state.global_step, path, error
+            )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, str | int | None) else str(value)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the logs of a file, in order; a last line that a killed process left incomplete is dropped."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            break
+    return records
+
+
+def _drop_lines_after(path: Path, step: int) -> None:
+    """Rewrite the file atomically without the logs of steps after ``step``."""
+    kept = [record for record in read_metrics(path) if record["step"] <= step]
+    partial = path.with_name(f".{path.name}.tmp")
+    partial.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    os.replace(partial, path)

@@ -1,0 +1,290 @@
+"""One aligned line per log in the terminal, and the running phase on the progress bar."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm.auto import tqdm
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
+from transformers import TrainerControl as Control
+from transformers import TrainerState as State
+from transformers import TrainingArguments as Args
+
+from groupwise.random_state import preserved_state
+
+Logs = Mapping[str, float]
+#: Returns the running phase of a step ("generate", "sync", …) and its seconds so far; None between phases.
+Phase = Callable[[], tuple[str, float] | None]
+
+#: Logs in a sparkline, and lines between two headers.
+TREND, LINES_PER_HEADER = 20, 30
+#: Seconds that a phase runs before the progress bar names it.
+SLOW = 3.0
+#: Columns of a terminal whose width is unknown.
+WIDTH = 120
+
+
+@dataclass(frozen=True)
+class Column:
+    """Column of the table: title, width in characters, and the text of a log.
+
+    Attributes:
+        keep: the columns with the smallest value are left out first where a terminal is too narrow.
+        style: colour in a terminal, as rich names it.
+    """
+
+    title: str
+    width: int
+    text: Callable[[Logs], str]
+    keep: int = 0
+    style: str = ""
+
+
+def _number(name: str, form: str = "{:.3g}") -> Callable[[Logs], str]:
+    return lambda logs: form.format(logs[name]) if name in logs else "-"
+
+
+def _seconds(*names: str) -> Callable[[Logs], str]:
+    def text(logs: Logs) -> str:
+        found = [logs[name] for name in names if name in logs]
+        return f"{sum(found):.1f}" if found else "-"
+
+    return text
+
+
+def _reward(logs: Logs) -> str:
+    if "reward" not in logs:
+        return "-"
+    deviation = f" ±{logs['reward_std']:.2f}" if "reward_std" in logs else ""
+    return f"{logs['reward']:.3f}{deviation}"
+
+
+#: Columns between the sparkline and the metrics of the user. Times are seconds of one optimizer step.
+COLUMNS = (
+    Column("length", 7, _number("completions/mean_length", "{:.1f}"), 8),
+    Column("zero std", 8, _number("frac_reward_zero_std", "{:.0%}"), 7),
+    Column("entropy", 8, _number("entropy"), 4),
+    Column("grad", 8, _number("grad_norm"), 6),
+    Column("generate", 9, _seconds("time/generate", "time/sync"), 3),
+    Column("reward", 7, _seconds("time/reward"), 1),
+    Column("train", 7, _seconds("time/logprobs", "time/train"), 2),
+    Column("step s", 7, _number("step_time", "{:.1f}"), 5),
+)
+
+
+class LogTable:
+    """Lines of the logs of a run, the latest under the earlier ones.
+
+    ::
+
+         step  reward       last 20 logs          length zero std  entropy    grad  step s   to go
+           12   0.531 ±0.21 ▁▂▃▅▆█                  43.2      25%     1.23    0.84    12.3    3:10
+
+    "zero std" is the share of groups whose rewards are equal, which have no gradient.
+
+    Args:
+        extra: names of further metrics; "-" in logs without them.
+    """
+
+    def __init__(self, extra: Sequence[str] = ()) -> None:
+        self.extra = tuple(extra)
+        self.rewards: list[float] = []
+        self._printed = 0
+        self._header = ""
+
+    def lines(
+        self, logs: Logs, step: int, to_go: float | None, *, width: int | None = None, encoding: str = "utf-8"
+    ) -> list[tuple[str, str]]:
+        """Return (text, style) of the parts of the next lines: a header where one is due, then the log.
+
+        Args:
+            to_go: seconds until the end of training; None if unknown.
+            width: characters of a line; columns that do not fit are left out. None: no limit.
+            encoding: of the output; the sparkline is ASCII where it cannot hold blocks.
+        """
+        if "reward" in logs:
+            self.rewards = [*self.rewards, logs["reward"]][-TREND:]
+        trend = sparkline(self.rewards, encoding)
+        columns = [
+            Column("step", 6, lambda _: str(step), 99, "dim"),
+            Column("reward", 13, lambda logs: _encodable(_reward(logs), encoding), 98, "bold"),
+            Column(f"last {TREND} logs", -TREND, lambda _: trend, 9, "cyan"),
+            *COLUMNS,
+            *(Column(name, max(len(name), 7), _number(name), 10, "magenta") for name in self.extra),
+            Column("to go", 8, lambda _: "-" if to_go is None else clock(to_go), 7, "dim"),
+        ]
+        while (
+            width is not None
+            and sum(abs(column.width) + 1 for column in columns) > width
+            and len(columns) > 2
+        ):
+            columns.remove(min(columns, key=lambda column: column.keep))
+        header = " ".join(_aligned(column.title, column.width) for column in columns)
+        parts: list[tuple[str, str]] = []
+        if header != self._header or self._printed % LINES_PER_HEADER == 0:
+            self._header, self._printed = header, 0
+            parts.append((header.rstrip() + "\n", "dim"))
+        self._printed += 1
+        for column in columns:
+            parts.append((_aligned(column.text(logs), column.width) + " ", column.style))
+        return parts
+
+
+def _aligned(text: str, width: int) -> str:
+    return text.rjust(width) if width > 0 else text.ljust(-width)
+
+
+def _encodable(text: str, encoding: str) -> str:
+    """Replace the plus-minus sign where the encoding has none."""
+    try:
+        text.encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return text.replace("±", "+-")
+    return text
+
+
+def sparkline(values: Sequence[float], encoding: str = "utf-8") -> str:
+    """Return one character per value, from the lowest to the highest of them; all equal: the middle."""
+    marks = "▁▂▃▄▅▆▇█"
+    try:
+        marks.encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        marks = "_.-=+*%#"
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    low, high = min(finite), max(finite)
+    span = high - low
+    share = [(value - low) / span if span else 0.5 for value in finite]
+    return "".join(marks[min(int(part * len(marks)), len(marks) - 1)] for part in share)
+
+
+def clock(seconds: float) -> str:
+    """Return ``m:ss``, or ``h:mm:ss`` from an hour on."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+#: Ends of names of an evaluation's metrics that its line shows, in this order; numbers in "#" are any.
+_EVALUATED = ("reward", "reward_std", "completions/mean_length", "pass@", "maj@", "avg@", "loss", "runtime")
+
+
+def summary_line(logs: Logs, step: int, extra: Sequence[str] = ()) -> str:
+    """Return the line of another log: of an evaluation, of the end of training, of ``trainer.log``."""
+    prefix = next((name.removesuffix("_runtime") for name in logs if name.endswith("_runtime")), None)
+    if prefix == "train":
+        return f"{step} steps in {clock(logs['train_runtime'])}"
+    if prefix is None:
+        return f"step {step}: " + ", ".join(
+            f"{name} {value:.4g}" for name, value in logs.items() if _is_number(value)
+        )
+    own = {name.removeprefix(f"{prefix}_"): value for name, value in logs.items() if _is_number(value)}
+    shown: dict[str, float] = {}
+    for ending in (*_EVALUATED, *extra):
+        shown.update(
+            {
+                name: value
+                for name, value in own.items()
+                if name == ending or (ending.endswith("@") and name.removeprefix(ending).isdigit())
+            }
+        )
+    return f"{prefix} at step {step}: " + ", ".join(f"{name} {value:.3g}" for name, value in shown.items())
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
+
+
+class _LogLines(TrainerCallback):
+    """Print every log as a line: on stdout, above the progress bars, coloured only in a terminal."""
+
+    def __init__(self, extra: Sequence[str] = (), phase: Phase = lambda: None) -> None:
+        super().__init__()
+        self.extra, self.phase = tuple(extra), phase
+        self.table = LogTable(self.extra)
+        self.began: tuple[float, int] | None = None  # clock and step at the beginning of training
+
+    def on_train_begin(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        self.table = LogTable(self.extra)
+        self.began = time.monotonic(), state.global_step
+
+    def on_log(
+        self, args: Args, state: State, control: Control, logs: dict[str, float] | None = None, **kwargs: Any
+    ) -> None:
+        if not state.is_world_process_zero or not logs:
+            return
+        file = sys.stdout
+        if "reward" in logs:
+            width = shutil.get_terminal_size((WIDTH, 24)).columns if file.isatty() else None
+            encoding = getattr(file, "encoding", None) or "utf-8"
+            parts = self.table.lines(
+                logs, state.global_step, self._to_go(state), width=width, encoding=encoding
+            )
+        else:
+            parts = [(summary_line(logs, state.global_step, self.extra), "bold")]
+        with preserved_state():  # the first import of rich draws random numbers
+            from rich.console import Console
+            from rich.text import Text
+
+            line = Text.assemble(*parts)
+            line.rstrip()
+            with tqdm.external_write_mode(file=file):
+                Console(file=file, soft_wrap=True).print(line)
+
+    def _to_go(self, state: State) -> float | None:
+        """Return the seconds that the remaining steps take at the mean speed so far."""
+        if self.began is None or state.global_step <= self.began[1]:
+            return None
+        seconds_per_step = (time.monotonic() - self.began[0]) / (state.global_step - self.began[1])
+        return seconds_per_step * (state.max_steps - state.global_step)
+
+
+class LogLinesCallback(_LogLines, PrinterCallback):
+    """Lines of the logs without progress bars (``disable_tqdm=True``)."""
+
+
+class LogLinesProgressCallback(_LogLines, ProgressCallback):
+    """Lines of the logs above the progress bars; the bar names a phase that takes more than some seconds.
+
+    Args:
+        extra: names of further metrics in the lines.
+        phase: see :data:`Phase`.
+    """
+
+    def on_train_begin(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        self._end = threading.Event()
+        if self.training_bar is not None and sys.stderr.isatty():
+            shown = (self.training_bar, self._end)
+            threading.Thread(target=self._show_phase, args=shown, daemon=True).start()
+
+    def on_train_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
+        self._end.set()
+        super().on_train_end(args, state, control, **kwargs)
+
+    def _show_phase(self, bar: tqdm, end: threading.Event) -> None:
+        """Write the phase in front of the bar once a second; in a thread, because the phases block."""
+        while not end.wait(1.0):
+            running = self.phase()
+            shown = f"{running[0]} {running[1]:.0f} s" if running and running[1] >= SLOW else ""
+            if shown or bar.desc:
+                bar.set_description_str(shown)
+
+
+def show_log_lines(trainer: Trainer, extra: Sequence[str], phase: Phase) -> None:
+    """Replace the callback of ``Trainer`` that prints logs, if the trainer has one, by lines of a table.
+
+    The replacement is a subclass: ``trainer.remove_callback(ProgressCallback)`` removes it too.
+    """
+    for stock, ours in ((ProgressCallback, LogLinesProgressCallback), (PrinterCallback, LogLinesCallback)):
+        if trainer.pop_callback(stock) is not None:
+            trainer.add_callback(ours(extra, phase))

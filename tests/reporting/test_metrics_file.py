@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from support.runs import trainer
+from transformers import TrainerControl, TrainerState
+
+from groupwise import GRPOConfig
+from groupwise.reporting.metrics_file import METRICS_FILE, MetricsFileCallback, read_metrics
+
+
+def config(directory) -> GRPOConfig:
+    return GRPOConfig(str(directory), use_cpu=True, bf16=False, report_to="none")
+
+
+def state(step: int, first: bool = True) -> TrainerState:
+    return TrainerState(global_step=step, is_world_process_zero=first)
+
+
+def test_a_line_has_step_time_and_all_values(tmp_path):
+    args, callback = config(tmp_path / "run"), MetricsFileCallback()
+    callback.on_train_begin(args, state(0), TrainerControl())
+    callback.on_log(args, state(1), TrainerControl(), {"reward": 0.5, "loss": float("nan"), "who": tmp_path})
+    callback.on_log(args, state(2, first=False), TrainerControl(), {"reward": 0.5})
+    (record,) = read_metrics(tmp_path / "run" / METRICS_FILE)
+    assert record.pop("time") > 1e9
+    assert record == {"step": 1, "reward": 0.5, "loss": None, "who": str(tmp_path)}
+
+
+def test_a_new_run_keeps_the_file_of_an_earlier_one(tmp_path):
+    args, callback = config(tmp_path), MetricsFileCallback()
+    (tmp_path / METRICS_FILE).write_text('{"step": 7}\n')
+    callback.on_train_begin(args, state(0), TrainerControl())
+    (kept,) = tmp_path.glob("metrics-*.jsonl")
+    assert kept.read_text() == '{"step": 7}\n' and not (tmp_path / METRICS_FILE).exists()
+
+
+def test_a_resumed_run_drops_later_steps_and_an_incomplete_line(tmp_path):
+    args, callback = config(tmp_path), MetricsFileCallback()
+    (tmp_path / METRICS_FILE).write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
+    callback.on_train_begin(args, state(2), TrainerControl())
+    callback.on_log(args, state(3), TrainerControl(), {"reward": 1.0})
+    assert [record["step"] for record in read_metrics(tmp_path / METRICS_FILE)] == [1, 2, 3]
+
+
+def test_a_file_that_cannot_be_written_is_a_warning(tmp_path, caplog):
+    args = config(tmp_path / "run")
+    (tmp_path / "run" / METRICS_FILE).mkdir(parents=True)
+    MetricsFileCallback().on_log(args, state(1), TrainerControl(), {"reward": 1.0})
+    assert "step 1 were not written" in caplog.text
+
+
+@pytest.mark.parametrize("last", [2, 3])
+def test_a_run_that_was_resumed_has_every_step_once(tmp_path, last):
+    settings = {"logging_steps": 1, "save_steps": 2, "save_strategy": "steps"}
+    trainer(tmp_path, **settings, max_steps=last).train()
+    resumed = trainer(tmp_path, **settings, max_steps=4)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    records = read_metrics(tmp_path / METRICS_FILE)
+    rewards = [(record["step"], record["reward"]) for record in records if "reward" in record]
+    history = [(log["step"], log["reward"]) for log in resumed.state.log_history if "reward" in log]
+    assert rewards == history and [step for step, _ in rewards] == [1, 2, 3, 4]
+    assert all(json.dumps(record) for record in records)

@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+from transformers import PrinterCallback, ProgressCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler
+
+from groupwise.reporting.terminal import (
+    LINES_PER_HEADER,
+    LogLinesCallback,
+    LogLinesProgressCallback,
+    LogTable,
+    clock,
+    show_log_lines,
+    sparkline,
+    summary_line,
+)
+from groupwise.reporting.timing import StepTimer
+
+LOGS = {
+    "reward": 0.53125,
+    "reward_std": 0.2134,
+    "completions/mean_length": 43.21,
+    "frac_reward_zero_std": 0.25,
+    "entropy": 1.2345,
+    "grad_norm": 0.843,
+    "time/generate": 7.0,
+    "time/sync": 0.1,
+    "time/reward": 0.04,
+    "time/logprobs": 1.0,
+    "time/train": 4.2,
+    "step_time": 12.34,
+    "loss": 0.01,
+}
+
+
+def text(parts):
+    return "".join(part for part, _ in parts)
+
+
+def test_a_line_has_the_values_under_their_titles():
+    header, line = text(
+        LogTable(["custom/words"]).lines({**LOGS, "custom/words": 7.0}, 12, 190.4)
+    ).splitlines()
+    for title, value in {
+        "step": "12",
+        "length": "43.2",
+        "zero std": "25%",
+        "entropy": "1.23",
+        "grad": "0.843",
+        "generate": "7.1",  # weight sync included
+        "train": "5.2",  # log-probs included
+        "step s": "12.3",
+        "custom/words": "7",
+        "to go": "3:10",
+    }.items():
+        end = re.search(rf"(?<!\S){re.escape(title)}(?!\S)", header).end()
+        assert line[:end].split(" ")[-1] == value, title
+    assert "0.531 ±0.21" in line and "█" not in line and "▅" in line  # one value: in the middle
+
+
+def test_missing_values_are_dashes():
+    _, line = text(LogTable().lines({"reward": 1.0}, 1, None)).splitlines()
+    assert line.split() == ["1", "1.000", "▅", *["-"] * 9]
+
+
+def test_the_header_is_repeated():
+    table = LogTable()
+    heads = [
+        "last 20 logs" in text(table.lines(LOGS, step, None)) for step in range(2 * LINES_PER_HEADER + 1)
+    ]
+    assert [step for step, head in enumerate(heads) if head] == [0, LINES_PER_HEADER, 2 * LINES_PER_HEADER]
+
+
+@pytest.mark.parametrize("width", [200, 100, 80, 40, 20])
+def test_a_line_fits_the_terminal_and_keeps_step_and_reward(width):
+    lines = text(LogTable(["custom/words"]).lines(LOGS, 12, 10.0, width=width)).splitlines()
+    assert all(len(line.rstrip()) <= max(width, 21) for line in lines)
+    assert all("12" in line and "0.531" in line for line in lines[1:])
+    assert ("generate" in lines[0]) is (width >= 200)
+
+
+def test_the_sparkline_follows_the_last_rewards():
+    table = LogTable()
+    for step in range(30):
+        line = text(table.lines({"reward": float(step)}, step, None)).splitlines()[-1]
+    assert re.search(r"▁\S*█", line).group() == sparkline(range(10, 30))
+    assert len(sparkline(range(10, 30))) == 20
+    assert sparkline([0, 1, float("nan"), 0.5], "ascii") == "_#+"
+    assert sparkline([2, 2]) == "▅▅" and sparkline([]) == ""
+
+
+def test_an_output_without_blocks_gets_ascii():
+    parts = LogTable().lines(LOGS, 1, None, encoding="ascii")
+    assert text(parts).encode("ascii") and "0.531 +-0.21" in text(parts)
+
+
+def test_lines_of_other_logs():
+    evaluated = {
+        "eval_math_loss": 0.2,
+        "eval_math_reward": 0.75,
+        "eval_math_pass@4": 0.875,
+        "eval_math_pass@4_ci95": 0.1,
+        "eval_math_kl": 0.5,
+        "eval_math_runtime": 12.3,
+    }
+    line = summary_line(evaluated, 20, ["kl"])
+    assert line == "eval_math at step 20: reward 0.75, pass@4 0.875, loss 0.2, runtime 12.3, kl 0.5"
+    assert summary_line({"train_runtime": 3725.0, "train_loss": 0.1}, 40) == "40 steps in 1:02:05"
+    assert summary_line({"mine": 1.23456, "text": "a"}, 3) == "step 3: mine 1.235"
+
+
+def test_times_are_minutes_and_hours():
+    assert [clock(seconds) for seconds in (0.4, 59.6, 3599, 3600)] == ["0:00", "1:00", "59:59", "1:00:00"]
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("callback", [LogLinesCallback, LogLinesProgressCallback])
+@pytest.mark.parametrize("first", [True, False])
+def test_one_process_prints_the_line_and_changes_no_log(callback, first, make_args, monkeypatch):
+    stdout = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", stdout)
+    handler = CallbackHandler([callback], None, None, None, None)
+    state = TrainerState(max_steps=4, is_world_process_zero=first, is_local_process_zero=True)
+    handler.on_train_begin(make_args(), state, TrainerControl())
+    state.global_step, logs = 2, dict(LOGS)
+    handler.on_log(make_args(), state, TrainerControl(), logs)
+    handler.on_train_end(make_args(), state, TrainerControl())
+    assert logs == LOGS
+    assert ("0.531 ±0.21" in stdout.getvalue()) is first
+    assert "\x1b" not in stdout.getvalue()
+
+
+def test_a_terminal_gets_colours(make_args, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    stdout = Terminal()
+    monkeypatch.setattr(sys, "stdout", stdout)
+    state = TrainerState(max_steps=4, global_step=2, is_world_process_zero=True)
+    LogLinesCallback().on_log(make_args(), state, TrainerControl(), dict(LOGS))
+    assert "\x1b[1m" in stdout.getvalue()
+
+
+def test_the_running_phase_is_the_innermost():
+    timer = StepTimer()
+    assert timer.running is None
+    with timer.measure("generate"):
+        with timer.measure("sync"):
+            time.sleep(0.01)
+            name, seconds = timer.running
+            assert name == "sync" and seconds >= 0.01
+        assert timer.running[0] == "generate"
+    with pytest.raises(KeyError), timer.measure("reward"):
+        raise KeyError
+    assert timer.running is None
+
+
+def test_callbacks_of_trainer_are_replaced_by_subclasses():
+    class WithCallbacks:
+        def __init__(self, *callbacks):
+            self.callbacks = list(callbacks)
+
+        def pop_callback(self, kind):
+            found = next((one for one in self.callbacks if isinstance(one, kind)), None)
+            if found is not None:
+                self.callbacks.remove(found)
+            return found
+
+        def add_callback(self, callback):
+            self.callbacks.append(callback)
+
+    for stock in (ProgressCallback, PrinterCallback):
+        trainer = WithCallbacks(stock())
+        show_log_lines(trainer, (), lambda: None)
+        assert len(trainer.callbacks) == 1 and isinstance(trainer.callbacks[0], stock)
+    quiet = WithCallbacks()
+    show_log_lines(quiet, (), lambda: None)
+    assert quiet.callbacks == []
+
+
+PROGRAM = """
+import time
+from transformers import TrainerControl, TrainerState
+from groupwise.reporting import terminal
+from types import SimpleNamespace
+
+start = time.perf_counter()
+callback = terminal.LogLinesProgressCallback((), lambda: ("generate", 3 + time.perf_counter() - start))
+state, args = TrainerState(max_steps=4, is_world_process_zero=True), SimpleNamespace()
+callback.on_train_begin(args, state, TrainerControl())
+time.sleep(2.5)
+state.global_step = 1
+callback.on_log(args, state, TrainerControl(), {"reward": 0.5})
+callback.on_train_end(args, state, TrainerControl())
+"""
+
+
+def test_the_bar_names_a_long_phase_in_a_real_terminal():
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))  # rows and columns
+    environment = {**os.environ, "TERM": "xterm"}
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=slave, stderr=slave, env=environment)
+    os.close(slave)
+    output = b""
+    try:
+        while chunk := os.read(master, 4096):
+            output += chunk
+    except OSError:  # Linux reports the closed terminal so
+        pass
+    os.close(master)
+    assert process.wait() == 0
+    shown = output.decode()
+    assert re.search(r"generate [45] s", shown) and "0.500" in shown
+
+
+def test_a_file_gets_neither_colours_nor_phases(tmp_path: Path):
+    with (tmp_path / "log").open("w") as log:
+        subprocess.run([sys.executable, "-c", PROGRAM], stdout=log, stderr=log, check=True)
+    written = (tmp_path / "log").read_text()
+    assert "\x1b[1m" not in written and "generate 4 s" not in written and "0.500" in written
