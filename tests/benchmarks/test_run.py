@@ -22,9 +22,10 @@ SMALL = ["--tiny", "--steps", "1", "--test_questions", "2", "--samples", "2"]
 
 
 def test_cells_leave_files_that_a_second_call_skips(tmp_path, capsys):
-    arguments = [*SMALL, "--cells", "sft", "grpo_process", "--seeds", "0", "--output", str(tmp_path)]
+    cells = ["sft", "grpo_process", "grpo_process_solution"]
+    arguments = [*SMALL, "--cells", *cells, "--seeds", "0", "--output", str(tmp_path)]
     written = run.main(arguments)
-    assert [path.name for path in written] == ["instruct-0.json", "sft-0.json", "grpo_process-0.json"]
+    assert [path.name for path in written] == [f"{cell}-0.json" for cell in ("instruct", *cells)]
     first = {path.name: path.read_text() for path in tmp_path.iterdir()}
     (tmp_path / "grpo_process-0.json").unlink()
     assert [path.name for path in run.main(arguments)] == ["grpo_process-0.json"]
