@@ -45,6 +45,7 @@ GRPOTrainer(
         max_steps=options.max_steps,
         max_completion_length=40,  # tokens of all turns, tool results included
         max_tool_calling_iterations=1,
+        log_completions=True,  # transcripts: a table at every log, and parquet files below output_dir
         learning_rate=1e-5,
         per_device_train_batch_size=8,
         logging_steps=1,

@@ -15,10 +15,24 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Convert formulas to MathML, which browsers render without a script."""
+    """Convert formulas to MathML, which needs no script, and let code break after dots."""
     formula = r'<(span|div) class="arithmatex">\\[\(\[](.*?)\\[\)\]]</\1>'
-    return re.sub(formula, _as_mathml, content, flags=re.DOTALL)
+    content = re.sub(formula, _as_mathml, content, flags=re.DOTALL)
+    return re.sub(r"<code>([^<]*)</code>", _with_breaks, content)
+
+
+def _with_breaks(found: re.Match[str]) -> str:
+    """Allow line breaks in code without spaces: after dots, slashes, = and brackets."""
+    return "<code>" + re.sub(r"(?<=\w)([./=(\[]+)(?=[\w\"'\[{])", r"\1<wbr>", found[1]) + "</code>"
 
 
 def _as_mathml(found: re.Match[str]) -> str:
-    return convert(html.unescape(found[2]), display="block" if found[1] == "div" else "inline")
+    """Convert a formula; a displayed one gets a frame, which scrolls where the page is narrow."""
+    is_block = found[1] == "div"
+    latex = html.unescape(found[2])
+    # \big is a fixed size in MathML: as \left and \right, fences are as high as what they enclose.
+    latex = re.sub(r"\\[bB]ig([\[(])", r"\\left\1", latex)
+    latex = re.sub(r"\\[bB]ig([\])])", r"\\right\1", latex)
+    latex = re.sub(r"\\[bB]ig/", "/", latex)
+    mathml = convert(latex, display="block" if is_block else "inline")
+    return f'<div class="formula">{mathml}</div>' if is_block else mathml

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from recipe_tables import recipe_cells
+from record_runs import ADAPTERS
+
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
 #: Cells of ``benchmarks/learning/run.py``.
@@ -13,6 +16,8 @@ LARGE = ' font-size="18" font-weight="600"'
 
 #: Fill colours. Every picture has a white background, so that it reads the same on light and dark pages.
 PROMPT, COMPLETION, PADDING, SKIPPED = "#9db8e8", "#f4b183", "#ececec", "#ffffff"
+#: Colours of the lines of a plot.
+LINES = ("#2f6fd0", "#d0672f", "#3a8f4d")
 STAGE, RECORD, INK, FAINT = "#e3ebfa", "#fff2d6", "#1f2933", "#6b7785"
 
 
@@ -230,7 +235,7 @@ def learning_curve(libraries: dict[str, list[dict[str, list[float]]]]) -> str:
         picture.line(colour, *points, width=line_width)
         return points[-1]
 
-    for (library, runs), colour in zip(libraries.items(), ("#2f6fd0", "#d0672f"), strict=True):
+    for (library, runs), colour in zip(libraries.items(), LINES, strict=False):
         for run in runs:
             draw(colour, run["minutes"], run["reward"], 0.7)
         # Step by step: the same number of steps has been trained, after different times.
@@ -266,6 +271,63 @@ def recorded_curves() -> dict[str, list[dict[str, list[float]]]]:
     }
 
 
+def reward_curves(title: str, runs: dict[str, list[list[float]]], smoothed: int = 1) -> str:
+    """Draw the mean reward of each optimizer step: the seeds thin, their mean thick.
+
+    Args:
+        title: heading of the picture.
+        runs: rewards of every step, by seed, by the name of the line; seeds have equally many steps.
+        smoothed: each point is the mean of this many steps.
+    """
+    picture = Picture(760, 420, title)
+    left, bottom, width, height = 60, 350, 670, 290
+    last = max(len(rewards) for seeds in runs.values() for rewards in seeds)
+    for percent in (0, 25, 50, 75, 100):
+        y = bottom - height * percent / 100
+        picture.line("#d9dee5", (left, y), (left + width, y))
+        picture.text(left - 10, y + 5, f"{percent} %", anchor="end", fill=FAINT)
+    for step in range(0, last + 1, 5 if last < 20 else 10):
+        x = left + width * step / last
+        picture.line(FAINT, (x, bottom), (x, bottom + 6))
+        picture.text(x, bottom + 24, str(step), anchor="middle", fill=FAINT)
+    picture.text(left + width / 2, bottom + 50, "optimizer step", anchor="middle", more=LARGE)
+    picture.text(left, 24, title, more=LARGE)
+
+    def draw(colour: str, rewards: list[float], line_width: float) -> None:
+        windows = [rewards[max(0, step - smoothed) : step] for step in range(1, len(rewards) + 1)]
+        points = [
+            (left + width * step / last, bottom - height * sum(window) / len(window))
+            for step, window in enumerate(windows, 1)
+        ]
+        picture.line(colour, *points, width=line_width)
+
+    for row, ((name, seeds), colour) in enumerate(zip(runs.items(), LINES, strict=False)):
+        for rewards in seeds if len(seeds) > 1 else ():
+            draw(colour, rewards, 0.7)
+        draw(colour, [sum(values) / len(seeds) for values in zip(*seeds, strict=True)], 3.5)
+        y = 62 + 26 * row
+        picture.line(colour, (left + 14, y - 6), (left + 44, y - 6), width=3.5)
+        picture.text(left + 54, y, name, "start", colour, LARGE)
+    return picture.svg()
+
+
+def recipe_curves() -> str:
+    """Draw the recipes of ``docs/recipes.md``, read from the cells of the learning benchmark."""
+    runs = {
+        name: [[log["reward"] for log in cell["history"] if "reward" in log] for cell in cells]
+        for name, cells in recipe_cells().items()
+    }
+    return reward_curves("right answers in the training batch", runs)
+
+
+def adapter_curves() -> str:
+    """Draw the runs of ``scripts/record_runs.py``: an adapter and all weights."""
+    runs: dict[str, list[list[float]]] = {}
+    for run in json.loads(ADAPTERS.read_text()):
+        runs.setdefault(run["recipe"], []).append(run["reward"])
+    return reward_curves("right answers in the training batch, mean of 5 steps", runs, smoothed=5)
+
+
 def images() -> dict[Path, str]:
     """Return every picture by its path."""
     drawn = {
@@ -276,6 +338,7 @@ def images() -> dict[Path, str]:
     }
     pictures = {IMAGES / f"{name}.svg": draw() for name, draw in drawn.items()}
     pictures[IMAGES / "learning_curve.svg"] = learning_curve(recorded_curves())
+    pictures[IMAGES / "recipes.svg"] = recipe_curves()
     return pictures
 
 

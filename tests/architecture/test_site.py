@@ -1,0 +1,221 @@
+"""The site of the documentation: built without warnings, legible on a phone and in dark mode.
+
+Widths are measured in a headless browser, where one is installed; markup and styles are checked everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
+#: CSS pixels of a small phone, and how many a scroll width may differ by rounding.
+PHONE, ROUNDING = 390, 1
+
+#: Opens every page in a frame as wide as a phone and posts its measurements. `split` are words of names in
+#: definition lists and tables that continue on a second line; `scrolling` formulas wider than their line.
+HARNESS = """<!doctype html><meta charset="utf-8"><body><script>
+async function measure(path) {
+  const frame = document.createElement("iframe");
+  frame.style = "width: %(width)dpx; height: 800px; border: 0";
+  const loaded = new Promise((resolve) => (frame.onload = resolve));
+  frame.src = path;
+  document.body.append(frame);
+  await loaded;
+  await new Promise((resolve) => setTimeout(resolve, 150));
+  const page = frame.contentDocument, split = [], short = [];
+  for (const code of page.querySelectorAll("dt code, td code, th code, li code, p code")) {
+    for (const text of [...code.childNodes].filter((node) => node.nodeType === 3)) {
+      for (const word of text.data.matchAll(/[\\w]+/g)) {
+        const range = page.createRange();
+        range.setStart(text, word.index);
+        range.setEnd(text, word.index + word[0].length);
+        const tops = new Set([...range.getClientRects()].map((box) => Math.round(box.top)));
+        if (tops.size > 1) split.push(word[0]);
+      }
+    }
+  }
+  // A fence is about as high as the row that it encloses; fonts have some heights only.
+  for (const fence of page.querySelectorAll('math mo[fence="true"]')) {
+    const row = fence.parentElement.getBoundingClientRect().height;
+    const height = fence.getBoundingClientRect().height;
+    if (height < 0.66 * row) short.push([fence.parentElement.textContent, height, row]);
+  }
+  const style = frame.contentWindow.getComputedStyle(page.body);
+  const result = {
+    path, split, short, width: page.documentElement.scrollWidth, colour: style.color,
+    background: style.backgroundColor, scheme: page.body.dataset.mdColorScheme,
+    formulas: page.querySelectorAll("math").length,
+  };
+  frame.remove();
+  return result;
+}
+(async () => {
+  const results = [];
+  for (const path of %(paths)s) results.push(await measure(path));
+  await fetch("/results", {method: "POST", body: JSON.stringify(results)});
+})();
+</script>"""
+
+
+def build_site(tmp_path: Path, docs: Path) -> subprocess.CompletedProcess[str]:
+    """Build the site from a directory of pages; warnings are errors."""
+    settings = (ROOT / "mkdocs.yml").read_text().replace("docs_dir: docs", f"docs_dir: {docs}")
+    path = ROOT / "mkdocs.yml"
+    if docs != ROOT / "docs":
+        path = tmp_path / "mkdocs.yml"
+        path.write_text(settings.replace("scripts/", f"{ROOT}/scripts/").replace("[src]", f"[{ROOT}/src]"))
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(path), "-d", str(tmp_path / "site")],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the site once."""
+    pytest.importorskip("mkdocs")
+    directory = tmp_path_factory.mktemp("site")
+    done = build_site(directory, ROOT / "docs")
+    assert done.returncode == 0, done.stderr
+    return directory / "site"
+
+
+def test_the_site_builds_without_warnings(site):
+    api = (site / "api" / "index.html").read_text()
+    assert "compute_advantages" in api and "per-token loss" in api  # signatures and docstrings
+    objectives = (site / "objectives" / "index.html").read_text()
+    assert objectives.count("<math") >= 5 and "arithmatex" not in objectives
+    assert 'src="http' not in objectives  # nothing is loaded from other servers
+
+
+def test_a_dead_link_breaks_the_site(tmp_path):
+    pytest.importorskip("mkdocs")
+    docs = tmp_path / "docs"
+    shutil.copytree(ROOT / "docs", docs)
+    (docs / "index.md").write_text("# Start\n\n[nowhere](nowhere.md)\n")
+    done = build_site(tmp_path, docs)
+    assert done.returncode != 0 and "nowhere.md" in done.stderr
+
+
+def test_settings_are_terms_of_definition_lists(site):
+    from groupwise import GRPOConfig
+
+    page = (site / "configuration" / "index.html").read_text()
+    terms = re.findall(r"<dt><code>(\w+)</code></dt>", page)
+    described = [name for name, setting in GRPOConfig.SETTINGS.items() if setting.description]
+    assert "beta" in terms and set(described) <= set(terms)
+    assert "<table" not in page
+
+
+def test_formulas_have_fences_that_stretch(site):
+    """LaTeX's \\big is a fixed size, MathML's fences are as high as what they enclose."""
+    for name in ("objectives", "paper", "papers"):
+        page = (site / name / "index.html").read_text()
+        assert page.count('stretchy="true" fence="true"') >= 4
+        # 2.047em is the height that the converter gives binomial coefficients.
+        assert re.findall(r'minsize="(?!2\.047em)[^"]*"', page) == []
+        assert "\\lvert" not in page and "\\big" not in page
+        assert page.count('<div class="formula">') == page.count('display="block"')
+
+
+def test_every_page_has_the_style_sheet_and_both_colour_schemes(site):
+    pages = sorted(site.rglob("index.html"))
+    assert len(pages) > 20
+    for page in pages:
+        text = page.read_text()
+        assert "stylesheets/site.css" in text
+        assert 'data-md-color-scheme="slate"' in text and 'data-md-color-scheme="default"' in text
+    style = (site / "stylesheets" / "site.css").read_text()
+    style = re.sub(r"/\*.*?\*/", "", style, flags=re.DOTALL)
+    rules = dict(re.findall(r"^([.\w][^{}]*?) \{([^{}]*)\}", style, flags=re.MULTILINE))
+    assert "overflow-x: auto" in rules[".formula"]
+    assert "word-break: normal" in rules[".md-typeset code"]
+
+
+class _Server(http.server.SimpleHTTPRequestHandler):
+    """Serve the site and the harness, and keep what the harness posts."""
+
+    harness, results, done = "", [], threading.Event()
+
+    def do_GET(self) -> None:
+        if self.path != "/harness":
+            return super().do_GET()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(self.harness.encode())
+
+    def do_POST(self) -> None:
+        type(self).results = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(204)
+        self.end_headers()
+        self.done.set()
+
+    def log_message(self, *_: object) -> None:
+        """Keep requests out of the output of the tests."""
+
+
+def measure(paths: Sequence[str], site: Path, profile: Path, dark: bool = False) -> list[dict]:
+    """Return the measurements of these pages of the site."""
+    harness = HARNESS % {"width": PHONE, "paths": json.dumps(sorted(paths))}
+    handler = type("Server", (_Server,), {"harness": harness, "results": [], "done": threading.Event()})
+    server = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(handler, directory=str(site))
+    )
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    quiet = ["--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+    quiet += ["--disable-component-update", "--disable-sync", f"--user-data-dir={profile}"]
+    scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
+    address = f"http://127.0.0.1:{server.server_address[1]}/harness"
+    browser = subprocess.Popen(
+        [BROWSER, "--headless", "--no-sandbox", *quiet, scheme, "--window-size=1200,1000", address],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        assert handler.done.wait(150), "the browser did not finish"
+    finally:
+        browser.terminate()
+        browser.wait(20)
+        server.shutdown()
+        server.server_close()
+    return handler.results
+
+
+with_browser = pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(BROWSERS)} is installed")
+
+
+@with_browser
+def test_pages_fit_a_phone(site, tmp_path):
+    paths = [f"/{page.parent.relative_to(site)}/".replace("/./", "/") for page in site.rglob("index.html")]
+    results = measure(paths, site, tmp_path / "profile")
+    assert len(results) == len(paths) > 20 and sum(page["formulas"] for page in results) > 50
+    assert {page["path"]: page["width"] for page in results if page["width"] > PHONE + ROUNDING} == {}
+    assert {page["path"]: page["split"] for page in results if page["split"]} == {}
+    assert {page["path"]: page["short"] for page in results if page["short"]} == {}
+
+
+@with_browser
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_colours_follow_the_scheme_of_the_browser(site, tmp_path, dark):
+    (page,) = measure(["/objectives/"], site, tmp_path / "profile", dark)
+    assert page["scheme"] == ("slate" if dark else "default")
+    text, ground = (sum(map(int, re.findall(r"\d+", page[name])[:3])) for name in ("colour", "background"))
+    assert (text > ground) == dark, page
