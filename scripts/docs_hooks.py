@@ -22,8 +22,8 @@ def on_page_content(content: str, **_: Any) -> str:
 
 
 def _with_breaks(found: re.Match[str]) -> str:
-    """Allow line breaks in code without spaces: after dots, slashes, = and brackets."""
-    return "<code>" + re.sub(r"(?<=\w)([./=(\[]+)(?=[\w\"'\[{])", r"\1<wbr>", found[1]) + "</code>"
+    """Allow line breaks in code without spaces: after dots, slashes and brackets."""
+    return "<code>" + re.sub(r"(?<=\w)([./(\[]+)(?=[\w\"'\[{])", r"\1<wbr>", found[1]) + "</code>"
 
 
 def _as_mathml(found: re.Match[str]) -> str:
