@@ -119,6 +119,19 @@ def test_a_load_that_fails_is_made_again(backend, fake, model, failure):
     assert len(fake.adapters) == 1
 
 
+def test_a_load_that_fails_on_one_server_leaves_nothing_on_the_others(fake, model, tmp_path):
+    other = FakeVLLM()
+    other.info["lora_config"] = {"max_lora_rank": 8}
+    backend = backend_for(fake, model, tmp_path)
+    backend.config.vllm_server_base_url = f"{fake.url},{other.url}"
+    other.failures["/v1/load_lora_adapter"] = [500]
+    backend.sync_weights(PolicyWeights(model), step=4)
+    assert fake.adapters.keys() == other.adapters.keys() and len(fake.adapters) == 1
+    backend.close()
+    assert not fake.adapters and not other.adapters
+    other.close()
+
+
 def test_adapters_of_two_runs_on_one_server_do_not_mix(fake, model, tmp_path):
     backends = [backend_for(fake, model, tmp_path / str(i)) for i in range(2)]
     for step in (0, 1):

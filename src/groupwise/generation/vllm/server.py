@@ -290,10 +290,8 @@ class VLLMServerBackend(VLLMBackend):
         engine = self.server_info[0].weight_transfer
         if engine == weight_sync.NcclSender.backend:
             num_workers = sum(servers.fetch_world_sizes())
-            address, config = _own_address(servers), self.config
-            return weight_sync.NcclSender(
-                address, config.vllm_group_port, num_workers, config.vllm_server_timeout
-            )
+            port, timeout = self.config.vllm_group_port, self.config.vllm_server_timeout
+            return weight_sync.NcclSender(_own_address(servers), port, num_workers, timeout)
         if engine == weight_sync.CudaIpcSender.backend:
             return weight_sync.CudaIpcSender()
         return weight_sync.SharedMemorySender()

@@ -434,7 +434,11 @@ class ServerAdapters:
         path = self.directory / name
         path.mkdir()
         size = save_adapter(adapter, path)
-        self.servers.load_adapter(name, str(path))
+        try:
+            self.servers.load_adapter(name, str(path))
+        except BaseException:
+            self._unload([name])  # some of the servers may have it
+            raise
         self.names.append(name)
         self._unload(self.names[: -self.num_kept])
         return size
@@ -443,7 +447,7 @@ class ServerAdapters:
         for name in names:
             self.servers.unload_adapter(name)
             shutil.rmtree(self.directory / name, ignore_errors=True)
-        self.names = self.names[len(names) :]
+        self.names = [name for name in self.names if name not in names]
 
     def close(self) -> None:
         """Unload this run's adapters from servers that respond, and remove the files."""
