@@ -339,6 +339,7 @@ def images() -> dict[Path, str]:
     pictures = {IMAGES / f"{name}.svg": draw() for name, draw in drawn.items()}
     pictures[IMAGES / "learning_curve.svg"] = learning_curve(recorded_curves())
     pictures[IMAGES / "recipes.svg"] = recipe_curves()
+    pictures[IMAGES / "lora.svg"] = adapter_curves()
     return pictures
 
 

@@ -1,4 +1,4 @@
-"""Tables of the recorded runs in ``docs/recipes.md`` and ``docs/lora.md``."""
+"""Recorded runs in ``docs/recipes.md``, ``docs/lora.md`` and ``docs/agents.md``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from record_runs import ADAPTERS
+from record_runs import ADAPTERS, TRANSCRIPT
 
 #: Cells of ``benchmarks/learning/run.py``.
 CELLS = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "learning"
@@ -76,6 +76,45 @@ def adapter_table() -> str:
         f"{first['conditions']['processor']},",
         "written by `scripts/record_runs.py adapters`",
         "([`adapters.json`](../benchmarks/results/adapters.json)). One seed shows that both learn,",
-        "and does not rank them.",
+        "and does not rank them. Other learning rates of the adapter were not tried. The adapter saves",
+        "memory, not time of a CPU.",
     ]
     return "\n".join(lines)
+
+
+def transcript() -> str:
+    """Return a recorded conversation of the first and one of the last step of ``examples/tools.py``."""
+    run = json.loads(TRANSCRIPT.read_text())
+    first, last = run["completions"]
+    means = [fmean(row["right_price"] for row in rows) for rows in (first, last)]
+    lines = [
+        "[`tools.py`](../examples/tools.py) is such a script for SmolLM2-135M-Instruct, whose prompts begin",
+        f"with an example of a call. A run of {run['max_steps']} steps of {len(first)} completions: the",
+        f"first completion of the first step (mean reward {means[0]:.2f}),",
+        f"and that of the last one ({means[1]:.2f}):",
+        "",
+    ]
+    for rows in (first, last):
+        row = rows[0]
+        question = {"role": "user", "content": row["prompt"][-1]["content"]}
+        lines += ["```text", f"step {row['step'] + 1}, reward {row['right_price']:g}"]
+        lines += [_turn(message) for message in [question, *row["completion"]]]
+        lines += ["```", ""]
+    lines += [
+        "The reward pays for the right look-up and for nothing after it. Written by",
+        "`scripts/record_runs.py transcript`",
+        "([`tool_transcript.json`](../benchmarks/results/tool_transcript.json)).",
+    ]
+    return "\n".join(lines)
+
+
+def _turn(message: dict[str, Any]) -> str:
+    """Return a message as one line: role, text, and tool calls as function calls."""
+    calls = []
+    for call in message.get("tool_calls") or []:
+        arguments = call["function"]["arguments"]
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        given = ", ".join(f"{key}={value!r}" for key, value in arguments.items() if value is not None)
+        calls.append(f"calls {call['function']['name']}({given})")
+    text = " ".join(str(message.get("content") or "").split())
+    return f"{message['role']:<10} " + "; ".join([*([text] if text else []), *calls])

@@ -74,6 +74,7 @@ def train_once(name: str, seed: int) -> dict[str, Any]:
 
     from groupwise import GRPOConfig, GRPOTrainer
 
+    started = conditions()  # of the sources that are imported; a run takes minutes
     with tempfile.TemporaryDirectory() as output:
         trainer = GRPOTrainer(
             model=str(smollm2.local_model()),
@@ -109,29 +110,26 @@ def train_once(name: str, seed: int) -> dict[str, Any]:
         "reward": [round(log["reward"], 4) for log in logs],
         "processor_seconds": round(seconds, 1),
         "accuracy": accuracy,
-        "conditions": conditions(),
+        "conditions": started,
     }
 
 
 def record_transcript(max_steps: int) -> None:
-    """Run the example and keep the completion with the highest reward of its first and of its last step."""
+    """Run the example and keep the completions of its first and of its last step."""
     import pandas
 
+    started = conditions()
     with tempfile.TemporaryDirectory() as output:
         command = [sys.executable, str(ROOT / "examples" / "tools.py"), "--output_dir", output]
-        done = subprocess.run(
-            [*command, "--max_steps", str(max_steps)], check=True, capture_output=True, text=True
-        )
+        subprocess.run([*command, "--max_steps", str(max_steps)], check=True, capture_output=True, text=True)
         tables = [
             pandas.read_parquet(path) for path in sorted((Path(output) / "completions").glob("*.parquet"))
         ]
     table = pandas.concat(tables)
-    found = {"max_steps": max_steps, "conditions": conditions(), "completions": []}
+    found = {"max_steps": max_steps, "conditions": started, "completions": []}
     for step in (int(table.step.min()), int(table.step.max())):
         rows = table[table.step == step]
-        print(rows.to_json(orient="records", indent=1))
         found["completions"].append(json.loads(rows.to_json(orient="records")))
-    print(done.stdout[-1500:])
     TRANSCRIPT.write_text(json.dumps(found, indent=1) + "\n")
 
 
