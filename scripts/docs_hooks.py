@@ -22,8 +22,9 @@ def on_page_content(content: str, **_: Any) -> str:
 
 
 def _with_breaks(found: re.Match[str]) -> str:
-    """Allow line breaks in code without spaces: after dots, slashes and brackets."""
-    return "<code>" + re.sub(r"(?<=\w)([./(\[]+)(?=[\w\"'\[{])", r"\1<wbr>", found[1]) + "</code>"
+    """Allow line breaks in code after dots, slashes and brackets, in long code also after =."""
+    marks = r"[./(\[]+" if len(found[1]) <= 30 else r"[./=(\[]+"
+    return "<code>" + re.sub(rf"(?<=\w)({marks})(?=[\w\"'\[{{])", r"\1<wbr>", found[1]) + "</code>"
 
 
 def _as_mathml(found: re.Match[str]) -> str:
