@@ -5,6 +5,7 @@ Files: ``cli/checks.py``, ``cli/report.py``, ``cli/trial.py``.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -75,6 +76,36 @@ def test_problems_are_reported(run_file, capfd, monkeypatch, changes, flags, mes
     assert main(["doctor", "--config", run_file(**changes), *flags]) == 1
     shown = " ".join(capfd.readouterr().out.split())
     assert message in shown and "fail" in shown
+
+
+def test_the_report_is_json_and_nothing_else_is_on_stdout(run_file, capfd):
+    flags = ["--json", "--no_model"]
+    assert (
+        main(["doctor", "--config", run_file(beta=0.0, ref_model_sync_steps=7, num_generations=3), *flags])
+        == 1
+    )
+    shown = json.loads(capfd.readouterr().out)
+    assert shown["failed"] is True and shown["first"] == shown["findings"][:1]
+    assert shown["first"][0]["status"] == "fail" and "num_generations 2 or 4" in shown["first"][0]["text"]
+    assert main(["doctor", "--config", run_file(rewards=["my_rewards:even"]), "--json"]) == 0
+    shown = json.loads(capfd.readouterr().out)
+    assert shown["failed"] is False and {one["subject"] for one in shown["findings"]} >= {
+        "settings",
+        "reward",
+    }
+
+
+def test_problems_come_before_warnings_in_what_to_change_first(capsys):
+    found = report.Report()
+    found.add([report.warn("a", "1"), report.ok("b", "2"), report.fail("c", "3"), report.warn("d", "4")])
+    found.add([report.fail("e", "5")])
+    assert found.close() == 1
+    end = capsys.readouterr().out.partition("Change first:\n")[2]
+    assert [line.split() for line in end.splitlines()] == [
+        ["fail", "c", "3"],
+        ["fail", "e", "5"],
+        ["warn", "a", "1"],
+    ]
 
 
 def test_settings_without_effect_are_a_warning(run_file, capfd):

@@ -6,6 +6,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -54,14 +55,22 @@ def run(arguments: Sequence[str]) -> int:
     if options.help:
         print(_parser().format_help())
         return 0
-    report = Report()
+    report = Report(as_json=options.json)
+    # With --json, stdout has the object alone: rewards and libraries may print.
+    with redirect_stdout(sys.stderr if options.json else sys.stdout):
+        _check_run(options, rest, report)
+    return report.close()
+
+
+def _check_run(options: argparse.Namespace, rest: Sequence[str], report: Report) -> None:
+    """Add the findings of all checks to ``report``; later checks need the results of earlier ones."""
     # Batch sizes are resolved for the number of processes of the run.
     processes = {"world_size": property(lambda self: options.num_processes)}
     try:
         settings, config = read_run(rest, "doctor", type("GRPOConfig", (GRPOConfig,), processes))
     except ConfigError as error:
         report.add([fail("settings", str(error))])
-        return report.close()
+        return
     shown = ", ".join(f"{name}={value}" for name, value in card_settings(config).items())
     report.add([ok("settings", f"every constraint holds: {shown}")])
     report.add(warn("settings", message) for message in warnings_of(config))
@@ -94,7 +103,6 @@ def run(arguments: Sequence[str]) -> int:
             report.attempt("trial", lambda: _trial(settings, config, rows, lengths or [], options, report))
         else:
             report.add([warn("trial", "skipped because of the problems above")])
-    return report.close()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -108,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("-h", "--help", action="store_true")
     add("--num_processes", type=int, default=1, help="number of processes of the run")
+    add("--json", action="store_true", help="print one JSON object: failed, findings, first")
     add("--no_model", action="store_true", help="skip the checks that need the model's weights")
     add("--num_prompts", type=int, default=2, help="number of prompts to sample completions for")
     add("--max_new_tokens", type=int, default=64, help="maximum tokens per sampled completion")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import textwrap
 from collections.abc import Callable, Iterable
@@ -31,15 +32,21 @@ _STATUS, _SUBJECT = 6, 15  # widths of the first two columns
 
 
 class Report:
-    """Collects findings and prints each at once, because some checks take minutes."""
+    """Collects findings and prints each at once, because some checks take minutes.
 
-    def __init__(self) -> None:
+    Args:
+        as_json: print one JSON object at the end instead.
+    """
+
+    def __init__(self, *, as_json: bool = False) -> None:
         self.findings: list[Finding] = []
+        self.as_json = as_json
 
     def add(self, findings: Iterable[Finding]) -> None:
         for finding in findings:
             self.findings.append(finding)
-            print(redact(table([finding])), flush=True)
+            if not self.as_json:
+                print(redact(table([finding])), flush=True)
 
     def attempt(self, subject: str, work: Callable[[], T]) -> T | None:
         """Return the result of ``work``; if it raises, add a finding and return None."""
@@ -58,10 +65,26 @@ class Report:
     def failed(self) -> bool:
         return any(finding.status == "fail" for finding in self.findings)
 
+    @property
+    def first(self) -> list[Finding]:
+        """The findings to act on first, at most three: problems, then warnings."""
+        urgent = [one for status in ("fail", "warn") for one in self.findings if one.status == status]
+        return urgent[:3]
+
     def close(self) -> int:
-        """Print the numbers of problems and warnings; return the exit code."""
-        print(summary(self.findings))
+        """Print the numbers of problems and warnings and what to change first; return the exit code."""
+        if self.as_json:
+            shown = {"failed": self.failed, "findings": _plain(self.findings), "first": _plain(self.first)}
+            print(json.dumps(shown, indent=2, ensure_ascii=False))
+        else:
+            print(summary(self.findings))
+            if self.first:
+                print("Change first:\n" + redact(table(self.first)))
         return int(self.failed)
+
+
+def _plain(findings: Iterable[Finding]) -> list[dict[str, str]]:
+    return [{**finding._asdict(), "text": redact(finding.text)} for finding in findings]
 
 
 def table(findings: Iterable[Finding], width: int | None = None) -> str:
