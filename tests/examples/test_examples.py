@@ -76,7 +76,7 @@ def test_an_example_runs(script, smollm2_path, tmp_path):
     done = run(*command, script, *arguments, directory=tmp_path)
     shown = done.stdout
     assert done.returncode == 0, shown[-2000:] + done.stderr[-4000:]
-    assert ("held-out accuracy" if script.name == "grpo_from_scratch.py" else "'train_runtime'") in shown
+    assert ("held-out accuracy" if script.name == "grpo_from_scratch.py" else "1 steps in ") in shown
     if script.name == LAUNCHED:
         assert "trained on 2 processes" in shown
     if script.name == "gsm8k.py":
@@ -84,8 +84,9 @@ def test_an_example_runs(script, smollm2_path, tmp_path):
         assert len(norms) == 3 and max(norms) > 0
         assert re.search(r"test accuracy: [\d.]+% before, [\d.]+% after 3 steps", shown)
     if script.name in CALLS:
-        frequencies = dict(re.findall(r"'tools/(\w+)_frequency': '?([\d.]+)", shown))
-        assert float(frequencies["call"]) > 0.5 and float(frequencies["failure"]) < 0.5
+        logs = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+        metrics = next(log for log in map(json.loads, logs) if "tools/call_frequency" in log)
+        assert metrics["tools/call_frequency"] > 0.5 and metrics["tools/failure_frequency"] < 0.5
 
 
 @pytest.mark.real_model
