@@ -117,6 +117,7 @@ CONTRACT = {
     "eval_pass_threshold": (float, 0.0),
     "eval_max_samples": (int, None),
     "eval_generation_kwargs": (dict, None),
+    "terminal_metrics": (list, None),
     "log_completions": (bool, False),
     "num_completions_to_print": (int, None),
     "log_unique_prompts": (bool, False),

@@ -40,7 +40,8 @@ def _write(directory: Path, **files: str) -> Path:
 
 
 def _names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
+    """Without the files of logged metrics, which every run writes."""
+    return sorted(path.name for path in directory.iterdir() if path.suffix != ".jsonl")
 
 
 def _run(directory: Path) -> RunDirectory:

@@ -336,7 +336,8 @@ def _run_to_the_end(output_dir: Path, weights: Path, *, resume: bool) -> dict[st
 
 
 def _names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
+    """Without the files of logged metrics, which every run writes."""
+    return sorted(path.name for path in directory.iterdir() if path.suffix != ".jsonl")
 
 
 def _contents(output_dir: Path) -> dict[str, set[str]]:

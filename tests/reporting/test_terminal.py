@@ -121,6 +121,13 @@ def test_lines_of_other_logs():
     assert summary_line({"mine": 1.23456, "text": "a"}, 3) == "step 3: mine 1.235"
 
 
+def test_the_last_log_of_training_has_a_line_and_the_time(make_args, capsys):
+    state = TrainerState(max_steps=4, global_step=4, is_world_process_zero=True)
+    LogLinesCallback().on_log(make_args(), state, TrainerControl(), {**LOGS, "train_runtime": 61.0})
+    _, line, end = capsys.readouterr().out.splitlines()
+    assert "0.531" in line and end == "4 steps in 1:01"
+
+
 def test_times_are_minutes_and_hours():
     assert [clock(seconds) for seconds in (0.4, 59.6, 3599, 3600)] == ["0:00", "1:00", "59:59", "1:00:00"]
 

@@ -222,15 +222,16 @@ class _LogLines(TrainerCallback):
     ) -> None:
         if not state.is_world_process_zero or not logs:
             return
-        file = sys.stdout
+        file, parts = sys.stdout, []
         if "reward" in logs:
             width = shutil.get_terminal_size((WIDTH, 24)).columns if file.isatty() else None
             encoding = getattr(file, "encoding", None) or "utf-8"
             parts = self.table.lines(
                 logs, state.global_step, self._to_go(state), width=width, encoding=encoding
             )
-        else:
-            parts = [(summary_line(logs, state.global_step, self.extra), "bold")]
+            parts.append(("\n", ""))
+        if "reward" not in logs or "train_runtime" in logs:  # the last log may have both
+            parts.append((summary_line(logs, state.global_step, self.extra), "bold"))
         with preserved_state():  # the first import of rich draws random numbers
             from rich.console import Console
             from rich.text import Text
