@@ -149,6 +149,14 @@ class Prompts:
         )
 
 
+def test_a_rank_keeps_the_columns_of_its_own_rows():
+    rewards_NF, columns = torch.arange(4.0)[:, None], {"seen": ["a", "b", "c", "d"]}
+    whole = RewardBatch(rewards_NF, torch.ones(1), 2, local=slice(0, 4), columns=columns)
+    part = whole.of_rank(slice(2, 4))
+    assert part.columns == {"seen": ["c", "d"]}
+    assert part.local_part().rewards_NF.flatten().tolist() == [2.0, 3.0]
+
+
 def fill(prompts, leftover, config, gather=list):
     """Run the loop of a step; returns what ``finish`` returns, and the batch."""
     batch = DynamicBatch(leftover, config, gather)
