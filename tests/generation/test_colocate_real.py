@@ -11,7 +11,7 @@ import logging
 import pytest
 import torch
 from datasets import Dataset
-from support.engine_runs import engine_greedy, greedy, sync
+from support.engine_runs import chat_prompts, engine_greedy, greedy, sync
 
 from groupwise import GRPOConfig, GRPOTrainer
 
@@ -51,10 +51,7 @@ def test_engine_and_trainer_agree_after_two_steps(smollm2_path, tmp_path):
     assert not torch.equal(before, run.model.model.layers[0].mlp.up_proj.weight)
     for line in run.state.log_history[:2]:
         assert line["sampling/sampling_logp_difference/mean"] < 1e-3
-    prompts = [
-        run.processing_class.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
-        for row in rows
-    ]
+    prompts = chat_prompts(run, rows)
     old = engine_greedy(run.backend, prompts)
     sync(run, run.model)
     new = engine_greedy(run.backend, prompts)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from support.engine_runs import engine_greedy, greedy, sync, trainer_logps
+from support.engine_runs import chat_prompts, engine_greedy, greedy, sync, trainer_logps
 from support.fakes.fake_vllm import GENERATE, FakeVLLM
 from support.runs import policy
 from support.workers.vllm_process import ServerProcess
@@ -210,12 +210,7 @@ def test_a_real_server_samples_with_the_adapter_of_every_step(smollm2_path, tmp_
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ServerAdapters, "push", lambda *given: sizes.append(push(*given)) or sizes[-1])
             run.train()
-            prompts = [
-                run.processing_class.apply_chat_template(
-                    row["prompt"], add_generation_prompt=True, return_dict=False
-                )
-                for row in rows
-            ]
+            prompts = chat_prompts(run, rows)
             sync(run, run.model)
         for line in run.state.log_history[:2]:
             assert line["sampling/sampling_logp_difference/max"] < 1e-3

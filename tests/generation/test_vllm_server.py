@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from support.fakes.fake_vllm import GENERATE, FakeVLLM
 from support.runs import policy, tokenizer
@@ -77,7 +78,8 @@ def test_weights_come_first_and_once_per_step(backend, fake):
     assert backend.generate([[3]])[0].versions == [5] * 4
 
 
-def test_weights_are_sent_under_checkpoint_names(backend, fake):
+def received_weights(fake) -> dict[str, torch.Tensor]:
+    """Return a dictionary that gets the tensors that are sent to the server later."""
     received = {}
     answer = fake.answer
 
@@ -87,6 +89,11 @@ def test_weights_are_sent_under_checkpoint_names(backend, fake):
         return answer(path, query, body)
 
     fake.answer = load
+    return received
+
+
+def test_weights_are_sent_under_checkpoint_names(backend, fake):
+    received = received_weights(fake)
     backend.sync_weights(WEIGHTS, step=0)
     expected = WEIGHTS.model.state_dict()
     assert received.keys() >= expected.keys() - {"lm_head.weight"}
@@ -95,15 +102,7 @@ def test_weights_are_sent_under_checkpoint_names(backend, fake):
 
 def test_a_server_in_half_precision_gets_half_the_bytes(backend, fake):
     fake.info["model_config"]["dtype"] = "torch.bfloat16"
-    received = {}
-    answer = fake.answer
-
-    def load(path, query, body):
-        if path == "/update_weights" and body["update_info"].get("path"):
-            received.update(load_file(body["update_info"]["path"]))
-        return answer(path, query, body)
-
-    fake.answer = load
+    received = received_weights(fake)
     backend.sync_weights(WEIGHTS, step=0)
     policy_weights = dict(WEIGHTS.full())
     matrices = [name for name, tensor in policy_weights.items() if tensor.dim() > 1]

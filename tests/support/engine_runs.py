@@ -71,6 +71,12 @@ def greedy(model: Any, prompts: list[list[int]], count: int, ends: frozenset[int
     return answers
 
 
+def chat_prompts(run: Any, rows: list[dict[str, Any]]) -> list[list[int]]:
+    """Return the token ids of the chats of ``rows``, as the trainer renders them."""
+    render = run.processing_class.apply_chat_template
+    return [render(row["prompt"], add_generation_prompt=True, return_dict=False) for row in rows]
+
+
 def engine_greedy(backend: Any, prompts: list[list[int]]) -> list[list[int]]:
     sampling = SamplingOptions(generation_kwargs={"temperature": 0.0})
     return [completion.token_ids for completion in backend.generate(prompts, sampling)]

@@ -1,4 +1,4 @@
-"""Confidence sequences: intervals of gains that stay valid when every evaluation of a run is looked at.
+"""Confidence sequences: intervals of gains for runs of which every evaluation is looked at.
 
 With one 95 % interval per evaluation, far more than 5 % of long runs have an interval without the true gain.
 Here look k = 1, 2, … uses the level α / (k (k + 1)). The levels add up to α: if each interval keeps its

@@ -173,7 +173,7 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-#: Ends of names of an evaluation's metrics that its line shows, in this order; numbers in "#" are any.
+#: Metrics of an evaluation that its line shows, in this order; any number may follow an "@".
 _EVALUATED = ("reward", "reward_std", "completions/mean_length", "pass@", "maj@", "avg@", "loss", "runtime")
 
 
