@@ -37,9 +37,8 @@ BUDGET = {
     "sandbox": 1050,
     "trl_hooks": 1690,
 }
-BESIDE_THE_TRAINER = ("cli", "recipes", "sandbox", "trl_hooks")
-#: Lines of the trainer and its rooms, and of all rooms.
-WITH_ITS_ROOMS, ALL = 26660, 31920
+#: Slack of the rooms together: lines that the budgets allow beyond those there are, in a hundred.
+SLACK = 1.0
 
 #: Share of comments: comments per 100 lines.
 COMMENTED = {
@@ -75,10 +74,9 @@ def test_a_room_keeps_its_budget(room: str) -> None:
     assert 0.95 * BUDGET[room] <= size <= BUDGET[room]
 
 
-def test_the_trainer_and_the_library_keep_their_budgets() -> None:
-    sizes = {room: sum(lines(name) for name in FILES if room_of(name) == room) for room in BUDGET}
-    assert sum(sizes.values()) <= ALL
-    assert sum(size for room, size in sizes.items() if room not in BESIDE_THE_TRAINER) <= WITH_ITS_ROOMS
+def test_the_budgets_together_leave_little_slack() -> None:
+    """The sum of the rooms is the budget of the library; no total is written down beside it."""
+    assert sum(BUDGET.values()) <= (1 + SLACK / 100) * sum(map(lines, FILES))
 
 
 def test_every_room_has_a_budget() -> None:
