@@ -17,7 +17,7 @@ FILES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PAC
 
 #: Lines of a room, blank lines and docstrings included. The last four stand beside the trainer.
 BUDGET = {
-    "top level": 1570,
+    "top level": 1580,
     "agents": 1780,
     "compat": 820,
     "config": 2080,
@@ -29,7 +29,7 @@ BUDGET = {
     "mixins": 1090,
     "policy": 3600,
     "records": 1020,
-    "reporting": 1600,
+    "reporting": 2060,
     "rewards": 1851,
     "tokenization": 1440,
     "cli": 1650,
