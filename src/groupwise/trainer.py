@@ -277,6 +277,9 @@ class GRPOTrainer(
             self, self.args.terminal_metrics or (), lambda: self.metrics[self._mode].timer.running
         )
         self.add_callback(reporting.MetricsFileCallback())
+        self.rollout_files = reporting.RolloutFiles(self) if self.args.save_rollouts else None
+        if self.rollout_files is not None:
+            self.add_callback(self.rollout_files)
         self.add_callback(MatmulOutputsCallback())
         if self.args.sync_ref_model:
             self.add_callback(SyncRefModelCallback(self.reference, self.args, self.accelerator))
@@ -395,6 +398,8 @@ class GRPOTrainer(
         rollouts, rewards, surplus = batch.finish()  # B completions of this rank, N rewards, whole groups
         self.leftover_groups = self.add_behavior_logps(surplus, sampler)  # before the policy changes
         self.backend.release()  # memory of a colocated engine goes to training
+        if self.rollout_files is not None:  # before training: a step that fails can be replayed
+            self.rollout_files.add_generation(rollouts, rewards)
         return self.make_experience(
             rollouts, rewards, self.args.per_device_train_batch_size, on_policy=on_policy
         )
@@ -491,6 +496,8 @@ class GRPOTrainer(
         window = self.add_missing_ref_logps(window)  # of a generation that is older than the reference
         entropy_masks = self.compute_entropy_masks(window)  # (B, T) each; all loss tokens by default
         weighed = self.set_token_weights(window, entropy_masks)  # w_it, from exact counts over all ranks
+        if self.rollout_files is not None:
+            weighed = self.rollout_files.add_window(weighed)  # numbers the rows
         # Rows without a gradient are dropped, the others are spread evenly over ranks and micro-batches.
         batches, stats = self.rebalance_micro_batches(weighed, self.logprob_computer.layout)
         prepare = self.logprob_computer.prepare  # packs the sequences, if the layout does
@@ -503,10 +510,11 @@ class GRPOTrainer(
         if self.liger_loss is not None:
             # Hidden states to the loss inside the head: log-probs (B, T) are never in memory.
             output, aux_loss = self.liger_loss(model, inputs, self.objective_settings)
+            logps_BT = None
         else:
             logprobs = self.compute_logprobs(model, inputs, with_entropy=True)  # (B, T), differentiable
             output = self.compute_policy_loss(inputs, logprobs)  # Σ w_it (ℓ_it + β KL_it), a scalar
-            aux_loss = logprobs.aux_loss
+            logps_BT, aux_loss = logprobs.logps_BT, logprobs.aux_loss
         output = self.add_aux_loss(output, aux_loss, inputs)  # of a mixture of experts
         self.check_gradient(output.loss, "compute_policy_loss or compute_logprobs")
         if model.training:
@@ -517,6 +525,8 @@ class GRPOTrainer(
         if model.training:
             # Weighted by its share of the window, so that a window counts once however it is split.
             metrics.record({"loss": Mean(output.loss.detach(), inputs.sequence_weight_B1.sum())})
+            if self.rollout_files is not None:
+                self.rollout_files.add_loss(inputs, logps_BT, output.loss)
             if output.bonus_entropy is not None:
                 self.window.entropy = self.window.entropy.merge(output.bonus_entropy)
         return (output.loss, output) if return_outputs else output.loss

@@ -123,6 +123,7 @@ CONTRACT = {
     "log_unique_prompts": (bool, False),
     "log_multimodal": (bool, True),
     "log_completions_hub_repo": (str, None),
+    "save_rollouts": (bool, False),
 }
 
 OLD_NAMES = {

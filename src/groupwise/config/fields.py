@@ -467,6 +467,8 @@ class GRPOFields(TrainingArguments):
     log_completions_hub_repo: Annotated[str | None, Setting(
         "Hub dataset that the completions are uploaded to.",
         requires=(on("log_completions"),), example="me/completions", changes="step")] = None
+    save_rollouts: Annotated[bool, Setting(
+        "Save every generation and step in output_dir/rollouts, for groupwise replay.")] = False
 
     # Old names
     use_transformers_paged: Annotated[bool | None, Setting(

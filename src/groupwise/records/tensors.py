@@ -246,6 +246,7 @@ class MicroBatch(Experience):
         of ranks, because gradients are averaged over ranks.
     entropy_weights_BT: weights of the entropy bonus, coefficient included; None without a bonus.
     correction_BX: sampler correction that was computed before, (B, 1) or (B, T); None: the loss computes it.
+    rows_B: positions of the rows in the window of all ranks, which ``save_rollouts`` keeps; None without it.
     packed: the same sequences without padding, if the layout prepared it; derived, never saved or moved.
     """
 
@@ -254,6 +255,7 @@ class MicroBatch(Experience):
     sequence_weight_B1: torch.Tensor = field(metadata=_ROW)
     entropy_weights_BT: torch.Tensor | None = field(default=None, metadata=_COMPLETION)
     correction_BX: torch.Tensor | None = field(default=None, metadata=_COMPLETION)
+    rows_B: torch.Tensor | None = field(default=None, metadata=_ROW)
     packed: PackedSequences | None = field(default=None, metadata={"saved": False})
 
     def __getitem__(self, key: object) -> Any:

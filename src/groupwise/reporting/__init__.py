@@ -3,10 +3,12 @@
 from groupwise.reporting.completions import report_completions
 from groupwise.reporting.metrics_file import MetricsFileCallback
 from groupwise.reporting.model_card import model_card, write_model_card
+from groupwise.reporting.rollout_files import RolloutFiles
 from groupwise.reporting.terminal import show_log_lines
 
 __all__ = [
     "MetricsFileCallback",
+    "RolloutFiles",
     "model_card",
     "report_completions",
     "show_log_lines",

@@ -64,8 +64,8 @@ def completion_rows(
         named = zip(reward_names, rewards_F, strict=False)
         row: CompletionRow = {
             "step": step,
-            "prompt": _plain(rollouts.prompts[i], keep_blocks=True),
-            "completion": _plain(rollouts.texts[i]),
+            "prompt": plain_text(rollouts.prompts[i], keep_blocks=True),
+            "completion": plain_text(rollouts.texts[i]),
             "rewards": {name: None if math.isnan(reward) else reward for name, reward in named},
             "advantage": advantages[i].mean().item(),
             "columns": {name: _cell(values[i]) for name, values in rewards.columns.items()},
@@ -80,7 +80,10 @@ def completion_rows(
     return rows
 
 
-def _plain(text: str | Sequence[Mapping[str, Any]], *, keep_blocks: bool = False) -> str | list[PlainMessage]:
+def plain_text(
+    text: str | Sequence[Mapping[str, Any]], *, keep_blocks: bool = False
+) -> str | list[PlainMessage]:
+    """Return a text unchanged, and chat messages as plain values, without images."""
     return text if isinstance(text, str) else [_plain_message(message, keep_blocks) for message in text]
 
 

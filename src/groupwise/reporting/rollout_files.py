@@ -1,0 +1,460 @@
+"""Generations and optimizer steps of a run as files in ``<output_dir>/rollouts``, for ``groupwise replay``.
+
+``docs/replay.md`` describes the format.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.metadata
+import io
+import json
+import logging
+import os
+import platform
+import re
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from groupwise.compat.transformers import attention_implementation, name_or_path
+from groupwise.config.grpo_config import GRPOConfig
+from groupwise.config.redact import masked, redact
+from groupwise.config.resolution import DerivedFloat, DerivedInt
+from groupwise.config.settings import default_of
+from groupwise.distributed import is_sharded
+from groupwise.errors import ConfigError
+from groupwise.random_state import get_state
+from groupwise.records import ImageInputs, MicroBatch, RewardBatch, RolloutBatch
+from groupwise.records.serialization import host_copy, load
+from groupwise.reporting.table import plain_text
+
+logger = logging.getLogger(__name__)
+
+#: Folder of the files in ``output_dir``, file of the run, and version of the format.
+FOLDER, HEADER, FORMAT = "rollouts", "run.json", 1
+#: ``step-000012.rank0.pt.gz``, ``generation-000012.0.rank0.pt.gz``: the optimizer step, counted from 1.
+_FILE = re.compile(r"(step|generation)-(\d+)(?:\.(\d+))?\.rank(\d+)\.pt(\.gz)?")
+#: Packages whose versions decide if a step can be repeated bit by bit.
+_PACKAGES = ("groupwise", "torch", "transformers", "accelerate", "peft")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Generation batch of one rank.
+
+    rollouts: completions, without dataset rows and texts.
+    rewards: rewards of all ranks.
+    rng: states of torch's generators when it was complete.
+    """
+
+    rollouts: RolloutBatch
+    rewards: RewardBatch
+    rng: list[Any]
+
+
+@dataclass(frozen=True)
+class ComputedRows:
+    """Forward pass of one micro-batch, in the order in which the run computed them.
+
+    rows: positions of the rows in the window of all ranks.
+    logps_BT: log-probs that the loss was computed from; None with Liger's loss.
+    loss: its part of the loss of the window.
+    """
+
+    rows: list[int]
+    logps_BT: torch.Tensor | None
+    loss: float
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Optimizer step of one rank.
+
+    step: number, counted from 1.
+    rank, world_size: of the run.
+    window: micro-batches as they were sampled, with token weights; ``rows_B`` are positions in the window.
+    computed: forward passes; rows without a gradient are in none.
+    gradient_norms: norm of each parameter's gradient, clipped; empty if ranks share the parameters.
+    settings: settings that may change during a run.
+    rng: states of torch's generators at the beginning of the step.
+    num_generations: generation batches that were sampled in the step; 0: it uses an earlier one.
+    truncation_unknown, corrects_for_sampler: see :class:`groupwise.core.objectives.ObjectiveSettings`.
+    """
+
+    step: int
+    rank: int
+    world_size: int
+    window: list[MicroBatch]
+    computed: list[ComputedRows]
+    gradient_norms: dict[str, float]
+    settings: dict[str, Any]
+    rng: list[Any]
+    num_generations: int
+    truncation_unknown: bool
+    corrects_for_sampler: bool
+
+
+class RolloutFiles(TrainerCallback):
+    """Write every generation before the policy is trained on it, and every completed optimizer step.
+
+    A resumed run deletes the files of the steps that it repeats; a new run renames the folder of an earlier
+    one. An error of the file system is logged as a warning, and the file is lost.
+
+    Args:
+        trainer: calls :meth:`add_generation`, :meth:`add_window` and :meth:`add_loss`.
+
+    Attributes:
+        num_generations: generation batches of the present step.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.folder = Path(str(trainer.args.output_dir), FOLDER)
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self.num_generations = 0
+        self._rng = get_state()[2]
+        self._window: list[MicroBatch] = []
+        self._computed: list[tuple[MicroBatch, torch.Tensor | None, torch.Tensor]] = []
+        self._gradient_norms: dict[str, float] = {}
+
+    # Called by the trainer, in this order.
+
+    def add_generation(self, rollouts: RolloutBatch, rewards: RewardBatch) -> None:
+        """Write a generation batch."""
+        images, digests = self._store_images(rollouts.images)
+        record = Generation(
+            replace(
+                rollouts,
+                rows=[{} for _ in rollouts.rows],
+                prompts=[plain_text(prompt, keep_blocks=True) for prompt in rollouts.prompts],
+                texts=[""] * len(rollouts),
+                extra={},
+                metrics={},
+                images=images,
+            ),
+            replace(rewards, columns={}, metrics={}),
+            get_state()[2],
+        )
+        step = self.trainer.state.global_step + 1
+        self._write("generation", step, {**vars(record), "images": digests}, part=self.num_generations)
+        self.num_generations += 1
+
+    def add_window(self, window: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Return the micro-batches of an accumulation window, with the positions of their rows in it."""
+        lengths = [len(batch) for batch in window]
+        start = self.trainer.args.process_index * sum(lengths)  # ranks have equally many rows
+        self._window = []
+        for batch in window:
+            ids = torch.arange(start, start + len(batch), device=batch.group_ids_B.device)
+            self._window.append(replace(batch, rows_B=ids))
+            start += len(batch)
+        return self._window
+
+    def add_loss(self, batch: MicroBatch, logps_BT: torch.Tensor | None, loss: torch.Tensor) -> None:
+        """Add a forward pass, which replaces an earlier one of its rows (after an out-of-memory error)."""
+        rows = _rows(batch)
+        self._computed = [entry for entry in self._computed if rows.isdisjoint(_rows(entry[0]))]
+        self._computed.append((batch, None if logps_BT is None else logps_BT.detach(), loss.detach()))
+
+    # Events of ``Trainer``.
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.is_world_process_zero:
+            try:
+                self._clear(state.global_step)
+                self.folder.mkdir(parents=True, exist_ok=True)
+                text = json.dumps(header(self.trainer), indent=1, default=str)
+                _replace(self.folder / HEADER, redact(text).encode())
+            except OSError as error:
+                logger.warning("rollouts are not saved: %s", error)
+        self.trainer.accelerator.wait_for_everyone()
+
+    def _clear(self, step: int) -> None:
+        if step == 0 and self.folder.exists():
+            ended = time.strftime("%Y%m%d-%H%M%S", time.localtime(self.folder.stat().st_mtime))
+            aside = self.folder.with_name(f"{FOLDER}-{ended}")
+            shutil.rmtree(aside, ignore_errors=True)  # of a run that began within the same second
+            os.replace(self.folder, aside)
+        for path in self.folder.glob("*.pt.gz"):
+            found = _FILE.fullmatch(path.name)
+            if found and int(found[2]) > step:
+                path.unlink()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._begin_step()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if not is_sharded(self.trainer.accelerator):
+            self._gradient_norms = gradient_norms(self.trainer.model)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        trainer = self.trainer
+        settings = trainer.objective_settings
+        record = StepRecord(
+            step=state.global_step,
+            rank=trainer.args.process_index,
+            world_size=trainer.args.world_size,
+            window=[replace(batch, images=_without_arrays(batch.images)) for batch in self._window],
+            computed=[
+                ComputedRows(
+                    [] if batch.rows_B is None else batch.rows_B.tolist(),
+                    None if logps_BT is None else logps_BT.float(),
+                    loss.item(),
+                )
+                for batch, logps_BT, loss in self._computed
+            ],
+            gradient_norms=self._gradient_norms,
+            settings=changeable(trainer.args),
+            rng=self._rng,
+            num_generations=self.num_generations,
+            truncation_unknown=settings.truncation_unknown,
+            corrects_for_sampler=settings.correction_mode is not None,
+        )
+        values = {**vars(record), "computed": [vars(rows) for rows in record.computed]}
+        self._write("step", state.global_step, values)
+        self._begin_step()
+
+    # Files.
+
+    def _write(self, kind: str, step: int, values: dict[str, Any], part: int | None = None) -> None:
+        path = self.folder / file_name(kind, step, self.trainer.args.process_index, part)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            content = io.BytesIO()
+            torch.save(host_copy(values, kind), content)
+            _replace(path, gzip.compress(content.getvalue(), 1))
+        except OSError as error:
+            logger.warning("%s was not written: %s", path, error)
+
+    def _store_images(
+        self, images: Sequence[ImageInputs] | None
+    ) -> tuple[list[ImageInputs] | None, list[str] | None]:
+        """Write images that no earlier generation had; return the rows without arrays, and their digests."""
+        if images is None:
+            return None, None
+        for row in {id(row): row for row in images}.values():
+            path = self.folder / "images" / f"{row.digest}.pt.gz"
+            if not row.digest or path.exists():
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            content = io.BytesIO()
+            torch.save(host_copy(dict(row.arrays)), content)
+            _replace(path, gzip.compress(content.getvalue(), 1))
+        return list(_without_arrays(images) or ()), [row.digest for row in images]
+
+
+def _without_arrays(images: Sequence[ImageInputs] | None) -> tuple[ImageInputs, ...] | None:
+    return None if images is None else tuple(ImageInputs({}, row.token_types) for row in images)
+
+
+def _rows(batch: MicroBatch) -> set[int]:
+    return set() if batch.rows_B is None else set(batch.rows_B.tolist())
+
+
+def file_name(kind: str, step: int, rank: int, part: int | None = None) -> str:
+    """Return the name of a file of :data:`FOLDER`."""
+    return f"{kind}-{step:06d}{'' if part is None else f'.{part}'}.rank{rank}.pt.gz"
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file atomically."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    partial.write_bytes(content)
+    os.replace(partial, path)
+
+
+def gradient_norms(model: nn.Module) -> dict[str, float]:
+    """Return the norm of the gradient of every parameter that has one."""
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    norms = [torch.linalg.vector_norm(gradient.float()) for gradient in found.values()]
+    return dict(zip(found, torch.stack(norms).tolist(), strict=True)) if norms else {}  # one transfer
+
+
+def changeable(args: GRPOConfig) -> dict[str, Any]:
+    """Return the settings that may change during a run, without credentials."""
+    names = [name for name, setting in args.SETTINGS.items() if setting.changes in ("step", "generation")]
+    return masked({name: _plain(getattr(args, name)) for name in names})
+
+
+def _plain(value: Any) -> Any:
+    """Return numbers that were derived from other settings as plain ones, and enums as their text."""
+    if isinstance(value, DerivedInt | DerivedFloat):
+        return int(value) if isinstance(value, int) else float(value)
+    return getattr(value, "value", value)
+
+
+def header(trainer: Any) -> dict[str, Any]:
+    """Return settings that differ from their defaults, versions and names of a run, without credentials."""
+    args, model = trainer.args, trainer.model
+    settings = {}
+    for field in fields(args):
+        value = getattr(args, field.name)
+        is_derived = isinstance(value, DerivedInt | DerivedFloat)  # derived again by another configuration
+        if field.init and not is_derived and value != default_of(args, field.name):
+            settings[field.name] = _plain(value)
+    adapters = getattr(model, "peft_config", None)
+    return {
+        "format": FORMAT,
+        "settings": masked(settings),
+        "versions": versions(),
+        "device": device(trainer.accelerator.device),
+        "model": name_or_path(model.config),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "attention": attention_implementation(model),
+        "adapter": None if not adapters else _plain_adapter(next(iter(adapters.values()))),
+        "trainer": f"{type(trainer).__module__}.{type(trainer).__qualname__}",
+        "reward_funcs": list(trainer.reward_func_names),
+        "rollout_func": trainer.rollout_func is not None,
+        "world_size": args.world_size,
+        "max_steps": trainer.state.max_steps,
+        "num_prompts": _length(trainer.train_dataset),
+    }
+
+
+def _plain_adapter(config: Any) -> dict[str, Any]:
+    values = {name: sorted(v) if isinstance(v, set) else v for name, v in config.to_dict().items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except TypeError:  # a stream
+        return None
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that compute a step."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def device(used: torch.device) -> dict[str, Any]:
+    """Return the kind of device; on a CPU also the number of threads and the instruction set."""
+    if used.type != "cpu":
+        return {"type": used.type}
+    return {
+        "type": "cpu",
+        "threads": torch.get_num_threads(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+class Recording:
+    """Rollouts of a run, as :class:`RolloutFiles` has written them.
+
+    Args:
+        folder: folder of the files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @cached_property
+    def header(self) -> dict[str, Any]:
+        """Content of ``run.json``.
+
+        Raises:
+            ConfigError: the folder has no rollouts, or those of another format.
+        """
+        try:
+            found: dict[str, Any] = json.loads((self.folder / HEADER).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{str(self.folder)!r} has no {HEADER}: the run was not trained with save_rollouts=True"
+            ) from None
+        except ValueError:
+            raise ConfigError(f"{str(self.folder / HEADER)!r} is not JSON") from None
+        if found.get("format") != FORMAT:
+            raise ConfigError(
+                f"{str(self.folder)!r} has rollouts of format {found.get('format')}, and this version of "
+                f"groupwise reads format {FORMAT}; replay them with the version that wrote them: "
+                f"{found.get('versions', {}).get('groupwise')}"
+            )
+        return found
+
+    @property
+    def is_bundle(self) -> bool:
+        """True if it has one step alone, without checkpoints beside it."""
+        return bool(self.header.get("bundle"))
+
+    @property
+    def last_step(self) -> int:
+        """Last optimizer step with a complete record."""
+        if not self.steps:
+            raise ConfigError(f"{str(self.folder)!r} has no complete step; name the step")
+        return self.steps[-1]
+
+    @property
+    def steps(self) -> list[int]:
+        """Optimizer steps with a complete record."""
+        found = [_FILE.fullmatch(path.name) for path in self.folder.iterdir()]
+        return sorted({int(match[2]) for match in found if match and match[1] == "step"})
+
+    def step(self, step: int, rank: int = 0) -> StepRecord:
+        """Read an optimizer step."""
+        values = self._read(file_name("step", step, rank))
+        return StepRecord(**{**values, "computed": [ComputedRows(**rows) for rows in values["computed"]]})
+
+    def generation(self, step: int, part: int, rank: int = 0) -> Generation:
+        """Read generation batch ``part`` of an optimizer step."""
+        values = self._read(file_name("generation", step, rank, part))
+        digests, rollouts = values.pop("images"), values["rollouts"]
+        if digests is not None:
+            known = {digest: self._image(digest) for digest in set(digests)}
+            images = [
+                replace(row, arrays=known[digest])
+                for row, digest in zip(rollouts.images, digests, strict=True)
+            ]
+            values["rollouts"] = replace(rollouts, images=images)
+        return Generation(**values)
+
+    def _image(self, digest: str) -> dict[str, torch.Tensor]:
+        return self._read(f"images/{digest}.pt.gz") if digest else {}
+
+    def _read(self, name: str) -> Any:
+        path = self.folder / name
+        plain = path.with_suffix("")  # of a bundle, which compresses its files itself
+        if plain.exists():
+            return load(str(plain))
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{str(path)!r} does not exist; recorded steps: {_ranges(self.steps)}"
+            ) from None
+        return load(io.BytesIO(gzip.decompress(content)))
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """Return ``"1-3, 7"`` for [1, 2, 3, 7]."""
+    parts: list[list[int]] = []
+    for step in steps:
+        if parts and parts[-1][1] == step - 1:
+            parts[-1][1] = step
+        else:
+            parts.append([step, step])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts) or "none"

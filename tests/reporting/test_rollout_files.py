@@ -1,0 +1,172 @@
+"""Files of saved rollouts: what they contain, and which of an earlier run remain."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.runs import chats, trainer
+
+from groupwise import GRPOTrainer
+from groupwise.records import ImageInputs, LogprobOutput
+from groupwise.reporting.rollout_files import FOLDER, Recording, file_name, gradient_norms
+
+
+def saved(directory: Path, **settings: Any) -> tuple[GRPOTrainer, Recording]:
+    run = trainer(directory, save_rollouts=True, **settings)
+    run.train()
+    return run, Recording(directory / FOLDER)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in (directory / FOLDER).iterdir())
+
+
+def test_a_run_leaves_a_generation_and_a_step_for_every_update(tmp_path):
+    run, recording = saved(tmp_path, num_iterations=2, max_steps=3, train_dataset=chats())
+    assert names(tmp_path) == [
+        "generation-000001.0.rank0.pt.gz",
+        "generation-000003.0.rank0.pt.gz",
+        "run.json",
+        *(file_name("step", step, 0) for step in (1, 2, 3)),
+    ]
+    assert recording.steps == [1, 2, 3] and recording.last_step == 3
+    record, generation = recording.step(1), recording.generation(1, 0)
+    assert [recording.step(step).num_generations for step in (1, 2, 3)] == [1, 0, 1]
+    (batch,) = record.window
+    completions = [completion.token_ids for completion in generation.rollouts.completions]
+    widths = batch.completion_mask_BT.sum(-1).tolist()
+    kept = [row[:width] for row, width in zip(batch.completion_ids_BT.tolist(), widths, strict=True)]
+    assert kept == completions and batch.rows_B.tolist() == [0, 1, 2, 3]
+    # The reward counts even tokens.
+    expected = [float(sum(token % 2 == 0 for token in ids)) for ids in completions]
+    assert generation.rewards.rewards_NF.flatten().tolist() == expected
+    assert generation.rollouts.prompts[0] == [
+        {"role": "user", "content": generation.rollouts.prompts[0][0]["content"]}
+    ]
+    assert generation.rollouts.rows == [{}] * 4 and generation.rollouts.texts == [""] * 4
+    losses = [log["loss"] for log in run.state.log_history if "loss" in log]
+    assert [sum(part.loss for part in recording.step(n).computed) for n in (1, 2, 3)] == pytest.approx(losses)
+
+
+def test_log_probs_and_gradient_norms_are_those_of_the_update(tmp_path):
+    seen: list[LogprobOutput] = []
+
+    class Seen(GRPOTrainer):
+        def compute_logprobs(self, model: Any, batch: Any, *, with_entropy: bool = False) -> LogprobOutput:
+            found = super().compute_logprobs(model, batch, with_entropy=with_entropy)
+            if torch.is_grad_enabled():
+                seen.append(found)
+            return found
+
+    run, recording = saved(tmp_path, kind=Seen, max_steps=1, max_grad_norm=1e-3)
+    record = recording.step(1)
+    assert len(record.computed) == len(seen) == 1
+    assert torch.equal(record.computed[0].logps_BT, seen[0].logps_BT)
+    assert set(record.gradient_norms) == {name for name, _ in run.model.named_parameters()}
+    # Clipped to the limit: the norm over all parameters is that of max_grad_norm.
+    assert sum(norm**2 for norm in record.gradient_norms.values()) ** 0.5 == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_nothing_is_saved_unless_asked_for(tmp_path):
+    run = trainer(tmp_path, max_steps=1)
+    run.train()
+    assert run.rollout_files is None and not (tmp_path / FOLDER).exists()
+
+
+def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 1, "save_rollouts": True}
+    trainer(tmp_path, max_steps=3, **settings).train()
+    before = (tmp_path / FOLDER / file_name("step", 1, 0)).read_bytes()
+    again = trainer(tmp_path, max_steps=2, **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert Recording(tmp_path / FOLDER).steps == [1, 2]
+    assert "generation-000003.0.rank0.pt.gz" not in names(tmp_path)
+    assert (tmp_path / FOLDER / file_name("step", 1, 0)).read_bytes() == before
+
+
+def test_a_new_run_renames_the_folder_of_an_earlier_one(tmp_path):
+    saved(tmp_path, max_steps=2)
+    _, recording = saved(tmp_path, max_steps=1)
+    assert recording.steps == [1]
+    (earlier,) = tmp_path.glob(f"{FOLDER}-*")
+    assert Recording(earlier).steps == [1, 2]
+
+
+def test_a_generation_is_written_before_the_step_that_fails(tmp_path):
+    class Fails(GRPOTrainer):
+        def compute_policy_loss(self, batch: Any, logprobs: Any) -> Any:
+            raise ArithmeticError("planted")
+
+    run = trainer(tmp_path, kind=Fails, save_rollouts=True)
+    with pytest.raises(ArithmeticError):
+        run.train()
+    assert names(tmp_path) == ["generation-000001.0.rank0.pt.gz", "run.json"]
+    assert Recording(tmp_path / FOLDER).steps == []
+
+
+def test_rows_that_are_computed_again_count_once(tmp_path):
+    run, recording = saved(tmp_path, max_steps=1)
+    files, (batch,) = run.rollout_files, recording.step(1).window
+    logps_BT = torch.zeros_like(batch.token_weights_BT)
+    one, two = batch.select([0, 1]), batch.select([2, 3])
+    for part in (one, two, one, batch):  # after an out-of-memory error the window begins again
+        files.add_loss(part, logps_BT[: len(part)], torch.tensor(1.0))
+        assert len({row for rows, *_ in files._computed for row in rows.rows_B.tolist()}) == sum(
+            len(entry[0]) for entry in files._computed
+        )
+    assert [len(entry[0]) for entry in files._computed] == [4]
+
+
+def test_images_are_stored_once_by_digest(tmp_path):
+    run, recording = saved(tmp_path, max_steps=1)
+    generation = recording.generation(1, 0)
+    pixels = [torch.full((1, 3), float(n)) for n in (1, 2)]
+    images = [ImageInputs({"pixels": pixels[n]}, {"types": [1, 0]}) for n in (0, 0, 1)] + [ImageInputs()]
+    rollouts = generation.rollouts
+    for _ in range(2):
+        run.rollout_files.num_generations = 0
+        run.state.global_step = 6
+        run.rollout_files.add_generation(
+            type(rollouts)(**{**vars(rollouts), "images": images}), generation.rewards
+        )
+    stored = sorted((tmp_path / FOLDER / "images").iterdir())
+    assert [path.name for path in stored] == sorted({f"{image.digest}.pt.gz" for image in images[1:3]})
+    found = recording.generation(7, 0).rollouts.images
+    assert [image.digest for image in found] == [image.digest for image in images]
+    assert found[0].token_types == {"types": [1, 0]} and found[3].arrays == {}
+
+
+def test_the_header_has_no_secret(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "planted-key-of-wandb")
+    token = "hf_planted000000000000000000hubtoken"
+    kwargs = {"note": "planted-key-of-wandb", "token": token}
+    saved(tmp_path, max_steps=1, hub_token=token, chat_template_kwargs=kwargs)
+    text = (tmp_path / FOLDER / "run.json").read_text()
+    assert "planted" not in text.replace(str(tmp_path), "") and "<WANDB_API_KEY>" in text
+    header = json.loads(text)
+    assert header["settings"]["learning_rate"] == 1e-2 and "steps_per_generation" not in header["settings"]
+    assert header["versions"]["torch"] == torch.__version__ and header["max_steps"] == 1
+    assert header["reward_funcs"] == ["count_reward"] and header["num_prompts"] == 8
+    files = b"".join(path.read_bytes() for path in (tmp_path / FOLDER).glob("*.gz"))
+    assert token.encode() not in files
+
+
+def test_gradient_norms_of_parameters_without_a_gradient_are_left_out():
+    layer = torch.nn.Linear(2, 1)
+    assert gradient_norms(layer) == {}
+    layer.weight.grad = torch.tensor([[3.0, 4.0]])
+    assert gradient_norms(layer) == {"weight": 5.0}
+
+
+def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch, caplog):
+    def fails(path: Path, content: bytes) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("groupwise.reporting.rollout_files._replace", fails)
+    run, _ = saved(tmp_path, max_steps=1)
+    assert run.state.global_step == 1
+    assert any("was not written: no space left" in record.getMessage() for record in caplog.records)
