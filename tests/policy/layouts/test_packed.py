@@ -270,3 +270,24 @@ def test_the_first_use_check_keeps_a_correct_layout_and_the_random_state():
     assert computer.layout == "shared_prefix" and model.training
     assert torch.equal(state, torch.get_rng_state())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_gradients_do_not_depend_on_the_order_of_threads():
+    """Two threads add the gradients of 64 completions to the last token of their prompt."""
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**{**SIZES, "hidden_size": 512, "head_dim": 128, "num_hidden_layers": 1})
+    ).train()
+    batch = completions([(4, (3,) * 64)])
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        gradients = []
+        for _ in range(20):
+            model.zero_grad()
+            output = packed(shared=True)(model, batch, LogprobHead(), with_entropy=True)
+            weights = torch.arange(1.0, output.logps_BT.numel() + 1).sin().view_as(output.logps_BT)
+            (output.logps_BT * weights + output.entropy_BT).sum().backward()
+            gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(gradients[0], gradient) for gradient in gradients[1:])

@@ -25,6 +25,7 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -82,7 +83,7 @@ def forward_logprobs(
 
     Args:
         model: the causal LM, wrapped or not.
-        inputs: arguments of its forward.
+        inputs: arguments of its forward. An index of positions (K,) may repeat some, for a batch of one row.
         targets_BK: the token predicted at each kept position, int64.
         temperature: divisor of the logits.
         with_aux_loss: also return the balancing loss of a mixture-of-experts model.
@@ -93,10 +94,20 @@ def forward_logprobs(
         None unless requested.
     """
     if head.name == "dense":
+        # The model selects: on several CPU threads, gradients at a repeated position vary in the last bit.
         output = model(**_arguments(inputs, with_aux_loss))
         logps, entropy = logps_from_logits(output.logits, targets_BK, temperature, with_entropy, kept)
         return logps, entropy, output.aux_loss if with_aux_loss else None
-    compute = logprob_computation(HEADS[head.name], targets_BK, temperature, with_entropy, kept)
+    positions_K = inputs.get("logits_to_keep")
+    if isinstance(positions_K, torch.Tensor):
+        # The head selects. The backward of the model's own indexing sums the gradients of a repeated position
+        # (a shared prompt's last token) in the order in which threads of a CPU reach them.
+        inputs = {**inputs, "logits_to_keep": 0}  # all S positions, without a copy
+    else:
+        positions_K = None
+    compute = logprob_computation(
+        HEADS[head.name], targets_BK, temperature, with_entropy, kept, positions_K=positions_K
+    )
     outputs, aux_loss = forward_at_head(model, inputs, head, compute, with_aux_loss=with_aux_loss)
     return cast(torch.Tensor, outputs[0]), outputs[1], aux_loss
 
@@ -225,6 +236,8 @@ def logprob_computation(
     temperature: float = 1.0,
     with_entropy: bool = True,
     kept: SamplingMask | None = None,
+    *,
+    positions_K: torch.Tensor | None = None,
 ) -> HeadComputation:
     """Return the computation of log-probs of ``targets_BK`` (and entropies), for :func:`compute_at_head`.
 
@@ -234,9 +247,14 @@ def logprob_computation(
             tokens of a sequence the model is called with ``logits_to_keep=T + 1``, and the last column is a
             dummy.
         kept: one entry per target in row-major order; None: all tokens.
+        positions_K: positions of the one row to compute at, repeated where targets share one; None: all that
+            the head receives.
     """
 
     def compute(hidden_BKH: torch.Tensor, live: HeadWeights) -> Outputs:
+        if positions_K is not None:
+            # (1, S, H) to (1, K, H); the backward of an embedding sums in a fixed order.
+            hidden_BKH = F.embedding(positions_K, hidden_BKH[0]).unsqueeze(0)
         given, wanted = tuple(hidden_BKH.shape[:-1]), tuple(targets_BK.shape)
         assert given == wanted, f"the head received positions {given} for targets {wanted}"
         rows = hidden_BKH.flatten(0, -2), live, targets_BK.flatten(), temperature
@@ -249,10 +267,13 @@ def logprob_computation(
 def _carrier(outputs: Outputs, shape: torch.Size) -> torch.Tensor:
     """Build the head's output (B, K, n + 1): one column of zeros per output that carries its gradient.
 
+    ``shape`` is (B, K) of scalar outputs.
+
     A scale followed by a softcap maps zero to zero with slope `scale`: the model's processing of its logits
     loses no digit of the outputs, and a division inverts it. The constant column measures the transform.
     """
-    zeros = [_ZeroWithGradient.apply(value).expand(shape) for value in outputs if value is not None]
+    zeros = [_ZeroWithGradient.apply(value) for value in outputs if value is not None]
+    zeros = [column if column.dim() else column.expand(shape) for column in zeros]
     return torch.stack([*zeros, torch.full_like(zeros[0], _PROBE)], dim=-1)
 
 
