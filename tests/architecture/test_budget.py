@@ -27,7 +27,7 @@ BUDGET = {
     "generation": 4065,
     "hf": 1520,
     "mixins": 1090,
-    "policy": 3600,
+    "policy": 3620,
     "records": 1020,
     "reporting": 2060,
     "rewards": 1851,
