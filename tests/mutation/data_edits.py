@@ -103,7 +103,7 @@ DATA = [
         ("batch.completion_mask_BT.sum(-1))  #", "batch.loss_mask_BT.sum(-1))  #"),
         ("if budget.fixed:  # the loss", "if False:  # the loss"),
         ("_window_stats(own.shape, len(batch), whole", "_window_stats(own.shape, 0, whole"),
-        ("    batch = _with_fields(batch, rows.fields)\n", ""),
+        ("batch.with_fields(rows.fields)", "batch"),
         (
             "enumerate(sorted(row for part in parts for row in part))",
             "enumerate(row for part in parts for row in part)",
@@ -124,7 +124,6 @@ DATA = [
         ("row - held[rank].start for row", "row for row"),
         ("if any(row not in held[receiver]", "if any(True"),
         ("batch.select(local[rank]) if local[rank] else None", "None"),
-        ("axes(batch)[name].fill", "0.0"),
         ("rows=total / world_size", "rows=total"),
         ("(total - num_computed) / world_size", "num_computed / world_size"),
         ('input_tokens(range(total), "packed") / world_size', 'input_tokens(own, "packed")'),
@@ -169,6 +168,10 @@ DATA = [
             "all_to_all_single(received_sizes, sent_sizes.flip(0))",
             EXCHANGE,
         ),
+    ),
+    *edits_of(
+        "records/tensors.py",
+        ("ids_BT.shape, axis.fill", "ids_BT.shape, 0.0", REBALANCING),
     ),
     *edits_of(
         "records/serialization.py",

@@ -33,7 +33,7 @@ from groupwise.core.metrics import Mean, Metrics, Scalar
 from groupwise.core.partition import balanced_parts
 from groupwise.data.budget import MicroBatchBudget
 from groupwise.policy.layouts.packed import Shape, shape_of
-from groupwise.records import MicroBatch, TokenBatch, axes
+from groupwise.records import MicroBatch, TokenBatch
 
 #: Row indices of every micro-batch: ``plan[rank][micro_batch]``.
 Plan = list[list[list[int]]]
@@ -176,7 +176,7 @@ def rebalance(
     rows = WindowRows.concatenate(gather([own]))  # N rows of all ranks: lengths alone
     planned = plan(rows, layout, budget, len(window))
     mine = planned[budget.rank]
-    batch = _with_fields(batch, rows.fields)
+    batch = batch.with_fields(rows.fields)  # log-probs of a separate sampler, which only other ranks have
     received = exchange(batch, rows, planned, budget.rank, all_to_all)
     # Without rows, a rank computes its shortest one with weight zero: every rank runs as many forwards.
     shortest = min(range(len(batch)), key=lambda row: own.shape.group_tokens([row]))
@@ -234,16 +234,6 @@ def materialize(
         rows.select([index[row] for row in part]) if part and rows is not None else make_filler()
         for part in parts
     ]
-
-
-def _with_fields(batch: MicroBatch, names: frozenset[str]) -> MicroBatch:
-    """Add fields that only other ranks have, with their fill value: log-probs of a separate sampler."""
-    like = batch.completion_ids_BT  # (B, T), as all of them
-    filled: dict[str, Any] = {
-        name: torch.full(like.shape, axes(batch)[name].fill, dtype=torch.float32, device=like.device)
-        for name in names - batch.tensors().keys()
-    }
-    return replace(batch, **filled)
 
 
 def _window_stats(

@@ -33,7 +33,6 @@ from groupwise.records.tensors import (
     PackedSequences,
     TokenBatch,
     align_advantages,
-    axes,
 )
 
 __all__ = [
@@ -57,6 +56,5 @@ __all__ = [
     "SamplingOptions",
     "TokenBatch",
     "align_advantages",
-    "axes",
     "copied",
 ]

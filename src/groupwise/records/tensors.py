@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -26,25 +26,26 @@ _TRL = (
 
 @dataclass(frozen=True)
 class _Axis:
-    """Padding of a tensor field along its second axis.
+    """Second axis of a field with one entry per row.
 
-    side: "prompt" fields are padded on the left, "completion" fields on the right; "row" fields have one
-        value per row and are never padded.
-    fill: value of padding, and of every element where one of several concatenated batches lacks the field.
+    side: "prompt" tensors are padded on the left, "completion" tensors on the right; "row" tensors have one
+        value per row and are never padded; "list" fields are tuples.
+    fill: value of padding, and of every element of a field that one of several concatenated batches lacks.
     """
 
     side: str
-    fill: float = 0
+    fill: Any = 0
 
 
 _PROMPT = {"axis": _Axis("prompt")}
 _COMPLETION = {"axis": _Axis("completion")}
 _COMPLETION_NAN = {"axis": _Axis("completion", fill=math.nan)}
 _ROW = {"axis": _Axis("row")}
+_LIST = {"axis": _Axis("list", fill=None)}
 
 
-def axes(record: Any) -> dict[str, _Axis]:
-    """Return the axis metadata of the tensor fields of a record or record class, by field name."""
+def _axes(record: Any) -> dict[str, _Axis]:
+    """Return the axis metadata of the fields with one entry per row, of a record or record class, by name."""
     return {f.name: f.metadata["axis"] for f in fields(record) if "axis" in f.metadata}
 
 
@@ -82,15 +83,19 @@ class TokenBatch:
     old_logps_BT: torch.Tensor = field(metadata=_COMPLETION_NAN)
     sampler_logps_BT: torch.Tensor | None = field(default=None, metadata=_COMPLETION_NAN)
     sampler: SamplerSettings = field(default_factory=SamplerSettings)
-    images: tuple[ImageInputs, ...] | None = None
-    sampling_mask: tuple[SamplingMask | None, ...] | None = None
+    images: tuple[ImageInputs, ...] | None = field(default=None, metadata=_LIST)
+    sampling_mask: tuple[SamplingMask | None, ...] | None = field(default=None, metadata=_LIST)
 
     def __len__(self) -> int:
         return self.completion_ids_BT.shape[0]
 
+    def row_fields(self) -> dict[str, Any]:
+        """Return the fields with one entry per row that are not None, by name."""
+        return {name: value for name in _axes(self) if (value := getattr(self, name)) is not None}
+
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensor fields that are not None, by name."""
-        return {name: value for name in axes(self) if (value := getattr(self, name)) is not None}
+        """Return the tensors that are not None, by name."""
+        return {n: value for n, value in self.row_fields().items() if isinstance(value, torch.Tensor)}
 
     def num_tokens(self) -> int:
         """Return the number of input tokens of the padded layout, padding included."""
@@ -109,12 +114,25 @@ class TokenBatch:
     def select(self, rows: Sequence[int]) -> Self:
         """Select rows, without all-padding columns."""
         index = torch.tensor(list(rows), device=self.completion_ids_BT.device)
-        part: dict[str, Any] = {name: tensor[index] for name, tensor in self.tensors().items()}
-        if self.images is not None:
-            part["images"] = tuple(self.images[row] for row in rows)
-        if self.sampling_mask is not None:
-            part["sampling_mask"] = tuple(self.sampling_mask[row] for row in rows)
-        return self._replace(**part).trimmed()
+        part: dict[str, Any] = {
+            name: value[index] if isinstance(value, torch.Tensor) else tuple(value[row] for row in rows)
+            for name, value in self.row_fields().items()
+        }
+        masks = part["prompt_mask_BL"], part["completion_mask_BT"]
+        longest_prompt, longest = (max(int(mask_BX.sum(-1).max()), 1) for mask_BX in masks)
+        return self._replace(**part).shortened(longest_prompt, longest)
+
+    def with_fields(self, names: Collection[str]) -> Self:
+        """Set those of these fields that are None to their fill value."""
+        filled: dict[str, Any] = {}
+        for name in set(names) - self.row_fields().keys():
+            axis, ids_BT = _axes(self)[name], self.completion_ids_BT
+            filled[name] = (
+                (axis.fill,) * len(self)
+                if axis.side == "list"
+                else torch.full(ids_BT.shape, axis.fill, dtype=torch.float32, device=ids_BT.device)  # (B, T)
+            )
+        return self._replace(**filled)
 
     @classmethod
     def concatenate(cls, batches: Sequence[Self]) -> Self:
@@ -123,34 +141,22 @@ class TokenBatch:
         A field that some batches lack gets its fill value there (sampling mask: the whole vocabulary);
         advantages per sequence are expanded to tokens beside token-wise ones.
         """
+        names = {name for batch in batches for name in batch.row_fields()}
+        batches = [batch.with_fields(names) for batch in batches]
         joined: dict[str, Any] = {}
-        for name, axis in axes(cls).items():
-            parts = [getattr(batch, name) for batch in batches]
-            if all(part is None for part in parts):
-                continue
-            parts = [
-                _filled_like(batch, axis) if p is None else p for p, batch in zip(parts, batches, strict=True)
-            ]
-            joined[name] = torch.cat(_padded_to_common_width(parts, batches, axis))
-        if batches[0].images is not None:
-            joined["images"] = tuple(row for batch in batches for row in batch.images or ())
-        if any(batch.sampling_mask is not None for batch in batches):
-            joined["sampling_mask"] = tuple(
-                row for batch in batches for row in batch.sampling_mask or (None,) * len(batch)
-            )
+        for name in names:
+            parts, axis = [getattr(batch, name) for batch in batches], _axes(cls)[name]
+            if axis.side == "list":
+                joined[name] = tuple(entry for part in parts for entry in part)
+            else:
+                joined[name] = torch.cat(_padded_to_common_width(parts, batches, axis))
         return batches[0]._replace(**joined)
-
-    def trimmed(self) -> Self:
-        """Drop leading prompt columns and trailing completion columns in which every row is padding."""
-        prompt_width = max(int(self.prompt_mask_BL.sum(-1).max()), 1)
-        width = max(int(self.completion_mask_BT.sum(-1).max()), 1)
-        return self.shortened(prompt_width, width)
 
     def shortened(self, prompt_tokens: int, completion_tokens: int) -> Self:
         """Keep the last columns of the prompts and the first columns of the completions."""
         part: dict[str, Any] = {}
         for name, tensor in self.tensors().items():
-            side = axes(self)[name].side
+            side = _axes(self)[name].side
             if side == "prompt":
                 part[name] = tensor[:, -prompt_tokens:]
             elif side == "completion":
@@ -163,11 +169,6 @@ class TokenBatch:
 
     def _replace(self, **changes: Any) -> Self:
         return replace(self, **changes)
-
-
-def _filled_like(batch: TokenBatch, axis: _Axis) -> torch.Tensor:
-    like = batch.completion_ids_BT
-    return torch.full(like.shape, axis.fill, dtype=torch.float32, device=like.device)
 
 
 def _padded_to_common_width(
