@@ -45,6 +45,9 @@ from groupwise.tokenization.text import ProcessingClass, message_text, text_toke
 
 logger = logging.getLogger(__name__)
 
+#: ``GenerationBackend.generate``, or a function with its signature.
+Generate = Callable[[Sequence[Sequence[int]], SamplingOptions], list[Completion]]
+
 #: Minimum time in seconds that rollouts which are ready wait for slower ones, so that one generate call
 #: serves both.
 MIN_WAIT = 1.0
@@ -96,12 +99,14 @@ class MultiTurnRollouts:
         rows: list[dict[str, Any]],
         backend: GenerationBackend,
         generation_kwargs: Mapping[str, Any] | None = None,
+        generate: Generate | None = None,
     ) -> RolloutBatch:
         """Run one rollout for each row; failed ones are repeated ``max_retries`` times and then dropped.
 
         Args:
             rows: dataset rows; rows of one group are adjacent.
             generation_kwargs: sampler settings in place of the run's, as in ``SamplingOptions``.
+            generate: samples the turns; None: ``backend.generate``.
 
         Returns:
             Completions of all turns, with ``loss_mask`` 0 on tokens that were not sampled; the columns of the
@@ -115,7 +120,8 @@ class MultiTurnRollouts:
         limit = min(limits, default=None)
         self.loop.begin_batch(rows)
         rollouts = [Rollout(index, row, limit) for index, row in enumerate(rows)]
-        self._run(rollouts, backend, generation_kwargs or {})
+        sample = partial(self._sample, backend, generate or backend.generate, generation_kwargs or {})
+        self._run(rollouts, sample)
         num_repeated = 0
         for _ in range(self.max_retries or 0):
             failed = [rollout.index for rollout in rollouts if rollout.error is not None]
@@ -123,13 +129,13 @@ class MultiTurnRollouts:
                 break
             num_repeated += len(failed)
             repeated = [Rollout(index, rows[index], limit) for index in failed]
-            self._run(repeated, backend, generation_kwargs or {})
+            self._run(repeated, sample)
             for rollout in repeated:
                 rollouts[rollout.index] = rollout
         return self._make_batch(rollouts, backend, num_repeated)
 
     def _run(
-        self, rollouts: list[Rollout], backend: GenerationBackend, generation_kwargs: Mapping[str, Any]
+        self, rollouts: list[Rollout], sample: Callable[[Sequence[Rollout]], list[ChatResponse]]
     ) -> None:
         """Alternate between generate calls and the steps of the rollouts until all have ended, on all ranks.
 
@@ -144,7 +150,7 @@ class MultiTurnRollouts:
             ready = self._advance(values, waiting, MIN_WAIT)
             while self.any_rank(bool(ready)):
                 started = time.monotonic()
-                values = zip(ready, self._sample(ready, backend, generation_kwargs), strict=True)
+                values = zip(ready, sample(ready), strict=True)
                 # A rollout that misses a batch costs one more generate call: waiting that long costs no more.
                 ready = self._advance(values, waiting, max(MIN_WAIT, time.monotonic() - started))
         finally:
@@ -300,7 +306,11 @@ class MultiTurnRollouts:
         rollout.prompt = rollout.messages = request.messages
 
     def _sample(
-        self, rollouts: Sequence[Rollout], backend: GenerationBackend, generation_kwargs: Mapping[str, Any]
+        self,
+        backend: GenerationBackend,
+        generate: Generate,
+        generation_kwargs: Mapping[str, Any],
+        rollouts: Sequence[Rollout],
     ) -> list[ChatResponse]:
         """Sample the requested turns in one call of the backend.
 
@@ -308,14 +318,14 @@ class MultiTurnRollouts:
         collective.
         """
         if not rollouts:
-            backend.generate([sorted(backend.end_tokens)[:1]], SamplingOptions([1]))
+            generate([sorted(backend.end_tokens)[:1]], SamplingOptions([1]))
             return []
         trajectories = [cast(Trajectory, rollout.trajectory) for rollout in rollouts]
         images = self._images(rollouts)
         check_images(backend, images)
         contexts = [trajectory.context_ids for trajectory in trajectories]
         limits = [trajectory.remaining_tokens for trajectory in trajectories]
-        completions = backend.generate(contexts, SamplingOptions(limits, images, generation_kwargs))
+        completions = generate(contexts, SamplingOptions(limits, images, generation_kwargs))
         tokens = [t.append_sampled(c) for t, c in zip(trajectories, completions, strict=True)]
         return [self._read_turn(*each) for each in zip(rollouts, contexts, tokens, strict=True)]
 

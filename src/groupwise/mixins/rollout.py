@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -84,10 +83,11 @@ class RolloutMixin:
         """
         assert self.agents is not None
         # Tools may draw random numbers any number of times; sampling must not depend on how often.
-        turns = copy.copy(self.backend)
-        turns.generate = self.rng.user_code(False)(generate)  # type: ignore[method-assign]
+        generate = self.rng.user_code(False)(generate)
         with self.rng.user_code():
-            return self.agents.generate_rollouts(request.rows, turns, request.generation_kwargs)
+            return self.agents.generate_rollouts(
+                request.rows, self.backend, request.generation_kwargs, generate
+            )
 
     def make_rollouts(
         self,

@@ -119,7 +119,7 @@ class TokenBatch:
             for name, value in self.row_fields().items()
         }
         masks = part["prompt_mask_BL"], part["completion_mask_BT"]
-        longest_prompt, longest = (max(int(mask_BX.sum(-1).max()), 1) for mask_BX in masks)
+        longest_prompt, longest = (max(int(mask.sum(-1).max()), 1) for mask in masks)
         return self._replace(**part).shortened(longest_prompt, longest)
 
     def with_fields(self, names: Collection[str]) -> Self:
