@@ -24,6 +24,13 @@ def undecided(completions, **_):
 def not_a_number(completions, **_):
     return [math.nan] * len(completions)
 
+class Room:
+    def reset(self, **row):
+        return "w3"
+
+def untyped(anything):
+    return anything
+
 def with_threshold(threshold):
     return lambda completion_ids, **_: [float(len(ids) > threshold) for ids in completion_ids]
 """
@@ -50,6 +57,8 @@ def run_file(tiny, tmp_path, monkeypatch):
     Path("rows.jsonl").write_text("".join(f'{{"prompt": "w{i} w{i + 1}", "row": {i}}}\n' for i in range(8)))
     Path("empty.jsonl").write_text("".join(f'{{"prompt": "{text}"}}\n' for text in ("w1", "", "w2", "w3")))
     Path("chats.jsonl").write_text('{"prompt": "w1"}\n{"prompt": [{"role": "user", "content": "w2"}]}\n')
+
+    Path("tasks.jsonl").write_text("".join(f'{{"task": {i}}}\n' for i in range(8)))
 
     def write(**changes) -> str:
         settings = {

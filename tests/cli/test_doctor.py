@@ -64,6 +64,9 @@ def test_a_valid_run_has_no_findings(run_file, capfd):
         ({"dataset": "empty.jsonl"}, [], "train_dataset, row 1: the prompt is empty"),
         ({"rewards": "my_rewards:not_a_number"}, [], "returned nan"),
         ({"router_aux_loss_coef": 0.1}, [], "has no expert router"),
+        ({"tools": "my_rewards:untyped"}, ["--no_model"], "tool 'untyped' cannot be described to the model"),
+        ({"rewards": ...}, ["--no_model"], "reward_funcs is missing"),
+        ({"dataset": "tasks.jsonl"}, ["--no_model"], "no 'prompt' column"),
         (
             {"model_init_kwargs": {"quantization_config": {"load_in_4bit": True}}},
             ["--no_model"],
@@ -112,6 +115,12 @@ def test_settings_without_effect_are_a_warning(run_file, capfd):
     assert main(["doctor", "--no_model", "--config", run_file(entropy_target=0.3)]) == 0
     shown = " ".join(capfd.readouterr().out.split())
     assert "warn settings entropy_target=0.3 has no effect unless use_adaptive_entropy=True" in shown
+
+
+def test_rows_of_environments_need_no_prompt(run_file, capfd):
+    path = run_file(dataset="tasks.jsonl", environment="my_rewards:Room")
+    assert main(["doctor", "--no_model", "--config", path]) == 0
+    assert "8 prompts, 8 optimizer steps per epoch" in " ".join(capfd.readouterr().out.split())
 
 
 def test_continuous_batching_is_a_sampler(run_file, capfd):

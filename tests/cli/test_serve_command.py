@@ -66,7 +66,7 @@ def test_keys_are_not_shown(capsys, given, shown):
 def test_the_process_becomes_the_server(monkeypatch, capsys):
     became = []
     monkeypatch.setattr(os, "execve", lambda *given: became.append(given))
-    monkeypatch.setattr(serve, "_executable", lambda name: f"/somewhere/{name}")
+    monkeypatch.setattr(serve.shutil, "which", lambda name, path: f"/somewhere/{name}")
     main(["vllm-serve", "--model", "some/model", "--api-key", "planted"])
     ((path, command, environment),) = became
     assert path == "/somewhere/vllm" and command[:3] == ["vllm", "serve", "some/model"]

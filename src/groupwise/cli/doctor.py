@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedConfig
 
+from groupwise.agents import AgentLoop
+from groupwise.agents.environments import add_environment_rows
+from groupwise.agents.multi_turn import make_renderer
+from groupwise.agents.tool_loop import make_agent_loop
 from groupwise.cli.checks import batch_findings, length_findings, tokenizer_findings
 from groupwise.cli.report import Finding, Report, fail, ok, warn
 from groupwise.cli.run_file import RunArguments, read_run
@@ -19,25 +23,25 @@ from groupwise.cli.sources import (
     check_model,
     iterative_arguments,
     load_datasets,
-    lora_config,
-    resolve_rewards,
+    trainer_arguments,
 )
 from groupwise.compat.transformers import attention_implementation
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import chosen_backend
 from groupwise.config.settings import card_settings
 from groupwise.config.validation import warnings_of
-from groupwise.data.dataset_checks import check_data, prepare_data
+from groupwise.data.dataset_checks import check_data, has_image_columns, prepare_data
+from groupwise.data.prompt_checks import context_length
 from groupwise.errors import ConfigError
 from groupwise.generation.base import check_backend
+from groupwise.policy.introspection import text_config
 from groupwise.policy.loading import load_processing_class
 from groupwise.policy.quantization import check_quantization
+from groupwise.rewards.runtime.loading import check_rewards
 from groupwise.tokenization.prompts import is_conversational, tokenize_prompt
 from groupwise.tokenization.text import end_tokens, text_tokenizer
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-
     from groupwise.trainer import GRPOTrainer
 
 _MAX_ROWS = 1000  # rows whose prompt is tokenized
@@ -74,35 +78,31 @@ def _check_run(options: argparse.Namespace, rest: Sequence[str], report: Report)
     shown = ", ".join(f"{name}={value}" for name, value in card_settings(config).items())
     report.add([ok("settings", f"every constraint holds: {shown}")])
     report.add(warn("settings", message) for message in warnings_of(config))
-    report.attempt("reward", lambda: resolve_rewards(settings))
+    given = {name: report.attempt(name, load) for name, load in trainer_arguments(settings).items()}
     if settings.iterative is not None:
         report.attempt(
             "iterative", lambda: iterative_arguments(settings)["iterative"].with_reference_refresh(config)
         )
-    model_config = report.attempt("model", lambda: check_model(settings, config))
+    model_config = report.attempt("model", check_model, settings, config)
     if model_config is not None:
-        report.attempt(
-            "model", lambda: check_quantization(settings.model, config, None, lora_config(settings))
-        )
+        report.attempt("model", check_quantization, settings.model, config, None, given["peft_config"])
         report.attempt("sampler", lambda: report.add(_sampler(config, model_config)))
-    datasets = report.attempt("dataset", lambda: load_datasets(settings)) or (None, None)
-    train_dataset = datasets[0]
-    rows: list[dict[str, Any]] = []
-    lengths: list[int] | None = None
-    if train_dataset is not None and report.succeeds("dataset", lambda: check_data(*datasets, config)):
-        report.add(batch_findings(config, len(train_dataset)))
-        if model_config is not None:
-            stride = max(len(train_dataset) // _MAX_ROWS, 1)  # at equal distances over the training set
-            rows = [train_dataset[i] for i in range(0, len(train_dataset), stride)][:_MAX_ROWS]
-            lengths = report.attempt(
-                "prompts", lambda: _check_prompts(settings, config, model_config, datasets, rows, report)
-            )
-    has_prompts = bool(lengths) or settings.dataset is None  # prompts of an environment: only by sampling
-    if not options.no_model:
-        if model_config is not None and has_prompts and not report.failed:
-            report.attempt("trial", lambda: _trial(settings, config, rows, lengths or [], options, report))
-        else:
-            report.add([warn("trial", "skipped because of the problems above")])
+    # What the constructor of the trainer checks before it loads the model, by its functions.
+    prompts: tuple[list[dict[str, Any]], list[int]] = [], []
+    loop_arguments = given["tools"], given["environment_factory"], given["rollout_func"], config
+    agents = report.attempt("tools", make_agent_loop, *loop_arguments)
+    if agents is not None:
+        if settings.rewards is None or given["reward_funcs"] is not None:  # else reported above
+            rewards = given["reward_funcs"], None, config, agents.reward_funcs
+            report.attempt("reward", check_rewards, *rewards, multi_turn=agents.is_multi_turn)
+        datasets = report.attempt("dataset", _check_datasets, settings, config, agents, report)
+        if datasets is not None and model_config is not None:
+            found = report.attempt("prompts", _check_prompts, settings, config, agents, datasets, report)
+            prompts = found or prompts
+    if not options.no_model and report.failed:
+        report.add([warn("trial", "skipped because of the problems above")])
+    elif not options.no_model:
+        report.attempt("trial", _trial, settings, config, *prompts, options, report)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -123,39 +123,62 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _check_datasets(
+    settings: RunArguments, config: GRPOConfig, agents: AgentLoop, report: Report
+) -> tuple[Any, Any]:
+    """Load and check the data for training and evaluation; report on the batches.
+
+    Raises:
+        ConfigError: the trainer refuses a dataset.
+    """
+    datasets = add_environment_rows(*load_datasets(settings), agents, config)
+    check_data(*datasets, config)
+    check_backend(config, with_images=has_image_columns(*datasets))
+    report.add(batch_findings(config, len(datasets[0])))
+    return datasets
+
+
 def _check_prompts(
     settings: RunArguments,
     config: GRPOConfig,
-    model_config: PreTrainedConfig,
-    datasets: tuple[Dataset | None, Dataset | None],
-    rows: list[dict[str, Any]],
+    agents: AgentLoop,
+    datasets: tuple[Any, Any],
     report: Report,
-) -> list[int]:
-    """Run the trainer's checks of prompts and report on ``rows``; return their lengths after truncation.
+) -> tuple[list[dict[str, Any]], list[int]]:
+    """Check the chat template and all prompts; report on some of them.
+
+    Returns:
+        these rows, and the lengths of their prompts after truncation; none if the environments have the
+        prompts, which only sampling shows.
 
     Raises:
         ConfigError: the trainer refuses a prompt or the tokenizer.
     """
     processor = load_processing_class(None, settings.model, config)
-    custom = settings.tools or settings.environment or settings.rollout_func  # render prompts otherwise
-    prepare_data(*datasets, config, settings.model, processor, None if custom else lambda prompt: prompt)
+    make_renderer(agents, processor, config)
+    as_rendered = None if settings.rollout_func else agents.as_rendered
+    prepare_data(*datasets, config, settings.model, processor, as_rendered)
+    if settings.dataset is None:
+        return [], []
+    train_dataset = datasets[0]
+    stride = max(len(train_dataset) // _MAX_ROWS, 1)  # at equal distances over the training set
+    rows = [train_dataset[i] for i in range(0, len(train_dataset), stride)][:_MAX_ROWS]
     if len({is_conversational(row["prompt"]) for row in rows}) > 1:
         report.add([warn("prompts", "some prompts are strings, others are chat messages")])
     tokenizer = text_tokenizer(processor)  # images are not counted
     tokenizer.chat_template = tokenizer.chat_template or getattr(processor, "chat_template", None)
     kwargs: dict[str, Any] = dict(config.chat_template_kwargs or {})  # type: ignore[arg-type]
-    text_config = model_config.get_text_config(decoder=True)
     try:
         generation: object = GenerationConfig.from_pretrained(settings.model)
     except OSError:  # models without generation_config.json
-        generation = text_config
+        generation = text_config(settings.model, config)
     ends = end_tokens(generation, tokenizer)
     report.add(tokenizer_findings(tokenizer, ends, rows[0]["prompt"], kwargs))
     progress = tqdm(rows, desc="prompts", leave=False, file=sys.stderr)
     lengths = [len(tokenize_prompt(tokenizer, row["prompt"], kwargs)) for row in progress]
-    context = getattr(text_config, "max_position_embeddings", None)
-    report.add(length_findings(lengths, config, context, f"{len(rows)} prompts"))
-    return [min(length, config.max_prompt_length or length) for length in lengths]
+    context = context_length(settings.model, config)
+    report.add(length_findings(lengths, config, context and context.tokens, f"{len(rows)} prompts"))
+    return rows, [min(length, config.max_prompt_length or length) for length in lengths]
 
 
 def _trial(

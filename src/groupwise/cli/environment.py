@@ -25,16 +25,16 @@ _VARIABLES = (
 def run(arguments: Sequence[str]) -> int:
     """Print one fact per line."""
     argparse.ArgumentParser(prog="groupwise env", description=__doc__).parse_args(list(arguments))
-    for name, value in (*_packages(), *_machine(), *_variables()):
-        print(f"{name + ':':<26}{value}")
-    return 0
-
-
-def _packages() -> Iterator[tuple[str, str]]:
-    yield "groupwise", __version__
+    facts = [("groupwise", __version__)]
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            yield name, importlib.metadata.version(name)
+            facts.append((name, importlib.metadata.version(name)))
+    facts += _machine()
+    facts += [(name, os.environ[name]) for name in _VARIABLES if name in os.environ]
+    facts += [(name, "set") for name in SECRET_VARIABLES if os.environ.get(name)]
+    for name, value in facts:
+        print(f"{name + ':':<26}{value}")
+    return 0
 
 
 def _machine() -> Iterator[tuple[str, str]]:
@@ -55,8 +55,3 @@ def _machine() -> Iterator[tuple[str, str]]:
         yield f"GPU {index}", f"{device.name}, {device.total_memory / 1e9:.1f} GB, {version}"
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     yield "bfloat16", f"{'native' if computes_bf16_natively(kind) else 'not native'} on {kind}"
-
-
-def _variables() -> Iterator[tuple[str, str]]:
-    yield from ((name, os.environ[name]) for name in _VARIABLES if name in os.environ)
-    yield from ((name, "set") for name in SECRET_VARIABLES if os.environ.get(name))

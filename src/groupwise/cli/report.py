@@ -7,7 +7,7 @@ import shutil
 import textwrap
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from groupwise.config.redact import redact
 from groupwise.errors import ConfigError
@@ -48,18 +48,14 @@ class Report:
             if not self.as_json:
                 print(redact(table([finding])), flush=True)
 
-    def attempt(self, subject: str, work: Callable[[], T]) -> T | None:
-        """Return the result of ``work``; if it raises, add a finding and return None."""
+    def attempt(self, subject: str, work: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
+        """Return the result of ``work(*args, **kwargs)``; if it raises, add a finding and return None."""
         try:
-            return work()
+            return work(*args, **kwargs)
         except Exception as error:
             kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
             self.add([fail(subject, f"{kind}{error}")])
             return None
-
-    def succeeds(self, subject: str, check: Callable[[], object]) -> bool:
-        """Return True if ``check`` does not raise; if it does, add a finding."""
-        return self.attempt(subject, lambda: [check()]) is not None
 
     @property
     def failed(self) -> bool:

@@ -52,7 +52,12 @@ def run(arguments: Sequence[str]) -> int:
         )
     if options.dry_run:
         return 0
-    os.execve(_executable(command[0]), command, {**os.environ, **environment})
+    # An absolute path, beside the running Python, or on PATH.
+    places = os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)
+    program = shutil.which(command[0], path=os.pathsep.join(places))
+    if program is None:
+        raise ConfigError(f"{command[0]} is not installed; run pip install 'groupwise[vllm]'")
+    os.execve(program, command, {**os.environ, **environment})
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -92,12 +97,3 @@ def _without_keys(command: Sequence[str]) -> list[str]:
         else:  # an option may have several values: --api-key KEY KEY
             shown.append(placeholder or part)
     return shown
-
-
-def _executable(name: str) -> str:
-    """Return the path of a program: an absolute path, beside the running Python, or on PATH."""
-    places = os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)
-    found = shutil.which(name, path=os.pathsep.join(places))
-    if found is None:
-        raise ConfigError(f"{name} is not installed; run pip install 'groupwise[vllm]'")
-    return found

@@ -132,6 +132,17 @@ def import_object(path: str) -> Any:
     return getattr(module, name)
 
 
+def trainer_arguments(run: RunArguments) -> dict[str, Callable[[], Any]]:
+    """Return functions that load the objects named in a run file, by the trainer's argument."""
+    return {
+        "reward_funcs": lambda: resolve_rewards(run),
+        "tools": lambda: run.tools and [import_object(path) for path in run.tools],
+        "rollout_func": lambda: run.rollout_func and import_object(run.rollout_func),
+        "environment_factory": lambda: run.environment and import_object(run.environment),
+        "peft_config": lambda: lora_config(run),
+    }
+
+
 def lora_config(run: RunArguments) -> LoraConfig | None:
     """Return the configuration of the adapter, or None without one."""
     if not isinstance(run.lora, dict):

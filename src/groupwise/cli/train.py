@@ -9,11 +9,9 @@ from typing import Any
 from groupwise.cli.run_file import RunArguments, as_config_error, read_run
 from groupwise.cli.sources import (
     check_model,
-    import_object,
     iterative_arguments,
     load_datasets,
-    lora_config,
-    resolve_rewards,
+    trainer_arguments,
 )
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.recipes.iterative import IterativeGRPO
@@ -47,22 +45,14 @@ def make_trainer(settings: RunArguments, config: GRPOConfig) -> GRPOTrainer:
 
 
 def _build(settings: RunArguments, config: GRPOConfig, build: Callable[..., Any]) -> Any:
-    rewards = resolve_rewards(settings)
-    tools = [import_object(path) for path in settings.tools] if settings.tools else None
-    rollout_func = import_object(settings.rollout_func) if settings.rollout_func else None
-    environment = import_object(settings.environment) if settings.environment else None
-    adapter = lora_config(settings)
+    arguments = {name: load() for name, load in trainer_arguments(settings).items()}
     check_model(settings, config)
     train_dataset, eval_dataset = load_datasets(settings)
     with as_config_error("setting up"):
         return build(
             settings.model,
-            rewards,
-            config,
+            args=config,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            peft_config=adapter,
-            tools=tools,
-            rollout_func=rollout_func,
-            environment_factory=environment,
+            **arguments,
         )
