@@ -113,6 +113,15 @@ def test_other_errors_of_tools_are_results() -> None:
     assert batch.metrics["rollouts/retry_frequency"].value() == 0
 
 
+def test_failing_calls_are_reported_beside_a_discarded_environment(caplog) -> None:
+    tokenizer = byte_tokenizer()
+    loop = agents(tokenizer, (), EnvironmentPool(Faulty), max_retries=0)
+    rows = [row("a", "reset"), row("b", "answer")]  # the first environment is discarded
+    batch = loop.generate_rollouts(rows, ScriptedBackend(tokenizer, [[LOOK, "x"]]))
+    assert [completion.dropped for completion in batch.completions] == [True, False]
+    assert "all 1 tool calls of a generation failed; the first one: look()" in caplog.text
+
+
 def test_a_factory_that_fails_is_called_again() -> None:
     calls = []
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch.utils.data import Dataset
 
@@ -63,14 +63,16 @@ class EnvironmentType:
     def has_reward(self) -> bool:
         return callable(getattr(self.cls, "get_reward", None))
 
-    def create(self) -> Environment:
-        """Return a new instance.
+    def instance(self, number: int) -> Any:
+        """Return an instance, which is created if it is missing.
 
         Raises:
             AgentError: the factory raised.
         """
-        with boundary(AgentError, f"environment_factory of {self.title}"):
-            return self.factory()
+        if self.instances[number] is None:
+            with boundary(AgentError, f"environment_factory of {self.title}"):
+                self.instances[number] = self.factory()
+        return self.instances[number]
 
     def tools(self, instance: object) -> list[Tool]:
         """Return the public methods of an instance as tools."""
@@ -79,29 +81,16 @@ class EnvironmentType:
         ]
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """Place of one rollout in the pool; its instance is reused by the rollouts of later batches.
 
-    Attributes:
-        number: position among the instances of the type.
-        columns: columns of the row that ``reset`` is called with.
+    number: position among the instances of the type.
+    columns: columns of the row that ``reset`` is called with.
     """
 
     environment_type: EnvironmentType
     number: int
     columns: dict[str, Any]
-
-    def create(self) -> Any:
-        """Return the instance, which is created if it is missing; see :meth:`EnvironmentType.create`."""
-        instances = self.environment_type.instances
-        if instances[self.number] is None:
-            instances[self.number] = self.environment_type.create()
-        return instances[self.number]
-
-    def discard(self) -> None:
-        """Discard the instance; the next rollout gets a fresh one."""
-        self.environment_type.instances[self.number] = None
 
 
 class EnvironmentPool:
@@ -153,33 +142,20 @@ class EnvironmentPool:
         used: dict[str | None, int] = {}
         slots = []
         for index, row in enumerate(rows):
-            name = self._name(row, index)
+            name = row.get("environment") if self.is_routed else None
+            if name not in self.types:
+                raise ConfigError(
+                    f"row {index} has environment={name!r}; allowed: the names in environment_factory, "
+                    f"{', '.join(map(repr, self.types))} (column 'environment')"
+                )
             number, environment_type = used.get(name, 0), self.types[name]
             if number == len(environment_type.instances):
                 environment_type.instances.append(None)
             used[name] = number + 1
-            slots.append(Slot(environment_type, number, self._columns(row)))
+            columns = {key: value for key, value in row.items() if not self.is_routed or key != "environment"}
+            slots.append(Slot(environment_type, number, columns))
         self.rewards = {}
         return slots
-
-    def rewards_of(self, instances: Sequence[Any]) -> list[Future[Any]]:
-        """Return the finished calls of ``get_reward``, which is called where it has not been."""
-        missing = [instance for instance in instances if id(instance) not in self.rewards]
-        called = self.executor.run_all([instance.get_reward for instance in missing])
-        known = self.rewards | dict(zip(map(id, missing), called, strict=True))
-        return [known[id(instance)] for instance in instances]
-
-    def _name(self, row: Mapping[str, Any], index: int) -> str | None:
-        name = row.get("environment") if self.is_routed else None
-        if name not in self.types:
-            raise ConfigError(
-                f"row {index} has environment={name!r}; allowed: the names in environment_factory, "
-                f"{', '.join(map(repr, self.types))} (column 'environment')"
-            )
-        return name
-
-    def _columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in row.items() if not (self.is_routed and key == "environment")}
 
 
 def _create_type(name: str | None, factory: EnvironmentFactory) -> EnvironmentType:
@@ -190,8 +166,8 @@ def _create_type(name: str | None, factory: EnvironmentFactory) -> EnvironmentTy
             f"environment_factory of {title} is {factory!r} ({type(factory).__name__}); allowed: a class or "
             "function that returns an instance, or a dict of such"
         )
-    made = EnvironmentType(factory, title)
-    instance = made.create()
+    made = EnvironmentType(factory, title, instances=[None])
+    instance = made.instance(0)
     cls = made.cls = type(instance)
     if name is None:
         made.title = title = f"environment {cls.__name__!r}"
@@ -204,7 +180,6 @@ def _create_type(name: str | None, factory: EnvironmentFactory) -> EnvironmentTy
     methods = [name for name in methods if not name.startswith("_") and name not in _NOT_TOOLS]
     tools = [make_tool(getattr(instance, method), instance) for method in methods]
     made.schemas = {method: tool.schema for method, tool in zip(methods, tools, strict=True)}
-    made.instances.append(instance)
     return made
 
 
@@ -223,15 +198,17 @@ def check_observation(observation: Any, reset: Callable[..., Any]) -> None:
 
 
 def _reward_func(cls: type, title: str, pool: EnvironmentPool) -> Callable[..., Any]:
-    """Return a reward function that calls ``get_reward`` of the instances of one class."""
+    """Return a reward function: the results of ``get_reward`` of one class, called where it was not yet."""
 
     def get_rewards(environments: list[Any], **_: object) -> list[float | None]:
-        positions = [index for index, environment in enumerate(environments) if type(environment) is cls]
-        futures = pool.rewards_of([environments[index] for index in positions])
+        own = {i: environment for i, environment in enumerate(environments) if type(environment) is cls}
+        missing = [each for each in own.values() if id(each) not in pool.rewards]
+        called = pool.executor.run_all([environment.get_reward for environment in missing])
+        futures = pool.rewards | dict(zip(map(id, missing), called, strict=True))
         rewards: list[float | None] = [None] * len(environments)
-        for index, future in zip(positions, futures, strict=True):
+        for index, environment in own.items():
             with boundary(RewardError, f"{title}, method 'get_reward'", sample=index):
-                rewards[index] = future.result()
+                rewards[index] = futures[id(environment)].result()
         return rewards
 
     get_rewards.__name__ = cls.__name__

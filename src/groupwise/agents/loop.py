@@ -94,6 +94,7 @@ class AgentLoop(ABC):
 
     Attributes:
         executor: calls the functions of the user.
+        all_tools: tools of the user, and those of the first instance of every environment type.
         is_multi_turn: the run has tools or environments.
         has_later_turns: a rollout may have more than one turn.
         uses_tools: requests may have tool schemas.
@@ -105,6 +106,7 @@ class AgentLoop(ABC):
     """
 
     executor: ToolExecutor
+    all_tools: Sequence[Tool] = ()
     is_multi_turn: bool = True
     has_later_turns: bool = True
     uses_tools: bool = False
@@ -112,11 +114,6 @@ class AgentLoop(ABC):
     provides_tasks: bool = True
     is_routed: bool = False
     as_rendered: Callable[[Prompt], Prompt] | None = None
-
-    @property
-    def all_tools(self) -> list[Tool]:
-        """Tools of the user, and those of the first instance of every environment type."""
-        return []
 
     @property
     def reward_funcs(self) -> list[Callable[..., Any]]:

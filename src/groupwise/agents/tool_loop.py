@@ -65,14 +65,11 @@ class ToolLoop(AgentLoop):
         self.as_rendered = with_text_content if self.is_multi_turn else _unchanged
         self.slots: list[Slot] = []
         self._reported: set[tuple[str, str]] = set()
-        for own in [[]] if pool is None else pool.tools_by_type():
+        of_types = [] if pool is None else pool.tools_by_type()
+        for own in of_types or [[]]:
             ToolSet([*self.tools, *own])  # refuses two tools of one name
+        self.all_tools = [*self.tools, *(tool for own in of_types for tool in own)]
         self.uses_tools = self.has_later_turns = bool(self.all_tools)
-
-    @property
-    def all_tools(self) -> list[Tool]:
-        own = [] if self.pool is None else self.pool.tools_by_type()
-        return [*self.tools, *(tool for tools in own for tool in tools)]
 
     @property
     def reward_funcs(self) -> list[Callable[..., Any]]:
@@ -97,7 +94,7 @@ class ToolLoop(AgentLoop):
         kind = slot.environment_type
         rollout.columns["environments"] = None
         try:
-            environment = rollout.columns["environments"] = slot.create()
+            environment = rollout.columns["environments"] = kind.instance(slot.number)
             (reset,) = yield [Invocation(functools.partial(environment.reset, **copied(slot.columns)))]
             with boundary(
                 AgentError, f"{kind.title}, method 'reset'", sample=rollout.index, row=slot.columns
@@ -112,7 +109,7 @@ class ToolLoop(AgentLoop):
                 with boundary(AgentError, f"{kind.title}, method 'get_reward'", sample=rollout.index):
                     reward.result()
         except AgentError:
-            slot.discard()
+            kind.instances[slot.number] = None  # the next rollout gets a fresh one
             raise
 
     def _alternate(self, rollout: Rollout, tools: ToolSet) -> Steps:
