@@ -127,10 +127,13 @@ class PromptCheck:
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
         chat = given if is_conversational(given) else []
-        silent = [i for i, message in enumerate(chat) if _is_silent(message)]
-        if silent:
+        for i, message in enumerate(chat):
+            # Tool calls or thoughts may be in the place of the content.
+            others = [value for key, value in message.items() if key not in ("role", "name", "content")]
+            if message.get("content") is not None or any(others):
+                continue
             raise ConfigError(
-                f"{where}: message {silent[0]} of the prompt has no content, which a chat template prints as "
+                f"{where}: message {i} of the prompt has no content, which a chat template prints as "
                 f"'None' or rejects: {prompt!r:.200}; give it a text, if only '', or remove the message"
             )
         shape = _shape(given)
@@ -218,13 +221,6 @@ class PromptCheck:
                 + (f"set max_prompt_length={room}, " if room > 0 else "")
                 + "or lower max_completion_length"
             )
-
-
-def _is_silent(message: Message) -> bool:
-    """Return True for a message that has no content, nor tool calls or thoughts in its place."""
-    return message.get("content") is None and not any(
-        value for key, value in message.items() if key not in ("role", "name")
-    )
 
 
 def _shape(prompt: Prompt) -> object:

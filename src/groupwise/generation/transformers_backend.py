@@ -157,8 +157,12 @@ class TransformersBackend(GenerationBackend):
         config = self.config_of(sampling)
         # Ranks with sharded parameters run forwards together, until the last row of all ranks has ended.
         lockstep = requires_lockstep_forwards(model) and not self.gather_weights
-        if lockstep and sampling.images is not None:
-            _check_every_row_has_images(sampling.images)
+        if lockstep and not all(row.arrays for row in sampling.images or ()):
+            raise BackendError(
+                "a prompt has no image, and the model's parameters are sharded: ranks with images would wait "
+                "forever for this one to run the vision tower; keep only rows with images, or do not shard "
+                "(ZeRO-2, DDP)"
+            )
         with (
             evaluation_mode(model),  # gradient checkpointing would disable the key-value cache, too
             gathered(model) if self.gather_weights else nullcontext(),
@@ -300,16 +304,6 @@ def check_config(config: GRPOConfig) -> None:
     known = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
     given = json_dict(config.generation_kwargs).keys() - SAMPLING_FIELDS.keys()
     check_names("generation_kwargs", sorted(given), known, "transformers")
-
-
-def _check_every_row_has_images(images: Sequence[ImageInputs]) -> None:
-    """Ranks that share parameters must all run the vision tower."""
-    if not all(row.arrays for row in images):
-        raise BackendError(
-            "a prompt has no image, and the model's parameters are sharded: ranks with images would wait "
-            "forever for this one to run the vision tower; keep only rows with images, or do not shard "
-            "(ZeRO-2, DDP)"
-        )
 
 
 def make_backend(

@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 #: measure: autocast and bfloat16 weights of the same 135M-parameter model differ by 0.05.
 TOLERANCES = {torch.float64: 2e-3, torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
+#: Completions that are compared on every rank.
+_NUM_ROWS = 4
+
 
 class LogprobMismatchCheck:
     """Comparison of a few completions' log-probs under the trainer with those from the sampler.
@@ -38,7 +41,6 @@ class LogprobMismatchCheck:
         accelerator: of the trainer; all ranks compare rows, and their sum decides.
         action: "off", "warn" or "error".
         every: generations between two checks; the first two generations are always checked.
-        rows: number of completions compared on every rank.
     """
 
     def __init__(
@@ -47,10 +49,9 @@ class LogprobMismatchCheck:
         accelerator: Accelerator,
         action: str = "warn",
         every: int = 20,
-        rows: int = 4,
     ) -> None:
         self.computer, self.accelerator = computer, accelerator
-        self.action, self.every, self.rows = action, every, rows
+        self.action, self.every = action, every
         self.generations = 0
 
     def check(
@@ -75,7 +76,7 @@ class LogprobMismatchCheck:
         due = self.generations <= 2 or self.generations % self.every == 0
         if self.action == "off" or not due:
             return {}
-        batch = _some_rows(batch, fresh, self.rows)
+        batch = _some_rows(batch, fresh)
         sampler_BT = batch.sampler_logps_BT
         if sampler_BT is None:  # this rank has none, but other ranks may
             sampler_BT = torch.full_like(batch.old_logps_BT, torch.nan)
@@ -110,10 +111,10 @@ class LogprobMismatchCheck:
         return self.accelerator.reduce(values_BT.sum(dtype=torch.float32), "sum").item()
 
 
-def _some_rows(batch: TokenBatch, fresh: Sequence[bool], rows: int) -> TokenBatch:
-    """Select evenly spaced fresh rows, which then belong to different prompts."""
+def _some_rows(batch: TokenBatch, fresh: Sequence[bool]) -> TokenBatch:
+    """Select ``_NUM_ROWS`` evenly spaced fresh rows, which then belong to different prompts."""
     found = [row for row, is_fresh in enumerate(fresh) if is_fresh]
     if not found:  # this rank joins the collectives with a row that is not compared
         return replace(batch.select([0]), sampler_logps_BT=None)
-    places = {round(i * (len(found) - 1) / max(rows - 1, 1)) for i in range(min(rows, len(found)))}
+    places = {round(i * (len(found) - 1) / (_NUM_ROWS - 1)) for i in range(min(_NUM_ROWS, len(found)))}
     return batch.select([found[place] for place in sorted(places)])

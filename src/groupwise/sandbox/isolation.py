@@ -266,23 +266,15 @@ def _run_pool(directory: str, timeout: float | None, processes: int) -> None:
             if not ended:
                 continue
             del running[worker]
-            if not Path(directory, str(i)).is_file():
-                _write_result(directory, i, _failure(timeout if exceeded else None, status))
+            if Path(directory, str(i)).is_file():
+                continue
+            code = os.waitstatus_to_exitcode(status)
+            ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            lost = RowResult(None, f"ended its process ({ending})", math.nan)
+            if exceeded:
+                lost = RowResult(None, f"took longer than {timeout} seconds and was killed", timeout)
+            _write_result(directory, i, lost)
         time.sleep(0.002)
-
-
-def _failure(exceeded: float | None, status: int) -> RowResult:
-    """Return the result of a worker that ended without one.
-
-    Args:
-        exceeded: time limit at which it was killed, if it was.
-        status: its status as ``os.waitpid`` returns it.
-    """
-    if exceeded is not None:
-        return RowResult(None, f"took longer than {exceeded} seconds and was killed", exceeded)
-    code = os.waitstatus_to_exitcode(status)
-    ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    return RowResult(None, f"ended its process ({ending})", math.nan)
 
 
 def _write_result(directory: str, i: int, result: RowResult) -> None:

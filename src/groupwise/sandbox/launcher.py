@@ -90,9 +90,14 @@ def build_root(root: str, job: dict) -> None:
     needed = [path for path in (*_SYSTEM, *job["paths"]) if os.path.exists(path)]
     bound: list[str] = []
     for path in sorted({os.path.realpath(path) for path in needed}):  # a directory before its contents
-        if not any(path == other or path.startswith(other + "/") for other in bound):
-            _bind(path, root)
-            bound.append(path)
+        if any(path == other or path.startswith(other + "/") for other in bound):
+            continue
+        bound.append(path)
+        if os.path.isdir(path):
+            os.makedirs(root + path, exist_ok=True)
+        else:
+            _placeholder(root + path)
+        _mount(path, root + path, "", _BIND | _REC)  # at the same path; no component of it is a link
     for link in {link for path in needed for link in links_on(path)}:
         if not os.path.lexists(root + link):
             os.makedirs(os.path.dirname(root + link), exist_ok=True)
@@ -131,16 +136,6 @@ def links_on(path: str) -> list[str]:
         current = "/" if target.startswith("/") else current
         rest = [part for part in target.split("/") if part not in ("", ".")] + rest
     return links
-
-
-def _bind(path: str, root: str) -> None:
-    """Show a file or directory at the same path below ``root``; no component of the path is a link."""
-    os.makedirs(os.path.dirname(root + path), exist_ok=True)
-    if os.path.isdir(path):
-        os.makedirs(root + path, exist_ok=True)
-    else:
-        _placeholder(root + path)
-    _mount(path, root + path, "", _BIND | _REC)
 
 
 def _placeholder(path: str) -> None:
