@@ -152,12 +152,16 @@ class TransformersBackend(GenerationBackend):
     def _generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions, *, padded: bool = True
     ) -> list[Completion]:
-        """Sample one completion per prompt in one call of ``model.generate``."""
+        """Sample one completion per prompt in one call of ``model.generate``.
+
+        It decodes in groupwise's loop where that applies, else in its own loop; a recorder of the sampling
+        mask is part of either.
+        """
         model: CausalLM = self.model()
-        config = self.config_of(sampling)
+        config, images = self.config_of(sampling), sampling.images or ()
         # Ranks with sharded parameters run forwards together, until the last row of all ranks has ended.
         lockstep = requires_lockstep_forwards(model) and not self.gather_weights
-        if lockstep and not all(row.arrays for row in sampling.images or ()):
+        if lockstep and not all(row.arrays for row in images):
             raise BackendError(
                 "a prompt has no image, and the model's parameters are sharded: ranks with images would wait "
                 "forever for this one to run the vision tower; keep only rows with images, or do not shard "
@@ -171,21 +175,15 @@ class TransformersBackend(GenerationBackend):
             nullcontext() if lockstep else keep_autocast_weights(model.device),
         ):
             recorder = make_recorder(model, config)  # None: nothing is truncated
-            decodes_groups = (
-                sampling.images is None
-                and not lockstep
-                and not self.stock_decoding
-                and can_decode_groups(model, config)
-            )
+            rows = prompts  # of the prefill: B
             loop: dict[str, Any] = {"synced_gpus": False} if self.gather_weights else {}
-            distinct = prompts  # rows of the prefill: B
-            if decodes_groups:
-                distinct, copies = group_prompts(prompts)  # P rows, of which the loop makes B
+            if not (images or lockstep or self.stock_decoding) and can_decode_groups(model, config):
+                rows, copies = group_prompts(prompts)  # P rows, of which the loop makes B
                 loop = {"custom_generate": partial(decode_groups, copies=copies, recorder=recorder)}
             elif recorder is not None:
                 stock_loop = partial(sample_and_record, recorder=recorder, synced_gpus=lockstep)
                 loop = {"custom_generate": stock_loop}
-            inputs = self._model_inputs(distinct, sampling.images or (), padded, model.device)
+            inputs = self._model_inputs(rows, images, padded, model.device)
             prompt_length = inputs["input_ids"].shape[1]  # L, padding included
             sequences = model.generate(**inputs, generation_config=config, **loop)  # (B, L + longest)
         limits = sampling.max_tokens or [config.max_new_tokens] * len(prompts)

@@ -31,9 +31,8 @@ heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +49,9 @@ from groupwise.records.sampling_mask import SamplingMask, join_sampling_masks
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 _NEVER = torch.iinfo(torch.long).max  # position of a padded key: after every query
 
-Row = TypeVar("Row")
+#: A row of attention in the packed sequence: a shared prompt, or nothing, and the tokens that see it and, up
+#: to their own position, each other.
+Branch = tuple[range, range]
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,10 @@ class PackedAttention:
     order_S: torch.Tensor
     # By block and window; filled by the first layer.
     _masks: dict[tuple[int, int | None], torch.Tensor | None] = field(default_factory=dict, repr=False)
+
+    def to(self, device: torch.device) -> PackedAttention:
+        """Return the attention with its tensors on ``device``."""
+        return PackedAttention([block.to(device) for block in self.blocks], self.order_S.to(device))
 
     @torch.compiler.disable  # blocks differ in number and shape from one micro-batch to the next
     def __call__(
@@ -222,8 +227,8 @@ def pack_sequences(batch: TokenBatch, *, shared: bool) -> PackedSequences:
     positions: list[int] = []
     logit_index: list[int] = []
     output_index: list[int] = []
-    sequences: list[range] = []  # causal attention
-    branches: list[tuple[range, range]] = []  # a shared prompt and one of its completions
+    sequences: list[range] = []
+    branches: list[Branch] = []
     for rows in shape.groups(shared=shared):
         prompt = range(len(source), len(source) + shape.prompts[rows[0]])  # in the packed sequence
         # End of the prompt in the padded row: padding is on its left.
@@ -244,12 +249,7 @@ def pack_sequences(batch: TokenBatch, *, shared: bool) -> PackedSequences:
         # A shared prompt attends to itself alone; a group of one row is an ordinary sequence.
         sequences.append(prompt if len(rows) > 1 else range(prompt.start, len(source)))
     position_S = torch.tensor(positions)  # (S,), on the host until all indices are built
-    causal = _group_by_length(sequences, len)  # rows of a block are padded to the longest of them
-    branched = _group_by_length(branches, lambda branch: len(branch[1]))
-    blocks, queries = [_block(rows, rows, position_S) for rows in causal], [*causal]
-    for pairs in branched:  # a completion sees the shared prompt and itself
-        queries.append([completion for _, completion in pairs])
-        blocks.append(_block(queries[-1], [[*prompt, *rest] for prompt, rest in pairs], position_S))
+    attention = _packed_attention([*((range(0), own) for own in sequences), *branches], position_S)
     tokens = torch.cat([batch.prompt_ids_BL, batch.completion_ids_BT], dim=1).flatten()  # (B · (L + T),)
     output_index_N = torch.tensor(output_index, dtype=torch.long).to(device)
     return PackedSequences(
@@ -258,9 +258,7 @@ def pack_sequences(batch: TokenBatch, *, shared: bool) -> PackedSequences:
         logit_index_N=torch.tensor(logit_index, dtype=torch.long).to(device),
         target_N=batch.completion_ids_BT.flatten()[output_index_N],  # (N,)
         output_index_N=output_index_N,
-        attention=PackedAttention(
-            [block.to(device) for block in blocks], _output_order(queries, len(source)).to(device)
-        ),
+        attention=attention.to(device),
         cu_seqlens=torch.tensor([0, *(rows.stop for rows in sequences)], dtype=torch.int32).to(device),
         max_seqlen=max(map(len, sequences)),
         kept=None
@@ -269,15 +267,30 @@ def pack_sequences(batch: TokenBatch, *, shared: bool) -> PackedSequences:
     )
 
 
-def _group_by_length(rows: Sequence[Row], length: Callable[[Row], int]) -> list[list[Row]]:
-    """Group rows by length; the shortest row of a group has at least half the length of the longest."""
-    blocks: list[list[Row]] = []
-    for row in sorted(rows, key=length, reverse=True):
-        if blocks and 2 * length(row) >= length(blocks[-1][0]):
-            blocks[-1].append(row)
+def _packed_attention(branches: Sequence[Branch], position_S: torch.Tensor) -> PackedAttention:
+    """Build blocks of rows of similar length, to which the rows of a block are padded.
+
+    The shortest row of a block has at least half the length of the longest. Rows without a prefix come first:
+    without a sliding window, a block of them needs no mask.
+    """
+    blocks: list[list[Branch]] = []
+    for branch in sorted(branches, key=lambda branch: (len(branch[0]) > 0, -len(branch[1]))):
+        longest = blocks[-1][0] if blocks else branch
+        if blocks and bool(branch[0]) == bool(longest[0]) and 2 * len(branch[1]) >= len(longest[1]):
+            blocks[-1].append(branch)
         else:
-            blocks.append([row])
-    return blocks
+            blocks.append([branch])
+    built = []
+    order_S = torch.empty_like(position_S)  # index of each token in the concatenated outputs of the blocks
+    num_outputs = 0
+    for rows in blocks:
+        queries = [own for _, own in rows]
+        keys = [[*prefix, *own] for prefix, own in rows] if rows[0][0] else queries
+        built.append(_block(queries, keys, position_S))
+        for own in queries:
+            order_S[own.start : own.stop] = torch.arange(num_outputs, num_outputs + len(own))
+            num_outputs += len(queries[0])  # Q, the longest of the block
+    return PackedAttention(built, order_S)
 
 
 def _block(queries: Sequence[range], keys: Sequence[Sequence[int]], position_S: torch.Tensor) -> Block:
@@ -286,19 +299,6 @@ def _block(queries: Sequence[range], keys: Sequence[Sequence[int]], position_S: 
     key_position_RK = torch.where(key_RK < 0, _NEVER, position_S[key_RK])  # no query sees padding
     query_RQ, key_RK = (torch.where(index < 0, index[:, :1], index) for index in (query_RQ, key_RK))
     return Block(query_RQ, key_RK, position_S[query_RQ], key_position_RK, same=queries is keys)
-
-
-def _output_order(blocks: Sequence[Sequence[range]], num_tokens: int) -> torch.Tensor:
-    """Return the index (S,) of each token in the concatenated block outputs, from the queries of each row."""
-    order_S = torch.empty(num_tokens, dtype=torch.long)
-    start = 0
-    for rows in blocks:
-        longest = max(len(row) for row in rows)  # Q of the block
-        for index, row in enumerate(rows):
-            first = start + index * longest  # this row in the concatenated outputs
-            order_S[row.start : row.stop] = torch.arange(first, first + len(row))
-        start += len(rows) * longest
-    return order_S
 
 
 def compute_packed_logprobs(
