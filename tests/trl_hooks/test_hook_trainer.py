@@ -1,7 +1,6 @@
 """The trainer for subclasses written for TRL: refusals, schedule, evaluation, agents, checkpoints.
 
-Files: ``trl_hooks/attributes.py``, ``trl_hooks/checks.py``, ``trl_hooks/forward.py``,
-``trl_hooks/trainer.py``.
+Files: ``trl_hooks/attributes.py``, ``trl_hooks/checks.py``, ``trl_hooks/trainer.py``.
 """
 
 from __future__ import annotations

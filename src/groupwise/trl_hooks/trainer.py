@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from accelerate.utils import gather_object
 from torch import nn
 
@@ -27,6 +29,7 @@ from groupwise.hf.arguments import check_methods, is_overridden
 from groupwise.hf.base import BaseTrainer
 from groupwise.mixins.reward import reward_metrics
 from groupwise.mixins.rollout import check_counts
+from groupwise.policy.layouts import compute_padded_logprobs
 from groupwise.records import (
     Completion,
     LogprobOutput,
@@ -52,9 +55,9 @@ from groupwise.trl_hooks.checks import (
     refuses_images,
 )
 from groupwise.trl_hooks.config import GRPOConfig
-from groupwise.trl_hooks.forward import logprobs_of_rows
 from groupwise.trl_hooks.inputs import (
     Inputs,
+    has_gaps,
     loss_mask,
     make_inputs,
     micro_batch,
@@ -603,13 +606,33 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         """
         batch = token_batch(input_ids, attention_mask, logits_to_keep)
         batch = replace(batch, sampler=sampler_settings(self.args))
-        return logprobs_of_rows(
-            self.logprob_computer,
-            model,
-            batch,
-            batch_size or len(batch),
-            with_entropy=compute_entropy,
-            with_aux_loss=compute_aux_loss,
+        size, mask_BT = batch_size or len(batch), batch.completion_mask_BT
+        compute: Callable[..., LogprobOutput] = self.logprob_computer
+        if has_gaps(batch):
+            # Masked tokens inside a sequence are hidden from attention, but counted. Other layouts, and a
+            # selection of rows, would take them out of the sequence and move the others together.
+            compute = partial(compute_padded_logprobs, head=self.logprob_computer.head)
+            columns = {name: tensor.split(size) for name, tensor in batch.tensors().items()}
+            rows = [dict(zip(columns, part, strict=True)) for part in zip(*columns.values(), strict=True)]
+            parts = [replace(batch, **part) for part in rows]
+        else:
+            parts = batch.split(size)  # each without columns of padding
+        outputs = [
+            compute(model, part, with_entropy=compute_entropy, with_aux_loss=compute_aux_loss)
+            for part in parts
+        ]
+
+        def joined(values: list[torch.Tensor]) -> torch.Tensor:
+            """(B, T), 0 where the mask is 0."""
+            padded = [F.pad(part, (0, logits_to_keep - part.shape[1])) for part in values]
+            return torch.cat(padded).masked_fill(mask_BT == 0, 0.0)
+
+        entropies = [output.entropy_BT for output in outputs if output.entropy_BT is not None]
+        aux_losses = [output.aux_loss for output in outputs if output.aux_loss is not None]
+        return (
+            joined([output.logps_BT for output in outputs]),
+            joined(entropies) if entropies else None,
+            torch.stack(aux_losses).mean() if aux_losses else None,
         )
 
     def get_high_entropy_mask(
