@@ -97,6 +97,11 @@ class TokenBatch:
         """Return the tensors that are not None, by name."""
         return {n: value for n, value in self.row_fields().items() if isinstance(value, torch.Tensor)}
 
+    def sequences(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return token ids and mask (B, L + T) of prompts with their completions."""
+        ids = torch.cat([self.prompt_ids_BL, self.completion_ids_BT], dim=1)
+        return ids, torch.cat([self.prompt_mask_BL, self.completion_mask_BT], dim=1)
+
     def num_tokens(self) -> int:
         """Return the number of input tokens of the padded layout, padding included."""
         return self.prompt_ids_BL.numel() + self.completion_ids_BT.numel()

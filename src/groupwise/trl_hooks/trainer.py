@@ -564,7 +564,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         args = self.args
         size = args.per_device_train_batch_size if self._mode == "train" else args.per_device_eval_batch_size
         logps_BT, _, _ = self._get_per_token_logps_and_entropies(
-            model, *_model_inputs(tokens), tokens.completion_ids_BT.shape[1], batch_size=size
+            model, *tokens.sequences(), tokens.completion_ids_BT.shape[1], batch_size=size
         )
         return logps_BT
 
@@ -575,7 +575,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         width = batch.completion_ids_BT.shape[1]
         return LogprobOutput(
             *self._get_per_token_logps_and_entropies(
-                model, *_model_inputs(batch), width, compute_entropy=with_entropy
+                model, *batch.sequences(), width, compute_entropy=with_entropy
             )
         )
 
@@ -782,12 +782,6 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         if self.args.log_completions and self.is_world_process_zero():
             self.metrics[mode].rows = logged_rows(self._logs, self.state.global_step)
         return super().drain_metrics(mode, label)
-
-
-def _model_inputs(batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids and attention mask (B, L + T)."""
-    ids = torch.cat([batch.prompt_ids_BL, batch.completion_ids_BT], dim=1)
-    return ids, torch.cat([batch.prompt_mask_BL, batch.completion_mask_BT], dim=1)
 
 
 def is_grouped(prompt_ids: list[list[int]], num_generations: int) -> bool:

@@ -250,7 +250,7 @@ def pack_sequences(batch: TokenBatch, *, shared: bool) -> PackedSequences:
         sequences.append(prompt if len(rows) > 1 else range(prompt.start, len(source)))
     position_S = torch.tensor(positions)  # (S,), on the host until all indices are built
     attention = _packed_attention([*((range(0), own) for own in sequences), *branches], position_S)
-    tokens = torch.cat([batch.prompt_ids_BL, batch.completion_ids_BT], dim=1).flatten()  # (B · (L + T),)
+    tokens = batch.sequences()[0].flatten()  # (B · (L + T),)
     output_index_N = torch.tensor(output_index, dtype=torch.long).to(device)
     return PackedSequences(
         token_ids_1S=tokens[torch.tensor(source).to(device)].unsqueeze(0),  # (1, S)

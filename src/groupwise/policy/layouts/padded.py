@@ -78,8 +78,7 @@ def _right_padded(batch: TokenBatch) -> TokenBatch:
     prompt would change the positions of the prompt, so that the log-probs of a row would depend on the
     longest prompt beside it.
     """
-    ids_BS = torch.cat([batch.prompt_ids_BL, batch.completion_ids_BT], dim=1)
-    mask_BS = torch.cat([batch.prompt_mask_BL, batch.completion_mask_BT], dim=1)
+    ids_BS, mask_BS = batch.sequences()
     start_B1 = batch.prompt_mask_BL.argmax(-1, keepdim=True)  # first real token
     # Row i is rotated left by start_i: [. . p0 p1 | c0 c1] becomes [p0 p1 c0 c1 . .].
     order_BS = (torch.arange(ids_BS.shape[1], device=ids_BS.device) + start_B1) % ids_BS.shape[1]
@@ -103,8 +102,7 @@ def padded_inputs(model: nn.Module, batch: TokenBatch) -> tuple[ModelInputs, tor
         arguments, and the target (B, K) of each position that the head receives: the last T + 1 (or S, if
         fewer) if the model accepts ``logits_to_keep``, else all S. The last column is a dummy.
     """
-    input_ids_BS = torch.cat([batch.prompt_ids_BL, batch.completion_ids_BT], dim=1)
-    mask_BS = torch.cat([batch.prompt_mask_BL, batch.completion_mask_BT], dim=1)
+    input_ids_BS, mask_BS = batch.sequences()
     accepted = accepted_arguments(model)
     inputs: ModelInputs = {"input_ids": input_ids_BS, "attention_mask": mask_BS}
     if batch.images is not None:
