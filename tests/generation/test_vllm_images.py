@@ -22,7 +22,7 @@ from groupwise.generation.vllm import colocate, engine
 from groupwise.generation.vllm.colocate import ColocatedBackend, TensorParallelGroup
 from groupwise.generation.vllm.sampling import group_requests
 from groupwise.records import SamplingOptions
-from groupwise.tokenization.images import as_rgb, process_prompt
+from groupwise.tokenization.images import as_rgb, encode_prompt
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def processor() -> Any:
 def prompt(processor: Any, *colors: str, text: str = "w1 w2", **options: Any) -> tuple[list[int], Any]:
     blocks = [{"type": "image", "image": tiny_vlm.image(color, (56, 28))} for color in colors]
     messages = [{"role": "user", "content": [*blocks, {"type": "text", "text": text}]}]
-    return process_prompt(processor, messages, **options)
+    return encode_prompt(processor, messages, **options)
 
 
 def expand(short: list[int], counts: list[int]) -> list[int]:

@@ -12,7 +12,7 @@ from support.workers.vllm_process import ServerProcess
 from groupwise.policy.weight_iterator import PolicyWeights
 from groupwise.records import SamplingOptions
 from groupwise.records.images import join_images
-from groupwise.tokenization.images import process_prompt
+from groupwise.tokenization.images import encode_prompt
 
 pytest.importorskip("torchvision", reason="vLLM's vision-language models need torchvision")
 pytest.importorskip("vllm")
@@ -41,7 +41,7 @@ def prompts(processor: Any) -> tuple[list[list[int]], list[Any]]:
         [{"role": "user", "content": [*map(block, colors), {"type": "text", "text": "w1 w2"}]}]
         for colors in contents
     ]
-    ids, images = zip(*(process_prompt(processor, row) for row in rows), strict=True)
+    ids, images = zip(*(encode_prompt(processor, row) for row in rows), strict=True)
     assert ids[0] == ids[3]
     return list(ids), list(images)
 

@@ -12,7 +12,7 @@ from PIL import Image
 from support import tiny_vlm as tiny
 
 from groupwise.errors import ConfigError
-from groupwise.tokenization.images import insert_images, load_image, process_prompt, prompt_images, thumbnail
+from groupwise.tokenization.images import encode_prompt, insert_images, load_image, prompt_images, thumbnail
 
 RED, BLUE = tiny.image("red"), tiny.image("blue")
 ASK = {"type": "text", "text": "w1"}
@@ -95,8 +95,8 @@ def test_every_source_gives_the_same_inputs(given, tmp_path):
         "path": {"type": "image", "path": str(tmp_path / "red.png")},
         "stored": {"type": "image", "image": {"bytes": png(RED), "path": None}, "text": None},
     }[given]
-    expected, inputs = process_prompt(processor, insert_images({"prompt": chat(ASK), "image": RED}))
-    ids, own = process_prompt(processor, chat(block, ASK))
+    expected, inputs = encode_prompt(processor, insert_images({"prompt": chat(ASK), "image": RED}))
+    ids, own = encode_prompt(processor, chat(block, ASK))
     assert ids == expected
     assert (own.arrays["pixel_values"] == inputs.arrays["pixel_values"]).all()
     # boi, four image tokens, eoi: token types mark the image tokens
@@ -118,7 +118,7 @@ def test_the_image_feature_of_datasets_works_in_columns_and_blocks():
     ]
     dataset = Dataset.from_list(rows, features=features)
     _, processor = tiny.build("gemma3")
-    read = [process_prompt(processor, insert_images(row)) for row in dataset]
+    read = [encode_prompt(processor, insert_images(row)) for row in dataset]
     assert read[0][0] == read[1][0]
     assert (read[0][1].arrays["pixel_values"] == read[1][1].arrays["pixel_values"]).all()
     assert not read[2][1].arrays
@@ -126,29 +126,29 @@ def test_the_image_feature_of_datasets_works_in_columns_and_blocks():
 
 def test_a_text_prompt_has_image_tokens():
     _, processor = tiny.build("llava_next")
-    ids, inputs = process_prompt(processor, "<image> w1 <image>", [RED, BLUE])
+    ids, inputs = encode_prompt(processor, "<image> w1 <image>", [RED, BLUE])
     assert ids[0] == ids[-1] == tiny.IMAGE_TOKEN
     assert len(inputs.arrays["image_sizes"]) == 2
     with pytest.raises(ConfigError, match=r"1 image\(s\).*2 image token"):
-        process_prompt(processor, "<image> w1 <image>", [RED])
+        encode_prompt(processor, "<image> w1 <image>", [RED])
 
 
 def test_a_block_without_an_image_is_refused():
     _, processor = tiny.build("gemma3")
     with pytest.raises(ConfigError, match="has no image"):
-        process_prompt(processor, chat({"type": "image"}, ASK))
+        encode_prompt(processor, chat({"type": "image"}, ASK))
 
 
 def test_truncation_removes_text_but_no_image():
     _, processor = tiny.build("gemma3")
     prompt = chat({"type": "text", "text": "w1 w2 w3"}, {"type": "image", "image": RED}, ASK)
-    whole, inputs = process_prompt(processor, prompt)
+    whole, inputs = encode_prompt(processor, prompt)
     first = whole.index(tiny.SPECIAL.index("<boi>"))
-    cut, cut_inputs = process_prompt(processor, prompt, max_length=len(whole) - first)
+    cut, cut_inputs = encode_prompt(processor, prompt, max_length=len(whole) - first)
     assert cut == whole[first:]
     assert cut_inputs.token_types["token_type_ids"] == inputs.token_types["token_type_ids"][first:]
     with pytest.raises(ConfigError, match=f"max_prompt_length=3.*at least {len(whole)}"):
-        process_prompt(processor, prompt, max_length=3)
+        encode_prompt(processor, prompt, max_length=3)
 
 
 def test_a_thumbnail_is_small_for_every_kind_of_image():

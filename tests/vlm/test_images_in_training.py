@@ -21,7 +21,7 @@ from groupwise import GRPOConfig, GRPOTrainer, reporting
 from groupwise.errors import ConfigError
 from groupwise.policy.loading import auto_class
 from groupwise.records import Experience
-from groupwise.tokenization.images import process_prompt, prompt_images
+from groupwise.tokenization.images import encode_prompt, prompt_images
 
 EVERY_FAMILY = pytest.mark.parametrize("family", tiny.FAMILIES)
 
@@ -303,7 +303,7 @@ def question(row: dict) -> str:
 
 def test_a_rollout_func_must_return_the_tokens_of_the_processor(tmp_path):
     def rollout(prompts, trainer):
-        ids = [process_prompt(trainer.processing_class, prompt)[0] for prompt in prompts]
+        ids = [encode_prompt(trainer.processing_class, prompt)[0] for prompt in prompts]
         return {"prompt_ids": [p[shift:] for p in ids], "completion_ids": [[20, 21, 1]] * len(ids)}
 
     shift = 0

@@ -14,7 +14,7 @@ from datasets import Dataset
 from support import tiny_vlm as tiny
 
 from groupwise import GRPOConfig, GRPOTrainer
-from groupwise.tokenization.images import process_prompt
+from groupwise.tokenization.images import encode_prompt
 
 trl = pytest.importorskip("trl")
 pytestmark = pytest.mark.parity
@@ -56,7 +56,7 @@ def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
     seen: Counter[tuple[int, ...]] = Counter()
     prompt_ids, completion_ids = [], []
     for prompt in prompts:
-        ids, _ = process_prompt(trainer.processing_class, prompt)
+        ids, _ = encode_prompt(trainer.processing_class, prompt)
         key = tuple(ids)
         draw = random.Random(f"{key}/{seen[key]}")
         seen[key] += 1

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from groupwise.errors import ConfigError
 from groupwise.records.images import ExpandedSpan, ImageInputs
 from groupwise.tokenization.prompts import (
+    Message,
     Prompt,
     generation_options,
     is_conversational,
@@ -106,27 +107,37 @@ def encode_prompt(
     *,
     text_only: bool = False,
 ) -> tuple[list[int], ImageInputs | None]:
-    """Tokenize a prompt with a tokenizer or a processor.
+    """Tokenize a prompt with a tokenizer, or with a processor together with its images.
 
     Args:
-        images: images of the row, for a text prompt; those of chat messages are in their content blocks.
-        max_length: longer prompts are truncated on the left.
+        prompt: chat messages with their images in content blocks, or a text; for a processor, it has the
+            image token at the position of each of ``images``.
+        images: images of the row, for a text prompt.
+        max_length: longer prompts are truncated on the left, but never within an image.
         text_only: a tokenizer's template gets strings as contents, not blocks.
 
     Returns:
-        Token ids, and the model's other inputs; None with a tokenizer.
+        Token ids including those of the images, and the model's other inputs; None with a tokenizer.
 
     Raises:
-        ConfigError: there are images, but no processor; or as in :func:`process_prompt`.
+        ConfigError: there are images, but no processor; image tokens and images do not match, or truncation
+            would remove image tokens.
     """
-    if is_processor(processing_class):
-        return process_prompt(processing_class, prompt, images, template_kwargs, max_length)
-    count = len(prompt_images(prompt)) or len(images)
-    if count:
-        raise processor_required(f"a row has {count} image(s)", processing_class)
-    tokenizer = cast(PreTrainedTokenizerBase, processing_class)
-    prompt = with_text_content(prompt) if text_only else prompt
-    return tokenize_prompt(tokenizer, prompt, template_kwargs, max_length), None
+    if not is_processor(processing_class):
+        count = len(prompt_images(prompt)) or len(images)
+        if count:
+            raise processor_required(f"a row has {count} image(s)", processing_class)
+        tokenizer = cast(PreTrainedTokenizerBase, processing_class)
+        prompt = with_text_content(prompt) if text_only else prompt
+        return tokenize_prompt(tokenizer, prompt, template_kwargs, max_length), None
+    if is_conversational(prompt):
+        ids, inputs = _process_chat(processing_class, prompt, template_kwargs)
+    else:
+        ids, inputs = process_text(processing_class, cast(str, prompt), images)
+    excess = 0 if max_length is None else max(len(ids) - max_length, 0)
+    if excess:
+        _check_truncation(ids[:excess], processing_class, max_length, len(ids))
+    return ids[excess:], inputs.without_first(excess)
 
 
 def check_prompt_ids(
@@ -148,53 +159,26 @@ def check_prompt_ids(
             )
 
 
-def process_prompt(
-    processor: ProcessorMixin,
-    prompt: Prompt,
-    images: Sequence[Image] = (),
-    template_kwargs: Mapping[str, Any] | None = None,
-    max_length: int | None = None,
+def _process_chat(
+    processor: ProcessorMixin, prompt: list[Message], template_kwargs: Mapping[str, Any] | None
 ) -> tuple[list[int], ImageInputs]:
-    """Tokenize a prompt with its images.
-
-    Args:
-        prompt: chat messages with their images in content blocks, or a text with the processor's image token
-            at the position of each of ``images``.
-        images: images of a text prompt.
-        max_length: longer prompts are truncated on the left, but never within an image.
-
-    Returns:
-        Token ids including those of the images, and the model's other inputs.
-
-    Raises:
-        ConfigError: image tokens and images do not match, or truncation would remove image tokens.
-    """
-    if is_conversational(prompt):
-        messages = [{**message, "content": _load_blocks(content_blocks(message))} for message in prompt]
-        if any(_is_empty(block) for message in messages for block in message["content"]):
-            raise ConfigError(f"an image block of a prompt has no image: {prompt!r:.200}")
-        inputs = processor.apply_chat_template(
-            messages,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            **generation_options(prompt, template_kwargs),
-        )
-        loaded = prompt_images(messages)
-        ids, read = _split_inputs(processor, cast(Mapping[str, Any], inputs), len(loaded))
-        if loaded:
-            tokenizer = processor.tokenizer
-            text = processor.apply_chat_template(messages, **generation_options(prompt, template_kwargs))
-            # As the processor tokenizes it, without expanding image tokens: the template may begin with BOS.
-            has_start = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
-            unexpanded = tokenizer(text, add_special_tokens=not has_start)["input_ids"]
-            read = _with_images(read, loaded, ids, unexpanded)
-    else:
-        ids, read = process_text(processor, cast(str, prompt), images)
-    excess = 0 if max_length is None else max(len(ids) - max_length, 0)
-    if excess:
-        _check_truncation(ids[:excess], processor, max_length, len(ids))
-    return ids[excess:], read.without_first(excess)
+    messages = [{**message, "content": _load_blocks(content_blocks(message))} for message in prompt]
+    if any(_is_empty(block) for message in messages for block in message["content"]):
+        raise ConfigError(f"an image block of a prompt has no image: {prompt!r:.200}")
+    options = generation_options(prompt, template_kwargs)
+    inputs = processor.apply_chat_template(
+        messages, tokenize=True, return_dict=True, return_tensors="pt", **options
+    )
+    loaded = prompt_images(messages)
+    ids, read = _split_inputs(processor, cast(Mapping[str, Any], inputs), len(loaded))
+    if loaded:
+        tokenizer = processor.tokenizer
+        text = processor.apply_chat_template(messages, **options)
+        # As the processor tokenizes it, without expanding image tokens: the template may begin with BOS.
+        has_start = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+        unexpanded = tokenizer(text, add_special_tokens=not has_start)["input_ids"]
+        read = _with_images(read, loaded, ids, unexpanded)
+    return ids, read
 
 
 def process_text(

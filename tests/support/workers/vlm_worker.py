@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from groupwise.tokenization.images import process_prompt
+from groupwise.tokenization.images import encode_prompt
 from support import tiny_vlm as tiny
 
 
@@ -27,7 +27,7 @@ def fixed_rollouts(texts: list[Any], trainer: Any) -> dict[str, Any]:
     for row in range(first, first + len(texts)):
         draw = random.Random(1000 * trainer.state.global_step + row)
         completions.append([draw.randrange(len(tiny.SPECIAL), len(tiny.VOCABULARY)) for _ in range(4)])
-    ids = [process_prompt(trainer.processing_class, prompt)[0] for prompt in texts]
+    ids = [encode_prompt(trainer.processing_class, prompt)[0] for prompt in texts]
     return {"prompt_ids": ids, "completion_ids": completions}
 
 
