@@ -123,9 +123,9 @@ MIXINS = [
     ),
     *_of(
         "rollout",
-        ("                num_valid=request.num_valid,\n", ""),
-        ("            num_valid=request.num_valid,\n            mode", "            mode"),
-        ("turns, request.generation_kwargs)", "turns, {})"),
+        ("generate), **request.kept_fields())", "generate))"),
+        ("            **request.kept_fields(),\n", ""),
+        ("backend, request.generation_kwargs, generate\n", "backend, {}, generate\n"),
         ("self.rng.user_code(False)(generate)", "generate"),
         ("generation_kwargs=request.generation_kwargs,\n", "generation_kwargs={},\n"),
         ("finished=self._partial_rollouts(request, prompt_ids)", "finished=None"),

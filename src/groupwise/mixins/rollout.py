@@ -55,14 +55,7 @@ class RolloutMixin:
         """
         rows = request.rows
         if self.agents is not None:  # many calls of the backend, one per turn
-            rollouts = self.run_agents(request, self.backend.generate)
-            return replace(
-                rollouts,
-                num_generations=request.num_generations,
-                num_valid=request.num_valid,
-                mode=request.mode,
-                sampler=request.sampler,
-            )
+            return replace(self.run_agents(request, self.backend.generate), **request.kept_fields())
         if self.rollout_func is not None:
             return self._call_rollout_func(self.rollout_func, request)
         prompt_ids, images = self.tokenize(rows)  # B lists of token ids, without padding
@@ -117,12 +110,9 @@ class RolloutMixin:
             prompt_ids=prompt_ids,
             completions=completions,
             texts=self._completion_texts(prompts, prompt_ids, completions),
-            num_generations=request.num_generations,
-            num_valid=request.num_valid,
-            mode=request.mode,
-            sampler=request.sampler,
             extra=extra or {},
             images=images,
+            **request.kept_fields(),
         )
 
     def _completion_texts(

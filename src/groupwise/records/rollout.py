@@ -125,6 +125,11 @@ class RolloutRequest:
     on_partial_rollout: Callable[[RolloutBatch], None] | None = None
     sampler: SamplerSettings = field(default_factory=SamplerSettings)
 
+    def kept_fields(self) -> dict[str, Any]:
+        """Return the fields that the rollouts of the request have, too, beside its rows."""
+        names = ("num_generations", "num_valid", "mode", "sampler")
+        return {name: getattr(self, name) for name in names}
+
 
 #: Lists of a RolloutBatch with one entry per row.
 _COLUMNS = ("rows", "prompts", "prompt_ids", "completions", "texts", "row_ids")

@@ -298,11 +298,8 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             prompt_ids=[list(ids) for ids in prompt_ids],
             completions=self._completions(completion_ids, logps, tool_mask or None, base.completions),
             texts=list(texts),
-            num_generations=request.num_generations,
-            num_valid=request.num_valid,
-            mode=request.mode,
-            sampler=request.sampler,
             extra=self._environment_column() | columns,
+            **request.kept_fields(),
         )
 
     def _completions(
