@@ -31,7 +31,7 @@ def test_a_template_that_rewrites_the_last_turn_is_replaced_for_later_turns_only
     tokenizer = byte_tokenizer(QWEN3_LIKE)
     rendered = renderer(tokenizer)
     qwen = next(family for family in TEMPLATE_FAMILIES if family.name == "Qwen")
-    assert rendered.turn_template.template_kwargs["chat_template"] == qwen.replacement
+    assert rendered.turn_kwargs["chat_template"] == qwen.replacement
     ids, _ = rendered.render_next_messages(RESULT, tokenizer.eos_token_id)
     assert tokenizer.decode(ids) == (
         "\n<|im_start|>user\n<tool_response>\na cat\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
@@ -75,7 +75,7 @@ def test_smollm3_expects_tool_schemas_in_a_variable_of_its_own():
     tokenizer = byte_tokenizer(SMOLLM3_LIKE)
     rendered = renderer(tokenizer)
     assert "look" in tokenizer.decode(rendered.render_prompt([USER], [LOOK]))
-    assert rendered.turn_template.template_kwargs
+    assert rendered.turn_kwargs
     ids, _ = rendered.render_next_messages(RESULT, tokenizer.eos_token_id)
     assert tokenizer.decode(ids) == "\n<|im_start|>user\na cat<|im_end|>\n<|im_start|>assistant\n"
 

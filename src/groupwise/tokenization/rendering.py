@@ -30,6 +30,7 @@ class Renderer:
         with_images: messages may have images, if there is a processor.
 
     Attributes:
+        tools_variable, turn_kwargs: as :func:`select_turn_template` returns them.
         parser: parses turns in the chat template's format.
 
     Raises:
@@ -54,7 +55,9 @@ class Renderer:
         chat_template = self.template_kwargs.get("chat_template") or tokenizer.chat_template
         if isinstance(chat_template, dict):
             chat_template = chat_template.get("tool_use") or chat_template.get("default")
-        self.turn_template = select_turn_template(self._render, chat_template, with_tools=with_tools)
+        self.tools_variable, self.turn_kwargs = select_turn_template(
+            self._render, chat_template, with_tools=with_tools
+        )
         self.parser = TurnParser(tokenizer, cast(str, chat_template), with_tools=with_tools)
 
     def render_prompt(self, messages: list[Message], schemas: Sequence[ToolSchema]) -> list[int]:
@@ -64,7 +67,7 @@ class Renderer:
     def prompt_kwargs(self, schemas: Sequence[ToolSchema]) -> dict[str, Any]:
         """Return the chat template's variables for a prompt with these tools."""
         # Some templates announce tools for an empty list.
-        tools = {self.turn_template.tools_variable: schemas} if schemas else {}
+        tools = {self.tools_variable: schemas} if schemas else {}
         return {**self.template_kwargs, **tools}
 
     def may_fit(self, messages: Sequence[Message], num_tokens: int) -> bool:
@@ -125,7 +128,7 @@ class Renderer:
             return self._tokenize(messages, add_generation_prompt=True), None
         if self.processor is None:
             raise processor_required(f"a tool returned {len(images)} image(s)", self.tokenizer)
-        text = self._render(messages, **self.turn_template.template_kwargs, add_generation_prompt=True)
+        text = self._render(messages, **self.turn_kwargs, add_generation_prompt=True)
         return process_text(self.processor, text, images, add_special_tokens=False)
 
     def _render(self, messages: list[Message], **template_kwargs: object) -> str:
@@ -136,7 +139,7 @@ class Renderer:
         return cast(str, self.tokenizer.apply_chat_template(messages, tokenize=False, **kwargs))
 
     def _tokenize(self, messages: list[Message], **template_kwargs: object) -> list[int]:
-        text = self._render(messages, **template_kwargs, **self.turn_template.template_kwargs)
+        text = self._render(messages, **template_kwargs, **self.turn_kwargs)
         return cast(list[int], self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

@@ -9,7 +9,7 @@ template.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
@@ -130,33 +130,24 @@ TEMPLATE_FAMILIES = (
 )
 
 
-@dataclass(frozen=True)
-class TurnTemplate:
-    """Template of the turns after the prompt.
-
-    Attributes:
-        tools_variable: variable under which the model's own template expects the tool schemas.
-        template_kwargs: arguments of ``apply_chat_template`` for these turns: the replacement, and the text
-            with which it opens an assistant turn; none with the model's own template.
-    """
-
-    tools_variable: str = "tools"
-    template_kwargs: dict[str, str] = field(default_factory=dict)
-
-
 #: ``render(messages, **template_kwargs)`` returns the conversation as text.
 Render = Callable[..., str]
 
 
 def select_turn_template(
     render: Render, chat_template: str | None, *, with_tools: bool = True
-) -> TurnTemplate:
-    """Return the model's own template if it is usable for several turns, else the replacement of its family.
+) -> tuple[str, dict[str, str]]:
+    """Select the model's own template if it is usable for several turns, else the replacement of its family.
 
     Args:
         render: renders messages with the model's own template, or with the ``chat_template`` it is given.
         chat_template: source of the model's template.
         with_tools: prompts contain tool schemas.
+
+    Returns:
+        the variable under which the model's own template expects the tool schemas; and the arguments of
+        ``apply_chat_template`` for the turns after the prompt: the replacement, and the text with which it
+        opens an assistant turn, or none with the model's own template.
 
     Raises:
         ConfigError: the tokenizer has no chat template, the template does not render tool schemas, or it is
@@ -174,13 +165,13 @@ def select_turn_template(
         )
     problem = multi_turn_problem(render, with_tools=with_tools)
     if problem is None:
-        return TurnTemplate(tools_variable)
+        return tools_variable, {}
     if family is not None:
         replaced = partial(render, chat_template=family.replacement)
         if multi_turn_problem(replaced, with_tools=with_tools) is None:
             opening = render(question, add_generation_prompt=True).removeprefix(render(question))
             kwargs = {"chat_template": family.replacement, "generation_prompt": opening}
-            return TurnTemplate(tools_variable, kwargs)
+            return tools_variable, kwargs
     raise ConfigError(
         f"the chat template cannot be used for several turns: {problem}; replacements exist for "
         f"{', '.join(f.name for f in TEMPLATE_FAMILIES)}; set a template without this problem as "

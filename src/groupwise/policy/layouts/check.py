@@ -89,11 +89,6 @@ class LayoutCheck:
         return all(error <= allowed for error, allowed in zip(self.layout, self.allowed, strict=True))
 
 
-class _Measured(NamedTuple):
-    logps_BT: torch.Tensor  # zero on padding
-    gradient: torch.Tensor  # of the sum of the log-probs with respect to the probes, flat
-
-
 def check_layout(
     model: nn.Module,
     batch: TokenBatch,
@@ -128,28 +123,29 @@ def check_layout(
         with float32_computation(rows.prompt_ids_BL.device.type):
             return padded(_model, _rows, replace(head, fp32=True))
 
-    def measure(compute_logps: ComputeLogps) -> _Measured:
+    def measure(compute_logps: ComputeLogps) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs (B, T), zero on padding; and the gradient of their sum to the probes, flat."""
         with torch.set_grad_enabled(bool(probes)):
             logps_BT = compute_logps(inner, rows) * rows.completion_mask_BT  # padding holds any value
             total = logps_BT.sum()
         gradients = torch.autograd.grad(total, probes, allow_unused=True) if probes else ()
         flat = [gradient.flatten().float() for gradient in gradients if gradient is not None]
-        return _Measured(logps_BT.detach(), torch.cat(flat) if flat else logps_BT.new_zeros(0))
+        return logps_BT.detach(), torch.cat(flat) if flat else logps_BT.new_zeros(0)
 
     with evaluation_mode(model):
         of_padded, of_layout = measure(padded), measure(compute)
         # A third forward only where rounding is large.
-        truth = measure(exact) if dtype in _HALF_PRECISION else of_padded
+        true_logps_BT, true_gradient = measure(exact) if dtype in _HALF_PRECISION else of_padded
     num_tokens = int(rows.completion_mask_BT.sum())
 
-    def errors(given: _Measured) -> LayoutErrors:
-        norm = truth.gradient.norm().clamp(min=1e-12)  # 0 for a frozen model
+    def errors(logps_BT: torch.Tensor, gradient: torch.Tensor) -> LayoutErrors:
+        norm = true_gradient.norm().clamp(min=1e-12)  # 0 for a frozen model
         return LayoutErrors(
-            ((given.logps_BT - truth.logps_BT).abs().sum() / num_tokens).item(),
-            ((given.gradient - truth.gradient).norm() / norm).item(),
+            ((logps_BT - true_logps_BT).abs().sum() / num_tokens).item(),
+            ((gradient - true_gradient).norm() / norm).item(),
         )
 
-    return LayoutCheck(errors(of_layout), errors(of_padded), dtype, num_tokens)
+    return LayoutCheck(errors(*of_layout), errors(*of_padded), dtype, num_tokens)
 
 
 def probe_rows(batch: TokenBatch) -> TokenBatch:
