@@ -74,7 +74,9 @@ def weight_iterator(model: CausalLM) -> Iterator[tuple[str, torch.Tensor]]:
     Raises:
         BackendError: 8-bit or sharded 4-bit weights, or an adapter on one of two tied layers.
     """
-    units = _units(model)
+    wrapped = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
+    # The innermost FSDP unit around each module, by module id.
+    units = {id(module): unit for unit in wrapped for module in unit.modules()}
     model = without_adapter(model)
     to_checkpoint = to_checkpoint_names(model)
     adapters, skipped = _adapters(model)
@@ -173,12 +175,6 @@ class PolicyWeights:
 def gatherable(accelerator: Accelerator, model: nn.Module) -> CausalLM:
     """Unwrap the policy, except from FSDP version 1, which is needed to gather its weights."""
     return model if isinstance(model, FullyShardedDataParallel) else accelerator.unwrap_model(model)
-
-
-def _units(model: nn.Module) -> dict[int, nn.Module]:
-    """Return the innermost FSDP unit around each module, by module id."""
-    units = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
-    return {id(module): unit for unit in units for module in unit.modules()}
 
 
 def _summoned(units: Iterable[nn.Module | None]) -> ExitStack:

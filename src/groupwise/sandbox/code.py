@@ -139,7 +139,12 @@ class _CodeExecution:
             raise RewardError(f"the dataset has no column {self.column!r} with the tests")
         tests = [list(row or []) for row in columns[self.column]]
         for row, test in ((row, test) for row, many in enumerate(tests) for test in many):
-            _check_test(test, row)
+            streams = [test.get(key) for key in ("input", "output")] if isinstance(test, dict) else [test]
+            if not all(isinstance(stream, str) for stream in streams):
+                raise RewardError(
+                    f"test {test!r:.80} of row {row} is invalid; allowed: a statement, or a dictionary with "
+                    "the strings 'input' and 'output'"
+                )
         programs = [program_text(answer_text(completion)) for completion in completions]
         runs = [(p, test) for p, many in zip(programs, tests, strict=True) for test in many]
         with ThreadPoolExecutor(self.max_workers) as pool:
@@ -170,12 +175,3 @@ def program_text(text: str) -> str:
 
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
-
-
-def _check_test(test: object, row: int) -> None:
-    streams = isinstance(test, dict) and all(isinstance(test.get(key), str) for key in ("input", "output"))
-    if not streams and not isinstance(test, str):
-        raise RewardError(
-            f"test {test!r:.80} of row {row} is invalid; allowed: a statement, or a dictionary with the "
-            "strings 'input' and 'output'"
-        )

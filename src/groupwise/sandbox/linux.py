@@ -97,7 +97,16 @@ class LinuxSandbox:
                 "isolated": self.isolated,
                 "directory": str(directory),
                 "executable": sys.executable,
-                "paths": _interpreter_paths(),
+                # What a program needs of the installation and of its virtual environment: their directories
+                # may be those of a project, with other files.
+                "paths": [
+                    sys.executable,
+                    *(
+                        os.path.join(prefix, part)
+                        for prefix in dict.fromkeys((sys.base_prefix, sys.prefix))
+                        for part in ("bin", "lib", "lib64", "pyvenv.cfg")
+                    ),
+                ],
             }
             # -S skips site-packages: start-up dominates the cost of a short program.
             command = [sys.executable, "-I", "-S", launcher.__file__, json.dumps(job)]
@@ -125,16 +134,6 @@ class LinuxSandbox:
             }
             text = output.decode("utf-8", errors="replace")
             return SandboxResult(statuses.get(process.returncode, "timeout"), text)
-
-
-def _interpreter_paths() -> list[str]:
-    """Return the parts of the Python installation and of its virtual environment that programs need.
-
-    The prefixes themselves may be project directories with other files.
-    """
-    parts = ("bin", "lib", "lib64", "pyvenv.cfg")
-    prefixes = dict.fromkeys((sys.base_prefix, sys.prefix))
-    return [sys.executable, *(os.path.join(prefix, part) for prefix in prefixes for part in parts)]
 
 
 def _sealed(content: bytes) -> int:

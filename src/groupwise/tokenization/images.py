@@ -135,8 +135,14 @@ def encode_prompt(
     else:
         ids, inputs = process_text(processing_class, cast(str, prompt), images)
     excess = 0 if max_length is None else max(len(ids) - max_length, 0)
-    if excess:
-        _check_truncation(ids[:excess], processing_class, max_length, len(ids))
+    tokenizer = processing_class.tokenizer
+    names = {getattr(owner, "image_token", None) for owner in (processing_class, tokenizer)} - {None}
+    if not {tokenizer.convert_tokens_to_ids(name) for name in names}.isdisjoint(ids[:excess]):
+        raise ConfigError(
+            f"a prompt of {len(ids)} tokens is longer than max_prompt_length={max_length}, and truncating it "
+            f"would remove tokens of an image; set max_prompt_length to at least {len(ids)} or None, or let "
+            "the processor produce fewer tokens per image (a smaller size, or max_pixels)"
+        )
     return ids[excess:], inputs.without_first(excess)
 
 
@@ -309,20 +315,6 @@ def image_suppress_tokens(policy: PreTrainedModel, processing_class: ProcessingC
     """Return the token ids to suppress in sampling: an image token in a completion would have no image."""
     token = image_token_id(policy.config) if is_processor(processing_class) else None
     return [] if token is None else [token]
-
-
-def _check_truncation(
-    removed: list[int], processor: ProcessorMixin, max_length: int | None, length: int
-) -> None:
-    tokenizer = processor.tokenizer
-    names = {getattr(processor, "image_token", None), getattr(tokenizer, "image_token", None)} - {None}
-    tokens = {tokenizer.convert_tokens_to_ids(name) for name in names}
-    if tokens & set(removed):
-        raise ConfigError(
-            f"a prompt of {length} tokens is longer than max_prompt_length={max_length}, and truncating it "
-            f"would remove tokens of an image; set max_prompt_length to at least {length} or None, or let "
-            "the processor produce fewer tokens per image (a smaller size, or max_pixels)"
-        )
 
 
 def _load_blocks(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
