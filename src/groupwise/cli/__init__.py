@@ -33,7 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help"):
-        print(_usage())
+        print("usage: groupwise <command> [arguments]\n\ncommands:")
+        for name, (_, summary) in COMMANDS.items():
+            print(f"  {name:<12}{summary}")
+        print("\ngroupwise <command> --help lists its arguments. --traceback shows the origin of an error.")
         return 0
     if given[0] == "--version":
         from groupwise import __version__
@@ -55,20 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error))
     except KeyboardInterrupt:
         return 130
-
-
-def _usage() -> str:
-    lines = [f"  {name:<12}{summary}" for name, (_, summary) in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: groupwise <command> [arguments]",
-            "",
-            "commands:",
-            *lines,
-            "",
-            "groupwise <command> --help lists its arguments. --traceback shows the origin of an error.",
-        ]
-    )
 
 
 def _fail(message: str) -> int:

@@ -36,6 +36,11 @@ class _Axis:
     side: str
     fill: Any = 0
 
+    def padded(self, tensor: torch.Tensor, width: int) -> torch.Tensor:
+        """Pad the second axis of a tensor to ``width``."""
+        gap = width - tensor.shape[1]
+        return F.pad(tensor, (gap, 0) if self.side == "prompt" else (0, gap), value=self.fill)
+
 
 _PROMPT = {"axis": _Axis("prompt")}
 _COMPLETION = {"axis": _Axis("completion")}
@@ -153,8 +158,14 @@ class TokenBatch:
             parts, axis = [getattr(batch, name) for batch in batches], _axes(cls)[name]
             if axis.side == "list":
                 joined[name] = tuple(entry for part in parts for entry in part)
-            else:
-                joined[name] = torch.cat(_padded_to_common_width(parts, batches, axis))
+                continue
+            if axis.side == "completion" and any(part.shape[1] > 1 for part in parts):
+                pairs = zip(parts, batches, strict=True)  # one value per sequence becomes one per token
+                parts = [part.expand(batch.completion_ids_BT.shape) for part, batch in pairs]
+            if axis.side != "row":
+                width = max(part.shape[1] for part in parts)
+                parts = [axis.padded(part, width) for part in parts]
+            joined[name] = torch.cat(parts)
         return batches[0]._replace(**joined)
 
     def shortened(self, prompt_tokens: int, completion_tokens: int) -> Self:
@@ -174,25 +185,6 @@ class TokenBatch:
 
     def _replace(self, **changes: Any) -> Self:
         return replace(self, **changes)
-
-
-def _padded_to_common_width(
-    parts: list[torch.Tensor], batches: Sequence[TokenBatch], axis: _Axis
-) -> list[torch.Tensor]:
-    if axis.side == "row":
-        return parts
-    if axis.side == "completion" and any(part.shape[1] > 1 for part in parts):
-        # One value per sequence becomes one per token.
-        parts = [
-            part.expand(-1, batch.completion_ids_BT.shape[1]) if part.shape[1] == 1 else part
-            for part, batch in zip(parts, batches, strict=True)
-        ]
-    width = max(part.shape[1] for part in parts)
-    gaps = [width - part.shape[1] for part in parts]
-    return [
-        F.pad(part, (gap, 0) if axis.side == "prompt" else (0, gap), value=axis.fill)
-        for part, gap in zip(parts, gaps, strict=True)
-    ]
 
 
 @dataclass(frozen=True, kw_only=True)
