@@ -51,9 +51,11 @@ def start_thread(function: Callable[[], T], name: str | None = None) -> Future[T
     return future
 
 
-def settle(future: Future[Any], result: object = None, error: BaseException | None = None) -> None:
+def settle(
+    future: Future[Any] | asyncio.Future[Any], result: object = None, error: BaseException | None = None
+) -> None:
     """Set the result or the error of a future, unless it has one: a call may end after its time limit."""
-    with contextlib.suppress(InvalidStateError):
+    with contextlib.suppress(InvalidStateError, asyncio.InvalidStateError):
         if error is None:
             future.set_result(result)
         else:

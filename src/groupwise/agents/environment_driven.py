@@ -95,22 +95,15 @@ class EnvironmentLoop(AgentLoop):
                 if not isinstance(outcome, TurnRequest):
                     break
                 event = Future()
+                error: Exception = MaxLengthReachedError()
+                answer: ChatResponse | None = None
                 try:
-                    answer: ChatResponse | Exception = (yield outcome) or MaxLengthReachedError()
+                    answer = yield outcome  # None: no token remains for the turn
                 except Exception as problem:
-                    answer = problem
-                self.executor.call_soon(_answer, reply, answer)
+                    error = problem
+                self.executor.call_soon(settle, reply, answer, None if answer else error)
         finally:
             task.cancel()
         if rollout.trajectory is None:
             raise AgentError(f"{title}: rollout {rollout.index} ended without a turn of the policy")
         rollout.columns = outcome
-
-
-def _answer(reply: asyncio.Future[ChatResponse], answer: ChatResponse | Exception) -> None:
-    if reply.done():  # cancelled
-        return
-    if isinstance(answer, Exception):
-        reply.set_exception(answer)
-    else:
-        reply.set_result(answer)

@@ -64,15 +64,6 @@ def load_rows(source: str, split: str, config_name: str | None = None) -> Datase
         return load_dataset(str(path) if path.is_dir() else source, config_name, split=split)
 
 
-def resolve_rewards(run: RunArguments) -> list[RewardFunction | str] | None:
-    """Return the reward functions of a run; ids of reward models are returned as they are.
-
-    Raises:
-        ConfigError: unknown name, failing import or factory.
-    """
-    return None if run.rewards is None else [resolve_reward(spec) for spec in run.rewards]
-
-
 def resolve_reward(spec: object) -> RewardFunction | str:
     """Return the reward of ``module:function``, a name in ``groupwise.rewards``, or ``{name: arguments}``."""
     if isinstance(spec, dict):
@@ -135,7 +126,7 @@ def import_object(path: str) -> Any:
 def trainer_arguments(run: RunArguments) -> dict[str, Callable[[], Any]]:
     """Return functions that load the objects named in a run file, by the trainer's argument."""
     return {
-        "reward_funcs": lambda: resolve_rewards(run),
+        "reward_funcs": lambda: run.rewards and [resolve_reward(spec) for spec in run.rewards],
         "tools": lambda: run.tools and [import_object(path) for path in run.tools],
         "rollout_func": lambda: run.rollout_func and import_object(run.rollout_func),
         "environment_factory": lambda: run.environment and import_object(run.environment),
