@@ -1,4 +1,13 @@
-"""Reward functions in separate processes: a crash, leak or hang affects one completion only."""
+"""Reward functions in separate processes: a crash, leak or hang affects one completion only.
+
+Each process is forked by the one on its left::
+
+    trainer ── _serve ────────────── _run_pool ─────────────── _score_row
+               once, before models   one per call: starts      one per completion: calls the
+               and threads exist     workers, keeps limits     function, writes a result file
+
+    rows: a pipe, then memory that the fork copies         results: files, then the same pipe
+"""
 
 from __future__ import annotations
 
