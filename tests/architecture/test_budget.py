@@ -18,7 +18,7 @@ FILES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PAC
 #: Lines of a room, blank lines and docstrings included. The last four stand beside the trainer.
 BUDGET = {
     "top level": 1580,
-    "agents": 1760,
+    "agents": 1755,
     "compat": 820,
     "config": 2080,
     "core": 1620,
@@ -32,9 +32,9 @@ BUDGET = {
     "reporting": 2060,
     "rewards": 1851,
     "tokenization": 1405,
-    "cli": 1645,
+    "cli": 1635,
     "recipes": 885,
-    "sandbox": 1025,
+    "sandbox": 1035,
     "trl_hooks": 1650,
 }
 #: Slack of the rooms together: lines that the budgets allow beyond those there are, in a hundred.
