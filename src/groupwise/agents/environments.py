@@ -201,7 +201,7 @@ def _reward_func(cls: type, title: str, pool: EnvironmentPool) -> Callable[..., 
     """Return a reward function: the results of ``get_reward`` of one class, called where it was not yet."""
 
     def get_rewards(environments: list[Any], **_: object) -> list[float | None]:
-        own = {i: environment for i, environment in enumerate(environments) if type(environment) is cls}
+        own: dict[int, Any] = {i: each for i, each in enumerate(environments) if type(each) is cls}
         missing = [each for each in own.values() if id(each) not in pool.rewards]
         called = pool.executor.run_all([environment.get_reward for environment in missing])
         futures = pool.rewards | dict(zip(map(id, missing), called, strict=True))

@@ -268,7 +268,8 @@ def _run_pool(directory: str, timeout: float | None, processes: int) -> None:
             i = waiting.popleft()
             running[_fork(_score_row, directory, i)] = i, time.monotonic()
         for worker, (i, start) in list(running.items()):
-            exceeded = timeout is not None and time.monotonic() - start > timeout
+            seconds = time.monotonic() - start
+            exceeded = timeout is not None and seconds > timeout
             if exceeded:
                 os.kill(worker, signal.SIGKILL)
             ended, status = os.waitpid(worker, 0 if exceeded else os.WNOHANG)
@@ -281,7 +282,7 @@ def _run_pool(directory: str, timeout: float | None, processes: int) -> None:
             ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             lost = RowResult(None, f"ended its process ({ending})", math.nan)
             if exceeded:
-                lost = RowResult(None, f"took longer than {timeout} seconds and was killed", timeout)
+                lost = RowResult(None, f"took longer than {timeout} seconds and was killed", seconds)
             _write_result(directory, i, lost)
         time.sleep(0.002)
 
