@@ -261,6 +261,7 @@ def _run_pool(directory: str, timeout: float | None, processes: int) -> None:
     A worker ends with its row: one that served the next row too could end in the middle of it.
     """
     os.setsid()  # the pool and its workers are killed as a group
+    limit = math.inf if timeout is None else timeout
     waiting = deque(range(len(_rows)))
     running: dict[int, tuple[int, float]] = {}  # process id: row, start
     while waiting or running:
@@ -268,8 +269,7 @@ def _run_pool(directory: str, timeout: float | None, processes: int) -> None:
             i = waiting.popleft()
             running[_fork(_score_row, directory, i)] = i, time.monotonic()
         for worker, (i, start) in list(running.items()):
-            seconds = time.monotonic() - start
-            exceeded = timeout is not None and seconds > timeout
+            exceeded = time.monotonic() - start > limit
             if exceeded:
                 os.kill(worker, signal.SIGKILL)
             ended, status = os.waitpid(worker, 0 if exceeded else os.WNOHANG)
@@ -282,7 +282,7 @@ def _run_pool(directory: str, timeout: float | None, processes: int) -> None:
             ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             lost = RowResult(None, f"ended its process ({ending})", math.nan)
             if exceeded:
-                lost = RowResult(None, f"took longer than {timeout} seconds and was killed", seconds)
+                lost = RowResult(None, f"took longer than {limit} seconds and was killed", limit)
             _write_result(directory, i, lost)
         time.sleep(0.002)
 
