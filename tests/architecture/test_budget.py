@@ -28,7 +28,7 @@ BUDGET = {
     "hf": 1520,
     "mixins": 1090,
     "policy": 3610,
-    "records": 1025,
+    "records": 1020,
     "reporting": 2060,
     "rewards": 1851,
     "tokenization": 1405,

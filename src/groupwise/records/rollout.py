@@ -127,8 +127,7 @@ class RolloutRequest:
 
     def kept_fields(self) -> dict[str, Any]:
         """Return the fields that the rollouts of the request have, too, beside its rows."""
-        names = ("num_generations", "num_valid", "mode", "sampler")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("num_generations", "num_valid", "mode", "sampler")}
 
 
 #: Lists of a RolloutBatch with one entry per row.
