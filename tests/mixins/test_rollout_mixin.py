@@ -135,10 +135,10 @@ def test_a_rollout_function_replaces_the_backend():
 
 
 def test_agents_sample_with_the_settings_of_the_request():
-    def generate_rollouts(rows, backend, generation_kwargs):
-        assert rows is request.rows and backend.end_tokens is run.backend.end_tokens
+    def generate_rollouts(rows, backend, generation_kwargs, generate):
+        assert rows is request.rows and backend is run.backend
         torch.manual_seed(0)  # of an environment: turns are still sampled from the stream of the run
-        assert backend.generate([[1]]) == ["a turn", first]
+        assert generate([[1]]) == ["a turn", first]
         assert generation_kwargs == {"top_p": 0.5}
         columns = {"rows": rows, "prompts": ["p"], "prompt_ids": [[1]], "texts": ["t"]}
         return RolloutBatch(completions=[Completion([2])], **columns)
