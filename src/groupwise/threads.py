@@ -51,10 +51,8 @@ def start_thread(function: Callable[[], T], name: str | None = None) -> Future[T
     return future
 
 
-def settle(
-    future: Future[Any] | asyncio.Future[Any], result: object = None, error: BaseException | None = None
-) -> None:
-    """Set the result or the error of a future, unless it has one: a call may end after its time limit."""
+def settle(future: Any, result: object = None, error: BaseException | None = None) -> None:
+    """Set result or error of a future (of asyncio, too), unless it is done: a call may exceed its limit."""
     with contextlib.suppress(InvalidStateError, asyncio.InvalidStateError):
         if error is None:
             future.set_result(result)
