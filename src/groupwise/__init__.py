@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         SamplingOptions,
         TokenBatch,
     )
+    from groupwise.reporting.html_report import write_report
     from groupwise.trainer import GRPOTrainer
 
 _MODULES = {
@@ -61,6 +62,7 @@ _MODULES = {
     "Experience": "records",
     "TokenBatch": "records",
     "RolloutRequest": "records",
+    "write_report": "reporting.html_report",
     "GroupwiseError": "errors",
     "ConfigError": "errors",
     "RewardError": "errors",
@@ -96,6 +98,7 @@ __all__ = [
     "register_backend",
     "register_normalizer",
     "register_objective",
+    "write_report",
 ]
 
 

@@ -5,26 +5,19 @@ Widths are measured in a headless browser, where one is installed; markup and st
 
 from __future__ import annotations
 
-import functools
-import http.server
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from support.browser import PHONE, ROUNDING, browse, with_browser
 
 ROOT = Path(__file__).resolve().parents[2]
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
-#: CSS pixels of a small phone, and how many a scroll width may differ by rounding.
-PHONE, ROUNDING = 390, 1
-
 #: Opens every page in a frame as wide as a phone and posts its measurements. `split` are words of names in
 #: definition lists and tables that continue on a second line; `scrolling` formulas wider than their line.
 HARNESS = """<!doctype html><meta charset="utf-8"><body><script>
@@ -149,57 +142,10 @@ def test_every_page_has_the_style_sheet_and_both_colour_schemes(site):
     assert "word-break: normal" in rules[".md-typeset code"]
 
 
-class _Server(http.server.SimpleHTTPRequestHandler):
-    """Serve the site and the harness, and keep what the harness posts."""
-
-    harness, results, done = "", [], threading.Event()
-
-    def do_GET(self) -> None:
-        if self.path != "/harness":
-            return super().do_GET()
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html")
-        self.end_headers()
-        self.wfile.write(self.harness.encode())
-
-    def do_POST(self) -> None:
-        type(self).results = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.send_response(204)
-        self.end_headers()
-        self.done.set()
-
-    def log_message(self, *_: object) -> None:
-        """Keep requests out of the output of the tests."""
-
-
 def measure(paths: Sequence[str], site: Path, profile: Path, dark: bool = False) -> list[dict]:
     """Return the measurements of these pages of the site."""
     harness = HARNESS % {"width": PHONE, "paths": json.dumps(sorted(paths))}
-    handler = type("Server", (_Server,), {"harness": harness, "results": [], "done": threading.Event()})
-    server = http.server.ThreadingHTTPServer(
-        ("127.0.0.1", 0), functools.partial(handler, directory=str(site))
-    )
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    quiet = ["--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
-    quiet += ["--disable-component-update", "--disable-sync", f"--user-data-dir={profile}"]
-    scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
-    address = f"http://127.0.0.1:{server.server_address[1]}/harness"
-    browser = subprocess.Popen(
-        [BROWSER, "--headless", "--no-sandbox", *quiet, scheme, "--window-size=1200,1000", address],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        assert handler.done.wait(150), "the browser did not finish"
-    finally:
-        browser.terminate()
-        browser.wait(20)
-        server.shutdown()
-        server.server_close()
-    return handler.results
-
-
-with_browser = pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(BROWSERS)} is installed")
+    return browse(harness, site, profile, dark)[0]
 
 
 @with_browser

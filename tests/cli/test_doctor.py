@@ -1,6 +1,6 @@
 """The doctor reports what would fail, and valid runs pass.
 
-Files: ``cli/checks.py``, ``cli/report.py``, ``cli/trial.py``.
+Files: ``cli/checks.py``, ``cli/findings.py``, ``cli/trial.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command line: ``groupwise train``, ``doctor``, ``vllm-serve`` and ``env``.
+"""The command line: ``groupwise train``, ``doctor``, ``report``, ``vllm-serve`` and ``env``.
 
 Each command is a module with ``run(arguments) -> exit code``. Modules are imported when their command runs:
 help and mistyped commands do not load torch.
@@ -19,6 +19,7 @@ from groupwise.errors import GroupwiseError, nearest_name
 COMMANDS = {
     "train": ("train", "train with the settings of a YAML file and flags"),
     "doctor": ("doctor", "check a run before it starts: batches, prompts, rewards, memory"),
+    "report": ("report", "write one HTML page about finished or running runs"),
     "vllm-serve": ("serve", "start the vLLM server of a run with vllm_mode=server"),
     "env": ("environment", "versions, devices and threads, for bug reports"),
 }

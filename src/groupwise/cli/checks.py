@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from groupwise.cli.report import Finding, fail, ok, warn
+from groupwise.cli.findings import Finding, fail, ok, warn
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.tokenization.prompts import Message, Prompt, is_conversational
 

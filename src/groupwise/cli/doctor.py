@@ -17,7 +17,7 @@ from groupwise.agents.environments import add_environment_rows
 from groupwise.agents.multi_turn import make_renderer
 from groupwise.agents.tool_loop import make_agent_loop
 from groupwise.cli.checks import batch_findings, length_findings, tokenizer_findings
-from groupwise.cli.report import Finding, Report, fail, ok, warn
+from groupwise.cli.findings import Finding, Report, fail, ok, warn
 from groupwise.cli.run_file import RunArguments, read_run
 from groupwise.cli.sources import (
     check_model,

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from groupwise.cli.report import Finding, fail, ok, warn
+from groupwise.cli.findings import Finding, fail, ok, warn
 from groupwise.compat.transformers import enable_gradient_checkpointing
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.advantages import GroupRewards, step_sum, total_rewards

@@ -1,6 +1,7 @@
 """Numbers and text that leave a run: metrics, timing, evaluation, tables, dashboards and the model card."""
 
 from groupwise.reporting.completions import report_completions
+from groupwise.reporting.html_report import write_report
 from groupwise.reporting.metrics_file import MetricsFileCallback
 from groupwise.reporting.model_card import model_card, write_model_card
 from groupwise.reporting.rollout_files import RolloutFiles
@@ -13,4 +14,5 @@ __all__ = [
     "report_completions",
     "show_log_lines",
     "write_model_card",
+    "write_report",
 ]

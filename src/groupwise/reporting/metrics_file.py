@@ -1,4 +1,4 @@
-"""Every log of a run as one line of JSON: ``<output_dir>/metrics.jsonl``."""
+"""Files of a run's output directory: ``metrics.jsonl``, a line of JSON per log, and ``settings.json``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from groupwise.compat.transformers import name_or_path
+from groupwise.config.redact import masked, redact
+
 logger = logging.getLogger(__name__)
 
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, SETTINGS_FILE = "metrics.jsonl", "settings.json"
 
 
 class MetricsFileCallback(TrainerCallback):
     """Append every log of the main process to :data:`METRICS_FILE`, with the step and the time in seconds.
 
+    Training begins with the configuration in :data:`SETTINGS_FILE`: model and settings, without credentials.
     A resumed run drops the lines after the step that it resumes from, which it logs again; a new run keeps
     the file of an earlier one as ``metrics-<time of its last line>.jsonl``. Values that JSON does not have
     (NaN, infinities) are null. An error of the file system is logged as a warning and the log is lost.
@@ -28,8 +32,10 @@ class MetricsFileCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        if not state.is_world_process_zero:
+            return
         path = Path(str(args.output_dir), METRICS_FILE)
-        if state.is_world_process_zero and path.exists():
+        if path.exists():
             try:
                 if state.global_step == 0:
                     ended = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
@@ -38,6 +44,14 @@ class MetricsFileCallback(TrainerCallback):
                     _drop_lines_after(path, state.global_step)
             except OSError as error:
                 logger.warning("%s of an earlier run stays as it is: %s", path, error)
+        model = name_or_path(getattr(kwargs.get("model"), "config", None))
+        settings = {"model": model, "world_size": args.world_size, "settings": masked(args.to_dict())}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(settings, indent=1, default=str)
+            path.with_name(SETTINGS_FILE).write_text(redact(text) + "\n", encoding="utf-8")
+        except OSError as error:
+            logger.warning("the settings were not written to %s: %s", path.with_name(SETTINGS_FILE), error)
 
     def on_log(
         self,

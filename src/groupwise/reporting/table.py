@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict, TypeGuard
 
 import torch
@@ -221,7 +221,7 @@ def _columns(parts: Sequence[Mapping[str, Cell]], taken: set[str]) -> Table:
     return columns
 
 
-def reward_columns(table: Table) -> list[str]:
+def reward_columns(table: Iterable[str]) -> list[str]:
     """Return the names of the reward columns of :func:`as_table`."""
     names = list(table)
     return names[names.index("completion") + 1 : names.index("advantage")]

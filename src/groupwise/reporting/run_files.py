@@ -1,0 +1,136 @@
+"""Read the files of a finished or running run: logs, settings, checkpoints and completions."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from groupwise.errors import ConfigError
+from groupwise.reporting.metrics_file import METRICS_FILE, SETTINGS_FILE, read_metrics
+from groupwise.reporting.table import reward_columns, row_text
+
+_STATE = "trainer_state.json"
+#: Entries of a checkpoint's state that are settings; they stand in for a missing file of settings.
+_STATE_SETTINGS = ("max_steps", "num_train_epochs", "train_batch_size", "logging_steps", "save_steps")
+_EXTRA = 200  # characters of an extra column that are kept
+
+
+@dataclass(frozen=True)
+class SavedCompletion:
+    """One row of the completions' files.
+
+    Attributes:
+        mode: "train", or the name of the evaluation.
+        rewards: by function; None where it returned none.
+        extra: columns that reward functions logged, as text.
+    """
+
+    mode: str
+    step: int
+    prompt: str
+    text: str
+    rewards: dict[str, float | None]
+    advantage: float
+    extra: dict[str, str]
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """Content of an output directory.
+
+    Attributes:
+        logs: of training and evaluations in order, with "step" and, except from a checkpoint, "time".
+        settings: flat, without credentials; empty if the run wrote none.
+        checkpoints: steps of the checkpoints.
+    """
+
+    directory: Path
+    logs: list[dict[str, Any]]
+    settings: dict[str, Any]
+    checkpoints: list[int]
+    completions: list[SavedCompletion]
+
+
+def read_run(directory: Path) -> RunFiles:
+    """Read an output directory.
+
+    Logs are those of ``metrics.jsonl``, or of the newest checkpoint's state without that file.
+
+    Raises:
+        ConfigError: the directory has neither logs nor completions.
+    """
+    checkpoints = sorted(_steps_of(directory.glob(f"checkpoint-*/{_STATE}")))
+    states = [directory / f"checkpoint-{step}" / _STATE for step in checkpoints[-1:]]
+    states += [path for path in [directory / _STATE] if path.is_file()]
+    state = json.loads(states[0].read_text(encoding="utf-8")) if states else {}
+    path = directory / METRICS_FILE
+    logs = read_metrics(path) if path.is_file() else state.get("log_history", [])
+    completions = [row for folder in _folders(directory) for row in _read_completions(folder)]
+    if not logs and not completions:
+        raise ConfigError(
+            f"{str(directory)!r} is not the output directory of a run: it has neither {METRICS_FILE} nor "
+            f"checkpoint-*/{_STATE} nor completions/*.parquet"
+        )
+    settings = _read_settings(directory / SETTINGS_FILE)
+    settings = settings or {name: state[name] for name in _STATE_SETTINGS if name in state}
+    return RunFiles(directory, logs, settings, checkpoints, completions)
+
+
+def _steps_of(states: Iterator[Path]) -> Iterator[int]:
+    for state in states:
+        if found := re.fullmatch(r"checkpoint-(\d+)", state.parent.name):
+            yield int(found[1])
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    return {"model": saved["model"], "world_size": saved["world_size"], **saved["settings"]}
+
+
+def _folders(directory: Path) -> list[Path]:
+    """Return the folders of parquet files: training first, then evaluations by name."""
+    return sorted(path for path in directory.glob("completions*") if path.is_dir())
+
+
+def _read_completions(folder: Path) -> Iterator[SavedCompletion]:
+    mode = folder.name.removeprefix("completions").removeprefix("_") or "train"
+    for path in sorted(folder.glob("completions_*.parquet")):
+        table = pq.read_table(path)
+        rewards = reward_columns(table.column_names)
+        fixed = {"step", "prompt", "completion", "advantage", *rewards}
+        for row in table.to_pylist():
+            yield SavedCompletion(
+                mode=mode,
+                step=row["step"],
+                prompt=saved_text(row["prompt"]),
+                text=saved_text(row["completion"], only=True),
+                rewards={name: row[name] for name in rewards},
+                advantage=row["advantage"],
+                extra={
+                    name: str(value)[:_EXTRA]
+                    for name, value in row.items()
+                    if name not in fixed and value is not None
+                },
+            )
+
+
+def saved_text(value: str | list[Mapping[str, Any]], *, only: bool = False) -> str:
+    """Return a saved prompt or completion as text; chats are lines ``role: content``.
+
+    Args:
+        only: of a chat that is one message without tool calls, return the content alone.
+    """
+    if isinstance(value, str):
+        return value
+    chat = [{key: item for key, item in message.items() if item is not None} for message in value]
+    if only and len(chat) == 1 and chat[0].keys() == {"role", "content"}:
+        return row_text([chat[0]]).removeprefix(f"{chat[0]['role']}: ")
+    return row_text(chat)
