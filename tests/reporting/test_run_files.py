@@ -11,7 +11,7 @@ from groupwise.reporting.run_files import read_run, saved_text
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="neither metrics.jsonl nor checkpoint"):
+    with pytest.raises(ConfigError, match=r"neither metrics\.jsonl nor checkpoint"):
         read_run(tmp_path)
 
 
