@@ -160,7 +160,7 @@ def test_unique_prompts_keep_the_first_row_of_each(tmp_path, make_args, make_row
     assert "one" in printed and "three" in printed and "two" not in printed and "four" not in printed
 
 
-@pytest.mark.parametrize(("count", "kept"), [(None, "abcde"), (9, "abcde"), (5, "abcde"), (2, "ac"), (0, "")])
+@pytest.mark.parametrize(("count", "kept"), [(9, "abcde"), (5, "abcde"), (2, "ac"), (0, "")])
 def test_printed_rows_are_spread_over_the_interval(count, kept):
     # two of five: rows 0 * 5 // 2 = 0 and 1 * 5 // 2 = 2
     table = {"step": [0, 1, 2, 3, 4], "completion": list("abcde")}
@@ -215,11 +215,29 @@ def test_no_rows_report_nothing(tmp_path, make_args, capsys):
 TABLE = {"step": [3], "completion": ["a [red]b[/red]"], "accuracy": [1 / 3], "form": [None]}
 
 
+@pytest.mark.parametrize(("given", "printed"), [(None, 4), (2, 2), (9, 9)])
+def test_a_few_rows_are_printed_unless_a_number_is_set(tmp_path, make_args, make_row, capsys, given, printed):
+    rows = [make_row(completion=f"answer{i}") for i in range(9)]
+    args = make_args(log_completions=True, num_completions_to_print=given)
+    report_completions(rows, 3, args, str(tmp_path))
+    assert capsys.readouterr().out.count("answer") == printed
+    assert len(read(tmp_path / "completions" / "completions_00003.parquet")) == 9
+
+
+def test_the_middle_of_a_long_text_is_left_out(capsys):
+    # 600 characters are shown: the first and the last 300
+    print_table({"step": [1], "completion": ["a" * 300 + "b" * 1234 + "c" * 300]}, "t")
+    printed = capsys.readouterr().out
+    assert (printed.count("a"), printed.count("b"), printed.count("c")) == (302, 0, 304)  # and the titles
+    assert "[1234 characters]" in printed
+
+
 def test_the_table_shows_texts_as_they_are(capsys):
     print_table(TABLE, "completions, step 3")
     printed = capsys.readouterr().out
-    for text in ("completions, step 3", "step", "a [red]b[/red]", "0.333", "┃"):
+    for text in ("completions, step 3", "step 3", "a [red]b[/red]", "accuracy 0.333", "┃"):
         assert text in printed
+    assert "form" not in printed
 
 
 def test_control_characters_do_not_reach_the_terminal(capsys):

@@ -10,7 +10,7 @@ import sys
 import unicodedata
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -31,7 +31,13 @@ from groupwise.reporting.table import (
     row_text,
 )
 
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
 logger = logging.getLogger(__name__)
+
+#: Printed rows where ``num_completions_to_print`` is None, and characters of a printed text.
+FEW, PRINTED = 4, 600
 
 _CALL = pa.struct({"name": pa.string(), "arguments": pa.string()})
 _BLOCK = pa.struct({"type": pa.string(), "text": pa.string()})
@@ -77,7 +83,8 @@ def report_completions(
     folder = Path(output_dir) / kind
     path = folder / f"completions_{step:05d}.parquet"
     with preserved_state():  # the first import of rich draws random numbers; training must not change
-        print_table(evenly_spaced(table, args.num_completions_to_print), f"{kind}, step {step}")
+        count = FEW if args.num_completions_to_print is None else args.num_completions_to_print
+        print_table(evenly_spaced(table, count), f"{kind}, step {step}")
         write_parquet({**table, **message_columns(rows)}, path, reward_columns(table))
         log_tables(table, image_column(rows), kind, step, args.report_to or [])
         if args.log_completions_hub_repo:
@@ -92,31 +99,49 @@ def first_of_each_prompt(rows: Sequence[CompletionRow]) -> list[CompletionRow]:
     return list(first.values())
 
 
-def evenly_spaced(table: Table, count: int | None) -> Table:
-    """Return ``count`` evenly spaced rows (None: all), which cover several prompts and steps."""
+def evenly_spaced(table: Table, count: int) -> Table:
+    """Return ``count`` evenly spaced rows, which cover several prompts and steps."""
     total = len(table["step"])
-    if count is None or count >= total:
+    if count >= total:
         return table
     return {name: [values[i * total // count] for i in range(count)] for name, values in table.items()}
 
 
 def print_table(table: Table, title: str) -> None:
     """Print the table to stdout, above the progress bars. An empty table prints nothing."""
-    # Imported here: the caller restores the random state.
-    from rich.console import Console
+    from rich.console import Console  # here: the caller restores the random state
+
+    if table["step"]:
+        with tqdm.external_write_mode(file=sys.stdout):  # clears the progress bars for the block
+            Console().print(completions_grid(table, title))
+
+
+def completions_grid(table: Table, title: str) -> RichTable:
+    """Return the table as it is printed: prompt, completion and scores.
+
+    Numbers and extra columns of a row share one column, so that prompt and completion have room; the middle
+    of a long text is left out.
+    """
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    rows = list(zip(*table.values(), strict=True))
-    if not rows:
-        return
-    grid = RichTable(title=title, show_lines=True)
-    for name in table:
-        grid.add_column(Text(name), overflow="fold")
-    for row in rows:
-        grid.add_row(*(Text(_cell_text(value)) for value in row))  # Text: brackets are not markup
-    with tqdm.external_write_mode(file=sys.stdout):  # clears the progress bars for the block
-        Console().print(grid)
+    grid = RichTable(title=title, show_lines=True, expand=True)
+    for name, share in (("prompt", 2), ("completion", 3), ("scores", 1)):
+        grid.add_column(name, overflow="fold", ratio=share)
+    for row in zip(*table.values(), strict=True):
+        texts = {name: _cell_text(value) for name, value in zip(table, row, strict=True)}
+        prompt, completion = (shortened(texts.pop(name, "")) for name in ("prompt", "completion"))
+        scores = "\n".join(f"{name} {text}" for name, text in texts.items() if text)
+        grid.add_row(Text(prompt), Text(completion), Text(scores))  # Text: brackets are not markup
+    return grid
+
+
+def shortened(text: str) -> str:
+    """Return the text, without its middle if it has more than ``PRINTED`` characters."""
+    left_out = len(text) - PRINTED
+    if left_out <= 0:
+        return text
+    return f"{text[: PRINTED // 2]}\n[{left_out} characters]\n{text[-PRINTED // 2 :]}"
 
 
 def _cell_text(value: Cell) -> str:
