@@ -13,7 +13,7 @@ from datasets import Dataset
 from smollm2 import example_parser
 from transformers import AutoModelForCausalLM
 
-from groupwise import GRPOConfig, GRPOTrainer
+from groupwise import GRPOConfig, GRPOTrainer, write_report
 
 POSITIVE = """amazing awesome beautiful brilliant charming delightful enjoyable excellent fantastic great
 impressive lovely marvelous outstanding perfect pleasant superb terrific wonderful good"""
@@ -58,6 +58,7 @@ def main():
             num_generations_eval=1,
             gradient_checkpointing=False,
             logging_steps=4,
+            log_completions=True,
             save_strategy="no",
         ),
         train_dataset=reviews(8 * steps, options["seed"], words=slice(12)),
@@ -84,6 +85,7 @@ def main():
     tokenizer, chat = trainer.processing_class, trainer.eval_dataset[0]["prompt"]
     inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
     print(tokenizer.decode(model.generate(**inputs, max_new_tokens=8)[0], skip_special_tokens=True))
+    print(f"curves and completions of the run: {write_report([output_dir])}")
 
 
 if __name__ == "__main__":
