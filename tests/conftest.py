@@ -12,6 +12,7 @@ os.environ.update(
     HF_DATASETS_OFFLINE="1",
     TOKENIZERS_PARALLELISM="false",
     WANDB_MODE="offline",
+    CI="true",  # no default tracker
     CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
 )
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -277,6 +277,7 @@ class GRPOTrainer(
             self, self.args.terminal_metrics or (), lambda: self.metrics[self._mode].timer.running
         )
         self.add_callback(reporting.MetricsFileCallback())
+        self.add_callback(reporting.TrackioAlertsCallback())
         self.rollout_files = reporting.RolloutFiles(self) if self.args.save_rollouts else None
         if self.rollout_files is not None:
             self.add_callback(self.rollout_files)

@@ -20,7 +20,14 @@ def make_args(tmp_path):
 @pytest.fixture
 def make_row():
     def make(prompt="What is 2+2?", completion="4", **fields):
-        row = {"step": 3, "prompt": prompt, "completion": completion, "advantage": 0.5, "images": []}
+        row = {
+            "step": 3,
+            "weight_version": 3,
+            "prompt": prompt,
+            "completion": completion,
+            "advantage": 0.5,
+            "images": [],
+        }
         return row | {"rewards": {"accuracy": 1.0, "form": None}, "columns": {"length": 1}} | fields
 
     return make

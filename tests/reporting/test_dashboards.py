@@ -1,3 +1,5 @@
+"""Completions in dashboards, warnings as alerts, and the default tracker."""
+
 from __future__ import annotations
 
 import io
@@ -11,8 +13,12 @@ from types import SimpleNamespace
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from support.runs import trainer
+from transformers import TrainerControl, TrainerState
 
-from groupwise.reporting import report_completions
+from groupwise import GRPOConfig
+from groupwise.reporting import TrackioAlertsCallback, report_completions
+from groupwise.reporting.dashboards import tool_spans
 
 COLUMNS = ["step", "prompt", "completion", "accuracy", "form", "advantage", "length"]
 VALUES = [[3, "What is 2+2?", "4", 1.0, None, 0.5, 1], [3, "What is 2+2?", "5", None, 0.25, 0.5, "one"]]
@@ -35,6 +41,7 @@ def recorder(active=True):
         context_vars=SimpleNamespace(current_run=SimpleNamespace(get=lambda: module.run)),
         log=logged.append,
         Table=lambda **kwargs: kwargs,
+        Trace=lambda messages, **kwargs: {"messages": messages, **kwargs},
     )
     return module
 
@@ -56,23 +63,128 @@ def test_wandb_keeps_the_table(wandb_run, tmp_path, make_args, rows):
     assert json.loads(path.read_text()) == {"columns": COLUMNS, "data": VALUES}
 
 
-def test_trackio_keeps_the_table(tmp_path, monkeypatch, make_args, rows):
-    trackio = pytest.importorskip("trackio")
+@pytest.fixture
+def trackio(tmp_path, monkeypatch):
+    """trackio with its database in a directory of the test."""
+    module = pytest.importorskip("trackio")
     storage = pytest.importorskip("trackio.sqlite_storage")
     monkeypatch.setattr(storage, "TRACKIO_DIR", tmp_path / "trackio")
-    trackio.init(project="groupwise-test", name="run")
+    yield module
+    if module.context_vars.current_run.get() is not None:
+        module.finish()
+
+
+def stored(tmp_path, query):
+    (path,) = (tmp_path / "trackio").glob("*.db")
+    return sqlite3.connect(path).execute(query).fetchall()
+
+
+def test_trackio_keeps_traces(trackio, tmp_path, make_args, rows):
+    trackio.init(project="groupwise-test", name="run", auto_log_cpu=False)
     args = make_args(report_to=["trackio"], num_completions_to_print=0)
     report_completions(rows, 3, args, str(tmp_path))
     trackio.finish()
-    (path,) = (tmp_path / "trackio").glob("*.db")
-    ((metrics,),) = sqlite3.connect(path).execute("select metrics from metrics").fetchall()
-    logged = json.loads(metrics)
-    assert logged["train/global_step"] == 3
-    assert logged["completions"]["_value"] == RECORDS
+    ((metrics,),) = stored(tmp_path, "select metrics from metrics")
+    assert json.loads(metrics)["train/global_step"] == 3
+    traces = stored(tmp_path, "select key, messages, metadata from traces order by trace_index")
+    for (key, messages, metadata), record in zip(traces, RECORDS, strict=True):
+        assert key == "completions"
+        assert json.loads(messages) == [
+            {"role": "user", "content": record["prompt"]},
+            {"role": "assistant", "content": record["completion"]},
+        ]
+        scores = {name: value for name, value in record.items() if name not in ("prompt", "completion")}
+        assert json.loads(metadata) == scores | {"weight_version": 3}
+
+
+def test_calls_of_tools_are_spans():
+    def asking(*names):
+        calls = [{"type": "function", "function": {"name": name, "arguments": "{}"}} for name in names]
+        return {"role": "assistant", "content": "", "tool_calls": calls}
+
+    turns = [asking("add", "look"), {"role": "tool", "content": "4"}, {"role": "tool", "content": "no"}]
+    turns += [asking("add"), {"role": "assistant", "content": "Four."}]
+    spans = tool_spans(turns)
+    assert [(span["name"], span.get("output")) for span in spans] == [
+        ("add", "4"),
+        ("look", "no"),
+        ("add", None),
+    ]
+    assert {(span["kind"], span["input"]) for span in spans} == {("tool", "{}")}
+    assert len({span["id"] for span in spans}) == 3
+
+
+def test_warnings_of_the_library_are_alerts_while_training(trackio, tmp_path, make_args):
+    args, callback = make_args(report_to=["trackio"]), TrackioAlertsCallback()
+    state = TrainerState(is_world_process_zero=True)
+    log = logging.getLogger("groupwise.somewhere")
+    trackio.init(project="groupwise-test", name="run", auto_log_cpu=False)
+    callback.on_train_begin(args, state, TrainerControl())
+    callback.on_train_begin(args, state, TrainerControl())  # after a training that an error ended
+    log.warning("reward %r: it is slow", "f")
+    log.info("not a warning")
+    logging.getLogger("elsewhere").warning("not ours")
+    callback.on_train_end(args, state, TrainerControl())
+    log.warning("after the end")
+    trackio.finish()
+    assert stored(tmp_path, "select title, text, level from alerts") == [("reward 'f'", "it is slow", "warn")]
+
+
+@pytest.mark.parametrize("report_to", [["trackio"], []])
+def test_no_alerts_without_a_run_or_report_to(trackio, make_args, report_to):
+    args, before = make_args(), list(logging.getLogger("groupwise").handlers)
+    args.report_to = report_to
+    if not report_to:
+        trackio.init(project="groupwise-test", name="run", auto_log_cpu=False)
+    TrackioAlertsCallback().on_train_begin(args, TrainerState(is_world_process_zero=True), TrainerControl())
+    assert logging.getLogger("groupwise").handlers == before
+
+
+@pytest.mark.parametrize(
+    ("ci", "installed", "given", "expected"),
+    [
+        ("", True, None, ["trackio"]),
+        ("false", True, None, ["trackio"]),
+        ("true", True, None, []),
+        ("1", True, None, []),
+        ("", False, None, []),
+        ("", True, "none", []),
+        ("", True, "tensorboard", ["tensorboard"]),
+    ],
+)
+def test_trackio_is_the_default_tracker(monkeypatch, tmp_path, ci, installed, given, expected):
+    if installed:
+        pytest.importorskip("trackio")
+    else:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setenv("CI", ci)
+    config = GRPOConfig(
+        str(tmp_path), use_cpu=True, bf16=False, **({} if given is None else {"report_to": given})
+    )
+    assert config.report_to == expected
+    # A default run uploads nothing, with push_to_hub neither.
+    assert config.trackio_static_space_id is (False if expected == ["trackio"] else None)
+
+
+def test_a_run_with_the_default_tracker_stays_on_this_machine(trackio, monkeypatch, tmp_path):
+    """Metrics and completions of a run without a setting are in trackio's database."""
+    monkeypatch.setenv("CI", "")
+    monkeypatch.delenv("TRACKIO_SPACE_ID", raising=False)
+    settings = {"max_steps": 2, "logging_steps": 1, "log_completions": True, "num_completions_to_print": 0}
+    run = trainer(tmp_path / "out", report_to=None, **settings)
+    assert run.args.report_to == ["trackio"]
+    run.train()
+    logged = [json.loads(metrics) for (metrics,) in stored(tmp_path, "select metrics from metrics")]
+    assert sum("train/reward" in log for log in logged) >= 2
+    versions = [
+        json.loads(metadata)["weight_version"]
+        for (metadata,) in stored(tmp_path, "select metadata from traces")
+    ]
+    assert set(versions) == {0, 1} and len(versions) == 2 * run.args.generation_batch_size
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_the_table_goes_to_an_active_run(name, tmp_path, monkeypatch, make_args, rows):
+def test_completions_go_to_an_active_run(name, tmp_path, monkeypatch, make_args, rows):
     module = recorder()
     monkeypatch.setitem(sys.modules, name, module)
     args = make_args(num_completions_to_print=0)
@@ -80,16 +192,16 @@ def test_the_table_goes_to_an_active_run(name, tmp_path, monkeypatch, make_args,
     report_completions(rows, 3, args, str(tmp_path), mode="eval")
     (logged,) = module.logged
     assert logged["train/global_step"] == 3
-    table = logged["completions_eval"]
+    shown = logged["completions_eval"]
     if name == "wandb":
-        assert (table["columns"], table["data"]) == (COLUMNS, VALUES)
+        assert (shown["columns"], shown["data"]) == (COLUMNS, VALUES)
     else:
-        assert table["dataframe"].to_dict(orient="records") == RECORDS
+        assert [trace["metadata"]["form"] for trace in shown] == [None, 0.25]
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 @pytest.mark.parametrize(("active", "asked"), [(False, True), (True, False)])
-def test_no_table_without_an_active_run_or_report_to(
+def test_nothing_without_an_active_run_or_report_to(
     name, active, asked, tmp_path, monkeypatch, make_args, rows
 ):
     module = recorder(active)
@@ -101,7 +213,7 @@ def test_no_table_without_an_active_run_or_report_to(
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_images_are_a_column_of_dashboards_alone(name, tmp_path, monkeypatch, make_args, rows):
+def test_images_are_in_dashboards_alone(name, tmp_path, monkeypatch, make_args, rows):
     file = io.BytesIO()
     Image.new("RGB", (3, 2), (9, 8, 7)).save(file, "PNG")
     rows[0]["images"] = [file.getvalue()] * 2
@@ -111,11 +223,12 @@ def test_images_are_a_column_of_dashboards_alone(name, tmp_path, monkeypatch, ma
     args = make_args(num_completions_to_print=0)
     args.report_to = [name]
     report_completions(rows, 3, args, str(tmp_path))
-    table = module.logged[0]["completions"]
-    columns = table["columns"] if name == "wandb" else list(table["dataframe"].columns)
-    cells = [row[-1] for row in table["data"]] if name == "wandb" else list(table["dataframe"]["images"])
-    assert columns == [*COLUMNS, "images"]
-    assert cells == [[((3, 2), (9, 8, 7))] * 2, []]
+    shown = module.logged[0]["completions"]
+    pictures = [[((3, 2), (9, 8, 7))] * 2, []]
+    if name == "wandb":
+        assert shown["columns"] == [*COLUMNS, "images"] and [row[-1] for row in shown["data"]] == pictures
+    else:
+        assert [trace["metadata"].get("images", []) for trace in shown] == pictures
     (file,) = (tmp_path / "completions").glob("*.parquet")
     assert "images" not in pq.read_schema(file).names
 

@@ -23,9 +23,9 @@ TRL_DEFAULTS: Mapping[str, object] = MappingProxyType(
     {"max_completion_length": 512, "use_bias_correction_kl": True}
 )
 
-#: TRL's default by field, where it means the same as ours ("auto" pads on Neuron devices only).
+#: TRL's default by field, where a run trains the same ("auto" pads on Neuron devices only).
 TRL_SPELLINGS: Mapping[str, object] = MappingProxyType(
-    {"pad_to_multiple_of": "auto", "top_k": 0, "use_transformers_paged": False}
+    {"report_to": "none", "pad_to_multiple_of": "auto", "top_k": 0, "use_transformers_paged": False}
 )
 
 #: Methods of TRL's trainer that ``groupwise.GRPOTrainer`` does not call, or not for training, and the

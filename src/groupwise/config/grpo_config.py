@@ -32,6 +32,7 @@ class GRPOConfig(GRPOFields):
         resolution.parse_strings(self)
         resolution.move_old_names(self)
         resolution.resolve_precision(self)
+        resolution.resolve_trackers(self)
         # Newer transformers renamed the field, and warn about the old name even for our default.
         if getattr(self, "activation_checkpointing", True) is None:
             self.activation_checkpointing = self.gradient_checkpointing

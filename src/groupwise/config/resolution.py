@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import logging
 import os
@@ -134,6 +135,19 @@ def resolve_precision(config: GRPOFields) -> None:
         )
     elif device_type == "cpu":
         config.use_cpu = True  # TrainingArguments accepts bf16 on a CPU only with use_cpu
+
+
+def resolve_trackers(config: GRPOFields) -> None:
+    """Resolve ``report_to=None``; call it before ``TrainingArguments``, which has no such value."""
+    if config.report_to is not None:
+        return
+    under_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
+    if under_ci or importlib.util.find_spec("trackio") is None:
+        config.report_to = "none"
+        return
+    config.report_to = ["trackio"]
+    if getattr(config, "trackio_static_space_id", False) is None:
+        config.trackio_static_space_id = False  # with push_to_hub, None would upload the metrics too
 
 
 def resolve_sampling(config: GRPOFields) -> None:

@@ -1,6 +1,7 @@
-"""Numbers and text that leave a run: metrics, timing, evaluation, tables, dashboards and the model card."""
+"""Numbers and text that leave a run: metrics, timing, evaluation, tables, dashboards, model card, report."""
 
 from groupwise.reporting.completions import report_completions
+from groupwise.reporting.dashboards import TrackioAlertsCallback
 from groupwise.reporting.html_report import write_report
 from groupwise.reporting.metrics_file import MetricsFileCallback
 from groupwise.reporting.model_card import model_card, write_model_card
@@ -10,6 +11,7 @@ from groupwise.reporting.terminal import show_log_lines
 __all__ = [
     "MetricsFileCallback",
     "RolloutFiles",
+    "TrackioAlertsCallback",
     "model_card",
     "report_completions",
     "show_log_lines",

@@ -19,13 +19,12 @@ from tqdm.auto import tqdm
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.random_state import preserved_state
-from groupwise.reporting.dashboards import log_tables
+from groupwise.reporting.dashboards import log_completions
 from groupwise.reporting.table import (
     Cell,
     CompletionRow,
     Table,
     as_table,
-    image_column,
     message_columns,
     reward_columns,
     row_text,
@@ -86,7 +85,7 @@ def report_completions(
         count = FEW if args.num_completions_to_print is None else args.num_completions_to_print
         print_table(evenly_spaced(table, count), f"{kind}, step {step}")
         write_parquet({**table, **message_columns(rows)}, path, reward_columns(table))
-        log_tables(table, image_column(rows), kind, step, args.report_to or [])
+        log_completions(rows, table, kind, step, args.report_to or [])
         if args.log_completions_hub_repo:
             push_folder(folder, args.log_completions_hub_repo, mode, args.hub_token, args.hub_private_repo)
 

@@ -1,68 +1,143 @@
-"""The completions table in dashboards with tables: wandb and trackio."""
+"""Completions in dashboards: a table in wandb, traces in trackio; and warnings as trackio's alerts."""
 
 from __future__ import annotations
 
 import io
 import logging
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import ModuleType
+from typing import Any
 
-from groupwise.reporting.table import Images, Table
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-#: A table whose last column may hold image objects of the dashboard.
-DashboardTable = dict[str, list]
+from groupwise.reporting.table import CompletionRow, PlainMessage, Table, utf8_safe
 
 logger = logging.getLogger(__name__)
 
 
-def log_tables(table: Table, images: Images, key: str, step: int, report_to: Collection[str]) -> None:
-    """Log the table as ``key`` to every dashboard in ``report_to`` that has an active run.
+def log_completions(
+    rows: Sequence[CompletionRow], table: Table, key: str, step: int, report_to: Collection[str]
+) -> None:
+    """Log completions as ``key`` to every dashboard in ``report_to`` that has an active run.
 
-    Images are the last column. ``train/global_step`` is logged with the table, as transformers does for
-    metrics. Errors are logged as warnings.
+    ``train/global_step`` is logged with them, as transformers does for metrics. Errors are warnings.
+
+    Args:
+        table: ``rows`` as columns.
     """
-    for name, log in _DASHBOARDS.items():
+    for name, (is_active, shown) in _DASHBOARDS.items():
         # A dashboard with an active run is already imported.
         module = sys.modules.get(name)
         if name not in report_to or module is None:
             continue
         try:
-            log(module, _with_images(table, images, module), {"train/global_step": step}, key)
+            if is_active(module):
+                module.log({key: shown(module, rows, table), "train/global_step": step})
         except Exception as error:
             logger.warning("completions of step %d were not logged to %s: %r", step, name, error)
 
 
-def _with_images(table: Table, images: Images, module: ModuleType) -> DashboardTable:
-    """Add a column with the images of each row as image objects of the dashboard."""
-    if not images:
-        return {**table}
+def _images(module: ModuleType, row: CompletionRow) -> list[Any]:
+    """Return the images of a row as image objects of the dashboard."""
+    if not row["images"]:
+        return []
     from PIL import Image
 
-    name = "images"
-    while name in table:
-        name += "_"
-    column = [[module.Image(Image.open(io.BytesIO(image))) for image in row] for row in images]
-    return {**table, name: column}
+    return [module.Image(Image.open(io.BytesIO(image))) for image in row["images"]]
 
 
-def _log_to_wandb(wandb: ModuleType, table: DashboardTable, position: dict[str, int], key: str) -> None:
-    if wandb.run is None:
-        return
-    data = [list(row) for row in zip(*table.values(), strict=True)]
-    wandb.log({key: wandb.Table(columns=list(table), data=data, allow_mixed_types=True), **position})
+def _wandb_table(wandb: ModuleType, rows: Sequence[CompletionRow], table: Table) -> Any:
+    """Return a table; images are its last column."""
+    columns: dict[str, list[Any]] = {**table}
+    if any(row["images"] for row in rows):
+        name = "images"
+        while name in table:
+            name += "_"
+        columns[name] = [_images(wandb, row) for row in rows]
+    data = [list(values) for values in zip(*columns.values(), strict=True)]
+    return wandb.Table(columns=list(columns), data=data, allow_mixed_types=True)
 
 
-def _log_to_trackio(trackio: ModuleType, table: DashboardTable, position: dict[str, int], key: str) -> None:
-    if trackio.context_vars.current_run.get() is None:
-        return
-    import pandas as pd
+def _traces(trackio: ModuleType, rows: Sequence[CompletionRow], table: Table) -> list[Any]:
+    """Return a trace per row: messages, a span per tool call, and the other columns as metadata."""
+    names = [name for name in table if name not in ("prompt", "completion")]
+    traces = []
+    for i, row in enumerate(rows):
+        metadata = {name: table[name][i] for name in names} | {"weight_version": row["weight_version"]}
+        if row["images"]:
+            metadata["images"] = _images(trackio, row)
+        answer = _messages(row["completion"], "assistant")
+        messages = [*_messages(row["prompt"], "user"), *answer]
+        traces.append(
+            trackio.Trace(utf8_safe(messages), metadata=metadata, spans=utf8_safe(tool_spans(answer)))
+        )
+    return traces
 
-    # dtype=object keeps a missing reward None; float columns would make it NaN
-    trackio.log({key: trackio.Table(dataframe=pd.DataFrame(table, dtype=object)), **position})
+
+def _messages(text: str | list[PlainMessage], role: str) -> list[PlainMessage]:
+    return [{"role": role, "content": text}] if isinstance(text, str) else text
 
 
-_DASHBOARDS: dict[str, Callable[[ModuleType, DashboardTable, dict[str, int], str], None]] = {
-    "wandb": _log_to_wandb,
-    "trackio": _log_to_trackio,
+def tool_spans(messages: Sequence[PlainMessage]) -> list[dict[str, Any]]:
+    """Return a span per tool call of a conversation, with the call's arguments and the tool's answer.
+
+    The tool messages after a message answer its calls in order; a call without an answer has no output.
+    """
+    spans: list[dict[str, Any]] = []
+    open_calls: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] == "tool" and open_calls:
+            open_calls.pop(0)["output"] = message["content"]
+        for call in message.get("tool_calls", ()):
+            function: Mapping[str, str] = call["function"]
+            span = {"id": f"call-{len(spans)}", "name": function["name"], "kind": "tool"}
+            spans.append({**span, "input": function["arguments"]})
+            open_calls.append(spans[-1])
+    return spans
+
+
+#: By name: True if a run is active, and the completions as the dashboard takes them.
+_DASHBOARDS: dict[
+    str, tuple[Callable[[Any], bool], Callable[[ModuleType, Sequence[CompletionRow], Table], Any]]
+] = {
+    "wandb": (lambda wandb: wandb.run is not None, _wandb_table),
+    "trackio": (lambda trackio: trackio.context_vars.current_run.get() is not None, _traces),
 }
+
+
+class _Alerts(logging.Handler):
+    """Send warnings to a run of trackio as alerts."""
+
+    def __init__(self, run: Any) -> None:
+        super().__init__(logging.WARNING)
+        self.run = run
+
+    def emit(self, record: logging.LogRecord) -> None:
+        title, _, text = record.getMessage().partition(": ")
+        self.run.alert(title=title, text=text or None, level=sys.modules["trackio"].AlertLevel.WARN)
+
+
+class TrackioAlertsCallback(TrainerCallback):
+    """Send warnings of this library to the active run of trackio while training, if there is one."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._remove()
+        module = sys.modules.get("trackio")
+        run = module and "trackio" in (args.report_to or ()) and module.context_vars.current_run.get()
+        if run and state.is_world_process_zero:
+            # The handler keeps the run: threads do not see the current one, a context variable.
+            logging.getLogger("groupwise").addHandler(_Alerts(run))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._remove()
+
+    def _remove(self) -> None:
+        """Remove the handler, also that of a training which an error ended."""
+        ours = logging.getLogger("groupwise")
+        for handler in [handler for handler in ours.handlers if isinstance(handler, _Alerts)]:
+            ours.removeHandler(handler)

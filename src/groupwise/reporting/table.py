@@ -23,14 +23,16 @@ PlainMessage = dict[str, Any]
 #: Columns of equal length by name: step, prompt, completion, the rewards, advantage, extra columns.
 Table = dict[str, list[Cell]]
 
-#: Images of every row as PNG bytes; an empty list if no row has images.
-Images = list[list[bytes]]
-
 
 class CompletionRow(TypedDict):
-    """One completion: strings or messages, numbers, and the images of its prompt as PNG bytes."""
+    """One completion: strings or messages, numbers, and the images of its prompt as PNG bytes.
+
+    ``weight_version`` is the optimizer step of the oldest weights that sampled a token; it is before ``step``
+    with a sampler that runs behind.
+    """
 
     step: int
+    weight_version: int
     prompt: str | list[PlainMessage]
     completion: str | list[PlainMessage]
     rewards: dict[str, float | None]
@@ -64,6 +66,7 @@ def completion_rows(
         named = zip(reward_names, rewards_F, strict=False)
         row: CompletionRow = {
             "step": step,
+            "weight_version": min(rollouts.completions[i].versions or (step,)),
             "prompt": plain_text(rollouts.prompts[i], keep_blocks=True),
             "completion": plain_text(rollouts.texts[i]),
             "rewards": {name: None if math.isnan(reward) else reward for name, reward in named},
@@ -175,8 +178,8 @@ def as_table(rows: Sequence[CompletionRow]) -> Table:
     extra = _columns([row["columns"] for row in rows], taken)
     return {
         "step": [row["step"] for row in rows],
-        "prompt": [_utf8(row_text(row["prompt"])) for row in rows],
-        "completion": [_utf8(row_text(row["completion"])) for row in rows],
+        "prompt": [utf8_safe(row_text(row["prompt"])) for row in rows],
+        "completion": [utf8_safe(row_text(row["completion"])) for row in rows],
         **rewards,
         "advantage": [row["advantage"] for row in rows],
         **extra,
@@ -201,13 +204,7 @@ def message_columns(rows: Sequence[CompletionRow]) -> dict[str, list[list[PlainM
 def _message(message: Any, as_blocks: bool) -> PlainMessage:
     content = message["content"]
     blocks = [{"type": "text", "text": content}] if as_blocks and isinstance(content, str) else content
-    return _utf8({**message, "content": blocks})
-
-
-def image_column(rows: Sequence[CompletionRow]) -> Images:
-    """Return the images of the rows, which only dashboards show."""
-    images = [list(row["images"]) for row in rows]
-    return images if any(images) else []
+    return utf8_safe({**message, "content": blocks})
 
 
 def _columns(parts: Sequence[Mapping[str, Cell]], taken: set[str]) -> Table:
@@ -217,7 +214,7 @@ def _columns(parts: Sequence[Mapping[str, Cell]], taken: set[str]) -> Table:
         while name in taken:
             name += "_"
         taken.add(name)
-        columns[name] = [_utf8(part.get(key)) for part in parts]
+        columns[name] = [utf8_safe(part.get(key)) for part in parts]
     return columns
 
 
@@ -227,10 +224,10 @@ def reward_columns(table: Iterable[str]) -> list[str]:
     return names[names.index("completion") + 1 : names.index("advantage")]
 
 
-def _utf8(value: Any) -> Any:
+def utf8_safe(value: Any) -> Any:
     """Replace lone surrogates by "?": JSON can carry them into a dataset, but they cannot be encoded."""
     if isinstance(value, dict):
-        return {key: _utf8(item) for key, item in value.items()}
+        return {key: utf8_safe(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_utf8(item) for item in value]
+        return [utf8_safe(item) for item in value]
     return value.encode("utf-8", "replace").decode("utf-8") if isinstance(value, str) else value
