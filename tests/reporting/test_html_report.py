@@ -175,6 +175,14 @@ def test_a_report_stands_beside_its_run_and_names_distinguish_runs(tmp_path):
         write_report([tmp_path / "a/out", tmp_path / "a/out"])
 
 
+def test_documentation_is_shown_without_marks_of_markdown(tmp_path):
+    metrics = report_data({"run": read_run(save_run(tmp_path / "run", LOGS))}, 100)["metrics"]
+    remedy = "near 1: easier or harder prompts, partial credit, dynamic_sampling"
+    assert metrics["frac_reward_zero_std"]["otherwise"] == remedy
+    assert metrics["completions/clipped_ratio"]["otherwise"].endswith("end tokens: Completions never end")
+    assert "custom/words" not in metrics
+
+
 # Escaping
 
 
@@ -247,7 +255,9 @@ def test_a_run_is_shown_with_its_parts(tmp_path):
     ):
         assert heading in page["headings"]
     assert page["charts"] >= len(page["titles"]) > 8 and "custom/words" in page["titles"]
-    assert "generate" in page["legends"] and "reward, highest" in page["legends"]
+    assert (
+        "generate" in page["legends"] and page["legends"].count("reward") == 3
+    )  # the line and the edges of its band
     said = "\n".join(page["paragraphs"])
     assert "5 steps in 2 minutes: reward 0.1 in the first log, 0.5 in the last" in said
     assert "healthy: 0.1 to 0.7; outside in 5 of 5 logs" in said

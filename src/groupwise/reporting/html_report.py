@@ -13,6 +13,7 @@ import html
 import json
 import math
 import os
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -181,12 +182,12 @@ def _short(value: Any) -> float | int | None:
 def _documented(name: str) -> dict[str, Any]:
     metric = documentation_of(name)
     assert metric is not None
-    return {
-        "meaning": metric.meaning,
-        "healthy": metric.healthy,
-        "range": metric.range,
-        "otherwise": metric.otherwise,
+    texts = {"meaning": metric.meaning, "healthy": metric.healthy, "otherwise": metric.otherwise}
+    # The page shows text: `code` and [links](of the documentation) of Markdown without their marks.
+    plain = {
+        key: re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text).replace("`", "") for key, text in texts.items()
     }
+    return {**plain, "range": metric.range}
 
 
 def _totals(files: RunFiles) -> list[float | None]:

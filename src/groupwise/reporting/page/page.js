@@ -63,9 +63,9 @@
         series.push(one);
         if (line.low) {
           bands.push({ series: [series.length + 1, series.length], fill: paint + "33" });
-          for (const [edge, values] of [["lowest", line.low], ["highest", line.high]]) {
+          for (const values of [line.low, line.high]) {
             tables.push([line.x, values]);
-            series.push({ ...one, label: `${line.label}, ${edge}`, width: 0.5, points: { show: false } });
+            series.push({ ...one, class: "edge", width: 0.5, points: { show: false } });
           }
         }
       }
