@@ -64,7 +64,8 @@ def _traces(trackio: ModuleType, rows: Sequence[CompletionRow], table: Table) ->
     names = [name for name in table if name not in ("prompt", "completion")]
     traces = []
     for i, row in enumerate(rows):
-        metadata = {name: table[name][i] for name in names} | {"weight_version": row["weight_version"]}
+        metadata: dict[str, Any] = {name: table[name][i] for name in names}
+        metadata["weight_version"] = row["weight_version"]
         if row["images"]:
             metadata["images"] = _images(trackio, row)
         answer = _messages(row["completion"], "assistant")

@@ -49,7 +49,7 @@
    * Draw lines into a box.
    * lines(): [{label, colour, x, y, low, high}], called again when the axis changes; low and high are a band.
    */
-  function chart(parent, title, lines, { range = null, note = "" } = {}) {
+  function chart(parent, title, lines, { range = null, note = "", zero = false } = {}) {
     const box = parent.appendChild(el("div", { className: "box chart" }, el("h3", {}, title), note && faint(note)));
     let plot = null;
     const draw = () => {
@@ -84,7 +84,7 @@
         u.ctx.fillRect(u.bbox.left, top, u.bbox.width, bottom - top);
       };
       const width = box.clientWidth - 24;
-      plot = new uPlot({ width, height: 200, series, bands, axes, scales: { x: { time: false } },
+      plot = new uPlot({ width, height: 200, series, bands, axes, scales: { x: { time: false }, y: zero ? { range: (_, low, high) => [0, high * 1.05] } : {} },
         hooks: range ? { drawClear: [healthy] } : {} }, uPlot.join(tables), box);
     };
     draw();
@@ -214,7 +214,7 @@
           if (stacked) below = new Map(x.map((at, j) => [at, y[j]]));
           return { label: name.slice(prefix.length), colour: colour(k), x, y };
         });
-      });
+      }, { zero: true });
       box.querySelector("h3").after(stacked ? el("div", { className: "bar" }, ...parts) : "", el("div", { className: "row faint" }, ...shown));
     });
     if (stacked) for (const name of ["step_time", "tokens_per_second", "mfu"]) metric(body, name);
@@ -246,12 +246,14 @@
     if (!data.changed.length) return;
     const body = section("Completions that changed most", "Prompts that were sampled at several steps: the first and the last time, " +
       "each the completion with the median reward. Words that the other one lacks are marked.");
-    for (const { first, last, change } of data.changed) {
+    const later = el("details", {}, el("summary", {}, `${data.changed.length - 5} more`));
+    data.changed.forEach(({ first, last, change }, place) => {
       const side = (i, other) => el("div", {}, el("div", { className: "row" }, el("strong", {}, where(i)), el("span", { className: "faint" }, scores(i))),
         el("pre", {}, ...marked(rows.text[i], rows.text[other])));
-      body.append(el("div", { className: "box" }, prompt(rows.prompt[first]),
+      (place < 5 ? body : later).append(el("div", { className: "box" }, prompt(rows.prompt[first]),
         faint(`mean reward ${signed(change)}`), el("div", { className: "pair" }, side(first, last), side(last, first))));
-    }
+    });
+    if (data.changed.length > 5) body.append(later);
   }
 
   let showPrompt = () => {};
