@@ -21,6 +21,7 @@ CONTRACT = {
     "logging_steps": (float, 10),
     "gradient_checkpointing": (bool, True),
     "remove_unused_columns": (bool, False),
+    "report_to": (list, None),
     "bf16": (bool, None),
     "model_init_kwargs": (dict, None),
     "trust_remote_code": (bool, False),
@@ -178,7 +179,8 @@ def test_help_can_be_printed():
 
 
 def test_inherited_defaults_stay(build):
-    changed = {"learning_rate", "logging_steps", "gradient_checkpointing", "remove_unused_columns", "bf16"}
+    changed = {"learning_rate", "logging_steps", "gradient_checkpointing", "remove_unused_columns"}
+    changed |= {"bf16", "report_to"}
     ours = {item.name: item.default for item in dataclasses.fields(GRPOConfig)}
     for item in dataclasses.fields(TrainingArguments):
         assert (ours[item.name] != item.default) == (item.name in changed)
