@@ -125,8 +125,9 @@ def completions_grid(table: Table, title: str) -> RichTable:
     from rich.text import Text
 
     grid = RichTable(title=title, show_lines=True, expand=True)
-    for name, share in (("prompt", 2), ("completion", 3), ("scores", 1)):
-        grid.add_column(name, overflow="fold", ratio=share, min_width=16)
+    grid.add_column("prompt", overflow="fold", ratio=2)
+    grid.add_column("completion", overflow="fold", ratio=3)
+    grid.add_column("scores", overflow="fold", width=20)
     for row in zip(*table.values(), strict=True):
         texts = {name: _cell_text(value) for name, value in zip(table, row, strict=True)}
         prompt, completion = (shortened(texts.pop(name, "")) for name in ("prompt", "completion"))
