@@ -17,10 +17,10 @@ FILES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PAC
 
 #: Lines of a room, blank lines and docstrings included. The last four stand beside the trainer.
 BUDGET = {
-    "top level": 1580,
+    "top level": 1585,
     "agents": 1755,
     "compat": 820,
-    "config": 2080,
+    "config": 2095,
     "core": 1620,
     "cpu": 430,
     "data": 2200,
@@ -29,10 +29,10 @@ BUDGET = {
     "mixins": 1090,
     "policy": 3610,
     "records": 1020,
-    "reporting": 2060,
+    "reporting": 2700,
     "rewards": 1851,
     "tokenization": 1405,
-    "cli": 1635,
+    "cli": 1665,
     "recipes": 885,
     "sandbox": 1035,
     "trl_hooks": 1650,
