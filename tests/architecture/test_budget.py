@@ -32,8 +32,8 @@ BUDGET = {
     "reporting": 2700,
     "rewards": 1851,
     "tokenization": 1405,
-    "cli": 1665,
-    "recipes": 885,
+    "cli": 1772,
+    "recipes": 1770,
     "sandbox": 1035,
     "trl_hooks": 1650,
 }
