@@ -1,4 +1,4 @@
-"""The command line: ``groupwise train``, ``doctor``, ``report``, ``vllm-serve`` and ``env``.
+"""The command line: ``groupwise train``, ``doctor``, ``report``, ``replay``, ``vllm-serve`` and ``env``.
 
 Each command is a module with ``run(arguments) -> exit code``. Modules are imported when their command runs:
 help and mistyped commands do not load torch.
@@ -20,6 +20,7 @@ COMMANDS = {
     "train": ("train", "train with the settings of a YAML file and flags"),
     "doctor": ("doctor", "check a run before it starts: batches, prompts, rewards, memory"),
     "report": ("report", "write one HTML page about finished or running runs"),
+    "replay": ("replay", "repeat a recorded step of a run, compare objectives on it, write a bug report"),
     "vllm-serve": ("serve", "start the vLLM server of a run with vllm_mode=server"),
     "env": ("environment", "versions, devices and threads, for bug reports"),
 }
@@ -29,8 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        Exit code: 0; 1 if ``doctor`` found a problem; 2 for invalid input, with the message on standard error
-        and no traceback unless ``--traceback`` is given; 130 if interrupted.
+        Exit code: 0; 1 if ``doctor`` found a problem or a replay leaves its record; 2 for invalid input, with
+        the message on standard error and no traceback unless ``--traceback`` is given; 130 if interrupted.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help"):

@@ -1,0 +1,154 @@
+"""Bug report of one optimizer step in a file: settings, versions and tokens, without weights and secrets."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+
+from groupwise.config.grpo_config import GRPOConfig
+from groupwise.config.redact import masked, redact
+from groupwise.errors import ConfigError
+from groupwise.records.serialization import host_copy
+from groupwise.reporting.rollout_files import FOLDER, HEADER, Recording, file_name
+
+#: Settings of ``TrainingArguments`` that an update depends on.
+_OF_THE_UPDATE = (
+    *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
+    *("optim", "optim_args", "optim_target_modules", "weight_decay", "adam_beta1", "adam_beta2"),
+    *("adam_epsilon", "max_grad_norm", "num_train_epochs", "per_device_train_batch_size"),
+    *("gradient_accumulation_steps", "gradient_checkpointing", "gradient_checkpointing_kwargs"),
+    *("bf16", "fp16", "tf32", "use_cpu", "full_determinism", "seed", "data_seed", "neftune_noise_alpha"),
+    *("torch_compile", "torch_compile_backend", "torch_compile_mode", "liger_kernel_config"),
+    *("logging_nan_inf_filter", "ddp_find_unused_parameters"),
+)
+#: Beginnings of the names of settings of sampling, rewards, evaluation, logs and loading.
+_NOT_REPLAYED = (
+    *("use_vllm", "vllm_", "transformers_continuous", "use_transformers", "cache_implementation"),
+    *("rollout_", "reward_weights", "max_tool", "tool_timeout", "reward_timeout", "reward_on_error"),
+    *("eval_", "num_generations_eval", "log_", "num_completions_to_print", "terminal_metrics"),
+    *("save_rollouts", "trust_remote_code", "model_init_kwargs", "wandb_", "use_liger_loss"),
+)
+#: Settings with one of these beginnings that the loss depends on.
+_OF_THE_LOSS = ("vllm_importance_sampling", "rollout_func_importance")
+_INHERITED = {item.name for item in fields(TrainingArguments)}
+_OWN = {item.name for item in fields(GRPOConfig)} - _INHERITED
+
+#: Largest size of a bundle, and of its contents when it is read.
+LIMIT, LIMIT_OF_CONTENTS = 10**6, 2 * 10**8
+_NAME = re.compile(r"run\.json|(step|generation)-\d{6}(\.\d+)?\.rank\d+\.pt")
+
+
+def is_replayed(name: str) -> bool:
+    """Return True for a setting that an update depends on."""
+    if name in _INHERITED:
+        return name in _OF_THE_UPDATE
+    return name in _OWN and (name.startswith(_OF_THE_LOSS) or not name.startswith(_NOT_REPLAYED))
+
+
+def write_bundle(recording: Recording, step: int, file: Path) -> int:
+    """Write the record of one step for another machine; return the number of bytes.
+
+    It contains token ids, log-probs, masks, rewards and advantages of the window, settings of the update and
+    versions: no weights, texts, images, paths or credentials. Token ids can be decoded.
+
+    Raises:
+        ConfigError: the step is not recorded, has images, or is too large.
+    """
+    header = recording.header
+    parts: dict[str, bytes] = {HEADER: redact(json.dumps(_header(header), indent=1)).encode()}
+    for rank in range(header["world_size"]):
+        record = recording.step(step, rank)
+        if any(batch.images is not None for batch in record.window):
+            raise ConfigError(f"step {step} has images, which a bundle lacks; share the folder of the run")
+        settings = masked({n: v for n, v in record.settings.items() if is_replayed(n)})
+        values = {**vars(record), "settings": settings, "computed": [vars(rows) for rows in record.computed]}
+        parts[_name("step", step, rank)] = _saved(values)
+        for part in range(record.num_generations):
+            generation = recording.generation(step, part, rank)
+            rollouts = replace(generation.rollouts, prompts=[""] * len(generation.rollouts))
+            values = {**vars(generation), "rollouts": rollouts, "images": None}
+            parts[_name("generation", step, rank, part)] = _saved(values)
+    content = _zipped(parts)
+    if len(content) > LIMIT:  # the window alone is enough to repeat the update
+        content = _zipped({name: data for name, data in parts.items() if not name.startswith("generation")})
+    if len(content) > LIMIT:
+        raise ConfigError(
+            f"the window of step {step} takes {len(content) / 1e6:.1f} MB, and a bundle has at most "
+            f"{LIMIT / 1e6:.0f} MB; report a step of a run with fewer or shorter completions"
+        )
+    file.write_bytes(content)
+    return len(content)
+
+
+def _header(header: dict[str, Any]) -> dict[str, Any]:
+    settings = {name: value for name, value in header["settings"].items() if is_replayed(name)}
+    name = header["model"]
+    if Path(name).is_dir():  # a path of this machine
+        name = Path(name).name
+    return {**header, "settings": masked(settings), "model": name, "bundle": True}
+
+
+def _name(kind: str, step: int, rank: int, part: int | None = None) -> str:
+    return file_name(kind, step, rank, part).removesuffix(".gz")
+
+
+def _saved(values: dict[str, Any]) -> bytes:
+    content = io.BytesIO()
+    torch.save(host_copy(values), content)
+    return content.getvalue()
+
+
+def _zipped(parts: dict[str, bytes]) -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_LZMA) as archive:
+        for name, data in parts.items():
+            archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_LZMA)
+    return content.getvalue()
+
+
+@contextmanager
+def unpacked(file: Path) -> Iterator[Path]:
+    """Context manager that yields a folder with the files of a bundle.
+
+    Raises:
+        ConfigError: the file is no bundle, or has other or larger files than one.
+    """
+    with tempfile.TemporaryDirectory(prefix="groupwise-bundle-") as directory:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                entries = archive.infolist()
+                strange = [entry.filename for entry in entries if not _NAME.fullmatch(entry.filename)]
+                if strange or sum(entry.file_size for entry in entries) > LIMIT_OF_CONTENTS:
+                    raise ConfigError(
+                        f"{str(file)!r} is no bundle: "
+                        + (f"it contains {strange[0]!r}" if strange else "its files are too large")
+                    )
+                archive.extractall(directory)
+        except zipfile.BadZipFile:
+            raise ConfigError(f"{str(file)!r} is neither the folder of a run nor a bundle") from None
+        yield Path(directory)
+
+
+@contextmanager
+def open_recording(run: str | Path | Recording) -> Iterator[Recording]:
+    """Open the recording of a run: ``output_dir``, its folder of rollouts, or a bundle."""
+    if isinstance(run, Recording):
+        yield run
+        return
+    path = Path(run)
+    if path.is_file():
+        with unpacked(path) as folder:
+            yield Recording(folder)
+    else:
+        yield Recording(path / FOLDER if (path / FOLDER).is_dir() else path)
