@@ -117,19 +117,26 @@ def measure_generation(model: Any, tokenizer: Any, given: argparse.Namespace, ur
 
 def measure_sync(model: Any, tokenizer: Any, pairs: int, precision: str) -> dict[str, Any]:
     """Return seconds per GB of weights by bucket size, in this process and through shared memory."""
-    from groupwise.generation.vllm.weight_sync import LocalReceiver, LocalSender, SharedMemorySender
-    from groupwise.policy.weight_iterator import buckets, weight_iterator
+    from groupwise.generation.vllm import transfer
+    from groupwise.policy.weight_iterator import weight_iterator
+    from groupwise.policy.weight_source import EngineWeights
 
     backend = engine_backend(model, tokenizer, 8, precision)
-    receiver = LocalReceiver(backend.engine)
+    weights = EngineWeights()
+
+    def push(sender: Any, limit: int) -> None:
+        transfer.BUCKET_BYTES = limit
+        weights.begin(lambda: weight_iterator(model))
+        sender.push(1)
+
     gigabytes = sum(tensor.nbytes for _, tensor in weight_iterator(model)) / 1e9
     results: dict[str, Any] = {"gigabytes": gigabytes}
-    for name, sender in (("local", LocalSender()), ("shared memory", SharedMemorySender())):
+    for name, in_process in (("local", True), ("shared memory", False)):
+        sender = transfer.WeightTransfer("groupwise", backend.engine, weights, in_process=in_process)
         taken: dict[str, list[float]] = {size: [] for size in BUCKETS}
         for round_ in range(pairs + 1):
             for size, limit in BUCKETS.items():
-                cut = lambda limit=limit: buckets(weight_iterator(model), limit)  # noqa: E731
-                each, _ = seconds(lambda cut=cut, sender=sender: sender.push(cut(), receiver, 1))
+                each, _ = seconds(partial(push, sender, limit))
                 if round_:
                     taken[size].append(each / gigabytes)
         sender.close()

@@ -61,17 +61,28 @@ SIGNATURES = [
     ("peft.tuners.tuners_utils", "BaseTunerLayer.get_base_layer", ["self"]),
     ("peft.tuners.tuners_utils", "BaseTunerLayer.merge", ["self"]),
     ("peft.tuners.lora", "Linear.merge", ["self"]),
-    ("vllm.distributed.weight_transfer.nccl_common", "trainer_init", ["init_info"]),
-    (
-        "vllm.distributed.weight_transfer.packed_tensor",
-        "packed_nccl_broadcast_producer",
-        ["iterator", "group", "src", "post_iter_func"],
+    *(
+        (
+            "vllm.distributed.weight_transfer",
+            f"{factory}.register_engine",
+            ["name", "module_path_or_cls", "class_name"],
+        )
+        for factory in ("WeightTransferEngineFactory", "WeightTransferTrainerFactory")
     ),
-    ("vllm.distributed.device_communicators.pynccl", "PyNcclCommunicator.destroy", ["self"]),
     (
         "vllm.distributed.weight_transfer",
-        "WeightTransferEngineFactory.register_engine",
-        ["name", "module_path_or_cls", "class_name"],
+        "WeightTransferTrainerFactory.trainer_init",
+        ["init_info", "client", "source"],
+    ),
+    (
+        "vllm.distributed.weight_transfer.sparse_nccl_engine",
+        "SparseNCCLTrainerWeightTransferEngine.send_weight_chunk",
+        ["self", "patches"],
+    ),
+    (
+        "vllm.distributed.weight_transfer.sparse_nccl_engine",
+        "SparseWeightPatch",
+        ["name", "indices", "values", "full_shape"],
     ),
     ("vllm.model_executor.model_loader.reload", "initialize_layerwise_reload", ["model"]),
     ("vllm.v1.engine.llm_engine", "LLMEngine.add_lora", ["self", "lora_request"]),
@@ -398,6 +409,21 @@ def test_liger_switches_are_boolean_arguments():
         "cross_entropy",
         "fused_linear_cross_entropy",
     } <= compat_liger.layer_switches()
+
+
+@pytest.mark.parametrize("backend", ["nccl", "sparse_nccl", "ipc"])
+def test_trainers_sides_of_vllm_take_the_fields_that_are_given(backend):
+    pytest.importorskip("vllm")
+    from vllm.distributed.weight_transfer import TrainerWeightTransferEngine, WeightTransferTrainerFactory
+
+    rendezvous = {"master_address": "127.0.0.1", "master_port": 1, "world_size": 2}
+    packed = {"packed": True, "packed_buffer_size_bytes": 8}
+    given = {"nccl": rendezvous | packed, "sparse_nccl": rendezvous, "ipc": packed}[backend]
+    engine = WeightTransferTrainerFactory._registry[backend]()
+    assert issubclass(engine, TrainerWeightTransferEngine)
+    info = engine.init_info_cls(rank=0, **given)
+    assert info.backend == backend and info.is_sender
+    assert accepts(engine.send_weights, ["self"]) and accepts(engine.shutdown, ["self"])
 
 
 def test_vllm_symbols():

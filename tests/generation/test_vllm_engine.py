@@ -22,14 +22,11 @@ from support.runs import policy, prompts, tokenizer, trainer
 
 from groupwise import ConfigError, GRPOConfig, GRPOTrainer
 from groupwise.errors import BackendError
-from groupwise.generation.vllm import colocate, engine
+from groupwise.generation.vllm import colocate, engine, transfer
 from groupwise.generation.vllm.colocate import ColocatedBackend, TensorParallelGroup, check_policy
-from groupwise.generation.vllm.weight_sync import (
-    FullWeightSync,
-    LocalReceiver,
-    LocalSender,
-    SharedMemorySender,
-)
+from groupwise.generation.vllm.transfer import BucketSender, BucketSenderInfo, WeightTransfer
+from groupwise.generation.vllm.weight_sync import FullWeightSync
+from groupwise.policy.weight_source import EngineWeights
 from groupwise.records import SamplingOptions
 
 
@@ -184,72 +181,106 @@ class Receiver:
     def __init__(self):
         self.infos, self.got = [], {}
 
-    def init_weight_transfer_engine(self, init_info):
-        self.infos.append(init_info)
+    def init_weight_transfer_engine(self, request):
+        self.infos.append(request)
 
     def start_weight_update(self):
         self.got = {}
 
-    def update_weights(self, update_info):
+    def update_weights(self, request):
         from safetensors.torch import load_file
 
-        if not update_info:
+        if not request["update_info"]:
             self.infos.append("complete")
             return
-        self.got |= load_file(update_info["path"])
+        self.got |= load_file(request["update_info"]["path"])
 
     def finish_weight_update(self, weight_version=None):
         self.infos.append(weight_version)
 
 
-def test_buckets_pass_through_shared_memory_files_that_are_removed(tmp_path):
-    sender, receiver = SharedMemorySender(tmp_path), Receiver()
-    sender.connect(receiver)
+def pushed(receiver, pairs, **given):
+    """A connection over which ``pairs`` were sent as step 7."""
+    weights = EngineWeights()
+    made = WeightTransfer("groupwise", receiver, weights, **given)
+    weights.begin(lambda: iter(pairs))
+    made.push(7)
+    return made
+
+
+@pytest.fixture
+def shared_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(transfer, "_SHARED_MEMORY", tmp_path)
+    return tmp_path
+
+
+def test_buckets_pass_through_shared_memory_files_that_are_removed(shared_memory):
+    receiver = Receiver()
     weights = {name: tensor.detach() for name, tensor in policy().state_dict().items()}
-    pairs = list(weights.items())
-    sender.push([pairs[:3], pairs[3:]], receiver, version=7)
-    assert receiver.infos == [{}, "complete", "7"] and receiver.got.keys() == weights.keys()
+    made = pushed(receiver, list(weights.items()))
+    assert receiver.infos == [{"init_info": {}}, "complete", "7"] and receiver.got.keys() == weights.keys()
     assert all(torch.equal(receiver.got[name], tensor) for name, tensor in weights.items())
-    assert [path.name for path in sender.directory.iterdir()] == ["lock"]
-    sender.close()
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in made.engine.directory.iterdir()] == ["lock"]
+    made.close()
+    assert list(shared_memory.iterdir()) == []
 
 
-def test_files_of_a_killed_process_are_removed_by_the_next_sender(tmp_path):
+def new_sender():
+    return BucketSender(BucketSenderInfo(), Receiver(), [])
+
+
+def test_files_of_a_killed_process_are_removed_by_the_next_sender(shared_memory):
     code = (
-        "import os, signal, sys\n"
-        "from groupwise.generation.vllm.weight_sync import SharedMemorySender\n"
-        "sender = SharedMemorySender(sys.argv[1])\n"
+        "import os, pathlib, signal, sys\n"
+        "from groupwise.generation.vllm import transfer\n"
+        "transfer._SHARED_MEMORY = pathlib.Path(sys.argv[1])\n"
+        "sender = transfer.BucketSender(transfer.BucketSenderInfo(), None, [])\n"
         "(sender.directory / 'bucket').write_text('weights')\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    (tmp_path / "groupwise-of-another-program").mkdir()
-    running = SharedMemorySender(tmp_path)
+    (shared_memory / "groupwise-of-another-program").mkdir()
+    running = new_sender()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment).returncode == -9
-    (killed,) = (path.parent for path in tmp_path.glob("*/bucket"))
-    sender = SharedMemorySender(tmp_path)
+    command = [sys.executable, "-c", code, str(shared_memory)]
+    assert subprocess.run(command, env=environment).returncode == -9
+    (killed,) = (path.parent for path in shared_memory.glob("*/bucket"))
+    sender = new_sender()
     assert not killed.exists() and running.directory.exists() and sender.directory.exists()
-    assert (tmp_path / "groupwise-of-another-program").exists()
+    assert (shared_memory / "groupwise-of-another-program").exists()
     for one in (running, sender):
-        one.close()
-        one.close()
+        one.shutdown()
+        one.shutdown()
         assert not one.directory.exists()
 
 
-def test_a_bucket_that_shared_memory_cannot_hold_is_refused(tmp_path, monkeypatch):
-    sender = SharedMemorySender(tmp_path)
+def test_a_bucket_that_shared_memory_cannot_hold_is_refused(shared_memory, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=2**20))
     with pytest.raises(BackendError, match=r"2 MB .*1 MB left.*--shm-size"):
-        sender.push([[("w", torch.zeros(2**19))]], Receiver(), version=1)
-    sender.close()
+        pushed(Receiver(), [("w", torch.zeros(2**19))])
 
 
-def test_local_sender_passes_tensors_without_copies():
-    engine, tensor = FakeEngine(), torch.ones(3)
-    LocalSender().push([[("w", tensor)]], LocalReceiver(engine), version=1)
+def test_an_engine_in_this_process_gets_the_tensors_themselves():
+    engine, tensor = FakeEngine(), torch.ones(4)
+    pushed(engine, [("w", tensor)], in_process=True)
     (_, given) = next(call for call in engine.calls if call[0] == "update_weights")
     assert given["update_info"]["weights"][0][1] is tensor
+
+
+def test_a_push_after_a_failed_one_replaces_all_weights(shared_memory):
+    receiver = Receiver()
+    made = pushed(receiver, [("w", torch.ones(4))])
+
+    def broken():
+        yield "w", torch.zeros(4)
+        raise RuntimeError("gathering failed")
+
+    made.weights.begin(broken)
+    with pytest.raises(RuntimeError, match="gathering failed"):
+        made.push(8)
+    made.weights.begin(lambda: iter([("w", torch.full((4,), 2.0))]))
+    made.push(8)
+    assert receiver.infos[-3:] == [None, "complete", "8"] and receiver.got["w"].tolist() == [2.0] * 4
+    made.close()
 
 
 def test_tensor_parallel_ranks_generate_all_requests_and_return_their_own(monkeypatch):

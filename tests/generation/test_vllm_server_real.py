@@ -21,7 +21,7 @@ from support.engine_runs import (
 from support.workers.vllm_process import ServerProcess
 from transformers import TrainerCallback
 
-from groupwise.generation.vllm import weight_sync
+from groupwise.generation.vllm import transfer
 from groupwise.generation.vllm.client import fetch_num_tokens
 from groupwise.policy.weight_iterator import PolicyWeights
 
@@ -161,7 +161,7 @@ def assert_same_run(run, other):
 @pytest.mark.timeout(1200)  # the server starts three times
 def test_a_killed_server_does_not_change_the_history(server, undisturbed, tmp_path):
     disturbed = run_for(server, tmp_path, **FOUR_STEPS)
-    ask, push = disturbed.backend._submit, weight_sync.SharedMemorySender.send
+    ask, push = disturbed.backend._submit, transfer.BucketSender._send_file
     killed = []
 
     def kill_once(when):
@@ -175,10 +175,10 @@ def test_a_killed_server_does_not_change_the_history(server, undisturbed, tmp_pa
         if disturbed.state.global_step == 1:
             kill_once("generating")
 
-    def kill_and_send(sender, bucket, receiver):
+    def kill_and_send(sender, bucket, directory):
         if disturbed.state.global_step == 3:
             kill_once("taking weights")
-        push(sender, bucket, receiver)
+        push(sender, bucket, directory)
 
     class KillBetween(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -188,7 +188,7 @@ def test_a_killed_server_does_not_change_the_history(server, undisturbed, tmp_pa
     disturbed.add_callback(KillBetween())
     disturbed.backend._submit = ask_and_kill
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_sync.SharedMemorySender, "send", kill_and_send)
+        patch.setattr(transfer.BucketSender, "_send_file", kill_and_send)
         disturbed.train()
     assert killed == ["generating", "doing nothing", "taking weights"]
     assert_same_run(disturbed, undisturbed)

@@ -16,7 +16,7 @@ from support.resume_runs import make_trainer
 from transformers import TrainerCallback
 
 from groupwise import RewardError
-from groupwise.generation.vllm import weight_sync
+from groupwise.generation.vllm import transfer
 from groupwise.generation.vllm.http import HttpClient
 
 _TIMING = re.compile(r"(eval_)?time/.*|step_time|.*_runtime|.*_per_second|.*preparation_time|train_loss")
@@ -161,7 +161,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(HttpClient, "first_pause", 0.02)
     shared_memory = tmp_path / "shm"
     shared_memory.mkdir()
-    monkeypatch.setattr(weight_sync, "_SHARED_MEMORY", shared_memory)
+    monkeypatch.setattr(transfer, "_SHARED_MEMORY", shared_memory)
     server = with_tokenizer(FakeVLLM(), runs.tokenizer())
     server.logprob = lambda position: -math.log(32)  # about that of every token of the tiny policy
     server.shared_memory = shared_memory
@@ -246,8 +246,11 @@ def test_files_in_shared_memory_are_removed_when_a_run_ends(fake: Any, tmp_path:
         assert list(fake.shared_memory.iterdir()) == []
 
 
-def test_files_in_shared_memory_end_with_their_sender(tmp_path: Path) -> None:
-    sender = weight_sync.SharedMemorySender(tmp_path)
+def test_files_in_shared_memory_end_with_their_sender(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "_SHARED_MEMORY", tmp_path)
+    sender = transfer.BucketSender(transfer.BucketSenderInfo(), None, [])
     assert sender.directory.is_dir()
     del sender  # as at the end of the process
     assert list(tmp_path.iterdir()) == []

@@ -58,13 +58,6 @@ def skip_buffer_broadcast(model: nn.Module) -> None:
         wrapper.require_forward_param_sync = False
 
 
-def cuda_ipc_handle(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return the arguments from which another process rebuilds ``tensor`` on the same GPU."""
-    from torch.multiprocessing.reductions import reduce_tensor
-
-    return reduce_tensor(tensor)[1]
-
-
 def has_out_dtype() -> bool:
     """Return True if products of half-precision matrices can have a float32 result on CUDA (since 2.8)."""
     import torch

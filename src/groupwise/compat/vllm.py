@@ -1,11 +1,13 @@
-"""Undocumented symbols of vLLM, seen in 0.32."""
+"""Symbols of vLLM that differ between versions or are not documented, seen in 0.32."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+from groupwise.errors import BackendError
 
 if TYPE_CHECKING:
     import torch
@@ -31,37 +33,45 @@ def has_bitsandbytes() -> bool:
     return importlib.util.find_spec("vllm_bnb_plugin") is not None
 
 
-def register_weight_transfer_engine(name: str, module: str, cls: str) -> None:
-    """Register a weight-transfer engine, unless ``name`` is registered."""
-    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+def register_weight_transfer_engine(name: str, receiver: tuple[str, str], sender: tuple[str, str]) -> None:
+    """Register the engine's and the trainer's side (module, class), unless ``name`` is registered."""
+    from vllm.distributed import weight_transfer
 
-    if name not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(name, module, cls)
-
-
-def join_nccl_group(init_info: dict[str, Any]) -> Any:
-    """Join the NCCL group of the engine's workers as rank 0 and return it."""
-    from vllm.distributed.weight_transfer.nccl_common import trainer_init
-
-    return trainer_init(init_info)
+    sides = {"WeightTransferEngineFactory": receiver, "WeightTransferTrainerFactory": sender}
+    for factory_name, (module, cls) in sides.items():
+        factory = getattr(weight_transfer, factory_name, None)  # versions before 0.26 have no trainer's side
+        if factory is not None and name not in factory._registry:
+            factory.register_engine(name, module, cls)
 
 
-def packed_broadcast(weights: Iterable[tuple[str, torch.Tensor]], group: Any) -> Callable[[], None]:
-    """Return a function that broadcasts weights from rank 0 of ``group``; it may run in another thread.
+def trainer_engine(backend: str, client: Any, source: Any, **given: Any) -> Any:
+    """Connect the trainer's side of a weight transfer, a ``TrainerWeightTransferEngine``.
 
-    vLLM copies weights into its buffers on CUDA streams of its own, which wait only for each other. Here they
-    wait for the caller's stream first; otherwise they could copy values of before the last update.
+    Args:
+        client, source: ``VLLMWeightSyncClient`` and ``WeightSource``.
+        given: fields of the engine's init info.
+
+    Raises:
+        BackendError: the installed vLLM has no such engine.
     """
-    import torch
-    from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+    import vllm
+    from vllm.distributed import weight_transfer
 
-    written = torch.cuda.current_stream().record_event()
+    factory = getattr(weight_transfer, "WeightTransferTrainerFactory", None)
+    if factory is None or backend not in factory._registry:
+        raise BackendError(
+            f"vLLM {vllm.__version__}, which is installed here, has no trainer's side of the weight transfer "
+            f"{backend!r}; install vLLM 0.32, or start the servers with the backend 'groupwise'"
+        )
+    init_info = factory._registry[backend]().init_info_cls(**given)
+    return factory.trainer_init(init_info, client=client, source=source)
 
-    def after_write(item: tuple[str, torch.Tensor]) -> torch.Tensor:
-        torch.cuda.current_stream().wait_event(written)  # the stream of the buffer
-        return item[1]
 
-    return lambda: packed_nccl_broadcast_producer(iter(weights), group, src=0, post_iter_func=after_write)
+def sparse_patch(name: str, indices: torch.Tensor, tensor: torch.Tensor) -> Any:
+    """Return vLLM's record of the values of a weight at ``indices`` of the flat tensor."""
+    from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseWeightPatch
+
+    return SparseWeightPatch(name, indices.int(), tensor.detach().reshape(-1)[indices], tuple(tensor.shape))
 
 
 def layerwise_reload() -> tuple[Callable[[nn.Module], None], Callable[[nn.Module, Any], None]]:

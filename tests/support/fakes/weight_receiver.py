@@ -46,7 +46,7 @@ class StoreCommunicator:
     """``PyNcclCommunicator`` that exchanges tensors through the store of its process group."""
 
     def __init__(self, group: Any, device: Any) -> None:
-        self.group, self.device, self.destroyed = group, device, False
+        self.group, self.device, self.destroyed = group, torch.device("cpu", device), False
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
         sent = self.group.broadcast_obj(tensor if self.group.rank == src else None, src)
@@ -58,7 +58,7 @@ class StoreCommunicator:
 
 
 def fake_gpu(replace: Callable[[str, Any], None]) -> None:
-    """Replace the symbols that vLLM's transfer engines and our senders need a GPU for.
+    """Replace the symbols that both sides of vLLM's weight transfer need a GPU for.
 
     Args:
         replace: sets a dotted name, as ``monkeypatch.setattr`` does.
@@ -66,9 +66,16 @@ def fake_gpu(replace: Callable[[str, Any], None]) -> None:
     replace("torch.cuda.Stream", Stream)
     replace("torch.cuda.stream", lambda stream: nullcontext())
     replace("torch.cuda.current_stream", Stream)
+    replace("torch.cuda.ipc_collect", lambda: None)
+    replace("torch.empty", lambda *size, empty=torch.empty, **given: empty(*size, **_on_cpu(given)))
     replace("torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid=GPU))
     replace("torch.accelerator.current_device_index", lambda: 0)
+    replace("torch.accelerator.device_index", lambda index: nullcontext())
     replace("vllm.distributed.device_communicators.pynccl.PyNcclCommunicator", StoreCommunicator)
+
+
+def _on_cpu(given: dict[str, Any]) -> dict[str, Any]:
+    return {**given, "device": "cpu"} if given.get("device") == "cuda" else given
 
 
 def _mapped(path: Path) -> torch.Tensor:
@@ -93,14 +100,17 @@ def rebuild(*entries: Any) -> torch.Tensor:
 
 
 class Model(torch.nn.Module):
-    """Model that keeps every weight that it is given."""
+    """Model that keeps every weight that it is given, and has 5 where it was given none."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weights: list[tuple[str, torch.Tensor]] = []
+        self.values: dict[str, torch.Tensor] = {}
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self.weights += [(name, tensor.clone()) for name, tensor in weights]  # buffers are used again
+        for name, tensor in weights:
+            self.weights.append((name, tensor.clone()))  # buffers are used again
+            self.values.setdefault(name, torch.full_like(tensor, 5)).copy_(tensor)
 
 
 def make_engine(backend: str, model: Model) -> Any:
@@ -137,7 +147,8 @@ class Worker:
         self.version = body["weight_version"]
 
     def save(self, body: dict[str, Any]) -> None:
-        torch.save({"weights": self.model.weights, "version": self.version}, body["path"])
+        weights, values = self.model.weights, self.model.values
+        torch.save({"weights": weights, "values": values, "version": self.version}, body["path"])
 
 
 def main(address: str) -> None:

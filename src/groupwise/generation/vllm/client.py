@@ -145,11 +145,11 @@ class VLLMServers:
         info = await server.once("GET", "/weight_info", doing="reading its weight version")
         self._step(info["weight_version"])
 
-    # Weights: the ``weight_sync.WeightReceiver`` of all servers together. These requests are never repeated.
+    # Weights: the methods of ``vllm.LLM``, for all servers together. These requests are never repeated.
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+    def init_weight_transfer_engine(self, request: dict[str, Any]) -> None:
         """Connect every server to the transfer; ``rank_offset`` is that of the first server."""
-        bodies = []
+        bodies, init_info = [], request["init_info"]
         rank = init_info.get("rank_offset")
         for size in self.world_sizes or [1] * len(self.servers):
             bodies.append({"init_info": init_info if rank is None else {**init_info, "rank_offset": rank}})
@@ -159,8 +159,8 @@ class VLLMServers:
     def start_weight_update(self) -> None:
         self._post("/start_weight_update", doing="starting a weight update")
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self._post("/update_weights", [{"update_info": update_info}], doing="receiving weights")
+    def update_weights(self, request: dict[str, Any]) -> None:
+        self._post("/update_weights", [request], doing="receiving weights")
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         # Without a version the update failed, and the server's weights must not pass for an earlier version.
@@ -189,23 +189,10 @@ class VLLMServers:
         self.adapter = name
 
     def unload_adapter(self, name: str) -> None:
-        """Remove a LoRA adapter from the servers that respond."""
-
-        async def unload(server: HttpClient) -> None:
-            with suppress(LostAnswerError, BackendError):  # a restarted server does not have it
-                body = {"lora_name": name}
-                await server.once("POST", "/v1/unload_lora_adapter", body, doing="unloading", timeout=5.0)
-
-        self._on_all(unload)
-
-    def abandon_update(self) -> None:
-        """End an update that failed halfway; the servers stay paused."""
-
-        async def finish(server: HttpClient) -> None:
-            with suppress(LostAnswerError, BackendError):  # raised if no update is in progress
-                await server.once("POST", "/finish_weight_update", {}, doing="abandoning a weight update")
-
-        self._on_all(finish)
+        """Remove a LoRA adapter from the servers that respond; a restarted one does not have it."""
+        with suppress(LostAnswerError, BackendError):
+            body = {"lora_name": name}
+            self._post("/v1/unload_lora_adapter", [body], doing="unloading an adapter", timeout=5.0)
 
     def wait_until_up(self, doing: str) -> None:
         """Return once all servers are healthy; raises a ConnectionError after the timeout."""
@@ -229,9 +216,11 @@ class VLLMServers:
         for server in self.servers:
             await server.close()
 
-    def _post(self, path: str, bodies: Sequence[Any] = ({},), *, doing: str) -> None:
+    def _post(
+        self, path: str, bodies: Sequence[Any] = ({},), *, doing: str, timeout: float | None = None
+    ) -> None:
         by_url = {s.url: bodies[i % len(bodies)] for i, s in enumerate(self.servers)}
-        self._on_all(lambda server: server.once("POST", path, by_url[server.url], doing=doing))
+        self._on_all(lambda s: s.once("POST", path, by_url[s.url], doing=doing, timeout=timeout))
 
     def _on_all(self, call: Callable[[HttpClient], Coroutine[Any, Any, T]]) -> list[T]:
         """Call all servers concurrently and wait for all of them; raises the first error."""

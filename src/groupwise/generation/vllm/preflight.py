@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 #: Config fields that determine the shapes of weights.
 _SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-_SENDABLE = ("groupwise", "nccl", "ipc")
+_SENDABLE = ("groupwise", "nccl", "ipc", "sparse_nccl")
 #: Quantizations of checkpoints with packed weights, which do not take the full matrices that are sent.
 _PACKED = ("bitsandbytes", "awq", "auto_awq", "awq_marlin", "gptq", "auto_gptq", "gptq_marlin")
 _PROBE = "The answer: 3.14 + 2.7 = 5.84\n\tünïcode 你好"

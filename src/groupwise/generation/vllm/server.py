@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,8 +31,10 @@ from groupwise.generation.vllm.http import LostAnswerError, ServerUnavailableErr
 from groupwise.generation.vllm.preflight import ServerInfo, check_servers
 from groupwise.generation.vllm.sampling import Request, RequestKey
 from groupwise.generation.vllm.serve import as_shell_line, serve_command
+from groupwise.generation.vllm.transfer import BROADCASTING, WITH_METADATA, WeightTransfer, shared_memory
 from groupwise.policy.introspection import is_quantized
-from groupwise.policy.weight_iterator import LoRAWeights, WeightSource, buckets, rounded
+from groupwise.policy.weight_iterator import LoRAWeights, WeightSource, rounded
+from groupwise.policy.weight_source import EngineWeights
 from groupwise.records import Completion, SamplingOptions
 from groupwise.tokenization.images import is_processor
 from groupwise.tokenization.text import end_tokens, text_tokenizer
@@ -72,7 +75,8 @@ class VLLMServerBackend(VLLMBackend):
         self._servers: VLLMServers | None = None
         self._pending: dict[RequestKey, Future[list[Completion]]] = {}
         self._source: WeightSource | None = None  # for servers that restart before the next sync
-        self._sender: weight_sync.WeightSender | None = None
+        self._weights = EngineWeights()
+        self._transfer: WeightTransfer | None = None
         self._adapters: weight_sync.ServerAdapters | None = None
         self._num_pushes = 0  # of adapters, part of their names
 
@@ -98,10 +102,10 @@ class VLLMServerBackend(VLLMBackend):
         self._pending = {}
 
     def disconnect(self) -> None:
-        """Close the sender of weights; the next push connects another one."""
-        sender, self._sender = self._sender, None
-        if sender is not None:
-            sender.close()
+        """Close the transfer of weights; the next push connects again."""
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None:
+            transfer.close()
 
     def snapshot(self) -> dict[str, Any]:
         """Return finished prefetched completions, and the number of samples per prompt in this step."""
@@ -139,6 +143,7 @@ class VLLMServerBackend(VLLMBackend):
             if not any(gather_object([bool(missing)])):
                 return [samples[request.key] for request in requests]
             logger.warning("a vLLM server restarted without this run's weights; sending them again")
+            self.disconnect()
             self._push_weights(self.version or 0)
         raise BackendError(
             f"vLLM servers lost their weights {_ATTEMPTS} times within one generation; does another run send "
@@ -225,37 +230,43 @@ class VLLMServerBackend(VLLMBackend):
         if self._source is None:
             raise BackendError("the backend has no weights; call sync_weights before generate")
         self._connect()
+        source, dtypes = self._source, [info.dtype for info in self.server_info]
+        first = self.server_info[0]  # stands for all: they do not differ
         for attempt in range(1, _ATTEMPTS + 1):
-            lost: LostAnswerError | None = None
-            error: BackendError | None = None
-            # The first server stands for all: they do not differ.
-            adapter = None if self.server_info[0].max_lora_rank is None else self._source.adapter()
-            weights: Iterator[weight_sync.Bucket] = iter(())
-            if adapter is None:
-                weights = buckets(rounded(self._source.full(), [info.dtype for info in self.server_info]))
             self._num_pushes += 1
-            try:
-                if adapter is not None:
-                    self._push_adapter(adapter, step)
-                elif self.config.process_index == 0:
-                    self._push(weights, step, retry=attempt > 1)
-            except LostAnswerError as failure:
-                lost = failure
-                self.disconnect()  # a restarted server must be connected again
-            except BackendError as failure:
-                error = failure
-            if self.config.world_size > 1:
-                for _ in weights:  # gathering is a collective; rank 0 too must finish after a failure
-                    pass
-            if lost is not None and attempt == _ATTEMPTS:
-                error = ServerUnavailableError(
-                    f"sending weights to the vLLM servers failed {attempt} times; the last error: {lost}"
-                )
-            self._raise_on_all_ranks(error)
-            if not any(gather_object([lost is not None])):
+            if first.max_lora_rank is not None:
+                adapter = source.adapter()
+                lost = self._try_on_all_ranks(partial(self._push_adapter, adapter, step))
+            else:
+                self._weights.begin(lambda: rounded(source.full(), dtypes))
+                if first.weight_transfer in WITH_METADATA:
+                    self._weights.metadata()  # a collective, so before a failure of rank 0
+                lost = self._try_on_all_ranks(partial(self._prepare, retry=attempt > 1))
+                lost = lost or self._try_on_all_ranks(partial(self._push, step))
+            if lost is None:
                 return
-            if lost is not None:
-                logger.warning("sending weights failed (%s); trying again", lost)
+            logger.warning("sending weights failed (%s)", lost)
+        self._raise_on_all_ranks(
+            ServerUnavailableError(
+                f"sending weights to the vLLM servers failed {_ATTEMPTS} times; the last error: {lost}"
+            )
+        )
+
+    def _try_on_all_ranks(self, run: Callable[[], None]) -> str | None:
+        """Run a part of a push; returns the first message about a lost answer, the same on all ranks."""
+        lost: str | None = None
+        error: BackendError | None = None
+        try:
+            run()
+        except LostAnswerError as failure:
+            lost = str(failure)
+        except BackendError as failure:
+            error = failure
+        self._raise_on_all_ranks(error)
+        lost = next((message for message in gather_object([lost]) if message is not None), None)
+        if lost is not None:
+            self.disconnect()  # a restarted server must be connected again
+        return lost
 
     def _push_adapter(self, adapter: LoRAWeights, step: int) -> None:
         """Load the adapter of this step under a name of its own, which later requests carry."""
@@ -267,34 +278,35 @@ class VLLMServerBackend(VLLMBackend):
         servers.wait_until_up("sending the adapter")
         if self._adapters is None:
             local = all(urlsplit(server.url).hostname in _LOOPBACK for server in servers.servers)
-            parent = weight_sync.shared_memory() if local else Path(str(config.output_dir))
+            parent = shared_memory() if local else Path(str(config.output_dir))
             self._adapters = weight_sync.ServerAdapters(servers, parent, 1 + config.rollout_staleness)
         size = self._adapters.push(adapter, name)
         logger.info("sent the adapter of step %d: %.2f MB", step, size / 1e6)
 
-    def _push(self, weights: Iterator[weight_sync.Bucket], step: int, *, retry: bool) -> None:
-        servers = self.servers
-        servers.wait_until_up("sending weights")
-        if retry:
-            servers.abandon_update()
-        if self._sender is None:
-            sender = self._make_sender(servers)
-            sender.connect(servers)
-            self._sender = sender
-        servers.pause()
-        self._sender.push(weights, servers, step)
-        servers.resume(with_images=is_processor(self.tokenizer))
+    def _prepare(self, *, retry: bool) -> None:
+        """Connect to the servers and suspend them."""
+        servers, rank = self.servers, self.config.process_index
+        if rank == 0:
+            servers.wait_until_up("sending weights")
+            if retry:
+                with suppress(LostAnswerError, BackendError):  # refused if no update is in progress
+                    servers.finish_weight_update()
+        if self._transfer is None:
+            backend, timeout = str(self.server_info[0].weight_transfer), self.config.vllm_server_timeout
+            given: dict[str, Any] = {}
+            if backend in BROADCASTING and rank == 0:
+                given = {"master_address": _own_address(servers), "master_port": self.config.vllm_group_port}
+                given["world_size"] = 1 + sum(servers.fetch_world_sizes())
+            self._transfer = WeightTransfer(
+                backend, servers, self._weights, rank=rank, timeout=timeout, **given
+            )
+        if rank == 0:
+            servers.pause()
 
-    def _make_sender(self, servers: VLLMServers) -> weight_sync.WeightSender:
-        """Return the sender that matches the servers' ``--weight-transfer-config``."""
-        engine = self.server_info[0].weight_transfer
-        if engine == weight_sync.NcclSender.backend:
-            num_workers = sum(servers.fetch_world_sizes())
-            port, timeout = self.config.vllm_group_port, self.config.vllm_server_timeout
-            return weight_sync.NcclSender(_own_address(servers), port, num_workers, timeout)
-        if engine == weight_sync.CudaIpcSender.backend:
-            return weight_sync.CudaIpcSender()
-        return weight_sync.SharedMemorySender()
+    def _push(self, step: int) -> None:
+        self._transfer.push(step)
+        if self.config.process_index == 0:
+            self.servers.resume(with_images=is_processor(self.tokenizer))
 
     # Ranks.
 

@@ -1,0 +1,323 @@
+"""Trainer side of vLLM's weight transfer: one source of weights for vLLM's engines and for one without a GPU.
+
+    transfer = WeightTransfer(backend, receiver, weights)     connects
+    weights.begin(read); transfer.push(step)                  after every change of the weights
+
+The receiver is a ``vllm.LLM`` in this process, or servers behind their HTTP routes. ``backend`` is the value
+of their ``--weight-transfer-config``.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import pickle
+import shutil
+import tempfile
+import uuid
+import weakref
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, ClassVar
+
+import torch
+from safetensors.torch import save_file
+
+from groupwise.compat.vllm import sparse_patch, trainer_engine
+from groupwise.errors import BackendError
+from groupwise.generation.vllm.plugin import BACKEND
+from groupwise.policy.weight_iterator import BUCKET_BYTES, buckets
+from groupwise.policy.weight_source import ChangedValues, EngineWeights, NamedTensor, current_stream
+from groupwise.threads import settle, start_thread
+
+if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.distributed.weight_transfer import VLLMWeightSyncClient
+
+    from groupwise.generation.vllm.client import VLLMServers
+
+logger = logging.getLogger(__name__)
+
+#: Engines of vLLM that read :meth:`EngineWeights.metadata`, and those that broadcast.
+WITH_METADATA, BROADCASTING = ("nccl", "ipc"), ("nccl", "sparse_nccl")
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+class _Client:
+    """``VLLMWeightSyncClient`` that keeps the first failure and sends nothing after it.
+
+    A failure raised inside vLLM's engine would leave the other ranks in its collectives.
+
+    Attributes:
+        answer: set by the request during which the engines receive, or by the first failure.
+    """
+
+    def __init__(self, receiver: LLM | VLLMServers) -> None:
+        self.receiver = receiver
+        self.failure: Exception | None = None
+        self.answer: Future[None] = Future()
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._request(self.receiver.init_weight_transfer_engine, {"init_info": init_info})
+        settle(self.answer)
+
+    def start_weight_update(self) -> None:
+        self._request(self.receiver.start_weight_update)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        if (handles := update_info.get("ipc_handles")) is not None:  # tuples, which JSON does not have
+            pickled = base64.b64encode(pickle.dumps(handles)).decode()
+            update_info = {**update_info, "ipc_handles": None, "ipc_handles_pickled": pickled}
+        self._request(self.receiver.update_weights, {"update_info": update_info})
+        settle(self.answer)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Do nothing: :meth:`WeightTransfer.push` finishes, with the version of the weights."""
+
+    def _request(self, send: Callable[..., None], *body: dict[str, Any]) -> None:
+        try:
+            if self.failure is None:
+                send(*body)
+        except Exception as error:
+            self.failure = error
+        if self.failure is not None:
+            settle(self.answer, error=self.failure)
+
+
+class WeightTransfer:
+    """Connection of one rank to engines that receive weights.
+
+    Args:
+        backend: name of the weight-transfer engine.
+        receiver: the engines, used by rank 0.
+        weights: the source. For a backend in ``WITH_METADATA`` its first pass has begun.
+        rank: rank 0 sends; the others take part in the collectives of source and engine.
+        timeout: seconds that a broadcast may take after the engines have answered. Their answers have a limit
+            of their own.
+        given: further fields of the trainer's init info, such as the rendezvous.
+
+    Raises:
+        BackendError, LostAnswerError: the engines did not connect.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        receiver: LLM | VLLMServers,
+        weights: EngineWeights,
+        *,
+        rank: int = 0,
+        timeout: float = 240.0,
+        **given: Any,
+    ) -> None:
+        self.backend, self.weights, self.rank, self.timeout = backend, weights, rank, timeout
+        self.client = _Client(receiver)
+        self._changes = ChangedValues()  # of sparse_nccl
+        if backend in WITH_METADATA:
+            sizes = [one.nbytes for one in weights.metadata()]
+            # CUDA IPC refuses a tensor that is larger than its buffer.
+            given |= {"packed": True, "packed_buffer_size_bytes": max(*sizes, min(BUCKET_BYTES, sum(sizes)))}
+
+        def connect() -> Any:
+            if backend == BACKEND:  # without vLLM in the trainer's environment
+                info = BucketSenderInfo(rank=rank, **given)
+                return BucketSender.trainer_init(info, client=self.client, source=weights)
+            source = None if backend == "sparse_nccl" else weights
+            return trainer_engine(backend, self.client, source, rank=rank, **given)
+
+        # A vLLM TrainerWeightTransferEngine; None: this rank only reads the source.
+        self.engine = None if rank > 0 and backend in BROADCASTING else self._run(connect)
+
+    def push(self, step: int) -> None:
+        """Replace the engines' weights by those of the pass that ``weights.begin`` began.
+
+        After an exception the engines have only part of the new weights: a push of another connection must
+        succeed before they generate.
+
+        Args:
+            step: optimizer step of the weights, which becomes their version.
+        """
+        self.client.failure = None
+        try:
+            if self.engine is None:
+                self.weights.end(read_rest=True)
+            elif self.backend == "sparse_nccl":
+                self._send_changes()
+            else:
+                self._run(self.engine.send_weights)
+        except BaseException as error:
+            self.client.failure = BackendError("the update failed")  # requests of a thread are not sent
+            self.weights.end(read_rest=isinstance(error, Exception))
+            if self.rank == 0:
+                with suppress(Exception):  # the engine may have ended the update itself
+                    self.client.receiver.finish_weight_update()
+            raise
+        if self.rank == 0:
+            self.client.receiver.finish_weight_update(str(step))
+
+    def close(self) -> None:
+        """Release files, connections and memory."""
+        if self.engine is not None:
+            self.engine.shutdown()
+
+    def _run(self, function: Callable[[], Any]) -> Any:
+        """Run a function of the trainer's engine and raise the failure of its requests.
+
+        NCCL waits for its peers without a limit, and nothing can stop it. What broadcasts therefore runs in a
+        thread, which is left behind after a failure; this connection is not used again.
+
+        Raises:
+            BackendError, LostAnswerError: the broadcast or a request failed; the message has both states.
+        """
+        self.client.answer = answer = Future[None]()
+        if self.backend not in BROADCASTING:
+            result = function()
+            if self.client.failure is not None:
+                raise self.client.failure
+            return result
+        stream = current_stream()
+
+        def on_stream() -> Any:
+            with torch.cuda.stream(stream):  # a thread begins on another one
+                return function()
+
+        sending = start_thread(on_stream)
+        wait((answer, sending), return_when=FIRST_COMPLETED)
+        error = answer.exception() if answer.done() else None
+        try:
+            # A broadcast that has failed leaves the engines waiting in NCCL: their answer is not awaited.
+            result = sending.result(self.timeout if answer.done() and error is None else 0)
+            if error is None:
+                return result
+            state = "had finished"
+        except FutureTimeoutError:
+            state = "was still waiting for the engines"
+        except Exception as failure:
+            state = f"failed ({failure})"
+        engines = "the engines received the weights" if answer.done() else "the engines have not answered"
+        kind = BackendError if error is None else type(error)
+        raise kind(f"{error or engines}; the NCCL broadcast of the trainer {state}") from error
+
+    def _send_changes(self) -> None:
+        """Send the values of which a bit changed since the last push, and all of them in the first one."""
+        self.client.start_weight_update()
+        num_sent = num_values = 0
+        for bucket in buckets(self.weights, BUCKET_BYTES):
+            patches = []
+            for name, tensor in bucket:
+                indices = self._changes.update(name, tensor)
+                if num_values == 0 and len(indices) == 0:  # a restarted server refuses one value, not none
+                    indices = indices.new_zeros(1)
+                num_sent, num_values = num_sent + len(indices), num_values + tensor.numel()
+                if len(indices):
+                    patches.append(sparse_patch(name, indices, tensor))
+            if patches:
+                self._run(partial(self.engine.send_weight_chunk, patches))
+        logger.info("sent %d of %d values", num_sent, num_values)
+
+
+@dataclass
+class BucketSenderInfo:
+    """Init info of :class:`BucketSender`: rank 0 sends; an engine in this process gets the tensors."""
+
+    backend: ClassVar[str] = BACKEND
+
+    rank: int = 0
+    in_process: bool = False
+
+
+class BucketSender:
+    """Trainer side of the weight-transfer engine without a GPU; ``receiver.py`` has the other side.
+
+    Sends one file per bucket through shared memory, which is removed once it is loaded.
+    """
+
+    init_info_cls = BucketSenderInfo
+
+    def __init__(
+        self, init_info: BucketSenderInfo, client: VLLMWeightSyncClient, source: Iterable[NamedTensor]
+    ) -> None:
+        self.info, self.client, self.source = init_info, client, source
+        self.directory: Path | None = None
+        if init_info.rank == 0 and not init_info.in_process:
+            self.directory, lock = _locked_directory(shared_memory())
+            # At the latest when the process ends: shared memory would stay occupied.
+            self._remove = weakref.finalize(self, _remove, self.directory, lock)
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: BucketSenderInfo, *, client: VLLMWeightSyncClient, source: Iterable[NamedTensor]
+    ) -> BucketSender:
+        """Connect to the engine, as vLLM's ``WeightTransferTrainerFactory`` calls it."""
+        if init_info.rank == 0:
+            client.init_weight_transfer_engine({})
+        return cls(init_info, client, source)
+
+    def send_weights(self) -> None:
+        """Send all weights of the source; ranks other than 0 read them."""
+        if self.info.rank > 0:
+            for _ in self.source:
+                pass
+            return
+        self.client.start_weight_update()
+        for bucket in buckets(self.source, BUCKET_BYTES):
+            if self.directory is None:
+                self.client.update_weights({"weights": bucket})
+            else:
+                self._send_file(bucket, self.directory)
+            del bucket  # it is not kept while the next one is made
+        self.client.update_weights({})  # the receiver then checks that every parameter got weights
+        self.client.finish_weight_update()
+
+    def _send_file(self, bucket: list[NamedTensor], directory: Path) -> None:
+        size = sum(tensor.nbytes for _, tensor in bucket)
+        free = shutil.disk_usage(directory).free
+        if size > free:  # writing to a full /dev/shm kills the process (SIGBUS)
+            raise BackendError(
+                f"a bucket of {size / 2**20:.0f} MB of weights does not fit into {directory.parent}, "
+                f"which has {free / 2**20:.0f} MB left; enlarge it (docker: --shm-size)"
+            )
+        path = directory / f"{uuid.uuid4().hex}.safetensors"
+        try:
+            save_file({name: tensor.detach().cpu().contiguous() for name, tensor in bucket}, path)
+            self.client.update_weights({"path": str(path)})
+        finally:
+            path.unlink(missing_ok=True)
+
+    def shutdown(self) -> None:
+        """Remove the directory."""
+        if self.directory is not None:
+            self._remove()
+
+
+def shared_memory() -> Path:
+    """Return the directory in memory that processes of a machine share, else that of temporary files."""
+    return _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+
+
+def _locked_directory(parent: Path) -> tuple[Path, IO[str]]:
+    """Make a directory whose lock ends with the process or with the returned file.
+
+    Directories without a lock are removed: their process has ended. Those of other users are skipped.
+    """
+    import fcntl
+
+    for directory in parent.glob("groupwise-*"):
+        with suppress(OSError), open(directory / "lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process runs
+            shutil.rmtree(directory, ignore_errors=True)
+    hidden = Path(tempfile.mkdtemp(prefix=".groupwise-", dir=parent))  # not found before it is locked
+    lock = open(hidden / "lock", "w")  # noqa: SIM115  open as long as the sender
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return hidden.rename(parent / hidden.name.removeprefix(".")), lock
+
+
+def _remove(directory: Path, lock: IO[str]) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    lock.close()

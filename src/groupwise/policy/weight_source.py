@@ -1,0 +1,124 @@
+"""Weights of the policy for engines that read them on other CUDA streams, packed, or as changes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+
+NamedTensor = tuple[str, torch.Tensor]
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by item size
+
+
+class WeightMeta(NamedTuple):
+    """Name, dtype and shape of a weight: the fields of vLLM's ``ParamMeta``."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+class EngineWeights:
+    """Weights of the policy as vLLM's trainer engines read them: the two channels of its ``WeightSource``.
+
+    Engines may read on any CUDA stream and in any thread: every tensor is made on the stream on which
+    :meth:`begin` was called, and the reader's stream waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._read: Callable[[], Iterator[NamedTensor]] = lambda: iter(())
+        self._rest = self._read()
+        self._stream: torch.cuda.Stream | None = None
+        self._metadata: list[WeightMeta] | None = None
+
+    def begin(self, read: Callable[[], Iterator[NamedTensor]]) -> None:
+        """Begin a pass over the weights that ``read`` iterates over."""
+        self._read, self._rest, self._stream = read, _aligned(read()), current_stream()
+
+    def metadata(self) -> list[WeightMeta]:
+        """Return names, dtypes and shapes in the order of iteration.
+
+        The first call reads all weights once more, which is a collective if they are sharded.
+        """
+        if self._metadata is None:
+            weights = _aligned(self._read())
+            self._metadata = [WeightMeta(name, one.dtype, tuple(one.shape)) for name, one in weights]
+        return self._metadata
+
+    def __iter__(self) -> Iterator[NamedTensor]:
+        """Iterate over the rest of the pass."""
+        while (pair := self._next()) is not None:
+            yield pair
+
+    def _next(self) -> NamedTensor | None:
+        with self._lock:
+            with torch.cuda.stream(self._stream):
+                pair = next(self._rest, None)
+            if pair is not None and self._stream is not None:
+                # Otherwise the reader could copy values of before the last update, and its copy could read
+                # memory that the allocator has given to another tensor of the first stream.
+                reader = torch.cuda.current_stream()
+                reader.wait_event(self._stream.record_event())
+                if pair[1].is_cuda:
+                    pair[1].record_stream(reader)
+        return pair
+
+    def end(self, *, read_rest: bool) -> None:
+        """End the pass, also for a thread that is still reading: it gets no further tensor.
+
+        Args:
+            read_rest: read the rest first, because other ranks wait for this one in its collectives.
+        """
+        with (
+            self._lock
+        ):  # waits until a tensor that another thread merges is finished and the policy restored
+            rest, self._rest = self._rest, iter(())
+            for _ in rest if read_rest else ():
+                pass
+
+
+def _aligned(weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+    """Move weights whose size is not a multiple of 8 bytes to the end, large items first.
+
+    vLLM packs tensors without gaps and views them in place: each must begin at a multiple of its item size.
+    """
+    last = []
+    for name, tensor in weights:
+        if tensor.nbytes % 8:
+            last.append((name, tensor))
+        else:
+            yield name, tensor
+    yield from sorted(last, key=lambda pair: pair[1].element_size(), reverse=True)
+
+
+def current_stream() -> torch.cuda.Stream | None:
+    """Return the current CUDA stream, None without a GPU."""
+    return torch.cuda.current_stream() if torch.cuda.is_available() else None
+
+
+class ChangedValues:
+    """Values of weights that differ in any bit from those of the last call, for engines that take changes.
+
+    Holds a copy of all weights on the CPU.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, torch.Tensor] = {}
+
+    def update(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the indices of changed values in the flat tensor, at first all."""
+        values = tensor.detach().reshape(-1)
+        last = self._last.get(name)
+        self._last[name] = values.to("cpu", copy=True)
+        if last is None:
+            return torch.arange(len(values), device=values.device)
+        bits = _BITS[values.element_size()]
+        return (values.view(bits) != last.to(values.device).view(bits)).nonzero().flatten()
