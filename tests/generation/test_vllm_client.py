@@ -64,6 +64,23 @@ def test_with_top_k_the_kept_tokens_are_requested(servers, fake):
     assert logprobs == [3, 0, 0, 0, 0]
 
 
+def test_sampling_masks_of_the_servers_are_exact_for_every_truncation(servers, fake):
+    fake.info["model_config"]["return_sampling_mask"] = True
+    servers.max_logprobs = None
+    no_limit = 2**31 - 1
+    for sampling, top_k in (
+        ({"top_k": 300, "top_p": 0.9}, 300),
+        ({"top_p": 0.9}, no_limit),
+        ({"min_p": 0.1, "top_k": -1}, no_limit),
+        ({"temperature": 0.0, "top_p": 0.9}, 1),  # greedy: the most probable token
+    ):
+        ((completion,),) = ask(servers, samples=1, **sampling)
+        assert completion.sampling_mask.ids.tolist() == [6, 8, 14, 16, 0, 2, 1, 3]
+        assert completion.sampling_mask.counts.tolist() == [2, 2, 2, 2]
+        sent = fake.bodies[-1][1]["sampling_params"]
+        assert sent["top_k"] == top_k and sent["temperature"] == 1.0 and sent["logprobs"] == 0
+
+
 def test_greedy_samples_of_a_prompt_are_requested_once(servers, fake):
     (samples,) = ask(servers, samples=3, temperature=0.0)
     (body,) = [body for path, body in fake.bodies if path == GENERATE]

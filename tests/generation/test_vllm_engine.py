@@ -160,6 +160,37 @@ def test_the_engine_sleeps_while_the_trainer_trains(sleeping):
         engine.names()
 
 
+def test_sampling_masks_of_the_engine_are_recorded(tmp_path):
+    """An engine with Model Runner V2, which needs a GPU: its output is written down."""
+    pytest.importorskip("vllm")
+    recorded, asked = FakeEngine(), []
+    recorded.model_config.return_sampling_mask = True
+    sample = SimpleNamespace(
+        token_ids=[7, 9, 1],
+        logprobs=[{token: SimpleNamespace(logprob=-0.5)} for token in (7, 9, 1)],
+        finish_reason="stop",
+        sampling_mask=SimpleNamespace(token_ids=[[7, 8], [9], [1, 2, 3]]),
+    )
+
+    def generate(prompts, params, **_):
+        asked.extend(params)
+        return [SimpleNamespace(prompt_token_ids=[5], outputs=[sample])]
+
+    recorded.generate = generate
+    recorded.llm_engine = SimpleNamespace()
+    config = GRPOConfig(str(tmp_path), top_p=0.9, use_cpu=True, bf16=False)
+    backend = ColocatedBackend(
+        recorded, config, frozenset([1]), TensorParallelGroup(), FullWeightSync(recorded)
+    )
+    assert backend.reports_sampling_mask({})
+    backend.sync_weights(weights(("w", torch.ones(2))), step=0)
+    (completion,) = backend.generate([[5]], SamplingOptions())
+    assert completion.sampling_mask.ids.tolist() == [7, 8, 9, 1, 2, 3]
+    assert completion.sampling_mask.counts.tolist() == [2, 1, 3] and completion.logps == [-0.5] * 3
+    (params,) = asked
+    assert params.top_k == 2**31 - 1 and params.top_p == 0.9 and params.logprobs == 0
+
+
 def test_a_failed_weight_update_resets_the_version_and_finishes(sleeping):
     sleeping.engine.names()
 

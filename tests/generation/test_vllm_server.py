@@ -263,6 +263,20 @@ def test_a_server_whose_weights_cannot_be_replaced_is_refused(backend, fake, tra
         backend.sync_weights(WEIGHTS, step=0)
 
 
+def test_a_server_that_reports_sampling_masks_needs_no_warning(fake, tmp_path):
+    backend = backend_for(fake, tmp_path, top_p=0.9)
+    assert not backend.reports_sampling_mask({})
+    backend.close()
+    fake.info["model_config"]["return_sampling_mask"] = True
+    assert backend.reports_sampling_mask({})  # connects
+    backend.sync_weights(WEIGHTS, step=0)
+    (completion,) = backend.generate([[3]])
+    assert [len(ids) for ids in completion.sampling_mask.ids.split([2] * 4)] == [2] * 4
+    backend.close()
+    with pytest.raises(BackendError, match=r"--return-sampling-mask.*start it without, or set top_k"):
+        backend_for(fake, tmp_path).sync_weights(WEIGHTS, step=0)
+
+
 def test_a_server_with_fewer_places_than_samples_is_refused(backend, fake):
     fake.info["scheduler_config"]["max_num_seqs"] = 1
     with pytest.raises(BackendError, match="raise --max-num-seqs"):

@@ -92,8 +92,13 @@ class FakeVLLM:
                     token = entry["token_id"]
                     others = [{"token_id": token + 1, "logprob": -2.0}, {"token_id": 99, "logprob": -9999.0}]
                     entry["top_logprobs"] = [dict(entry), *others]
+            mask = None
+            if self.info["model_config"].get("return_sampling_mask"):
+                assert sampling["temperature"] > 0 and sampling["top_k"] > 0  # vLLM refuses others
+                mask = [[token, token + 2] for token in tokens]
             choices.append(
                 {
+                    "sampling_mask": mask,
                     "index": index,
                     "token_ids": tokens,
                     "logprobs": {"content": content},

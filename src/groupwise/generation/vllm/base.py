@@ -32,11 +32,11 @@ class VLLMBackend(GenerationBackend):
 
     Attributes:
         sampling: fields of ``SamplingParams`` that are the same for all requests of the run.
-        max_logprobs: most tokens per position whose log-probs vLLM reports.
+        max_logprobs: most tokens per position whose log-probs vLLM reports; None: it reports sampling masks.
         context_limit: name of the limit ``context_length`` and the way out, for an error message.
     """
 
-    max_logprobs = DEFAULT_MAX_LOGPROBS
+    max_logprobs: int | None = DEFAULT_MAX_LOGPROBS
     context_limit = "the server's --max-model-len {}; raise that"
 
     def __init__(
@@ -56,8 +56,9 @@ class VLLMBackend(GenerationBackend):
         """Load the weights of optimizer step ``step``."""
 
     def reports_sampling_mask(self, generation_kwargs: Mapping[str, Any]) -> bool:
-        """Return True with a top_k of at most ``max_logprobs``: log-probs of all its tokens are requested."""
-        return 0 < num_logprobs(self.shared_params(generation_kwargs)) <= self.max_logprobs
+        """Return True if vLLM reports masks, or log-probs of all top_k tokens: at most ``max_logprobs``."""
+        limit = self.max_logprobs
+        return limit is None or 0 < num_logprobs(self.shared_params(generation_kwargs)) <= limit
 
     def shared_params(self, generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of ``SamplingParams`` that all requests of a ``generate`` call share."""

@@ -58,6 +58,7 @@ class VLLMServers:
         self.run_id = run_id
         self.world_sizes: list[int] = []
         self.adapter: str | None = None  # of new requests; None: the weights of the model
+        self.max_logprobs: int | None = DEFAULT_MAX_LOGPROBS  # None: the servers report sampling masks
         self._slots = [asyncio.Semaphore(CONCURRENCY) for _ in urls]
         self._background = EventLoop(
             "vllm-client", lambda: ServerUnavailableError("the client of the vLLM servers was closed")
@@ -89,7 +90,7 @@ class VLLMServers:
         self, index: int, request: Request, sampling: dict[str, Any], adapter: str | None
     ) -> list[Completion]:
         server = self.servers[index]
-        params = request.params(sampling, DEFAULT_MAX_LOGPROBS)
+        params = request.params(sampling, self.max_logprobs)
         body: dict[str, Any] = {**server_prompt(request), "sampling_params": params}
         if adapter is not None:
             body["model"] = adapter
@@ -128,6 +129,7 @@ class VLLMServers:
             [[(one["token_id"], one["logprob"]) for one in entry["top_logprobs"]] for entry in content]
             if with_mask
             else None,
+            choice.get("sampling_mask"),
         )
 
     def _step(self, version: str) -> int:

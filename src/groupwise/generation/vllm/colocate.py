@@ -127,7 +127,8 @@ class ColocatedBackend(VLLMBackend):
         self.engine: LLM | None = engine
         self.group, self.weight_sync, self.supports_images = group, weight_sync, with_images
         self.context_length = engine.model_config.max_model_len
-        self.max_logprobs = engine.model_config.max_logprobs
+        with_masks = getattr(engine.model_config, "return_sampling_mask", False)
+        self.max_logprobs = None if with_masks else engine.model_config.max_logprobs
         self.asleep: set[str] = set()
         self.release()
 
@@ -164,6 +165,7 @@ class ColocatedBackend(VLLMBackend):
             [[(token, one.logprob) for token, one in entry.items()] for entry in entries]
             if with_mask
             else None,
+            getattr(getattr(sample, "sampling_mask", None), "token_ids", None),
         )
 
     def load_weights(self, source: WeightSource, step: int) -> None:

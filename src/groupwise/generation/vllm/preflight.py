@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from transformers import AutoConfig, PreTrainedConfig
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.config.sampling import sampler_settings
+from groupwise.config.sampling import sampler_settings, truncating
 from groupwise.errors import BackendError
 from groupwise.generation.base import ProcessingClass
 from groupwise.generation.vllm.client import VLLMServers
@@ -44,6 +44,7 @@ class ServerInfo:
     weight_transfer: str | None
     quantization: str | None
     max_lora_rank: int | None
+    returns_sampling_mask: bool
     shape: dict[str, int]
 
 
@@ -75,10 +76,13 @@ def check_servers(
         found += _adapter_problem(info, lora_rank)
         problems += [f"\n  - {info.url}: {problem}" for problem in found]
         _warn_about_dtype(info, config)
-    if len({info.max_lora_rank is None for info in infos}) > 1:
-        problems.append("\n  - the servers differ in --enable-lora; start all with it or without it")
-    if len({info.weight_transfer for info in infos}) > 1:
-        problems.append("\n  - the servers differ in --weight-transfer-config; start all with the same")
+    flags = {
+        "--enable-lora": {info.max_lora_rank is None for info in infos},
+        "--weight-transfer-config": {info.weight_transfer for info in infos},
+        "--return-sampling-mask": {info.returns_sampling_mask for info in infos},
+    }
+    differing = [flag for flag, values in flags.items() if len(values) > 1]
+    problems += [f"\n  - the servers differ in {flag}; start all with the same" for flag in differing]
     if problems:
         raise BackendError(f"{len(problems)} reason(s) not to train with these servers{''.join(problems)}")
     return infos
@@ -99,6 +103,7 @@ def _fetch_info(servers: VLLMServers, server: HttpClient) -> ServerInfo:
         weight_transfer=transfer.get("backend"),
         quantization=model.get("quantization"),
         max_lora_rank=(info.get("lora_config") or {}).get("max_lora_rank"),
+        returns_sampling_mask=bool(model.get("return_sampling_mask")),
         shape=_shape(model["model"]),
     )
 
@@ -148,6 +153,11 @@ def _problems(info: ServerInfo, policy: PreTrainedConfig, config: GRPOConfig) ->
         found.append(
             f"it runs {info.max_samples} sequences at a time, fewer than num_generations="
             f"{config.num_generations}; raise --max-num-seqs"
+        )
+    if info.returns_sampling_mask and not truncating(config):
+        found.append(
+            "it was started with --return-sampling-mask, and refuses requests without truncation; start it "
+            "without, or set top_k, top_p or min_p"
         )
     needed = config.max_completion_length + (config.max_prompt_length or 1)
     if info.max_model_length < needed:

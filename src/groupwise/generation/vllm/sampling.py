@@ -23,6 +23,7 @@ from groupwise.tokenization.images import as_rgb
 DEFAULT_MAX_LOGPROBS = 20
 
 _NO_LOGPROB = -9999.0  # a server's placeholder for a missing log-prob; an engine reports -inf
+_NO_TOP_K = 2**31 - 1  # of int32; vLLM takes the size of the vocabulary instead
 
 #: (seed, number of samples, max_tokens); requests with equal keys have equal results under the same weights.
 RequestKey: TypeAlias = tuple[int, int, int]
@@ -60,23 +61,31 @@ class Request:
         """Prompt with one token per image, which vLLM expands as the trainer's processor did."""
         return list(self.prompt) if self.images is None else self.images.unexpanded(self.prompt)
 
-    def params(self, sampling: Mapping[str, Any], max_logprobs: int) -> dict[str, Any]:
+    def params(self, sampling: Mapping[str, Any], max_logprobs: int | None) -> dict[str, Any]:
         """Return the fields of vLLM's ``SamplingParams``.
 
         ``n`` is the number of samples, but 1 for greedy decoding, of which vLLM refuses more.
 
         Args:
             sampling: fields that all requests share.
-            max_logprobs: most tokens per position whose log-probs vLLM reports; it refuses more.
+            max_logprobs: most tokens per position whose log-probs vLLM reports; it refuses more. None: it
+                reports sampling masks, and refuses requests that are greedy or without top_k.
         """
-        wanted = num_logprobs(sampling)
-        return {
+        greedy, wanted = sampling.get("temperature", 1.0) == 0, num_logprobs(sampling)
+        fields = {
             **sampling,
-            "n": 1 if sampling.get("temperature", 1.0) == 0 else len(self.rows),
+            "n": 1 if greedy else len(self.rows),
             "seed": self.seed,
             "max_tokens": self.max_tokens,
-            "logprobs": wanted if wanted <= max_logprobs else 0,
+            "logprobs": wanted if wanted <= (max_logprobs or 0) else 0,
         }
+        if max_logprobs is None and greedy:
+            fields |= {"temperature": 1.0, "top_k": 1}
+        elif (
+            max_logprobs is None and wanted == 0 and (sampling.get("top_p", 1.0) < 1 or sampling.get("min_p"))
+        ):
+            fields["top_k"] = _NO_TOP_K
+        return fields
 
     @property
     def key(self) -> RequestKey:
@@ -122,6 +131,7 @@ def make_completion(
     finish_reason: str,
     versions: Iterable[int],
     candidates: Iterable[Iterable[tuple[int, float]]] | None,
+    kept: Sequence[Sequence[int]] | None = None,
 ) -> Completion:
     """Return the record of a sample, from processed log-probs.
 
@@ -130,18 +140,16 @@ def make_completion(
         finish_reason: "length" if the limit ended the sample, else "stop".
         candidates: (token id, log-prob) of the sampled and the ``top_k`` most probable tokens, per position;
             those that top_p or min_p removed have no log-prob. None: not requested.
+        kept: sampling mask that vLLM reports, token ids per position; None: the candidates have it.
     """
-    mask = None
-    if candidates is not None:
-        mask = SamplingMask.from_lists(
-            [[token for token, logp in position if logp > _NO_LOGPROB] for position in candidates]
-        )
+    if kept is None and candidates is not None:
+        kept = [[token for token, logp in position if logp > _NO_LOGPROB] for position in candidates]
     return Completion(
         list(token_ids),
         logps=[logp if logp > _NO_LOGPROB else math.nan for logp in logps],
         truncated=finish_reason == "length",
         versions=list(versions),
-        sampling_mask=mask,
+        sampling_mask=None if kept is None else SamplingMask.from_lists(kept),
     )
 
 

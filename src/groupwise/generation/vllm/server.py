@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from functools import partial
@@ -85,6 +85,11 @@ class VLLMServerBackend(VLLMBackend):
     ) -> None:
         """Send the requests of optimizer step ``step``; unfinished ones continue with the next weights."""
         self._submit(self.make_requests(prompts, sampling, step, {}), sampling)
+
+    def reports_sampling_mask(self, generation_kwargs: Mapping[str, Any]) -> bool:
+        """See :class:`VLLMBackend`. Connects to the servers: their flags decide."""
+        self._connect()
+        return super().reports_sampling_mask(generation_kwargs)
 
     def load_weights(self, source: WeightSource, step: int) -> None:
         self._source = source
@@ -206,6 +211,8 @@ class VLLMServerBackend(VLLMBackend):
                 servers, self.model_config, config, self.tokenizer, self.lora_rank
             )
             self.context_length = min(info.max_model_length for info in self.server_info)
+            if self.server_info[0].returns_sampling_mask:
+                self.max_logprobs = servers.max_logprobs = None
         except BackendError as failure:
             error = failure
         except BaseException:
