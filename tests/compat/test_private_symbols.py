@@ -418,12 +418,47 @@ def test_trainers_sides_of_vllm_take_the_fields_that_are_given(backend):
 
     rendezvous = {"master_address": "127.0.0.1", "master_port": 1, "world_size": 2}
     packed = {"packed": True, "packed_buffer_size_bytes": 8}
-    given = {"nccl": rendezvous | packed, "sparse_nccl": rendezvous, "ipc": packed}[backend]
+    given = {
+        "nccl": {**rendezvous, **packed, "packed_num_buffers": 1},
+        "sparse_nccl": rendezvous,
+        "ipc": packed,
+    }[backend]
     engine = WeightTransferTrainerFactory._registry[backend]()
     assert issubclass(engine, TrainerWeightTransferEngine)
     info = engine.init_info_cls(rank=0, **given)
     assert info.backend == backend and info.is_sender
     assert accepts(engine.send_weights, ["self"]) and accepts(engine.shutdown, ["self"])
+
+
+def test_the_weight_source_of_vllm_has_the_members_of_its_version(monkeypatch):
+    pytest.importorskip("vllm")
+    from functools import cached_property
+
+    from vllm.distributed import weight_transfer
+
+    from groupwise.compat.vllm import weight_source
+    from groupwise.policy.weight_source import EngineWeights
+
+    weights = EngineWeights()
+    weights.begin(lambda: iter([("w", torch.zeros(2, 3))]))
+    expected = [weight_transfer.ParamMeta("w", torch.float32, (2, 3))]
+    source = weight_source(weights)
+    assert isinstance(source, weight_transfer.WeightSource) and source.metadata() == expected
+    assert [name for name, _ in source] == ["w"]
+
+    class Since33:
+        """The members of 0.33; ``metadata`` of a subclass must be a cached property."""
+
+        def __init_subclass__(cls):
+            assert isinstance(vars(cls)["metadata"], cached_property)
+
+        def iter_full(self):
+            raise NotImplementedError
+
+    monkeypatch.setattr(weight_transfer, "WeightSource", Since33)
+    weights.begin(lambda: iter([("w", torch.zeros(2, 3))]))
+    source = weight_source(weights)
+    assert source.metadata == expected and [name for name, _ in source.iter_full()] == ["w"]
 
 
 def test_vllm_symbols():

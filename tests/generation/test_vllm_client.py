@@ -239,13 +239,13 @@ def test_prompts_are_spread_over_the_servers_and_weights_go_to_all():
     client = VLLMServers([fake.url for fake in fakes], timeout=2.0)
     client.pause()
     assert all(fake.paused for fake in fakes)
-    client.init_weight_transfer_engine({"rank_offset": 1, "world_size": 3})
+    client.init_weight_transfer_engine({"init_info": {"rank_offset": 1, "world_size": 3}})
     offsets = [
         dict(fake.bodies)["/init_weight_transfer_engine"]["init_info"]["rank_offset"] for fake in fakes
     ]
     assert offsets == [1, 2]
     client.start_weight_update()
-    client.update_weights({"names": ["a"]})
+    client.update_weights({"update_info": {"names": ["a"]}})
     client.finish_weight_update("7")
     client.resume()
     for fake in fakes:

@@ -10,6 +10,7 @@ import inspect
 import itertools
 import json
 import socket
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -519,6 +520,12 @@ def test_the_engine_without_a_gpu_is_in_the_factory_of_vllm(
     assert client.infos[-1] == {} and client.versions == [None] and list(tmp_path.iterdir()) == []
     for name, parameter in model.named_parameters():
         assert torch.equal(got[name], parameter)
+
+
+def test_a_missing_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(BackendError, match=r"'sparse_nccl' needs vLLM.*groupwise\[vllm\]"):
+        connect("sparse_nccl", Engines(), weights_of(0))
 
 
 def test_a_version_without_a_trainers_side_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

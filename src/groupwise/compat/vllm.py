@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import BackendError
@@ -44,19 +45,39 @@ def register_weight_transfer_engine(name: str, receiver: tuple[str, str], sender
             factory.register_engine(name, module, cls)
 
 
-def trainer_engine(backend: str, client: Any, source: Any, **given: Any) -> Any:
+def weight_source(weights: Any) -> Any:
+    """Return ``EngineWeights`` as vLLM's ``WeightSource``, whose members changed in 0.33."""
+    from vllm.distributed.weight_transfer import ParamMeta, WeightSource
+
+    def metadata(self: Any) -> list[Any]:
+        return [ParamMeta(*one) for one in weights.metadata()]
+
+    if hasattr(WeightSource, "iter_full"):
+        members = {"metadata": cached_property(metadata), "iter_full": lambda self: iter(weights)}
+    else:
+        members = {"metadata": metadata, "__iter__": lambda self: iter(weights)}
+    return type("PolicyWeightSource", (WeightSource,), members)()
+
+
+def trainer_engine(backend: str, client: Any, weights: Any, **given: Any) -> Any:
     """Connect the trainer's side of a weight transfer, a ``TrainerWeightTransferEngine``.
 
     Args:
-        client, source: ``VLLMWeightSyncClient`` and ``WeightSource``.
+        client: a ``VLLMWeightSyncClient``.
+        weights: ``EngineWeights``; None for an engine that gets them as an argument.
         given: fields of the engine's init info.
 
     Raises:
-        BackendError: the installed vLLM has no such engine.
+        BackendError: vLLM is not installed, or has no such engine.
     """
-    import vllm
-    from vllm.distributed import weight_transfer
-
+    try:
+        import vllm
+        from vllm.distributed import weight_transfer
+    except ImportError as error:
+        raise BackendError(
+            f"the servers' weight transfer {backend!r} needs vLLM in the trainer's environment too: pip "
+            "install 'groupwise[vllm]', or start the servers with the backend 'groupwise'"
+        ) from error
     factory = getattr(weight_transfer, "WeightTransferTrainerFactory", None)
     if factory is None or backend not in factory._registry:
         raise BackendError(
@@ -64,6 +85,7 @@ def trainer_engine(backend: str, client: Any, source: Any, **given: Any) -> Any:
             f"{backend!r}; install vLLM 0.32, or start the servers with the backend 'groupwise'"
         )
     init_info = factory._registry[backend]().init_info_cls(**given)
+    source = None if weights is None else weight_source(weights)
     return factory.trainer_init(init_info, client=client, source=source)
 
 

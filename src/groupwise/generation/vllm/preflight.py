@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -76,7 +77,7 @@ def check_servers(
         found += _adapter_problem(info, lora_rank)
         problems += [f"\n  - {info.url}: {problem}" for problem in found]
         _warn_about_dtype(info, config)
-    flags = {
+    flags: dict[str, set[Any]] = {
         "--enable-lora": {info.max_lora_rank is None for info in infos},
         "--weight-transfer-config": {info.weight_transfer for info in infos},
         "--return-sampling-mask": {info.returns_sampling_mask for info in infos},

@@ -249,7 +249,8 @@ class VLLMServerBackend(VLLMBackend):
                 if first.weight_transfer in WITH_METADATA:
                     self._weights.metadata()  # a collective, so before a failure of rank 0
                 lost = self._try_on_all_ranks(partial(self._prepare, retry=attempt > 1))
-                lost = lost or self._try_on_all_ranks(partial(self._push, step))
+                if lost is None and self._transfer is not None:
+                    lost = self._try_on_all_ranks(partial(self._push, self._transfer, step))
             if lost is None:
                 return
             logger.warning("sending weights failed (%s)", lost)
@@ -310,8 +311,8 @@ class VLLMServerBackend(VLLMBackend):
         if rank == 0:
             servers.pause()
 
-    def _push(self, step: int) -> None:
-        self._transfer.push(step)
+    def _push(self, transfer: WeightTransfer, step: int) -> None:
+        transfer.push(step)
         if self.config.process_index == 0:
             self.servers.resume(with_images=is_processor(self.tokenizer))
 

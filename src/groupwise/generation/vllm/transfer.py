@@ -123,6 +123,10 @@ class WeightTransfer:
             sizes = [one.nbytes for one in weights.metadata()]
             # CUDA IPC refuses a tensor that is larger than its buffer.
             given |= {"packed": True, "packed_buffer_size_bytes": max(*sizes, min(BUCKET_BYTES, sum(sizes)))}
+        if backend == "nccl":
+            # Up to 0.32 a server receives two buffers on two streams and loads a layer that is in both of
+            # them on the second one, without an order between the two.
+            given["packed_num_buffers"] = 1
 
         def connect() -> Any:
             if backend == BACKEND:  # without vLLM in the trainer's environment
@@ -132,7 +136,7 @@ class WeightTransfer:
             return trainer_engine(backend, self.client, source, rank=rank, **given)
 
         # A vLLM TrainerWeightTransferEngine; None: this rank only reads the source.
-        self.engine = None if rank > 0 and backend in BROADCASTING else self._run(connect)
+        self.engine: Any = None if rank > 0 and backend in BROADCASTING else self._run(connect)
 
     def push(self, step: int) -> None:
         """Replace the engines' weights by those of the pass that ``weights.begin`` began.
@@ -243,7 +247,8 @@ class BucketSender:
     def __init__(
         self, init_info: BucketSenderInfo, client: VLLMWeightSyncClient, source: Iterable[NamedTensor]
     ) -> None:
-        self.info, self.client, self.source = init_info, client, source
+        self.info, self.client = init_info, client
+        self.read = getattr(source, "iter_full", partial(iter, source))  # a source of vLLM 0.33 has iter_full
         self.directory: Path | None = None
         if init_info.rank == 0 and not init_info.in_process:
             self.directory, lock = _locked_directory(shared_memory())
@@ -262,11 +267,11 @@ class BucketSender:
     def send_weights(self) -> None:
         """Send all weights of the source; ranks other than 0 read them."""
         if self.info.rank > 0:
-            for _ in self.source:
+            for _ in self.read():
                 pass
             return
         self.client.start_weight_update()
-        for bucket in buckets(self.source, BUCKET_BYTES):
+        for bucket in buckets(self.read(), BUCKET_BYTES):
             if self.directory is None:
                 self.client.update_weights({"weights": bucket})
             else:
