@@ -168,6 +168,8 @@ class WeightTransfer:
     def close(self) -> None:
         """Release files, connections and memory."""
         if self.engine is not None:
+            if (group := getattr(self.engine, "model_update_group", None)) is not None:
+                group.destroy()  # ends a broadcast that waits; vLLM's engines do it since 0.32
             self.engine.shutdown()
 
     def _run(self, function: Callable[[], Any]) -> Any:
