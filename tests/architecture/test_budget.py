@@ -24,7 +24,7 @@ BUDGET = {
     "core": 1620,
     "cpu": 430,
     "data": 2200,
-    "generation": 4110,
+    "generation": 4112,
     "hf": 1520,
     "mixins": 1090,
     "policy": 3734,
