@@ -5,28 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from accelerate.utils import gather_object, set_seed
 from torch import nn
-from torch.utils.data import DataLoader, Sampler
-from transformers import PreTrainedModel, TrainerCallback, TrainerState
+from transformers import PreTrainedModel, TrainerCallback
 
-from groupwise import reporting
 from groupwise.agents import AgentLoop
 from groupwise.agents.environments import add_environment_rows
 from groupwise.agents.multi_turn import make_agents, make_renderer
 from groupwise.agents.tool_loop import make_agent_loop
-from groupwise.compat.transformers import trainer_state_name
 from groupwise.compat.trl import REFUSED_METHODS, TRL_HOOKS, refuse_names
 from groupwise.config.changes import (
     TrainerAttributes,
     check_step,
     checked,
-    resume_settings,
     take_snapshot,
     warn_of_changes_on_resume,
     warn_of_sampler_on_resume,
@@ -37,22 +31,19 @@ from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean
 from groupwise.cpu import install_cpu_training, trim_heap
 from groupwise.data.buffer import ExperienceBuffer
-from groupwise.data.dataset_checks import check_data, has_image_columns, is_streaming, prepare_data
+from groupwise.data.dataset_checks import check_data, has_image_columns, prepare_data
 from groupwise.data.dynamic_sampling import DynamicBatch, LeftoverGroups
-from groupwise.data.evaluation import EvaluationStream, evaluation_rows, num_valid_rows
-from groupwise.data.prompt_source import PromptSource, make_prompt_source
+from groupwise.data.evaluation import num_valid_rows
+from groupwise.data.prompt_source import PromptSource
 from groupwise.data.rebalancing import cache_sized
-from groupwise.data.sampler import checked_eval_sampler, make_group_sampler
-from groupwise.data.train_loader import make_train_loader
 from groupwise.data.window import AccumulationWindow
 from groupwise.distributed import is_sharded
 from groupwise.errors import ConfigError, warn_once
 from groupwise.generation.base import GenerationBackend, check_backend, make_backend, truncation_warning
 from groupwise.hf import checkpointing
-from groupwise.hf.arguments import check_arguments, check_methods
+from groupwise.hf.arguments import check_arguments, check_methods, warn_of_rollout_settings
 from groupwise.hf.base import BaseTrainer
-from groupwise.hf.callbacks import MatmulOutputsCallback, SyncRefModelCallback
-from groupwise.hf.step_state import Attribute, Stateful, StepState
+from groupwise.hf.step_state import Attribute, Stateful
 from groupwise.mixins import AdvantageMixin, BatchingMixin, LogprobMixin, LossMixin, RewardMixin, RolloutMixin
 from groupwise.mixins.advantage import checked_advantages
 from groupwise.mixins.loss import check_loss_override, objective_settings
@@ -76,7 +67,6 @@ from groupwise.records import (
     Row,
     SamplerSettings,
 )
-from groupwise.reporting.evaluation import EvaluationMetrics
 from groupwise.reporting.metrics import MetricBuffer, rollout_metrics
 from groupwise.reporting.table import completion_rows
 from groupwise.rewards.runtime.loading import (
@@ -160,6 +150,7 @@ class GRPOTrainer(
     ) -> None:
         self.check_overrides()
         args = check_arguments(model, args, self.config_class)
+        check_loss_override(type(self), args)
         agents = make_agent_loop(tools, environment_factory, rollout_func, args)
         train_dataset, eval_dataset = add_environment_rows(train_dataset, eval_dataset, agents, args)
         check_data(train_dataset, eval_dataset, args)
@@ -186,20 +177,17 @@ class GRPOTrainer(
             args=args,
             train_dataset=train_dataset,  # as given: self.prompts reads checked rows of it
             eval_dataset=eval_dataset,
+            data=data,
             processing_class=processing_class,
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        self.prepared_data, self._built_train_dataset = data, self.train_dataset
         self._settings_before = take_snapshot(args)
         self.reward_funcs, self.reward_processing_classes = reward_funcs, reward_processing_classes
         self.reward_func_names: list[str] = []  # follow from the functions
         self.reward_weights = with_default_weights(args, reward_funcs)
         self._load_rewards(LoadedRewards())
-        self._set_policy_state(rollout_func, agents, backend)
-        set_seed(args.seed, device_specific=True)  # ranks must not sample the same completions
-        self.rng.seed_user_code(args.seed + args.process_index)
-        self._set_run_state()
+        self._set_up(rollout_func, agents, backend)
 
     def _load_rewards(self, before: LoadedRewards) -> None:
         """Load the reward functions that are not in ``before``, and derive what follows from them."""
@@ -222,68 +210,44 @@ class GRPOTrainer(
         self.reward_processing_classes = list(loaded.processing_classes)
         self.reward_weights = loaded.weights_F.clone()
 
-    def _set_policy_state(
+    def _set_up(
         self,
         rollout_func: RolloutFunction | None,
         agents: AgentLoop,
         backend: str | GenerationBackend | None,
     ) -> None:
-        args = self.args
+        """Build the parts that need the policy on its device, then the state of a run."""
+        args, accelerator = self.args, self.accelerator
         if self.reference.model is not None:  # sharded like the policy; no gradients, no optimizer state
-            self.reference.model = self.accelerator.prepare_model(self.reference.model, evaluation_mode=True)
-        if self.accelerator.device.type == "cpu":
-            others_rewrite = is_sharded(self.accelerator) or args.torch_compile
+            self.reference.model = accelerator.prepare_model(self.reference.model, evaluation_mode=True)
+        if accelerator.device.type == "cpu":
+            others_rewrite = is_sharded(accelerator) or args.torch_compile
             install_cpu_training([self.model, self.reference.model], onednn_linears=not others_rewrite)
         self.rollout_func = rollout_func
         self.backend = make_backend(
-            lambda: gatherable(self.accelerator, self.model_wrapped), args, self.processing_class, backend
+            lambda: gatherable(accelerator, self.model_wrapped), args, self.processing_class, backend
         )
         self.tools = [tool.function for tool in agents.all_tools]
-        self.agents = make_agents(
-            agents, args, self.processing_class, self.backend, self.model, self.accelerator
+        self.agents = make_agents(agents, args, self.processing_class, self.backend, self.model, accelerator)
+        warn_of_rollout_settings(
+            args,
+            requests_known=not self.agents and rollout_func is None,
+            placeholder_logps=self.may_have_placeholder_logps(),
         )
-        if args.rollout_staleness and (self.agents or rollout_func):
-            logger.warning(
-                "rollout_staleness=%d has no effect: the requests of tools, environments or a rollout_func "
-                "cannot be made in advance",
-                args.rollout_staleness,
-            )
-        if args.rollout_func_importance_sampling_correction and not self.may_have_placeholder_logps():
-            logger.warning(
-                "rollout_func_importance_sampling_correction=True has no effect without a rollout_func"
-            )
-        self.logprob_computer = make_logprob_computer(self.model, args, self.accelerator)
+        self.logprob_computer = make_logprob_computer(self.model, args, accelerator)
         self.logprob_mismatch = LogprobMismatchCheck(
-            self.logprob_computer,
-            self.accelerator,
-            args.logprob_mismatch_check,
-            args.logprob_mismatch_steps,
+            self.logprob_computer, accelerator, args.logprob_mismatch_check, args.logprob_mismatch_steps
         )
         self.router_aux_loss_coef = router_aux_loss_coef(self.model, args)
         self.aux_loss_enabled = self.router_aux_loss_coef != 0.0
-        check_loss_override(type(self), args)
         self.liger_loss = None
         if args.use_liger_kernel:
-            self.liger_loss = LigerLoss(
-                self.aux_loss_enabled, self.logprob_computer.head, args.max_completion_length
-            )
-
-    def _set_run_state(self) -> None:
-        self.evaluation = EvaluationMetrics()
-        self.step_state = StepState(lambda: self.state.global_step, lambda: self._components)
-        self._reset_run_state(None)
+            head, length = self.logprob_computer.head, args.max_completion_length
+            self.liger_loss = LigerLoss(self.aux_loss_enabled, head, length)
         self.num_parameters = self.model.num_parameters(exclude_embeddings=True)
-        reporting.show_log_lines(
-            self, self.args.terminal_metrics or (), lambda: self.metrics[self._mode].timer.running
-        )
-        self.add_callback(reporting.MetricsFileCallback())
-        self.add_callback(reporting.TrackioAlertsCallback())
-        self.rollout_files = reporting.RolloutFiles(self) if self.args.save_rollouts else None
-        if self.rollout_files is not None:
-            self.add_callback(self.rollout_files)
-        self.add_callback(MatmulOutputsCallback())
-        if self.args.sync_ref_model:
-            self.add_callback(SyncRefModelCallback(self.reference, self.args, self.accelerator))
+        set_seed(args.seed, device_specific=True)  # ranks must not sample the same completions
+        self.rng.seed_user_code(args.seed + args.process_index)
+        self._reset_run_state(None)
 
     def check_overrides(self) -> None:
         """Refuse overrides of methods that this trainer does not call; on the instance, before it trains.
@@ -422,18 +386,25 @@ class GRPOTrainer(
                 return
             yield step, rows
 
-    def make_request(self, rows: list[Row], sampler: SamplerSettings | None = None) -> RolloutRequest:
-        """Build the request for training rollouts of these rows of this rank.
+    def make_request(
+        self, rows: list[Row], sampler: SamplerSettings | None = None, *, mode: Mode = "train"
+    ) -> RolloutRequest:
+        """Build the request for rollouts of these rows of this rank, in training or in an evaluation.
 
         Args:
             sampler: sampler settings of the generation; None: it begins now, with those of ``self.args``.
         """
-        sampler = sampler or sampler_settings(self.args)
+        args, sampler, evaluates = self.args, sampler or sampler_settings(self.args), mode == "eval"
+        # In an evaluation completions may have a temperature of their own; log-probs have the sampler's.
+        other: dict[str, Any] = (evaluates and args.eval_generation_kwargs) or {}  # type: ignore[assignment]
         return RolloutRequest(
             rows,
-            self.args.num_generations,
+            args.generations_per_eval_prompt if evaluates else args.num_generations,
+            # The last evaluation batch is padded so that all ranks get as many rows; padding does not count.
+            num_valid=num_valid_rows(rows, self.accelerator.gradient_state) if evaluates else None,
+            mode=mode,
             sampler=sampler,
-            generation_kwargs=vars(sampler),
+            generation_kwargs={**vars(sampler), **other},
             on_partial_rollout=self.start_partial_rewards(),
         )
 
@@ -542,7 +513,7 @@ class GRPOTrainer(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[torch.Tensor, None, None]:
         """Generate, reward and evaluate the loss of one evaluation batch, B rows of this rank."""
-        request = self.make_eval_request(inputs)
+        request = self.make_request(inputs, mode="eval")
         with torch.no_grad():
             self.sync_sampler("eval")
             rollouts, rewards = self.sample(request)
@@ -558,156 +529,28 @@ class GRPOTrainer(
         self.metrics["eval"].record({"loss": Mean(loss.detach() * share, share)})
         return loss.detach(), None, None
 
-    def make_eval_request(self, rows: list[Row]) -> RolloutRequest:
-        """Build the request for the rollouts of an evaluation batch, these rows of this rank."""
-        sampler = sampler_settings(self.args)  # log-probs have its temperature, completions may have another
-        return RolloutRequest(
-            rows,
-            num_generations=self.args.generations_per_eval_prompt,
-            # The last batch is padded so that all ranks get as many rows; the padding does not count.
-            num_valid=num_valid_rows(rows, self.accelerator.gradient_state),
-            mode="eval",
-            sampler=sampler,
-            generation_kwargs={**vars(sampler), **(self.args.eval_generation_kwargs or {})},  # type: ignore[dict-item]
-            on_partial_rollout=self.start_partial_rewards(),
-        )
-
-    # Prompts of training, and rows and metrics of an evaluation: hooks of ``Trainer``.
-
-    def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return a loader whose items hold this rank's rows of a whole generation batch, as TRL's do.
-
-        An item is repeated once per micro-batch that is trained on it. ``Trainer`` only counts them:
-        ``self.prompts`` reads the rows of a run, which a script that iterates the loader does not advance.
-        Override to train on the items of a loader of your own.
-        """
-        make_sampler = partial(self._get_train_sampler, self.train_dataset)
-        generator = self.loader_generator()
-        return make_train_loader(self.train_dataset, self.prepared_data, self.args, make_sampler, generator)
-
-    def loader_generator(self) -> torch.Generator | None:
-        """Return the generator that iterating the loader draws a seed from: not the one that samples."""
-        return torch.Generator()
-
-    def _get_train_sampler(self, dataset: Any = None) -> Sampler[Any]:
-        """Return the order of the prompts; an override yields indices in the order of ``GroupSampler``."""
-        return make_group_sampler(self.train_dataset if dataset is None else dataset, self.args)
-
-    def make_prompt_source(self) -> PromptSource:
-        """Build the source of training prompts at its beginning, from the loader or sampler of a subclass.
-
-        Raises:
-            ConfigError: ``train_dataset`` was replaced after the trainer was built.
-        """
-        if self.train_dataset is not self._built_train_dataset:
-            raise ConfigError(
-                "trainer.train_dataset was replaced, but its prompts are checked when the trainer is built; "
-                "build a trainer with the other dataset and model=trainer.model"
-            )
-        own_loader = type(self).get_train_dataloader is not GRPOTrainer.get_train_dataloader
-        return make_prompt_source(
-            self.prepared_data,
-            self.args,
-            make_sampler=partial(self._get_train_sampler, self.train_dataset),
-            make_loader=self.get_train_dataloader if own_loader else None,
-        )
-
-    def num_examples(self, dataloader: DataLoader[Any]) -> int:
-        """Return the number of prompts of the training set, or the number of positions of a stream."""
-        dataset: Any = self.train_dataset
-        return super().num_examples(dataloader) if is_streaming(dataset) else len(dataset)
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        """Return a loader of the evaluation rows, each ``num_generations_eval`` times in a row.
-
-        For a stream these are the batches of this rank, read while they are evaluated.
-        """
-        self.refresh_settings()
-        name, dataset = "eval_dataset", self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(eval_dataset, str):
-            name, dataset = f"eval_dataset[{eval_dataset!r}]", self.eval_dataset[eval_dataset]  # type: ignore[index]
-        rows = evaluation_rows(dataset, name, self.prepared_data, self.args)
-        if isinstance(rows, EvaluationStream):
-            return rows  # type: ignore[return-value]  # Trainer only iterates it
-        return self._get_dataloader(
-            dataset=rows,
-            description="Evaluation",
-            batch_size=self.args.eval_batch_size,
-            sampler_fn=lambda rows: checked_eval_sampler(
-                self._get_eval_sampler(rows), rows, type(self).__name__
-            ),
-            dataloader_key=eval_dataset if isinstance(eval_dataset, str) else "eval",
-        )
-
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
-        """Return the loader of ``predict``: the same rows as for an evaluation."""
-        return self.get_eval_dataloader(test_dataset)
-
-    def begin_evaluation(self) -> None:
-        """Sample with the present weights: a script may have loaded others at the same step."""
-        if not self.is_in_train:
-            self.backend.invalidate_weights()
-
-    def evaluation_metrics(self, name: str) -> dict[str, float]:
-        """Return the metrics of generation, rewards and loss, and pass@k, of the evaluation that ended."""
-        num_generations = self.args.generations_per_eval_prompt
-        return {
-            **self.drain_metrics("eval", name),
-            **self.evaluation.compute(
-                name, num_generations, self.args, self.reward_func_names, gather_object
-            ),
-        }
-
     # Out-of-memory recovery (see BaseTrainer).
 
     def num_tokens(self, inputs: MicroBatch) -> int:
         return inputs.num_tokens()
 
-    def split_in_half(self, inputs: MicroBatch) -> list[MicroBatch]:
-        if self.micro_batch_budget.fixed:  # the loss is not a sum over rows
+    def split_micro_batch(self, inputs: MicroBatch, *, for_cache: bool) -> list[MicroBatch]:
+        on_cpu, computer = self.accelerator.device.type == "cpu", self.logprob_computer
+        if self.micro_batch_budget.fixed or (for_cache and not on_cpu):  # fixed: no sum over rows
             return [inputs]
-        # B rows -> ⌈B/2⌉ and ⌊B/2⌋; token weights are those of the window, so that the losses add up.
-        return [self.logprob_computer.prepare(half) for half in inputs.split(-(-len(inputs) // 2))]
+        # Else B rows -> ⌈B/2⌉ and ⌊B/2⌋. Token weights are those of the window, so that the losses add up.
+        parts = cache_sized(inputs, computer.layout) if for_cache else inputs.split(-(-len(inputs) // 2))
+        return [computer.prepare(part) for part in parts]
 
-    def split_for_cache(self, inputs: MicroBatch) -> list[MicroBatch]:
-        if self.micro_batch_budget.fixed or self.accelerator.device.type != "cpu":
-            return [inputs]
-        return [
-            self.logprob_computer.prepare(part) for part in cache_sized(inputs, self.logprob_computer.layout)
-        ]
-
-    def mark_window(self) -> Callable[[], None]:
-        # Both are replaced when something is recorded, never changed in place: the references are the mark.
-        state = self.metrics["train"].metrics, self.window.entropy
-
-        def restore() -> None:
-            self.metrics["train"].metrics, self.window.entropy = state
-
-        return restore
+    def window_state(self) -> list[Stateful]:
+        return [self.metrics["train"], Attribute(self.window, "entropy")]
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Estimate 6 operations per parameter and token: forward and backward."""
         batch = self.window.current  # Trainer passes the window
         return 0 if batch is None else 6 * self.num_parameters * self.num_tokens(batch)
 
-    # Checkpoints.
-
-    def train(
-        self,
-        resume_from_checkpoint: str | bool | None = None,
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
-    ) -> Any:
-        """Train; ``resume_from_checkpoint`` (True or a directory) continues exactly where it was saved."""
-        self.check_overrides()  # a script may have replaced some
-        with self.run_directory.open(resume_from_checkpoint) as directory:
-            self._reset_run_state(directory)
-            self.run_directory.move_aside()
-            try:
-                return super().train(directory, trial, ignore_keys_for_eval)
-            finally:
-                self.is_in_train = False  # an interrupt leaves it True: evaluate() would be within the run
-                self.backend.disconnect()
+    # State of a run.
 
     def _reset_run_state(self, directory: str | None) -> None:
         """Start a run from its beginning, or from the checkpoint in ``directory``."""
@@ -719,7 +562,7 @@ class GRPOTrainer(
         self.window = AccumulationWindow.to_be_made(0)
         if self.train_dataset is not None:
             self.prompts = self.make_prompt_source()
-        self._components: dict[str, Stateful] = {  # by their name in checkpoints
+        self._components = {
             "buffer": self.buffer,
             "leftover_groups": Attribute(self, "leftover_groups"),
             "entropy_control": Attribute(self, "entropy_control"),
@@ -752,38 +595,7 @@ class GRPOTrainer(
             )
         if self.buffer.sampler is not None:  # the checkpoint is inside a generation
             warn_of_sampler_on_resume(self.buffer.sampler, self.args)
-        self._load_reference(directory)
-
-    def _load_reference(self, directory: str) -> None:
         checkpointing.load_reference(directory, self.reference.model, sync_ref_model=self.args.sync_ref_model)
-
-    def save_rollout_state(self, directory: str) -> None:
-        state = self.step_state.marks
-        state["leftover_groups"] = state["leftover_groups"].savable()
-        state["settings"] = resume_settings(self.args, self.train_dataset)
-        state["optimizer"] = self.optimizer_classes()
-        state["reward_func_names"] = list(self.reward_func_names)
-        checkpointing.save_state(directory, self.args.process_index, self.args.world_size, state)
-        if self.args.sync_ref_model and self.args.should_save:
-            checkpointing.save_reference(directory, self.accelerator.unwrap_model(self.reference.model))
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self.backend.invalidate_weights()  # other weights, maybe at the same step
-        self.reference.complete_load(self.model if model is None else model, resume_from_checkpoint)
-
-    def _load_best_model(self) -> None:
-        super()._load_best_model()
-        self.backend.invalidate_weights()
-
-    def load_checkpoint_weights(self, directory: str) -> None:
-        """Load policy, reference and step number of a checkpoint, to sample from it without training.
-
-        Does not support FSDP and DeepSpeed, which load weights when training starts.
-        """
-        self.state = TrainerState.load_from_json(str(Path(directory, trainer_state_name())))
-        self._load_from_checkpoint(directory)
-        self._load_reference(directory)
 
     # Public attributes.
 

@@ -208,13 +208,13 @@ def test_every_setting_of_the_objective_comes_from_its_own_field():
         )
     }  # fmt: skip
     given |= {"loss_type": "sapo", "loss_kwargs": None}
-    settings = objective_settings(config_of(**given), corrects_for_sampler=True)
+    settings = objective_settings(config_of(**given))
     values = {**vars(settings), **vars(settings.surrogate)}
     assert (values.pop("objective"), values.pop("kl_in_loss")) == ("sapo", True)
     assert values.pop("surrogate") is settings.surrogate and values.pop("truncation_unknown") is False
     assert values == {name: f"value of {names.get(name, name)}" for name in values}
     assert {f.name for f in fields(settings.surrogate)} <= values.keys()
     given |= {"epsilon_high": None, "kl_in_reward": True}
-    settings = objective_settings(config_of(**given), corrects_for_sampler=False)
+    settings = objective_settings(config_of(**given), placeholder_logps=True)
     assert settings.kl_in_loss is False and settings.correction_mode is None
     assert settings.surrogate.epsilon_high == "value of epsilon"

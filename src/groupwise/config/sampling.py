@@ -51,15 +51,16 @@ def sampler_settings(config: GRPOFields) -> SamplerSettings:
     )
 
 
-def corrects_for_sampler(config: GRPOFields, *, untrusted: bool) -> bool:
+def corrects_for_sampler(config: GRPOFields, *, placeholder_logps: bool) -> bool:
     """Return True if the loss has the importance-sampling correction.
 
     Args:
-        untrusted: log-probs may be placeholders, as those of a ``rollout_func`` often are. Without vLLM they
-            are then only logged, unless ``rollout_func_importance_sampling_correction`` is set.
+        placeholder_logps: the sampler's log-probs may be placeholders, as those of a ``rollout_func`` often
+            are. Without vLLM they are then only logged, unless
+            ``rollout_func_importance_sampling_correction`` is set.
     """
-    trusted = config.use_vllm or not untrusted or config.rollout_func_importance_sampling_correction
-    return config.vllm_importance_sampling_correction and trusted
+    are_real = config.use_vllm or not placeholder_logps or config.rollout_func_importance_sampling_correction
+    return config.vllm_importance_sampling_correction and are_real
 
 
 def _truncations(config: GRPOFields) -> dict[str, object]:

@@ -58,7 +58,6 @@ class GenerationBatches(Dataset[Row]):
 
 
 def make_train_loader(
-    train_dataset: Any,
     data: PreparedData,
     config: GRPOConfig,
     make_sampler: Callable[[], Any],
@@ -70,7 +69,7 @@ def make_train_loader(
         generator: iterating the loader draws a seed from it; None: from the one that samples.
     """
     repeats = config.micro_batches_per_generation
-    if is_streaming(train_dataset):  # those of the whole run
+    if is_streaming(data.train_dataset):  # those of the whole run
         count = config.max_steps * config.gradient_accumulation_steps
     else:  # of an epoch on each rank
         rows_per_batch = config.prompts_per_batch * config.num_generations

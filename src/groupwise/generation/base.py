@@ -253,7 +253,7 @@ def truncation_warning(
     config: GRPOConfig,
     backend: GenerationBackend,
     generation_kwargs: Mapping[str, Any],
-    lost_because: str = "",
+    missing_mask_reason: str = "",
 ) -> str:
     """Return a warning if completions are truncated samples without a sampling mask, else "".
 
@@ -261,12 +261,12 @@ def truncation_warning(
 
     Args:
         generation_kwargs: sampler settings of requests that replace those of the run.
-        lost_because: reason why completions lose the mask even if the backend reports it.
+        missing_mask_reason: why completions lack the mask even if the backend reports it; "": they have it.
     """
     used = truncating(config)
-    if not used or (not lost_because and backend.reports_sampling_mask(generation_kwargs)):
+    if not used or (not missing_mask_reason and backend.reports_sampling_mask(generation_kwargs)):
         return ""
-    reason = lost_because or f"{type(backend).__name__} does not report the sampling mask"
+    reason = missing_mask_reason or f"{type(backend).__name__} does not report the sampling mask"
     return (
         f"{used}: completions are sampled from a truncated distribution, but log-probs are those of the full "
         f"one, which biases the importance ratio, because {reason}. The metric sampling/truncated_mass shows "

@@ -116,6 +116,26 @@ def warn_of_defaults(args: GRPOConfig) -> None:
         )
 
 
+def warn_of_rollout_settings(args: GRPOConfig, *, requests_known: bool, placeholder_logps: bool) -> None:
+    """Warn about settings of sampling that have no effect on the rollouts of this trainer.
+
+    Args:
+        requests_known: the requests to the backend can be made in advance, as without tools, environments and
+            a ``rollout_func``.
+        placeholder_logps: log-probs of completions may be placeholders, as with a ``rollout_func``.
+    """
+    if args.rollout_staleness and not requests_known:
+        logger.warning(
+            "rollout_staleness=%d has no effect: the requests of tools, environments or a rollout_func "
+            "cannot be made in advance",
+            args.rollout_staleness,
+        )
+    if args.rollout_func_importance_sampling_correction and not placeholder_logps:
+        logger.warning(
+            "rollout_func_importance_sampling_correction=True has no effect without a rollout_func"
+        )
+
+
 def check_processes(args: GRPOConfig, parallelism: object = None) -> None:
     """Check that every device has a process, and that no sequence or layer is split over processes.
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,24 +14,39 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object
 from torch import nn
-from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, Trainer, TrainerCallback
+from torch.utils.data import DataLoader, Sampler
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+)
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy, TrainOutput
 
 from groupwise import reporting
 from groupwise.compat import transformers as compat_transformers
+from groupwise.config.changes import resume_settings
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.data.evaluation import EvaluationStream
-from groupwise.data.sampler import as_rows
+from groupwise.data.dataset_checks import PreparedData, is_streaming
+from groupwise.data.evaluation import EvaluationStream, evaluation_rows
+from groupwise.data.prompt_source import PromptSource, make_prompt_source
+from groupwise.data.sampler import as_rows, checked_eval_sampler, make_group_sampler
+from groupwise.data.train_loader import make_train_loader
 from groupwise.errors import ConfigError, TrainingError
+from groupwise.generation.base import GenerationBackend
 from groupwise.hf import checkpointing
 from groupwise.hf.arguments import check_processes
+from groupwise.hf.callbacks import MatmulOutputsCallback, SyncRefModelCallback
 from groupwise.hf.out_of_memory import OutOfMemorySplitter
 from groupwise.hf.run_directory import RunDirectory
-from groupwise.hf.step_state import StepState
+from groupwise.hf.step_state import Stateful, StepState
 from groupwise.policy.loading import allow_unused_vision_tower
+from groupwise.policy.reference import Reference
 from groupwise.random_state import RandomState
 from groupwise.records import MicroBatch, Mode
+from groupwise.reporting.evaluation import EvaluationMetrics
 from groupwise.reporting.metrics import MetricBuffer
 from groupwise.tokenization.images import is_processor
 
@@ -50,6 +66,11 @@ class BaseTrainer(Trainer):
     ``training_step``                     5.2    after an out-of-memory error, smaller pieces
     ``log``                               5.2    training logs also contain the metrics of all ranks
     ``evaluation_loop``                   5.2    its metrics also contain those of generation and rewards
+    ``get_train_dataloader``              5.2    its items are counted; a run reads ``prompts``
+    ``_get_train_sampler``                5.2    the order is that of groups
+    ``num_examples``                      5.2    prompts, not completions
+    ``get_eval_dataloader``               5.2    every row comes ``num_generations_eval`` times
+    ``get_test_dataloader``               5.2    the same
     ``create_model_card``                 5.2    the card describes GRPO and the settings of the run
     ``_set_signature_columns_if_needed``  5.2    columns of the dataset are not arguments of ``model.forward``
     ``_prepare_inputs``                   5.2    micro-batches are already on the device
@@ -58,7 +79,7 @@ class BaseTrainer(Trainer):
     ``_save_checkpoint``                  5.2    a checkpoint is renamed when it is complete
     ``_save_rng_state``                   5.2    inside a step, the state at its beginning is saved
     ``_push_from_checkpoint``             5.2    upload after the checkpoint is renamed
-    ``_load_from_checkpoint``             5.2    weights that ``save_pretrained`` renamed are converted back
+    ``_load_from_checkpoint``             5.2    renamed weights are converted back, samplers get the new ones
     ``_load_best_model``                  5.2    the same
     ``_load_optimizer_and_scheduler``     5.2    states of other classes are refused
     ``_load_rng_state``                   5.2    restored before, not after the first generation
@@ -68,7 +89,9 @@ class BaseTrainer(Trainer):
     args: GRPOConfig  # type: ignore[assignment]
     metrics: dict[str, MetricBuffer]
     reward_func_names: list[str]
-    step_state: StepState
+    _components: dict[str, Stateful]  # by their name in checkpoints
+    backend: GenerationBackend
+    reference: Reference
     _tag_names: Sequence[str] = ()  # TRL's name: tags of a subclass in its model cards
     _mode: Mode = "train"  # "eval" during an evaluation, for record_metric
 
@@ -79,6 +102,7 @@ class BaseTrainer(Trainer):
         *,
         train_dataset: Any,
         eval_dataset: Any,
+        data: PreparedData,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin,
         callbacks: list[TrainerCallback] | None,
         optimizers: tuple[Any, Any],
@@ -97,6 +121,8 @@ class BaseTrainer(Trainer):
         if is_processor(processing_class):
             allow_unused_vision_tower(self.accelerator, args)
         compat_transformers.mark_loss_as_scaled(self)  # token weights add up over the accumulation window
+        self.prepared_data, self._built_train_dataset = data, self.train_dataset
+        self.evaluation = EvaluationMetrics()
         self.pending_rng_checkpoint: str | None = None
         self.resumed_optimizer: list[str] = []  # optimizer_classes() of the checkpoint
         self.rng = RandomState()
@@ -105,12 +131,23 @@ class BaseTrainer(Trainer):
             self.accelerator,
             training_step=super().training_step,
             num_tokens=self.num_tokens,
-            split_in_half=self.split_in_half,
-            split_for_cache=self.split_for_cache,
-            mark_window=self.mark_window,
+            split=self.split_micro_batch,
+            window_state=self.window_state,
         )
         self._window_loss: torch.Tensor | None = None
         self._logged_step = 0  # metrics up to this step are logged
+        self.step_state = StepState(lambda: self.state.global_step, lambda: self._components)
+        reporting.show_log_lines(
+            self, args.terminal_metrics or (), lambda: self.metrics[self._mode].timer.running
+        )
+        self.add_callback(reporting.MetricsFileCallback())
+        self.add_callback(reporting.TrackioAlertsCallback())
+        self.rollout_files = reporting.RolloutFiles(self) if args.save_rollouts else None
+        if self.rollout_files is not None:
+            self.add_callback(self.rollout_files)
+        self.add_callback(MatmulOutputsCallback())
+        if args.sync_ref_model:
+            self.add_callback(SyncRefModelCallback(self.reference, args, self.accelerator))
 
     # Implemented by GRPOTrainer.
 
@@ -118,32 +155,27 @@ class BaseTrainer(Trainer):
         """Return the number of input tokens of `inputs`, padding included."""
         raise NotImplementedError
 
-    def split_in_half(self, inputs: MicroBatch) -> list[MicroBatch]:
-        """Return `inputs` as two micro-batches, or as one if it cannot be split."""
+    def split_micro_batch(self, inputs: MicroBatch, *, for_cache: bool) -> list[MicroBatch]:
+        """Return the halves of `inputs`, or with `for_cache` parts that run faster one after the other.
+
+        The losses of the parts add up to that of `inputs`, which is returned alone if it cannot be split.
+        """
         raise NotImplementedError
 
-    def split_for_cache(self, inputs: MicroBatch) -> list[MicroBatch]:
-        """Return `inputs` as micro-batches that run faster one after the other, even if all fit at once."""
-        raise NotImplementedError
-
-    def mark_window(self) -> Callable[[], None]:
-        """Return a function that restores what a window changes besides gradients to its present state."""
+    def window_state(self) -> list[Stateful]:
+        """Return the components that a window changes besides gradients."""
         raise NotImplementedError
 
     def refresh_settings(self, *, new_run: bool = False) -> None:
         """Apply settings that a script or callback changed since the last step."""
         raise NotImplementedError
 
-    def begin_evaluation(self) -> None:
-        """Prepare for the batches of an evaluation."""
+    def check_overrides(self) -> None:
+        """Refuse overrides of methods that this trainer does not call."""
         raise NotImplementedError
 
-    def evaluation_metrics(self, name: str) -> dict[str, float]:
-        """Return the metrics of all ranks of the evaluation that ended."""
-        raise NotImplementedError
-
-    def save_rollout_state(self, directory: str) -> None:
-        """Add state that ``Trainer`` does not save to the checkpoint in `directory`."""
+    def _reset_run_state(self, directory: str | None) -> None:
+        """Start a run from its beginning, or from the checkpoint in `directory`."""
         raise NotImplementedError
 
     # Training.
@@ -154,20 +186,27 @@ class BaseTrainer(Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train as ``Trainer.train``, without state of an earlier call.
+        """Train; ``resume_from_checkpoint`` (True or a directory) continues exactly where it was saved.
 
         Raises:
             ConfigError: no parameter of the policy is trained.
         """
+        self.check_overrides()  # a script may have replaced some
         if not any(parameter.requires_grad for parameter in cast(nn.Module, self.model).parameters()):
             raise ConfigError(
                 f"no parameter of the {type(self.model).__name__} requires a gradient, so that training "
                 "would change nothing; pass peft_config to train an adapter, or model.requires_grad_(True)"
             )
-        self.splitter.reset()
-        self._window_loss, self.current_flos = None, 0
-        self._logged_step = 0
-        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        with self.run_directory.open(resume_from_checkpoint) as directory:
+            self.splitter.reset()  # no state of an earlier call
+            self._window_loss, self.current_flos, self._logged_step = None, 0, 0
+            self._reset_run_state(directory)
+            self.run_directory.move_aside()
+            try:
+                return super().train(directory, trial, ignore_keys_for_eval)
+            finally:
+                self.is_in_train = False  # an interrupt leaves it True: evaluate() would be within the run
+                self.backend.disconnect()
 
     def training_step(
         self,
@@ -257,8 +296,9 @@ class BaseTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Evaluate; the metrics also contain :meth:`evaluation_metrics`, and a failure changes nothing."""
-        self.begin_evaluation()
+        """Evaluate; the metrics also contain those of all ranks and pass@k, and a failure changes nothing."""
+        if not self.is_in_train:
+            self.backend.invalidate_weights()  # a script may have loaded other weights at the same step
         self._mode = "eval"
         try:
             with self.step_state.rollback_on_failure():
@@ -267,7 +307,14 @@ class BaseTrainer(Trainer):
                 )
         finally:
             self._mode = "train"
-        values = self.evaluation_metrics(metric_key_prefix)
+        values = self.drain_metrics("eval", metric_key_prefix)
+        values |= self.evaluation.compute(
+            metric_key_prefix,
+            self.args.generations_per_eval_prompt,
+            self.args,
+            self.reward_func_names,
+            gather_object,
+        )
         ours = {f"{metric_key_prefix}_{name}": value for name, value in values.items()}
         if isinstance(dataloader, EvaluationStream):  # Trainer cannot count the samples of one
             output = output._replace(num_samples=dataloader.num_samples)
@@ -293,7 +340,75 @@ class BaseTrainer(Trainer):
             given = [tags] if isinstance(tags, str) else tags or []
             reporting.write_model_card(self, model_name, dataset_name, [*self._tag_names, *given])
 
-    # Inputs.
+    # Data.
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return a loader whose items hold this rank's rows of a whole generation batch, as TRL's do.
+
+        An item is repeated once per micro-batch that is trained on it. ``Trainer`` only counts them:
+        ``self.prompts`` reads the rows of a run, which a script that iterates the loader does not advance.
+        Override to train on the items of a loader of your own.
+        """
+        make_sampler = partial(self._get_train_sampler, self.train_dataset)
+        return make_train_loader(self.prepared_data, self.args, make_sampler, self.loader_generator())
+
+    def loader_generator(self) -> torch.Generator | None:
+        """Return the generator that iterating the loader draws a seed from: not the one that samples."""
+        return torch.Generator()
+
+    def _get_train_sampler(self, dataset: Any = None) -> Sampler[Any]:
+        """Return the order of the prompts; an override yields indices in the order of ``GroupSampler``."""
+        return make_group_sampler(self.train_dataset if dataset is None else dataset, self.args)
+
+    def make_prompt_source(self) -> PromptSource:
+        """Build the source of training prompts at its beginning, from the loader or sampler of a subclass.
+
+        Raises:
+            ConfigError: ``train_dataset`` was replaced after the trainer was built.
+        """
+        if self.train_dataset is not self._built_train_dataset:
+            raise ConfigError(
+                "trainer.train_dataset was replaced, but its prompts are checked when the trainer is built; "
+                "build a trainer with the other dataset and model=trainer.model"
+            )
+        own_loader = type(self).get_train_dataloader is not BaseTrainer.get_train_dataloader
+        return make_prompt_source(
+            self.prepared_data,
+            self.args,
+            make_sampler=partial(self._get_train_sampler, self.train_dataset),
+            make_loader=self.get_train_dataloader if own_loader else None,
+        )
+
+    def num_examples(self, dataloader: DataLoader[Any]) -> int:
+        """Return the number of prompts of the training set, or the number of positions of a stream."""
+        dataset: Any = self.train_dataset
+        return super().num_examples(dataloader) if is_streaming(dataset) else len(dataset)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """Return a loader of the evaluation rows, each ``num_generations_eval`` times in a row.
+
+        For a stream these are the batches of this rank, read while they are evaluated.
+        """
+        self.refresh_settings()
+        name, dataset = "eval_dataset", self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(eval_dataset, str):
+            name, dataset = f"eval_dataset[{eval_dataset!r}]", self.eval_dataset[eval_dataset]  # type: ignore[index]
+        rows = evaluation_rows(dataset, name, self.prepared_data, self.args)
+        if isinstance(rows, EvaluationStream):
+            return rows  # type: ignore[return-value]  # Trainer only iterates it
+        return self._get_dataloader(
+            dataset=rows,
+            description="Evaluation",
+            batch_size=self.args.eval_batch_size,
+            sampler_fn=lambda rows: checked_eval_sampler(
+                self._get_eval_sampler(rows), rows, type(self).__name__
+            ),
+            dataloader_key=eval_dataset if isinstance(eval_dataset, str) else "eval",
+        )
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+        """Return the loader of ``predict``: the same rows as for an evaluation."""
+        return self.get_eval_dataloader(test_dataset)
 
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns = ["prompt", "image", "images"]  # type: ignore[assignment]
@@ -327,6 +442,17 @@ class BaseTrainer(Trainer):
         run.on_savers(lambda: run.rotate(final, args.save_total_limit, state.best_model_checkpoint))
         if args.push_to_hub:
             super()._push_from_checkpoint(str(final))
+
+    def save_rollout_state(self, directory: str) -> None:
+        """Add state that ``Trainer`` does not save to the checkpoint in `directory`."""
+        args, state = self.args, self.step_state.marks
+        state["leftover_groups"] = state["leftover_groups"].savable()
+        state["settings"] = resume_settings(args, self.train_dataset)
+        state["optimizer"] = self.optimizer_classes()
+        state["reward_func_names"] = list(self.reward_func_names)
+        checkpointing.save_state(directory, args.process_index, args.world_size, state)
+        if args.sync_ref_model and args.should_save:
+            checkpointing.save_reference(directory, self.accelerator.unwrap_model(self.reference.model))
 
     def _estimate_checkpoint_bytes(self) -> int:
         """Return the size of the weights (with adapters, of these alone) and of the optimizer state."""
@@ -373,12 +499,26 @@ class BaseTrainer(Trainer):
         )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if not self._load_converted(resume_from_checkpoint, self.model if model is None else model):
+        loaded = cast(nn.Module, self.model if model is None else model)
+        if not self._load_converted(resume_from_checkpoint, loaded):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self.backend.invalidate_weights()  # other weights, maybe at the same step
+        self.reference.complete_load(loaded, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         if not self._load_converted(str(self.state.best_model_checkpoint), self.model):
             super()._load_best_model()
+        self.backend.invalidate_weights()
+
+    def load_checkpoint_weights(self, directory: str) -> None:
+        """Load policy, reference and step number of a checkpoint, to sample from it without training.
+
+        Does not support FSDP and DeepSpeed, which load weights when training starts.
+        """
+        state = Path(directory, compat_transformers.trainer_state_name())
+        self.state = TrainerState.load_from_json(str(state))
+        self._load_from_checkpoint(directory)
+        checkpointing.load_reference(directory, self.reference.model, sync_ref_model=self.args.sync_ref_model)
 
     def _load_converted(self, directory: str, model: nn.Module | None) -> bool:
         """Load a checkpoint whose weight names differ from the model's; return False for any other.

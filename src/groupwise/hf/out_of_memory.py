@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -15,6 +15,7 @@ from groupwise.compat.accelerate import clear_device_cache, is_out_of_memory
 from groupwise.compat.torch import skip_buffer_broadcast
 from groupwise.distributed import is_sharded
 from groupwise.errors import BackendError
+from groupwise.hf.step_state import Stateful
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +32,9 @@ class OutOfMemorySplitter(Generic[Batch]):
     Args:
         training_step: ``transformers.Trainer.training_step`` as a bound method.
         num_tokens: number of tokens of a micro-batch, padding included.
-        split_in_half: returns two micro-batches, or one if it cannot be split.
-        split_for_cache: returns micro-batches that run faster one after the other, even if all fit at once.
-        mark_window: returns a function that restores everything but the gradients to its present state.
+        split: returns two micro-batches, or one if it cannot be split; with ``for_cache=True`` micro-batches
+            that run faster one after the other, even if all fit at once.
+        window_state: returns the components that a window changes besides gradients.
 
     Attributes:
         max_tokens: micro-batches with more tokens are split; None until an out-of-memory error.
@@ -45,23 +46,21 @@ class OutOfMemorySplitter(Generic[Batch]):
         *,
         training_step: Callable[..., torch.Tensor],
         num_tokens: Callable[[Batch], int],
-        split_in_half: Callable[[Batch], list[Batch]],
-        split_for_cache: Callable[[Batch], list[Batch]],
-        mark_window: Callable[[], Callable[[], None]],
+        split: Callable[..., list[Batch]],
+        window_state: Callable[[], Sequence[Stateful]],
     ) -> None:
         self.accelerator = accelerator
         self._training_step = training_step
         self._num_tokens = num_tokens
-        self._split_in_half = split_in_half
-        self._split_for_cache = split_for_cache
-        self._mark_window = mark_window
+        self._split = split
+        self._window_state = window_state
         self.reset()
 
     def reset(self) -> None:
         """Drop the size limit and an unfinished window, for a new run."""
         self.max_tokens: int | None = None
         self._window: list[Batch] = []
-        self._restore_window: Callable[[], None] = lambda: None
+        self._marks: list[tuple[Stateful, Any]] = []  # components and their state before the window
         # True from the end of the forward whose backward exchanges gradients with other ranks.
         self._is_exchanging = False
 
@@ -75,7 +74,7 @@ class OutOfMemorySplitter(Generic[Batch]):
                 ranks exchanged gradients.
         """
         if not self._window:
-            self._restore_window = self._mark_window()
+            self._marks = [(component, component.snapshot()) for component in self._window_state()]
         self._window.append(inputs)
         loss, failure = self._attempt(model, [inputs], num_items_in_batch)
         while failure is not None:
@@ -84,7 +83,8 @@ class OutOfMemorySplitter(Generic[Batch]):
             model.zero_grad()
             # The other ranks do not repeat their broadcast; this rank would wait for it forever.
             skip_buffer_broadcast(model)
-            self._restore_window()
+            for component, mark in self._marks:
+                component.restore(mark)
             loss, failure = self._attempt(model, self._window, num_items_in_batch)
         if self.accelerator.sync_gradients:
             self._window = []
@@ -118,13 +118,14 @@ class OutOfMemorySplitter(Generic[Batch]):
         return model.register_forward_hook(after_forward)
 
     def _pieces(self, inputs: Batch) -> list[Batch]:
-        return [piece for part in self._split_for_cache(inputs) for piece in self._split_to_limit(part)]
+        parts = self._split(inputs, for_cache=True)
+        return [piece for part in parts for piece in self._split_to_limit(part)]
 
     def _split_to_limit(self, inputs: Batch) -> list[Batch]:
         """Halve until every piece has at most ``max_tokens`` tokens or cannot be split."""
         if self.max_tokens is None or self._num_tokens(inputs) <= self.max_tokens:
             return [inputs]
-        halves = self._split_in_half(inputs)
+        halves = self._split(inputs, for_cache=False)
         if len(halves) == 1:
             return halves
         return [piece for half in halves for piece in self._split_to_limit(half)]
@@ -135,7 +136,7 @@ class OutOfMemorySplitter(Generic[Batch]):
             (piece for batch in self._window for piece in self._pieces(batch)), key=self._num_tokens
         )
         size = self._num_tokens(largest)
-        if len(self._split_in_half(largest)) == 1:
+        if len(self._split(largest, for_cache=False)) == 1:
             raise BackendError(
                 f"one micro-batch of {size} tokens does not fit in memory and cannot be split; lower "
                 "max_completion_length or max_prompt_length, train an adapter (peft_config), or shard the "

@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from groupwise.config.grpo_config import GRPOConfig
+from groupwise.config.sampling import corrects_for_sampler
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean, Metrics, masked_mean
 from groupwise.core.objectives import OBJECTIVES, ObjectiveSettings, policy_loss
@@ -163,12 +164,12 @@ class LossMixin:
 
 
 def objective_settings(
-    args: GRPOConfig, *, corrects_for_sampler: bool, truncation_unknown: bool = False
+    args: GRPOConfig, *, placeholder_logps: bool = False, truncation_unknown: bool = False
 ) -> ObjectiveSettings:
     """Collect the settings of the loss from the configuration.
 
     Args:
-        corrects_for_sampler: the loss has the importance-sampling correction.
+        placeholder_logps: the sampler's log-probs may be placeholders, see :func:`corrects_for_sampler`.
         truncation_unknown: the sampler truncates its distribution and does not report the sampling mask.
     """
     built_in = SurrogateSettings(
@@ -183,6 +184,7 @@ def objective_settings(
         vespo_lambda_neg=args.vespo_lambda_neg,
     )
     loss_kwargs = cast("dict[str, object]", args.loss_kwargs or {})  # JSON is parsed when the config is built
+    corrects = corrects_for_sampler(args, placeholder_logps=placeholder_logps)
     return ObjectiveSettings(
         objective=args.loss_type,
         ratio_level=args.importance_sampling_level,
@@ -191,7 +193,7 @@ def objective_settings(
         kl_in_loss=not args.kl_in_reward,
         bias_correction_kl=args.use_bias_correction_kl,
         off_policy_threshold=args.off_policy_mask_threshold,
-        correction_mode=args.vllm_importance_sampling_mode if corrects_for_sampler else None,
+        correction_mode=args.vllm_importance_sampling_mode if corrects else None,
         correction_clip_min=args.vllm_importance_sampling_clip_min,
         correction_clip_max=args.vllm_importance_sampling_clip_max,
         truncation_unknown=truncation_unknown,

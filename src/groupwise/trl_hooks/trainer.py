@@ -111,8 +111,11 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
     _sampling: SamplingOptions | None = None  # of the turn in progress
     _records_rollouts = False  # the caller of _generate records metrics of its rollouts
 
-    def _set_run_state(self) -> None:
-        super()._set_run_state()
+    def _set_up(self, rollout_func: Any, agents: Any, backend: Any) -> None:
+        super()._set_up(rollout_func, agents, backend)
+        if backend is None and isinstance(self.backend, TransformersBackend):
+            # The completions of TRL on the same seed, unless the user chooses groupwise's decoding loop.
+            self.backend.stock_decoding = self.args.cache_implementation != "auto"
         check_settings(self.args, self.processing_class)
         self.check_overrides()  # again: now it is known whether there are tools
         #: Columns of the completions table, the newest generation batch; hooks may extend them.
@@ -120,12 +123,6 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         #: Columns and metrics of hooks that are not in ``_logs`` and ``_metrics`` yet.
         self._pending_extra_logs: defaultdict[str, list[Any]] = defaultdict(list)
         self._pending_metrics: defaultdict[str, list[float]] = defaultdict(list)
-
-    def _set_policy_state(self, rollout_func: Any, agents: Any, backend: Any) -> None:
-        super()._set_policy_state(rollout_func, agents, backend)
-        if backend is None and isinstance(self.backend, TransformersBackend):
-            # The completions of TRL on the same seed, unless the user chooses groupwise's decoding loop.
-            self.backend.stock_decoding = self.args.cache_implementation != "auto"
 
     def _reset_run_state(self, directory: str | None) -> None:
         super()._reset_run_state(directory)
@@ -240,7 +237,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
     def _make_inputs(self, rows: list[Row], mode: Mode) -> Inputs:
         """Sample and reward completions for dataset rows with the weights of this step."""
         self.sync_sampler(mode)
-        self._request = self.make_request(rows) if mode == "train" else self.make_eval_request(rows)
+        self._request = self.make_request(rows, mode=mode)
         inputs = self._generate_and_score_completions(rows)
         self.backend.release()  # memory of a colocated engine goes to training
         return inputs
@@ -513,7 +510,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         training = self.model.training
         if training:
             self._begin_window()
-        request = self.make_request(inputs) if training else self.make_eval_request(inputs)
+        request = self.make_request(inputs, mode="train" if training else "eval")
         rollouts, rewards = self.sample(request)
         if not training:
             self.evaluation.add(rollouts, rewards, self.args)
@@ -746,10 +743,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         batch = self.window.current
         return 0 if batch is None else batch["prompt_ids"].numel() + batch["completion_ids"].numel()
 
-    def split_in_half(self, inputs: Any) -> list[Any]:
-        return [inputs]
-
-    def split_for_cache(self, inputs: Any) -> list[Any]:
+    def split_micro_batch(self, inputs: Any, *, for_cache: bool) -> list[Any]:
         return [inputs]
 
     # Logs.

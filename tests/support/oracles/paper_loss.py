@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from groupwise import Completion, GRPOConfig, LogprobOutput, RewardBatch, RolloutBatch
-from groupwise.config.sampling import corrects_for_sampler
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.objectives import OBJECTIVES
 from groupwise.core.weights import NORMALIZERS, WindowCounts
@@ -59,9 +58,7 @@ def loss_and_gradient(
     logprob, advantage, loss = parts
     logprob.processing_class = SimpleNamespace(pad_token_id=0)
     loss.entropy_control = entropy or EntropyControl(config.entropy_coef)
-    loss.objective_settings = objective_settings(
-        config, corrects_for_sampler=corrects_for_sampler(config, untrusted=False)
-    )
+    loss.objective_settings = objective_settings(config)
     logps_NT, entropies_NT = (
         _padded(rows, 0.0).requires_grad_() for rows in (samples.logps, samples.entropies)
     )
