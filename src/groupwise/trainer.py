@@ -70,10 +70,9 @@ from groupwise.records import (
 from groupwise.reporting.metrics import MetricBuffer, rollout_metrics
 from groupwise.reporting.table import completion_rows
 from groupwise.rewards.runtime.loading import (
-    LoadedRewards,
+    RewardLoader,
     check_rewards,
     load_reward_model,
-    load_rewards,
     with_default_weights,
 )
 from groupwise.tokenization.text import text_tokenizer
@@ -186,29 +185,23 @@ class GRPOTrainer(
         self.reward_funcs, self.reward_processing_classes = reward_funcs, reward_processing_classes
         self.reward_func_names: list[str] = []  # follow from the functions
         self.reward_weights = with_default_weights(args, reward_funcs)
-        self._load_rewards(LoadedRewards())
+        self.reward_loader = RewardLoader(
+            args, self.accelerator, self.model, text_tokenizer(self.processing_class)
+        )
+        self._load_rewards()
         self._set_up(rollout_func, agents, backend)
 
-    def _load_rewards(self, before: LoadedRewards) -> None:
-        """Load the reward functions that are not in ``before``, and derive what follows from them."""
-        loaded = self.loaded_rewards = load_rewards(
-            self.reward_funcs,
-            self.reward_func_names,
-            self.reward_processing_classes,
-            self.reward_weights,
-            self.args,
-            self.accelerator,
-            self.model,
-            text_tokenizer(self.processing_class),
-            before=before,
-        )
-        if loaded is before:
-            return
-        # Copies: scripts may also change the lists in place.
-        self.reward_funcs, self.reward_callables = list(loaded.functions), loaded.callables
-        self.reward_func_names = list(loaded.names)
-        self.reward_processing_classes = list(loaded.processing_classes)
-        self.reward_weights = loaded.weights_F.clone()
+    def _load_rewards(self) -> None:
+        """Load the reward functions that were replaced, and derive what follows from them."""
+        loader = self.reward_loader
+        if loader.load(
+            self.reward_funcs, self.reward_func_names, self.reward_processing_classes, self.reward_weights
+        ):
+            # Copies: scripts may also change the lists in place.
+            self.reward_funcs, self.reward_callables = list(loader.functions), loader.callables
+            self.reward_func_names = list(loader.names)
+            self.reward_processing_classes = list(loader.processing_classes)
+            self.reward_weights = loader.weights_F.clone()
 
     def _set_up(
         self,
@@ -332,7 +325,7 @@ class GRPOTrainer(
         if "reward_weights" in changed:
             self.reward_weights = with_default_weights(args, self.reward_funcs)
         callables = self.reward_callables
-        self._load_rewards(self.loaded_rewards)  # those of the step before by identity
+        self._load_rewards()
         if self.reward_callables != callables:  # the groups have rewards of the old functions
             self.leftover_groups = self.leftover_groups.without_groups("reward_funcs was replaced")
         if "entropy_coef" in changed:  # the measured entropy is kept: it decides whether the bonus applies

@@ -97,7 +97,7 @@ MIXINS = [
             "local=rows_of_rank(0, ",
         ),
         ("in times if not math.isnan(s)", "in times if math.isnan(s)"),
-        ('if self.args.reward_on_error == "none":', "if True:"),
+        ("if count_failures:", "if True:"),
         ("Sum(float(i in calls.failures))", "Sum(float(bool(calls.failures)))"),
         ("for name, value in list(log.metrics)", "for name, value in []"),
         ("in dict(log.columns).items()", "in {}.items()"),

@@ -61,56 +61,48 @@ class RewardMixin:
         """
         # Reward functions never see a dropped completion; its rewards are NaN, its logged columns None.
         kept = [row for row, completion in enumerate(rollouts.completions) if not completion.dropped]
-        log = RewardLog(len(kept), partial(check_metric_name, function="log_metric"))
-        failure: RewardError | None = None
-        try:
-            calls = call_rewards(
-                self.reward_callables if kept else [],
-                self.reward_func_names if kept else [],
-                rollouts if len(kept) == len(rollouts) else rollouts.select(kept),
-                timeout=self.args.reward_timeout,
-                on_error=self.args.reward_on_error,
-                completion_logprobs=self._logprobs_of(rollouts, kept),
-                trainer_state=self.state,
-                log_extra=log.log_extra,
-                log_metric=log.log_metric,
-            )
-        except RewardError as error:
-            failure, calls = error, RewardCalls([], {}, [])  # raised by all ranks in _gather_rewards
-        functions = calls.rewards_FB or [[] for _ in self.reward_func_names]  # F lists of len(kept) values
-        # kept [0, 2] of B = 3 rows, values [1.0, 0.5] -> [1.0, nan, 0.5]
-        rewards_FB = [_at_rows(kept, values, len(rollouts), math.nan) for values in functions]
-        rewards = self._gather_rewards(rewards_FB, rollouts, failure)  # (F, B) -> (N, F)
-        for column, steps_N in rewards.step_rewards.items():
-            if isinstance(scorer := self.reward_callables[column], StepScorer):
-                scorer.warn_if_unsplit(self.reward_func_names[column], steps_N)
-        metrics = reward_metrics(rewards, self.reward_func_names, self.args.multi_objective_aggregation)
-        times = zip(self.reward_func_names, calls.seconds_F, strict=False)  # empty without a call
-        metrics.update({f"time/reward/{name}": Mean(s) for name, s in times if not math.isnan(s)})
-        if self.args.reward_on_error == "none":
-            for i, name in enumerate(self.reward_func_names):
-                metrics[f"rewards/{name}/errors"] = Sum(float(i in calls.failures))  # 1 per rank and call
-        return RewardBatch(
-            **vars(rewards),
-            local=rows_of_rank(self.accelerator.process_index, len(rollouts)),  # B of the N rows
-            # Copies: a call that was given up at its time limit may still write to the originals.
-            columns={
-                name: _at_rows(kept, values, len(rollouts), None)
-                for name, values in dict(log.columns).items()
-            },
-            metrics=merge_metrics([metrics, *({name: Mean(value)} for name, value in list(log.metrics))]),
-        )
-
-    def _logprobs_of(
-        self, rollouts: RolloutBatch, rows: list[int]
-    ) -> Callable[[nn.Module | None], list[list[float]]]:
-        """Return the argument of reward functions with ``takes_logprobs``, for these rows."""
 
         def completion_logprobs(model: nn.Module | None = None) -> list[list[float]]:
             logps_B = self.completion_logprobs(rollouts, model)  # of all rows: all ranks run as many forwards
-            return [logps_B[row] for row in rows]
+            return [logps_B[row] for row in kept]
 
-        return completion_logprobs
+        names, args = self.reward_func_names, self.args
+        log = RewardLog(len(kept), partial(check_metric_name, function="log_metric"))
+        calls, failure = RewardCalls([[] for _ in names], {}, []), None  # of a rank without a row to reward
+        try:
+            if kept:
+                calls = call_rewards(
+                    self.reward_callables,
+                    names,
+                    rollouts.select(kept),
+                    timeout=args.reward_timeout,
+                    on_error=args.reward_on_error,
+                    completion_logprobs=completion_logprobs,
+                    trainer_state=self.state,
+                    log_extra=log.log_extra,
+                    log_metric=log.log_metric,
+                )
+        except RewardError as error:
+            failure = error  # raised by all ranks in _gather_rewards
+        # kept [0, 2] of B = 3 rows, values [1.0, 0.5] -> [1.0, nan, 0.5]
+        at_rows = partial(_at_rows, kept, num_rows=len(rollouts))
+        rewards_FB = [at_rows(values, fill=math.nan) for values in calls.rewards_FB]
+        rewards = self._gather_rewards(rewards_FB, rollouts, failure)  # (F, B) -> (N, F)
+        for column, steps_N in rewards.step_rewards.items():
+            if isinstance(scorer := self.reward_callables[column], StepScorer):
+                scorer.warn_if_unsplit(names[column], steps_N)
+        metrics = [
+            reward_metrics(rewards, names, args.multi_objective_aggregation),
+            call_metrics(calls, names, count_failures=args.reward_on_error == "none"),
+            # Copies of the logs: a call that was given up at its time limit may still write to the originals.
+            *({name: Mean(value)} for name, value in list(log.metrics)),
+        ]
+        return RewardBatch(
+            **vars(rewards),
+            local=rows_of_rank(self.accelerator.process_index, len(rollouts)),  # B of the N rows
+            columns={name: at_rows(values, fill=None) for name, values in dict(log.columns).items()},
+            metrics=merge_metrics(metrics),
+        )
 
     def drop_failed(self, rollouts: RolloutBatch) -> tuple[RolloutBatch, torch.Tensor | None]:
         """Drop groups of which fewer than two rollouts succeeded (``rollout_on_error="retry"``).
@@ -232,6 +224,15 @@ def _at_rows(rows: list[int], values: list[Any], num_rows: int, fill: Any) -> li
     """Return a list of ``num_rows`` entries with ``values`` at ``rows``, and ``fill`` elsewhere."""
     placed = dict(zip(rows, values, strict=False))
     return [placed.get(row, fill) for row in range(num_rows)]
+
+
+def call_metrics(calls: RewardCalls, names: list[str], *, count_failures: bool) -> Metrics:
+    """Seconds of the calls that returned and, with ``count_failures``, 1 for each that failed, per rank."""
+    times = zip(names, calls.seconds_F, strict=False)  # empty without a call
+    metrics: Metrics = {f"time/reward/{name}": Mean(s) for name, s in times if not math.isnan(s)}
+    if count_failures:
+        metrics |= {f"rewards/{name}/errors": Sum(float(i in calls.failures)) for i, name in enumerate(names)}
+    return metrics
 
 
 def reward_metrics(

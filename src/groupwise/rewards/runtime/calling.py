@@ -7,9 +7,9 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any, NamedTuple, TypeVar
 
@@ -122,6 +122,36 @@ def call_rewards(
             given["completion_logprobs"] = completion_logprobs
         return given
 
+    outcomes = _call_all(functions, [f"reward function {name!r}" for name in names], arguments, timeout)
+    rewards_FB, failures = [], {}
+    for i, (name, (output, _)) in enumerate(zip(names, outcomes, strict=True)):
+        failed = isinstance(output, RewardError)
+        rewards = output if failed else _error_or(checked_rewards, output, name, rollouts)
+        if isinstance(rewards, RewardError):
+            if on_error == "raise":
+                raise rewards
+            if name not in _warned:
+                _warned.add(name)
+                logger.warning(
+                    "%s; its rewards of this batch are None, and later failures are only counted", rewards
+                )
+            failures[i], rewards = rewards, [math.nan] * len(rollouts)
+        rewards_FB.append(rewards)
+    return RewardCalls(rewards_FB, failures, [seconds for _, seconds in outcomes])
+
+
+#: Names of functions whose failure was logged.
+_warned: set[str] = set()
+
+
+def _call_all(
+    functions: Sequence[Callable[..., Any]],
+    titles: Sequence[str],
+    arguments: Callable[[Callable[..., Any]], dict[str, Any]],
+    timeout: float | None,
+) -> list[tuple[Any, float]]:
+    """Return the output or error of each function, and the seconds of its call (NaN: it did not return)."""
+
     async def in_background(i: int, given: dict[str, Any]) -> tuple[Any, float]:
         started = time.monotonic()
         try:
@@ -130,37 +160,30 @@ def call_rewards(
             output = error
         return output, time.monotonic() - started
 
-    titles = [f"reward function {name!r}" for name in names]
-    outputs: dict[int, Any] = {}  # or the error of a call
-    seconds_F = [math.nan] * len(functions)
-    waiting = [i for i, function in enumerate(functions) if is_async(function)]
+    outcomes: dict[int, tuple[Any, float]] = {}
+    asynchronous = [i for i, function in enumerate(functions) if is_async(function)]
     deadline = None if timeout is None else time.monotonic() + timeout
     # In a thread: the caller's may already run an event loop, as in notebooks.
-    loop = EventLoop("groupwise-rewards") if waiting else None
+    loop = EventLoop("groupwise-rewards") if asynchronous else None
     try:
-        futures = {i: loop.submit(in_background(i, arguments(functions[i]))) for i in waiting if loop}
+        futures = {i: loop.submit(in_background(i, arguments(functions[i]))) for i in asynchronous if loop}
         for i, function in enumerate(functions):
             if i not in futures:
                 started = time.monotonic()
-                outputs[i] = _error_or(call_function, function, titles[i], arguments(function), timeout)
-                seconds_F[i] = time.monotonic() - started
+                output = _error_or(call_function, function, titles[i], arguments(function), timeout)
+                outcomes[i] = output, time.monotonic() - started
         for i, future in futures.items():
+            # Again with the limit: code that blocks the event loop blocks its own time limit, too.
             left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-            outcome = _error_or(_result, future, titles[i], left, timeout)
-            outputs[i], seconds_F[i] = outcome if isinstance(outcome, tuple) else (outcome, math.nan)
+            try:
+                with _time_limit(titles[i], timeout):
+                    outcomes[i] = future.result(left)
+            except RewardError as error:
+                outcomes[i] = error, math.nan
     finally:
         if loop is not None:
             loop.close()
-    failures: dict[int, RewardError] = {}
-    for i, name in enumerate(names):
-        if not isinstance(outputs[i], RewardError):
-            outputs[i] = _error_or(checked_rewards, outputs[i], name, rollouts)
-        if isinstance(outputs[i], RewardError):
-            if on_error == "raise":
-                raise outputs[i]
-            _warn_once(name, outputs[i])
-            failures[i], outputs[i] = outputs[i], [math.nan] * len(rollouts)
-    return RewardCalls([outputs[i] for i in range(len(names))], failures, seconds_F)
+    return [outcomes[i] for i in range(len(functions))]
 
 
 def _error_or(function: Callable[..., T], *arguments: object) -> T | RewardError:
@@ -168,15 +191,6 @@ def _error_or(function: Callable[..., T], *arguments: object) -> T | RewardError
         return function(*arguments)
     except RewardError as error:
         return error
-
-
-_warned: set[str] = set()
-
-
-def _warn_once(name: str, error: RewardError) -> None:
-    if name not in _warned:
-        _warned.add(name)
-        logger.warning("%s; its rewards of this batch are None, and later failures are only counted", error)
 
 
 def call_function(
@@ -198,18 +212,17 @@ def call_function(
 
     if timeout is None or getattr(function, "runs_in_caller_thread", False):
         return call()
-    return _result(start_thread(call), title, timeout, timeout)
+    with _time_limit(title, timeout):
+        return start_thread(call).result(timeout)
 
 
-def _result(future: Future[T], title: str, left: float | None, timeout: float | None) -> T:
+@contextmanager
+def _time_limit(title: str, timeout: float | None) -> Iterator[None]:
+    """Name the function and the setting in the error of a call that took too long."""
     try:
-        return future.result(left)
-    except FutureTimeoutError:
-        raise _timeout_error(title, timeout) from None
-
-
-def _timeout_error(title: str, timeout: float | None) -> RewardError:
-    return RewardError(f"{title} took longer than reward_timeout={timeout} seconds")
+        yield
+    except (TimeoutError, FutureTimeoutError):  # two classes before Python 3.11
+        raise RewardError(f"{title} took longer than reward_timeout={timeout} seconds") from None
 
 
 async def await_function(
@@ -226,9 +239,8 @@ async def await_function(
             return await function(**arguments)
 
     try:
-        return await await_call(call, timeout)
-    except TimeoutError:
-        raise _timeout_error(title, timeout) from None
+        with _time_limit(title, timeout):
+            return await await_call(call, timeout)
     except RuntimeError as error:
         raise RewardError(f"{title} raised {error}") from None
 

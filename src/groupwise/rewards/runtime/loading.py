@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -32,24 +33,6 @@ RewardFunc = Callable[..., Any] | PreTrainedModel | ProcessRewardModel | str
 #: Entries of ``reward_funcs`` that are models.
 _MODELS = (str, PreTrainedModel, ProcessRewardModel)
 Tokenizer = PreTrainedTokenizerBase | None
-
-
-@dataclass(frozen=True)
-class LoadedRewards:
-    """Loaded reward functions; all lists have F entries. The default has none.
-
-    functions: the user's functions and models, ids replaced by the loaded models.
-    callables: functions to call with the arguments of a reward function.
-    names: unique names for metrics.
-    processing_classes: tokenizers of reward models, None for callables.
-    weights_F: weights in the aggregated reward, (F,) float32.
-    """
-
-    functions: list[RewardFunc] = field(default_factory=list)
-    callables: list[Callable[..., Any]] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    processing_classes: list[Tokenizer] = field(default_factory=list)
-    weights_F: torch.Tensor = field(default_factory=lambda: torch.ones(0))
 
 
 def check_rewards(
@@ -157,71 +140,6 @@ def with_default_weights(config: GRPOConfig, functions: Sequence[object]) -> tor
     return torch.tensor(given + [1.0] * (len(functions) - len(given)))
 
 
-def load_rewards(
-    functions: RewardFunc | Sequence[RewardFunc],
-    names: Sequence[str],
-    processing_classes: Sequence[Tokenizer],
-    weights_F: torch.Tensor | Sequence[float],
-    config: GRPOConfig,
-    accelerator: Accelerator,
-    policy: PreTrainedModel,
-    policy_tokenizer: PreTrainedTokenizerBase,
-    *,
-    before: LoadedRewards,
-) -> LoadedRewards:
-    """Load reward functions, except those that are loaded already.
-
-    The trainer calls it when it is built and at each step with its attributes, of which a script may have
-    replaced some. Names, tokenizers and weights that are as before follow from the functions.
-
-    Args:
-        functions, names, processing_classes, weights_F: attributes of the trainer.
-        policy: teachers among the functions must have its vocabulary.
-        policy_tokenizer: decodes the steps of completions for process reward models.
-        before: functions of the step before, compared by identity; returned if nothing was replaced.
-
-    Raises:
-        ConfigError: an entry is not a reward function, lengths differ, a model has a wrong number of labels,
-            a step separator is no token, or a teacher has another vocabulary than the policy.
-    """
-    chosen, weights_F = _as_list(functions), torch.as_tensor(weights_F, dtype=torch.float32, device="cpu")
-    same_names, same_weights = list(names) == before.names, torch.equal(weights_F, before.weights_F)
-    same_functions = _identical(chosen, before.functions)
-    same_tokenizers = _identical(processing_classes, before.processing_classes)
-    if same_functions and same_names and same_weights and same_tokenizers:
-        return before
-    if not chosen:
-        raise ConfigError("reward_funcs is empty; give it at least one reward function")
-    for function in chosen:
-        _check_function(function)
-    columns = zip(before.functions, before.callables, before.processing_classes, strict=True)
-    loaded = {id(entry[0]): entry for entry in columns}
-    if same_tokenizers:
-        processing_classes = [loaded[id(f)][2] if id(f) in loaded else None for f in chosen]
-    if same_names and not same_functions:
-        names = reward_names(chosen)
-    if same_weights and bool((before.weights_F == 1.0).all()):
-        weights_F = torch.ones(len(chosen))
-    _check_lengths(
-        chosen,
-        {
-            "reward_func_names": names,
-            "reward_processing_classes": processing_classes,
-            "reward_weights": weights_F,  # type: ignore[dict-item]
-        },
-    )
-    entries = []
-    for function, tokenizer in zip(chosen, processing_classes, strict=True):
-        entry = loaded.get(id(function))
-        if entry is None or entry[2] is not tokenizer:
-            with preserved_state():  # of an id that a script assigns later; its head changes no sample
-                torch.manual_seed(config.seed)  # all ranks initialise the same head
-                entry = _load(function, tokenizer, config, accelerator, policy, policy_tokenizer)
-        entries.append(entry)
-    made, callables, tokenizers = (list(column) for column in zip(*entries, strict=True))
-    return LoadedRewards(made, callables, list(names), tokenizers, weights_F.clone())
-
-
 def load_reward_model(function: RewardFunc, config: GRPOConfig) -> RewardFunc:
     """Return a reward function, an id replaced by its model; a new head is drawn from torch's generator."""
     model = function.model if isinstance(function, ProcessRewardModel) else function
@@ -243,28 +161,104 @@ def _identical(one: Sequence[object], other: Sequence[object]) -> bool:
     return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 
-def _load(
-    function: RewardFunc,
-    tokenizer: Tokenizer,
-    config: GRPOConfig,
-    accelerator: Accelerator,
-    policy: PreTrainedModel,
-    policy_tokenizer: PreTrainedTokenizerBase,
-) -> tuple[RewardFunc, Callable[..., Any], Tokenizer]:
-    """Return the function, an id replaced by its model on the device; its callable; its tokenizer."""
-    options: Any = config.per_device_train_batch_size, config.trust_remote_code, config.chat_template_kwargs
-    function = load_reward_model(function, config)
-    if is_process_reward(function, config.trust_remote_code):
-        reward = function if isinstance(function, ProcessRewardModel) else ProcessRewardModel(function)  # type: ignore[arg-type]
-        model = accelerator.prepare_model(reward.model, evaluation_mode=True)
-        steps = StepScorer(model, reward, tokenizer, policy_tokenizer, *options)
-        return function, steps, steps.tokenizer
-    if isinstance(function, PreTrainedModel):
-        scorer = RewardModel(accelerator.prepare_model(function, evaluation_mode=True), tokenizer, *options)
-        return function, scorer, scorer.tokenizer
-    if isinstance(function, DistillationReward):
-        function.check_vocabulary(policy_tokenizer, policy)
-        function.teacher = accelerator.prepare_model(function.teacher, evaluation_mode=True)
-    assert callable(function)
-    # Partial calls start when a backend calls `SamplingOptions.on_finished`.
-    return function, with_partial_results(function) if is_per_sample_reward(function) else function, None
+class RewardLoader:
+    """Load reward functions, each once, and notice which of them a script has replaced.
+
+    Args:
+        policy: teachers among the functions must have its vocabulary.
+        policy_tokenizer: decodes the steps of completions for process reward models.
+
+    Attributes:
+        functions: the user's functions and models, ids replaced by the loaded models. All have F entries.
+        callables: functions to call with the arguments of a reward function.
+        names: unique names for metrics.
+        processing_classes: tokenizers of reward models, None for functions.
+        weights_F: weights in the aggregated reward, (F,) float32.
+    """
+
+    def __init__(
+        self,
+        config: GRPOConfig,
+        accelerator: Accelerator,
+        policy: PreTrainedModel,
+        policy_tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        self.config, self.accelerator = config, accelerator
+        self.policy, self.policy_tokenizer = policy, policy_tokenizer
+        self.functions: list[RewardFunc] = []
+        self.callables: list[Callable[..., Any]] = []
+        self.names: list[str] = []
+        self.processing_classes: list[Tokenizer] = []
+        self.weights_F = torch.ones(0)
+
+    def load(
+        self,
+        functions: RewardFunc | Sequence[RewardFunc],
+        names: Sequence[str],
+        processing_classes: Sequence[Tokenizer],
+        weights_F: torch.Tensor | Sequence[float],
+    ) -> bool:
+        """Load the functions that are not loaded, compared by identity; return False if all is as before.
+
+        The arguments are attributes of the trainer. Names, tokenizers and weights that are as before, beside
+        other functions, follow from the functions.
+
+        Raises:
+            ConfigError: an entry is not a reward function, lengths differ, a model has a wrong number of
+                labels, a step separator is no token, or a teacher has another vocabulary than the policy.
+        """
+        chosen, weights_F = _as_list(functions), torch.as_tensor(weights_F, dtype=torch.float32, device="cpu")
+        same_functions = _identical(chosen, self.functions)
+        same_names, same_weights = list(names) == self.names, torch.equal(weights_F, self.weights_F)
+        same_tokenizers = _identical(processing_classes, self.processing_classes)
+        if same_functions and same_names and same_tokenizers and same_weights:
+            return False
+        if not chosen:
+            raise ConfigError("reward_funcs is empty; give it at least one reward function")
+        for function in chosen:
+            _check_function(function)
+        columns = zip(self.functions, self.callables, self.processing_classes, strict=True)
+        loaded = {id(entry[0]): entry for entry in columns}
+        if not same_functions:  # a new function has its own name and tokenizer, and weight 1
+            names = reward_names(chosen) if same_names else names
+            if same_tokenizers:
+                processing_classes = [loaded[id(f)][2] if id(f) in loaded else None for f in chosen]
+            if same_weights and bool((weights_F == 1.0).all()):
+                weights_F = torch.ones(len(chosen))
+        lists = {"reward_func_names": names, "reward_processing_classes": processing_classes}
+        _check_lengths(chosen, {**lists, "reward_weights": weights_F.tolist()})
+        entries = []
+        for function, tokenizer in zip(chosen, processing_classes, strict=True):
+            entry = loaded.get(id(function))
+            is_loaded = entry is not None and entry[2] is tokenizer
+            entries.append(entry if is_loaded else self._load(function, tokenizer))
+        self.functions, self.callables, self.processing_classes = map(list, zip(*entries, strict=True))
+        self.names, self.weights_F = list(names), weights_F.clone()
+        return True
+
+    @preserved_state()  # the head of a model that a script assigns later changes no sample
+    def _load(
+        self, function: RewardFunc, tokenizer: Tokenizer
+    ) -> tuple[RewardFunc, Callable[..., Any], Tokenizer]:
+        """Return the function, an id replaced by its model on the device; its callable; its tokenizer."""
+        config, prepare = self.config, partial(self.accelerator.prepare_model, evaluation_mode=True)
+        options: Any = (
+            config.per_device_train_batch_size,
+            config.trust_remote_code,
+            config.chat_template_kwargs,
+        )
+        torch.manual_seed(config.seed)  # all ranks initialise the same head
+        function = load_reward_model(function, config)
+        if is_process_reward(function, config.trust_remote_code):
+            reward = function if isinstance(function, ProcessRewardModel) else ProcessRewardModel(function)  # type: ignore[arg-type]
+            steps = StepScorer(prepare(reward.model), reward, tokenizer, self.policy_tokenizer, *options)
+            return function, steps, steps.tokenizer
+        if isinstance(function, PreTrainedModel):
+            scorer = RewardModel(prepare(function), tokenizer, *options)
+            return function, scorer, scorer.tokenizer
+        if isinstance(function, DistillationReward):
+            function.check_vocabulary(self.policy_tokenizer, self.policy)
+            function.teacher = prepare(function.teacher)
+        assert callable(function)
+        # Partial calls start when a backend calls `SamplingOptions.on_finished`.
+        return function, with_partial_results(function) if is_per_sample_reward(function) else function, None
