@@ -42,7 +42,7 @@ def add_precision(parser: argparse.ArgumentParser) -> None:
     """Add ``--precision``; its value is the end of the name of the results file, after ``_``."""
     import torch
 
-    from groupwise.config.resolution import computes_bf16_natively
+    from groupwise.config.grpo_config import computes_bf16_natively
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     native = "bf16" if computes_bf16_natively(device) else "float32"

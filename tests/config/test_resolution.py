@@ -14,9 +14,8 @@ import torch
 from support.configs import messages
 
 from groupwise.compat.torch import has_native_bf16_cpu
-from groupwise.config import resolution
-from groupwise.config.grpo_config import GRPOConfig
-from groupwise.config.resolution import computes_bf16_natively
+from groupwise.config import grpo_config
+from groupwise.config.grpo_config import GRPOConfig, computes_bf16_natively
 from groupwise.errors import ConfigError, warn_once
 
 
@@ -82,7 +81,7 @@ def test_padding_of_devices(build, monkeypatch, given, device, resolved):
     config = build()
     monkeypatch.setattr(GRPOConfig, "device", SimpleNamespace(type=device))
     config.pad_to_multiple_of = given
-    resolution.resolve_defaults(config)
+    grpo_config.resolve_defaults(config)
     assert config.pad_to_multiple_of == resolved
 
 
@@ -146,8 +145,8 @@ def test_old_and_new_names_may_agree_but_not_differ(build):
 
 def _on(monkeypatch, device: str, native: bool) -> None:
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    monkeypatch.setattr(resolution, "_device_type", lambda use_cpu: device)
-    monkeypatch.setattr(resolution, "computes_bf16_natively", lambda device_type: native)
+    monkeypatch.setattr(grpo_config, "_device_type", lambda use_cpu: device)
+    monkeypatch.setattr(grpo_config, "computes_bf16_natively", lambda device_type: native)
     warn_once.cache_clear()
 
 
@@ -161,7 +160,7 @@ def test_bf16_is_on_where_it_is_native(build, monkeypatch, caplog):
 def test_bf16_is_off_elsewhere_with_one_warning(build, monkeypatch, caplog):
     _on(monkeypatch, "cpu", native=False)
     assert [build(bf16=None).bf16, build(bf16=None).mixed_precision] == [False, "no"]
-    said = [record.getMessage() for record in caplog.records if record.name == "groupwise.config.resolution"]
+    said = [record.getMessage() for record in caplog.records if record.name == "groupwise.config.grpo_config"]
     assert said == ["bf16 is off, training in float32: the cpu device does not compute bfloat16 natively"]
 
 
@@ -191,7 +190,7 @@ def test_bf16_given_is_kept(build, monkeypatch, given):
 )
 def test_cpus_with_avx512_bf16_or_amx_are_native(monkeypatch, avx512, amx, native):
     capabilities = {"avx512_bf16": avx512, "amx_tile": amx}
-    monkeypatch.setattr(resolution, "has_native_bf16_cpu", has_native_bf16_cpu.__wrapped__)  # not cached
+    monkeypatch.setattr(grpo_config, "has_native_bf16_cpu", has_native_bf16_cpu.__wrapped__)  # not cached
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     assert computes_bf16_natively("cpu") is native
@@ -214,9 +213,9 @@ def test_unknown_devices_are_not_native():
 def test_device_choice_follows_use_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
-    assert [resolution._device_type(True), resolution._device_type(False)] == ["cpu", "cuda"]
+    assert [grpo_config._device_type(True), grpo_config._device_type(False)] == ["cpu", "cuda"]
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    assert resolution._device_type(False) == "cpu"
+    assert grpo_config._device_type(False) == "cpu"
 
 
 def test_gradient_checkpointing_can_be_turned_off(build):

@@ -41,7 +41,7 @@ def _machine() -> Iterator[tuple[str, str]]:
     import psutil
     import torch
 
-    from groupwise.config.resolution import computes_bf16_natively
+    from groupwise.config.grpo_config import computes_bf16_natively
 
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield "python", platform.python_version()

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from transformers import TrainingArguments
 
-from groupwise.config.resolution import DerivedInt, resolve_defaults
+from groupwise.config.grpo_config import DerivedInt, GRPOConfig, resolve_defaults
 from groupwise.config.sampling import SAMPLING_FIELDS, sampler_settings
 from groupwise.config.settings import OPTIMIZER_STATE, PROMPT_ORDER, SCHEDULE
 from groupwise.config.validation import check_changes
 from groupwise.errors import ConfigError, warn_once
 
 if TYPE_CHECKING:
-    from groupwise.config.grpo_config import GRPOConfig
     from groupwise.records import SamplerSettings
 
 logger = logging.getLogger(__name__)

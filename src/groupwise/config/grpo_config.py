@@ -1,16 +1,34 @@
-"""The configuration of a GRPO run: its fields are resolved and validated when it is built."""
+"""The configuration of a GRPO run: settings that are left open are resolved when it is built, then checked.
+
+Open are parsed text, old names, precision, derived batch sizes and the kernels of Liger.
+"""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import importlib.util
+import json
+import logging
 import os
+import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from groupwise.config import resolution
+import torch
+from transformers.utils import is_torch_xla_available
+
+from groupwise.compat.liger import layer_switches
+from groupwise.compat.torch import has_native_bf16_cpu
+from groupwise.compat.trl import is_trl_default
 from groupwise.config.fields import GRPOFields
 from groupwise.config.redact import masked
+from groupwise.config.sampling import SAMPLING_FIELDS
+from groupwise.config.settings import default_of
 from groupwise.config.validation import check
+from groupwise.errors import warn_once
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(repr=False)
@@ -28,23 +46,25 @@ class GRPOConfig(GRPOFields):
     """
 
     def __post_init__(self) -> None:
-        resolution.reopen_derived(self)
-        resolution.parse_strings(self)
-        resolution.move_old_names(self)
-        resolution.resolve_precision(self)
-        resolution.resolve_trackers(self)
+        reopen_derived(self)
+        parse_strings(self)
+        move_old_names(self)
+        resolve_precision(self)
+        resolve_trackers(self)
         # Newer transformers renamed the field, and warn about the old name even for our default.
         if getattr(self, "activation_checkpointing", True) is None:
             self.activation_checkpointing = self.gradient_checkpointing
         super().__post_init__()
         # Trainer reads it at every save; rewards, tools and scripts may change the working directory.
         self.output_dir = os.path.abspath(str(self.output_dir))
-        resolution.resolve_sampling(self)
-        resolution.resolve_defaults(self)
-        resolution.resolve_batch_sizes(self)
+        resolve_sampling(self)
+        resolve_defaults(self)
+        resolve_batch_sizes(self)
         check(self)
-        resolution.reset_ignored(self)
-        resolution.resolve_liger(self)
+        for name, setting in self.SETTINGS.items():
+            if setting.ignored:  # the check has logged a warning
+                setattr(self, name, default_of(self, name))
+        resolve_liger(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a dict; ``TrainingArguments`` rewrites nested dicts, so this reads a copy."""
@@ -59,3 +79,202 @@ class GRPOConfig(GRPOFields):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle or copy, without tokens: ``training_args.bin`` is pushed to the Hub."""
         return masked(vars(self))
+
+
+class DerivedInt(int):
+    """Value of an open field that follows from other fields; a configuration built from it derives it again.
+
+    ``dataclasses.replace`` passes all values of the old configuration to the constructor, as if given.
+    """
+
+
+class DerivedFloat(float):
+    """As :class:`DerivedInt`."""
+
+
+def reopen_derived(config: GRPOFields) -> None:
+    """Set values that another configuration derived, and the token placeholder of ``to_dict``, to None."""
+    for field in dataclasses.fields(config):
+        if isinstance(getattr(config, field.name), DerivedInt | DerivedFloat):
+            setattr(config, field.name, None)
+    if config.hub_token == "<HUB_TOKEN>":
+        config.hub_token = None
+
+
+def parse_strings(config: GRPOFields) -> None:
+    """Parse strings (YAML, shell) to the type of their field; invalid ones are kept for the validation."""
+    for name, setting in config.SETTINGS.items():
+        value = getattr(config, name)
+        if isinstance(value, str):
+            setattr(config, name, _parse(value, setting.types))
+    if isinstance(config.reward_weights, list):
+        weights = [_parse(weight, frozenset({float})) for weight in config.reward_weights]
+        config.reward_weights = cast("list[float]", weights)
+
+
+def _parse(value: object, kinds: frozenset[type]) -> object:
+    if not isinstance(value, str) or not kinds & {dict, list, bool, int, float}:
+        return value
+    if kinds & {dict, list}:
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError:
+            return value
+    if bool in kinds:
+        return {"true": True, "false": False}.get(value.lower(), value)
+    try:
+        return int(value) if int in kinds else float(value)
+    except ValueError:
+        return value
+
+
+def move_old_names(config: GRPOFields) -> None:
+    """Move the value of an old name to the new one, unless the new one is set to something else."""
+    for old, setting in config.SETTINGS.items():
+        new, value = setting.renamed_to, getattr(config, old)
+        if new is None or value is None:
+            continue
+        if is_trl_default(old, value):  # in every configuration that TRL wrote
+            setattr(config, old, None)
+            continue
+        warnings.warn(
+            f"{old} is the old name of {new} and will be removed in the next release",
+            FutureWarning,
+            stacklevel=4,
+        )
+        if getattr(config, new) in (default_of(config, new), value):
+            setattr(config, new, value)
+            setattr(config, old, None)
+
+
+def _device_type(use_cpu: bool) -> str:
+    """Return the type of the device that ``Trainer`` will use, without initializing it."""
+    if use_cpu or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes"):
+        return "cpu"
+    if is_torch_xla_available():
+        return "xla"
+    if torch.cuda.is_available():
+        return "cuda"
+    if torch.backends.mps.is_available():
+        return "mps"
+    others = [name for name in ("xpu", "npu", "mlu", "musa", "hpu") if hasattr(torch, name)]
+    return next((name for name in others if getattr(torch, name).is_available()), "cpu")
+
+
+def computes_bf16_natively(device_type: str) -> bool:
+    """Return True if the hardware computes bfloat16 instead of emulating it; False for unknown devices.
+
+    CUDA: the current device. CPU: AVX512_BF16 or AMX.
+    """
+    if device_type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device_type == "cpu":
+        return has_native_bf16_cpu()
+    return False
+
+
+def resolve_precision(config: GRPOFields) -> None:
+    """Resolve ``bf16=None``; call it before ``TrainingArguments`` derives ``mixed_precision`` from it."""
+    if config.bf16 is not None:
+        return
+    # `accelerate launch --mixed_precision` sets only the environment of this process
+    launched_with = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if config.fp16 or launched_with not in ("no", "bf16"):
+        config.bf16 = False
+        return
+    device_type = _device_type(config.use_cpu)
+    config.bf16 = launched_with == "bf16" or computes_bf16_natively(device_type)
+    if not config.bf16:
+        warn_once(
+            logger,
+            "bf16 is off, training in float32: the %s device does not compute bfloat16 natively",
+            device_type,
+        )
+    elif device_type == "cpu":
+        config.use_cpu = True  # TrainingArguments accepts bf16 on a CPU only with use_cpu
+
+
+def resolve_trackers(config: GRPOFields) -> None:
+    """Resolve ``report_to=None``; call it before ``TrainingArguments``, which has no such value."""
+    if config.report_to is not None:
+        return
+    under_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
+    if under_ci or importlib.util.find_spec("trackio") is None:
+        config.report_to = "none"
+        return
+    config.report_to = ["trackio"]
+    if getattr(config, "trackio_static_space_id", False) is None:
+        config.trackio_static_space_id = False  # with push_to_hub, None would upload the metrics too
+
+
+def resolve_sampling(config: GRPOFields) -> None:
+    """Copy sampler arguments to the fields of the same meaning, which the trainer's log-probs use.
+
+    Warns if a field is set to something else.
+    """
+    if not isinstance(config.generation_kwargs, dict):
+        return
+    for key, name in SAMPLING_FIELDS.items():
+        if key not in config.generation_kwargs:
+            continue
+        value, given = config.generation_kwargs[key], getattr(config, name)
+        same = (value or 0) == (given or 0)  # None and 0 both mean off
+        if not same and given != default_of(config, name):
+            warn_once(logger, f"generation_kwargs[{key!r}]={value!r} overrides {name}={given!r}")
+        setattr(config, name, value)
+
+
+def resolve_defaults(config: GRPOFields) -> None:
+    """Resolve settings from valid values only: an invalid value is reported once, under its own name."""
+    if config.epsilon_high is None and _is_valid(config, "epsilon"):
+        config.epsilon_high = DerivedFloat(config.epsilon)
+    if config.num_generations_eval is None and _is_valid(config, "num_generations"):
+        config.num_generations_eval = DerivedInt(config.num_generations)
+    if config.top_k in (None, -1):  # -1: vLLM's value for off
+        config.top_k = 0
+    padding = str(config.pad_to_multiple_of).lower()
+    if padding in ("auto", "none", "null"):
+        # Neuron compiles once per shape; other devices gain nothing from padding.
+        config.pad_to_multiple_of = 128 if padding == "auto" and config.device.type == "neuron" else None
+    scale = str(config.scale_rewards).lower()
+    if scale in ("true", "false"):
+        config.scale_rewards = "group" if scale == "true" else "none"
+
+
+def resolve_batch_sizes(config: GRPOFields) -> None:
+    """Derive ``generation_batch_size`` or ``steps_per_generation`` from the other."""
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    if not all(_is_valid(config, name) for name in (*names, "generation_batch_size", "steps_per_generation")):
+        return
+    if config.steps_per_generation is None and config.generation_batch_size is None:
+        config.steps_per_generation = DerivedInt(config.gradient_accumulation_steps)
+    micro_batch = config.completions_per_micro_batch
+    size, steps = config.generation_batch_size, config.steps_per_generation
+    if size is None and steps is not None:
+        config.generation_batch_size = DerivedInt(micro_batch * steps)
+    elif size is not None and steps is None and size % micro_batch == 0:
+        config.steps_per_generation = DerivedInt(size // micro_batch)
+
+
+def resolve_liger(config: GRPOFields) -> None:
+    """Select the layer kernels of Liger, which ``Trainer`` applies to the model.
+
+    They need Triton: all stay off unless the device is a GPU. Liger's cross-entropy stays off, because it
+    replaces the model's forward.
+    """
+    if not config.use_liger_kernel:
+        return
+    given = config.liger_kernel_config or {}
+    if config.device.type == "cuda":
+        config.liger_kernel_config = {"fused_linear_cross_entropy": False, **given}
+        return
+    if any(given.values()):
+        logger.warning("liger_kernel_config is ignored: Liger's layers need a GPU; its loss is used alone")
+    try:
+        config.liger_kernel_config = dict.fromkeys(sorted(layer_switches()), False)
+    except ImportError:  # named when the trainer is built
+        return
+
+
+def _is_valid(config: GRPOFields, name: str) -> bool:
+    return config.SETTINGS[name].violation(name, getattr(config, name), None) is None
