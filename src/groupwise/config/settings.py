@@ -141,6 +141,13 @@ class Setting:
         ]
         return " ".join(filter(None, parts))
 
+    @property
+    def flag(self) -> dict[str, object]:
+        """Arguments for argparse, as ``HfArgumentParser`` reads them from the metadata of a field."""
+        text = f"{self.description} Allowed: {self.allowed}." if self.allowed else self.description
+        optional = {"nargs": "?", "const": True} if self.optional_value else {}
+        return {"help": text.replace("%", "%%"), **optional}  # argparse expands %
+
     def violation(self, name: str, value: object, default: object) -> str | None:
         """Return a message if ``value`` is invalid by itself: its type, not finite, out of range, unknown."""
         missing = default is dataclasses.MISSING
@@ -254,9 +261,6 @@ def card_settings(config: Any) -> dict[str, object]:
 def with_settings(inherited: Mapping[str, Setting]) -> Callable[[Config], Config]:
     """Class decorator: collect the `Setting` of each field in ``SETTINGS``, and give flags their help.
 
-    ``HfArgumentParser`` passes the metadata of a dataclass field to argparse and ignores ``Annotated``, so
-    the help text of a flag is stored there.
-
     Args:
         inherited: settings of fields that a base class declares; others are skipped.
     """
@@ -265,17 +269,15 @@ def with_settings(inherited: Mapping[str, Setting]) -> Callable[[Config], Config
         hints = typing.get_type_hints(config_class, include_extras=True)
         settings: dict[str, Setting] = {}
         for name in config_class.__annotations__:
-            for setting in typing.get_args(hints[name])[1:]:
-                default = getattr(config_class, name, dataclasses.MISSING)
+            for setting in typing.get_args(hints[name])[1:]:  # of Annotated[types, Setting(…)]
                 lists = [kind for kind in _members(hints[name]) if typing.get_origin(kind) is list]
-                items = frozenset(typing.get_args(lists[0])) if lists else frozenset()
                 settings[name] = dataclasses.replace(
-                    setting, types=types_of(hints[name]), items=items, default=default
+                    setting,
+                    types=types_of(hints[name]),
+                    items=frozenset(item for kind in lists for item in typing.get_args(kind)),
+                    default=getattr(config_class, name, dataclasses.MISSING),
                 )
-                allowed = f" Allowed: {setting.allowed}." if setting.allowed else ""
-                flag = {"nargs": "?", "const": True} if setting.optional_value else {}
-                text = f"{setting.description}{allowed}".replace("%", "%%")  # argparse expands %
-                field: object = dataclasses.field(default=default, metadata={"help": text, **flag})
+                field: object = dataclasses.field(default=settings[name].default, metadata=setting.flag)
                 setattr(config_class, name, field)
         for name, setting in inherited.items():
             if name in hints:
