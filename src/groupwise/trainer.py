@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -30,12 +31,14 @@ from groupwise.config.sampling import corrects_for_sampler, sampler_settings
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean
 from groupwise.cpu import install_cpu_training, trim_heap
+from groupwise.data.budget import MicroBatchBudget, micro_batch_budget
 from groupwise.data.buffer import ExperienceBuffer
 from groupwise.data.dataset_checks import check_data, has_image_columns, prepare_data
 from groupwise.data.dynamic_sampling import DynamicBatch, LeftoverGroups
 from groupwise.data.evaluation import num_valid_rows
+from groupwise.data.exchange import all_to_all_objects
 from groupwise.data.prompt_source import PromptSource
-from groupwise.data.rebalancing import cache_sized
+from groupwise.data.rebalancing import cache_sized, rebalance, rows_needing_logps
 from groupwise.data.window import AccumulationWindow
 from groupwise.distributed import is_sharded
 from groupwise.errors import ConfigError, warn_once
@@ -44,7 +47,7 @@ from groupwise.hf import checkpointing
 from groupwise.hf.arguments import check_arguments, check_methods, warn_of_rollout_settings
 from groupwise.hf.base import BaseTrainer
 from groupwise.hf.step_state import Attribute, Stateful
-from groupwise.mixins import AdvantageMixin, BatchingMixin, LogprobMixin, LossMixin, RewardMixin, RolloutMixin
+from groupwise.mixins import AdvantageMixin, LogprobMixin, LossMixin, RewardMixin, RolloutMixin
 from groupwise.mixins.advantage import checked_advantages
 from groupwise.mixins.loss import check_loss_override, objective_settings
 from groupwise.mixins.rollout import check_counts
@@ -66,6 +69,7 @@ from groupwise.records import (
     RolloutRequest,
     Row,
     SamplerSettings,
+    align_advantages,
 )
 from groupwise.reporting.metrics import MetricBuffer, rollout_metrics
 from groupwise.reporting.table import completion_rows
@@ -87,7 +91,6 @@ class GRPOTrainer(
     AdvantageMixin,
     LogprobMixin,
     LossMixin,
-    BatchingMixin,
     TrainerAttributes,
     BaseTrainer,
 ):
@@ -268,7 +271,8 @@ class GRPOTrainer(
             the window ``num_batches`` times: ``Trainer`` counts the entries, and synchronises gradients with
             the last one.
         """
-        self.restore_pending_rng()  # the mark contains it; Trainer would restore it only after this hook
+        # The mark contains it, and sampling draws from it; Trainer would restore it only after this hook.
+        self._load_rng_state(self.pending_rng_checkpoint)
         self.prompts.begin_window(num_batches, self.buffer.num_left)  # a sampler may depend on rewards
         self.step_state.begin_step()  # a failure, and a checkpoint before the update, return to this state
         self.window = AccumulationWindow.to_be_made(num_batches)
@@ -286,7 +290,7 @@ class GRPOTrainer(
                 loss = super().training_step(model, batch, num_items_in_batch)
         if last:
             # A window counts once in the logs: computed rows with their own weight, skipped ones with loss 0.
-            names = ("loss", "policy_loss") if self._has_entropy_bonus() else ("loss",)
+            names = ("loss", "policy_loss") if self.args.has_entropy_bonus else ("loss",)
             skipped = Mean(0.0, self.window.stats.skipped_weight)
             self.metrics["train"].record(dict.fromkeys(names, skipped))
             self.metrics["train"].record(self.update_entropy_coef(self.window.entropy))
@@ -431,7 +435,9 @@ class GRPOTrainer(
             rewards = self.apply_kl_penalty(rewards, tokens, logps)
             # (N,) or (N, T) of all ranks -> (B,) or (B, T) of this one
             advantages = rewards.local_rows(checked_advantages(self.compute_advantages(rewards), rewards))
-            only = self.select_rows_for_logprobs(tokens, advantages, micro_batch_size)  # with a gradient
+            # A row that rebalancing will skip has no loss to compare with: 2 forwards per row are saved.
+            advantages_BX = align_advantages(advantages, tokens).to(tokens.loss_mask_BT.device)
+            only = rows_needing_logps(tokens, advantages_BX, self.micro_batch_budget, micro_batch_size)
             logps = logps or self.old_and_ref_logps(tokens, only, on_policy=on_policy)
         if self.args.log_completions:
             rows = completion_rows(
@@ -463,10 +469,13 @@ class GRPOTrainer(
         weighed = self.set_token_weights(window, entropy_masks)  # w_it, from exact counts over all ranks
         if self.rollout_files is not None:
             weighed = self.rollout_files.add_window(weighed)  # numbers the rows
-        # Rows without a gradient are dropped, the others are spread evenly over ranks and micro-batches.
-        batches, stats = self.rebalance_micro_batches(weighed, self.logprob_computer.layout)
-        prepare = self.logprob_computer.prepare  # packs the sequences, if the layout does
-        return AccumulationWindow([None if batch is None else prepare(batch) for batch in batches], stats)
+        # Rows without a gradient are dropped, the others are spread evenly over ranks and micro-batches. A
+        # rank receives the lengths of all rows, from which all make the same plan, then the rows of its own.
+        computer, budget = self.logprob_computer, self.micro_batch_budget
+        all_to_all = partial(all_to_all_objects, device=self.accelerator.device)
+        batches, stats = rebalance(weighed, computer.layout, budget, gather_object, all_to_all)
+        # The sequences are packed, if the layout does; None where fewer micro-batches suffice.
+        return AccumulationWindow([None if b is None else computer.prepare(b) for b in batches], stats)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -522,7 +531,14 @@ class GRPOTrainer(
         self.metrics["eval"].record({"loss": Mean(loss.detach() * share, share)})
         return loss.detach(), None, None
 
-    # Out-of-memory recovery (see BaseTrainer).
+    # Splits of micro-batches, and out-of-memory recovery (see BaseTrainer).
+
+    @property
+    def micro_batch_budget(self) -> MicroBatchBudget:
+        """Limits of a micro-batch, and which rows may be skipped, under the present settings."""
+        return micro_batch_budget(
+            self, self.args, aux_loss=self.aux_loss_enabled, has_reference=self.reference.exists
+        )
 
     def num_tokens(self, inputs: MicroBatch) -> int:
         return inputs.num_tokens()

@@ -1,7 +1,4 @@
-"""Rebalanced windows and skipped rows: the same update from less computation.
-
-Files: ``mixins/batching.py``.
-"""
+"""Rebalanced windows and skipped rows: the same update from less computation."""
 
 from __future__ import annotations
 
@@ -23,6 +20,7 @@ from support.runs import (
 
 from groupwise import GRPOTrainer
 from groupwise.core.surrogates import clipped
+from groupwise.data.rebalancing import rebalance
 from groupwise.hf.base import BaseTrainer
 
 LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
@@ -189,7 +187,7 @@ def test_old_log_probs_are_computed_only_for_rows_with_a_gradient(tmp_path, monk
         return train(tmp_path, name, model=model, sequence_layout=layout, **settings), scored
 
     few, scored_few = run("few")
-    monkeypatch.setattr("groupwise.mixins.batching.rows_needing_logps", lambda *_: None)
+    monkeypatch.setattr("groupwise.trainer.rows_needing_logps", lambda *_: None)
     everything, scored_all = run("everything")
     assert_same_weights(few, everything, 1e-6)  # batches of another size round differently
     for ours, theirs in zip(few.state.log_history[:-1], everything.state.log_history[:-1], strict=True):
@@ -271,7 +269,7 @@ def test_a_micro_batch_reads_nothing_back_from_the_device(tmp_path, layout, monk
     run = train(tmp_path, "run", sequence_layout=layout, max_steps=1)  # what is checked once is checked now
     rows = [{"prompt": text} for text in prompts(4)["prompt"] for _ in range(4)]
     window = weighed(run, experience(run, rows))
-    batches, _ = run.rebalance_micro_batches(window, layout)
+    batches, _ = rebalance(window, layout, run.micro_batch_budget)
     batches = [run.logprob_computer.prepare(batch) for batch in batches if batch is not None]
 
     forbid_reading(monkeypatch, lambda: True)

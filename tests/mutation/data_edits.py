@@ -184,7 +184,7 @@ DATA = [
         "data/budget.py",
         ("has_reference and not config.kl_in_reward", "False", (TRAINING, "-k", "something_else")),
         ('vars(owner).get("zero_grad_at_zero_advantage", False)', "True", (TRAINING, "-k", "subclass")),
-        (" and not bonus", "", (TRAINING, "-k", "something_else")),
+        (" and not config.has_entropy_bonus", "", (TRAINING, "-k", "something_else")),
         ("skip_masked=declared,", "", (TRAINING, "-k", "subclass")),
         (
             "in (trainer, *type(trainer).__mro__)",

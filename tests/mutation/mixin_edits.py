@@ -59,10 +59,10 @@ MIXINS = [
         ("self.accelerator.process_index * len(rollouts)", "0"),
         ("len(rollouts) if rollouts.num_valid is None", "len(rollouts) if rollouts.num_valid is not None"),
         ("rollouts.num_valid - first_row", "rollouts.num_valid"),
-        ("if row < num_valid", "if row <= num_valid"),
+        ("if row >= num_valid", "if row > num_valid"),
         ("pad_sequences(rows, math.nan,", "pad_sequences(rows, 0.0,"),
         ("[row // rollouts.num_generations for row", "[row for row"),
-        ("completion.truncated and self", "self"),
+        ("completion.truncated and masks_truncated", "masks_truncated"),
         ("completion.loss_mask or [1]", "[1]"),
         (
             "if all(logps is None for logps in sampler_logps)",

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from groupwise import GRPOConfig, GRPOTrainer
-from groupwise.data.rebalancing import WindowStats
+from groupwise.data.budget import MicroBatchBudget
 from groupwise.records import Experience, LogprobOutput, LossOutput, MicroBatch, RolloutBatch
 
 WORDS = [f"w{i}" for i in range(28)]
@@ -154,12 +154,8 @@ def with_all_rows(kind: type[GRPOTrainer]) -> type[GRPOTrainer]:
     """The same trainer without rebalancing: every row is computed where and when it was sampled."""
 
     class AllRows(kind):  # type: ignore[valid-type, misc]
-        def rebalance_micro_batches(
-            self, window: list[MicroBatch], layout: str
-        ) -> tuple[list[MicroBatch | None], WindowStats]:
-            return list(window), WindowStats(sum(len(batch) for batch in window), 0, 1.0, 1, 0)
-
-        def select_rows_for_logprobs(self, tokens: Any, advantages: Any, micro_batch_size: int) -> list[int]:
-            return list(range(len(tokens)))
+        @property
+        def micro_batch_budget(self) -> MicroBatchBudget:
+            return replace(super().micro_batch_budget, fixed=True)
 
     return AllRows

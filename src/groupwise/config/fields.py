@@ -512,6 +512,11 @@ class GRPOFields(TrainingArguments):
         return self.gradient_accumulation_steps % self.micro_batches_per_generation == 0
 
     @property
+    def has_entropy_bonus(self) -> bool:
+        """True if the loss has an entropy bonus, of a fixed or an adaptive coefficient."""
+        return self.use_adaptive_entropy or self.entropy_coef != 0.0
+
+    @property
     def generations_per_eval_prompt(self) -> int:
         """Completions per prompt of an evaluation."""
         return self.num_generations if self.num_generations_eval is None else self.num_generations_eval

@@ -50,16 +50,16 @@ def micro_batch_budget(
             used up, so their log-probs are computed even while it is 0.
     """
     kl_in_loss = has_reference and not config.kl_in_reward
-    bonus = config.use_adaptive_entropy or config.entropy_coef != 0.0
     methods = ("compute_loss", "compute_policy_loss")
     declared = all(_declares_zero_grad(trainer, method) for method in methods)
     zero_grad = declared and OBJECTIVES[config.loss_type].zero_grad_at_zero_advantage
+    skips = config.skip_zero_advantage and zero_grad
     return MicroBatchBudget(
         # Neither a balancing loss nor Liger's normalization is a sum over rows.
         fixed=aux_loss or config.use_liger_kernel,
         micro_batch_size=config.per_device_train_batch_size,
         max_completion_length=config.max_completion_length,
-        skip_zero_advantage=config.skip_zero_advantage and zero_grad and not kl_in_loss and not bonus,
+        skip_zero_advantage=skips and not kl_in_loss and not config.has_entropy_bonus,
         skip_masked=declared,
         world_size=config.world_size,
         rank=config.process_index,

@@ -555,14 +555,8 @@ class BaseTrainer(Trainer):
             )
         super()._load_optimizer_and_scheduler(checkpoint)
 
-    def restore_pending_rng(self) -> None:
-        """Restore the RNG state of the checkpoint that the run resumes from, once.
-
-        ``Trainer`` restores it after ``get_batch_samples``, which is too late for sampling.
-        """
-        self._load_rng_state(self.pending_rng_checkpoint)
-
     def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Restore the RNG state of the checkpoint that the run resumes from, once."""
         if self.pending_rng_checkpoint is not None:
             super()._load_rng_state(checkpoint)
             self.pending_rng_checkpoint = None

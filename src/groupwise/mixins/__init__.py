@@ -5,10 +5,9 @@ owns: the trainer sets every attribute annotated here and passes records from on
 """
 
 from groupwise.mixins.advantage import AdvantageMixin
-from groupwise.mixins.batching import BatchingMixin
 from groupwise.mixins.logprob import LogprobMixin
 from groupwise.mixins.loss import LossMixin
 from groupwise.mixins.reward import RewardMixin
 from groupwise.mixins.rollout import RolloutMixin
 
-__all__ = ["AdvantageMixin", "BatchingMixin", "LogprobMixin", "LossMixin", "RewardMixin", "RolloutMixin"]
+__all__ = ["AdvantageMixin", "LogprobMixin", "LossMixin", "RewardMixin", "RolloutMixin"]

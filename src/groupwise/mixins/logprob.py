@@ -26,7 +26,6 @@ from groupwise.policy.logprob_mismatch import LogprobMismatchCheck
 from groupwise.policy.logprobs import LogprobComputer
 from groupwise.policy.reference import Reference
 from groupwise.records import (
-    Completion,
     Experience,
     LogprobOutput,
     OldAndRefLogps,
@@ -66,11 +65,13 @@ class LogprobMixin:
         first_row = self.accelerator.process_index * len(rollouts)  # of this rank in the global batch
         # Of this rank; the global count minus the rows of the ranks before. Rank 1 of B = 4, 6 count: 2.
         num_valid = len(rollouts) if rollouts.num_valid is None else rollouts.num_valid - first_row
+        masks_truncated = self.args.mask_truncated_completions
         loss_masks = [
-            self._loss_mask(completion) if row < num_valid else [0] * len(completion.token_ids)
+            [0] * len(completion.token_ids)
+            if row >= num_valid or completion.dropped or (completion.truncated and masks_truncated)
+            else completion.loss_mask or [1] * len(completion.token_ids)
             for row, completion in enumerate(completions)
         ]
-
         groups = [row // rollouts.num_generations for row in range(first_row, first_row + len(rollouts))]
         # A dropped completion keeps its group as -1 - g, and counts in no normalizer.
         group_ids = [-1 - g if c.dropped else g for g, c in zip(groups, completions, strict=True)]
@@ -105,11 +106,6 @@ class LogprobMixin:
             images=None if rollouts.images is None else tuple(rollouts.images),
             sampling_mask=None if all(row is None for row in sampling_mask) else sampling_mask,
         )
-
-    def _loss_mask(self, completion: Completion) -> list[int]:
-        if completion.dropped or (completion.truncated and self.args.mask_truncated_completions):
-            return [0] * len(completion.token_ids)
-        return completion.loss_mask or [1] * len(completion.token_ids)
 
     def check_logprob_mismatch(self, rollouts: RolloutBatch, tokens: TokenBatch) -> Metrics:
         """Compare the sampler's log-probs with the trainer's on a few rows; ``sampling/logprob_mismatch``."""

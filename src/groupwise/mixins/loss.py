@@ -69,7 +69,7 @@ class LossMixin:
             self._count_group_tokens(window, num_padding_rows) if normalizer.needs_group_tokens else {},
         )
         target = self.args.entropy_target if self.args.use_adaptive_entropy else None
-        coef = self.entropy_control.applied(target) if self._has_entropy_bonus() else None
+        coef = self.entropy_control.applied(target) if self.args.has_entropy_bonus else None
         # The bonus is a mean over the selected tokens of all ranks; gradients are averaged over ranks.
         bonus_weight = None if coef is None else coef * world_size / max(bonus_tokens, 1)
         return [
@@ -141,7 +141,7 @@ class LossMixin:
         Args:
             window_entropy: entropy of the tokens of the bonus in this rank's window.
         """
-        if not self._has_entropy_bonus():
+        if not self.args.has_entropy_bonus:
             return {}
         settings = self.args
         if settings.use_adaptive_entropy:
@@ -158,9 +158,6 @@ class LossMixin:
                 settings.entropy_coef_max,
             )
         return {"entropy_coef": Mean(self.entropy_control.coef)}  # acts in the next window
-
-    def _has_entropy_bonus(self) -> bool:
-        return self.args.use_adaptive_entropy or self.args.entropy_coef != 0.0
 
 
 def objective_settings(

@@ -125,7 +125,7 @@ class TrlAttributes:
 
     @property
     def _entropy_bonus_enabled(self) -> bool:
-        return self.args.use_adaptive_entropy or self.args.entropy_coef != 0.0
+        return self.args.has_entropy_bonus
 
     @property
     def _last_world_entropy(self) -> float:

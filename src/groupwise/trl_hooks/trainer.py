@@ -693,7 +693,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         training = self.model.training
         num_batches = self.current_gradient_accumulation_steps if training else 1  # of the window
         entropy_weights_BT = None
-        if self._has_entropy_bonus():  # a mean over the micro-batch
+        if args.has_entropy_bonus:  # a mean over the micro-batch
             coef = self.entropy_control.applied(args.entropy_target if args.use_adaptive_entropy else None)
             num_tokens = entropy_mask_BT.sum().clamp(min=1)
             entropy_weights_BT = entropy_mask_BT * coef / (num_tokens * num_batches)

@@ -14,8 +14,8 @@ import pickle
 import random
 import resource
 import sys
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ from accelerate.utils import gather_object
 
 from groupwise.core.padding import length_mask
 from groupwise.data.budget import MicroBatchBudget
-from groupwise.data.rebalancing import WindowRows
-from groupwise.mixins import BatchingMixin
+from groupwise.data.exchange import all_to_all_objects
+from groupwise.data.rebalancing import WindowRows, rebalance
 from groupwise.records import MicroBatch
 from groupwise.records.images import ImageInputs
 
@@ -88,8 +88,8 @@ def main(output_dir: Path, mode: str = "exchange") -> None:
         budget = MicroBatchBudget(
             False, MICRO_BATCH, LONGEST, skip_zero_advantage=True, world_size=world_size, rank=rank
         )
-        run: Any = SimpleNamespace(accelerator=accelerator, micro_batch_budget=budget)
-        batches, _ = BatchingMixin.rebalance_micro_batches(run, own, "padded")
+        all_to_all = partial(all_to_all_objects, device=accelerator.device)
+        batches, _ = rebalance(own, "padded", budget, gather_object, all_to_all)
         trained = [row for batch in batches if batch is not None for row in batch.split(1)]
         lengths = len(pickle.dumps([WindowRows.of(batch, budget) for batch in own]))
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
