@@ -28,8 +28,8 @@ from transformers import TrainerCallback
 from groupwise import GRPOConfig
 from groupwise.errors import ConfigError
 from groupwise.hf import run_directory
-from groupwise.hf.checkpointing import find_checkpoint, load_state, save_state
-from groupwise.hf.run_directory import RunDirectory
+from groupwise.hf.checkpointing import load_state, save_state
+from groupwise.hf.run_directory import RunDirectory, find_checkpoint
 
 
 def _write(directory: Path, **files: str) -> Path:
@@ -101,7 +101,8 @@ def test_find_checkpoint_skips_what_cannot_be_resumed(
 def _rotate(newest: Path, limit: int | None, best: str | None) -> None:
     run = _run(newest.parent)
     with run.claimed():
-        run.rotate(newest, limit, best)
+        run.args.save_total_limit = limit
+        run.rotate(newest, best)
 
 
 def test_rotation_deletes_incomplete_checkpoints_first(tmp_path: Path) -> None:

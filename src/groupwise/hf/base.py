@@ -439,7 +439,7 @@ class BaseTrainer(Trainer):
                 state.best_model_checkpoint = str(final)
             if args.should_save:  # again: with the final name of the best checkpoint
                 state.save_to_json(str(staged / compat_transformers.trainer_state_name()))
-        run.on_savers(lambda: run.rotate(final, args.save_total_limit, state.best_model_checkpoint))
+        run.on_savers(lambda: run.rotate(final, state.best_model_checkpoint))
         if args.push_to_hub:
             super()._push_from_checkpoint(str(final))
 

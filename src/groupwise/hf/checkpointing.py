@@ -1,4 +1,4 @@
-"""Files of a checkpoint: manifest, selection, converted weights, and state that ``Trainer`` does not save."""
+"""Files of a checkpoint: manifest, converted weights, and state that ``Trainer`` does not save."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, cast
@@ -17,10 +16,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from groupwise.compat.transformers import checkpoint_prefix, trainer_state_name
+from groupwise.compat.transformers import trainer_state_name
 from groupwise.core.entropy import EntropyControl
 from groupwise.data.dynamic_sampling import LeftoverGroups
-from groupwise.errors import ConfigError, warn_once
+from groupwise.errors import ConfigError
 from groupwise.records.serialization import host_copy, load
 from groupwise.reporting.evaluation import EvaluatedCompletion
 
@@ -28,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 STATE = "groupwise_state_{rank}.pt"
 MANIFEST = "groupwise_manifest.json"
-EARLIER_RUNS = "_earlier_runs"  # in ``output_dir``: checkpoints of other runs
 _REFERENCE = "groupwise_reference.pt"
 _HASHED_BYTES = 2**24  # larger files have a size in the manifest and no digest
 
@@ -81,16 +79,6 @@ def damage(directory: Path) -> str:
     return ""
 
 
-def checkpoints(run_dir: Path) -> dict[int, Path]:
-    """Map step number to directory for every checkpoint in ``run_dir``."""
-    pattern = re.compile(rf"{checkpoint_prefix()}-(\d+)")
-    return {
-        int(match[1]): path
-        for path in run_dir.glob(f"{checkpoint_prefix()}-*")
-        if path.is_dir() and (match := pattern.fullmatch(path.name))
-    }
-
-
 def is_complete(directory: Path) -> bool:
     """Return True if a run can be resumed from ``directory``.
 
@@ -98,68 +86,6 @@ def is_complete(directory: Path) -> bool:
     """
     has_state = any(directory.glob(STATE.format(rank="*")))
     return has_state and (directory / trainer_state_name()).is_file()
-
-
-def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | None:
-    """Return the directory to resume from, or None.
-
-    Args:
-        resume_from_checkpoint: a directory, or True for the newest sound checkpoint in ``output_dir``.
-        output_dir: directory of the run.
-
-    Raises:
-        ConfigError: the checkpoint does not exist or is damaged.
-    """
-    if resume_from_checkpoint is None or resume_from_checkpoint is False:
-        return None
-    if resume_from_checkpoint is True:
-        chosen = _newest(Path(output_dir))
-    else:
-        chosen = Path(resume_from_checkpoint)
-        if not chosen.is_dir():
-            raise ConfigError(f"resume_from_checkpoint={resume_from_checkpoint!r} is not a directory")
-        if found := damage(chosen):
-            raise _damaged(chosen, found)
-    if not (chosen / MANIFEST).is_file():
-        warn_once(logger, "%r has no %s: damaged files are not noticed", str(chosen), MANIFEST)
-    return str(chosen) if resume_from_checkpoint is True else str(resume_from_checkpoint)
-
-
-def _newest(output_dir: Path) -> Path:
-    """Return the newest checkpoint that is complete and sound, and warn of the ones before it."""
-    found = checkpoints(output_dir)
-    if not found:
-        aside = output_dir / EARLIER_RUNS
-        earlier = f" (checkpoints of earlier runs are in {str(aside)!r})" if aside.is_dir() else ""
-        raise ConfigError(
-            f"resume_from_checkpoint=True, but {str(output_dir)!r} contains no checkpoint of the run that "
-            f"was started last{earlier}; pass the directory of one, or start a new run with "
-            "resume_from_checkpoint=None"
-        )
-    skipped: dict[Path, str] = {}
-    for step in sorted(found, reverse=True):
-        reason = damage(found[step]) or (
-            "" if is_complete(found[step]) else "the state of the run is not complete there"
-        )
-        if not reason:
-            for path, why in skipped.items():
-                logger.warning("%s skipped: %s", path.name, why)
-            return found[step]
-        skipped[found[step]] = reason
-    newest = next(iter(skipped))
-    if damage(newest):
-        raise _damaged(newest, skipped[newest])
-    return newest  # load_state explains what is missing
-
-
-def _damaged(directory: Path, found: str) -> ConfigError:
-    others = sorted(checkpoints(directory.absolute().parent).items(), reverse=True)
-    sound = next((path for _, path in others if is_complete(path) and not damage(path)), None)
-    newest = f"the newest sound checkpoint is {str(sound)!r}" if sound else "no checkpoint beside it is sound"
-    return ConfigError(
-        f"checkpoint {str(directory)!r} is damaged: {found}; {newest}. Copy it again, or resume from another "
-        f"one; if the change was on purpose, delete {MANIFEST}, and nothing is checked"
-    )
 
 
 def has_converted_names(directory: str, model: nn.Module) -> bool:

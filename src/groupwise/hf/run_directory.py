@@ -1,4 +1,4 @@
-"""Output directory of a run: its lock and id, and how checkpoints enter and leave it."""
+"""Output directory of a run: its lock and id, the checkpoints in it, and how they enter and leave it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import glob
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -24,22 +25,16 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from transformers.trainer_utils import SaveStrategy
 
-from groupwise.compat.transformers import trainer_state_name
+from groupwise.compat.transformers import checkpoint_prefix, trainer_state_name
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.errors import ConfigError, GroupwiseError, TrainingError
-from groupwise.hf.checkpointing import (
-    EARLIER_RUNS,
-    checkpoints,
-    find_checkpoint,
-    is_complete,
-    saved_run_id,
-    write_manifest,
-)
+from groupwise.errors import ConfigError, GroupwiseError, TrainingError, warn_once
+from groupwise.hf.checkpointing import MANIFEST, damage, is_complete, saved_run_id, write_manifest
 
 logger = logging.getLogger(__name__)
 
 # ``Trainer`` uploads no files whose path in ``output_dir`` begins with "_".
 _LOCK, _HOLDER, _STAGING = "_run.lock", "_run.json", "_incomplete"
+_EARLIER_RUNS = "_earlier_runs"  # checkpoints of other runs
 
 T = TypeVar("T")
 
@@ -216,7 +211,7 @@ class RunDirectory:
         moved = [*foreign, *others]
         if not moved:
             return
-        aside = self.path / EARLIER_RUNS / f"{datetime.now():%Y%m%d-%H%M%S-%f}"
+        aside = self.path / _EARLIER_RUNS / f"{datetime.now():%Y%m%d-%H%M%S-%f}"
         aside.mkdir(parents=True)
         for path in moved:
             os.replace(path, aside / path.name)
@@ -278,16 +273,15 @@ class RunDirectory:
         """Delete the files of a checkpoint that could not be written."""
         shutil.rmtree(self.staging, ignore_errors=True)
 
-    def rotate(self, newest: Path, limit: int | None, best: str | None) -> None:
-        """Delete the oldest checkpoints beside ``newest`` until ``limit`` are left, incomplete ones first.
+    def rotate(self, newest: Path, best: str | None) -> None:
+        """Delete the oldest checkpoints until ``save_total_limit`` are left, incomplete ones first.
 
         A checkpoint is renamed before its files are deleted, so that ``checkpoint-N`` is never incomplete.
 
         Args:
-            newest: directory of the newest checkpoint; never deleted.
-            limit: None or 0 keeps all.
-            best: directory of the best checkpoint; never deleted.
+            newest, best: directories of the newest and the best checkpoint, which are never deleted.
         """
+        limit = self.args.save_total_limit  # None or 0 keeps all
         if limit is None or limit <= 0:
             return
         protected = {newest.resolve()} | ({Path(best).resolve()} if best else set())
@@ -359,3 +353,75 @@ def _start(resume_from_checkpoint: str | bool | None, run_dir: Path) -> tuple[st
     except (ValueError, KeyError) as cause:
         raise ConfigError(f"checkpoint {directory!r} is damaged: {state.name} cannot be read") from cause
     return directory, step, saved_run_id(Path(directory)) or _new_id()
+
+
+def checkpoints(run_dir: Path) -> dict[int, Path]:
+    """Map step number to directory for every checkpoint in ``run_dir``."""
+    pattern = re.compile(rf"{checkpoint_prefix()}-(\d+)")
+    return {
+        int(match[1]): path
+        for path in run_dir.glob(f"{checkpoint_prefix()}-*")
+        if path.is_dir() and (match := pattern.fullmatch(path.name))
+    }
+
+
+def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | None:
+    """Return the directory to resume from, or None.
+
+    Args:
+        resume_from_checkpoint: a directory, or True for the newest sound checkpoint in ``output_dir``.
+        output_dir: directory of the run.
+
+    Raises:
+        ConfigError: the checkpoint does not exist or is damaged.
+    """
+    if resume_from_checkpoint is None or resume_from_checkpoint is False:
+        return None
+    if resume_from_checkpoint is True:
+        chosen = _newest(Path(output_dir))
+    else:
+        chosen = Path(resume_from_checkpoint)
+        if not chosen.is_dir():
+            raise ConfigError(f"resume_from_checkpoint={resume_from_checkpoint!r} is not a directory")
+        if found := damage(chosen):
+            raise _damaged(chosen, found)
+    if not (chosen / MANIFEST).is_file():
+        warn_once(logger, "%r has no %s: damaged files are not noticed", str(chosen), MANIFEST)
+    return str(chosen) if resume_from_checkpoint is True else str(resume_from_checkpoint)
+
+
+def _newest(output_dir: Path) -> Path:
+    """Return the newest checkpoint that is complete and sound, and warn of the ones before it."""
+    found = checkpoints(output_dir)
+    if not found:
+        aside = output_dir / _EARLIER_RUNS
+        earlier = f" (checkpoints of earlier runs are in {str(aside)!r})" if aside.is_dir() else ""
+        raise ConfigError(
+            f"resume_from_checkpoint=True, but {str(output_dir)!r} contains no checkpoint of the run that "
+            f"was started last{earlier}; pass the directory of one, or start a new run with "
+            "resume_from_checkpoint=None"
+        )
+    skipped: dict[Path, str] = {}
+    for step in sorted(found, reverse=True):
+        reason = damage(found[step]) or (
+            "" if is_complete(found[step]) else "the state of the run is not complete there"
+        )
+        if not reason:
+            for path, why in skipped.items():
+                logger.warning("%s skipped: %s", path.name, why)
+            return found[step]
+        skipped[found[step]] = reason
+    newest = next(iter(skipped))
+    if damage(newest):
+        raise _damaged(newest, skipped[newest])
+    return newest  # load_state explains what is missing
+
+
+def _damaged(directory: Path, found: str) -> ConfigError:
+    others = sorted(checkpoints(directory.absolute().parent).items(), reverse=True)
+    sound = next((path for _, path in others if is_complete(path) and not damage(path)), None)
+    newest = f"the newest sound checkpoint is {str(sound)!r}" if sound else "no checkpoint beside it is sound"
+    return ConfigError(
+        f"checkpoint {str(directory)!r} is damaged: {found}; {newest}. Copy it again, or resume from another "
+        f"one; if the change was on purpose, delete {MANIFEST}, and nothing is checked"
+    )
