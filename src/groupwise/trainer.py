@@ -27,7 +27,7 @@ from groupwise.config.changes import (
     warn_of_sampler_on_resume,
 )
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.config.sampling import corrects_for_sampler, sampler_settings
+from groupwise.config.sampling import sampler_settings
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean
 from groupwise.cpu import install_cpu_training, trim_heap
@@ -41,8 +41,8 @@ from groupwise.data.prompt_source import PromptSource
 from groupwise.data.rebalancing import cache_sized, rebalance, rows_needing_logps
 from groupwise.data.window import AccumulationWindow
 from groupwise.distributed import is_sharded
-from groupwise.errors import ConfigError, warn_once
-from groupwise.generation.base import GenerationBackend, check_backend, make_backend, truncation_warning
+from groupwise.errors import ConfigError
+from groupwise.generation.base import GenerationBackend, check_backend, make_backend, warn_of_truncation
 from groupwise.hf import checkpointing
 from groupwise.hf.arguments import check_arguments, check_methods, warn_of_rollout_settings
 from groupwise.hf.base import BaseTrainer
@@ -325,7 +325,7 @@ class GRPOTrainer(
         args = self.args
         # Names of the settings whose change acts; one that cannot change is reported and taken back.
         changed = check_step(args, self._settings_before, new_run=new_run or not self.is_in_train)
-        self._check_beta(args.beta)
+        self.check_beta(args.beta)
         if "reward_weights" in changed:
             self.reward_weights = with_default_weights(args, self.reward_funcs)
         callables = self.reward_callables
@@ -337,13 +337,10 @@ class GRPOTrainer(
         reason = self.missing_sampling_mask_reason
         if self.rollout_func is not None and not reason:
             reason = "a rollout_func returns completions without the sampling mask"
-        truncation = truncation_warning(args, self.backend, vars(sampler_settings(args)), reason)
-        if truncation:
-            warn_once(logger, truncation)
         self.objective_settings = objective_settings(
             args,
-            corrects_for_sampler=corrects_for_sampler(args, untrusted=self.may_have_placeholder_logps()),
-            truncation_unknown=bool(truncation),
+            placeholder_logps=self.may_have_placeholder_logps(),
+            truncation_unknown=warn_of_truncation(args, self.backend, reason),
         )
         self._settings_before = take_snapshot(args)  # at the end: an error is raised again by the next step
 
@@ -608,18 +605,8 @@ class GRPOTrainer(
 
     # Public attributes.
 
-    @property
-    def beta(self) -> float:
-        """Weight of the KL to the reference model."""
-        return self.args.beta
-
-    @beta.setter
-    def beta(self, beta: float) -> None:
-        beta = checked(self.args, "beta", beta, "beta")
-        self._check_beta(beta)
-        self.args.beta = beta
-
-    def _check_beta(self, beta: float) -> None:
+    def check_beta(self, beta: float) -> None:
+        """Refuse a weight of the KL to the reference model if there is none."""
         if beta > 0 and not self.reference.exists:
             raise ConfigError(
                 f"beta={beta} needs a reference model, and a trainer that was built with beta=0 has none; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,14 +11,16 @@ from typing import Any, Protocol, cast
 from transformers import PreTrainedModel
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.config.sampling import chosen_backend, truncating
-from groupwise.errors import ConfigError, nearest_name
+from groupwise.config.sampling import chosen_backend, sampler_settings, truncating
+from groupwise.errors import ConfigError, nearest_name, warn_once
 from groupwise.policy.weight_iterator import WeightSource
 from groupwise.records import Completion, SamplingOptions
 from groupwise.records.images import ImageInputs
 from groupwise.registry import Registry
 from groupwise.tokenization.images import image_suppress_tokens
 from groupwise.tokenization.text import ProcessingClass
+
+logger = logging.getLogger(__name__)
 
 #: Settings of the run: no field of ``SamplingOptions`` is set.
 RUN_SETTINGS = SamplingOptions()
@@ -249,26 +252,24 @@ def make_backend(
     return entry.factory(policy, config, processing_class, image_suppress_tokens(policy(), processing_class))
 
 
-def truncation_warning(
-    config: GRPOConfig,
-    backend: GenerationBackend,
-    generation_kwargs: Mapping[str, Any],
-    missing_mask_reason: str = "",
-) -> str:
-    """Return a warning if completions are truncated samples without a sampling mask, else "".
+def warn_of_truncation(config: GRPOConfig, backend: GenerationBackend, missing_mask_reason: str = "") -> bool:
+    """Return True, and warn once, if completions are truncated samples without a sampling mask.
 
     The trainer's log-probs are then those of the full distribution.
 
     Args:
-        generation_kwargs: sampler settings of requests that replace those of the run.
         missing_mask_reason: why completions lack the mask even if the backend reports it; "": they have it.
     """
-    used = truncating(config)
-    if not used or (not missing_mask_reason and backend.reports_sampling_mask(generation_kwargs)):
-        return ""
-    reason = missing_mask_reason or f"{type(backend).__name__} does not report the sampling mask"
-    return (
-        f"{used}: completions are sampled from a truncated distribution, but log-probs are those of the full "
-        f"one, which biases the importance ratio, because {reason}. The metric sampling/truncated_mass shows "
-        "by how much, if the sampler reports log-probs; without these settings the ratio is unbiased"
+    used, reason = truncating(config), missing_mask_reason
+    if used and not reason and not backend.reports_sampling_mask(vars(sampler_settings(config))):
+        reason = f"{type(backend).__name__} does not report the sampling mask"
+    if not used or not reason:
+        return False
+    warn_once(
+        logger,
+        "%s: completions are sampled from a truncated distribution, but log-probs are those of the full "
+        "one, which biases the importance ratio, because %s. The metric sampling/truncated_mass shows "
+        "by how much, if the sampler reports log-probs; without these settings the ratio is unbiased",
+        *(used, reason),
     )
+    return True
