@@ -90,4 +90,6 @@ def test_bad_arguments_are_refused(make, arguments, allowed):
 
 @pytest.mark.parametrize("reward", [get_soft_overlong_punishment(9, 3), get_repetition_penalty_reward()])
 def test_rewards_survive_pickling(reward):
-    assert pickle.loads(pickle.dumps(reward)) == reward
+    loaded, tokens = pickle.loads(pickle.dumps(reward)), ids(5, 8, 10)
+    assert loaded(completion_ids=tokens) == reward(completion_ids=tokens)
+    assert loaded.__name__ == reward.__name__

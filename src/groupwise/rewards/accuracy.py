@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from groupwise.errors import ConfigError
-from groupwise.rewards.runtime.marking import per_sample_reward, requires_package
+from groupwise.rewards.runtime.marking import per_sample_reward, requires_package, with_settings
 from groupwise.rewards.texts import Text, answer_text, check_number, check_whole, require, text_with_thoughts
 
 LogExtra = Callable[[str, list], None]
@@ -149,42 +148,31 @@ def get_cosine_scaled_reward(
     Raises:
         ConfigError: ``max_len`` is not a positive integer, or a value is not finite.
     """
-    return _CosineScaled(max_len, min_value_wrong, max_value_wrong, min_value_correct, max_value_correct)
+    check_whole("max_len", max_len, 1)
+    wrong, correct = (min_value_wrong, max_value_wrong), (max_value_correct, min_value_correct)
+    names = ("min_value_wrong", "max_value_wrong", "max_value_correct", "min_value_correct")
+    for name, value in zip(names, (*wrong, *correct), strict=True):
+        check_number(name, value)
+    return with_settings(cosine_scaled_reward, max_len, wrong, correct)
 
 
-@dataclass(frozen=True)
-class _CosineScaled:
-    per_sample_reward: ClassVar[bool] = True
-    required_package: ClassVar[str] = "math_verify"
-    __name__: ClassVar[str] = "cosine_scaled_reward"
-
-    max_len: int
-    min_value_wrong: float
-    max_value_wrong: float
-    min_value_correct: float
-    max_value_correct: float
-
-    def __post_init__(self) -> None:
-        check_whole("max_len", self.max_len, 1)
-        for name in ("min_value_wrong", "max_value_wrong", "min_value_correct", "max_value_correct"):
-            check_number(name, getattr(self, name))
-
-    def __call__(
-        self,
-        completions: Sequence[Text],
-        solution: Sequence[str | float | None],
-        completion_ids: Sequence[Sequence[int]],
-        **_: object,
-    ) -> list[float | None]:
-        correct = accuracy_reward(completions, solution)
-        return [self._scaled(one, len(ids)) for one, ids in zip(correct, completion_ids, strict=True)]
-
-    def _scaled(self, correct: float | None, length: int) -> float | None:
-        if correct is None:
-            return None
-        short, long = self.min_value_wrong, self.max_value_wrong
-        if correct:
-            short, long = self.max_value_correct, self.min_value_correct
-        # clipped: the cosine rises again beyond max_len
-        progress = min(length / self.max_len, 1.0)
-        return long + 0.5 * (short - long) * (1.0 + math.cos(math.pi * progress))
+@per_sample_reward
+@requires_package("math_verify")
+def cosine_scaled_reward(
+    max_len: int,
+    wrong: tuple[float, float],
+    correct: tuple[float, float],
+    /,
+    completions: Sequence[Text],
+    solution: Sequence[str | float | None],
+    completion_ids: Sequence[Sequence[int]],
+    **_: object,
+) -> list[float | None]:
+    """Return the rewards of :func:`get_cosine_scaled_reward`; (r_0, r_L) of wrong and correct answers."""
+    rewards: list[float | None] = []
+    for accuracy, ids in zip(accuracy_reward(completions, solution), completion_ids, strict=True):
+        short, long = correct if accuracy else wrong
+        progress = min(len(ids) / max_len, 1.0)  # clipped: the cosine rises again beyond max_len
+        scaled = long + 0.5 * (short - long) * (1.0 + math.cos(math.pi * progress))
+        rewards.append(None if accuracy is None else scaled)
+    return rewards

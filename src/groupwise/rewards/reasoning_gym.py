@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from groupwise.errors import ConfigError
+from groupwise.rewards.runtime.marking import per_sample_reward, with_settings
 from groupwise.rewards.texts import Text, answer_text, require
 
 if TYPE_CHECKING:
@@ -102,46 +102,41 @@ def get_reasoning_gym_reward(
     Raises:
         ConfigError: ``tasks`` has no ``score_answer``. The reward raises it for a row of other tasks.
     """
-    return _ReasoningGym(tasks, extract)
+    check_tasks(tasks)
+    return with_settings(reasoning_gym_reward, tasks, extract)
 
 
-@dataclass(frozen=True)
-class _ReasoningGym:
-    per_sample_reward: ClassVar[bool] = True
-    __name__: ClassVar[str] = "reasoning_gym_reward"
+@per_sample_reward
+def reasoning_gym_reward(
+    tasks: Tasks,
+    extract: Callable[[str], str | None],
+    /,
+    completions: Sequence[Text],
+    reasoning_gym_index: Sequence[int | None],
+    reasoning_gym_question: Sequence[str | None],
+    **_: object,
+) -> list[float | None]:
+    """Return the scores of :func:`get_reasoning_gym_reward`."""
+    entries: dict[int, dict[str, Any]] = {}
+    rewards: list[float | None] = []
+    rows = zip(completions, reasoning_gym_index, reasoning_gym_question, strict=True)
+    for completion, index, question in rows:
+        if index is None:
+            rewards.append(None)
+            continue
+        if index not in entries:
+            entries[index] = _entry(tasks, index, question)
+        answer = extract(answer_text(completion))
+        rewards.append(float(tasks.score_answer(answer, entries[index])))
+    return rewards
 
-    tasks: Tasks
-    extract: Callable[[str], str | None]
 
-    def __post_init__(self) -> None:
-        check_tasks(self.tasks)
-
-    def __call__(
-        self,
-        completions: Sequence[Text],
-        reasoning_gym_index: Sequence[int | None],
-        reasoning_gym_question: Sequence[str | None],
-        **_: object,
-    ) -> list[float | None]:
-        entries: dict[int, dict[str, Any]] = {}
-        rewards: list[float | None] = []
-        rows = zip(completions, reasoning_gym_index, reasoning_gym_question, strict=True)
-        for completion, index, question in rows:
-            if index is None:
-                rewards.append(None)
-                continue
-            if index not in entries:
-                entries[index] = self._entry(index, question)
-            answer = self.extract(answer_text(completion))
-            rewards.append(float(self.tasks.score_answer(answer, entries[index])))
-        return rewards
-
-    def _entry(self, index: int, question: str | None) -> dict[str, Any]:
-        # Generated again, not stored: metadata of a task cannot be a table column.
-        entry = self.tasks[index] if index < len(self.tasks) else None
-        if entry is None or entry["question"] != question:
-            raise ConfigError(
-                f"task {index} of the reward is not the one in the dataset ({question!r:.80}); create both "
-                "from the same reasoning-gym dataset, with a seed"
-            )
-        return entry
+def _entry(tasks: Tasks, index: int, question: str | None) -> dict[str, Any]:
+    # Generated again, not stored: metadata of a task cannot be a table column.
+    entry = tasks[index] if index < len(tasks) else None
+    if entry is None or entry["question"] != question:
+        raise ConfigError(
+            f"task {index} of the reward is not the one in the dataset ({question!r:.80}); create both "
+            "from the same reasoning-gym dataset, with a seed"
+        )
+    return entry

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
 
-from groupwise.rewards.runtime.marking import per_sample_reward
+from groupwise.rewards.runtime.marking import per_sample_reward, with_settings
 from groupwise.rewards.texts import Text, check_number, check_whole, text_with_thoughts
 
 
@@ -44,29 +42,18 @@ def get_soft_overlong_punishment(
     Raises:
         ConfigError: a length is not an integer or out of range.
     """
-    return _SoftOverlong(max_completion_len, soft_punish_cache)
+    check_whole("max_completion_len", max_completion_len, 1)
+    check_whole("soft_punish_cache", soft_punish_cache, 0, max_completion_len)
+    return with_settings(soft_overlong_punishment_reward, max_completion_len, soft_punish_cache)
 
 
-@dataclass(frozen=True)
-class _SoftOverlong:
-    per_sample_reward: ClassVar[bool] = True
-    __name__: ClassVar[str] = "soft_overlong_punishment_reward"
-
-    max_completion_len: int
-    soft_punish_cache: int
-
-    def __post_init__(self) -> None:
-        check_whole("max_completion_len", self.max_completion_len, 1)
-        check_whole("soft_punish_cache", self.soft_punish_cache, 0, self.max_completion_len)
-
-    def __call__(self, completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
-        return [self._penalty(len(ids)) for ids in completion_ids]
-
-    def _penalty(self, length: int) -> float:
-        excess = length - (self.max_completion_len - self.soft_punish_cache)
-        if excess <= 0:
-            return 0.0
-        return -1.0 if length > self.max_completion_len else -excess / self.soft_punish_cache
+@per_sample_reward
+def soft_overlong_punishment_reward(
+    limit: int, cache: int, /, completion_ids: Sequence[Sequence[int]], **_: object
+) -> list[float]:
+    """Return the penalties of :func:`get_soft_overlong_punishment`."""
+    excess = [len(ids) - (limit - cache) for ids in completion_ids]
+    return [0.0 if over <= 0 else -1.0 if over > cache else -over / cache for over in excess]
 
 
 def get_repetition_penalty_reward(
@@ -89,26 +76,19 @@ def get_repetition_penalty_reward(
     Raises:
         ConfigError: ``ngram_size`` is not a positive integer, or ``max_penalty`` is positive.
     """
-    return _RepetitionPenalty(ngram_size, max_penalty)
+    check_whole("ngram_size", ngram_size, 1)
+    check_number("max_penalty", max_penalty, most=0.0)
+    return with_settings(repetition_penalty_reward, ngram_size, max_penalty)
 
 
-@dataclass(frozen=True)
-class _RepetitionPenalty:
-    per_sample_reward: ClassVar[bool] = True
-    __name__: ClassVar[str] = "repetition_penalty_reward"
-
-    ngram_size: int
-    max_penalty: float
-
-    def __post_init__(self) -> None:
-        check_whole("ngram_size", self.ngram_size, 1)
-        check_number("max_penalty", self.max_penalty, most=0.0)
-
-    def __call__(self, completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
-        return [self._penalty(ids) for ids in completion_ids]
-
-    def _penalty(self, ids: Sequence[int]) -> float:
-        size = self.ngram_size
+@per_sample_reward
+def repetition_penalty_reward(
+    size: int, max_penalty: float, /, completion_ids: Sequence[Sequence[int]], **_: object
+) -> list[float]:
+    """Return the penalties of :func:`get_repetition_penalty_reward`."""
+    rewards = []
+    for ids in completion_ids:
         ngrams = [tuple(ids[start : start + size]) for start in range(len(ids) - size + 1)]
         repeated = len(ngrams) - len(set(ngrams))
-        return self.max_penalty * repeated / len(ngrams) if repeated else 0.0
+        rewards.append(max_penalty * repeated / len(ngrams) if repeated else 0.0)
+    return rewards

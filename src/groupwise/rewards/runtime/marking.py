@@ -1,4 +1,4 @@
-"""Markers of reward functions: rewards per sample, and the package that a function needs."""
+"""Marks and settings of reward functions: rewards per sample, the package that one needs, its arguments."""
 
 from __future__ import annotations
 
@@ -30,14 +30,26 @@ def requires_package(module: str) -> Callable[[F], F]:
     return mark
 
 
+def with_settings(reward: Callable[..., Any], *settings: object) -> Callable[..., Any]:
+    """Return the reward function with its first arguments, which are positional-only, under its own name.
+
+    Dataset columns, which are passed by keyword, cannot replace them, and it can be pickled.
+    """
+    bound = functools.partial(reward, *settings)
+    bound.__name__ = reward.__name__  # type: ignore[attr-defined]
+    return bound
+
+
 def required_package(reward: object) -> str | None:
     """Return the module that the reward function, or the function inside a ``functools.partial``, imports."""
-    inner = reward.func if isinstance(reward, functools.partial) else reward
-    return getattr(inner, "required_package", None)
+    return _mark(reward, "required_package")
 
 
 def is_per_sample_reward(reward: object) -> bool:
     """Return True if the reward function, or the function inside a ``functools.partial``, is marked."""
-    if isinstance(reward, functools.partial) and is_per_sample_reward(reward.func):
-        return True
-    return getattr(reward, "per_sample_reward", False) is True
+    return _mark(reward, "per_sample_reward") is True
+
+
+def _mark(reward: object, name: str) -> Any:
+    inner = reward.func if isinstance(reward, functools.partial) else reward
+    return getattr(reward, name, getattr(inner, name, None))
