@@ -211,7 +211,9 @@ def test_a_registered_aggregation_decides_what_passes(tmp_path):
 
 def test_completions_of_several_ranks_make_up_the_groups():
     # Two ranks with 6 of 12 completions each, and a last batch with 4 that count: 16 in groups of 4.
-    config = GRPOConfig("unused", use_cpu=True, eval_pass_at_k=[1, 4], eval_pass_threshold=0.0)
+    config = GRPOConfig(
+        "unused", use_cpu=True, num_generations_eval=4, eval_pass_at_k=[1, 4], eval_pass_threshold=0.0
+    )
 
     def record(rank):
         found = EvaluationMetrics()
@@ -231,7 +233,7 @@ def test_completions_of_several_ranks_make_up_the_groups():
     first, second = record(0), record(1)
     both = first.completions + second.completions
     assert len(both) == 16
-    metrics = first.compute("eval", 4, config, ["solved"], lambda own: both)
+    metrics = first.compute("eval", config, ["solved"], lambda own: both)
     assert metrics["pass@1"] == pytest.approx((0 + 1 / 4 + 2 / 4 + 3 / 4) / 4)
     assert metrics["pass@4"] == pytest.approx(3 / 4)
 

@@ -308,13 +308,7 @@ class BaseTrainer(Trainer):
         finally:
             self._mode = "train"
         values = self.drain_metrics("eval", metric_key_prefix)
-        values |= self.evaluation.compute(
-            metric_key_prefix,
-            self.args.generations_per_eval_prompt,
-            self.args,
-            self.reward_func_names,
-            gather_object,
-        )
+        values |= self.evaluation.compute(metric_key_prefix, self.args, self.reward_func_names, gather_object)
         ours = {f"{metric_key_prefix}_{name}": value for name, value in values.items()}
         if isinstance(dataloader, EvaluationStream):  # Trainer cannot count the samples of one
             output = output._replace(num_samples=dataloader.num_samples)

@@ -87,7 +87,6 @@ class EvaluationMetrics:
     def compute(
         self,
         name: str,
-        num_generations: int,
         config: GRPOConfig,
         functions: Sequence[str],
         gather: Callable[[list[EvaluatedCompletion]], list[EvaluatedCompletion]],
@@ -103,7 +102,8 @@ class EvaluationMetrics:
             return {}
         completions = sorted(gather(self.completions), key=lambda one: one.position)
         self.completions, self.num_batches = [], 0
-        groups = [completions[i : i + num_generations] for i in range(0, len(completions), num_generations)]
+        size = config.generations_per_eval_prompt
+        groups = [completions[i : i + size] for i in range(0, len(completions), size)]
         values = prompt_values(groups, config.eval_pass_at_k, config.eval_pass_threshold, functions)
         digest = hashlib.sha256("\0".join(group[0].prompt for group in groups).encode()).hexdigest()
         metrics = _summary(values)
