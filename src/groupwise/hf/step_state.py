@@ -65,9 +65,9 @@ class StepState:
     @property
     def marks(self) -> dict[str, Any]:
         """Snapshot of every component at the last step boundary; between two steps, that is the present."""
-        if not self.is_inside_step:
-            self._marks = {name: component.snapshot() for name, component in self.components().items()}
-        return dict(self._marks)
+        if self.is_inside_step:
+            return dict(self._marks)
+        return {name: component.snapshot() for name, component in self.components().items()}
 
     def begin_step(self) -> None:
         """Mark every component; the optimizer step begins."""
