@@ -347,8 +347,7 @@ class GRPOTrainer(
     def make_train_experience(self, sampler: SamplerSettings, *, on_policy: bool) -> list[Experience]:
         """Generate, reward and weigh the completions of one generation batch; one entry per micro-batch."""
         self.sync_sampler("train")  # behaviour policy = current policy, unless rollout_staleness > 0
-        for step, rows in self.upcoming_rows():  # rollout_staleness: a server generates them meanwhile
-            self.prefetch_rollouts(self.make_request(rows, sampler), step=step)
+        self.prefetch_rollouts(sampler)  # rollout_staleness: a server generates later ones meanwhile
         batch = DynamicBatch(self.leftover_groups, self.args)  # one round unless dynamic_sampling
         while not batch.is_full:  # the same decision on every rank
             rows = self.prompts.take(batch.num_to_sample)  # B rows of this rank, G per prompt
@@ -368,17 +367,6 @@ class GRPOTrainer(
         with self.metrics[mode].phase("sync"):
             weights = PolicyWeights(gatherable(self.accelerator, self.model_wrapped))
             self.backend.sync_weights(weights, step=self.state.global_step)
-
-    def upcoming_rows(self) -> Iterator[tuple[int, list[Row]]]:
-        """Yield this rank's rows of the generations to prefetch, with the optimizer step that each begins."""
-        args = self.args
-        depth = 0 if self.agents or self.rollout_func else args.rollout_staleness
-        steps = args.optimizer_steps_per_generation  # exact: rollout_staleness requires it
-        for ahead, rows in enumerate(self.prompts.upcoming(depth, args.prompts_per_batch), start=1):
-            step = self.state.global_step + ahead * steps
-            if step >= self.state.max_steps:
-                return
-            yield step, rows
 
     def make_request(
         self, rows: list[Row], sampler: SamplerSettings | None = None, *, mode: Mode = "train"

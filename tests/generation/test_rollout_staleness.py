@@ -10,6 +10,7 @@ from support import runs
 from support.fakes.fake_vllm import GENERATE, FakeVLLM, with_tokenizer
 from transformers import TrainerCallback
 
+from groupwise.config.sampling import sampler_settings
 from groupwise.generation.vllm.http import HttpClient
 
 
@@ -70,7 +71,10 @@ def test_a_rollout_func_is_never_prefetched_and_a_warning_says_so(fake, tmp_path
 
     run = run_for(fake, tmp_path, rollout_staleness=1, rollout_func=rollout_func, max_steps=1)
     assert "rollout_staleness=1 has no effect" in caplog.text
-    assert list(run.upcoming_rows()) == []
+    requested: list[int] = []
+    run.backend.prefetch = lambda *_, step: requested.append(step)
+    run.prefetch_rollouts(sampler_settings(run.args))
+    assert requested == []
 
 
 def test_every_generation_is_used_as_often_as_configured(fake, tmp_path):

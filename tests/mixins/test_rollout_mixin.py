@@ -12,7 +12,7 @@ from support.runs import tokenizer
 from groupwise.errors import ConfigError
 from groupwise.mixins import RolloutMixin
 from groupwise.random_state import RandomState
-from groupwise.records import Completion, RolloutBatch, RolloutRequest
+from groupwise.records import Completion, RolloutBatch, RolloutRequest, SamplerSettings
 
 
 class Backend:
@@ -109,10 +109,13 @@ def test_finished_prompts_are_passed_on_with_their_positions():
 
 
 def test_rollouts_of_a_later_step_are_requested_ahead():
-    run = mixin()
-    run.prefetch_rollouts(RolloutRequest(ROWS, 2), step=7)
+    prompts = SimpleNamespace(upcoming=lambda num_batches, _: [ROWS] * num_batches)
+    run = mixin(prompts=prompts, state=SimpleNamespace(global_step=6, max_steps=8))
+    run.args.rollout_staleness = 2  # the second one would begin after the last step
+    run.prefetch_rollouts(SamplerSettings(temperature=0.5))
     ((prompt_ids, sampling, step),) = run.backend.prefetched
     assert (prompt_ids, step) == ([[5, 6], [5, 6], [7]], 7) and sampling.images is None
+    assert sampling.generation_kwargs["temperature"] == 0.5
     assert run.backend.calls == []
 
 

@@ -10,11 +10,20 @@ from transformers import TrainerState
 
 from groupwise.agents import MultiTurnRollouts
 from groupwise.config.grpo_config import GRPOConfig
+from groupwise.data.prompt_source import PromptSource
 from groupwise.errors import ConfigError
 from groupwise.generation.base import GenerationBackend, check_images
 from groupwise.generation.rollout_func import call_rollout_function
 from groupwise.random_state import RandomState
-from groupwise.records import Completion, RolloutBatch, RolloutFunction, RolloutRequest, Row, SamplingOptions
+from groupwise.records import (
+    Completion,
+    RolloutBatch,
+    RolloutFunction,
+    RolloutRequest,
+    Row,
+    SamplerSettings,
+    SamplingOptions,
+)
 from groupwise.records.images import ImageInputs
 from groupwise.tokenization.images import (
     check_prompt_ids,
@@ -36,6 +45,7 @@ class RolloutMixin:
 
     args: GRPOConfig
     state: TrainerState
+    prompts: PromptSource
     processing_class: Any
     backend: GenerationBackend
     rng: RandomState
@@ -131,12 +141,20 @@ class RolloutMixin:
             for prompt, context_ids, ids, text in zip(prompts, prompt_ids, token_ids, texts, strict=True)
         ]
 
-    def prefetch_rollouts(self, request: RolloutRequest, step: int) -> None:
-        """Start generating the rollouts of optimizer step ``step`` on a server."""
-        prompt_ids, images = self.tokenize(request.rows)
-        # The later request has the same settings, prompts and step, by which the server finds the results.
-        sampling = SamplingOptions(images=images, generation_kwargs=request.generation_kwargs)
-        self.backend.prefetch(prompt_ids, sampling, step=step)
+    def prefetch_rollouts(self, sampler: SamplerSettings) -> None:
+        """Start generating the rollouts of the next ``rollout_staleness`` generations on a server."""
+        args = self.args
+        # Requests of tools, environments and a rollout_func cannot be made in advance.
+        depth = 0 if self.agents or self.rollout_func else args.rollout_staleness
+        steps = args.optimizer_steps_per_generation  # exact: rollout_staleness requires it
+        for ahead, rows in enumerate(self.prompts.upcoming(depth, args.prompts_per_batch), start=1):
+            step = self.state.global_step + ahead * steps  # that the generation begins
+            if step >= self.state.max_steps:
+                return
+            prompt_ids, images = self.tokenize(rows)
+            # The later request has the same settings, prompts and step: the server finds the results by them.
+            sampling = SamplingOptions(images=images, generation_kwargs=vars(sampler))
+            self.backend.prefetch(prompt_ids, sampling, step=step)
 
     def tokenize(self, rows: list[Row]) -> tuple[list[list[int]], list[ImageInputs] | None]:
         """Tokenize the prompts of B rows and process their images; equal neighbours are processed once.
