@@ -67,7 +67,7 @@ def sometimes(number, log_extra, log_metric, trainer_state, **_):
 
 
 def test_rewards_of_all_ranks_are_one_table(other_rank):
-    other_rank.append(([[2.0, 7.0], [NAN, NAN]], [False, False], 5))
+    other_rank.append(([[2.0, 7.0], [NAN, NAN]], 5))
     found = mixin([length, sometimes]).compute_rewards(rollouts(num_generations=2))
     expected = torch.tensor([[1.0, NAN], [3.0, 0.5], [2.0, NAN], [7.0, NAN]])
     torch.testing.assert_close(found.rewards_NF, expected, equal_nan=True)
@@ -84,14 +84,14 @@ def test_the_second_rank_finds_its_rows_behind_those_of_the_first(other_rank):
 
 
 def test_padding_rows_of_an_evaluation_batch_have_no_reward(other_rank):
-    other_rank.append(([[2.0, 7.0]], [False], 5))
+    other_rank.append(([[2.0, 7.0]], 5))
     found = mixin([length]).compute_rewards(rollouts(num_valid=3))
     assert found.rewards_NF.flatten().tolist() == [1.0, 3.0, 2.0]
     assert found.metrics["reward"].count == 3
 
 
 def test_a_function_with_step_rewards_on_any_rank_has_step_rewards(other_rank):
-    other_rank.append(([[[(0, 1.0)], [(1, 2.0)]], [1.0, 1.0]], [True, False], 2))
+    other_rank.append(([[[(0, 1.0)], [(1, 2.0)]], [1.0, 1.0]], 2))
 
     def nothing(completion_ids, **_):
         return [None] * len(completion_ids)
@@ -103,7 +103,7 @@ def test_a_function_with_step_rewards_on_any_rank_has_step_rewards(other_rank):
 
 
 def test_numbers_on_one_rank_and_steps_on_another_are_refused(other_rank):
-    other_rank.append(([[[(0, 1.0)], []]], [True], 2))
+    other_rank.append(([[[(0, 1.0)], []]], 2))
     with pytest.raises(RewardError, match="'length' returned step rewards on some processes and numbers"):
         mixin([length]).compute_rewards(rollouts())
 
@@ -117,7 +117,7 @@ def test_an_error_of_another_rank_is_raised_here_too_and_the_own_one_unchanged(o
 
 
 def test_functions_get_no_dropped_completions(other_rank):
-    other_rank.append(([[2.0, 7.0, NAN], [NAN, NAN, NAN]], [False, False], 5))
+    other_rank.append(([[2.0, 7.0, NAN], [NAN, NAN, NAN]], 5))
     batch = rollouts((1, 2, 3), extra={"seed": [5, 6, 7]})
     batch.completions[1] = replace(batch.completions[1], dropped=True)
     seen = []

@@ -413,11 +413,8 @@ class BaseTrainer(Trainer):
     # Checkpoints.
 
     def _get_output_dir(self, trial: Any) -> str:
-        return (
-            str(self.run_directory.staging)
-            if self.run_directory.is_staging
-            else super()._get_output_dir(trial)
-        )
+        run = self.run_directory
+        return str(run.staging) if run.is_staging else super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint, rename it when every file is on disk, and delete the oldest ones."""

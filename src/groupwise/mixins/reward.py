@@ -162,21 +162,20 @@ class RewardMixin:
             failure: error of this rank. It is raised on all ranks, which would otherwise wait for rewards
                 until the time limit of the process group, and then report a closed connection.
         """
-        # A step reward is a list of (index of the step's last token, reward); an outcome reward a number.
-        has_steps_F = [any(isinstance(reward, list) for reward in column) for column in rewards_FB]
         width = max(len(completion.token_ids) for completion in rollouts.completions)
-        # Objects, not tensors: ranks may differ in which functions returned step rewards.
-        gathered = gather_object([(rewards_FB, has_steps_F, width) if failure is None else str(failure)])
+        # Objects, not tensors: an outcome reward is a number, step rewards are a list of (index of the step's
+        # last token, reward), and ranks may differ in which functions returned them.
+        gathered = gather_object([(rewards_FB, width) if failure is None else str(failure)])
         if failure is not None:
             raise failure
         failed = [f"rank {rank}: {part}" for rank, part in enumerate(gathered) if isinstance(part, str)]
         if failed:
             raise RewardError("; ".join(failed))
         columns = [  # F columns of N rewards: per function those of rank 0, then of rank 1, without padding
-            [reward for part, _, _ in gathered for reward in part[i]][: rollouts.num_valid]
+            [reward for part, _ in gathered for reward in part[i]][: rollouts.num_valid]
             for i in range(len(rewards_FB))
         ]
-        stepwise = [i for i in range(len(columns)) if any(flags[i] for _, flags, _ in gathered)]
+        stepwise = [i for i, c in enumerate(columns) if any(isinstance(reward, list) for reward in c)]
         for i in stepwise:  # checked on every rank: numbers would be ignored
             if any(isinstance(reward, float) and not math.isnan(reward) for reward in columns[i]):
                 raise RewardError(
@@ -198,7 +197,7 @@ class RewardMixin:
             weights_F=self.reward_weights,
             num_generations=rollouts.num_generations,
             step_rewards={i: [r if isinstance(r, list) else [] for r in columns[i]] for i in stepwise},
-            num_tokens=max(width for _, _, width in gathered),  # T of the longest completion of all ranks
+            num_tokens=max(width for _, width in gathered),  # T of the longest completion of all ranks
         )
 
 
