@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from groupwise.config.settings import Condition, on
 from groupwise.core import surrogates
 from groupwise.core.advantages import AGGREGATIONS
 from groupwise.core.objectives import OBJECTIVES, Surrogate
-
-
-def uses_surrogate(config: Any, surrogate: Surrogate) -> bool:
-    """Return True if the loss is computed with this surrogate of ``core.surrogates``."""
-    return OBJECTIVES[config.loss_type].surrogate is surrogate
 
 
 def _surrogate(text: str, surrogate: Surrogate) -> Condition:

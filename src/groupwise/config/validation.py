@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from transformers.integrations import integration_utils
 
 from groupwise.compat.trl import is_trl_default
-from groupwise.config.conditions import COLOCATE, uses_surrogate
+from groupwise.config.conditions import COLOCATE
 from groupwise.config.fields import GRPOFields
 from groupwise.config.sampling import truncating
 from groupwise.config.settings import (
@@ -373,9 +373,9 @@ def vllm_max_model_length_holds_completions(c: GRPOFields) -> Iterator[str]:
 
 @caution(delta=1.1)
 def delta_inside_clip_range(c: GRPOFields) -> Iterator[str]:
-    if c.delta is None or c.epsilon_high is None or not uses_surrogate(c, surrogates.clipped):
+    if c.delta is None or c.epsilon_high is None:
         return
-    if c.delta <= 1 + c.epsilon_high:
+    if OBJECTIVES[c.loss_type].surrogate is surrogates.clipped and c.delta <= 1 + c.epsilon_high:
         yield (
             f"delta={c.delta} is inside the clip range, which ends at 1 + epsilon_high={c.epsilon_high}: the "
             "ratio is bounded by delta for every advantage, and epsilon_high has no effect; usual values are "
