@@ -25,7 +25,7 @@ BUDGET = {
     "cpu": 430,
     "data": 2200,
     "generation": 4112,
-    "hf": 1520,
+    "hf": 1660,
     "mixins": 1090,
     "policy": 3734,
     "records": 1020,
