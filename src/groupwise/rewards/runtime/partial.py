@@ -123,8 +123,7 @@ class _AsyncPartialReward(PartialReward):
         with self._lock:
             self._waiting.append(part)
             if self._worker is None:
-                self._worker = Future()
-                start_thread(lambda: self._work(timeout, shared))
+                self._worker = start_thread(lambda: self._work(timeout, shared))
 
     async def __call__(self, row_ids: Sequence[int], **arguments: Any) -> object:
         with self._lock:
@@ -136,19 +135,16 @@ class _AsyncPartialReward(PartialReward):
         return await self.function(**arguments) if rewards is None else rewards
 
     def _work(self, timeout: float | None, shared: dict[str, object]) -> None:
-        while parts := self._next_parts():
+        while True:
+            with self._lock:
+                parts, self._waiting = self._waiting, []
+                if not parts:
+                    self._worker = None  # a later part starts a thread of its own
+                    return
             try:
                 self._call_part(RolloutBatch.concatenate(parts), timeout, shared)
             except BaseException:  # the call on the complete batch raises it again in the caller's thread
                 self._failed = True
-
-    def _next_parts(self) -> list[RolloutBatch]:
-        with self._lock:
-            parts, self._waiting = self._waiting, []
-            if not parts and self._worker is not None:
-                self._worker.set_result(None)
-                self._worker = None
-            return parts
 
     def _run(self, arguments: dict[str, Any], timeout: float | None) -> object:
         title = f"reward function {self.__name__!r}"
