@@ -91,7 +91,7 @@ class RewardMixin:
         for column, steps_N in rewards.step_rewards.items():
             if isinstance(scorer := self.reward_callables[column], StepScorer):
                 scorer.warn_if_unsplit(names[column], steps_N)
-        metrics = [
+        metrics: list[Metrics] = [
             reward_metrics(rewards, names, args.multi_objective_aggregation),
             call_metrics(calls, names, count_failures=args.reward_on_error == "none"),
             # Copies of the logs: a call that was given up at its time limit may still write to the originals.
