@@ -325,7 +325,7 @@ class GRPOTrainer(
         args = self.args
         # Names of the settings whose change acts; one that cannot change is reported and taken back.
         changed = check_step(args, self._settings_before, new_run=new_run or not self.is_in_train)
-        self.check_beta(args.beta)
+        self._check_beta(args.beta)
         if "reward_weights" in changed:
             self.reward_weights = with_default_weights(args, self.reward_funcs)
         callables = self.reward_callables
@@ -593,7 +593,7 @@ class GRPOTrainer(
 
     # Public attributes.
 
-    def check_beta(self, beta: float) -> None:
+    def _check_beta(self, beta: float) -> None:
         """Refuse a weight of the KL to the reference model if there is none."""
         if beta > 0 and not self.reference.exists:
             raise ConfigError(

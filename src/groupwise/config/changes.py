@@ -238,7 +238,7 @@ class TrainerAttributes:
     vllm_importance_sampling_mode = SettingAttribute()
     vllm_importance_sampling_clip_max = SettingAttribute()
     vllm_importance_sampling_clip_min = SettingAttribute()
-    beta = SettingAttribute(check="check_beta")  # weight of the KL to the reference model
+    beta = SettingAttribute(check="_check_beta")  # weight of the KL to the reference model
     epsilon_low = SettingAttribute("epsilon")
     epsilon_high = SettingAttribute()
     loss_type = SettingAttribute()
