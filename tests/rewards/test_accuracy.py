@@ -118,8 +118,9 @@ def test_bad_cosine_arguments_are_refused(arguments):
 
 def test_rewards_survive_pickling():
     reward = get_cosine_scaled_reward(max_len=9)
-    assert pickle.loads(pickle.dumps(reward)) == reward
-    assert reward.__name__ == "cosine_scaled_reward"
+    loaded = pickle.loads(pickle.dumps(reward))
+    assert (loaded.func, loaded.args) == (reward.func, reward.args)
+    assert loaded.__name__ == reward.__name__ == "cosine_scaled_reward"
 
 
 @pytest.mark.parametrize("name", ["accuracy_reward", "reasoning_accuracy_reward"])
