@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from transformers import TrainerState
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.advantages import GroupRewards, nan_std, total_rewards, with_small_groups
-from groupwise.core.metrics import Mean, Metrics, Sum, merge_metrics
+from groupwise.core.metrics import Mean, Metrics, Reduction, Sum, merge_metrics
 from groupwise.distributed import rows_of_rank
 from groupwise.errors import RewardError, warn_once
 from groupwise.random_state import RandomState
@@ -91,7 +91,7 @@ class RewardMixin:
         for column, steps_N in rewards.step_rewards.items():
             if isinstance(scorer := self.reward_callables[column], StepScorer):
                 scorer.warn_if_unsplit(names[column], steps_N)
-        metrics: list[Metrics] = [
+        metrics: list[Mapping[str, Reduction]] = [
             reward_metrics(rewards, names, args.multi_objective_aggregation),
             call_metrics(calls, names, count_failures=args.reward_on_error == "none"),
             # Copies of the logs: a call that was given up at its time limit may still write to the originals.

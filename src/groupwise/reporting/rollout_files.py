@@ -27,9 +27,8 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from groupwise.compat.transformers import attention_implementation, name_or_path
-from groupwise.config.grpo_config import GRPOConfig
+from groupwise.config.grpo_config import DerivedFloat, DerivedInt, GRPOConfig
 from groupwise.config.redact import masked, redact
-from groupwise.config.resolution import DerivedFloat, DerivedInt
 from groupwise.config.settings import default_of
 from groupwise.distributed import is_sharded
 from groupwise.errors import ConfigError
