@@ -17,7 +17,7 @@ FILES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PAC
 
 #: Lines of a room, blank lines and docstrings included. The last four stand beside the trainer.
 BUDGET = {
-    "top level": 1585,
+    "top level": 1380,
     "agents": 1755,
     "compat": 842,
     "config": 2095,
@@ -26,11 +26,11 @@ BUDGET = {
     "data": 2200,
     "generation": 4112,
     "hf": 1660,
-    "mixins": 1090,
+    "mixins": 1040,
     "policy": 3734,
     "records": 1020,
     "reporting": 2700,
-    "rewards": 1851,
+    "rewards": 1835,
     "tokenization": 1405,
     "cli": 1772,
     "recipes": 1770,
@@ -52,7 +52,7 @@ LEAST_COMMENTS = 8.0
 
 #: Methods and properties of GRPOTrainer and its own bases, and other members of these classes; refused names
 #: of TRL do not count.
-METHODS, ATTRIBUTES = 105, 43
+METHODS, ATTRIBUTES = 91, 44
 
 
 def room_of(name: str) -> str:
