@@ -260,11 +260,10 @@ def warn_of_truncation(config: GRPOConfig, backend: GenerationBackend, missing_m
     Args:
         missing_mask_reason: why completions lack the mask even if the backend reports it; "": they have it.
     """
-    used, reason = truncating(config), missing_mask_reason
-    if used and not reason and not backend.reports_sampling_mask(vars(sampler_settings(config))):
-        reason = f"{type(backend).__name__} does not report the sampling mask"
-    if not used or not reason:
+    used, has_mask = truncating(config), backend.reports_sampling_mask(vars(sampler_settings(config)))
+    if not used or (has_mask and not missing_mask_reason):
         return False
+    reason = missing_mask_reason or f"{type(backend).__name__} does not report the sampling mask"
     warn_once(
         logger,
         "%s: completions are sampled from a truncated distribution, but log-probs are those of the full "

@@ -126,11 +126,8 @@ def _settings(name: str, record: StepRecord, config: GRPOConfig) -> ObjectiveSet
     changed = copy.copy(config)
     if name != config.loss_type:
         changed.loss_type, changed.loss_kwargs = name, None
-    return objective_settings(
-        changed,
-        corrects_for_sampler=record.corrects_for_sampler,
-        truncation_unknown=record.truncation_unknown,
-    )
+    changed.vllm_importance_sampling_correction = record.corrects_for_sampler
+    return objective_settings(changed, truncation_unknown=record.truncation_unknown)
 
 
 def _counts(records: Sequence[StepRecord], config: GRPOConfig) -> WindowCounts:

@@ -30,7 +30,7 @@ from groupwise.data.prompt_source import PromptSource
 from groupwise.distributed import RankSlice
 from groupwise.errors import ConfigError
 from groupwise.generation.base import GenerationBackend
-from groupwise.hf import checkpointing
+from groupwise.hf import checkpointing, run_directory
 from groupwise.random_state import get_state, set_state
 from groupwise.recipes.bundle import is_replayed, open_recording
 from groupwise.records import Completion, Experience, MicroBatch, Row, SamplerSettings
@@ -455,7 +455,7 @@ def _processor_of(checkpoint: Path | None, trust_remote_code: bool) -> Any:
 
 def _checkpoint_before(recording: Recording, step: int) -> Path | None:
     """Return the newest complete checkpoint from before ``step``."""
-    found = checkpointing.checkpoints(recording.folder.parent)
+    found = run_directory.checkpoints(recording.folder.parent)
     usable = [n for n, path in found.items() if n < step and checkpointing.is_complete(path)]
     return found[max(usable)] if usable else None
 
@@ -559,7 +559,7 @@ def _compare_weights(recording: Recording, step: int, trainer: GRPOTrainer, dire
     Returns:
         the first tensor that differs, or "equal, bit for bit".
     """
-    checkpoint, ours = checkpointing.checkpoints(recording.folder.parent).get(step), Path(directory, "after")
+    checkpoint, ours = run_directory.checkpoints(recording.folder.parent).get(step), Path(directory, "after")
     if checkpoint is None:
         return None
     trainer.save_model(str(ours))  # by all ranks: they may share the parameters
