@@ -37,11 +37,11 @@ class BackendError(GroupwiseError, RuntimeError):
 
 
 class TrainingError(GroupwiseError, RuntimeError):
-    """Training cannot go on from here without spoiling the weights."""
+    """Training cannot continue without damaging the weights."""
 
 
 class AgentError(GroupwiseError, RuntimeError):
-    """An environment or the running of tools failed, in a way that no message to the model can mend."""
+    """An environment or a tool failed with an error that the model cannot correct in its next turn."""
 
 
 #: Signals that ask a process to end, or to save and end.

@@ -164,14 +164,14 @@ class LogprobMixin:
         """
         if not self.reference.exists or all(batch.ref_logps_BT is not None for batch in window):
             return list(window)
-        completed, model = [], self.model
-        with evaluation_mode(model), self.reference.scoring(model) as reference:
+        with evaluation_mode(self.model), self.reference.scoring(self.model) as reference:
             assert reference is not None
-            for batch in window:
-                if batch.ref_logps_BT is None:
-                    batch = replace(batch, ref_logps_BT=self._logps_of_rows(reference, batch, None))
-                completed.append(batch)
-        return completed
+            return [
+                replace(batch, ref_logps_BT=self._logps_of_rows(reference, batch, None))
+                if batch.ref_logps_BT is None
+                else batch
+                for batch in window
+            ]
 
     @torch.no_grad()
     def completion_logprobs(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -95,40 +95,29 @@ def split_steps(
     """
     if not token_ids:
         return []
-    found = (
-        _steps_by_token(token_ids, tokenizer, separator)
-        if isinstance(separator, int)
-        else _steps_by_text(token_ids, tokenizer, separator)
-    )
-    steps = [step for step in found if step.text.strip()] or [Step(_decode(tokenizer, token_ids), 0)]
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    if isinstance(separator, str):
+        found = _steps_by_text(token_ids, decode, separator)
+    else:
+        ends = [i for i, token in enumerate(token_ids) if token == separator] + [len(token_ids)]
+        starts = [0, *(end + 1 for end in ends)]
+        found = [Step(decode(token_ids[s:e]), e) for s, e in zip(starts, ends, strict=False)]
+    steps = [step for step in found if step.text.strip()] or [Step(decode(token_ids), 0)]
     return [*steps[:-1], steps[-1]._replace(end=len(token_ids) - 1)]
 
 
-def _decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
-    return str(
-        tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    )
-
-
-def _steps_by_token(
-    token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, separator: int
-) -> list[Step]:
-    ends = [i for i, token in enumerate(token_ids) if token == separator] + [len(token_ids)]
-    starts = [0, *(end + 1 for end in ends)]
-    return [
-        Step(_decode(tokenizer, token_ids[start:end]), end) for start, end in zip(starts, ends, strict=False)
-    ]
-
-
 def _steps_by_text(
-    token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, separator: str
+    token_ids: Sequence[int], decode: Callable[[Sequence[int]], str], separator: str
 ) -> list[Step]:
     def num_characters(index: int) -> int:
         # U+FFFD at the end: the bytes of a character that later tokens complete.
-        return len(_decode(tokenizer, token_ids[: index + 1]).rstrip("\ufffd"))
+        return len(decode(token_ids[: index + 1]).rstrip("\ufffd"))
 
     steps, characters, end = [], 0, 0
-    for text in _decode(tokenizer, token_ids).split(separator):
+    for text in decode(token_ids).split(separator):
         characters += len(text) + len(separator)
         # The first token with which the decoded text includes the separator.
         end = bisect_left(range(len(token_ids)), characters, lo=end, key=num_characters)
