@@ -74,12 +74,12 @@ def test_the_penalty_is_the_share_of_repeated_ngrams():
 @pytest.mark.parametrize(
     ("make", "arguments", "allowed"),
     [
-        (get_soft_overlong_punishment, (0, 0), "max_completion_len=0 .* an integer >= 1"),
-        (get_soft_overlong_punishment, (10, 11), "soft_punish_cache=11 .* an integer from 0 to 10"),
+        (get_soft_overlong_punishment, (0, 0), "max_completion_len=0 .* allowed: >= 1; nearest valid: 1"),
+        (get_soft_overlong_punishment, (10, 11), "soft_punish_cache=11 .* >= 0 and <= 10; nearest valid: 10"),
         (get_soft_overlong_punishment, (10, -1), "soft_punish_cache=-1"),
         (get_soft_overlong_punishment, (10.0, 1), "max_completion_len=10.0"),
-        (get_repetition_penalty_reward, (0,), "ngram_size=0 .* an integer >= 1"),
-        (get_repetition_penalty_reward, (3, 0.5), "max_penalty=0.5 .* a finite number <= 0"),
+        (get_repetition_penalty_reward, (0,), "ngram_size=0 .* allowed: >= 1"),
+        (get_repetition_penalty_reward, (3, 0.5), "max_penalty=0.5 .* allowed: <= 0; nearest valid: 0"),
         (get_repetition_penalty_reward, (3, float("-inf")), "max_penalty=-inf"),
     ],
 )

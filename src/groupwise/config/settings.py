@@ -187,6 +187,12 @@ def violation(given: str, allowed: str, nearest: str) -> str:
     return f"{given}; allowed: {allowed}; nearest valid: {nearest}"
 
 
+def check_value(name: str, value: object, kind: type, **bounds: Any) -> None:
+    """Raise ConfigError unless an argument is valid as a setting of this type with the ``bounds`` of one."""
+    if message := Setting(types=frozenset({kind}), **bounds).violation(name, value, dataclasses.MISSING):
+        raise ConfigError(message)
+
+
 def type_names(kinds: frozenset[type]) -> str:
     """Return the types in words: "None or int"."""
     return " or ".join(sorted("None" if kind is type(None) else kind.__name__ for kind in kinds))

@@ -7,9 +7,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from groupwise.config.settings import check_value
 from groupwise.errors import ConfigError
 from groupwise.rewards.runtime.marking import per_sample_reward, requires_package, with_settings
-from groupwise.rewards.texts import Text, answer_text, check_number, check_whole, require, text_with_thoughts
+from groupwise.rewards.texts import Text, answer_text, require, text_with_thoughts
 
 LogExtra = Callable[[str, list], None]
 
@@ -148,11 +149,11 @@ def get_cosine_scaled_reward(
     Raises:
         ConfigError: ``max_len`` is not a positive integer, or a value is not finite.
     """
-    check_whole("max_len", max_len, 1)
+    check_value("max_len", max_len, int, ge=1)
     wrong, correct = (min_value_wrong, max_value_wrong), (max_value_correct, min_value_correct)
     names = ("min_value_wrong", "max_value_wrong", "max_value_correct", "min_value_correct")
     for name, value in zip(names, (*wrong, *correct), strict=True):
-        check_number(name, value)
+        check_value(name, value, float)
     return with_settings(cosine_scaled_reward, max_len, wrong, correct)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from groupwise.config.settings import check_value
 from groupwise.rewards.runtime.marking import per_sample_reward, with_settings
-from groupwise.rewards.texts import Text, check_number, check_whole, text_with_thoughts
+from groupwise.rewards.texts import Text, text_with_thoughts
 
 
 @per_sample_reward
@@ -42,8 +43,8 @@ def get_soft_overlong_punishment(
     Raises:
         ConfigError: a length is not an integer or out of range.
     """
-    check_whole("max_completion_len", max_completion_len, 1)
-    check_whole("soft_punish_cache", soft_punish_cache, 0, max_completion_len)
+    check_value("max_completion_len", max_completion_len, int, ge=1)
+    check_value("soft_punish_cache", soft_punish_cache, int, ge=0, le=max_completion_len)
     return with_settings(soft_overlong_punishment_reward, max_completion_len, soft_punish_cache)
 
 
@@ -76,8 +77,8 @@ def get_repetition_penalty_reward(
     Raises:
         ConfigError: ``ngram_size`` is not a positive integer, or ``max_penalty`` is positive.
     """
-    check_whole("ngram_size", ngram_size, 1)
-    check_number("max_penalty", max_penalty, most=0.0)
+    check_value("ngram_size", ngram_size, int, ge=1)
+    check_value("max_penalty", max_penalty, float, le=0)
     return with_settings(repetition_penalty_reward, ngram_size, max_penalty)
 
 

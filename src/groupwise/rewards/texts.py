@@ -1,13 +1,11 @@
-"""Helpers of reward functions: text of a completion, logs, optional imports, argument checks."""
+"""Helpers of reward functions: text of a completion, logs, optional imports."""
 
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from groupwise.errors import ConfigError
 from groupwise.tokenization.text import message_text
 
 #: A string, or chat messages.
@@ -83,19 +81,3 @@ def require(module: str, user: str) -> Any:
             f"{user} needs {package.replace('_', '-')}, which is not installed; "
             "run pip install 'groupwise[rewards]'"
         ) from error
-
-
-def check_whole(name: str, value: object, low: int, high: int | None = None) -> None:
-    """Raise ``ConfigError`` unless ``value`` is an integer from ``low`` to ``high``, both included."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < low or (high is not None and value > high):  # type: ignore[operator]
-        allowed = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
-        raise ConfigError(f"{name}={value!r} is not valid; allowed: {allowed}")
-
-
-def check_number(name: str, value: object, *, above: float = -math.inf, most: float = math.inf) -> None:
-    """Raise ``ConfigError`` unless ``value`` is a finite number with ``above < value <= most``."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not above < value <= most:  # type: ignore[arg-type, operator]
-        limits = [f"> {above:g}"] * (above > -math.inf) + [f"<= {most:g}"] * (most < math.inf)
-        raise ConfigError(f"{name}={value!r} is not valid; allowed: {' '.join(['a finite number', *limits])}")

@@ -11,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import ClassVar
 
+from groupwise.config.settings import check_value
 from groupwise.errors import ConfigError, RewardError
-from groupwise.rewards.texts import Text, answer_text, check_number, check_whole
+from groupwise.rewards.texts import Text, answer_text
 from groupwise.sandbox.linux import LinuxSandbox, Sandbox, SandboxLimits, SandboxResult
 
 logger = logging.getLogger(__name__)
@@ -64,12 +65,12 @@ def get_code_execution_reward(
         ConfigError: an argument is out of range, or programs cannot be isolated here.
         RewardError: the given sandbox could not be set up.
     """
-    check_number("timeout", timeout, above=0.0)
-    check_whole("memory_mb", memory_mb, 1)
-    check_whole("max_processes", max_processes, 1)
-    check_whole("max_output_kb", max_output_kb, 1)
+    check_value("timeout", timeout, float, gt=0)
+    check_value("memory_mb", memory_mb, int, ge=1)
+    check_value("max_processes", max_processes, int, ge=1)
+    check_value("max_output_kb", max_output_kb, int, ge=1)
     if max_workers is not None:
-        check_whole("max_workers", max_workers, 1)
+        check_value("max_workers", max_workers, int, ge=1)
     limits = SandboxLimits(timeout, memory_mb << 20, max_processes, max_output_kb << 10)
     if sandbox is None:
         sandbox = _linux_sandbox(limits, require_isolation)
