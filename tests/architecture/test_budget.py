@@ -30,7 +30,7 @@ BUDGET = {
     "policy": 3734,
     "records": 1020,
     "reporting": 2700,
-    "rewards": 1820,
+    "rewards": 1805,
     "tokenization": 1405,
     "cli": 1772,
     "recipes": 1770,
