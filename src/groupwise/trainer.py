@@ -316,34 +316,6 @@ class GRPOTrainer(
         self.metrics["train"].record(made.stats.metrics())
         return made
 
-    def refresh_settings(self, *, new_run: bool = False) -> None:
-        """Apply settings and reward functions that a script or callback changed since the last step.
-
-        Raises:
-            ConfigError: a changed setting is invalid or contradicts another one.
-        """
-        args = self.args
-        # Names of the settings whose change acts; one that cannot change is reported and taken back.
-        changed = check_step(args, self._settings_before, new_run=new_run or not self.is_in_train)
-        self._check_beta(args.beta)
-        if "reward_weights" in changed:
-            self.reward_weights = with_default_weights(args, self.reward_funcs)
-        callables = self.reward_callables
-        self._load_rewards()
-        if self.reward_callables != callables:  # the groups have rewards of the old functions
-            self.leftover_groups = self.leftover_groups.without_groups("reward_funcs was replaced")
-        if "entropy_coef" in changed:  # the measured entropy is kept: it decides whether the bonus applies
-            self.entropy_control = replace(self.entropy_control, coef=args.entropy_coef)
-        reason = self.missing_sampling_mask_reason
-        if self.rollout_func is not None and not reason:
-            reason = "a rollout_func returns completions without the sampling mask"
-        self.objective_settings = objective_settings(
-            args,
-            placeholder_logps=self.may_have_placeholder_logps(),
-            truncation_unknown=warn_of_truncation(args, self.backend, reason),
-        )
-        self._settings_before = take_snapshot(args)  # at the end: an error is raised again by the next step
-
     def make_train_experience(self, sampler: SamplerSettings, *, on_policy: bool) -> list[Experience]:
         """Generate, reward and weigh the completions of one generation batch; one entry per micro-batch."""
         self.sync_sampler("train")  # behaviour policy = current policy, unless rollout_staleness > 0
@@ -544,7 +516,35 @@ class GRPOTrainer(
         batch = self.window.current  # Trainer passes the window
         return 0 if batch is None else 6 * self.num_parameters * self.num_tokens(batch)
 
-    # State of a run.
+    # Settings and state of a run.
+
+    def refresh_settings(self, *, new_run: bool = False) -> None:
+        """Apply settings and reward functions that a script or callback changed since the last step.
+
+        Raises:
+            ConfigError: a changed setting is invalid or contradicts another one.
+        """
+        args = self.args
+        # Names of the settings whose change acts; one that cannot change is reported and taken back.
+        changed = check_step(args, self._settings_before, new_run=new_run or not self.is_in_train)
+        self._check_beta(args.beta)
+        if "reward_weights" in changed:
+            self.reward_weights = with_default_weights(args, self.reward_funcs)
+        callables = self.reward_callables
+        self._load_rewards()
+        if self.reward_callables != callables:  # the groups have rewards of the old functions
+            self.leftover_groups = self.leftover_groups.without_groups("reward_funcs was replaced")
+        if "entropy_coef" in changed:  # the measured entropy is kept: it decides whether the bonus applies
+            self.entropy_control = replace(self.entropy_control, coef=args.entropy_coef)
+        reason = self.missing_sampling_mask_reason
+        if self.rollout_func is not None and not reason:
+            reason = "a rollout_func returns completions without the sampling mask"
+        self.objective_settings = objective_settings(
+            args,
+            placeholder_logps=self.may_have_placeholder_logps(),
+            truncation_unknown=warn_of_truncation(args, self.backend, reason),
+        )
+        self._settings_before = take_snapshot(args)  # at the end: an error is raised again by the next step
 
     def _reset_run_state(self, directory: str | None) -> None:
         """Start a run from its beginning, or from the checkpoint in ``directory``."""
