@@ -20,7 +20,7 @@ from groupwise import ConfigError
 from groupwise.data.prompt_source import RankSlice, StreamPrompts
 
 _TIMING = re.compile(
-    r"(eval_)?time/.*|step_time|.*_runtime|.*_per_second|.*preparation_time|train_loss|epoch"
+    r"(eval_)?(time|memory)/.*|step_time|.*_runtime|.*_per_second|.*preparation_time|train_loss|epoch"
 )
 
 

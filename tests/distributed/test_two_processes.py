@@ -27,7 +27,7 @@ SCRIPT = Path(__file__).parents[1].joinpath("support", "workers", "distributed_w
 TIMEOUT = 300  # seconds
 
 _TIMING = re.compile(
-    r"(eval_)?time/.*|step_time|.*_runtime|.*_per_second|eval_model_preparation_time|train_loss"
+    r"(eval_)?(time|memory)/.*|step_time|.*_runtime|.*_per_second|eval_model_preparation_time|train_loss"
 )
 
 

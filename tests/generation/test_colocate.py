@@ -39,7 +39,7 @@ pytestmark = pytest.mark.vllm
 PROMPTS = [[4, 5, 6], [7], [8, 9, 10, 11, 12], [13, 14]]
 # Wall-clock time, what Trainer counts by process, and the comparison that each process begins with.
 OF_THE_PROCESS = re.compile(
-    r"time/.*|step_time|.*_runtime|.*_per_second|train_loss|sampling/logprob_mismatch"
+    r"(time|memory)/.*|step_time|.*_runtime|.*_per_second|train_loss|sampling/logprob_mismatch"
 )
 
 

@@ -19,7 +19,9 @@ from groupwise import RewardError
 from groupwise.generation.vllm import transfer
 from groupwise.generation.vllm.http import HttpClient
 
-_TIMING = re.compile(r"(eval_)?time/.*|step_time|.*_runtime|.*_per_second|.*preparation_time|train_loss")
+_TIMING = re.compile(
+    r"(eval_)?(time|memory)/.*|step_time|.*_runtime|.*_per_second|.*preparation_time|train_loss"
+)
 
 
 def history(run: Any, *without: str) -> list[dict[str, Any]]:

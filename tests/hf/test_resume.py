@@ -36,7 +36,7 @@ from groupwise.errors import ConfigError, RewardError, TrainingError
 TIMEOUT = 180  # seconds
 
 # Wall-clock time never repeats.
-_TIMING = re.compile(r"(eval_)?time/.*|step_time|.*_runtime|.*_per_second")
+_TIMING = re.compile(r"(eval_)?(time|memory)/.*|step_time|.*_runtime|.*_per_second")
 # Of the summary line only: Trainer counts it over the steps of the process at hand, by design.
 _OF_THIS_PROCESS = {"train_loss"}
 

@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 
 from groupwise import ConfigError, GRPOConfig, IterativeConfig, IterativeGRPO, RewardError
 
-_TIMING = re.compile(r"time/.*|step_time|.*_runtime|.*_per_second|train_loss")
+_TIMING = re.compile(r"(time|memory)/.*|step_time|.*_runtime|.*_per_second|train_loss")
 
 
 def weights(model: Any) -> dict[str, torch.Tensor]:

@@ -36,7 +36,7 @@ def test_a_phase_is_a_metric_of_the_next_log():
     buffer = MetricBuffer()
     with buffer.phase("generate"):
         pass
-    assert buffer.drain(alone)[0].keys() == {"time/generate"}
+    assert buffer.drain(alone)[0].keys() == {"time/generate", "memory/generate"}
     assert buffer.drain(alone)[0] == {}
 
 
@@ -80,7 +80,7 @@ def recorded_names() -> set[str]:
     found = re.findall(r'f?"([\w/{}]+)"\]?(?:: | = )(?:Mean|Sum|Min|Max|masked_mean)\(', source)
     names = {re.sub(r"{\w+}", "length", name) for name in found}
     assert {"num_tokens", "kl", "rewards/length/mean", "time/reward/length"} <= names and len(names) > 40
-    return names - {"time/length", "length/mean", "length/min", "length/max"}
+    return names - {"time/length", "memory/length", "length/mean", "length/min", "length/max"}
 
 
 def test_a_metric_of_the_trainer_is_refused():

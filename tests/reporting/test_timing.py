@@ -1,4 +1,4 @@
-"""StepTimer: phases and idle time add up to the step, rates are totals over totals."""
+"""StepTimer: phases and idle time add up to the step, rates are totals over totals, memory is a maximum."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def clock(monkeypatch):
 
 
 def values(metrics):
-    return {name: reduction.value() for name, reduction in metrics.items()}
+    named = {name: reduction.value() for name, reduction in metrics.items()}
+    return {name: value for name, value in named.items() if not name.startswith("memory/")}
 
 
 def test_phases_and_idle_time_add_up_to_the_step(clock):
@@ -59,6 +60,37 @@ def test_a_phase_inside_another_counts_once(clock):
     assert values(timer.phases()) == {"time/train": 1.5, "time/generate": 3.0}
 
 
+def test_memory_of_a_phase_is_the_largest_at_its_end(clock, monkeypatch):
+    in_use = iter([3e9, 5e9, 4e9, 2e9])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some Card")
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(in_use))
+    timer = StepTimer()
+    for phase in ("train", "train", "generate"):
+        with timer.measure(phase):
+            clock.now += 1.0
+    first = timer.close_step(tokens=1, flops=0)
+    assert (first["memory/train"].value(), first["memory/generate"].value()) == (5.0, 4.0)
+    with timer.measure("train"):
+        clock.now += 1.0
+    second = timer.close_step(tokens=1, flops=0)
+    assert second["memory/train"].value() == 2.0 and "memory/generate" not in second
+    assert first["memory/train"].merge(second["memory/train"]).value() == 5.0
+
+
+def test_memory_without_an_accelerator_is_that_of_the_process():
+    timer, held = StepTimer(), bytearray(0)
+    with timer.measure("reward"):
+        pass
+    before = timer.phases()["memory/reward"].value()
+    with timer.measure("reward"):
+        held = bytearray(b"1") * 200_000_000
+    after = timer.phases()["memory/reward"].value()
+    # 0.2 GB more, unless the operating system reuses pages that were free.
+    assert 0.15 < after - before < 0.3 and len(held) == 200_000_000
+
+
 def test_rates_of_several_steps_are_totals_over_totals(clock):
     timer = StepTimer()
     clock.now += 1.0
@@ -73,6 +105,7 @@ def test_utilisation_is_known_on_known_accelerators_only(clock, monkeypatch):
     assert peak_flops() is None
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     timer = StepTimer()
     with timer.measure("train"):

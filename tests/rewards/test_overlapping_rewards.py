@@ -47,7 +47,7 @@ def as_async(function):
 
 
 def lines(run):
-    timeless = ("time", "_per_second", "step_time", "runtime")
+    timeless = ("time", "memory/", "_per_second", "step_time", "runtime")
     return [
         {name: value for name, value in line.items() if not any(part in name for part in timeless)}
         for line in run.state.log_history

@@ -35,7 +35,7 @@ _TRAINER_METRICS = re.compile(
     r"|reward|reward_std|frac_reward_zero_std|rewards/.+/(mean|std|steps|errors)"
     r"|(rewards/.+/)?(pass|maj|avg)@\d+(_gain)?(_ci95|_low|_high)?"
     r"|completions/(mean|min|max)_(terminated_)?length|completions/clipped_ratio|num_tokens"
-    r"|time/(generate|reward|reward/.+|sync|logprobs|train|idle)|step_time|tokens_per_second|mfu"
+    r"|time/(generate|reward|reward/.+|sync|logprobs|train|idle)|memory/(generate|reward|sync|logprobs|train)|step_time|tokens_per_second|mfu"
     r"|entropy|entropy_coef|kl|policy_loss|aux_loss|cispo_clip_ratio|vespo/phi_seq_mean"
     r"|clip_ratio/(low_mean|low_min|high_mean|high_max|region_mean)"
     r"|sampling/(logprob_mismatch|(sampling_logp_difference|truncated_mass|importance_sampling_ratio)/.+)"

@@ -1,4 +1,4 @@
-"""Wall-clock time of each phase of an optimizer step: generate, reward, log-probs, train, idle."""
+"""Wall-clock time and memory of each phase of an optimizer step: generate, reward, log-probs, train, idle."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import psutil
 import torch
 
-from groupwise.core.metrics import Mean, Metrics
+from groupwise.core.metrics import Max, Mean, Metrics
 
 #: Dense bf16 FLOP/s by a part of the accelerator's name (vendors' data sheets).
 PEAK_FLOPS = {
@@ -25,10 +26,11 @@ PEAK_FLOPS = {
 
 
 class StepTimer:
-    """Accumulate seconds per phase and turn them into the metrics of an optimizer step."""
+    """Accumulate seconds and memory per phase and turn them into the metrics of an optimizer step."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.gigabytes: dict[str, float] = {}
         self.start = time.perf_counter()
         self._running: list[tuple[str, float]] = []  # phase and start of the nested blocks, innermost last
 
@@ -41,6 +43,9 @@ class StepTimer:
     @contextmanager
     def measure(self, phase: str, *, wait: bool = True) -> Iterator[None]:
         """Add the wall-clock time of the block to ``phase``, without that of phases inside the block.
+
+        The memory of the phase is what is in use when the block ends: a peak inside it could only be measured
+        by resetting the peak that the user may be measuring.
 
         Args:
             wait: synchronize the accelerator at the end of the block, so that kernels launched in it are
@@ -56,11 +61,13 @@ class StepTimer:
             torch.cuda.synchronize()
         inner -= sum(self.seconds.values())  # minus the seconds of phases inside the block
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start + inner
+        self.gigabytes[phase] = max(self.gigabytes.get(phase, 0.0), memory_in_use())
 
     def phases(self) -> Metrics:
-        """Return ``time/<phase>`` in seconds since the previous call and clear them."""
+        """Return ``time/<phase>`` in seconds and ``memory/<phase>`` in GB since the last call; clear them."""
         phases: Metrics = {f"time/{phase}": Mean(seconds) for phase, seconds in self.seconds.items()}
-        self.seconds = {}
+        phases.update({f"memory/{phase}": Max(most) for phase, most in self.gigabytes.items()})
+        self.seconds, self.gigabytes = {}, {}
         return phases
 
     def close_step(self, tokens: float, flops: float) -> Metrics:
@@ -71,8 +78,8 @@ class StepTimer:
             flops: floating-point operations of their forward and backward passes.
 
         Returns:
-            ``time/<phase>``, ``time/idle`` (the rest of the step), ``step_time``, ``tokens_per_second`` and,
-            on known accelerators, ``mfu``.
+            those of :meth:`phases`, ``time/idle`` (the rest of the step), ``step_time``,
+            ``tokens_per_second`` and, on known accelerators, ``mfu``.
         """
         now = time.perf_counter()
         step_time, self.start = now - self.start, now
@@ -88,6 +95,13 @@ class StepTimer:
         if peak is not None and train_time:
             metrics["mfu"] = Mean(flops, train_time * peak)
         return metrics
+
+
+def memory_in_use() -> float:
+    """Return the GB allocated on the accelerator, or without one the resident memory of the process."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.memory_allocated() / 1e9
+    return psutil.Process().memory_info().rss / 1e9
 
 
 def peak_flops() -> float | None:
