@@ -36,6 +36,30 @@ def test_a_new_run_keeps_the_file_of_an_earlier_one(tmp_path):
     assert kept.read_text() == '{"step": 7}\n' and not (tmp_path / METRICS_FILE).exists()
 
 
+def test_evaluations_before_training_stay(tmp_path):
+    """Those of this trainer; a second training of it begins a new file."""
+    args, callback = config(tmp_path), MetricsFileCallback()
+    (tmp_path / METRICS_FILE).write_text('{"step": 7}\n')
+    callback.on_log(args, state(0), TrainerControl(), {"eval_reward": 0.25})
+    callback.on_train_begin(args, state(0), TrainerControl())
+    callback.on_log(args, state(1), TrainerControl(), {"reward": 0.5})
+    assert [record["step"] for record in read_metrics(tmp_path / METRICS_FILE)] == [0, 1]
+    (kept,) = tmp_path.glob("metrics-*.jsonl")
+    assert kept.read_text() == '{"step": 7}\n'
+    kept.unlink()
+    callback.on_train_begin(args, state(0), TrainerControl())
+    (kept,) = tmp_path.glob("metrics-*.jsonl")
+    assert [record["step"] for record in read_metrics(kept)] == [0, 1]
+
+
+def test_an_evaluation_alone_begins_the_file_of_the_run(tmp_path):
+    args, callback = config(tmp_path), MetricsFileCallback()
+    callback.on_log(args, state(0), TrainerControl(), {"eval_reward": 0.25})
+    callback.on_train_begin(args, state(0), TrainerControl())
+    assert [record["eval_reward"] for record in read_metrics(tmp_path / METRICS_FILE)] == [0.25]
+    assert list(tmp_path.glob("metrics-*.jsonl")) == []
+
+
 def test_a_resumed_run_drops_later_steps_and_an_incomplete_line(tmp_path):
     args, callback = config(tmp_path), MetricsFileCallback()
     (tmp_path / METRICS_FILE).write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')

@@ -25,9 +25,15 @@ class MetricsFileCallback(TrainerCallback):
 
     Training begins with the configuration in :data:`SETTINGS_FILE`: model and settings, without credentials.
     A resumed run drops the lines after the step that it resumes from, which it logs again; a new run keeps
-    the file of an earlier one as ``metrics-<time of its last line>.jsonl``. Values that JSON does not have
-    (NaN, infinities) are null. An error of the file system is logged as a warning and the log is lost.
+    the file of an earlier one as ``metrics-<time of its last line>.jsonl``; evaluations before training are
+    of the new one. Values that JSON does not have (NaN, infinities) are null. An error of the file system is
+    logged as a warning and the log is lost.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._has_trained = False
+        self._first_byte: int | None = None  # of the evaluations before training in the file
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -38,12 +44,12 @@ class MetricsFileCallback(TrainerCallback):
         if path.exists():
             try:
                 if state.global_step == 0:
-                    ended = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
-                    os.replace(path, path.with_name(f"{path.stem}-{ended}{path.suffix}"))
+                    _set_earlier_aside(path, None if self._has_trained else self._first_byte)
                 else:
                     _drop_lines_after(path, state.global_step)
             except OSError as error:
                 logger.warning("%s of an earlier run stays as it is: %s", path, error)
+        self._has_trained = True
         model = name_or_path(getattr(kwargs.get("model"), "config", None))
         settings = {"model": model, "world_size": args.world_size, "settings": masked(args.to_dict())}
         try:
@@ -68,6 +74,8 @@ class MetricsFileCallback(TrainerCallback):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as file:
+                if self._first_byte is None:
+                    self._first_byte = file.tell()
                 file.write(json.dumps({name: _plain(value) for name, value in record.items()}) + "\n")
         except OSError as error:
             logger.warning(
@@ -90,6 +98,19 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             break
     return records
+
+
+def _set_earlier_aside(path: Path, first_byte: int | None) -> None:
+    """Rename the file after the time of its last line; what begins at ``first_byte`` stays, None: nothing."""
+    if first_byte == 0:
+        return
+    own = b"" if first_byte is None else path.read_bytes()[first_byte:]
+    ended = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
+    earlier = path.with_name(f"{path.stem}-{ended}{path.suffix}")
+    os.replace(path, earlier)
+    if own:
+        path.write_bytes(own)
+        os.truncate(earlier, first_byte or 0)
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
