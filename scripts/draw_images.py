@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from pathlib import Path
+from statistics import fmean
 
 from recipe_tables import recipe_cells
-from record_runs import ADAPTERS
+from record_runs import ADAPTERS, QUICKSTART
+from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console
+from rich.text import Text
+
+from groupwise.reporting.completions import completions_grid
+from groupwise.reporting.run_files import saved_text
+from groupwise.reporting.terminal import LogTable
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
@@ -328,6 +338,29 @@ def adapter_curves() -> str:
     return reward_curves("right answers in the training batch, mean of 5 steps", runs, smoothed=5)
 
 
+def terminal() -> str:
+    """Draw the terminal of a recorded quickstart: lines of its logs, and the completions of one."""
+    run = json.loads(QUICKSTART.read_text())
+    console = Console(
+        record=True, width=118, file=io.StringIO(), force_terminal=True, color_system="truecolor"
+    )
+    table, seconds = LogTable(), []
+    for position, log in enumerate(run["logs"], 1):
+        seconds.append(log["step_time"])
+        to_go = fmean(seconds) * (run["max_steps"] - log["step"])
+        if position == len(run["logs"]) // 2 + 1:
+            rows = run["completions"][:2]
+            columns = {name: [row[name] for row in rows] for name in rows[0]}
+            texts = {name: list(map(saved_text, columns[name])) for name in ("prompt", "completion")}
+            console.print(completions_grid({**columns, **texts}, f"completions, step {log['step']}"))
+        line = Text.assemble(*table.lines(log, log["step"], to_go, width=118))
+        line.rstrip()
+        console.print(line, soft_wrap=True)
+    # Without the fonts of another server.
+    layout = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+    return console.export_svg(title="make quickstart", code_format=layout, unique_id="terminal")
+
+
 def images() -> dict[Path, str]:
     """Return every picture by its path."""
     drawn = {
@@ -340,6 +373,7 @@ def images() -> dict[Path, str]:
     pictures[IMAGES / "learning_curve.svg"] = learning_curve(recorded_curves())
     pictures[IMAGES / "recipes.svg"] = recipe_curves()
     pictures[IMAGES / "lora.svg"] = adapter_curves()
+    pictures[IMAGES / "terminal.svg"] = terminal()
     return pictures
 
 

@@ -2,10 +2,13 @@
 
     OMP_NUM_THREADS=1 PYTHONPATH=src:examples python scripts/record_runs.py adapters --seeds 0
     OMP_NUM_THREADS=1 PYTHONPATH=src:examples python scripts/record_runs.py transcript
+    PYTHONPATH=src python scripts/record_runs.py quickstart
 
 ``adapters`` trains the task of ``examples/quickstart.py`` with an adapter and with all weights;
-``transcript`` runs ``examples/tools.py`` and keeps the completions of its first and of its last step. Both
-write to ``benchmarks/results/``; ``scripts/draw_images.py`` and ``scripts/generate_docs.py`` read the files.
+``transcript`` runs ``examples/tools.py`` and keeps the completions of its first and of its last step;
+``quickstart`` runs ``examples/quickstart.py`` and keeps its logs, completions of one log, and a picture
+of its report (with Chromium). All write to ``benchmarks/results/``; ``scripts/draw_images.py`` and
+``scripts/generate_docs.py`` read the files.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,6 +29,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 ADAPTERS, TRANSCRIPT = RESULTS / "adapters.json", RESULTS / "tool_transcript.json"
+QUICKSTART = RESULTS / "quickstart.json"
+REPORT = ROOT / "docs" / "images" / "report.png"
 STEPS = 40
 #: Settings beside those that both share.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -133,17 +139,52 @@ def record_transcript(max_steps: int) -> None:
     TRANSCRIPT.write_text(json.dumps(found, indent=1) + "\n")
 
 
+def record_quickstart(steps: int = STEPS) -> None:
+    """Run the quickstart; keep its logs, completions of a log in the middle, and a picture of its report."""
+    import pandas
+
+    started = conditions()
+    with tempfile.TemporaryDirectory() as output:
+        command = [sys.executable, str(ROOT / "examples" / "quickstart.py"), "--output_dir", output]
+        subprocess.run([*command, "--max_steps", str(steps)], check=True, env={**os.environ, "CI": "1"})
+        lines = (Path(output) / "metrics.jsonl").read_text().splitlines()
+        logs = [log for log in map(json.loads, lines) if "reward" in log]
+        path = sorted((Path(output) / "completions").glob("*.parquet"))[len(logs) // 2]
+        rows = json.loads(pandas.read_parquet(path).to_json(orient="records"))
+        QUICKSTART.write_text(
+            json.dumps(
+                {
+                    "max_steps": steps,
+                    "conditions": started,
+                    "logs": [
+                        {key: round(v, 4) if isinstance(v, float) else v for key, v in log.items()}
+                        for log in logs
+                    ],
+                    "completions": rows[:: len(rows) // 4],
+                },
+                indent=1,
+            )
+            + "\n"
+        )
+        if browser := shutil.which("chromium"):
+            page = f"file://{output}/report.html"
+            options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1160,1700"]
+            subprocess.run([browser, *options, f"--screenshot={REPORT}", page], check=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["adapters", "transcript"])
+    parser.add_argument("what", choices=["adapters", "transcript", "quickstart"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--names", nargs="+", default=list(SETTINGS))
     parser.add_argument("--max_steps", type=int, default=20)
     options = parser.parse_args()
     if options.what == "adapters":
         record_adapters(options.seeds, options.names)
+    elif options.what == "quickstart":
+        record_quickstart()
     else:
         record_transcript(options.max_steps)
 
