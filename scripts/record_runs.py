@@ -144,12 +144,13 @@ def record_quickstart(steps: int = STEPS) -> None:
     import pandas
 
     started = conditions()
-    with tempfile.TemporaryDirectory() as output:
-        command = [sys.executable, str(ROOT / "examples" / "quickstart.py"), "--output_dir", output]
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "quickstart-output"
+        command = [sys.executable, str(ROOT / "examples" / "quickstart.py"), "--output_dir", str(output)]
         subprocess.run([*command, "--max_steps", str(steps)], check=True, env={**os.environ, "CI": "1"})
-        lines = (Path(output) / "metrics.jsonl").read_text().splitlines()
+        lines = (output / "metrics.jsonl").read_text().splitlines()
         logs = [log for log in map(json.loads, lines) if "reward" in log]
-        path = sorted((Path(output) / "completions").glob("*.parquet"))[len(logs) // 2]
+        path = sorted((output / "completions").glob("*.parquet"))[len(logs) // 2]
         rows = json.loads(pandas.read_parquet(path).to_json(orient="records"))
         QUICKSTART.write_text(
             json.dumps(

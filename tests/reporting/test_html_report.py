@@ -183,6 +183,13 @@ def test_documentation_is_shown_without_marks_of_markdown(tmp_path):
     assert "custom/words" not in metrics
 
 
+def test_a_local_model_is_named_without_its_path(tmp_path):
+    run = save_run(tmp_path / "run", LOGS, {})
+    saved = json.loads((run / "settings.json").read_text()) | {"model": "/home/someone/models/tiny"}
+    (run / "settings.json").write_text(json.dumps(saved))
+    assert report_data({"run": read_run(run)}, 100)["runs"][0]["model"] == "tiny"
+
+
 # Escaping
 
 

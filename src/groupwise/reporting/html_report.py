@@ -23,6 +23,7 @@ from typing import Any
 
 from groupwise.errors import ConfigError
 from groupwise.reporting.documented import documentation_of
+from groupwise.reporting.model_card import public_name
 from groupwise.reporting.run_files import RunFiles, SavedCompletion, read_run
 
 _PAGE = Path(__file__).with_name("page")
@@ -124,7 +125,7 @@ def report_data(runs: Mapping[str, RunFiles], max_completions: int) -> dict[str,
         described.append(
             {
                 "name": name,
-                "model": str(files.settings.get("model") or ""),
+                "model": public_name(str(files.settings.get("model") or "")),
                 "checkpoints": files.checkpoints,
                 "completions": len(files.completions),
                 "untaught": untaught,

@@ -110,7 +110,7 @@ def model_card(
         log_history: ``TrainerState.log_history``; the card shows its last rewards.
         reward_names: names in the metrics ``rewards/<name>/mean``.
     """
-    name = _public_name(model_name)
+    name = public_name(model_name)
     shown = {**card_settings(args), "world_size": args.world_size}
     data = ModelCardData(
         library_name="transformers",
@@ -139,7 +139,7 @@ def _is_local(name: str) -> bool:
     return os.path.exists(name) or re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) is None
 
 
-def _public_name(name: str) -> str:
+def public_name(name: str) -> str:
     """Reduce a path to its last component; return a Hub id unchanged."""
     return re.split(r"[/\\]", name.rstrip("/\\"))[-1] if _is_local(name) else name
 
@@ -147,7 +147,7 @@ def _public_name(name: str) -> str:
 def _link(name: str | None, site: str) -> str | None:
     if not name:
         return None
-    return f"`{_public_name(name)}`" if _is_local(name) else f"[{name}]({site}{name})"
+    return f"`{public_name(name)}`" if _is_local(name) else f"[{name}]({site}{name})"
 
 
 def _escape(value: object) -> str:
@@ -164,7 +164,7 @@ def _last_rewards(
         if logs is None:
             continue
         metrics = [("reward", f"{prefix}reward", f"{prefix}reward_std")] + [
-            (_public_name(name), f"{prefix}rewards/{name}/mean", f"{prefix}rewards/{name}/std")
+            (public_name(name), f"{prefix}rewards/{name}/mean", f"{prefix}rewards/{name}/std")
             for name in reward_names
         ]
         lines = [
