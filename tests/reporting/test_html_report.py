@@ -68,7 +68,8 @@ LOGS = [
     {
         "reward": 0.1 * at, "reward_std": 0.3, "frac_reward_zero_std": 0.9, "loss": 0.0, "kl": 0.01,
         "rewards/correct/mean": 0.1 * at, "rewards/correct/std": 0.3, "time/generate": 2.0, "time/train": 1.0,
-        "time/idle": 0.5, "step_time": 3.5, "completions/clipped_ratio": 0.05, "custom/words": 3.0 * at,
+        "time/idle": 0.5, "step_time": 3.5, "memory/train": 1.5,
+        "completions/clipped_ratio": 0.05, "custom/words": 3.0 * at,
     }
     for at in range(1, 6)
 ]  # fmt: skip
@@ -254,6 +255,7 @@ def test_a_run_is_shown_with_its_parts(tmp_path):
         "Reward components",
         "Mismatch, truncation and clipping",
         "Time by phase",
+        "Memory by phase",
         "Completions that changed most",
         "Groups that taught nothing",
         "Settings",
