@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.runs import policy, tokenizer
+from support.saved_runs import save_run
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_{}(sys.argv[1]))"
@@ -62,6 +63,16 @@ def test_an_installation_runs_the_lines_of_readme(installed: Path, tmp_path: Pat
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith(str(installed)) and (tmp_path / "out").is_dir()
+
+
+def test_an_installation_writes_a_report(installed: Path, tmp_path: Path) -> None:
+    """Its page and the table of metrics are files of the package; the license of uPlot is beside its script."""
+    run = save_run(tmp_path / "run", [{"reward": 0.5, "frac_reward_zero_std": 0.5}])
+    command = [sys.executable, "-m", "groupwise.cli", "report", str(run)]
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=True, timeout=120)
+    assert "0.1 to 0.7" in (run / "report.html").read_text()
+    assert (installed / "groupwise" / "reporting" / "page" / "uPlot-LICENSE").is_file()
 
 
 def test_the_command_prints_the_version_of_the_package(installed: Path) -> None:
