@@ -66,7 +66,7 @@ def test_an_installation_runs_the_lines_of_readme(installed: Path, tmp_path: Pat
 
 
 def test_an_installation_writes_a_report(installed: Path, tmp_path: Path) -> None:
-    """Its page and the table of metrics are files of the package; the license of uPlot is beside its script."""
+    """Its page and the table of metrics are files of the package; the license of uPlot is one, too."""
     run = save_run(tmp_path / "run", [{"reward": 0.5, "frac_reward_zero_std": 0.5}])
     command = [sys.executable, "-m", "groupwise.cli", "report", str(run)]
     environment = {**os.environ, "PYTHONPATH": str(installed)}
