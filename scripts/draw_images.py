@@ -349,7 +349,7 @@ def terminal() -> str:
         seconds.append(log["step_time"])
         to_go = fmean(seconds) * (run["max_steps"] - log["step"])
         if position == len(run["logs"]) // 2 + 1:
-            rows = run["completions"][:2]
+            rows = run["completions"]
             columns = {name: [row[name] for row in rows] for name in rows[0]}
             texts = {name: list(map(saved_text, columns[name])) for name in ("prompt", "completion")}
             console.print(completions_grid({**columns, **texts}, f"completions, step {log['step']}"))

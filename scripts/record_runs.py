@@ -142,6 +142,7 @@ def record_transcript(max_steps: int) -> None:
 def record_quickstart(steps: int = STEPS) -> None:
     """Run the quickstart; keep its logs, completions of a log in the middle, and a picture of its report."""
     import pandas
+    from PIL import Image
 
     started = conditions()
     with tempfile.TemporaryDirectory() as folder:
@@ -161,7 +162,7 @@ def record_quickstart(steps: int = STEPS) -> None:
                         {key: round(v, 4) if isinstance(v, float) else v for key, v in log.items()}
                         for log in logs
                     ],
-                    "completions": rows[:: len(rows) // 4],
+                    "completions": rows[:: len(rows) // 2],
                 },
                 indent=1,
             )
@@ -171,6 +172,7 @@ def record_quickstart(steps: int = STEPS) -> None:
             page = f"file://{output}/report.html"
             options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1160,1700"]
             subprocess.run([browser, *options, f"--screenshot={REPORT}", page], check=True)
+            Image.open(REPORT).convert("RGB").quantize(64).save(REPORT, optimize=True)
 
 
 def main() -> None:
