@@ -29,7 +29,7 @@ BUDGET = {
     "mixins": 1040,
     "policy": 3734,
     "records": 1020,
-    "reporting": 2700,
+    "reporting": 2730,
     "rewards": 1805,
     "tokenization": 1405,
     "cli": 1772,
