@@ -8,6 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import psutil
@@ -139,39 +140,31 @@ def _value_findings(name: str, values: list[float], seconds: float) -> Iterator[
         yield ok("reward", f"{name}: {text} ({seconds:.2f} s)")
 
 
-class _Peak:
-    """Context manager that measures the peak memory above the memory at entry, in bytes."""
+@contextmanager
+def _peak_memory(device: torch.device) -> Iterator[list[int]]:
+    """Context manager that measures the peak memory above the memory at entry: one number of bytes."""
+    peak, process, has_ended = [0], psutil.Process(), threading.Event()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        yield peak
+        peak[0] = torch.cuda.max_memory_allocated() - before
+        return
+    malloc_trim()  # free pages that malloc still holds would hide new allocations
+    before = process.memory_info().rss
 
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        self.above = 0
-        self._stop = threading.Event()
+    def watch() -> None:
+        while not has_ended.wait(0.005):
+            peak[0] = max(peak[0], process.memory_info().rss - before)
 
-    def _used(self) -> int:
-        return torch.cuda.memory_allocated() if self.cuda else psutil.Process().memory_info().rss
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.005):
-            self.above = max(self.above, self._used() - self.before)
-
-    def __enter__(self) -> _Peak:
-        gc.collect()
-        if not self.cuda:
-            malloc_trim()  # free pages that malloc still holds would hide new allocations
-        self.before = self._used()
-        if self.cuda:
-            torch.cuda.reset_peak_memory_stats()
-        else:
-            self._thread = threading.Thread(target=self._watch, daemon=True)
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.cuda:
-            self.above = torch.cuda.max_memory_allocated() - self.before
-        else:
-            self._stop.set()
-            self._thread.join()
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield peak
+    finally:
+        has_ended.set()
+        watcher.join()
 
 
 def train_row(trainer: GRPOTrainer, prompt_tokens: int, completion_tokens: int) -> int:
@@ -194,10 +187,10 @@ def train_row(trainer: GRPOTrainer, prompt_tokens: int, completion_tokens: int) 
     trainer.compute_logprobs(model.eval(), batch)
     model.train()
     batch = trainer.logprob_computer.prepare(batch)
-    with _Peak(trainer.accelerator.device) as peak:
+    with _peak_memory(trainer.accelerator.device) as peak:
         loss = trainer.compute_loss(model, batch)
         trainer.accelerator.backward(loss)
-    return peak.above
+    return peak[0]
 
 
 def memory_findings(
