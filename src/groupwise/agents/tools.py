@@ -13,7 +13,7 @@ from transformers.utils import get_json_schema
 
 from groupwise.agents.executor import Invocation
 from groupwise.errors import AgentError, ConfigError, is_interrupt, warn_once
-from groupwise.tokenization.images import is_image_object, open_result_images
+from groupwise.tokenization.images import load_blocks, may_be_opened
 from groupwise.tokenization.text import is_content_blocks, replace_surrogates
 from groupwise.tokenization.tool_calls import ToolCall, ToolSchema
 
@@ -39,7 +39,8 @@ def allow_image_paths(function: F) -> F:
 
 def may_open_images(content: Sequence[Mapping[str, Any]], function: Callable[..., Any]) -> bool:
     """Return True if all images in the content blocks that a function returned may be opened."""
-    return getattr(function, _PATHS_NAME, False) or all(map(is_image_object, content))
+    paths = getattr(function, _PATHS_NAME, False)
+    return all(may_be_opened(block, paths=paths) for block in content)
 
 
 @dataclass(frozen=True)
@@ -156,9 +157,7 @@ def tool_result(
             return ToolResult(content)
         if not images:
             raise TypeError("the tool returned an image, but the model reads text only")
-        paths = getattr(tools[call.name].function, _PATHS_NAME, False)
-        opened = open_result_images(content, paths=paths)
-        if opened is None:
+        if not may_open_images(content, tools[call.name].function):
             warn_once(
                 logger,
                 "tool %r returned an image block with a path or a URL, which is not opened: the policy sees "
@@ -166,7 +165,8 @@ def tool_result(
                 "groupwise.agents.allow_image_paths if its results can be trusted with the trainer's files",
                 call.name,
             )
-        return ToolResult(str(content) if opened is None else opened)
+            return ToolResult(str(content))
+        return ToolResult(load_blocks(content))
     except AgentError:  # the tool fails the whole rollout
         raise
     except BaseException as problem:  # str() of a result or of an error is code of the user, too

@@ -168,7 +168,7 @@ def check_prompt_ids(
 def _process_chat(
     processor: ProcessorMixin, prompt: list[Message], template_kwargs: Mapping[str, Any] | None
 ) -> tuple[list[int], ImageInputs]:
-    messages = [{**message, "content": _load_blocks(content_blocks(message))} for message in prompt]
+    messages = [{**message, "content": load_blocks(content_blocks(message))} for message in prompt]
     if any(_is_empty(block) for message in messages for block in message["content"]):
         raise ConfigError(f"an image block of a prompt has no image: {prompt!r:.200}")
     options = generation_options(prompt, template_kwargs)
@@ -317,8 +317,12 @@ def image_suppress_tokens(policy: PreTrainedModel, processing_class: ProcessingC
     return [] if token is None else [token]
 
 
-def _load_blocks(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the blocks with every image opened."""
+def load_blocks(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the blocks with every image opened.
+
+    Raises:
+        ConfigError: an image cannot be opened.
+    """
     images = [_image_of(block) for block in blocks]
     return [
         block if image is None else {"type": "image", "image": load_image(image)}
@@ -336,30 +340,14 @@ def _is_empty(block: Mapping[str, Any]) -> bool:
     return block.get("type") == "image" and _image_of(block) is None
 
 
-def open_result_images(content: list[dict[str, Any]], *, paths: bool) -> list[dict[str, Any]] | None:
-    """Open the images in the content blocks that a tool returned.
+def may_be_opened(block: Mapping[str, Any], *, paths: bool) -> bool:
+    """Return True for text, an image object (PIL image, array, tensor, bytes) and, if allowed, a path or URL.
 
-    Args:
-        paths: images may be paths and URLs. Otherwise only image objects: PIL images, arrays, tensors and
-            ``{"bytes": ...}``, none of which JSON can represent.
-
-    Returns:
-        The blocks; None if one is not allowed.
-
-    Raises:
-        ConfigError: an image cannot be opened.
+    JSON can represent paths and URLs, but no image object.
     """
-    for block in content:
-        if not is_image_object(block) and not (paths and isinstance(_image_of(block), (str, Mapping))):
-            return None
-    return _load_blocks(content)
-
-
-def is_image_object(block: Mapping[str, Any]) -> bool:
-    """Return True for a block of text, and for an image that is not a path or a URL, so not from JSON."""
-    if block.get("type") != "image":
-        return True
     image = _image_of(block)
-    if isinstance(image, Mapping):
-        return isinstance(image.get("bytes"), bytes)
-    return not isinstance(image, (str, list, tuple, int, float, type(None)))
+    if block.get("type") != "image" or (isinstance(image, Mapping) and isinstance(image.get("bytes"), bytes)):
+        return True
+    if isinstance(image, str | Mapping):
+        return paths
+    return not isinstance(image, list | tuple | int | float | None)
