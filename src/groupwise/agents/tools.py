@@ -13,7 +13,7 @@ from transformers.utils import get_json_schema
 
 from groupwise.agents.executor import Invocation
 from groupwise.errors import AgentError, ConfigError, is_interrupt, warn_once
-from groupwise.tokenization.images import load_blocks, may_be_opened
+from groupwise.tokenization.images import is_image_object, load_blocks
 from groupwise.tokenization.text import is_content_blocks, replace_surrogates
 from groupwise.tokenization.tool_calls import ToolCall, ToolSchema
 
@@ -39,8 +39,7 @@ def allow_image_paths(function: F) -> F:
 
 def may_open_images(content: Sequence[Mapping[str, Any]], function: Callable[..., Any]) -> bool:
     """Return True if all images in the content blocks that a function returned may be opened."""
-    paths = getattr(function, _PATHS_NAME, False)
-    return all(may_be_opened(block, paths=paths) for block in content)
+    return getattr(function, _PATHS_NAME, False) or all(map(is_image_object, content))
 
 
 @dataclass(frozen=True)

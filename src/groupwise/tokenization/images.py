@@ -340,14 +340,9 @@ def _is_empty(block: Mapping[str, Any]) -> bool:
     return block.get("type") == "image" and _image_of(block) is None
 
 
-def may_be_opened(block: Mapping[str, Any], *, paths: bool) -> bool:
-    """Return True for text, an image object (PIL image, array, tensor, bytes) and, if allowed, a path or URL.
-
-    JSON can represent paths and URLs, but no image object.
-    """
+def is_image_object(block: Mapping[str, Any]) -> bool:
+    """Return True for a block of text, and for an image that is not a path or a URL, so not from JSON."""
     image = _image_of(block)
     if block.get("type") != "image" or (isinstance(image, Mapping) and isinstance(image.get("bytes"), bytes)):
         return True
-    if isinstance(image, str | Mapping):
-        return paths
-    return not isinstance(image, list | tuple | int | float | None)
+    return not isinstance(image, Mapping | str | list | tuple | int | float | None)
