@@ -19,17 +19,14 @@ from groupwise.records.sampling_mask import SamplingMask
 def make_recorder(model: CausalLM, config: GenerationConfig) -> SamplingMaskRecorder | None:
     """Return a recorder if ``config`` truncates the sampling distribution of ``model.generate``.
 
+    Settings of the model do not count: the backend samples under ``without_model_settings``.
+
     Returns:
         None without truncation, with greedy decoding, and if the model has its own decoding loop.
     """
-    defaults = without_adapter(model).generation_config
-
-    def setting(name: str) -> Any:
-        own = getattr(config, name, None)
-        return getattr(defaults, name, None) if own is None else own
-
-    truncates = any(setting(name) not in (None, neutral) for name, neutral in TRUNCATING.items())
-    samples = setting("do_sample") and setting("num_beams") in (None, 1)
+    given = {name: getattr(config, name, None) for name in TRUNCATING}
+    truncates = any(value not in (None, TRUNCATING[name]) for name, value in given.items())
+    samples = config.do_sample is not False and config.num_beams in (None, 1)
     return SamplingMaskRecorder() if truncates and samples and can_record(model) else None
 
 
