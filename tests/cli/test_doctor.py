@@ -13,7 +13,7 @@ import pytest
 from support import runs
 
 from groupwise import GRPOConfig
-from groupwise.cli import main, report
+from groupwise.cli import findings, main
 from groupwise.cli.checks import batch_findings, length_findings, tokenizer_findings
 from groupwise.cli.trial import trial_config
 
@@ -99,9 +99,11 @@ def test_the_report_is_json_and_nothing_else_is_on_stdout(run_file, capfd):
 
 
 def test_problems_come_before_warnings_in_what_to_change_first(capsys):
-    found = report.Report()
-    found.add([report.warn("a", "1"), report.ok("b", "2"), report.fail("c", "3"), report.warn("d", "4")])
-    found.add([report.fail("e", "5")])
+    found = findings.Report()
+    found.add(
+        [findings.warn("a", "1"), findings.ok("b", "2"), findings.fail("c", "3"), findings.warn("d", "4")]
+    )
+    found.add([findings.fail("e", "5")])
     assert found.close() == 1
     end = capsys.readouterr().out.partition("Change first:\n")[2]
     assert [line.split() for line in end.splitlines()] == [
@@ -227,8 +229,8 @@ def test_templates():
 
 
 def test_the_table_wraps():
-    rows = [report.ok("one", "a b"), report.warn("two", "word " * 12), report.fail("three", "x\ny")]
-    shown = report.table(rows, width=51)
+    rows = [findings.ok("one", "a b"), findings.warn("two", "word " * 12), findings.fail("three", "x\ny")]
+    shown = findings.table(rows, width=51)
     assert shown == (
         "ok    one            a b\n"
         "warn  two            word word word word word word\n"
@@ -236,4 +238,4 @@ def test_the_table_wraps():
         "fail  three          x\n"
         "                     y"
     )
-    assert report.summary(rows) == "1 problem(s), 1 warning(s), 1 fine"
+    assert findings.summary(rows) == "1 problem(s), 1 warning(s), 1 fine"
