@@ -18,7 +18,7 @@ FILES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PAC
 #: Lines of a room, blank lines and docstrings included. The last four stand beside the trainer.
 BUDGET = {
     "top level": 1380,
-    "agents": 1755,
+    "agents": 1750,
     "compat": 842,
     "config": 2095,
     "core": 1620,
@@ -31,11 +31,11 @@ BUDGET = {
     "records": 1020,
     "reporting": 2730,
     "rewards": 1805,
-    "tokenization": 1405,
-    "cli": 1772,
-    "recipes": 1770,
+    "tokenization": 1390,
+    "cli": 1765,
+    "recipes": 1765,
     "sandbox": 1035,
-    "trl_hooks": 1650,
+    "trl_hooks": 1645,
 }
 #: Slack of the rooms together: lines that the budgets allow beyond those there are, in a hundred.
 SLACK = 1.0
