@@ -1,0 +1,224 @@
+"""Digests of weights: their sum, what changes them, and the comparison with reports of engines.
+
+Files: ``policy/weight_places.py``.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.fakes.tiny_engine import TinyEngine
+from support.runs import policy
+
+from groupwise.errors import BackendError
+from groupwise.policy import digests
+from groupwise.policy.digests import (
+    WeightDigests,
+    columns_of,
+    part_digest,
+    position_weights,
+    sampled_columns,
+    tensor_digest,
+)
+from groupwise.policy.weight_iterator import weight_iterator
+from groupwise.policy.weight_places import find_places
+
+ROW, COLUMN = digests._ROW, digests._COLUMN
+
+
+def weight(index: int, seed: int) -> int:
+    """The weight of a position, by Python's integers."""
+    mask = 2**64 - 1
+
+    def shifted(number: int, bits: int) -> int:  # arithmetic, of a signed number
+        return ((number - 2**64 if number >> 63 else number) >> bits) & mask
+
+    mixed = (index + seed) * digests._MIX_1 & mask
+    mixed = (mixed ^ shifted(mixed, 31)) * digests._MIX_2 & mask
+    return (mixed ^ shifted(mixed, 29)) | 1
+
+
+def by_loops(matrix: torch.Tensor) -> int:
+    bits = (matrix.float() + 0.0).view(torch.int32)
+    rows, columns = matrix.shape
+    total = sum(
+        weight(i, ROW) * weight(j, COLUMN) * int(bits[i, j]) for i in range(rows) for j in range(columns)
+    )
+    return (total + 2**63) % 2**64 - 2**63
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_digest_is_the_double_sum_of_the_documentation(dtype):
+    matrix = torch.randn(5, 7).to(dtype)
+    assert tensor_digest(matrix).item() == by_loops(matrix)
+
+
+@pytest.mark.parametrize("chunk", [1, 10, 2**16])
+def test_the_digest_does_not_depend_on_how_the_tensor_is_cut_or_stored(chunk, monkeypatch):
+    matrix = torch.randn(6, 5)
+    expected = by_loops(matrix)
+    monkeypatch.setattr(digests, "_CHUNK", {"cpu": chunk})
+    assert tensor_digest(matrix).item() == expected
+    assert tensor_digest(matrix.T.contiguous().T).item() == expected
+
+
+def test_positions_have_different_odd_weights():
+    values = position_weights(torch.arange(100_000), ROW)
+    assert values.unique().numel() == 100_000 and (values & 1).all()
+
+
+def test_parts_add_up_to_the_whole():
+    whole = torch.randn(4, 6, 5)
+    columns = columns_of(whole.shape)
+    expected = tensor_digest(whole).item()
+    experts = [part_digest(whole[i], i * 30, (5, 1), columns).item() for i in range(4)]
+    shards = [part_digest(whole[..., i : i + 1], i, (30, 5, 1), columns).item() for i in range(5)]
+    transposed = part_digest(whole.permute(2, 0, 1), 0, (1, 30, 5), columns).item()
+    flat = part_digest(whole.flatten(), 0, (1,), columns).item()
+    for parts in (experts, shards, [transposed], [flat]):
+        assert (sum(parts) - expected) % 2**64 == 0
+    with pytest.raises(ValueError, match="no ranges of rows and columns"):
+        part_digest(whole.flatten()[:7], 1, (1,), columns)
+
+
+def test_zeros_around_a_matrix_add_nothing():
+    padded = torch.zeros(9, 8)
+    padded[:3, :4] = torch.randn(3, 4)
+    assert tensor_digest(padded).item() == tensor_digest(padded[:3, :4]).item()
+
+
+def test_equal_values_have_equal_digests_in_every_dtype():
+    values = torch.randn(4, 4).bfloat16()
+    assert tensor_digest(values).item() == tensor_digest(values.float()).item()
+    assert tensor_digest(torch.tensor([0.0, 1.0])).item() == tensor_digest(torch.tensor([-0.0, 1.0])).item()
+
+
+def test_every_changed_bit_changes_the_digest():
+    matrix = torch.randn(3, 5)
+    before = tensor_digest(matrix).item()
+    bits = matrix.view(torch.int32)
+    for i in range(3):
+        for j in range(5):
+            for bit in range(32):
+                bits[i, j] ^= 1 << bit if bit < 31 else -(2**31)
+                assert tensor_digest(matrix).item() != before
+                bits[i, j] ^= 1 << bit if bit < 31 else -(2**31)
+    assert tensor_digest(matrix).item() == before
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.neg, torch.Tensor.T.__get__, lambda m: m.roll(1, 0)])
+def test_changes_of_many_elements_change_the_digest(change):
+    """Signs of all elements differ in the highest bit alone, for which the bound is the weakest."""
+    for seed in range(200):
+        matrix = torch.randn(6, 6, generator=torch.Generator().manual_seed(seed))
+        assert tensor_digest(matrix).item() != tensor_digest(change(matrix)).item()
+
+
+@pytest.mark.parametrize("columns", [1, 16, 17, 100])
+def test_consecutive_syncs_read_all_columns(columns):
+    read = [column for sync in range(-(-columns // 16)) for column in sampled_columns(sync, columns)]
+    assert read == list(range(columns))
+
+
+@pytest.fixture
+def weights():
+    return {name: tensor.detach().clone() for name, tensor in weight_iterator(policy())}
+
+
+def compared(weights, engine, dtype="float32", sync=0):
+    """Load ``weights`` into an engine and compare."""
+    sent = WeightDigests([dtype], sync)
+    engine.start_weight_update()
+    engine.update_weights({"update_info": {"weights": list(sent.recorded(weights.items()))}})
+    engine.finish_weight_update("0")
+    sent.check("the engine", dtype, engine.collective_rpc("", {"shapes": sent.shapes(), "sync": sync}))
+    return sent.combined()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_that_loaded_the_weights_agrees(weights, dtype):
+    engine = TinyEngine(weights.items(), getattr(torch, dtype))
+    first = compared(weights, engine, dtype)
+    assert first == compared(weights, engine, dtype, sync=1)
+    weights["model.norm.weight"][0] += 1
+    assert len(first) == 16 and first != compared(weights, engine, dtype, sync=2)
+
+
+def test_vectors_that_an_engine_keeps_in_float32_are_compared_unrounded(weights):
+    engine = TinyEngine(weights.items(), torch.bfloat16)
+    weights["model.norm.weight"] += 1e-4  # below the resolution of bfloat16
+    engine.parameters["model.norm.weight"] = engine.parameters["model.norm.weight"].float()
+    compared(weights, engine, "bfloat16")
+    engine.damage = lambda engine: engine.parameters["model.norm.weight"].copy_(torch.ones(()))
+    with pytest.raises(BackendError, match=r"model\.norm\.weight has other values"):
+        compared(weights, engine, "bfloat16")
+
+
+def test_a_tensor_that_comes_twice_is_refused(weights):
+    sent = WeightDigests(["float32"])
+    with pytest.raises(BackendError, match=r"two tensors named model\.norm\.weight"):
+        list(sent.recorded([("model.norm.weight", torch.ones(3))] * 2))
+
+
+def test_a_tensor_that_the_policy_does_not_send_is_found_by_what_is_empty(weights):
+    engine = TinyEngine(weights.items())
+    name = next(name for name in weights if "k_proj" in name)
+    del weights[name]
+    with pytest.raises(BackendError, match=r"qkv_proj\.weight got no weights"):
+        compared(weights, engine)
+
+
+def test_tensors_that_a_loader_transforms_are_named_and_left_out(caplog):
+    parameters = {"a": torch.empty(2, 3, device="meta"), "b": torch.empty(3, device="meta")}
+
+    def load(weights):
+        for name, tensor in weights:
+            parameters[name].copy_(tensor.exp() if name == "b" else tensor)
+
+    shapes = {"a": [2, 3], "b": [3]}
+    places = find_places(load, shapes, parameters, torch.float32)
+    assert places.opaque == {"b"} and not places.empty and list(places.by_parameter) == ["a"]
+    sent = WeightDigests(["float32"])
+    own = {"a": torch.ones(2, 3), "b": torch.ones(3)}
+    list(sent.recorded(own.items()))
+    entry = [tensor_digest(own["a"]).item(), 6, "float32"]
+    sent.check("it", "float32", [{"tensors": {"a": entry}, "sampled": {}, "opaque": ["b"], "empty": []}])
+    assert "1 of 2 tensors of it cannot be compared" in caplog.text and ": b" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        (None, "was not loaded"),
+        ([0, 3, "float32"], "was loaded in part"),
+        ([0, 6, "float32"], "has other values"),
+        ([0, 6, "bfloat16"], "is held in bfloat16, not in float32"),
+    ],
+)
+def test_a_problem_is_named(entry, problem):
+    sent = WeightDigests(["float32"])
+    list(sent.recorded([("a", torch.ones(2, 3))]))
+    tensors = {} if entry is None else {"a": entry}
+    report = {"tensors": tensors, "sampled": {}, "opaque": [], "empty": []}
+    with pytest.raises(BackendError, match=f"it does not compute with the trainer's weights: a {problem}"):
+        sent.check("it", "float32", [report])
+
+
+def test_shards_and_copies_of_several_workers_add_up():
+    matrix, vector = torch.randn(4, 6), torch.randn(3)
+    sent = WeightDigests(["float32"])
+    list(sent.recorded([("a", matrix), ("b", vector)]))
+    reports = [
+        {
+            "tensors": {
+                "a": [part_digest(matrix[:, 3 * i : 3 * i + 3], 3 * i, (6, 1), 6).item(), 12, "float32"],
+                "b": [tensor_digest(vector).item(), 3, "float32"],
+            },
+            **{"sampled": {}, "opaque": [], "empty": []},
+        }
+        for i in range(2)
+    ]
+    sent.check("it", "float32", reports)
+    reports[1]["tensors"]["b"][0] += 1  # one of two copies
+    with pytest.raises(BackendError, match="b has other values"):
+        sent.check("it", "float32", reports)
