@@ -1,7 +1,7 @@
 """Private symbols of other libraries that ``groupwise.compat`` uses exist with the expected signatures.
 
 Files: ``compat/accelerate.py``, ``compat/deepspeed.py``, ``compat/liger.py``, ``compat/peft.py``,
-``compat/torch.py``, ``compat/transformers.py``, ``compat/vllm.py``.
+``compat/torch.py``, ``compat/transformers.py``, ``compat/vllm.py``, ``compat/vllm_weights.py``.
 """
 
 from __future__ import annotations
@@ -85,6 +85,12 @@ SIGNATURES = [
         ["name", "indices", "values", "full_shape"],
     ),
     ("vllm.model_executor.model_loader.reload", "initialize_layerwise_reload", ["model"]),
+    ("vllm.model_executor.model_loader.reload.layerwise", "get_layerwise_info", ["layer"]),
+    ("vllm.model_executor.model_loader.reload.layerwise", "_get_original_loader", ["tensor"]),
+    ("vllm.model_executor.model_loader.reload.meta", "restore_layer_on_meta", ["layer", "info"]),
+    ("vllm.model_executor.model_loader.reload.meta", "to_meta_tensor", ["tensor"]),
+    ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", ["layer", "remove_weight"]),
+    ("vllm.lora.utils", "parse_fine_tuned_lora_name", ["name", "weights_mapper"]),
     ("vllm.v1.engine.llm_engine", "LLMEngine.add_lora", ["self", "lora_request"]),
     ("vllm.v1.engine.llm_engine", "LLMEngine.remove_lora", ["self", "lora_id"]),
 ]

@@ -61,6 +61,7 @@ CONTRACT = {
     "vllm_max_model_length": (int, None),
     "vllm_tensor_parallel_size": (int, 1),
     "vllm_engine_kwargs": (dict, None),
+    "vllm_weight_check": (str, "every_sync"),
     "vllm_importance_sampling_correction": (bool, True),
     "vllm_importance_sampling_mode": (str, "sequence_mask"),
     "vllm_importance_sampling_clip_max": (float, 3.0),

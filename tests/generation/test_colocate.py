@@ -234,6 +234,57 @@ def test_the_engine_leaves_random_numbers_alone(run):
     assert torch.equal(torch.rand(3), expected)
 
 
+def test_completions_have_the_digest_of_the_weights_of_their_step(run):
+    digests = {step: {completion.weight_digest} for step, completion, _ in run.seen}
+    assert len(digests) == 2 and set(map(len, digests.values())) == {1}
+    assert digests[1] == {run.backend.weight_digests[1]} != digests[0]
+    assert len(run.backend.weight_digests[1]) == 16
+
+
+def test_a_flipped_bit_in_one_weight_of_the_engine_ends_the_run(run, monkeypatch):
+    """The loader of the real model changes the last bit of one weight, in a matrix that vLLM repacks."""
+    worker = run.backend.engine.llm_engine.model_executor.driver_worker.worker
+    model, name = worker.model_runner.get_model(), "model.layers.1.mlp.up_proj.weight"
+    load = model.load_weights
+
+    def flipped(weights):
+        changed = {one: tensor.detach().clone() for one, tensor in weights}
+        if name in changed:
+            changed[name].view(torch.int32)[3, 5] ^= 1
+        return load(changed.items())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "load_weights", flipped)
+        run.backend.invalidate_weights()
+        with pytest.raises(
+            BackendError, match=rf"engine does not compute.*: {re.escape(name)} has other values"
+        ):
+            sync(run, run.model)
+    with pytest.raises(BackendError, match="call sync_weights before generate"):
+        run.backend.generate(PROMPTS)
+    sync(run, run.model)
+    assert run.backend.generate(PROMPTS)[0].weight_digest
+
+
+def test_a_head_that_keeps_the_repacked_weights_of_another_step_ends_the_run(run, monkeypatch):
+    """vLLM's reload alone leaves a tied head the copy of the weights before."""
+    from groupwise.compat.vllm import layerwise_reload
+    from groupwise.generation.vllm.receiver import CheckpointReceiver
+
+    def finish(self):
+        layerwise_reload()[1](self.model, self.model_config)
+
+    embedding = run.model.get_input_embeddings().weight
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(CheckpointReceiver, "finish_weight_update", finish)
+        embedding += 0.1
+        run.backend.invalidate_weights()
+        with pytest.raises(BackendError, match=r"model\.embed_tokens\.weight has other values"):
+            sync(run, run.model)
+        embedding -= 0.1
+    sync(run, run.model)
+
+
 def test_an_incomplete_model_is_refused(run):
     class Incomplete(PolicyWeights):
         def full(self):

@@ -43,8 +43,9 @@ def model():
 
 
 @pytest.fixture
-def fake(fake):
+def fake(fake, model):
     fake.info["lora_config"] = {"max_lora_rank": 8}
+    fake.weights = dict(PolicyWeights(model).base())
     return fake
 
 
@@ -121,7 +122,7 @@ def test_a_load_that_fails_is_made_again(backend, fake, model, failure):
 
 def test_a_load_that_fails_on_one_server_leaves_nothing_on_the_others(fake, model, tmp_path):
     other = FakeVLLM()
-    other.info["lora_config"] = {"max_lora_rank": 8}
+    other.info["lora_config"], other.weights = {"max_lora_rank": 8}, fake.weights
     backend = backend_for(fake, model, tmp_path)
     backend.config.vllm_server_base_url = f"{fake.url},{other.url}"
     other.failures["/v1/load_lora_adapter"] = [500]

@@ -103,12 +103,15 @@ def test_environment_variables_of_the_user_are_kept(monkeypatch):
     assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG" and os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
 
 
+NO_CHECK = {"vllm_weight_check": "off", "use_cpu": True, "bf16": False}
+
+
 class FakeEngine:
     """Writes down what it is asked to do."""
 
     def __init__(self):
         self.calls = []
-        self.model_config = SimpleNamespace(max_model_len=64, max_logprobs=20)
+        self.model_config = SimpleNamespace(max_model_len=64, max_logprobs=20, dtype=torch.float32)
 
     def __getattr__(self, name):
         def call(*args, **kwargs):
@@ -132,7 +135,7 @@ def weights(*pairs):
 def sleeping(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     engine = FakeEngine()
-    config = GRPOConfig(str(tmp_path), vllm_enable_sleep_mode=True, use_cpu=True, bf16=False)
+    config = GRPOConfig(str(tmp_path), vllm_enable_sleep_mode=True, **NO_CHECK)
     backend = ColocatedBackend(engine, config, frozenset([1]), TensorParallelGroup(), FullWeightSync(engine))
     backend._generate = lambda requests, settings: backend.engine.generate(requests)
     return backend
@@ -178,7 +181,7 @@ def test_sampling_masks_of_the_engine_are_recorded(tmp_path):
 
     recorded.generate = generate
     recorded.llm_engine = SimpleNamespace()
-    config = GRPOConfig(str(tmp_path), top_p=0.9, use_cpu=True, bf16=False)
+    config = GRPOConfig(str(tmp_path), top_p=0.9, **NO_CHECK)
     backend = ColocatedBackend(
         recorded, config, frozenset([1]), TensorParallelGroup(), FullWeightSync(recorded)
     )

@@ -93,7 +93,7 @@ class StubEngine:
     """Expands image tokens like vLLM, and samples token 20."""
 
     def __init__(self, tokens_per_image: int = 2) -> None:
-        self.model_config = SimpleNamespace(max_model_len=64, max_logprobs=20)
+        self.model_config = SimpleNamespace(max_model_len=64, max_logprobs=20, dtype=torch.float32)
         self.tokens_per_image, self.prompts, self.resets = tokens_per_image, [], 0
         self.llm_engine = SimpleNamespace(reset_encoder_cache=self.reset)
 
@@ -118,7 +118,8 @@ class StubEngine:
 
 def colocated(engine: Any, directory: Any) -> ColocatedBackend:
     sync = SimpleNamespace(push=lambda *_: None, generate_kwargs=dict, close=lambda: None)
-    config = GRPOConfig(str(directory), max_completion_length=8, use_cpu=True, bf16=False)
+    off = {"vllm_weight_check": "off", "use_cpu": True, "bf16": False}
+    config = GRPOConfig(str(directory), max_completion_length=8, **off)
     return ColocatedBackend(engine, config, frozenset([1]), TensorParallelGroup(), sync, with_images=True)
 
 

@@ -21,6 +21,7 @@ from support.engine_runs import (
 from support.workers.vllm_process import ServerProcess
 from transformers import TrainerCallback
 
+from groupwise.errors import BackendError
 from groupwise.generation.vllm import transfer
 from groupwise.generation.vllm.client import fetch_num_tokens
 from groupwise.policy.weight_iterator import PolicyWeights
@@ -82,6 +83,28 @@ def test_after_a_sync_greedy_output_is_the_trainers(trained):
     after = engine_greedy(trained.backend, PROMPTS)
     assert after == greedy(trained.model, PROMPTS, 6, trained.backend.end_tokens)
     assert after != before or trained.backend.version == 2
+
+
+def test_a_flipped_bit_on_the_way_to_the_server_ends_the_run(server, tmp_path, monkeypatch):
+    name = "model.layers.0.self_attn.k_proj.weight"
+    save = transfer.save_file
+
+    def flipped(tensors, path):
+        if name in tensors:
+            tensors[name] = tensors[name].clone()
+            tensors[name].view(torch.int32)[1, 2] ^= 1
+        save(tensors, path)
+
+    run = run_for(server, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer, "save_file", flipped)
+        with pytest.raises(
+            BackendError, match=rf"server at {server.url} does not compute.*: {name} has other"
+        ):
+            sync(run, run.model)
+    sync(run, run.model)
+    assert run.backend.weight_digests[0] == run.backend.generate([[4, 5]])[0].weight_digest
+    run.backend.close()
 
 
 def test_log_probs_are_those_of_the_sampling_distribution(server, tmp_path):

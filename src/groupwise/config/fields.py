@@ -274,6 +274,10 @@ class GRPOFields(TrainingArguments):
         no_effect_unless=when.COLOCATE)] = 1
     vllm_engine_kwargs: Annotated[Json, Setting(
         "Further arguments (dict or JSON) of the engine.", no_effect_unless=when.COLOCATE)] = None
+    vllm_weight_check: Annotated[str, Setting(
+        "Compare all weights that vLLM computes with to the trainer's after every sync, the first, or never.",
+        choices=("every_sync", "first", "off"), example="every_step",
+        no_effect_unless=when.VLLM)] = "every_sync"
     vllm_importance_sampling_correction: Annotated[bool, Setting(
         "Importance-sampling correction for the difference between the log-probs of sampler and trainer.",
         card="if_changed", changes="step")] = True

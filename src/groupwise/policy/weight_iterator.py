@@ -38,14 +38,16 @@ class LoRAWeights:
     Attributes:
         tensors: whole tensors by their name in ``adapter_model.safetensors``.
         config: contents of ``adapter_config.json``.
+        scaling: factors that the layers multiply with B, by the name of B.
     """
 
     tensors: Mapping[str, torch.Tensor]
     config: Mapping[str, Any]
+    scaling: Mapping[str, float]
 
 
 class WeightSource(Protocol):
-    """Weights of the policy. Both methods may be called any number of times while the weights do not change.
+    """Weights of the policy. The methods may be called any number of times while the weights do not change.
 
     They gather sharded parameters, which is a collective: if one rank reads a source, all ranks must, and to
     the end.
@@ -56,6 +58,9 @@ class WeightSource(Protocol):
 
     def adapter(self) -> LoRAWeights:
         """Return the active LoRA adapter alone."""
+
+    def base(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Iterate over (checkpoint name, whole tensor) of the weights below the adapter."""
 
 
 @torch.no_grad()
@@ -148,6 +153,10 @@ class PolicyWeights:
         """See :func:`weight_iterator`."""
         return weight_iterator(self.model)
 
+    def base(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See :func:`base_weights`."""
+        return base_weights(self.model)
+
     def adapter(self) -> LoRAWeights:
         """Gather the active LoRA adapter on the CPU, as PEFT would save it.
 
@@ -169,7 +178,12 @@ class PolicyWeights:
             tensors = get_peft_model_state_dict(model, state_dict=whole, adapter_name=name)
             tensors = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
         config = model.peft_config[name].to_dict()
-        return LoRAWeights(tensors, {**config, "target_modules": sorted(config["target_modules"])})
+        scaling = {
+            f"{path}.lora_B.weight": module.scaling[name]
+            for path, module in model.named_modules()
+            if isinstance(module.__dict__.get("scaling"), dict) and name in module.scaling
+        }
+        return LoRAWeights(tensors, {**config, "target_modules": sorted(config["target_modules"])}, scaling)
 
 
 def gatherable(accelerator: Accelerator, model: nn.Module) -> CausalLM:

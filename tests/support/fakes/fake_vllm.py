@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import torch
 from safetensors.torch import load_file
+
+from groupwise.generation.vllm.weight_check import ADAPTERS
+from groupwise.policy.weight_places import DigestReport
+from support.fakes.tiny_engine import TinyEngine, scaled_adapter
 
 GENERATE = "/inference/v1/generate"
 
@@ -20,6 +25,8 @@ GENERATE = "/inference/v1/generate"
 class FakeVLLM:
     """Answers like vLLM; completion i of a prompt is [last prompt token, seed % 28 + 4, i] and an end token.
 
+    weights: tensors that it received, or has below its adapters.
+    engine: holds the weights in its place, as vLLM does.
     failures: answers to give instead, by path, used up one by one: a status, "drop" (closes the connection),
         "hang", a finish reason, or a function that returns one of them or None.
     """
@@ -31,6 +38,8 @@ class FakeVLLM:
         self.connections = 0
         self.version, self.paused, self.tokens = "default", False, 0.0
         self.adapters: dict[str, dict[str, Any]] = {}  # contents by name
+        self.weights: dict[str, torch.Tensor] = {}
+        self.engine: TinyEngine | None = None
         self.info = {
             "model_config": {
                 "model": "tiny",
@@ -62,9 +71,19 @@ class FakeVLLM:
             config = json.loads((directory / "adapter_config.json").read_text())
             tensors = load_file(directory / "adapter_model.safetensors")
             self.adapters[body["lora_name"]] = {"config": config, "tensors": tensors}
+            if self.engine is not None:
+                self.engine.add_adapter(tensors, config["lora_alpha"] / config["r"])
+        if self.engine is not None and path in ("/start_weight_update", "/update_weights"):
+            getattr(self.engine, path[1:])(*filter(None, [body]))
+        elif path == "/update_weights" and body["update_info"].get("path"):
+            self.weights |= load_file(body["update_info"]["path"])
+        if path == "/collective_rpc":
+            return {"results": self._reports(body["method"], body["kwargs"])}
         if path == "/v1/unload_lora_adapter":
             del self.adapters[body["lora_name"]]
         if path == "/finish_weight_update":
+            if self.engine is not None:
+                self.engine.finish_weight_update()
             self.version = body.get("weight_version", self.version)
         if path == "/pause":
             assert query == {"mode": ["keep"]}
@@ -78,6 +97,19 @@ class FakeVLLM:
             "/metrics": f'vllm:generation_tokens_total{{engine="0"}} {self.tokens}\n',
         }
         return answers.get(path, {})
+
+    def _reports(self, method: str, given: dict[str, Any]) -> list[Any]:
+        if self.engine is not None:
+            return self.engine.collective_rpc(method, given)
+        reports = []
+        for adapter in reversed(self.adapters.values()) if method == ADAPTERS else [None]:
+            report = DigestReport(given["shapes"])
+            scale = 1 if adapter is None else adapter["config"]["lora_alpha"] / adapter["config"]["r"]
+            tensors = self.weights if adapter is None else scaled_adapter(adapter["tensors"], scale)
+            for name in given["shapes"].keys() & tensors.keys():
+                report.add_tensor(name, tensors[name])
+            reports.append(report.result())
+        return [reports] if method == ADAPTERS else reports
 
     def _generate(self, body: Any) -> Any:
         sampling = body["sampling_params"]

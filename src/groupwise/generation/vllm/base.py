@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from groupwise.config.grpo_config import GRPOConfig
@@ -46,14 +47,15 @@ class VLLMBackend(GenerationBackend):
         self.sampling = sampling_fields(config, end_tokens, suppress_tokens)
         self._num_samples: dict[int, int] = {}  # by prompt, at step _num_samples_step
         self._num_samples_step: int | None = None
+        self.weight_digests: dict[int, str] = {}  # of all tensors, by step
 
     @abstractmethod
     def complete(self, requests: list[Request], sampling: SamplingOptions) -> list[list[Completion]]:
         """Return the samples of each request."""
 
     @abstractmethod
-    def load_weights(self, source: WeightSource, step: int) -> None:
-        """Load the weights of optimizer step ``step``."""
+    def load_weights(self, source: WeightSource, step: int) -> str | None:
+        """Load the weights of optimizer step ``step``; returns their digest if they were compared."""
 
     def reports_sampling_mask(self, generation_kwargs: Mapping[str, Any]) -> bool:
         """Return True if vLLM reports masks, or log-probs of all top_k tokens: at most ``max_logprobs``."""
@@ -80,7 +82,15 @@ class VLLMBackend(GenerationBackend):
         requests = self.make_requests(prompts, sampling, self.version, num_samples)
         samples = self.complete(requests, sampling)
         self._num_samples = num_samples  # only now: a failed call is repeated with the same seeds
-        return [completion for of_request in samples for completion in of_request]
+        return [self._with_digest(completion) for of_request in samples for completion in of_request]
+
+    def _with_digest(self, completion: Completion) -> Completion:
+        """Add the digests of the weights that sampled the tokens, if all of them are known."""
+        digests = [
+            self.weight_digests.get(version, "") for version in dict.fromkeys(completion.versions or ())
+        ]
+        known = bool(digests) and all(digests)
+        return replace(completion, weight_digest="+".join(digests)) if known else completion
 
     def make_requests(
         self,
@@ -117,14 +127,23 @@ class VLLMBackend(GenerationBackend):
         self.version = None  # a failed load leaves no usable weights
         if self._num_samples_step != step:
             self._num_samples, self._num_samples_step = {}, step
-        self.load_weights(source, step)
+        self.record_digest(step, self.load_weights(source, step))
         self.version = step
 
+    def record_digest(self, step: int, digest: str | None) -> None:
+        """Keep the digest of the weights of ``step``, and of the steps before it that may still sample."""
+        known = {**self.weight_digests, step: digest or ""}
+        self.weight_digests = dict(sorted(known.items())[-2 - self.config.rollout_staleness :])
+
     def snapshot(self) -> dict[str, Any]:
-        """Return the number of samples per prompt in this step, which continues the sequence of seeds."""
-        return {"num_samples": (self._num_samples_step, dict(self._num_samples))}
+        """Return what continues the sequence of seeds, samples per prompt in this step, and the digests."""
+        return {
+            "num_samples": (self._num_samples_step, dict(self._num_samples)),
+            "weight_digests": dict(self.weight_digests),
+        }
 
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Return to the state of a snapshot."""
         step, num_samples = snapshot["num_samples"]
         self._num_samples_step, self._num_samples = step, dict(num_samples)
+        self.weight_digests = dict(snapshot["weight_digests"])

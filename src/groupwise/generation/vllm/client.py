@@ -196,6 +196,24 @@ class VLLMServers:
             body = {"lora_name": name}
             self._post("/v1/unload_lora_adapter", [body], doing="unloading an adapter", timeout=5.0)
 
+    def call_workers(self, method: str, given: dict[str, Any]) -> dict[str, list[Any]]:
+        """Call a method of the workers; returns the answers of all workers of each server, by address."""
+        body = {"method": method, "kwargs": given}
+
+        async def call(server: HttpClient) -> tuple[str, list[Any]]:
+            answer = await server.once("POST", "/collective_rpc", body, doing="reading digests of weights")
+            return server.url, answer["results"]
+
+        try:
+            return dict(self._on_all(call))
+        except LostAnswerError as error:
+            if method not in str(error):
+                raise
+            raise BackendError(
+                f"a vLLM server cannot report its weights ({error}); install groupwise in its environment, "
+                "or set vllm_weight_check='off'"
+            ) from error
+
     def wait_until_up(self, doing: str) -> None:
         """Return once all servers are healthy; raises a ConnectionError after the timeout."""
         self._on_all(lambda server: server.wait_until_up(doing))

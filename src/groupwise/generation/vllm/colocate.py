@@ -39,6 +39,7 @@ from groupwise.generation.vllm.engine import (
 )
 from groupwise.generation.vllm.plugin import register
 from groupwise.generation.vllm.sampling import Request, check_expanded, engine_prompt, make_completion
+from groupwise.generation.vllm.weight_check import WeightCheck
 from groupwise.generation.vllm.weight_sync import (
     FullWeightSync,
     LoRAWeightSync,
@@ -97,6 +98,13 @@ class TensorParallelGroup:
         outputs = generate([request for part in by_rank for request in part])
         return outputs[start : start + len(requests)]
 
+    def gather(self, of_rank: list[T]) -> list[T]:
+        """Return the lists of all ranks as one."""
+        by_rank: list[list[T]] = [of_rank] * self.size
+        if self.size > 1:
+            dist.all_gather_object(by_rank, of_rank, group=self.group)
+        return [entry for part in by_rank for entry in part]
+
 
 class ColocatedBackend(VLLMBackend):
     """Samples with a vLLM engine in the trainer's process and on its device.
@@ -130,6 +138,18 @@ class ColocatedBackend(VLLMBackend):
         with_masks = getattr(engine.model_config, "return_sampling_mask", False)
         self.max_logprobs = None if with_masks else engine.model_config.max_logprobs
         self.asleep: set[str] = set()
+        dtype = str(engine.model_config.dtype).removeprefix("torch.")
+        self.weight_check = WeightCheck(
+            config.vllm_weight_check,
+            [dtype],
+            lambda method, given: [
+                (
+                    "the colocated engine",
+                    dtype,
+                    group.gather(self._engine.collective_rpc(method, kwargs=given)),
+                )
+            ],
+        )
         self.release()
 
     def complete(self, requests: list[Request], sampling: SamplingOptions) -> list[list[Completion]]:
@@ -168,14 +188,16 @@ class ColocatedBackend(VLLMBackend):
             getattr(getattr(sample, "sampling_mask", None), "token_ids", None),
         )
 
-    def load_weights(self, source: WeightSource, step: int) -> None:
+    def load_weights(self, source: WeightSource, step: int) -> str | None:
         """Load the weights and clear the caches of outputs that were computed with the previous ones."""
         self._wake("weights")
         with preserve_rng_state():
-            self.weight_sync.push(source, step)
+            digest = self.weight_sync.push(source, step, self.weight_check)
+        self.weight_check.done = True
         self._engine.reset_prefix_cache()
         if self.supports_images:
             reset_encoder_cache(self._engine)
+        return digest
 
     def release(self) -> None:
         """Put the engine to sleep until the next sync, if sleep mode is on."""

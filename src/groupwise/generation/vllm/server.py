@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from functools import partial
@@ -32,9 +32,10 @@ from groupwise.generation.vllm.preflight import ServerInfo, check_servers
 from groupwise.generation.vllm.sampling import Request, RequestKey
 from groupwise.generation.vllm.serve import as_shell_line, serve_command
 from groupwise.generation.vllm.transfer import BROADCASTING, WITH_METADATA, WeightTransfer, shared_memory
+from groupwise.generation.vllm.weight_check import WeightCheck
 from groupwise.policy.introspection import is_quantized
 from groupwise.policy.weight_iterator import LoRAWeights, WeightSource, rounded
-from groupwise.policy.weight_source import EngineWeights
+from groupwise.policy.weight_source import EngineWeights, NamedTensor
 from groupwise.records import Completion, SamplingOptions
 from groupwise.tokenization.images import is_processor
 from groupwise.tokenization.text import end_tokens, text_tokenizer
@@ -79,6 +80,8 @@ class VLLMServerBackend(VLLMBackend):
         self._transfer: WeightTransfer | None = None
         self._adapters: weight_sync.ServerAdapters | None = None
         self._num_pushes = 0  # of adapters, part of their names
+        self._check = WeightCheck("off", (), self._weight_reports)
+        self._digest: str | None = None  # of the last weights, on rank 0
 
     def prefetch(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions = RUN_SETTINGS, *, step: int
@@ -91,9 +94,9 @@ class VLLMServerBackend(VLLMBackend):
         self._connect()
         return super().reports_sampling_mask(generation_kwargs)
 
-    def load_weights(self, source: WeightSource, step: int) -> None:
+    def load_weights(self, source: WeightSource, step: int) -> str | None:
         self._source = source
-        self._push_weights(step)
+        return self._push_weights(step)
 
     def close(self) -> None:
         """Cancel all requests and disconnect; the next ``sync_weights`` connects again."""
@@ -149,7 +152,8 @@ class VLLMServerBackend(VLLMBackend):
                 return [samples[request.key] for request in requests]
             logger.warning("a vLLM server restarted without this run's weights; sending them again")
             self.disconnect()
-            self._push_weights(self.version or 0)
+            self._check.done, step = False, self.version or 0
+            self.record_digest(step, self._push_weights(step))
         raise BackendError(
             f"vLLM servers lost their weights {_ATTEMPTS} times within one generation; does another run send "
             "its weights to the same servers?"
@@ -211,6 +215,9 @@ class VLLMServerBackend(VLLMBackend):
                 servers, self.model_config, config, self.tokenizer, self.lora_rank
             )
             self.context_length = min(info.max_model_length for info in self.server_info)
+            self._check = WeightCheck(
+                config.vllm_weight_check, [info.dtype for info in self.server_info], self._weight_reports
+            )
             if self.server_info[0].returns_sampling_mask:
                 self.max_logprobs = servers.max_logprobs = None
         except BackendError as failure:
@@ -232,33 +239,51 @@ class VLLMServerBackend(VLLMBackend):
 
     # Weights.
 
-    def _push_weights(self, step: int) -> None:
-        """Push the weights, again if a server restarts meanwhile. A collective: all ranks gather shards."""
+    def _weight_reports(self, method: str, given: dict[str, Any]) -> list[tuple[str, str, list[Any]]]:
+        """Return (server, dtype, reports of its workers) of all servers; see :class:`WeightCheck`."""
+        dtypes = {info.url: info.dtype for info in self.server_info}
+        answers = self.servers.call_workers(method, given)
+        return [(f"the vLLM server at {url}", dtypes[url], reports) for url, reports in answers.items()]
+
+    def _push_weights(self, step: int) -> str | None:
+        """Push the weights, again if a server restarts meanwhile. A collective: all ranks gather shards.
+
+        Returns:
+            their digest; None if they were not compared.
+        """
         if self._source is None:
             raise BackendError("the backend has no weights; call sync_weights before generate")
         self._connect()
         source, dtypes = self._source, [info.dtype for info in self.server_info]
         first = self.server_info[0]  # stands for all: they do not differ
+
+        def read() -> Iterator[NamedTensor]:
+            weights = rounded(source.full(), dtypes)
+            return self._check.record(weights) if self.config.process_index == 0 else weights
+
         for attempt in range(1, _ATTEMPTS + 1):
             self._num_pushes += 1
             if first.max_lora_rank is not None:
-                adapter = source.adapter()
-                lost = self._try_on_all_ranks(partial(self._push_adapter, adapter, step))
+                adapter, base = source.adapter(), iter(source.base() if self._check.needs_base else ())
+                lost = self._try_on_all_ranks(partial(self._push_adapter, adapter, step, base))
             else:
-                self._weights.begin(lambda: rounded(source.full(), dtypes))
+                self._weights.begin(read)
                 if first.weight_transfer in WITH_METADATA:
                     self._weights.metadata()  # a collective, so before a failure of rank 0
                 lost = self._try_on_all_ranks(partial(self._prepare, retry=attempt > 1))
                 if lost is None and self._transfer is not None:
                     lost = self._try_on_all_ranks(partial(self._push, self._transfer, step))
             if lost is None:
-                return
+                self._check.done = True
+                return gather_object([self._digest])[0]
+            self._check.done = False
             logger.warning("sending weights failed (%s)", lost)
         self._raise_on_all_ranks(
             ServerUnavailableError(
                 f"sending weights to the vLLM servers failed {_ATTEMPTS} times; the last error: {lost}"
             )
         )
+        raise AssertionError("the line before raises")
 
     def _try_on_all_ranks(self, run: Callable[[], None]) -> str | None:
         """Run a part of a push; returns the first message about a lost answer, the same on all ranks."""
@@ -276,20 +301,31 @@ class VLLMServerBackend(VLLMBackend):
             self.disconnect()  # a restarted server must be connected again
         return lost
 
-    def _push_adapter(self, adapter: LoRAWeights, step: int) -> None:
-        """Load the adapter of this step under a name of its own, which later requests carry."""
+    def _push_adapter(self, adapter: LoRAWeights, step: int, base: Iterator[NamedTensor]) -> None:
+        """Load the adapter of this step under a name of its own, which later requests carry.
+
+        Args:
+            base: weights below the adapter, which are compared before; empty if they were.
+        """
         servers, config = self.servers, self.config
         name = f"{servers.run_id}:{self._num_pushes}:{step}"
-        if config.process_index != 0:
-            servers.adapter = name
-            return
-        servers.wait_until_up("sending the adapter")
+        try:
+            if config.process_index != 0:
+                servers.adapter = name
+                return
+            servers.wait_until_up("sending the adapter")
+            if self._check.needs_base:
+                self._check.compare_base(base)
+        finally:
+            for _ in base:  # gathering it is a collective
+                pass
         if self._adapters is None:
             local = all(urlsplit(server.url).hostname in _LOOPBACK for server in servers.servers)
             parent = shared_memory() if local else Path(str(config.output_dir))
             self._adapters = weight_sync.ServerAdapters(servers, parent, 1 + config.rollout_staleness)
         size = self._adapters.push(adapter, name)
         logger.info("sent the adapter of step %d: %.2f MB", step, size / 1e6)
+        self._digest = self._check.compare_adapter(adapter)
 
     def _prepare(self, *, retry: bool) -> None:
         """Connect to the servers and suspend them."""
@@ -314,6 +350,7 @@ class VLLMServerBackend(VLLMBackend):
     def _push(self, transfer: WeightTransfer, step: int) -> None:
         transfer.push(step)
         if self.config.process_index == 0:
+            self._digest = self._check.compare()
             self.servers.resume(with_images=is_processor(self.tokenizer))
 
     # Ranks.

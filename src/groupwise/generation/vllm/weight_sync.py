@@ -16,6 +16,7 @@ from groupwise.compat.vllm import add_lora, remove_lora
 from groupwise.errors import ConfigError
 from groupwise.generation.vllm.plugin import BACKEND
 from groupwise.generation.vllm.transfer import WeightTransfer
+from groupwise.generation.vllm.weight_check import WeightCheck
 from groupwise.policy.introspection import CausalLM
 from groupwise.policy.weight_iterator import LoRAWeights, WeightSource, base_weights
 from groupwise.policy.weight_source import EngineWeights
@@ -39,8 +40,12 @@ class WeightSync(ABC):
     sleep_level: int
 
     @abstractmethod
-    def push(self, source: WeightSource, step: int) -> None:
-        """Load the weights of optimizer step ``step`` into the engine."""
+    def push(self, source: WeightSource, step: int, check: WeightCheck) -> str | None:
+        """Load the weights of optimizer step ``step`` into the engine and compare them.
+
+        Returns:
+            the digest of all tensors; None if they were not compared.
+        """
 
     def generate_kwargs(self) -> dict[str, Any]:
         """Return further arguments of ``LLM.generate``."""
@@ -59,9 +64,10 @@ class FullWeightSync(WeightSync):
         self.weights = EngineWeights()
         self.transfer = WeightTransfer(BACKEND, engine, self.weights, in_process=True)
 
-    def push(self, source: WeightSource, step: int) -> None:
-        self.weights.begin(source.full)
+    def push(self, source: WeightSource, step: int, check: WeightCheck) -> str | None:
+        self.weights.begin(lambda: check.record(source.full()))
         self.transfer.push(step)
+        return check.compare()
 
 
 class LoRAWeightSync(WeightSync):
@@ -76,16 +82,20 @@ class LoRAWeightSync(WeightSync):
         self.num_pushes = 0
         self.request: Any = None  # vllm.lora.request.LoRARequest
 
-    def push(self, source: WeightSource, step: int) -> None:
+    def push(self, source: WeightSource, step: int, check: WeightCheck) -> str | None:
         """Save the adapter and load it into the engine under a new id, because vLLM caches adapters by id."""
         from vllm.lora.request import LoRARequest
 
+        if check.needs_base:
+            check.compare_base(source.base())
         if self.request is not None:
             remove_lora(self.engine, self.request.lora_int_id)
         self.num_pushes += 1
-        save_adapter(source.adapter(), self.directory)
+        adapter = source.adapter()
+        save_adapter(adapter, self.directory)
         self.request = LoRARequest("policy", self.num_pushes, str(self.directory))
         add_lora(self.engine, self.request)
+        return check.compare_adapter(adapter)
 
     def generate_kwargs(self) -> dict[str, Any]:
         return {"lora_request": self.request}
