@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from support import runs
@@ -168,3 +169,43 @@ def test_a_missing_log_prob_leaves_the_other_tokens_corrected(fake, tmp_path):
         losses_by_bound.append(run.state.log_history[0]["grad_norm"])
     # Only the token whose ratio counts as 1 lies above the bound of 0.5; none above that of 1000.
     assert losses_by_bound[0] > 0 and losses_by_bound[1] == 0
+
+
+def test_the_digest_of_the_weights_reaches_batches_parquet_and_checkpoint(fake, tmp_path):
+    """Each step trains on completions of its own weights, or of the weights before with a staleness of 1."""
+    trained = {}
+
+    class Seen(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            trained.setdefault(state.global_step, set()).update(*batches)
+            batches.clear()
+
+    batches = []
+    run = run_for(
+        fake,
+        tmp_path,
+        rollout_staleness=1,
+        log_completions=True,
+        save_strategy="steps",
+        save_steps=4,
+        callbacks=[Seen()],
+    )
+    loss = run.compute_loss
+    run.compute_loss = lambda model, batch, **given: (
+        batches.append(batch.weight_digests),
+        loss(model, batch, **given),
+    )[1]
+    run.train()
+    of_step = {step: digest for step, (digest,) in trained.items()}
+    assert (
+        of_step[0] == of_step[1]
+        and len(set(of_step.values())) == 3
+        and set(map(len, of_step.values())) == {16}
+    )
+    for step in range(4):
+        table = pq.read_table(tmp_path / f"completions/completions_{step + 1:05d}.parquet")
+        assert set(table["weight_digest"].to_pylist()) == {of_step[step]}
+    assert run.backend.weight_digests[3] not in of_step.values()  # of the batch that is generated ahead
+    resumed = run_for(fake, tmp_path, rollout_staleness=1, max_steps=5)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.backend.weight_digests[3] == run.backend.weight_digests[3]

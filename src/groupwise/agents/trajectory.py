@@ -27,6 +27,7 @@ class Trajectory:
         logps: sampler log-probs; NaN for tokens that were not sampled or have none.
         versions: optimizer step of the weights that sampled each token; other tokens repeat the one before.
         sampling_mask: token sets that truncated sampling kept; the whole vocabulary for tokens without a set.
+        weight_digests: digests of the weights that sampled each turn, without those that are not known.
         truncated: a limit ended the rollout.
         num_forks: number of times that the history was rewritten.
     """
@@ -39,6 +40,7 @@ class Trajectory:
     logps: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     sampling_mask: list[SamplingMask] = field(default_factory=list)  # parts of the completion, in order
+    weight_digests: list[str] = field(default_factory=list)
     truncated: bool = False
     num_forks: int = 0
     has_logps: bool = False
@@ -65,6 +67,7 @@ class Trajectory:
         self.has_versions |= completion.versions is not None
         self.has_sampling_mask |= completion.sampling_mask is not None
         self._append(tokens, 1, completion.logps, completion.versions, completion.sampling_mask)
+        self.weight_digests += completion.weight_digest.split("+") if completion.weight_digest else []
         self.truncated = completion.truncated or len(tokens) < len(completion.token_ids)
         return tokens
 
@@ -135,5 +138,6 @@ class Trajectory:
             loss_mask=self.loss_mask,
             truncated=self.truncated,
             versions=self.versions if self.has_versions else None,
+            weight_digest="+".join(dict.fromkeys(self.weight_digests)) or None,
             sampling_mask=SamplingMask.concatenate(self.sampling_mask) if self.has_sampling_mask else None,
         )

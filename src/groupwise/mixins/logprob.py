@@ -88,6 +88,7 @@ class LogprobMixin:
         sampling_mask = tuple(completion.sampling_mask for completion in completions)
         if self.args.use_liger_kernel:  # its log-probs are of the full distribution, so all must be
             sampling_mask = (None,) * len(completions)
+        weight_digests = tuple(completion.weight_digest for completion in completions)
         return TokenBatch(
             prompt_ids_BL=prompt_ids_BL,
             prompt_mask_BL=length_mask(prompt_lengths, prompt_ids_BL.shape[1], left=True, device=device),
@@ -105,6 +106,7 @@ class LogprobMixin:
             sampler=rollouts.sampler,
             images=None if rollouts.images is None else tuple(rollouts.images),
             sampling_mask=None if all(row is None for row in sampling_mask) else sampling_mask,
+            weight_digests=weight_digests if any(weight_digests) else None,
         )
 
     def check_logprob_mismatch(self, rollouts: RolloutBatch, tokens: TokenBatch) -> Metrics:

@@ -41,6 +41,8 @@ class Completion:
     truncated: the length limit ended the completion, not an end token.
     old_logps: log-probs under the policy that sampled the tokens; None: that is the current policy.
     versions: optimizer step of the weights that sampled each token; None: the sampler is the policy itself.
+    weight_digest: digest of all weights that sampled the tokens; those of several steps are joined by "+".
+        None: they were not compared (``vllm_weight_check``), or the sampler is the policy itself.
     sampling_mask: tokens that truncated sampling kept, C positions; None: the whole vocabulary, or unknown.
     dropped: the rollout failed (``rollout_on_error``): the completion has no reward and no loss, and its
         group consists of the others.
@@ -52,6 +54,7 @@ class Completion:
     truncated: bool = False
     old_logps: list[float] | None = None
     versions: list[int] | None = None
+    weight_digest: str | None = None
     sampling_mask: SamplingMask | None = None
     dropped: bool = False
 

@@ -77,6 +77,7 @@ class TokenBatch:
     images: image inputs per row; None without a processor.
     sampling_mask: tokens that truncated sampling kept, per row one entry for each completion token, in host
         memory (``SamplingMask`` has the cost); a row of None, and None for all rows: the whole vocabulary.
+    weight_digests: per row, digests of the weights that sampled it (``Completion.weight_digest``).
     """
 
     prompt_ids_BL: torch.Tensor = field(metadata=_PROMPT)
@@ -90,6 +91,7 @@ class TokenBatch:
     sampler: SamplerSettings = field(default_factory=SamplerSettings)
     images: tuple[ImageInputs, ...] | None = field(default=None, metadata=_LIST)
     sampling_mask: tuple[SamplingMask | None, ...] | None = field(default=None, metadata=_LIST)
+    weight_digests: tuple[str | None, ...] | None = field(default=None, metadata=_LIST)
 
     def __len__(self) -> int:
         return self.completion_ids_BT.shape[0]

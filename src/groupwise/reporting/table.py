@@ -74,6 +74,8 @@ def completion_rows(
             "columns": {name: _cell(values[i]) for name, values in rewards.columns.items()},
             "images": [],
         }
+        if rollouts.completions[i].weight_digest is not None:
+            row["columns"]["weight_digest"] = rollouts.completions[i].weight_digest
         if multimodal and rollouts.images is not None:
             shared = last is not None and rollouts.images[i] is rollouts.images[last]
             given = prompt_images(rollouts.prompts[i]) or row_images(rollouts.rows[i])
