@@ -40,8 +40,9 @@ def _write(directory: Path, **files: str) -> Path:
 
 
 def _names(directory: Path) -> list[str]:
-    """Without the files of logged metrics, which every run writes."""
-    return sorted(path.name for path in directory.iterdir() if path.suffix != ".jsonl")
+    """Without logged metrics and settings, which every run writes."""
+    names = [path.name for path in directory.iterdir() if path.suffix != ".jsonl"]
+    return sorted(name for name in names if name != "settings.json")
 
 
 def _run(directory: Path) -> RunDirectory:

@@ -336,8 +336,9 @@ def _run_to_the_end(output_dir: Path, weights: Path, *, resume: bool) -> dict[st
 
 
 def _names(directory: Path) -> list[str]:
-    """Without the files of logged metrics, which every run writes."""
-    return sorted(path.name for path in directory.iterdir() if path.suffix != ".jsonl")
+    """Without logged metrics and settings, which every run writes."""
+    names = [path.name for path in directory.iterdir() if path.suffix != ".jsonl"]
+    return sorted(name for name in names if name != "settings.json")
 
 
 def _contents(output_dir: Path) -> dict[str, set[str]]:
