@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -113,3 +114,27 @@ def onednn_pack(weight: torch.Tensor, rows: int) -> torch.Tensor:
     import torch
 
     return torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Return the identity of a tensor's storage, which tensors on the meta device have, too."""
+    return tensor.untyped_storage()._cdata
+
+
+def observed_operations(
+    observe: Callable[[str, list[torch.Tensor], object], None],
+) -> AbstractContextManager[object]:
+    """Context manager that calls ``observe(name, tensor arguments, result)`` after every operation."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Observed(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            result = func(*args, **(kwargs or {}))
+            tensors = [value for value in args if isinstance(value, torch.Tensor)]
+            observe(func.overloadpacket.__name__, tensors, result)
+            return result
+
+    return Observed()

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from groupwise.compat.torch import observed_operations, storage_id
 from groupwise.policy.digests import (
     columns_of,
     digest_of_rows,
@@ -71,10 +71,10 @@ def find_places(
     for name, shape in shapes.items():
         device = "meta" if torch.Size(shape).numel() > 1 else "cpu"  # loaders read the value of a scalar
         weights.append((name, torch.zeros(tuple(shape), dtype=dtype, device=device)))
-        copies.sources[_storage(weights[-1][1])] = name
-    with copies:
+        copies.sources[storage_id(weights[-1][1])] = name
+    with observed_operations(copies.observe):
         load(iter(weights))
-    keys = {_storage(tensor): key for key, tensor in parameters.items()}
+    keys = {storage_id(tensor): key for key, tensor in parameters.items()}
     filled = dict.fromkeys(parameters, 0)
     for storage, place in copies.places:
         if (key := keys.get(storage)) is None or not parameters[key].is_contiguous():
@@ -92,7 +92,7 @@ def find_places(
     return found
 
 
-class _Copies(TorchDispatchMode):
+class _Copies:
     """Record of the copies from known tensors.
 
     Attributes:
@@ -103,44 +103,34 @@ class _Copies(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.sources: dict[int, str] = {}
         self.places: list[tuple[int, Place]] = []
         self.constants: list[tuple[int, int]] = []
         self.transformed: dict[int, str] = {}
         self._alive: list[torch.Tensor] = []  # the identity of a freed storage may be used again
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        tensors = [value for value in args if isinstance(value, torch.Tensor)]
-        operation = func.overloadpacket.__name__
+    def observe(self, operation: str, tensors: Sequence[torch.Tensor], result: object) -> None:
+        """Record an operation of torch."""
         if operation == "copy_":
             target, value = tensors
-            name = self.sources.get(_storage(value))
+            name = self.sources.get(storage_id(value))
             if name is not None and value.shape == target.shape:
                 place = Place(name, tuple(target.shape), *_geometry(target), *_geometry(value))
-                self.places.append((_storage(target), place))
-            elif name is not None or _storage(value) in self.transformed:
-                self.constants.append((_storage(target), target.numel()))
+                self.places.append((storage_id(target), place))
+            elif name is not None or storage_id(value) in self.transformed:
+                self.constants.append((storage_id(target), target.numel()))
         elif operation in ("fill_", "zero_"):
-            self.constants.append((_storage(tensors[0]), tensors[0].numel()))
-        elif isinstance(result, torch.Tensor) and _storage(result) not in self.sources:
-            for storage in map(_storage, tensors):
+            self.constants.append((storage_id(tensors[0]), tensors[0].numel()))
+        elif isinstance(result, torch.Tensor) and storage_id(result) not in self.sources:
+            for storage in map(storage_id, tensors):
                 name = self.sources.get(storage) or self.transformed.get(storage)
                 if name is not None:
-                    self.transformed[_storage(result)] = name
+                    self.transformed[storage_id(result)] = name
                     self._alive.append(result)
-        return result
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
     return tensor.stride(), int(tensor.storage_offset())
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 class DigestReport:

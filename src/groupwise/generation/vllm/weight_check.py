@@ -125,12 +125,12 @@ def weight_report(worker: Any, shapes: Mapping[str, Sequence[int]], sync: int) -
         report.opaque |= places.opaque
         report.empty += map(".".join, places.empty)
         modules = dict(model.named_modules())
-        tied = {id(modules[path]._parameters[name]): (path, name) for path, name in places.by_parameter}
+        tied = {id(getattr(modules[path], name)): (path, name) for path, name in places.by_parameter}
         for path, module in modules.items():
-            for name, parameter in module._parameters.items():
+            for name, parameter in module.named_parameters(recurse=False):
                 # A head tied to the embedding has its parameter, and on a CPU a repacked copy of that.
                 key = (path, name) if (path, name) in places.by_parameter else tied.get(id(parameter))
-                if key is None or parameter is None:
+                if key is None:
                     continue
                 own, shape = places.by_parameter[key], places.shapes[key]
                 kernel = vllm_weights.repacking_kernel(module) if name == "weight" else None
