@@ -186,6 +186,19 @@ def test_tensors_that_a_loader_transforms_are_named_and_left_out(caplog):
     assert "1 of 2 tensors of it cannot be compared" in caplog.text and ": b" in caplog.text
 
 
+def test_a_worker_without_rows_of_a_sharded_tensor_has_no_place_of_it():
+    parameters = {"a": torch.empty(2, 3, device="meta"), "b": torch.empty(3, device="meta")}
+
+    def load(weights):
+        for name, tensor in weights:
+            rows = 0 if name == "a" else 3
+            parameters[name][:rows].copy_(tensor[:rows])
+            parameters[name][rows:].fill_(0)
+
+    places = find_places(load, {"a": [2, 3], "b": [3]}, parameters, torch.float32)
+    assert list(places.by_parameter) == ["b"] and not places.empty and not places.opaque
+
+
 @pytest.mark.parametrize(
     ("entry", "problem"),
     [

@@ -114,6 +114,8 @@ class _Copies:
         if operation == "copy_":
             target, value = tensors
             name = self.sources.get(storage_id(value))
+            if target.numel() == 0:  # this worker has no rows of a sharded tensor
+                return
             if name is not None and value.shape == target.shape:
                 place = Place(name, tuple(target.shape), *_geometry(target), *_geometry(value))
                 self.places.append((storage_id(target), place))
