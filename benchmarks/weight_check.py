@@ -19,7 +19,7 @@ from typing import Any
 
 from common import write_results
 
-CASES = {"2 x 8 x 64 tokens": (2, 64), "4 x 8 x 128 tokens": (4, 128)}  # prompts, completion tokens
+CASES = {"2x8x64": (2, 64), "4x8x128": (4, 128)}  # prompts and tokens of their 8 completions
 
 
 class Clock:
@@ -93,6 +93,7 @@ def measure(path: str, prompts: int, limit: int, steps: int, clock: Clock) -> li
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=5, help="of each case, the first of which is apart")
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     given = parser.parse_args()
 
     from smollm2 import local_model
@@ -105,14 +106,15 @@ def main() -> None:
     weight_check.row_digests = clock.timed("repacked", weight_check.row_digests)
     weight_check.WeightCheck.compare = clock.timed("report", weight_check.WeightCheck.compare)
     results: dict[str, Any] = {}
-    for name, (prompts, limit) in CASES.items():
+    for name in given.cases:
+        prompts, limit = CASES[name]
         steps = measure(str(local_model()), prompts, limit, given.steps, clock)
         later = steps[1:]
         share = statistics.median(step["share"] for step in later)
         results[name] = {"median_share": share, "first": steps[0], "later": later}
         first = sum(steps[0]["comparison"].values())
         print(f"{name}: {100 * share:.2f} % of a step (median); the first sync {first:.2f} s")
-    write_results("weight_check_float32", results)
+        write_results("weight_check_float32", results)
 
 
 if __name__ == "__main__":
