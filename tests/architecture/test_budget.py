@@ -27,7 +27,7 @@ BUDGET = {
     "generation": 4400,
     "hf": 1660,
     "mixins": 1040,
-    "policy": 4235,
+    "policy": 4240,
     "records": 1025,
     "reporting": 2735,
     "rewards": 1805,
