@@ -32,7 +32,7 @@ BUDGET = {
     "reporting": 2735,
     "rewards": 1805,
     "tokenization": 1390,
-    "cli": 1765,
+    "cli": 1770,
     "recipes": 1765,
     "sandbox": 1035,
     "trl_hooks": 1645,

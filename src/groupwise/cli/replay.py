@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,8 @@ def run(arguments: Sequence[str]) -> int:
 
     if options.objective not in (None, "all"):
         OBJECTIVES[options.objective]  # an unknown name fails here, before the model is loaded
-    with open_recording(options.run) as recording:
+    library = logging.getLogger("groupwise")
+    with open_recording(options.run) as recording, ExitStack() as stack:
         if options.bundle is not None:
             if options.step is None:
                 raise ConfigError("--bundle needs --step, the optimizer step to report")
@@ -34,7 +36,8 @@ def run(arguments: Sequence[str]) -> int:
                 f"{options.bundle}: step {options.step} in {size / 1000:.0f} kB, without weights and secrets"
             )
             return 0
-        logging.getLogger("groupwise").setLevel(logging.ERROR)  # warnings are those of the recorded run
+        stack.callback(library.setLevel, library.level)
+        library.setLevel(logging.ERROR)  # warnings are those of the recorded run
         if options.from_record:
             step = recording.last_step if options.step is None else options.step
             records = [recording.step(step, rank) for rank in range(recording.header["world_size"])]
