@@ -5,7 +5,7 @@ in float32. After every step they are rounded as for a bfloat16 server (matrices
 compared bit by bit with those of the step before. vLLM's ``sparse_nccl`` sends 4 bytes of index and the value
 of each that changed.
 
-    OMP_NUM_THREADS=2 python benchmarks/weight_changes.py --steps 8
+    OMP_NUM_THREADS=2 python benchmarks/weight_changes.py --steps 5
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ def measure(model: str, learning_rate: float, steps: int) -> list[dict[str, floa
     with tempfile.TemporaryDirectory() as directory:
         settings = trainer_settings("short", steps - 1, "natural", "float32")
         settings |= {"learning_rate": learning_rate, "lr_scheduler_type": "constant", "warmup_steps": 0}
+        # Adam's updates have the size of the learning rate for any batch; a small one is enough.
+        settings |= {"per_device_train_batch_size": 8, "max_completion_length": 32}
         trainer = GRPOTrainer(
             model,
             binary_reward,
@@ -70,7 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--learning_rates", type=float, nargs="+", default=[1e-6, 1e-5])
     options = parser.parse_args()
     model = str(local_model())
