@@ -463,22 +463,22 @@ def test_engines_of_vllm_that_fail_are_asked_for_nothing_more(
     )
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     monkeypatch.setattr(transfer, "BUCKET_BYTES", 8)
+    collected = []  # after each bucket, beside a barrier of the ranks
+    monkeypatch.setattr("torch.cuda.ipc_collect", lambda: collected.append(len(engines.infos)))
 
     def fail() -> None:
         raise LostAnswerError("no response")
 
-    engines, read = Engines(fail), []
+    engines = Engines()
     sender = connect("ipc", engines, weights_of(0))
-
-    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
-        for pair in weights_of(0):
-            read.append(pair[0])
-            yield pair
-
-    sender.weights.begin(gathered)
+    push(sender, weights_of(0), 0)
+    num_buckets, num_barriers = len(engines.infos), len(collected)
+    assert num_buckets > 2
+    engines.update = fail
     with pytest.raises(LostAnswerError, match="no response"):
-        sender.push(0)
-    assert len(engines.infos) == 1 and len(read) == len(weights_of(0)) and engines.versions == [None]
+        push(sender, weights_of(0), 1)
+    assert len(engines.infos) == num_buckets + 1 and len(collected) == 2 * num_barriers
+    assert engines.versions == ["0", None]
 
 
 @pytest.mark.parametrize("backend", ["nccl", "sparse_nccl", "groupwise"])
