@@ -260,8 +260,10 @@ def warn_of_truncation(config: GRPOConfig, backend: GenerationBackend, missing_m
     Args:
         missing_mask_reason: why completions lack the mask even if the backend reports it; "": they have it.
     """
-    used, has_mask = truncating(config), backend.reports_sampling_mask(vars(sampler_settings(config)))
-    if not used or (has_mask and not missing_mask_reason):
+    used = truncating(config)
+    if not used:  # a backend of servers connects to answer the next question
+        return False
+    if backend.reports_sampling_mask(vars(sampler_settings(config))) and not missing_mask_reason:
         return False
     reason = missing_mask_reason or f"{type(backend).__name__} does not report the sampling mask"
     warn_once(
