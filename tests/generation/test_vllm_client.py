@@ -14,6 +14,7 @@ import pytest
 from support.fakes.fake_vllm import GENERATE, FakeVLLM
 
 from groupwise.errors import BackendError
+from groupwise.generation.vllm import client as client_module
 from groupwise.generation.vllm.client import LostWeightsError, VLLMServers
 from groupwise.generation.vllm.http import LostAnswerError, ServerUnavailableError, parse_url
 from groupwise.generation.vllm.sampling import Request, group_requests
@@ -255,6 +256,24 @@ def test_prompts_are_spread_over_the_servers_and_weights_go_to_all():
     answers = ask(client, count=4)
     assert [answer[0].versions[0] for answer in answers] == [7] * 4
     assert [fake.seen[GENERATE] for fake in fakes] == [2, 2]
+    client.close()
+    for fake in fakes:
+        fake.close()
+
+
+def test_a_request_goes_to_the_server_with_the_fewest_in_flight(monkeypatch):
+    monkeypatch.setattr(client_module, "CONCURRENCY", 1)
+    fakes, slow = [FakeVLLM(), FakeVLLM()], threading.Event()
+    fakes[0].failures[GENERATE] = [lambda: slow.wait(30) and None]
+    client = VLLMServers([fake.url for fake in fakes], timeout=30.0)
+    for fake in fakes:
+        fake.version = f"{client.run_id}:3"
+    requests = [Request([5, 6 + i], range(2), seed=10 + i, max_tokens=8) for i in range(6)]
+    futures = client.submit(requests, {"temperature": 1.0})
+    by_the_other = [future.result(timeout=30)[0].token_ids[0] for future in futures[1:]]
+    slow.set()
+    assert [futures[0].result(timeout=30)[0].token_ids[0], *by_the_other] == [6 + i for i in range(6)]
+    assert [fake.seen[GENERATE] for fake in fakes] == [1, 5]
     client.close()
     for fake in fakes:
         fake.close()

@@ -20,6 +20,7 @@ from support.workers.launch import run_ranks
 
 from groupwise import GRPOConfig
 from groupwise.errors import BackendError
+from groupwise.generation.vllm import client
 from groupwise.generation.vllm.server import VLLMServerBackend
 from groupwise.policy.weight_iterator import PolicyWeights
 from groupwise.records import SamplingOptions
@@ -197,27 +198,59 @@ def test_two_servers_return_the_completions_of_one(fake, tmp_path):
     second.close()
 
 
-@pytest.mark.parametrize("path", [GENERATE, "/start_weight_update", "/update_weights"])
-def test_a_lost_server_is_named_and_the_other_can_be_used_alone(fake, tmp_path, path):
+def dying(fake):
+    def die():
+        fake.close()
+        return "drop"
+
+    return die
+
+
+@pytest.mark.parametrize("path", [GENERATE, "/pause", "/start_weight_update", "/update_weights"])
+def test_a_lost_server_is_replaced_by_the_other_until_it_is_back(fake, tmp_path, path, monkeypatch, caplog):
+    monkeypatch.setattr(client, "PATIENCE", 0.2)
+    prompts = [[3], [3], [5], [7]]
+    alone = backend_for(fake, tmp_path)
+    alone.sync_weights(WEIGHTS, step=4)
+    undisturbed = alone.generate(prompts)
+    alone.close()
+    second = FakeVLLM()
+    second.info, second.failures[path] = fake.info, [dying(second)]
+    backend = backend_for([fake, second], tmp_path)
+    backend.sync_weights(WEIGHTS, step=4)
+    assert backend.generate(prompts) == undisturbed and not fake.paused
+    assert backend.servers.lost == {second.url}
+    if path == GENERATE:
+        assert (
+            f"the other vLLM servers continue alone: no vLLM server was ready at {second.url}" in caplog.text
+        )
+    # No update was left open: each that began was finished.
+    assert fake.seen["/finish_weight_update"] >= fake.seen["/start_weight_update"]
+    backend.sync_weights(WEIGHTS, step=5)  # it is still away
+    assert [c.versions for c in backend.generate(prompts)] == [[5] * 4] * 4
+    again = FakeVLLM(second.http.server_port)
+    again.info = fake.info
+    received = received_weights(again)
+    backend.sync_weights(WEIGHTS, step=6)
+    assert backend.servers.lost == set() and received.keys() == dict(WEIGHTS.full()).keys()
+    assert [c.versions for c in backend.generate(prompts)] == [[6] * 4] * 4
+    assert again.seen[GENERATE] == 1
+    backend.close()
+    again.close()
+
+
+def test_the_last_server_has_the_full_time_to_come_back(fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "PATIENCE", 0.2)
     second = FakeVLLM()
     second.info = fake.info
     backend = backend_for([fake, second], tmp_path)
-    backend.config.vllm_server_timeout = 1.0
-
-    def die():
-        second.close()
-        return "drop"
-
-    second.failures[path] = [die]
-    with pytest.raises(ConnectionError, match=rf"no vLLM server was ready at {second.url} within .*1 s"):
-        backend.sync_weights(WEIGHTS, step=4)
-        backend.generate([[3], [3], [5]])
-    alone = backend_for(fake, tmp_path)
-    alone.sync_weights(WEIGHTS, step=4)
-    assert [c.versions for c in alone.generate([[3], [3], [5]])] == [[4] * 4] * 3 and not fake.paused
-    # No update was left open: each that began was finished.
-    assert fake.seen["/finish_weight_update"] >= fake.seen["/start_weight_update"]
-    alone.close()
+    backend.sync_weights(WEIGHTS, step=4)
+    for server in (fake, second):
+        server.failures[GENERATE] = [dying(server)]
+    with pytest.raises(
+        ConnectionError, match=r"no vLLM server was ready at .* within vllm_server_timeout=2 s"
+    ):
+        backend.generate([[3], [5]])
 
 
 MISFITS = {

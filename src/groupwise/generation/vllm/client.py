@@ -6,11 +6,13 @@ The servers are ``vllm serve`` processes, started with the flags of ``serve.serv
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from groupwise.errors import BackendError
@@ -25,10 +27,14 @@ from groupwise.generation.vllm.sampling import (
 from groupwise.records import Completion
 from groupwise.threads import EventLoop
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 #: Generation requests in flight per server; each is for all samples of a prompt.
 CONCURRENCY = 128
+#: Seconds that a server may be away while others can take its requests.
+PATIENCE = 5.0
 
 _UNUSABLE = "incomplete"
 _COUNTERS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total\S* (\S+)$", re.MULTILINE)
@@ -41,11 +47,17 @@ class LostWeightsError(Exception):
 class VLLMServers:
     """All servers of a run. Methods block; requests run in an event loop in the background.
 
+    One of several servers that does not respond is lost: it gets no requests, and others repeat those that it
+    had, with the same seeds. :meth:`find_lost` takes it back.
+
     Args:
-        urls: addresses. Prompts are distributed over the servers, weights go to all of them.
+        urls: addresses. A request goes to the server with the fewest in flight, weights go to all of them.
         timeout: seconds without progress after which a wait raises a ConnectionError.
         start_command: the command that starts a server, for that error.
         run_id: part of the weight version, which a restarted server does not have.
+
+    Attributes:
+        lost: addresses of lost servers.
     """
 
     def __init__(
@@ -59,7 +71,9 @@ class VLLMServers:
         self.world_sizes: list[int] = []
         self.adapter: str | None = None  # of new requests; None: the weights of the model
         self.max_logprobs: int | None = DEFAULT_MAX_LOGPROBS  # None: the servers report sampling masks
-        self._slots = [asyncio.Semaphore(CONCURRENCY) for _ in urls]
+        self.lost: set[str] = set()
+        self._load = dict.fromkeys((server.url for server in self.servers), 0)  # requests in flight
+        self._slots = asyncio.Semaphore(CONCURRENCY * len(urls))
         self._background = EventLoop(
             "vllm-client", lambda: ServerUnavailableError("the client of the vLLM servers was closed")
         )
@@ -72,45 +86,55 @@ class VLLMServers:
         """Send the requests in the background.
 
         Args:
-            requests: sent to the servers in turn.
+            requests: sampled alike by all servers.
             sampling: fields of vLLM's ``SamplingParams`` shared by all requests.
-            first: index of the server of the first request.
+            first: index of the server that is preferred among equally loaded ones.
 
         Returns:
             one future per request. It raises LostWeightsError if the server needs weights first.
         """
         return [
-            self._background.submit(
-                self._generate((first + i) % len(self.servers), request, sampling, self.adapter)
-            )
-            for i, request in enumerate(requests)
+            self._background.submit(self._generate(first, request, sampling, self.adapter))
+            for request in requests
         ]
 
     async def _generate(
-        self, index: int, request: Request, sampling: dict[str, Any], adapter: str | None
+        self, first: int, request: Request, sampling: dict[str, Any], adapter: str | None
     ) -> list[Completion]:
-        server = self.servers[index]
         params = request.params(sampling, self.max_logprobs)
         body: dict[str, Any] = {**server_prompt(request), "sampling_params": params}
         if adapter is not None:
             body["model"] = adapter
         doing = f"generating {len(request.rows)} completions of a {len(request.prompt)}-token prompt"
-        async with self._slots[index]:
-            try:
-                response = await server.call(
-                    "POST",
-                    "/inference/v1/generate",
-                    body,
-                    doing=doing,
-                    before_retry=lambda: self._check_weights(server, adapter),
-                    check=_check_complete,
-                )
-            except ServerUnavailableError:
-                raise
-            except BackendError:
-                if adapter is not None:
-                    await self._check_weights(server, adapter)  # a restarted server has no such model
-                raise
+        response = None
+        async with self._slots:
+            while response is None:
+                patience = PATIENCE if len(self.live) > 1 else None
+                in_turn = self.servers[first % len(self.servers) :] + self.servers
+                server = min((s for s in in_turn if s.url not in self.lost), key=lambda s: self._load[s.url])
+                self._load[server.url] += 1
+                try:
+                    response = await server.call(
+                        "POST",
+                        "/inference/v1/generate",
+                        body,
+                        doing=doing,
+                        before_retry=partial(self._check_weights, server, adapter),
+                        check=_check_complete,
+                        patience=patience,
+                    )
+                except ServerUnavailableError as error:
+                    if patience is None:
+                        raise
+                    if self.live != [server]:  # the last one gets the full time
+                        self.lost.add(server.url)
+                        logger.warning("the other vLLM servers continue alone: %s", error)
+                except BackendError:
+                    if adapter is not None:
+                        await self._check_weights(server, adapter)  # a restarted server has no such model
+                    raise
+                finally:
+                    self._load[server.url] -= 1
         check_expanded(request, response.get("prompt_token_ids"), f"the vLLM server at {server.url}")
         choices = sorted(response["choices"], key=lambda choice: choice["index"])
         with_mask = params["logprobs"] > 0
@@ -153,7 +177,7 @@ class VLLMServers:
         """Connect every server to the transfer; ``rank_offset`` is that of the first server."""
         bodies, init_info = [], request["init_info"]
         rank = init_info.get("rank_offset")
-        for size in self.world_sizes or [1] * len(self.servers):
+        for size in self.world_sizes or [1] * len(self.live):
             bodies.append({"init_info": init_info if rank is None else {**init_info, "rank_offset": rank}})
             rank = None if rank is None else rank + size
         self._post("/init_weight_transfer_engine", bodies, doing="joining the weight transfer")
@@ -214,9 +238,34 @@ class VLLMServers:
                 "or set vllm_weight_check='off'"
             ) from error
 
+    @property
+    def live(self) -> list[HttpClient]:
+        """Servers that are not lost."""
+        return [server for server in self.servers if server.url not in self.lost]
+
     def wait_until_up(self, doing: str) -> None:
         """Return once all servers are healthy; raises a ConnectionError after the timeout."""
         self._on_all(lambda server: server.wait_until_up(doing))
+
+    def find_lost(self, doing: str) -> bool:
+        """Update ``lost``; returns True if it changed. If no server is healthy, wait for all of them."""
+        before = set(self.lost)
+
+        async def is_up(server: HttpClient) -> bool:
+            try:
+                await server.wait_until_up(doing, 0.0 if server.url in before else PATIENCE)
+            except ServerUnavailableError:
+                return False
+            return True
+
+        if len(self.servers) > 1:
+            self.lost = set()
+            up = self._on_all(is_up)
+            if any(up):
+                self.lost = {server.url for server, is_up in zip(self.servers, up, strict=True) if not is_up}
+                return self.lost != before
+        self.wait_until_up(doing)
+        return self.lost != before
 
     def fetch_world_sizes(self) -> list[int]:
         """Return the number of workers of each server."""
@@ -239,14 +288,14 @@ class VLLMServers:
     def _post(
         self, path: str, bodies: Sequence[Any] = ({},), *, doing: str, timeout: float | None = None
     ) -> None:
-        by_url = {s.url: bodies[i % len(bodies)] for i, s in enumerate(self.servers)}
+        by_url = {s.url: bodies[i % len(bodies)] for i, s in enumerate(self.live)}
         self._on_all(lambda s: s.once("POST", path, by_url[s.url], doing=doing, timeout=timeout))
 
     def _on_all(self, call: Callable[[HttpClient], Coroutine[Any, Any, T]]) -> list[T]:
-        """Call all servers concurrently and wait for all of them; raises the first error."""
+        """Call all servers that are not lost at once and wait for all of them; raises the first error."""
 
         async def gather() -> list[T | BaseException]:
-            return await asyncio.gather(*map(call, self.servers), return_exceptions=True)
+            return await asyncio.gather(*map(call, self.live), return_exceptions=True)
 
         results: list[T] = []
         for result in self.run(gather()):

@@ -78,6 +78,7 @@ class HttpClient:
         doing: str,
         before_retry: Callable[[], Awaitable[None]] | None = None,
         check: Callable[[Any], None] | None = None,
+        patience: float | None = None,
     ) -> Any:
         """Send an idempotent request, and repeat it if the response is lost.
 
@@ -85,6 +86,7 @@ class HttpClient:
             doing: what the request is for, in messages.
             before_retry: called once the server is healthy again; may raise to give up.
             check: called with the decoded response; raises LostAnswerError to repeat the request.
+            patience: see :meth:`wait_until_up`.
 
         Returns:
             the decoded response; text if it is not JSON.
@@ -107,7 +109,7 @@ class HttpClient:
                     ) from lost
                 logger.warning("%s: %s while %s; trying again", self.url, lost, doing)
                 await asyncio.sleep(self.first_pause * 2 ** (attempt - 1))
-                await self.wait_until_up(doing)
+                await self.wait_until_up(doing, patience)
                 if before_retry is not None:
                     await before_retry()
 
@@ -135,13 +137,18 @@ class HttpClient:
             raise LostAnswerError(f"{type(error).__name__}: {error}") from error
         return self._decode(method, path, response)
 
-    async def wait_until_up(self, doing: str) -> None:
+    async def wait_until_up(self, doing: str, patience: float | None = None) -> None:
         """Return once the server is healthy.
 
+        Args:
+            patience: seconds to wait instead of the timeout.
+
         Raises:
-            ServerUnavailableError: not within the timeout.
+            ServerUnavailableError: not within that time.
         """
-        end, pause, warned = time.monotonic() + self.timeout, 0.1, False
+        limit = f"vllm_server_timeout={self.timeout:g}" if patience is None else f"{patience:g}"
+        end = time.monotonic() + (self.timeout if patience is None else patience)
+        pause, warned = 0.1, False
         while True:
             left = end - time.monotonic()
             try:
@@ -150,12 +157,12 @@ class HttpClient:
             except LostAnswerError as error:
                 if left <= 0:
                     raise ServerUnavailableError(
-                        f"no vLLM server was ready at {self.url} within vllm_server_timeout="
-                        f"{self.timeout:g} s while {doing} ({error}){self.hint}"
+                        f"no vLLM server was ready at {self.url} within {limit} s while {doing} "
+                        f"({error}){self.hint}"
                     ) from None
                 if not warned:
                     logger.warning(
-                        "waiting up to %g s for the vLLM server at %s (%s)", self.timeout, self.url, error
+                        "waiting up to %g s for the vLLM server at %s (%s)", max(left, 0), self.url, error
                     )
                 warned, pause = True, min(pause * 1.5, 2.0)
             await asyncio.sleep(min(pause, max(left, 0.0)))

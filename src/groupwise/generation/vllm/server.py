@@ -136,7 +136,7 @@ class VLLMServerBackend(VLLMBackend):
         """Send the requests that are not pending."""
         new = [request for request in requests if request.key not in self._pending]
         params = self.shared_params(sampling.generation_kwargs)
-        # Ranks start at different servers, so that a few requests of each rank do not all go to the first.
+        # Ranks prefer different servers, so that a few requests of each rank do not all go to the first.
         futures = self.servers.submit(new, params, first=self.config.process_index)
         self._pending.update((request.key, future) for request, future in zip(new, futures, strict=True))
 
@@ -262,6 +262,7 @@ class VLLMServerBackend(VLLMBackend):
             return self._check.record(weights) if self.config.process_index == 0 else weights
 
         for attempt in range(1, _ATTEMPTS + 1):
+            self._find_lost()
             self._num_pushes += 1
             if first.max_lora_rank is not None:
                 adapter, base = source.adapter(), iter(source.base() if self._check.needs_base else ())
@@ -284,6 +285,20 @@ class VLLMServerBackend(VLLMBackend):
             )
         )
         raise AssertionError("the line before raises")
+
+    def _find_lost(self) -> None:
+        """Leave out servers that do not respond, and take back those that do again; the same on all ranks."""
+        changed, error = False, None
+        try:
+            if self.config.process_index == 0:
+                changed = self.servers.find_lost("sending weights")
+        except BackendError as failure:
+            error = failure
+        self._raise_on_all_ranks(error)
+        changed, self.servers.lost = gather_object([(changed, self.servers.lost)])[0]
+        if changed:
+            self.disconnect()
+            self._check.done = False
 
     def _try_on_all_ranks(self, run: Callable[[], None]) -> str | None:
         """Run a part of a push; returns the first message about a lost answer, the same on all ranks."""
@@ -313,7 +328,6 @@ class VLLMServerBackend(VLLMBackend):
             if config.process_index != 0:
                 servers.adapter = name
                 return
-            servers.wait_until_up("sending the adapter")
             if self._check.needs_base:
                 self._check.compare_base(base)
         finally:
@@ -330,11 +344,9 @@ class VLLMServerBackend(VLLMBackend):
     def _prepare(self, *, retry: bool) -> None:
         """Connect to the servers and suspend them."""
         servers, rank = self.servers, self.config.process_index
-        if rank == 0:
-            servers.wait_until_up("sending weights")
-            if retry:
-                with suppress(LostAnswerError, BackendError):  # refused if no update is in progress
-                    servers.finish_weight_update()
+        if rank == 0 and retry:
+            with suppress(LostAnswerError, BackendError):  # refused if no update is in progress
+                servers.finish_weight_update()
         if self._transfer is None:
             backend, timeout = str(self.server_info[0].weight_transfer), self.config.vllm_server_timeout
             given: dict[str, Any] = {}
