@@ -124,6 +124,18 @@ def test_row_limits_and_the_context_of_the_server_are_respected(backend, fake):
         backend.generate([[3] * 128])
 
 
+def test_stale_requests_are_cancelled_when_a_run_returns_to_a_mark(backend, fake):
+    backend.sync_weights(WEIGHTS, step=4)
+    before = backend.snapshot()
+    fake.failures[GENERATE] = ["hang"]
+    backend.prefetch([[3], [3]], step=4)
+    wait_for(lambda: fake.seen[GENERATE] == 1)
+    (stale,) = backend._pending.values()
+    backend.restore(before)
+    assert stale.cancelled()
+    assert [c.versions for c in backend.generate([[3], [3]])] == [[4] * 4] * 2 and fake.seen[GENERATE] == 2
+
+
 def test_a_server_restarted_empty_gets_the_weights_again_and_the_run_goes_on(backend, fake):
     backend.sync_weights(WEIGHTS, step=4)
     before = backend.snapshot()

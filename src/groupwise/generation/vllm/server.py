@@ -124,6 +124,8 @@ class VLLMServerBackend(VLLMBackend):
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Return to the state of a snapshot. ``generate`` repeats the requests that were not finished."""
         super().restore(snapshot)
+        for stale in self._pending.values():
+            stale.cancel()  # closes its connection, and the server aborts the request
         self._pending = {}
         for key, samples in snapshot["finished"]:
             future: Future[list[Completion]] = Future()
