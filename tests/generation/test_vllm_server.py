@@ -242,8 +242,13 @@ def test_a_lost_server_is_replaced_by_the_other_until_it_is_back(fake, tmp_path,
     assert [c.versions for c in backend.generate(prompts)] == [[5] * 4] * 4
     again = FakeVLLM(second.http.server_port)
     again.info = fake.info
-    received = received_weights(again)
+    received, compared = received_weights(again), []
+    record = backend._check.record
+    monkeypatch.setattr(
+        backend._check, "record", lambda given: compared.append(backend._check.done) or record(given)
+    )
     backend.sync_weights(WEIGHTS, step=6)
+    assert compared == [False]  # as for servers that were not compared yet
     assert backend.servers.lost == set() and received.keys() == dict(WEIGHTS.full()).keys()
     assert [c.versions for c in backend.generate(prompts)] == [[6] * 4] * 4
     assert again.seen[GENERATE] == 1
