@@ -105,16 +105,15 @@ def main() -> None:
     WeightDigests._digests = clock.timed("sent", WeightDigests._digests)
     weight_check.row_digests = clock.timed("repacked", weight_check.row_digests)
     weight_check.WeightCheck.compare = clock.timed("report", weight_check.WeightCheck.compare)
-    results: dict[str, Any] = {}
     for name in given.cases:
         prompts, limit = CASES[name]
         steps = measure(str(local_model()), prompts, limit, given.steps, clock)
         later = steps[1:]
         share = statistics.median(step["share"] for step in later)
-        results[name] = {"median_share": share, "first": steps[0], "later": later}
+        results = {"case": name, "median_share": share, "first": steps[0], "later": later}
         first = sum(steps[0]["comparison"].values())
         print(f"{name}: {100 * share:.2f} % of a step (median); the first sync {first:.2f} s")
-        write_results("weight_check_float32", results)
+        write_results(f"weight_check_{name}_float32", results)
 
 
 if __name__ == "__main__":
