@@ -21,7 +21,7 @@ from groupwise.policy.digests import (
     tensor_digest,
 )
 from groupwise.policy.weight_iterator import weight_iterator
-from groupwise.policy.weight_places import find_places
+from groupwise.policy.weight_places import DigestReport, Place, find_places
 
 ROW, COLUMN = digests._ROW, digests._COLUMN
 
@@ -184,6 +184,23 @@ def test_tensors_that_a_loader_transforms_are_named_and_left_out(caplog):
     entry = [tensor_digest(own["a"]).item(), 6, "float32"]
     sent.check("it", "float32", [{"tensors": {"a": entry}, "sampled": {}, "opaque": ["b"], "empty": []}])
     assert "1 of 2 tensors of it cannot be compared" in caplog.text and ": b" in caplog.text
+
+
+def test_rows_of_a_repacked_matrix_on_two_workers_add_up():
+    matrix = torch.randn(6, 40)
+    sent = WeightDigests(["float32"], sync=1)
+    list(sent.recorded([("a", matrix)]))
+
+    def report(worker: int, kernel: torch.Tensor) -> dict:
+        made = DigestReport({"a": [6, 40]})
+        place = Place("a", (3, 40), (40, 1), 0, (40, 1), 120 * worker)
+        read = lambda columns: kernel[:, columns.start : columns.stop].T  # noqa: E731
+        made.add_repacked([place], (3, 40), read, digests.row_digests(matrix[3 * worker :][:3]), 1)
+        return made.result()
+
+    sent.check("it", "float32", [report(worker, matrix[3 * worker :][:3]) for worker in range(2)])
+    with pytest.raises(BackendError, match="a has other values in the copy that its kernel reads"):
+        sent.check("it", "float32", [report(0, matrix[:3]), report(1, matrix[:3])])
 
 
 def test_a_worker_without_rows_of_a_sharded_tensor_has_no_place_of_it():

@@ -130,12 +130,14 @@ class _Own:
 
     by_dtype: int64 scalars by the dtype that an engine rounds it to, and "" for one that does not round it.
     sampled: of the columns :func:`sampled_columns` by dtype; empty for a vector.
+    num_sampled: number of their elements.
     """
 
     shape: tuple[int, ...]
     numel: int
     by_dtype: Mapping[str, torch.Tensor]
     sampled: Mapping[str, torch.Tensor]
+    num_sampled: int
 
 
 @dataclass
@@ -183,7 +185,8 @@ class WeightDigests:
                 by_dtype[""] = by_dtype[dtype]  # not rounded
         if "" not in by_dtype:
             by_dtype[""] = tensor_digest(tensor if scale == 1 else tensor * scale)
-        return _Own(tuple(tensor.shape), tensor.numel(), by_dtype, sampled)
+        num_sampled = tensor.numel() // columns_of(tensor.shape) * len(columns)
+        return _Own(tuple(tensor.shape), tensor.numel(), by_dtype, sampled, num_sampled)
 
     def shapes(self) -> dict[str, list[int]]:
         """Return the shapes of the tensors by name."""
@@ -242,8 +245,10 @@ def _problem(name: str, own: _Own, dtype: str, reports: Sequence[Report]) -> str
     if (sum(part for part, _, _ in found) - copies * digest) % _MODULUS:
         return "has other values"
     read = [report["sampled"][name] for report in reports if name in report["sampled"]]
-    difference = sum(part for part, _ in read)
-    if read and (difference - sum(n for _, n in read) * own.sampled[dtype].item()) % _MODULUS:
+    if not read:
+        return ""
+    copies = sum(count for _, count in read) // own.num_sampled
+    if (sum(part for part, _ in read) - copies * own.sampled[dtype].item()) % _MODULUS:
         return "has other values in the copy that its kernel reads"
     return ""
 

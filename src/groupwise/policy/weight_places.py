@@ -147,7 +147,7 @@ class DigestReport:
         self.opaque: set[str] = set()
         self.empty: list[str] = []
         self._tensors: dict[str, list[tuple[torch.Tensor, int, str]]] = defaultdict(list)
-        self._sampled: dict[str, list[torch.Tensor]] = defaultdict(list)
+        self._sampled: dict[str, list[tuple[torch.Tensor, int]]] = defaultdict(list)
 
     def add_tensor(self, name: str, tensor: torch.Tensor) -> None:
         """Add a whole tensor; it may have further rows and columns of zeros."""
@@ -202,7 +202,7 @@ class DigestReport:
             self._add(place.name, digest, count * width, read_CN)
             part = read_CN[:, first : first + count].T
             offset = place.own_offset + columns.start
-            self._sampled[place.name].append(part_digest(part, offset, (width, 1), width))
+            self._sampled[place.name].append((part_digest(part, offset, (width, 1), width), part.numel()))
 
     def _add(self, name: str, digest: torch.Tensor, numel: int, values: torch.Tensor) -> None:
         self._tensors[name].append((digest, numel, str(values.dtype).removeprefix("torch.")))
@@ -210,11 +210,11 @@ class DigestReport:
     def result(self) -> dict[str, Any]:
         """Return lists and plain values, for ``WeightDigests.check``.
 
-        ``tensors``: name: [digest, number of elements, dtype]; ``sampled``: name: [digest, number of places]
+        ``tensors``: name: [digest, number of elements, dtype]; ``sampled``: name: [digest, number of elements]
         of the columns that were read; ``opaque``: names that cannot be compared; ``empty``.
         """
         found = [digest for entries in self._tensors.values() for digest, _, _ in entries]
-        found += [digest for entries in self._sampled.values() for digest in entries]
+        found += [digest for entries in self._sampled.values() for digest, _ in entries]
         values = iter(torch.stack(found).tolist() if found else [])  # one transfer from the device
         tensors = {
             name: [
@@ -225,7 +225,7 @@ class DigestReport:
             for name, entries in self._tensors.items()
         }
         sampled = {
-            name: [_as_int64(sum(next(values) for _ in entries)), len(entries)]
+            name: [_as_int64(sum(next(values) for _ in entries)), sum(n for _, n in entries)]
             for name, entries in self._sampled.items()
         }
         return {"tensors": tensors, "sampled": sampled, "opaque": sorted(self.opaque), "empty": self.empty}
