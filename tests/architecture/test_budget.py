@@ -27,7 +27,7 @@ BUDGET = {
     "generation": 4467,
     "hf": 1660,
     "mixins": 1040,
-    "policy": 4240,
+    "policy": 4245,
     "records": 1025,
     "reporting": 2735,
     "rewards": 1805,

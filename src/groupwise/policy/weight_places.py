@@ -210,7 +210,7 @@ class DigestReport:
     def result(self) -> dict[str, Any]:
         """Return lists and plain values, for ``WeightDigests.check``.
 
-        ``tensors``: name: [digest, number of elements, dtype]; ``sampled``: name: [digest, number of elements]
+        ``tensors``: name: [digest, number of elements, dtype]; ``sampled``: name: [digest, number of them]
         of the columns that were read; ``opaque``: names that cannot be compared; ``empty``.
         """
         found = [digest for entries in self._tensors.values() for digest, _, _ in entries]
