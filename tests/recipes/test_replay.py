@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from support import agent_runs
+from support import agent_runs, tiny_vlm
 from support.fakes.fake_backend import EchoBackend
 from support.runs import policy, tokenizer, trainer
 from support.workers.launch import run_ranks
@@ -121,6 +121,18 @@ def test_rollouts_with_tools_are_replayed_without_the_tools(tmp_path):
     masks = [batch.loss_mask_BT.sum() for record in found.records for batch in record.window]
     tokens = [batch.completion_mask_BT.sum() for record in found.records for batch in record.window]
     assert 0 < sum(masks) < sum(tokens)  # results of tools have no loss
+
+
+def test_images_are_read_by_their_digest(tmp_path):
+    run = tiny_vlm.trainer(tmp_path, save_rollouts=True)
+    run.train()
+    model, processor = tiny_vlm.build("gemma3")
+    found = replay(tmp_path, 2, model=model, processing_class=processor)
+    assert found.equals_record and found.steps[-1].compared["log-prob"] > 0
+    ours, theirs = found.trainer.model.state_dict(), run.model.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    with pytest.raises(ConfigError, match="step 2 has images, which a bundle lacks"):
+        write_bundle(Recording(tmp_path / FOLDER), 2, tmp_path / "bug.zip")
 
 
 class StaleBackend(EchoBackend):
@@ -282,6 +294,16 @@ def test_recordings_that_cannot_be_replayed_say_why(tmp_path, tiny):
     with pytest.raises(ConfigError, match=r"no name; give --model with the initial model"):
         replay(tmp_path / "run", 1)
     assert replay(tmp_path / "run", 1, model=model).equals_record
+    for change_of, message in (
+        ({"sharded": True}, "FSDP or DeepSpeed, whose steps cannot be replayed"),
+        (
+            {"trainer": ["mine.Trainer", "groupwise.trl_hooks.trainer.GRPOTrainer"]},
+            "trained with groupwise.trl_hooks",
+        ),
+    ):
+        header.write_text(json.dumps({**values, **change_of}))
+        with pytest.raises(ConfigError, match=message):
+            replay(tmp_path / "run", 1)
     header.write_text(json.dumps({**values, "format": 2}))
     with pytest.raises(ConfigError, match=r"format 2, and this version of groupwise reads format 1"):
         replay(tmp_path / "run", 1)

@@ -150,6 +150,7 @@ def test_the_header_has_no_secret(tmp_path, monkeypatch):
     header = json.loads(text)
     assert header["settings"]["learning_rate"] == 1e-2 and "steps_per_generation" not in header["settings"]
     assert header["versions"]["torch"] == torch.__version__ and header["max_steps"] == 1
+    assert header["trainer"][0] == "groupwise.trainer.GRPOTrainer" and header["sharded"] is False
     assert header["reward_funcs"] == ["count_reward"] and header["num_prompts"] == 8
     files = b"".join(path.read_bytes() for path in (tmp_path / FOLDER).glob("*.gz"))
     assert token.encode() not in files

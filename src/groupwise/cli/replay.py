@@ -54,6 +54,9 @@ def run(arguments: Sequence[str]) -> int:
         )
         if not result.trainer.is_world_process_zero():
             return 0
+        kind = recording.header["trainer"][0]
+        if kind != "groupwise.trainer.GRPOTrainer":
+            print(f"trained by {kind}, replayed without its overrides: replay(…, trainer_class=) has them")
         print(report(result))
         if options.objective is not None:
             names = None if options.objective == "all" else [options.objective]

@@ -397,7 +397,7 @@ def replay(
         tempfile.TemporaryDirectory(prefix="groupwise-replay-") as directory,
     ):
         header = recording.header
-        _check_processes(header)
+        _check_run(header)
         step = recording.last_step if step is None else step
         # A bundle has one step, which is the first one of the replay; the model has the weights before it.
         number = 1 if recording.is_bundle else step
@@ -436,7 +436,18 @@ def replay(
         )
 
 
-def _check_processes(header: Mapping[str, Any]) -> None:
+def _check_run(header: Mapping[str, Any]) -> None:
+    """Refuse runs whose steps a replay would compute differently."""
+    if header["sharded"]:
+        raise ConfigError(
+            "the run was trained with FSDP or DeepSpeed, whose steps cannot be replayed; its objectives can "
+            "be compared: --from_record --objective"
+        )
+    if any(name.startswith("groupwise.trl_hooks.") for name in header["trainer"]):
+        raise ConfigError(
+            "the run was trained with groupwise.trl_hooks, whose hooks read the dataset and the rewards, so "
+            "that its steps cannot be replayed; its generations are in the files"
+        )
     given, needed = int(os.environ.get("WORLD_SIZE", 1)), header["world_size"]  # no process group exists yet
     if given != needed:
         raise ConfigError(
