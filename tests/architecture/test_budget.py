@@ -33,7 +33,7 @@ BUDGET = {
     "rewards": 1805,
     "tokenization": 1390,
     "cli": 1770,
-    "recipes": 1765,
+    "recipes": 1776,
     "sandbox": 1035,
     "trl_hooks": 1645,
 }
