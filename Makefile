@@ -5,7 +5,7 @@ PYTHON3 ?= python3
 # Two test processes with one thread each use two cores better than one process with two.
 JOBS ?= 2
 
-.PHONY: quickstart test check lint docs mutation compat clean
+.PHONY: quickstart test check lint docs mutation compat compat-vllm clean
 
 # With vLLM it runs in the environment of the tests, which has an engine.
 quickstart: $(VENV)/$(if $(findstring --use_vllm,$(ARGS)),installed,quickstart)
@@ -39,6 +39,11 @@ mutation: $(VENV)/installed
 compat:
 	scripts/compat.sh $(PYTHON3) oldest
 	scripts/compat.sh $(PYTHON3) newest
+
+# The tests of real engines with earlier versions of vLLM.
+compat-vllm: $(VENV)/installed
+	scripts/compat.sh $(PYTHON) vllm-0.30.0
+	scripts/compat.sh $(PYTHON) vllm-0.31.0
 
 # What the quickstart imports, and its model.
 $(VENV)/quickstart: pyproject.toml constraints.txt scripts/install_torch.sh

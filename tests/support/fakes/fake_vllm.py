@@ -37,6 +37,7 @@ class FakeVLLM:
         self.keys: set[str | None] = set()
         self.connections = 0
         self.version, self.paused, self.tokens = "default", False, 0.0
+        self.release = "0.32.0"  # of vLLM
         self.adapters: dict[str, dict[str, Any]] = {}  # contents by name
         self.weights: dict[str, torch.Tensor] = {}
         self.engine: TinyEngine | None = None
@@ -92,6 +93,7 @@ class FakeVLLM:
         answers = {
             "/server_info": {"vllm_config": self.info},
             "/weight_info": {"weight_version": self.version},
+            "/version": {"version": self.release},
             "/get_world_size": {"world_size": 1},
             "/v1/models": {"data": [{"id": name} for name in ("tiny", *self.adapters)]},
             "/metrics": f'vllm:generation_tokens_total{{engine="0"}} {self.tokens}\n',
@@ -135,9 +137,11 @@ class FakeVLLM:
                     "token_ids": tokens,
                     "logprobs": {"content": content},
                     "finish_reason": "stop" if tokens[-1] == 1 else "length",
-                    "weight_versions": [{"version": self.version, "start": 0, "end": len(tokens)}],
                 }
             )
+            if self.release >= "0.32":
+                versions = [{"version": self.version, "start": 0, "end": len(tokens)}]
+                choices[-1]["weight_versions"] = versions
         return {"choices": choices[::-1]}
 
     def close(self) -> None:

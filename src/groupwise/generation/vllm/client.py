@@ -138,13 +138,18 @@ class VLLMServers:
         check_expanded(request, response.get("prompt_token_ids"), f"the vLLM server at {server.url}")
         choices = sorted(response["choices"], key=lambda choice: choice["index"])
         with_mask = params["logprobs"] > 0
-        return request.by_row([self._completion(choice, with_mask, adapter) for choice in choices])
+        version = adapter
+        if adapter is None and "weight_versions" not in choices[0]:
+            # vLLM before 0.32. No update comes between: the preflight refuses rollout_staleness with it.
+            version = await self._weight_version(server)
+        return request.by_row([self._completion(choice, with_mask, version) for choice in choices])
 
-    def _completion(self, choice: dict[str, Any], with_mask: bool, adapter: str | None) -> Completion:
+    def _completion(self, choice: dict[str, Any], with_mask: bool, version: str | None) -> Completion:
         content = choice["logprobs"]["content"]
-        spans = choice["weight_versions"] or []  # a request may outlast an update of the weights
-        if adapter is not None:  # but not a change of the adapter
-            spans = [{"version": adapter, "start": 0, "end": len(content)}]
+        if version is None:  # a request may outlast an update of the weights
+            spans = choice["weight_versions"] or []
+        else:  # but not a change of the adapter
+            spans = [{"version": version, "start": 0, "end": len(content)}]
         return make_completion(
             choice["token_ids"],
             (entry["logprob"] for entry in content),
@@ -168,8 +173,11 @@ class VLLMServers:
             if adapter not in [model["id"] for model in models["data"]]:
                 raise LostWeightsError(adapter)
             return
+        self._step(await self._weight_version(server))
+
+    async def _weight_version(self, server: HttpClient) -> str:
         info = await server.once("GET", "/weight_info", doing="reading its weight version")
-        self._step(info["weight_version"])
+        return info["weight_version"]
 
     # Weights: the methods of ``vllm.LLM``, for all servers together. These requests are never repeated.
 

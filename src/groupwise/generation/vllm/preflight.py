@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+from packaging.version import Version
 from transformers import AutoConfig, PreTrainedConfig
 
 from groupwise.config.grpo_config import GRPOConfig
@@ -24,6 +25,7 @@ _SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads
 _SENDABLE = ("groupwise", "nccl", "ipc", "sparse_nccl")
 #: Quantizations of checkpoints with packed weights, which do not take the full matrices that are sent.
 _PACKED = ("bitsandbytes", "awq", "auto_awq", "awq_marlin", "gptq", "auto_gptq", "gptq_marlin")
+_REPORTS_WEIGHTS = Version("0.32")
 _PROBE = "The answer: 3.14 + 2.7 = 5.84\n\tünïcode 你好"
 
 
@@ -37,6 +39,7 @@ class ServerInfo:
     """
 
     url: str
+    version: str
     model: str
     dtype: str
     logprobs_mode: str
@@ -96,6 +99,7 @@ def _fetch_info(servers: VLLMServers, server: HttpClient) -> ServerInfo:
     transfer = info.get("weight_transfer_config") or {}
     return ServerInfo(
         url=server.url,
+        version=servers.run(server.call("GET", "/version", doing="reading its version"))["version"],
         model=model["model"],
         dtype=str(model["dtype"]).removeprefix("torch."),
         logprobs_mode=model["logprobs_mode"],
@@ -149,6 +153,11 @@ def _problems(info: ServerInfo, policy: PreTrainedConfig, config: GRPOConfig) ->
         found.append(
             f"it reports {info.logprobs_mode}, which are not log-probs of the sampling distribution; start "
             "it with --logprobs-mode processed_logprobs"
+        )
+    if config.rollout_staleness and Version(info.version) < _REPORTS_WEIGHTS:
+        found.append(
+            f"it runs vLLM {info.version}, which does not report the weights that sampled each token, as "
+            f"rollout_staleness needs; install {_REPORTS_WEIGHTS} or newer there, or set rollout_staleness=0"
         )
     if info.max_samples < config.num_generations:
         found.append(
