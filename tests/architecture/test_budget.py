@@ -24,7 +24,7 @@ BUDGET = {
     "core": 1620,
     "cpu": 430,
     "data": 2200,
-    "generation": 4467,
+    "generation": 4485,
     "hf": 1660,
     "mixins": 1040,
     "policy": 4245,
