@@ -11,7 +11,6 @@ from support import runs
 from support.fakes.fake_vllm import GENERATE, FakeVLLM, with_tokenizer
 from transformers import TrainerCallback
 
-from groupwise.config.sampling import sampler_settings
 from groupwise.generation.vllm.http import HttpClient
 
 
@@ -70,11 +69,11 @@ def test_a_rollout_func_is_never_prefetched_and_a_warning_says_so(fake, tmp_path
     def rollout_func(prompts, trainer):
         return {"prompt_ids": [[4]] * len(prompts), "completion_ids": [[5, 1], [6, 7]] * (len(prompts) // 2)}
 
-    run = run_for(fake, tmp_path, rollout_staleness=1, rollout_func=rollout_func, max_steps=1)
+    run = run_for(fake, tmp_path, rollout_staleness=1, rollout_func=rollout_func, max_steps=2)
     assert "rollout_staleness=1 has no effect" in caplog.text
     requested: list[int] = []
     run.backend.prefetch = lambda *_, step: requested.append(step)
-    run.prefetch_rollouts(sampler_settings(run.args))
+    run.train()
     assert requested == []
 
 
