@@ -32,7 +32,10 @@ def test_a_replay_prints_one_line_per_step_and_the_objectives(trained, capfd):
     assert main(["replay", "out", "--step", "2", "--objective"]) == 0
     lines = capfd.readouterr().out.splitlines()
     assert lines[0].startswith("from ") and lines[0].endswith("checkpoint-1")
-    assert lines[1].startswith("step 2 equals the record, bit for bit: ") and "gradient norms" in lines[1]
+    assert (
+        lines[1].startswith("step 2 equals the record, bit for bit: ")
+        and ", 1 loss, 21 gradient norms" in lines[1]
+    )
     assert lines[2] == "weights after step 2, beside the checkpoint: equal, bit for bit"
     assert lines[3].split() == ["objective", "value", "grad", "norm", "cosine"]
     assert lines[4].split()[0] == "dapo" and lines[4].endswith("1.000000  (the run's)")

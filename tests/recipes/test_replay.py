@@ -22,7 +22,7 @@ import torch
 from peft import LoraConfig
 from support import agent_runs, tiny_vlm
 from support.fakes.fake_backend import EchoBackend
-from support.runs import policy, tokenizer, trainer
+from support.runs import policy, prompts, tokenizer, trainer
 from support.workers.launch import run_ranks
 from transformers import TrainerCallback
 
@@ -387,17 +387,22 @@ def test_a_bundle_is_small_has_no_secret_and_is_replayed_elsewhere(tmp_path, tin
     model = tiny()
     kwargs = {"token": IN_CONFIG, "note": f"key {SECRETS['WANDB_API_KEY']}"}
     hidden = {"hub_token": IN_CONFIG, "chat_template_kwargs": kwargs, "run_name": "private-name"}
-    recorded(tmp_path / "run", model, save_steps=1, num_iterations=2, **hidden)
+    data = prompts(8).map(lambda row: {"prompt": "w1 w2 w3"})
+    recorded(tmp_path / "run", model, save_steps=1, num_iterations=2, train_dataset=data, **hidden)
     bundle = tmp_path / "elsewhere" / "bug.zip"
     bundle.parent.mkdir()
     size = write_bundle(Recording(tmp_path / "run" / FOLDER), 2, bundle)
     assert size == bundle.stat().st_size < LIMIT == 10**6
-    with zipfile.ZipFile(bundle) as archive:
-        contents = {name: archive.read(name) for name in archive.namelist()}
-    secrets = [*SECRETS.values(), IN_CONFIG, "private-name", str(tmp_path)]
-    text = b"".join(contents.values()) + bundle.read_bytes()
+    write_bundle(Recording(tmp_path / "run" / FOLDER), 1, tmp_path / "first.zip")  # has a generation too
+    contents = {}
+    for path in (tmp_path / "first.zip", bundle):
+        with zipfile.ZipFile(path) as archive:
+            contents |= {name: archive.read(name) for name in archive.namelist()}
+    assert "generation-000001.0.rank0.pt" in contents
+    assert Recording(tmp_path / "run" / FOLDER).generation(1, 0).rollouts.prompts == ["w1 w2 w3"] * 4
+    secrets = [*SECRETS.values(), IN_CONFIG, "private-name", str(tmp_path), "w1 w2 w3"]
+    text = b"".join(contents.values())
     assert [secret for secret in secrets if secret.encode() in text] == []
-    assert b"w1 w2" not in text  # texts of prompts
     assert json.loads(contents["run.json"])["settings"]["learning_rate"] == 1e-2
     weights = str(shutil.copytree(tmp_path / "run" / "checkpoint-1", tmp_path / "elsewhere" / "weights"))
     shutil.rmtree(tmp_path / "run")

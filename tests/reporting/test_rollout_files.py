@@ -143,7 +143,7 @@ def test_images_are_stored_once_by_digest(tmp_path):
 def test_the_header_has_no_secret(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "planted-key-of-wandb")
     token = "hf_planted000000000000000000hubtoken"
-    kwargs = {"note": "planted-key-of-wandb", "token": token}
+    kwargs = {"note": "planted-key-of-wandb", "token": token, "api_key": "planted-by-name-alone"}
     saved(tmp_path, max_steps=1, hub_token=token, chat_template_kwargs=kwargs)
     text = (tmp_path / FOLDER / "run.json").read_text()
     assert "planted" not in text.replace(str(tmp_path), "") and "<WANDB_API_KEY>" in text

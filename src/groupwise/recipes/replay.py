@@ -125,7 +125,9 @@ class StepComparison:
     def __str__(self) -> str:
         if self.first is not None:
             return f"step {self.step} leaves the record at the {self.first}"
-        values = ", ".join(f"{count} {name}s" for name, count in self.compared.items() if count)
+        values = ", ".join(
+            f"{count} {name}{'s' * (count > 1)}" for name, count in self.compared.items() if count
+        )
         if not any(self.deviations.values()):
             return f"step {self.step} equals the record, bit for bit: {values}"
         worst = max(self.deviations, key=lambda name: self.deviations[name])
