@@ -13,7 +13,7 @@ from support.saved_runs import HOSTILE, save_run
 
 from groupwise import write_report
 from groupwise.errors import ConfigError
-from groupwise.reporting.html_report import group_spread, most_changed, report_data, untaught_groups
+from groupwise.reporting.html_report import group_spread, groups_without_gradient, most_changed, report_data
 from groupwise.reporting.run_files import SavedCompletion, read_run
 
 #: Opens a report in a frame as wide as a phone, opens every <details>, and posts measurements.
@@ -91,7 +91,7 @@ ROWS = [
 
 def test_groups_without_an_advantage_are_counted_by_their_reward():
     rows = [completion(*row) for row in ROWS] + [completion(4, "alone", "x", 1.0)]
-    found = untaught_groups(rows, [row.rewards["correct"] for row in rows])
+    found = groups_without_gradient(rows, [row.rewards["correct"] for row in rows])
     # p at 0 has the lowest reward, q at 0 and 4 the highest; p at 4 has advantages; one row is no group
     assert found == {
         "groups": 4, "equal": 3, "best": 2, "worst": 1, "prompts": [("q", 2, 2, 1.0), ("p", 1, 2, 0.0)],
@@ -257,7 +257,7 @@ def test_a_run_is_shown_with_its_parts(tmp_path):
         "Time by phase",
         "Memory by phase",
         "Completions that changed most",
-        "Groups that taught nothing",
+        "Groups without a gradient",
         "Settings",
         "Metrics of the run's own",
         "Completions",

@@ -30,7 +30,7 @@ _PAGE = Path(__file__).with_name("page")
 #: Settings that differ between runs anyway, and say nothing about them.
 _NAMES_OF_RUNS = {"output_dir", "logging_dir", "run_name", "hub_model_id"}
 #: Prompts in the lists of changed completions and of groups without a gradient.
-CHANGED, UNTAUGHT = 20, 20
+CHANGED, WITHOUT_GRADIENT = 20, 20
 
 
 def write_report(
@@ -120,15 +120,17 @@ def report_data(runs: Mapping[str, RunFiles], max_completions: int) -> dict[str,
     described = []
     for index, (name, files) in enumerate(runs.items()):
         mine = [(row, total) for (run, row), total in zip(rows, totals, strict=True) if run == index]
-        untaught = untaught_groups([row for row, _ in mine], [total for _, total in mine])
-        untaught["prompts"] = [(prompt_index(prompt), *rest) for prompt, *rest in untaught["prompts"]]
+        without_gradient = groups_without_gradient([row for row, _ in mine], [total for _, total in mine])
+        without_gradient["prompts"] = [
+            (prompt_index(prompt), *rest) for prompt, *rest in without_gradient["prompts"]
+        ]
         described.append(
             {
                 "name": name,
                 "model": public_name(str(files.settings.get("model") or "")),
                 "checkpoints": files.checkpoints,
                 "completions": len(files.completions),
-                "untaught": untaught,
+                "without_gradient": without_gradient,
                 "groups": group_spread([row for row, _ in mine], [total for _, total in mine]),
                 **_log_columns(files.logs),
             }
@@ -254,7 +256,9 @@ def _groups(
     return {key: group for key, group in groups.items() if len(group) > 1}
 
 
-def untaught_groups(rows: Sequence[SavedCompletion], totals: Sequence[float | None]) -> dict[str, Any]:
+def groups_without_gradient(
+    rows: Sequence[SavedCompletion], totals: Sequence[float | None]
+) -> dict[str, Any]:
     """Count the groups of a run without any advantage, by their reward.
 
     Returns:
@@ -281,7 +285,7 @@ def untaught_groups(rows: Sequence[SavedCompletion], totals: Sequence[float | No
         ] += 1
     prompts = [
         (prompt, count, sampled[prompt], _short(_mean(rewards[prompt])))
-        for prompt, count in times.most_common(UNTAUGHT)
+        for prompt, count in times.most_common(WITHOUT_GRADIENT)
     ]
     return {
         "groups": len(groups),

@@ -257,11 +257,11 @@
   }
 
   let showPrompt = () => {};
-  function untaught() {
-    if (!data.runs.some((run) => run.untaught.groups)) return;
-    const body = section("Groups that taught nothing", "All completions of the group had the same reward, so that no advantage and no gradient was left.");
+  function withoutGradient() {
+    if (!data.runs.some((run) => run.without_gradient.groups)) return;
+    const body = section("Groups without a gradient", "All completions of the group had the same reward, so that no advantage and no gradient was left.");
     data.runs.forEach((run, i) => {
-      const { groups, equal, best, worst, prompts } = run.untaught;
+      const { groups, equal, best, worst, prompts } = run.without_gradient;
       if (!groups) return;
       const box = body.appendChild(el("div", { className: "box" }, several ? el("h3", {}, swatch(colour(i)), run.name) : null,
         el("p", {}, `${equal} of ${groups} logged groups: ${best} with the highest reward of the run (too easy), ` +
@@ -351,7 +351,7 @@
   phases("time/", "Time by phase", "s", true);
   phases("memory/", "Memory by phase", "GB", false);
   changed();
-  untaught();
+  withoutGradient();
   settings();
   others();
   browser();
