@@ -19,7 +19,7 @@ FILES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PAC
 BUDGET = {
     "top level": 1380,
     "agents": 1755,
-    "compat": 1032,
+    "compat": 1036,
     "config": 2100,
     "core": 1620,
     "cpu": 430,

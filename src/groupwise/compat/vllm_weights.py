@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 #: Rows of the identity matrix that a kernel is called with to read its weights.
 _READ_ROWS = 256
@@ -94,6 +95,8 @@ def kernel_reader(module: Any, kernel: Any, width: int) -> Callable[[range], tor
 
     They are products with unit vectors, which are exact.
     """
+
+    import torch
 
     def read(columns: range) -> torch.Tensor:
         parts = []
