@@ -29,7 +29,7 @@ BUDGET = {
     "mixins": 1040,
     "policy": 4245,
     "records": 1025,
-    "reporting": 2735,
+    "reporting": 2740,
     "rewards": 1805,
     "tokenization": 1390,
     "cli": 1770,
