@@ -282,7 +282,7 @@ def test_a_prediction_is_an_evaluation_of_other_rows(tmp_path):
     evaluated = run_of(tmp_path).evaluate()
     output = run_of(tmp_path, eval_dataset=None).predict(questions())
     assert output.predictions is None and output.label_ids is None
-    timed = ("time", "second", "epoch")
+    timed = ("time", "second", "epoch", "memory")
     wanted = {
         name.replace("eval_", "test_", 1): value
         for name, value in evaluated.items()
