@@ -42,10 +42,11 @@ def add_precision(parser: argparse.ArgumentParser) -> None:
     """Add ``--precision``; its value is the end of the name of the results file, after ``_``."""
     import torch
 
-    from groupwise.config.grpo_config import computes_bf16_natively
+    from groupwise.compat.torch import has_native_bf16_cpu  # also in the commits that --base names
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    native = "bf16" if computes_bf16_natively(device) else "float32"
+    on_gpu = torch.cuda.is_available()
+    computes = torch.cuda.is_bf16_supported(including_emulation=False) if on_gpu else has_native_bf16_cpu()
+    native = "bf16" if computes else "float32"
     parser.add_argument(
         "--precision",
         choices=PRECISIONS,
