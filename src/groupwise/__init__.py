@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         SamplingOptions,
         TokenBatch,
     )
+    from groupwise.reporting.callback import GRPOCallback
     from groupwise.reporting.html_report import write_report
     from groupwise.trainer import GRPOTrainer
 
@@ -62,6 +63,7 @@ _MODULES = {
     "Experience": "records",
     "TokenBatch": "records",
     "RolloutRequest": "records",
+    "GRPOCallback": "reporting.callback",
     "write_report": "reporting.html_report",
     "GroupwiseError": "errors",
     "ConfigError": "errors",
@@ -77,6 +79,7 @@ __all__ = [
     "Completion",
     "ConfigError",
     "Experience",
+    "GRPOCallback",
     "GRPOConfig",
     "GRPOTrainer",
     "GenerationBackend",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,18 @@ from support.runs import chats, trainer
 
 from groupwise import GRPOTrainer
 from groupwise.records import ImageInputs, LogprobOutput
-from groupwise.reporting.rollout_files import FOLDER, Recording, file_name, gradient_norms
+from groupwise.reporting.rollout_files import FOLDER, Recording, RolloutFiles, file_name, gradient_norms
 
 
 def saved(directory: Path, **settings: Any) -> tuple[GRPOTrainer, Recording]:
     run = trainer(directory, save_rollouts=True, **settings)
     run.train()
     return run, Recording(directory / FOLDER)
+
+
+def files_of(run: GRPOTrainer) -> RolloutFiles:
+    (found,) = [each for each in run.callback_handler.callbacks if isinstance(each, RolloutFiles)]
+    return found
 
 
 def names(directory: Path) -> list[str]:
@@ -74,7 +80,7 @@ def test_log_probs_and_gradient_norms_are_those_of_the_update(tmp_path):
 def test_nothing_is_saved_unless_asked_for(tmp_path):
     run = trainer(tmp_path, max_steps=1)
     run.train()
-    assert run.rollout_files is None and not (tmp_path / FOLDER).exists()
+    assert not (tmp_path / FOLDER).exists()
 
 
 def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path):
@@ -110,12 +116,12 @@ def test_a_generation_is_written_before_the_step_that_fails(tmp_path):
 
 def test_rows_that_are_computed_again_count_once(tmp_path):
     run, recording = saved(tmp_path, max_steps=1)
-    files, (batch,) = run.rollout_files, recording.step(1).window
+    files, (batch,) = files_of(run), recording.step(1).window
     logps_BT = torch.zeros_like(batch.token_weights_BT)
     one, two = batch.select([0, 1]), batch.select([2, 3])
     for part in (one, two, one, batch):  # after an out-of-memory error the window begins again
-        files.add_loss(part, logps_BT[: len(part)], torch.tensor(1.0))
-        assert len({row for rows, *_ in files._computed for row in rows.rows_B.tolist()}) == sum(
+        run.call_callbacks("on_loss", part, logps_BT[: len(part)], torch.tensor(1.0))
+        assert len({row for rows, *_ in files._computed for row in rows.row_numbers()}) == sum(
             len(entry[0]) for entry in files._computed
         )
     assert [len(entry[0]) for entry in files._computed] == [4]
@@ -128,11 +134,9 @@ def test_images_are_stored_once_by_digest(tmp_path):
     images = [ImageInputs({"pixels": pixels[n]}, {"types": [1, 0]}) for n in (0, 0, 1)] + [ImageInputs()]
     rollouts = generation.rollouts
     for _ in range(2):
-        run.rollout_files.num_generations = 0
         run.state.global_step = 6
-        run.rollout_files.add_generation(
-            type(rollouts)(**{**vars(rollouts), "images": images}), generation.rewards
-        )
+        files_of(run)._begin_step()
+        run.call_callbacks("on_generation_end", replace(rollouts, images=images), generation.rewards)
     stored = sorted((tmp_path / FOLDER / "images").iterdir())
     assert [path.name for path in stored] == sorted({f"{image.digest}.pt.gz" for image in images[1:3]})
     found = recording.generation(7, 0).rollouts.images

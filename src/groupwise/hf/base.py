@@ -142,9 +142,8 @@ class BaseTrainer(Trainer):
         )
         self.add_callback(reporting.MetricsFileCallback())
         self.add_callback(reporting.TrackioAlertsCallback())
-        self.rollout_files = reporting.RolloutFiles(self) if args.save_rollouts else None
-        if self.rollout_files is not None:
-            self.add_callback(self.rollout_files)
+        if args.save_rollouts:
+            self.add_callback(reporting.RolloutFiles(self))
         self.add_callback(MatmulOutputsCallback())
         if args.sync_ref_model:
             self.add_callback(SyncRefModelCallback(self.reference, args, self.accelerator))
@@ -179,6 +178,12 @@ class BaseTrainer(Trainer):
         raise NotImplementedError
 
     # Training.
+
+    def call_callbacks(self, event: str, *values: Any) -> None:
+        """Call an event of :class:`groupwise.GRPOCallback`; ``Trainer`` calls those that it knows."""
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, reporting.GRPOCallback):
+                getattr(callback, event)(self.args, self.state, self.control, *values)
 
     def train(
         self,

@@ -72,9 +72,13 @@ class LossMixin:
         coef = self.entropy_control.applied(target) if self.args.has_entropy_bonus else None
         # The bonus is a mean over the selected tokens of all ranks; gradients are averaged over ranks.
         bonus_weight = None if coef is None else coef * world_size / max(bonus_tokens, 1)
+        # Rows of the window are numbered in rank order; ranks have equally many.
+        first = self.accelerator.process_index * len(groups_B)
+        rows = torch.arange(first, first + len(groups_B), device=groups_B.device).split([*map(len, window)])
         return [
             MicroBatch(
                 **vars(batch),
+                rows_B=rows_B,
                 # w_it (B, T): the loss of the window is Σ w_it ℓ_it, however it is split.
                 token_weights_BT=normalizer(batch.loss_mask_BT.float(), batch.group_ids_B, counts),
                 entropy_mask_BT=mask_BT,
@@ -82,7 +86,7 @@ class LossMixin:
                 # Its sum over all ranks is their number: DDP divides gradients by it. Dropped rows have 0.
                 sequence_weight_B1=(batch.group_ids_B >= 0).float().unsqueeze(1) * (world_size / sequences),
             )
-            for batch, mask_BT in zip(window, entropy_masks, strict=True)
+            for batch, mask_BT, rows_B in zip(window, entropy_masks, rows, strict=True)
         ]
 
     def _count_group_tokens(self, window: Sequence[Experience], num_padding_rows: int) -> dict[int, int]:

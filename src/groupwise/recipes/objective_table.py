@@ -86,8 +86,7 @@ def _with_logps(records: Sequence[StepRecord]) -> tuple[list[MicroBatch], list[t
         # Rows that were not computed have ratio 1: their log-probs are those of the old policy, or zero.
         logps_BT = batch.old_logps_BT.nan_to_num(0.0).clone()
         computed_B1 = torch.zeros(len(batch), 1)
-        assert batch.rows_B is not None
-        for index, row in enumerate(batch.rows_B.tolist()):
+        for index, row in enumerate(batch.row_numbers()):
             if row in found:
                 width = min(len(found[row]), logps_BT.shape[1])
                 logps_BT[index, :width] = found[row][:width]

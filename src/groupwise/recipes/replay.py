@@ -152,7 +152,7 @@ def compare(recorded: StepRecord, replayed: StepRecord, budget: float) -> StepCo
             found.add(quantity, getattr(ours, name), getattr(theirs, name), partial(_place, ours, name))
     by_row = logps_by_row(recorded), logps_by_row(replayed)
     for batch in recorded.window:
-        for index, row in enumerate(_row_numbers(batch)):
+        for index, row in enumerate(batch.row_numbers()):
             tokens = batch.loss_mask_BT[index].nonzero().flatten()
             one, other = (of_rows[row][tokens] if row in of_rows else None for of_rows in by_row)
             found.add("log-prob", one, other, partial(_place_of_token, batch, index, tokens))
@@ -173,16 +173,12 @@ def _loss(record: StepRecord) -> float:
     return math.fsum(part.loss for part in record.computed)
 
 
-def _row_numbers(batch: MicroBatch) -> list[int]:
-    return [] if batch.rows_B is None else batch.rows_B.tolist()
-
-
 def _place(batch: MicroBatch, name: str, index: int) -> str:
     """Return the place of a value of a field (B, X) by its position."""
     row, token = divmod(index, getattr(batch, name).shape[1])
     if getattr(batch, name).shape[1] == 1 and name == "advantages_BX":  # one per row
-        return f"row {_row_numbers(batch)[row]} (prompt {int(batch.group_ids_B[row])})"
-    return f"row {_row_numbers(batch)[row]} (prompt {int(batch.group_ids_B[row])}), token {token}"
+        return f"row {batch.row_numbers()[row]} (prompt {int(batch.group_ids_B[row])})"
+    return f"row {batch.row_numbers()[row]} (prompt {int(batch.group_ids_B[row])}), token {token}"
 
 
 def _place_of_token(batch: MicroBatch, row: int, tokens: torch.Tensor, index: int) -> str:
@@ -250,11 +246,13 @@ class RecordedSteps(GRPOTrainer):
     only_step: step whose window is taken as it was recorded, whatever step the trainer is at; None: windows
         are made from generations again.
     untrusted: log-probs of the run's sampler may be placeholders.
+    num_generations: generation batches of the present step.
     """
 
     recording: Recording
     only_step: int | None = None
     untrusted: bool = False
+    num_generations: int = 0
 
     def make_prompt_source(self) -> PromptSource:
         return _Positions()
@@ -269,11 +267,10 @@ class RecordedSteps(GRPOTrainer):
             names = [item.name for item in fields(Experience)]
             made = [Experience(**{name: getattr(batch, name) for name in names}) for batch in window]
             return [batch.to(self.accelerator.device) for batch in made]
-        assert self.rollout_files is not None
         # A window may span several generations: their number counts within the step.
-        part = self.rollout_files.num_generations
-        generation = self.recording.generation(self.state.global_step + 1, part, rank)
-        self.rollout_files.add_generation(generation.rollouts, generation.rewards)
+        generation = self.recording.generation(self.state.global_step + 1, self.num_generations, rank)
+        self.num_generations += 1
+        self.call_callbacks("on_generation_end", generation.rollouts, generation.rewards)
         _restore_generators(generation.rng)
         return self.make_experience(
             generation.rollouts,
@@ -299,6 +296,7 @@ class _FollowRecord(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self.trainer.num_generations = 0
         step = self.trainer.only_step or state.global_step + 1
         recording = self.trainer.recording
         if step not in recording.steps:  # it failed after its generation

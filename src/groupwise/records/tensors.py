@@ -246,7 +246,7 @@ class MicroBatch(Experience):
         of ranks, because gradients are averaged over ranks.
     entropy_weights_BT: weights of the entropy bonus, coefficient included; None without a bonus.
     correction_BX: sampler correction that was computed before, (B, 1) or (B, T); None: the loss computes it.
-    rows_B: positions of the rows in the window of all ranks, which ``save_rollouts`` keeps; None without it.
+    rows_B: positions of the rows in the window of all ranks; None in a batch that is in no window.
     packed: the same sequences without padding, if the layout prepared it; derived, never saved or moved.
     """
 
@@ -266,6 +266,10 @@ class MicroBatch(Experience):
         """
         names = ", ".join(item.name for item in fields(self))
         raise TypeError(f"inputs[{key!r}]: a MicroBatch has fields, not keys: {names}; {_TRL}")
+
+    def row_numbers(self) -> list[int]:
+        """Return the positions of the rows in the window of all ranks."""
+        return [] if self.rows_B is None else self.rows_B.tolist()
 
     def num_tokens(self) -> int:
         """Return the number of input tokens in the layout of the run, padding included."""

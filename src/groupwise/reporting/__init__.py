@@ -1,5 +1,6 @@
 """Numbers and text that leave a run: metrics, timing, evaluation, tables, dashboards, model card, report."""
 
+from groupwise.reporting.callback import GRPOCallback
 from groupwise.reporting.completions import report_completions
 from groupwise.reporting.dashboards import TrackioAlertsCallback
 from groupwise.reporting.html_report import write_report
@@ -9,6 +10,7 @@ from groupwise.reporting.rollout_files import RolloutFiles
 from groupwise.reporting.terminal import show_log_lines
 
 __all__ = [
+    "GRPOCallback",
     "MetricsFileCallback",
     "RolloutFiles",
     "TrackioAlertsCallback",

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from groupwise.compat.transformers import attention_implementation, name_or_path
 from groupwise.config.grpo_config import DerivedFloat, DerivedInt, GRPOConfig
@@ -35,6 +35,7 @@ from groupwise.errors import ConfigError
 from groupwise.random_state import get_state
 from groupwise.records import ImageInputs, MicroBatch, RewardBatch, RolloutBatch
 from groupwise.records.serialization import host_copy, load
+from groupwise.reporting.callback import GRPOCallback
 from groupwise.reporting.table import plain_text
 
 logger = logging.getLogger(__name__)
@@ -103,17 +104,14 @@ class StepRecord:
     corrects_for_sampler: bool
 
 
-class RolloutFiles(TrainerCallback):
+class RolloutFiles(GRPOCallback):
     """Write every generation before the policy is trained on it, and every completed optimizer step.
 
     A resumed run deletes the files of the steps that it repeats; a new run renames the folder of an earlier
     one. An error of the file system is logged as a warning, and the file is lost.
 
     Args:
-        trainer: calls :meth:`add_generation`, :meth:`add_window` and :meth:`add_loss`.
-
-    Attributes:
-        num_generations: generation batches of the present step.
+        trainer: trainer of the run.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -122,16 +120,20 @@ class RolloutFiles(TrainerCallback):
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self.num_generations = 0
+        self._num_generations = 0
         self._rng = get_state()[2]
-        self._window: list[MicroBatch] = []
+        self._window: Sequence[MicroBatch] = []
         self._computed: list[tuple[MicroBatch, torch.Tensor | None, torch.Tensor]] = []
         self._gradient_norms: dict[str, float] = {}
 
-    # Called by the trainer, in this order.
-
-    def add_generation(self, rollouts: RolloutBatch, rewards: RewardBatch) -> None:
-        """Write a generation batch."""
+    def on_generation_end(
+        self,
+        args: GRPOConfig,
+        state: TrainerState,
+        control: TrainerControl,
+        rollouts: RolloutBatch,
+        rewards: RewardBatch,
+    ) -> None:
         images, digests = self._store_images(rollouts.images)
         record = Generation(
             replace(
@@ -146,28 +148,28 @@ class RolloutFiles(TrainerCallback):
             replace(rewards, columns={}, metrics={}),
             get_state()[2],
         )
-        step = self.trainer.state.global_step + 1
-        self._write("generation", step, {**vars(record), "images": digests}, part=self.num_generations)
-        self.num_generations += 1
+        values = {**vars(record), "images": digests}
+        self._write("generation", state.global_step + 1, values, part=self._num_generations)
+        self._num_generations += 1
 
-    def add_window(self, window: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Return the micro-batches of an accumulation window, with the positions of their rows in it."""
-        lengths = [len(batch) for batch in window]
-        start = self.trainer.args.process_index * sum(lengths)  # ranks have equally many rows
-        self._window = []
-        for batch in window:
-            ids = torch.arange(start, start + len(batch), device=batch.group_ids_B.device)
-            self._window.append(replace(batch, rows_B=ids))
-            start += len(batch)
-        return self._window
+    def on_window_begin(
+        self, args: GRPOConfig, state: TrainerState, control: TrainerControl, window: Sequence[MicroBatch]
+    ) -> None:
+        self._window = window
 
-    def add_loss(self, batch: MicroBatch, logps_BT: torch.Tensor | None, loss: torch.Tensor) -> None:
-        """Add a forward pass, which replaces an earlier one of its rows (after an out-of-memory error)."""
-        rows = _rows(batch)
-        self._computed = [entry for entry in self._computed if rows.isdisjoint(_rows(entry[0]))]
+    def on_loss(
+        self,
+        args: GRPOConfig,
+        state: TrainerState,
+        control: TrainerControl,
+        batch: MicroBatch,
+        logps_BT: torch.Tensor | None,
+        loss: torch.Tensor,
+    ) -> None:
+        rows = set(batch.row_numbers())
+        # Rows that come again, after an out-of-memory error, replace their earlier forward pass.
+        self._computed = [entry for entry in self._computed if rows.isdisjoint(entry[0].row_numbers())]
         self._computed.append((batch, None if logps_BT is None else logps_BT.detach(), loss.detach()))
-
-    # Events of ``Trainer``.
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -216,7 +218,7 @@ class RolloutFiles(TrainerCallback):
             window=[replace(batch, images=_without_arrays(batch.images)) for batch in self._window],
             computed=[
                 ComputedRows(
-                    [] if batch.rows_B is None else batch.rows_B.tolist(),
+                    batch.row_numbers(),
                     None if logps_BT is None else logps_BT.float(),
                     loss.item(),
                 )
@@ -225,7 +227,7 @@ class RolloutFiles(TrainerCallback):
             gradient_norms=self._gradient_norms,
             settings=changeable(trainer.args),
             rng=self._rng,
-            num_generations=self.num_generations,
+            num_generations=self._num_generations,
             truncation_unknown=settings.truncation_unknown,
             corrects_for_sampler=settings.correction_mode is not None,
         )
@@ -264,10 +266,6 @@ class RolloutFiles(TrainerCallback):
 
 def _without_arrays(images: Sequence[ImageInputs] | None) -> tuple[ImageInputs, ...] | None:
     return None if images is None else tuple(ImageInputs({}, row.token_types) for row in images)
-
-
-def _rows(batch: MicroBatch) -> set[int]:
-    return set() if batch.rows_B is None else set(batch.rows_B.tolist())
 
 
 def file_name(kind: str, step: int, rank: int, part: int | None = None) -> str:
