@@ -328,7 +328,8 @@ class GRPOTrainer(
         rollouts, rewards, surplus = batch.finish()  # B completions of this rank, N rewards, whole groups
         self.leftover_groups = self.add_behavior_logps(surplus, sampler)  # before the policy changes
         self.backend.release()  # memory of a colocated engine goes to training
-        self.call_callbacks("on_generation_end", rollouts, rewards)  # before training, which may fail
+        # Before training, which may fail: a saved generation can be replayed.
+        self.call_callbacks("on_generation_end", rollouts=rollouts, rewards=rewards)
         return self.make_experience(
             rollouts, rewards, self.args.per_device_train_batch_size, on_policy=on_policy
         )
@@ -423,7 +424,7 @@ class GRPOTrainer(
         window = self.add_missing_ref_logps(window)  # of a generation that is older than the reference
         entropy_masks = self.compute_entropy_masks(window)  # (B, T) each; all loss tokens by default
         weighed = self.set_token_weights(window, entropy_masks)  # w_it, from exact counts over all ranks
-        self.call_callbacks("on_window_begin", weighed)
+        self.call_callbacks("on_window_begin", window=weighed)
         # Rows without a gradient are dropped, the others are spread evenly over ranks and micro-batches. A
         # rank receives the lengths of all rows, from which all make the same plan, then the rows of its own.
         computer, budget = self.logprob_computer, self.micro_batch_budget
@@ -454,7 +455,7 @@ class GRPOTrainer(
         if model.training:
             # Weighted by its share of the window, so that a window counts once however it is split.
             metrics.record({"loss": Mean(output.loss.detach(), inputs.sequence_weight_B1.sum())})
-            self.call_callbacks("on_loss", inputs, logps_BT, output.loss)
+            self.call_callbacks("on_loss", batch=inputs, logps_BT=logps_BT, loss=output.loss)
             if output.bonus_entropy is not None:
                 self.window.entropy = self.window.entropy.merge(output.bonus_entropy)
         return (output.loss, output) if return_outputs else output.loss

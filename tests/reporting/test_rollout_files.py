@@ -120,7 +120,7 @@ def test_rows_that_are_computed_again_count_once(tmp_path):
     logps_BT = torch.zeros_like(batch.token_weights_BT)
     one, two = batch.select([0, 1]), batch.select([2, 3])
     for part in (one, two, one, batch):  # after an out-of-memory error the window begins again
-        run.call_callbacks("on_loss", part, logps_BT[: len(part)], torch.tensor(1.0))
+        run.call_callbacks("on_loss", batch=part, logps_BT=logps_BT[: len(part)], loss=torch.tensor(1.0))
         assert len({row for rows, *_ in files._computed for row in rows.row_numbers()}) == sum(
             len(entry[0]) for entry in files._computed
         )
@@ -136,7 +136,8 @@ def test_images_are_stored_once_by_digest(tmp_path):
     for _ in range(2):
         run.state.global_step = 6
         files_of(run)._begin_step()
-        run.call_callbacks("on_generation_end", replace(rollouts, images=images), generation.rewards)
+        changed = replace(rollouts, images=images)
+        run.call_callbacks("on_generation_end", rollouts=changed, rewards=generation.rewards)
     stored = sorted((tmp_path / FOLDER / "images").iterdir())
     assert [path.name for path in stored] == sorted({f"{image.digest}.pt.gz" for image in images[1:3]})
     found = recording.generation(7, 0).rollouts.images

@@ -179,11 +179,11 @@ class BaseTrainer(Trainer):
 
     # Training.
 
-    def call_callbacks(self, event: str, *values: Any) -> None:
+    def call_callbacks(self, event: str, **records: Any) -> None:
         """Call an event of :class:`groupwise.GRPOCallback`; ``Trainer`` calls those that it knows."""
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, reporting.GRPOCallback):
-                getattr(callback, event)(self.args, self.state, self.control, *values)
+                getattr(callback, event)(self.args, self.state, self.control, **records)
 
     def train(
         self,

@@ -270,7 +270,7 @@ class RecordedSteps(GRPOTrainer):
         # A window may span several generations: their number counts within the step.
         generation = self.recording.generation(self.state.global_step + 1, self.num_generations, rank)
         self.num_generations += 1
-        self.call_callbacks("on_generation_end", generation.rollouts, generation.rewards)
+        self.call_callbacks("on_generation_end", rollouts=generation.rollouts, rewards=generation.rewards)
         _restore_generators(generation.rng)
         return self.make_experience(
             generation.rollouts,

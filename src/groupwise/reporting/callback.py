@@ -17,7 +17,8 @@ class GRPOCallback(TrainerCallback):
     An optimizer step calls, in this order, ``on_step_begin``; for each generation that begins in it
     :meth:`on_generation_end`; :meth:`on_window_begin`; for each micro-batch :meth:`on_loss`;
     ``on_pre_optimizer_step`` and ``on_step_end``. Each rank calls its own callbacks, with what it holds; the
-    records are those of the trainer, to be read and not changed. Evaluations call none of the three.
+    records are those of the trainer, to be read and not changed; they are passed by name. Evaluations call
+    none of the three.
     """
 
     def on_generation_end(
