@@ -17,7 +17,7 @@ FILES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PAC
 
 #: Lines of a room, blank lines and docstrings included. The last four stand beside the trainer.
 BUDGET = {
-    "top level": 1380,
+    "top level": 1381,
     "agents": 1755,
     "compat": 1036,
     "config": 2100,
@@ -25,11 +25,11 @@ BUDGET = {
     "cpu": 430,
     "data": 2200,
     "generation": 4485,
-    "hf": 1660,
+    "hf": 1661,
     "mixins": 1040,
     "policy": 4245,
-    "records": 1025,
-    "reporting": 2740,
+    "records": 1029,
+    "reporting": 2802,
     "rewards": 1805,
     "tokenization": 1390,
     "cli": 1770,
@@ -52,7 +52,7 @@ LEAST_COMMENTS = 8.0
 
 #: Methods and properties of GRPOTrainer and its own bases, and other members of these classes; refused names
 #: of TRL do not count.
-METHODS, ATTRIBUTES = 91, 44
+METHODS, ATTRIBUTES = 92, 44
 
 
 def room_of(name: str) -> str:
