@@ -7,20 +7,33 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from support.engine_runs import chat_prompts, engine_greedy, greedy, sync, trainer_logps
+from support.engine_runs import (
+    assert_follows_four_bits,
+    chat_prompts,
+    engine_greedy,
+    four_bit_policy,
+    greedy,
+    sync,
+    trainer,
+    trainer_logps,
+)
 from support.fakes.fake_vllm import GENERATE, FakeVLLM
-from support.runs import policy
+from support.runs import policy, tokenizer
 from support.workers.vllm_process import ServerProcess
 from test_vllm_server import UPDATE
+from transformers import AutoModelForCausalLM
 
 from groupwise import GRPOConfig, GRPOTrainer
 from groupwise.errors import BackendError
+from groupwise.generation.vllm.client import VLLMServers
+from groupwise.generation.vllm.plugin import PLACE_ADAPTER
 from groupwise.generation.vllm.server import VLLMServerBackend
 from groupwise.generation.vllm.weight_sync import ServerAdapters
 from groupwise.policy.weight_iterator import PolicyWeights
@@ -154,11 +167,52 @@ def test_the_files_are_in_shared_memory_for_servers_of_this_machine(backend, fak
     assert not path.exists()
 
 
+def test_a_server_that_cannot_read_the_file_gets_its_bytes(fake, model, tmp_path, monkeypatch, caplog):
+    """Of two servers one is on another machine: it writes the files to a directory of its own."""
+    caplog.set_level("INFO", "groupwise.generation.vllm.weight_sync")
+    other = FakeVLLM()
+    other.info["lora_config"], other.weights, other.is_elsewhere = {"max_lora_rank": 8}, fake.weights, True
+    backend, source = backend_for(fake, model, tmp_path), PolicyWeights(model)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for step in (4, 5):
+        backend.config.vllm_server_base_url = f"{fake.url},{other.url}"
+        backend.sync_weights(source, step=step)
+        (own,) = (tmp_path / "groupwise-adapters").iterdir()  # the old one is gone
+        (sent,), expected = other.adapters.values(), source.adapter().tensors
+        assert [*other.adapters] == [*fake.adapters] == [own.name]
+        assert all(torch.equal(sent["tensors"][name], expected[name]) for name in expected)
+        assert "as bytes, because a server cannot read its path" in caplog.text
+    backend.close()
+    assert not own.exists() and not other.adapters
+    other.close()
+
+
+def test_the_log_names_the_path_way(backend, fake, model, caplog):
+    caplog.set_level("INFO", "groupwise.generation.vllm.weight_sync")
+    backend.sync_weights(PolicyWeights(model), step=0)
+    (name,) = fake.adapters
+    assert f"sending the adapter {name} by its path: 0." in caplog.text
+
+
 def test_policies_whose_adapter_cannot_be_sent_alone_are_refused(fake, model, tmp_path):
-    for rank, message in ((0, "no LoRA adapter that can be sent alone"), (16, "--max-lora-rank 8")):
+    for rank, message in ((0, "no plain LoRA adapter, which can be sent"), (16, "--max-lora-rank 8")):
         backend = backend_for(fake, model, tmp_path, lora_rank=rank)
         with pytest.raises(BackendError, match=message):
             backend.sync_weights(PolicyWeights(model), step=0)
+        backend.close()
+
+
+def test_a_server_in_4_bits_gets_adapters_of_a_policy_in_4_bits(fake, model, tmp_path):
+    fake.info["model_config"]["quantization"] = "bitsandbytes"
+    for policy_in_4_bits in (False, True):
+        backend = backend_for(fake, model, tmp_path)
+        if policy_in_4_bits:
+            backend.model_config.quantization_config = {"load_in_4bit": True}
+            backend.sync_weights(PolicyWeights(model), step=0)
+            assert len(fake.adapters) == 1
+        else:
+            with pytest.raises(BackendError, match="quantized by bitsandbytes, but full matrices are sent"):
+                backend.sync_weights(PolicyWeights(model), step=0)
         backend.close()
 
 
@@ -172,10 +226,81 @@ def test_servers_that_differ_are_refused(fake, model, tmp_path):
     other.close()
 
 
-@pytest.mark.vllm
+def elsewhere(patch):
+    """Give servers a path that they cannot read in place of the adapter's, as on another machine."""
+    call = VLLMServers.call_workers
+
+    def call_workers(servers, method, given):
+        if method == PLACE_ADAPTER:
+            given = {**given, "path": f"/another/machine/{Path(given['path']).name}"}
+        return call(servers, method, given)
+
+    patch.setattr(VLLMServers, "call_workers", call_workers)
+
+
+def run_for(server, directory, **given):
+    settings = {"vllm_mode": "server", "vllm_server_base_url": server.url, "vllm_server_timeout": 240.0}
+    return trainer(directory, **{**settings, "vllm_engine_kwargs": None, **given})
+
+
+def real(test):
+    installed = importlib.util.find_spec("vllm") is not None
+    test = pytest.mark.skipif(not installed, reason="vllm is not installed")(test)
+    return pytest.mark.vllm(pytest.mark.timeout(900)(test))
+
+
+@pytest.fixture(scope="module")
+def four_bits(tmp_path_factory):
+    """The arguments of a trainer with a policy in 4 bits, and a server of its matrices."""
+    pytest.importorskip("bitsandbytes")
+    directory = tmp_path_factory.mktemp("server")
+    given = four_bit_policy(directory / "base")
+    options = given["model_init_kwargs"]
+    AutoModelForCausalLM.from_pretrained(given["model"], **options).dequantize().save_pretrained(
+        directory / "model"
+    )
+    tokenizer().save_pretrained(directory / "model")
+    server = ServerProcess(directory, ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2"))
+    yield given, server.start().wait()
+    server.kill()
+
+
+@real
+def test_a_real_server_follows_the_adapter_of_a_4_bit_policy(four_bits, tmp_path, caplog):
+    """It serves the dequantized matrices, and gets the adapter alone."""
+    caplog.set_level("INFO", "groupwise.generation.vllm.weight_sync")
+    given, server = four_bits
+    assert_follows_four_bits(run_for(server, tmp_path, **given), [[4, 5], [6], [7, 8, 9]])
+    assert caplog.text.count("by its path") == 4  # before training, in two steps and after them
+
+
+@real
+def test_two_runs_on_a_real_server_sample_with_their_own_adapters(four_bits, tmp_path, monkeypatch):
+    """One of them sends bytes, which the server writes to a directory for temporary files."""
+    server, prompts = four_bits[1], [[4, 5], [6], [7, 8, 9], [10, 11, 12, 13]]
+    settings = {"model": str(server.out_of_memory.parent / "model"), "learning_rate": 0.05, "max_steps": 2}
+    lora = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+    runs = [
+        run_for(server, tmp_path / str(seed), seed=seed, peft_config=LoraConfig(**lora), **settings)
+        for seed in (1, 2)
+    ]
+    for run in runs:
+        run.train()
+    sync(runs[0], runs[0].model)
+    elsewhere(monkeypatch)
+    sync(runs[1], runs[1].model)
+    written = [Path(tempfile.gettempdir(), "groupwise-adapters", run.backend.servers.adapter) for run in runs]
+    assert [path.is_dir() for path in written] == [False, True]
+    found = [engine_greedy(run.backend, prompts) for run in (*runs, *runs)]
+    expected = [greedy(run.model, prompts, 6, run.backend.end_tokens) for run in runs]
+    assert found == expected * 2 and expected[0] != expected[1]
+    for run in runs:
+        run.backend.close()
+    assert not written[1].exists()
+
+
+@real
 @pytest.mark.real_model
-@pytest.mark.timeout(900)
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 def test_a_real_server_samples_with_the_adapter_of_every_step(smollm2_path, tmp_path):
     """SmolLM2-135M-Instruct in float32 and rank 8; the adapter is below 2 % of the merged weights."""
     (tmp_path / "model").symlink_to(smollm2_path)
@@ -213,10 +338,14 @@ def test_a_real_server_samples_with_the_adapter_of_every_step(smollm2_path, tmp_
             run.train()
             prompts = chat_prompts(run, rows)
             sync(run, run.model)
+            new = engine_greedy(run.backend, prompts)
+            elsewhere(patch)
+            run.backend.invalidate_weights()
+            sync(run, run.model)
         for line in run.state.log_history[:2]:
             assert line["sampling/sampling_logp_difference/max"] < 1e-3
-        new = engine_greedy(run.backend, prompts)
-        assert new == greedy(run.model, prompts, 8, run.backend.end_tokens)
+        by_bytes = engine_greedy(run.backend, prompts)
+        assert by_bytes == new == greedy(run.model, prompts, 8, run.backend.end_tokens)
         for prompt in prompts:
             (completion,) = run.backend.generate([prompt])
             given = torch.tensor(completion.logps).double()
@@ -228,7 +357,8 @@ def test_a_real_server_samples_with_the_adapter_of_every_step(smollm2_path, tmp_
             assert completion.versions == [2] * len(completion.token_ids)
         merged = sum(tensor.nbytes for _, tensor in PolicyWeights(run.model).full())
         print(f"bytes per sync: {sizes}, merged weights {merged}")
-        assert len(sizes) == 3 and max(sizes) < 0.02 * merged
+        assert len(sizes) == 4 and max(sizes) < 0.02 * merged
+        assert sizes[3] > 4 / 3 * sizes[2]  # as bytes in base64
         run.backend.close()
     finally:
         server.kill()

@@ -15,6 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 import torch
 from safetensors.torch import load_file
 
+from groupwise.generation.vllm.plugin import PLACE_ADAPTER, place_adapter
 from groupwise.generation.vllm.weight_check import ADAPTERS
 from groupwise.policy.weight_places import DigestReport
 from support.fakes.tiny_engine import TinyEngine, scaled_adapter
@@ -41,6 +42,7 @@ class FakeVLLM:
         self.adapters: dict[str, dict[str, Any]] = {}  # contents by name
         self.weights: dict[str, torch.Tensor] = {}
         self.engine: TinyEngine | None = None
+        self.is_elsewhere = False  # on a machine that cannot read the trainer's files
         self.info = {
             "model_config": {
                 "model": "tiny",
@@ -78,6 +80,11 @@ class FakeVLLM:
             getattr(self.engine, path[1:])(*filter(None, [body]))
         elif path == "/update_weights" and body["update_info"].get("path"):
             self.weights |= load_file(body["update_info"]["path"])
+        if path == "/collective_rpc" and body["method"] == PLACE_ADAPTER:
+            given = body["kwargs"]
+            if self.is_elsewhere:
+                given = {**given, "path": f"/another/machine/{Path(given['path']).name}"}
+            return {"results": [place_adapter(None, **given)]}
         if path == "/collective_rpc":
             return {"results": self._reports(body["method"], body["kwargs"])}
         if path == "/v1/unload_lora_adapter":

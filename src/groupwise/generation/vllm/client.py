@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from groupwise.errors import BackendError
 from groupwise.generation.vllm.http import HttpClient, LostAnswerError, ServerUnavailableError
+from groupwise.generation.vllm.plugin import PLACE_ADAPTER
 from groupwise.generation.vllm.sampling import (
     DEFAULT_MAX_LOGPROBS,
     Request,
@@ -216,24 +217,29 @@ class VLLMServers:
             self._post("/reset_encoder_cache", doing="resetting the encoder cache")
         self._post("/resume", doing="resuming")
 
-    def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter from a directory; requests that are submitted later use it."""
-        body = {"lora_name": name, "lora_path": path}
-        self._post("/v1/load_lora_adapter", [body], doing="loading the LoRA adapter")
+    def load_adapter(self, name: str, paths: Mapping[str, str]) -> None:
+        """Load a LoRA adapter; requests that are submitted later use it.
+
+        Args:
+            paths: its directory, by the address of the server.
+        """
+        bodies = [{"lora_name": name, "lora_path": paths[server.url]} for server in self.live]
+        self._post("/v1/load_lora_adapter", bodies, doing="loading the LoRA adapter")
         self.adapter = name
 
     def unload_adapter(self, name: str) -> None:
         """Remove a LoRA adapter from the servers that respond; a restarted one does not have it."""
-        with suppress(LostAnswerError, BackendError):
-            body = {"lora_name": name}
-            self._post("/v1/unload_lora_adapter", [body], doing="unloading an adapter", timeout=5.0)
+        files = {"method": PLACE_ADAPTER, "kwargs": {"path": name, "files": {}}}
+        for path, body in (("/v1/unload_lora_adapter", {"lora_name": name}), ("/collective_rpc", files)):
+            with suppress(LostAnswerError, BackendError):
+                self._post(path, [body], doing="unloading an adapter", timeout=5.0)
 
     def call_workers(self, method: str, given: dict[str, Any]) -> dict[str, list[Any]]:
         """Call a method of the workers; returns the answers of all workers of each server, by address."""
         body = {"method": method, "kwargs": given}
 
         async def call(server: HttpClient) -> tuple[str, list[Any]]:
-            answer = await server.once("POST", "/collective_rpc", body, doing="reading digests of weights")
+            answer = await server.once("POST", "/collective_rpc", body, doing=f"calling {method}")
             return server.url, answer["results"]
 
         try:
@@ -242,8 +248,8 @@ class VLLMServers:
             if method not in str(error):
                 raise
             raise BackendError(
-                f"a vLLM server cannot report its weights ({error}); install groupwise in its environment, "
-                "or set vllm_weight_check='off'"
+                f"a vLLM server does not have {method} ({error}); install groupwise in its environment, or "
+                "set vllm_weight_check='off'"
             ) from error
 
     @property

@@ -131,10 +131,11 @@ def _problems(info: ServerInfo, policy: PreTrainedConfig, config: GRPOConfig) ->
             found.append(
                 f"it serves {info.model} with {name}={size}, but the policy has {expected}; serve that model"
             )
-    if info.quantization in _PACKED:
+    same_base = info.quantization == "bitsandbytes" and getattr(policy, "quantization_config", None)
+    if info.quantization in _PACKED and not (same_base and info.max_lora_rank):
         found.append(
             f"its weights are quantized by {info.quantization}, but full matrices are sent; serve the model "
-            "without quantization, also for a policy in 4 bits"
+            "without quantization, or with --enable-lora the checkpoint of a policy in 4 bits"
         )
     if info.weight_transfer is None:
         found.append(
@@ -183,8 +184,8 @@ def _adapter_problem(info: ServerInfo, lora_rank: int | None) -> list[str]:
         return []
     if lora_rank == 0:
         return [
-            "it was started with --enable-lora, but the policy has no LoRA adapter that can be sent alone (a "
-            "plain one, on weights that are not quantized); start it without, to send merged weights"
+            "it was started with --enable-lora, but the policy has no plain LoRA adapter, which can be sent "
+            "alone; start it without, to send merged weights"
         ]
     if lora_rank > info.max_lora_rank:
         return [f"its --max-lora-rank {info.max_lora_rank} is less than the adapter's {lora_rank}; raise it"]

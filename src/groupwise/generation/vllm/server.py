@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -31,9 +30,8 @@ from groupwise.generation.vllm.http import LostAnswerError, ServerUnavailableErr
 from groupwise.generation.vllm.preflight import ServerInfo, check_servers
 from groupwise.generation.vllm.sampling import Request, RequestKey
 from groupwise.generation.vllm.serve import as_shell_line, serve_command
-from groupwise.generation.vllm.transfer import BROADCASTING, WITH_METADATA, WeightTransfer, shared_memory
+from groupwise.generation.vllm.transfer import BROADCASTING, WITH_METADATA, WeightTransfer
 from groupwise.generation.vllm.weight_check import WeightCheck
-from groupwise.policy.introspection import is_quantized
 from groupwise.policy.weight_iterator import LoRAWeights, WeightSource, rounded
 from groupwise.policy.weight_source import EngineWeights, NamedTensor
 from groupwise.records import Completion, SamplingOptions
@@ -43,7 +41,6 @@ from groupwise.tokenization.text import end_tokens, text_tokenizer
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 4
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class VLLMServerBackend(VLLMBackend):
@@ -336,11 +333,8 @@ class VLLMServerBackend(VLLMBackend):
             for _ in base:  # gathering it is a collective
                 pass
         if self._adapters is None:
-            local = all(urlsplit(server.url).hostname in _LOOPBACK for server in servers.servers)
-            parent = shared_memory() if local else Path(str(config.output_dir))
-            self._adapters = weight_sync.ServerAdapters(servers, parent, 1 + config.rollout_staleness)
-        size = self._adapters.push(adapter, name)
-        logger.info("sent the adapter of step %d: %.2f MB", step, size / 1e6)
+            self._adapters = weight_sync.ServerAdapters(servers, 1 + config.rollout_staleness)
+        self._adapters.push(adapter, name)
         self._digest = self._check.compare_adapter(adapter)
 
     def _prepare(self, *, retry: bool) -> None:
@@ -412,9 +406,8 @@ def make_backend(
     check_policy(model)
     ends = frozenset(end_tokens(model.generation_config, text_tokenizer(processing_class)))
     lora_rank = 0
-    if not is_quantized(model):  # the server's weights below the adapter would be other ones
-        with suppress(ConfigError):
-            lora_rank = weight_sync.lora_rank(model)
+    with suppress(ConfigError):
+        lora_rank = weight_sync.lora_rank(model)
     return VLLMServerBackend(config, model.config, ends, processing_class, suppress_tokens, lora_rank)
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
+from base64 import b64encode
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import save_file
 
 from groupwise.compat.vllm import add_lora, remove_lora
-from groupwise.errors import ConfigError
-from groupwise.generation.vllm.plugin import BACKEND
-from groupwise.generation.vllm.transfer import WeightTransfer
+from groupwise.errors import BackendError, ConfigError
+from groupwise.generation.vllm.plugin import BACKEND, PLACE_ADAPTER
+from groupwise.generation.vllm.transfer import WeightTransfer, shared_memory
 from groupwise.generation.vllm.weight_check import WeightCheck
 from groupwise.policy.introspection import CausalLM
 from groupwise.policy.weight_iterator import LoRAWeights, WeightSource, base_weights
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from vllm import LLM
 
     from groupwise.generation.vllm.client import VLLMServers
+
+logger = logging.getLogger(__name__)
 
 #: Values of ``max_lora_rank`` that vLLM accepts.
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -113,20 +117,18 @@ def save_adapter(adapter: LoRAWeights, directory: Path) -> int:
 
 
 class ServerAdapters:
-    """LoRA adapters of a run on its servers, which read them from files.
+    """LoRA adapters of a run on its servers: files in shared memory, whose bytes other machines get.
 
     Requests that are under way finish with the adapter that they were sent for, so the latest ones stay.
 
     Args:
         servers: started with ``--enable-lora`` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1.
-        parent: directory that all of them can read.
         num_kept: adapters that requests may still use, the new one included.
     """
 
-    def __init__(self, servers: VLLMServers, parent: Path, num_kept: int) -> None:
+    def __init__(self, servers: VLLMServers, num_kept: int) -> None:
         self.servers, self.num_kept = servers, num_kept
-        parent.mkdir(parents=True, exist_ok=True)
-        self.directory = Path(tempfile.mkdtemp(prefix="groupwise-adapters-", dir=parent))
+        self.directory = Path(tempfile.mkdtemp(prefix="groupwise-adapters-", dir=shared_memory()))
         self._remove = weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
         self.names: list[str] = []
 
@@ -134,15 +136,29 @@ class ServerAdapters:
         """Load the adapter on every server and unload those that no request uses; returns its bytes."""
         path = self.directory / name
         path.mkdir()
-        size = save_adapter(adapter, path)
+        size, way = save_adapter(adapter, path), "by its path"
         try:
-            self.servers.load_adapter(name, str(path))
+            places = self._place(path)
+            if None in places.values():
+                files = {file.name: b64encode(file.read_bytes()).decode() for file in path.iterdir()}
+                size, way = sum(map(len, files.values())), "as bytes, because a server cannot read its path"
+                places = self._place(path, files=files)
+            logger.info("sending the adapter %s %s: %.2f MB", name, way, size / 1e6)
+            self.servers.load_adapter(name, places)
         except BaseException:
             self._unload([name])  # some of the servers may have it
             raise
         self.names.append(name)
         self._unload(self.names[: -self.num_kept])
         return size
+
+    def _place(self, path: Path, **files: Any) -> dict[str, Any]:
+        """Return the adapter's directory by the address of the server; None: it needs the files."""
+        try:
+            answers = self.servers.call_workers(PLACE_ADAPTER, {"path": str(path), **files})
+        except BackendError:  # without groupwise in its environment, a server can load only from the path
+            return dict.fromkeys((server.url for server in self.servers.live), str(path))
+        return {url: None if None in found else found[0] for url, found in answers.items()}
 
     def _unload(self, names: list[str]) -> None:
         for name in names:
