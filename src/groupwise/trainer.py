@@ -227,7 +227,7 @@ class GRPOTrainer(
         self.agents = make_agents(agents, args, self.processing_class, self.backend, self.model, accelerator)
         warn_of_rollout_settings(
             args,
-            requests_known=not self.agents and rollout_func is None,
+            requests_known=self.requests_known,
             placeholder_logps=self.may_have_placeholder_logps(),
         )
         self.logprob_computer = make_logprob_computer(self.model, args, accelerator)
@@ -319,7 +319,8 @@ class GRPOTrainer(
     def make_train_experience(self, sampler: SamplerSettings, *, on_policy: bool) -> list[Experience]:
         """Generate, reward and weigh the completions of one generation batch; one entry per micro-batch."""
         self.sync_sampler("train")  # behaviour policy = current policy, unless rollout_staleness > 0
-        self.prefetch_rollouts(sampler)  # rollout_staleness: a server generates later ones meanwhile
+        if not self.args.dynamic_sampling:
+            self.prefetch_rollouts(sampler)  # rollout_staleness: a server generates later ones meanwhile
         batch = DynamicBatch(self.leftover_groups, self.args)  # one round unless dynamic_sampling
         while not batch.is_full:  # the same decision on every rank
             rows = self.prompts.take(batch.num_to_sample)  # B rows of this rank, G per prompt
@@ -327,6 +328,8 @@ class GRPOTrainer(
         self.metrics["train"].record(batch.metrics)
         rollouts, rewards, surplus = batch.finish()  # B completions of this rank, N rewards, whole groups
         self.leftover_groups = self.add_behavior_logps(surplus, sampler)  # before the policy changes
+        if self.args.dynamic_sampling:  # only now is it known which prompts the next generation begins with
+            self.prefetch_rollouts(sampler, DynamicBatch(self.leftover_groups, self.args).num_to_sample)
         self.backend.release()  # memory of a colocated engine goes to training
         # Before training, which may fail: a saved generation can be replayed.
         self.call_callbacks("on_generation_end", rollouts=rollouts, rewards=rewards)

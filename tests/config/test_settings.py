@@ -24,7 +24,7 @@ VALID = {
     "vllm_importance_sampling_mode": "token_truncate",
     "vllm_importance_sampling_clip_min": 2.0,
     "eval_pass_at_k": [1, 16],
-    "rollout_staleness": 1,
+    "rollout_staleness": 2,
 }
 
 CHOICES = {

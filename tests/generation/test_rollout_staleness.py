@@ -7,7 +7,7 @@ import math
 import pyarrow.parquet as pq
 import pytest
 import torch
-from support import runs
+from support import agent_runs, runs
 from support.fakes.fake_vllm import GENERATE, FakeVLLM, with_tokenizer
 from transformers import TrainerCallback
 
@@ -23,15 +23,58 @@ def fake(monkeypatch):
     server.close()
 
 
-def run_for(fake, directory, **given):
+def run_for(fake, directory, make=runs.trainer, **given):
     settings = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": fake.url, "max_steps": 4}
-    return runs.trainer(directory, **{**settings, "vllm_server_timeout": 2.0, **given})
+    return make(directory, **{**settings, "vllm_server_timeout": 2.0, **given})
+
+
+def run_with_tool(fake, directory, **given):
+    """A run whose turns call a tool or end, as their seeds decide."""
+    tokenizer = agent_runs.tokenizer()
+    letters = tokenizer.convert_tokens_to_ids(list(agent_runs.LETTERS))
+    fake.info["model_config"]["max_model_len"] = 1024
+    answer = with_tokenizer(fake, tokenizer).answer
+
+    def calling(path, query, body):
+        found = answer(path, query, body)
+        for choice in found["choices"] if path == GENERATE else ():
+            seed = body["sampling_params"]["seed"] + choice["index"]
+            first = letters[0] if seed % 3 else letters[6]  # "a" begins a call
+            choice["token_ids"] = [first, letters[seed % 8], letters[4], tokenizer.eos_token_id]
+            choice["finish_reason"] = "stop"
+        return found
+
+    fake.answer = calling
+    given = {"tools": [agent_runs.measure], "generation_kwargs": None, "max_completion_length": 60, **given}
+    given = {"processing_class": tokenizer, "per_device_train_batch_size": 4, **given}
+    return run_for(fake, directory, agent_runs.trainer, **given)
+
+
+def varies_in_odd_rows(completion_ids, row, **_):
+    """No variance in the groups of even rows."""
+    return [float(ids[2] * (number % 2)) for ids, number in zip(completion_ids, row, strict=True)]
+
+
+def run_with_rounds(fake, directory, **given):
+    """Dynamic sampling of two groups per step: with even rows among the prompts, it takes several rounds."""
+    given = {"rewards": varies_in_odd_rows, "dynamic_sampling": True, **given}
+    return run_for(fake, directory, **{"per_device_train_batch_size": 8, **given})
 
 
 def asked(fake):
     """The first prompt token and seed of every request, in order."""
     bodies = [body for path, body in fake.bodies if path == GENERATE]
     return [(body["token_ids"], body["sampling_params"]["seed"]) for body in bodies]
+
+
+class Count(TrainerCallback):
+    """Number of requests before each update."""
+
+    def __init__(self, counts, fake):
+        self.counts, self.fake = counts, fake
+
+    def on_pre_optimizer_step(self, *args, **kwargs):
+        self.counts.append(self.fake.seen[GENERATE])
 
 
 def losses(run):
@@ -56,13 +99,27 @@ def test_batches_are_prefetched_once(fake, tmp_path, depth):
 
 def test_the_next_batch_is_requested_before_the_update(fake, tmp_path):
     seen = []
-
-    class Count(TrainerCallback):
-        def on_pre_optimizer_step(self, *args, **kwargs):
-            seen.append(fake.seen[GENERATE])
-
-    run_for(fake, tmp_path, rollout_staleness=1, callbacks=[Count()]).train()
+    run_for(fake, tmp_path, rollout_staleness=1, callbacks=[Count(seen, fake)]).train()
     assert seen[0] == 2
+
+
+@pytest.mark.parametrize(("make", "num_ahead"), [(run_with_rounds, 2), (run_with_tool, 1)])
+def test_the_first_requests_of_a_batch_are_made_before_the_update(fake, tmp_path, make, num_ahead):
+    """Dynamic sampling: those of its first round. Tools: first turns. The others follow in its own step."""
+    requests, counts, rollouts = [], [], []
+    for depth in (0, 1):
+        run = make(fake, tmp_path / str(depth), rollout_staleness=depth)
+        run.add_callback(Count(before_update := [], fake))
+        generate_rollouts = run.generate_rollouts
+        run.generate_rollouts = lambda request, of=generate_rollouts: rollouts.append(0) or of(request)
+        run.train()
+        requests.append(sorted(asked(fake)))
+        counts.append(before_update[0])
+        fake.bodies.clear()
+    assert requests[0] == requests[1]  # the same prompts with the same seeds
+    assert len(requests[0]) > len(rollouts) / 2 or len(rollouts) > 8  # several turns, or several rounds
+    assert counts[1] == counts[0] + num_ahead
+    assert staleness(run)[0] == 0 and all(0 < steps <= 1 for steps in staleness(run)[1:])
 
 
 def test_a_rollout_func_is_never_prefetched_and_a_warning_says_so(fake, tmp_path, caplog):
@@ -85,15 +142,23 @@ def test_every_generation_is_used_as_often_as_configured(fake, tmp_path):
     assert len(asked(fake)) == len(set(map(str, asked(fake)))) == 8  # two generations of four prompts
 
 
-@pytest.mark.parametrize(("stop", "steps"), [(2, 4), (7, 9)])  # with the next epoch's first batch asked for
-def test_a_resumed_run_loses_nothing_and_trains_nothing_twice(fake, tmp_path, stop, steps):
+@pytest.mark.parametrize(
+    ("make", "stop", "steps"),
+    [
+        (run_for, 2, 4),
+        (run_for, 7, 9),  # with the next epoch's first batch asked for
+        (run_with_rounds, 2, 4),
+        (run_with_tool, 2, 4),
+    ],
+)
+def test_a_resumed_run_loses_nothing_and_trains_nothing_twice(fake, tmp_path, make, stop, steps):
     settings = {"rollout_staleness": 1, "max_steps": steps}
-    whole = run_for(fake, tmp_path / "whole", **settings)
+    whole = make(fake, tmp_path / "whole", **settings)
     whole.train()
     everything = sorted(asked(fake))
     fake.bodies.clear()
     settings |= {"save_strategy": "steps", "save_steps": stop}
-    first = run_for(fake, tmp_path / "parts", **settings)
+    first = make(fake, tmp_path / "parts", **settings)
 
     class Stop(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -102,7 +167,7 @@ def test_a_resumed_run_loses_nothing_and_trains_nothing_twice(fake, tmp_path, st
     first.add_callback(Stop())
     first.train()
     first.backend.close()
-    resumed = run_for(fake, tmp_path / "parts", **settings)
+    resumed = make(fake, tmp_path / "parts", **settings)
     resumed.train(resume_from_checkpoint=True)
     assert set(map(str, asked(fake))) == set(map(str, everything))
     assert losses(resumed)[stop:] == losses(whole)[stop:]

@@ -109,7 +109,7 @@ def test_finished_prompts_are_passed_on_with_their_positions():
 
 
 def test_rollouts_of_a_later_step_are_requested_ahead():
-    prompts = SimpleNamespace(upcoming=lambda num_batches, _: [ROWS] * num_batches)
+    prompts = SimpleNamespace(upcoming=lambda num_batches, *_: [ROWS] * num_batches)
     run = mixin(prompts=prompts, state=SimpleNamespace(global_step=6, max_steps=8))
     run.args.rollout_staleness = 2  # the second one would begin after the last step
     run.prefetch_rollouts(SamplerSettings(temperature=0.5))

@@ -75,7 +75,7 @@ DATA = [
         ("islice(self._loader, 0, None, self.repeats)", "iter(self._loader)"),
         ("            self._loader.set_epoch(epoch)\n", "            pass\n"),
         ("return super().take(1)", "return super().take(num_prompts)"),
-        ("super().upcoming(num_batches, 1)", "super().upcoming(num_batches, num_prompts)"),
+        ("super().upcoming(num_batches, 1, first)", "super().upcoming(num_batches, num_prompts, first)"),
     ),
     *_prompts(
         ("            self.dataset.set_epoch(epoch)\n", "            pass\n"),

@@ -122,6 +122,7 @@ def trainer(directory: Path | str, kind: type[GRPOTrainer] = GRPOTrainer, **give
         "train_dataset",
         "processing_class",
         "rollout_func",
+        "callbacks",
     )
     arguments: dict[str, Any] = {name: given.pop(name) for name in names if name in given}
     arguments.setdefault("processing_class", tokenizer())

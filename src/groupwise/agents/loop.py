@@ -100,6 +100,7 @@ class AgentLoop(ABC):
         uses_tools: requests may have tool schemas.
         reads_images: messages may have images.
         provides_tasks: rows need no prompt, because environments have the tasks.
+        first_turn_known: the request for the first turn follows from the row, without code of the user.
         is_routed: the column ``environment`` selects the environment of a row.
         as_rendered: returns a prompt as the chat template gets it, for checks of the dataset; None: rows have
             no prompts.
@@ -112,6 +113,7 @@ class AgentLoop(ABC):
     uses_tools: bool = False
     reads_images: bool = False
     provides_tasks: bool = True
+    first_turn_known: bool = False
     is_routed: bool = False
     as_rendered: Callable[[Prompt], Prompt] | None = None
 

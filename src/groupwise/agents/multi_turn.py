@@ -116,10 +116,8 @@ class MultiTurnRollouts:
             ConfigError: a row cannot be used.
             AgentError: a rollout failed, and ``max_retries`` is None.
         """
-        limits = [each for each in (self.context_length, backend.context_length) if each is not None]
-        limit = min(limits, default=None)
         self.loop.begin_batch(rows)
-        rollouts = [Rollout(index, row, limit) for index, row in enumerate(rows)]
+        rollouts = self._make_rollouts(enumerate(rows), backend)
         sample = partial(self._sample, backend, generate or backend.generate, generation_kwargs or {})
         self._run(rollouts, sample)
         num_repeated = 0
@@ -128,11 +126,34 @@ class MultiTurnRollouts:
             if not self.any_rank(bool(failed)):
                 break
             num_repeated += len(failed)
-            repeated = [Rollout(index, rows[index], limit) for index in failed]
+            repeated = self._make_rollouts([(index, rows[index]) for index in failed], backend)
             self._run(repeated, sample)
             for rollout in repeated:
                 rollouts[rollout.index] = rollout
         return self._make_batch(rollouts, backend, num_repeated)
+
+    def first_turns(
+        self, rows: list[dict[str, Any]], backend: GenerationBackend, generation_kwargs: Mapping[str, Any]
+    ) -> tuple[list[list[int]], SamplingOptions]:
+        """Return the request that ``generate_rollouts`` begins with: contexts of all rows and their limits.
+
+        Args:
+            rows: as for ``generate_rollouts``. The loop must have ``first_turn_known``.
+        """
+        rollouts = self._make_rollouts(enumerate(rows), backend)
+        for rollout in rollouts:
+            self._resume(rollout, None)
+            rollout.steps.close()
+        return self._turns(rollouts, backend, generation_kwargs)
+
+    def _make_rollouts(
+        self, rows: Iterable[tuple[int, dict[str, Any]]], backend: GenerationBackend
+    ) -> list[Rollout]:
+        limits = [each for each in (self.context_length, backend.context_length) if each is not None]
+        rollouts = [Rollout(index, row, min(limits, default=None)) for index, row in rows]
+        for rollout in rollouts:
+            rollout.steps = self.loop.run_rollout(rollout)
+        return rollouts
 
     def _run(
         self, rollouts: list[Rollout], sample: Callable[[Sequence[Rollout]], list[ChatResponse]]
@@ -143,8 +164,6 @@ class MultiTurnRollouts:
             AgentError: a rollout failed, and ``max_retries`` is None.
         """
         waiting: list[Rollout] = []
-        for rollout in rollouts:
-            rollout.steps = self.loop.run_rollout(rollout)
         try:
             values: Iterable[tuple[Rollout, object]] = [(rollout, None) for rollout in rollouts]
             ready = self._advance(values, waiting, MIN_WAIT)
@@ -320,14 +339,22 @@ class MultiTurnRollouts:
         if not rollouts:
             generate([sorted(backend.end_tokens)[:1]], SamplingOptions([1]))
             return []
+        contexts, sampling = self._turns(rollouts, backend, generation_kwargs)
+        trajectories = [cast(Trajectory, rollout.trajectory) for rollout in rollouts]
+        completions = generate(contexts, sampling)
+        tokens = [t.append_sampled(c) for t, c in zip(trajectories, completions, strict=True)]
+        return [self._read_turn(*each) for each in zip(rollouts, contexts, tokens, strict=True)]
+
+    def _turns(
+        self, rollouts: Sequence[Rollout], backend: GenerationBackend, generation_kwargs: Mapping[str, Any]
+    ) -> tuple[list[list[int]], SamplingOptions]:
+        """Return the contexts of the requested turns, and the settings with their limits."""
         trajectories = [cast(Trajectory, rollout.trajectory) for rollout in rollouts]
         images = self._images(rollouts)
         check_images(backend, images)
-        contexts = [trajectory.context_ids for trajectory in trajectories]
         limits = [trajectory.remaining_tokens for trajectory in trajectories]
-        completions = generate(contexts, SamplingOptions(limits, images, generation_kwargs))
-        tokens = [t.append_sampled(c) for t, c in zip(trajectories, completions, strict=True)]
-        return [self._read_turn(*each) for each in zip(rollouts, contexts, tokens, strict=True)]
+        contexts = [trajectory.context_ids for trajectory in trajectories]
+        return contexts, SamplingOptions(limits, images, generation_kwargs)
 
     def _read_turn(self, rollout: Rollout, context_ids: list[int], token_ids: list[int]) -> ChatResponse:
         """Parse a sampled turn and append its message to the conversation."""

@@ -61,6 +61,7 @@ class ToolLoop(AgentLoop):
         self.max_iterations, self.scores_rollouts = max_iterations, scores_rollouts
         self.is_multi_turn = bool(tools) or pool is not None
         self.provides_tasks = pool is not None
+        self.first_turn_known = pool is None
         self.is_routed = pool is not None and pool.is_routed
         self.as_rendered = with_text_content if self.is_multi_turn else _unchanged
         self.slots: list[Slot] = []

@@ -97,12 +97,13 @@ STALENESS = (
         example=False,
         others=_SERVER,
     ),
-    _has(
-        "dynamic_sampling",
-        False,
-        because="the next prompts are needed in advance, and decided during the step",
-        example=True,
-        others=_SERVER,
+    _lasting(
+        "at most 1 with dynamic_sampling=True",
+        lambda c: c.rollout_staleness <= 1 or not c.dynamic_sampling,
+        "the prompts of a batch are known when the one before is full",
+        ("dynamic_sampling",),
+        "rollout_staleness=1",
+        violated_by={**_SERVER, "dynamic_sampling": True},
     ),
 )
 

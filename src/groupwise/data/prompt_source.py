@@ -65,9 +65,9 @@ class PromptSource:
         self.epoch, self.index = epoch, index + 1
         return self._rows(prompts)
 
-    def upcoming(self, num_batches: int, num_prompts: int) -> Iterator[list[Row]]:
-        """Yield this rank's rows of the batches after the next one, without taking them."""
-        for batch in range(1, num_batches + 1):
+    def upcoming(self, num_batches: int, num_prompts: int, first: int = 1) -> Iterator[list[Row]]:
+        """Yield this rank's rows of later batches without taking them, from the one after the next on."""
+        for batch in range(first, first + num_batches):
             yield self._rows(self._ahead(batch * num_prompts, (batch + 1) * num_prompts))
 
     def begin_window(self, num_micro_batches: int, num_left: int) -> None:
@@ -347,8 +347,8 @@ class LoaderPrompts(PromptSource):
     def take(self, num_prompts: int) -> list[Row]:
         return super().take(1)
 
-    def upcoming(self, num_batches: int, num_prompts: int) -> Iterator[list[Row]]:
-        return super().upcoming(num_batches, 1)
+    def upcoming(self, num_batches: int, num_prompts: int, first: int = 1) -> Iterator[list[Row]]:
+        return super().upcoming(num_batches, 1, first)
 
     def _rows(self, prompts: Sequence[Any]) -> list[Row]:
         return list(prompts[0])

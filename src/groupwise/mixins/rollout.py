@@ -141,19 +141,33 @@ class RolloutMixin:
             for prompt, context_ids, ids, text in zip(prompts, prompt_ids, token_ids, texts, strict=True)
         ]
 
-    def prefetch_rollouts(self, sampler: SamplerSettings) -> None:
-        """Start generating the rollouts of the next ``rollout_staleness`` generations on a server."""
+    @property
+    def requests_known(self) -> bool:
+        """True if the requests to the backend, or those for first turns, follow from the rows alone."""
+        agents = self.agents
+        return self.rollout_func is None and (agents is None or agents.loop.first_turn_known)
+
+    def prefetch_rollouts(self, sampler: SamplerSettings, num_prompts: int | None = None) -> None:
+        """Start generating the next ``rollout_staleness`` generations on a server; with tools, first turns.
+
+        Args:
+            num_prompts: prompts of the next round of dynamic sampling, after those of this generation were
+                taken. None: generations of fixed size, and this one is not yet taken.
+        """
         args = self.args
-        # Requests of tools, environments and a rollout_func cannot be made in advance.
-        depth = 0 if self.agents or self.rollout_func else args.rollout_staleness
+        depth = args.rollout_staleness if self.requests_known else 0
         steps = args.optimizer_steps_per_generation  # exact: rollout_staleness requires it
-        for ahead, rows in enumerate(self.prompts.upcoming(depth, args.prompts_per_batch), start=1):
+        size, first = (args.prompts_per_batch, 1) if num_prompts is None else (num_prompts, 0)
+        for ahead, rows in enumerate(self.prompts.upcoming(depth, size, first), start=1):
             step = self.state.global_step + ahead * steps  # that the generation begins
             if step >= self.state.max_steps:
                 return
-            prompt_ids, images = self.tokenize(rows)
             # The later request has the same settings, prompts and step: the server finds the results by them.
-            sampling = SamplingOptions(images=images, generation_kwargs=vars(sampler))
+            if self.agents is not None:
+                prompt_ids, sampling = self.agents.first_turns(rows, self.backend, vars(sampler))
+            else:
+                prompt_ids, images = self.tokenize(rows)
+                sampling = SamplingOptions(images=images, generation_kwargs=vars(sampler))
             self.backend.prefetch(prompt_ids, sampling, step=step)
 
     def tokenize(self, rows: list[Row]) -> tuple[list[list[int]], list[ImageInputs] | None]:
