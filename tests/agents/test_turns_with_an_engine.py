@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from support.agent_runs import LETTERS, measure, tokenizer, trainer
+from support.engine_runs import vllm_version
+from support.workers.vllm_process import ServerProcess
 from transformers import LlamaConfig, LlamaForCausalLM
 
 pytest.importorskip("vllm")
@@ -99,6 +102,49 @@ def test_turns_continue_one_history_and_tokens_of_tools_are_masked(tmp_path):
             for c in rollout.completions
         ]
         assert any("<|im_start|>tool" in answer for answer in observed)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(vllm_version() < Version("0.32"), reason="it does not report the weights of each token")
+def test_first_turns_are_generated_ahead_on_a_server(tmp_path):
+    text = tokenizer()
+    policy(text).save_pretrained(tmp_path / "model")
+    text.save_pretrained(tmp_path / "model")
+    server = ServerProcess(tmp_path).start()
+    run = trainer(
+        tmp_path / "run",
+        processing_class=text,
+        model=policy(text),
+        tools=[measure],
+        use_vllm=True,
+        vllm_mode="server",
+        vllm_server_base_url=server.url,
+        vllm_server_timeout=240.0,
+        rollout_staleness=1,
+        generation_kwargs=None,
+        max_steps=3,
+    )
+    generate_rollouts, turns = run.generate_rollouts, []
+
+    def watched(request: Any) -> Any:
+        rollout = generate_rollouts(request)
+        for completion in rollout.completions:
+            mask, versions = completion.loss_mask, completion.versions
+            first = mask.index(0) if 0 in mask else len(mask)
+            turns.append((run.state.global_step, set(versions[:first]), set(versions[first:])))
+        return rollout
+
+    run.generate_rollouts = watched
+    try:
+        server.wait()
+        run.train()
+        run.backend.close()
+    finally:
+        server.kill()
+    for step, first, later in turns:
+        # The update may come while a first turn is sampled; later turns are of their own step.
+        assert first <= {step - 1, step} and later <= {*first, step}
+    assert any(step - 1 in first and step in later for step, first, later in turns)
 
 
 def assert_turns(prompt: list[int], completion: Any, turns: list[Any]) -> None:

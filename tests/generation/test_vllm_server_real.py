@@ -174,6 +174,21 @@ def test_a_run_that_generates_ahead(server, tmp_path):
     run.backend.close()
 
 
+@reports_weights
+def test_a_run_with_dynamic_sampling_generates_ahead(server, tmp_path):
+    given = {"dynamic_sampling": True, "per_device_train_batch_size": 8, "max_steps": 3}
+    run = run_for(server, tmp_path, rollout_staleness=1, **given)
+    ahead, prefetch = [], run.backend.prefetch
+    run.backend.prefetch = lambda prompts, *rest, step: (
+        ahead.append(step) or prefetch(prompts, *rest, step=step)
+    )
+    run.train()
+    behind = [line["staleness"] for line in run.state.log_history if "loss" in line]
+    assert ahead == [1, 2] and behind[0] == 0 and all(0 < steps <= 1 for steps in behind[1:])
+    assert not run.backend._pending  # what was sampled ahead was trained on
+    run.backend.close()
+
+
 @pytest.fixture(scope="module")
 def undisturbed(process, tmp_path_factory):
     """An undisturbed run."""
