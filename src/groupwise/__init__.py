@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     )
     from groupwise.reporting.callback import GRPOCallback
     from groupwise.reporting.html_report import write_report
+    from groupwise.sweeps.scheduler import Sweep
     from groupwise.trainer import GRPOTrainer
 
 _MODULES = {
@@ -65,6 +66,7 @@ _MODULES = {
     "RolloutRequest": "records",
     "GRPOCallback": "reporting.callback",
     "write_report": "reporting.html_report",
+    "Sweep": "sweeps.scheduler",
     "GroupwiseError": "errors",
     "ConfigError": "errors",
     "RewardError": "errors",
@@ -94,6 +96,7 @@ __all__ = [
     "RolloutBatch",
     "RolloutRequest",
     "SamplingOptions",
+    "Sweep",
     "TokenBatch",
     "TrainingError",
     "register_advantage",

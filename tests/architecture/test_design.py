@@ -38,7 +38,7 @@ LEVELS = (
     ("mixins", "hf"),
     ("trainer",),
     ("sandbox",),
-    ("recipes",),
+    ("recipes", "sweeps"),
     ("trl_hooks", "cli"),
 )
 LAYERS = {

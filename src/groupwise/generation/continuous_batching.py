@@ -78,7 +78,7 @@ class ContinuousBatchingBackend(TransformersBackend):
             )
         limits = sampling.max_tokens or [config.max_new_tokens] * len(prompts)
         return [
-            self._completion(result.generated_tokens[:limit])
+            self.completion(result.generated_tokens[:limit])
             for result, limit in zip(results, limits, strict=True)
         ]
 

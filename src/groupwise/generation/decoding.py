@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from typing import Any
@@ -139,6 +139,64 @@ def keep_autocast_weights(device: torch.device) -> AbstractContextManager[object
     return torch.autocast(device.type, enabled=False)
 
 
+class RowSampler:
+    """Choice of the next token of every row being decoded, and of the rows that stay in the batch.
+
+    Args:
+        processors, criteria, config: those of ``generate``.
+        recorder: records the tokens that truncated sampling keeps; None: nothing is truncated.
+
+    Raises:
+        ForeignProcessorError: a processor or criterion is not one that the settings create.
+    """
+
+    def __init__(
+        self,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        recorder: SamplingMaskRecorder | None = None,
+    ) -> None:
+        for part in (*processors, *criteria):
+            stock = type(part).__module__.startswith("transformers.")
+            if type(part).__name__ not in ROW_PROCESSORS or not stock:
+                raise ForeignProcessorError(type(part).__qualname__)
+        self.processors, self.criteria, self.recorder = processors, criteria, recorder
+        self.do_sample, self.pad = config.do_sample, config.pad_token_id
+        self.index_R: torch.Tensor  # completion of each row in the batch
+        self.running_R: torch.Tensor
+
+    def begin(self, rows_R: torch.Tensor) -> None:
+        """Prepare for rows that continue the prompts ``rows_R``."""
+        self.index_R = torch.arange(len(rows_R), device=rows_R.device)
+        self.running_R = torch.ones_like(self.index_R, dtype=torch.bool)
+        self._select(rows_R)
+
+    def sample(self, tokens_RS: torch.Tensor, logits_RV: torch.Tensor) -> torch.Tensor:
+        """Sample the next token of each row, padding for finished ones: (R,)."""
+        scores_RV = self.processors(tokens_RS, logits_RV)  # type: ignore[arg-type]
+        if self.recorder is not None:
+            self.recorder.record(scores_RV, self.index_R)
+        return sample_tokens(scores_RV, self.do_sample).where(self.running_R, self.pad)
+
+    def rows_to_keep(self, tokens_RS: torch.Tensor) -> torch.Tensor | None:
+        """Return the rows that stay in the batch, none if all have finished; None: all stay for now."""
+        self.running_R &= ~self.criteria(tokens_RS, None)
+        num_running = int(self.running_R.sum())  # waits for the device, once per token
+        if num_running > (1 - FINISHED_SHARE) * len(self.running_R):
+            return None
+        kept_R = self.running_R.nonzero().squeeze(1)
+        self.index_R, self.running_R = self.index_R[kept_R], self.running_R[kept_R]
+        self._select(kept_R)
+        return kept_R
+
+    def _select(self, rows_R: torch.Tensor) -> None:
+        for processor in self.processors:  # prompt padding that the repetition penalty ignores
+            lengths = getattr(processor, "prompt_ignore_length", None)
+            if isinstance(lengths, torch.Tensor):
+                processor.prompt_ignore_length = lengths[rows_R.to(lengths.device)]
+
+
 def decode_groups(
     model: CausalLM,
     input_ids: torch.Tensor,
@@ -147,7 +205,7 @@ def decode_groups(
     generation_config: GenerationConfig,
     *,
     copies: Sequence[int],
-    recorder: SamplingMaskRecorder | None = None,
+    make_sampler: Callable[..., RowSampler] = RowSampler,
     **model_kwargs: Any,
 ) -> torch.Tensor:
     """Sample ``copies[i]`` completions of prompt i.
@@ -157,7 +215,7 @@ def decode_groups(
     Args:
         input_ids: P distinct prompts, padded on the left: (P, L).
         copies: number of completions per prompt, P.
-        recorder: records the tokens that truncated sampling keeps; None: nothing is truncated.
+        make_sampler: called with the processors, the criteria and the generation config.
 
     Returns:
         prompts and completions, padded on the right: (sum of copies, longest).
@@ -166,36 +224,28 @@ def decode_groups(
         ForeignProcessorError: a processor or criterion is not one that the settings create; nothing is
             sampled.
     """
-    for part in (*logits_processor, *stopping_criteria):
-        if type(part).__name__ not in ROW_PROCESSORS or not type(part).__module__.startswith("transformers."):
-            raise ForeignProcessorError(type(part).__qualname__)
+    sampler = make_sampler(logits_processor, stopping_criteria, generation_config)
     rows = torch.arange(len(copies), device=input_ids.device)
     rows_R = rows.repeat_interleave(torch.tensor(copies, device=input_ids.device))  # prompt of each row
     limit, pad = generation_config.max_length, generation_config.pad_token_id
     sequences = input_ids.new_full((len(rows_R), limit), pad)  # filled as rows leave the batch
     outputs = prefill(model, input_ids, generation_config, model_kwargs)  # one forward of P prompts
-    batch = _Rows(model, input_ids, outputs, model_kwargs, logits_processor)
+    batch = _Rows(model, input_ids, outputs, model_kwargs)
     continue_rows(batch.cache, rows_R, limit)  # P rows of keys and values become R
     batch.select(rows_R)
+    sampler.begin(rows_R)
     output_index_R = torch.arange(len(rows_R), device=input_ids.device)  # row of sequences
-    running_R = torch.ones_like(output_index_R, dtype=torch.bool)
     with optimize_for_decode(model):
         while True:
-            scores_RV = logits_processor(batch.tokens_RS, batch.logits_RV)  # type: ignore[arg-type]
-            if recorder is not None:
-                recorder.record(scores_RV, output_index_R)
-            next_R = sample_tokens(scores_RV, generation_config.do_sample)
-            batch.append(next_R.where(running_R, pad))  # finished rows that are still in the batch are padded
-            running_R &= ~stopping_criteria(batch.tokens_RS, None)
-            num_running = int(running_R.sum())  # waits for the device, once per token
-            if num_running <= (1 - FINISHED_SHARE) * len(running_R):
+            batch.append(sampler.sample(batch.tokens_RS, batch.logits_RV))
+            kept_R = sampler.rows_to_keep(batch.tokens_RS)
+            if kept_R is not None:
                 sequences[output_index_R, : batch.tokens_RS.shape[1]] = batch.tokens_RS
-                if not num_running:
+                if not len(kept_R):
                     return sequences[:, : batch.tokens_RS.shape[1]]
-                kept_R = running_R.nonzero().squeeze(1)
                 batch.cache.batch_select_indices(kept_R)
                 batch.select(kept_R)
-                output_index_R, running_R = output_index_R[kept_R], running_R[kept_R]
+                output_index_R = output_index_R[kept_R]
             batch.forward()
 
 
@@ -218,9 +268,8 @@ class _Rows:
         tokens: torch.Tensor,
         outputs: Any,
         model_kwargs: dict[str, Any],
-        processors: LogitsProcessorList,
     ) -> None:
-        self.model, self.tokens_RS, self.processors = model, tokens, processors
+        self.model, self.tokens_RS = model, tokens
         # A sliding layer holds fewer positions than the attention mask shared by all layers.
         sliding = any(layer.is_sliding for layer in outputs.past_key_values.layers)
         parameters = inspect.signature(model.forward).parameters.values()
@@ -244,10 +293,6 @@ class _Rows:
         for name, value in self.kwargs.items():
             if isinstance(value, torch.Tensor) and value.ndim > 1:  # 1-D tensors are shared by all rows
                 self.kwargs[name] = value[rows_R]
-        for processor in self.processors:  # prompt padding that the repetition penalty ignores
-            lengths = getattr(processor, "prompt_ignore_length", None)
-            if isinstance(lengths, torch.Tensor):
-                processor.prompt_ignore_length = lengths[rows_R.to(lengths.device)]
 
     def append(self, tokens_R: torch.Tensor) -> None:
         self.tokens_RS = torch.cat([self.tokens_RS, tokens_R[:, None]], dim=1)

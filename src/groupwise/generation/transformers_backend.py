@@ -31,6 +31,7 @@ from groupwise.generation.base import (
 )
 from groupwise.generation.decoding import (
     ForeignProcessorError,
+    RowSampler,
     can_decode_groups,
     decode_groups,
     group_prompts,
@@ -179,7 +180,8 @@ class TransformersBackend(GenerationBackend):
             loop: dict[str, Any] = {"synced_gpus": False} if self.gather_weights else {}
             if not (images or lockstep or self.stock_decoding) and can_decode_groups(model, config):
                 rows, copies = group_prompts(prompts)  # P rows, of which the loop makes B
-                loop = {"custom_generate": partial(decode_groups, copies=copies, recorder=recorder)}
+                make_sampler = partial(RowSampler, recorder=recorder)
+                loop = {"custom_generate": partial(decode_groups, copies=copies, make_sampler=make_sampler)}
             elif recorder is not None:
                 stock_loop = partial(sample_and_record, recorder=recorder, synced_gpus=lockstep)
                 loop = {"custom_generate": stock_loop}
@@ -189,7 +191,7 @@ class TransformersBackend(GenerationBackend):
         limits = sampling.max_tokens or [config.max_new_tokens] * len(prompts)
         masks = [None] * len(prompts) if recorder is None else recorder.completions(len(prompts))
         return [
-            self._completion(tokens[:limit], mask)
+            self.completion(tokens[:limit], mask)
             for tokens, limit, mask in zip(sequences[:, prompt_length:].tolist(), limits, masks, strict=True)
         ]
 
@@ -227,7 +229,8 @@ class TransformersBackend(GenerationBackend):
         config.update(**given)
         return config
 
-    def _completion(self, tokens: list[int], mask: SamplingMask | None = None) -> Completion:
+    def completion(self, tokens: list[int], mask: SamplingMask | None = None) -> Completion:
+        """Return the completion that ends with the first end token of ``tokens``."""
         end = next((index + 1 for index, token in enumerate(tokens) if token in self.end_tokens), None)
         tokens = tokens[:end]
         mask = None if mask is None else mask.first(len(tokens))
@@ -309,9 +312,10 @@ def make_backend(
     config: GRPOConfig,
     processing_class: ProcessingClass,
     suppress_tokens: Sequence[int] = (),
+    kind: type[TransformersBackend] = TransformersBackend,
 ) -> TransformersBackend:
     """Construct the backend; see :class:`groupwise.generation.base.BackendFactory`."""
-    backend = TransformersBackend(
+    backend = kind(
         policy,
         generation_config(config, policy(), text_tokenizer(processing_class), suppress_tokens),
         config,

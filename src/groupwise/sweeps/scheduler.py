@@ -1,0 +1,422 @@
+"""Sweep: several configurations trained side by side on one base model."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from transformers import (
+    PreTrainedModel,
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+from groupwise.config.grpo_config import GRPOConfig
+from groupwise.core.advantages import total_rewards
+from groupwise.cpu import install_cpu_training
+from groupwise.data.dataset_checks import has_image_columns
+from groupwise.errors import ConfigError, nearest_name
+from groupwise.generation.base import check_backend
+from groupwise.generation.transformers_backend import make_backend
+from groupwise.hf.run_directory import checkpoints
+from groupwise.policy.introspection import has_adapter
+from groupwise.policy.loading import load_policy, load_processing_class
+from groupwise.random_state import preserved_state
+from groupwise.records import RewardBatch, RolloutBatch
+from groupwise.reporting.evaluation import EvaluationMetrics
+from groupwise.sweeps.adapters import RowAdapters, check_adapter, shared_copy
+from groupwise.sweeps.commands import answer_commands, sweep_lock
+from groupwise.sweeps.sampler import SampleRequest, SharedBackend, sample_together
+from groupwise.sweeps.turns import ClosedError, TurnThread, preserved_accelerate
+from groupwise.trainer import GRPOTrainer
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+logger = logging.getLogger(__name__)
+
+#: Settings of the base model and of its forward passes, which runs that share it must have in common.
+COMMON = (
+    *("model_init_kwargs", "trust_remote_code", "cast_lm_head_to_fp32", "bf16", "fp16", "use_cpu"),
+    *("use_liger_kernel", "chat_template_kwargs"),
+)
+#: Settings that runs in one process cannot have, with the value they must have.
+REFUSED: dict[str, Any] = {
+    **{"use_vllm": False, "use_transformers_continuous_batching": False, "torch_compile": False},
+    **{"deepspeed": None, "fsdp": [], "enable_jit_checkpoint": False, "auto_find_batch_size": False},
+}
+#: Trackers with a run for each trainer of a process; the others have one for the process.
+TRACKERS = ("none", "tensorboard", "trackio")
+
+#: Per-prompt rewards of the held-out set, in its order: by run and optimizer step.
+Scores = Mapping[str, Mapping[int, Sequence[float]]]
+
+
+@dataclass
+class SweepRun:
+    """One run of a sweep.
+
+    name: also that of its output directory, in the directory of the sweep.
+    args: configuration.
+    reward_funcs: as in ``GRPOTrainer``.
+    peft_config: its LoRA adapter; None: all weights are trained, after the runs with adapters.
+    status: "waiting" for its first turn, "running", "stopped", "finished" or "failed".
+    error: exception of a failed run.
+    trainer: None before and after the turn of a run without an adapter.
+    state: of its trainer, also after the end.
+    scores: mean reward of every prompt of the held-out set, by the step of the evaluation.
+    """
+
+    name: str
+    args: GRPOConfig
+    reward_funcs: Any
+    peft_config: PeftConfig | None
+    status: str = "waiting"
+    error: BaseException | None = None
+    trainer: GRPOTrainer | None = None
+    state: TrainerState = field(default_factory=TrainerState)
+    scores: dict[int, list[float]] = field(default_factory=dict)
+    resume_from: str | bool | None = None
+    thread: TurnThread | None = None
+    request: SampleRequest | None = None  # it waits for these completions
+    answer: Any = None  # of its request, for its next turn
+    stop_requested: bool = False
+
+    @property
+    def shares_base(self) -> bool:
+        return self.peft_config is not None
+
+    @property
+    def is_active(self) -> bool:
+        return self.status in ("waiting", "running")
+
+    def train(self) -> Any:
+        """Body of the thread: train, and save the last adapter in the output directory."""
+        assert self.trainer is not None
+        result = self.trainer.train(resume_from_checkpoint=self.resume_from)
+        self.trainer.save_model()
+        return result
+
+
+class Sweep:
+    """Runs with different settings on one base model, each an ordinary ``GRPOTrainer``.
+
+    Runs with a LoRA adapter share the frozen weights of the base model and one sampler: a round computes
+    the pending optimizer step of every run, one run at a time, then decodes the completions of all runs as one
+    batch. The history of a run is that of the run on its own. Runs without an adapter follow one after the
+    other.
+
+    Args:
+        model: as in ``GRPOTrainer``; a model object without an adapter.
+        reward_funcs: as in ``GRPOTrainer``, or a dictionary of such by run.
+        runs: configurations by name. The output directory of a run is ``<directory of the sweep>/<name>``.
+        train_dataset, eval_dataset, processing_class: as in ``GRPOTrainer``.
+        peft_config: the adapter of all runs, or a dictionary by run, in which None trains all weights.
+        prune: called with :data:`Scores` after a round with an evaluation; returns the runs to stop.
+
+    Raises:
+        ConfigError: settings that runs in one process cannot have, or that the shared sampler does not
+            support, before anything is loaded; or settings of a run that cannot be trained with.
+    """
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        reward_funcs: Any,
+        runs: Mapping[str, GRPOConfig],
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        peft_config: PeftConfig | Mapping[str, PeftConfig | None] | None = None,
+        prune: Callable[[Scores], Iterable[str]] | None = None,
+    ) -> None:
+        self.model, self.prune = model, prune
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.runs = {
+            name: SweepRun(name, args, _of_run(reward_funcs, name), _of_run(peft_config, name))
+            for name, args in runs.items()
+        }
+        self.directory = self._check()
+        first = next(iter(self.runs.values())).args
+        self.processing_class = load_processing_class(processing_class, model, first)
+        self._num_scores = 0
+        self._rounds = 0
+        shared = [run for run in self.runs.values() if run.shares_base]
+        if shared:
+            self._base = load_policy(model, shared[0].args).to(shared[0].args.device)  # type: ignore[arg-type]
+            self._adapters = RowAdapters(shared_copy(self._base))
+            for run in shared:
+                self._build(run)
+            accelerator = cast(GRPOTrainer, shared[0].trainer).accelerator
+            # The same forward pass as the policies', under autocast too.
+            self._sampler = accelerator.prepare_model(self._adapters.model, evaluation_mode=True)
+            install_cpu_training([self._sampler])
+        if len(shared) < len(self.runs):
+            alone = [run.name for run in self.runs.values() if not run.shares_base]
+            logger.warning("without an adapter, trained one after the other: %s", ", ".join(alone))
+
+    def _check(self) -> Path:
+        """Check what can be checked before anything is loaded; returns the directory of the sweep."""
+        if not self.runs:
+            raise ConfigError("runs={} is empty; give a configuration by name, such as {'low': GRPOConfig(…)}")
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError("a sweep is one process on one device; start it without accelerate launch")
+        if has_adapter(self.model):
+            raise ConfigError("the model of a sweep has an adapter; pass the base model and peft_config")
+        first, shared = next(iter(self.runs.values())), [run for run in self.runs.values() if run.shares_base]
+        directory = Path(str(first.args.output_dir)).parent
+        for run in self.runs.values():
+            _check_run(run, directory)
+        for name in COMMON:
+            values = {run.name: getattr(run.args, name) for run in shared}
+            if any(value != values[shared[0].name] for value in values.values()):
+                raise ConfigError(f"{name} must be the same for all runs that share a base model: {values}")
+        if shared and has_image_columns(self.train_dataset, self.eval_dataset):
+            raise ConfigError("a dataset has a column of images; the shared sampler samples from text alone")
+        return directory
+
+    def _build(self, run: SweepRun) -> None:
+        """Build the trainer of a run and its thread, which begins with the random state of a run alone."""
+        if run.shares_base:
+            model: Any = shared_copy(self._base)
+            backend = cast(
+                SharedBackend,
+                make_backend(
+                    lambda: self._adapters.model, run.args, self.processing_class, kind=SharedBackend
+                ),
+            )
+        else:
+            model, backend = self.model if isinstance(self.model, str) else copy.deepcopy(self.model), None  # type: ignore[assignment]
+        run.trainer = GRPOTrainer(
+            model,
+            run.reward_funcs,
+            run.args,
+            self.train_dataset,
+            self.eval_dataset,
+            self.processing_class,
+            peft_config=run.peft_config,
+            backend=backend,
+        )
+        run.thread = TurnThread(run.name, run.train)
+        if backend is not None:
+            backend.thread = run.thread
+            backend.check()
+            self._adapters.load({run.name: run.trainer.model})  # type: ignore[dict-item]  # checks its layers
+            self._adapters.unload()
+        for printed in (PrinterCallback, ProgressCallback):  # the lines of all runs would alternate
+            run.trainer.pop_callback(printed)
+        run.trainer.evaluation = _HeldOutScores(run)
+        run.trainer.add_callback(_StepTurns(run.thread))
+
+    # The schedule.
+
+    def run(self, resume_from_checkpoint: bool | None = None) -> dict[str, SweepRun]:
+        """Train all runs to their end; returns them by name.
+
+        A run that fails is reported, and the others go on. The sweep ends when no run is active: stopped runs
+        have a checkpoint then, unless their ``save_strategy`` is "no".
+
+        Args:
+            resume_from_checkpoint: True: every run continues from its newest checkpoint, if it has one.
+
+        Raises:
+            Exception: of the first run, if all runs failed.
+        """
+        for run in self.runs.values():
+            if resume_from_checkpoint and checkpoints(Path(str(run.args.output_dir))):
+                run.resume_from = True
+        with preserved_state(), preserved_accelerate(), sweep_lock(self.directory):
+            try:
+                while any(run.is_active for run in self.runs.values()):
+                    self._compute_round()
+                    answer_commands(self.directory, self._execute)
+            finally:
+                for run in self.runs.values():
+                    if run.thread is not None:
+                        run.thread.close()
+        failed = [run for run in self.runs.values() if run.error is not None]
+        if len(failed) == len(self.runs):
+            raise cast(BaseException, failed[0].error)
+        return self.runs
+
+    def _compute_round(self) -> None:
+        """Advance the runs with adapters to their next completions; without any, another run by a step."""
+        active = [run for run in self.runs.values() if run.is_active and run.shares_base]
+        if not active:
+            run = next(run for run in self.runs.values() if run.is_active)
+            if run.trainer is None:
+                self._build(run)
+            self._advance(run)
+        for run in active:
+            while run.is_active and run.request is None:
+                self._advance(run)
+        waiting = [run for run in active if run.is_active]
+        if waiting:
+            self._adapters.load({run.name: cast(GRPOTrainer, run.trainer).model for run in waiting})  # type: ignore[misc]
+            requests = [cast(SampleRequest, run.request) for run in waiting]
+            answers = sample_together(self._sampler, self._adapters.runs, requests)
+            self._adapters.unload()
+            for run, answer in zip(waiting, answers, strict=True):
+                run.request, run.answer = None, answer
+        self._prune()
+        self._rounds += 1
+        print(self.table_line(), flush=True)
+
+    def _advance(self, run: SweepRun) -> None:
+        """Give a turn to a run, until it asks for completions, begins an optimizer step or ends."""
+        thread, trainer = cast(TurnThread, run.thread), cast(GRPOTrainer, run.trainer)
+        run.status = "running"
+        answer, run.answer = run.answer, None
+        run.request = thread.advance(answer)
+        run.state = trainer.state
+        if thread.has_ended:
+            run.error = None if isinstance(thread.error, ClosedError) else thread.error
+            run.status = "finished" if run.error is None else "failed"
+            if run.error is not None:
+                logger.error("run %r failed: %s: %s", run.name, type(run.error).__name__, run.error)
+            if not run.shares_base:
+                run.trainer = None  # the next one needs the memory
+        elif run.request is None and run.stop_requested:  # before the step samples
+            thread.advance(trainer.save_last_completed_step)
+            run.status, run.stop_requested = "stopped", False
+
+    def table_line(self) -> str:
+        """Return a line with step and newest reward of every run."""
+        cells = []
+        for run in self.runs.values():
+            rewards = [log["reward"] for log in run.state.log_history if "reward" in log]
+            reward = f"{rewards[-1]:.3f}" if rewards else "-"
+            status = "" if run.status == "running" else f" {run.status}"
+            cells.append(f"{run.name} {run.state.global_step}: {reward}{status}")
+        return f"{self._rounds:>5}  " + "  ".join(f"{cell:<{len(cell.split(':')[0]) + 8}}" for cell in cells)
+
+    def _prune(self) -> None:
+        """Stop the runs that ``prune`` returns, once per new evaluation."""
+        num_scores = sum(len(run.scores) for run in self.runs.values())
+        if self.prune is None or num_scores == self._num_scores:
+            return
+        self._num_scores = num_scores
+        for name in self.prune({name: run.scores for name, run in self.runs.items()}):
+            if self.runs[name].is_active:
+                logger.warning("run %r is stopped: another run is better on the held-out set", name)
+                self.stop(name)
+
+    # Controls, from Python (a callback, another thread) and from another process.
+
+    def stop(self, name: str) -> str:
+        """Stop a run at the beginning of its next optimizer step; it keeps its state and a checkpoint.
+
+        Raises:
+            ConfigError: no such run, or it is not active.
+        """
+        run = self._find(name)
+        if not run.is_active:
+            raise ConfigError(f"run {name!r} is {run.status}; only an active run can be stopped")
+        run.stop_requested = True
+        return f"{name} stops after optimizer step {run.state.global_step} or the one that is computed"
+
+    def resume(self, name: str) -> str:
+        """Continue a stopped run exactly where it was stopped.
+
+        Raises:
+            ConfigError: no such run, or it is not stopped.
+        """
+        run = self._find(name)
+        if run.status != "stopped" and not run.stop_requested:
+            raise ConfigError(f"run {name!r} is {run.status}; only a stopped run can be resumed")
+        run.stop_requested = False
+        if run.status == "stopped":
+            run.status = "running"
+        return f"{name} continues at optimizer step {run.state.global_step}"
+
+    def _find(self, name: str) -> SweepRun:
+        if name not in self.runs:
+            nearest = nearest_name(name, self.runs)
+            raise ConfigError(f"no run {name!r}; allowed: {', '.join(self.runs)}; nearest: {nearest!r}")
+        return self.runs[name]
+
+    def _execute(self, command: dict[str, Any]) -> str:
+        """Execute a command of another process."""
+        return {"stop": self.stop, "resume": self.resume}[command["action"]](command["name"])
+
+
+class _StepTurns(TrainerCallback):
+    """End the turn of a run at the beginning of each optimizer step; the scheduler may answer with a call."""
+
+    def __init__(self, thread: TurnThread) -> None:
+        self.thread = thread
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        while (call := self.thread.pause()) is not None:
+            call()
+
+
+class _HeldOutScores(EvaluationMetrics):
+    """Evaluation metrics that also keep the mean reward of every prompt, for a comparison of runs."""
+
+    def __init__(self, run: SweepRun) -> None:
+        super().__init__()
+        self._run = run
+        self._rewards: list[float] = []
+
+    def add(self, rollouts: RolloutBatch, rewards: RewardBatch, config: GRPOConfig) -> None:
+        super().add(rollouts, rewards, config)
+        totals_N = total_rewards(rewards.with_step_sums(), config.multi_objective_aggregation)
+        self._rewards += totals_N[: rewards.num_valid].tolist()
+
+    def compute(self, name: str, config: GRPOConfig, *arguments: Any) -> dict[str, float]:
+        size, rewards = config.generations_per_eval_prompt, self._rewards
+        means = [sum(rewards[i : i + size]) / size for i in range(0, len(rewards), size)]
+        self._run.scores[self._run.state.global_step] = means
+        self._rewards = []
+        return super().compute(name, config, *arguments)
+
+    def snapshot(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(EvaluationMetrics)}
+
+
+def _of_run(value: Any, name: str) -> Any:
+    """Return the value of a run from a dictionary by run, or the value of all runs."""
+    return value.get(name) if isinstance(value, Mapping) else value
+
+
+def _check_run(run: SweepRun, directory: Path) -> None:
+    """Check the settings of one run.
+
+    Raises:
+        ConfigError: naming the run and the setting.
+    """
+    args = run.args
+    if not isinstance(args, GRPOConfig):
+        raise ConfigError(f"run {run.name!r} is a {type(args).__name__}; it must be a groupwise.GRPOConfig")
+    if Path(str(args.output_dir)) != directory / run.name:
+        raise ConfigError(
+            f"run {run.name!r} has output_dir={str(args.output_dir)!r}; the runs of a sweep have one "
+            f"directory each in that of the sweep: {str(directory / run.name)!r}"
+        )
+    trackers = [name for name in args.report_to or () if name not in TRACKERS]
+    if trackers:
+        raise ConfigError(
+            f"run {run.name!r} has report_to={trackers[0]!r}, which has one run per process; "
+            f"allowed: {', '.join(TRACKERS)}"
+        )
+    if run.peft_config is not None:
+        check_adapter(run.name, run.peft_config)
+        for name, allowed in REFUSED.items():
+            if (getattr(args, name) or None) != (allowed or None):
+                raise ConfigError(
+                    f"run {run.name!r} has {name}={getattr(args, name)!r}, which runs that share a base model "
+                    f"cannot have; train it on its own, or set {name}={allowed!r}"
+                )
+        check_backend(args)
