@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import transformers
@@ -537,3 +538,9 @@ def test_half_precision_products_are_not_rounded_where_they_cannot_have_another_
     torch.testing.assert_close(compat_torch.mm_into(out, left, right), exact.float())
     torch.testing.assert_close(compat_torch.addmm_into(total, left, right), (1 + exact).float())
     torch.testing.assert_close([out, total], [exact.float(), (1 + exact).float()])  # written in place
+
+
+def test_instances_of_accelerate_share_their_state():
+    accelerator = accelerate.Accelerator(cpu=True)
+    states = compat_accelerate.shared_states()
+    assert states[2] is vars(accelerator.gradient_state) and states[1] is vars(accelerator.state)

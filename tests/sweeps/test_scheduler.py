@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 from peft import LoraConfig
 from support import runs
+from transformers import TrainerCallback
 
-from groupwise import ConfigError, GRPOConfig, GRPOTrainer, Sweep
+from groupwise import ConfigError, GRPOConfig, GRPOTrainer, RewardError, Sweep
 
 #: Configurations that differ in everything that a run may choose.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -84,6 +86,8 @@ def history(state: Any) -> list[dict[str, Any]]:
 def assert_equal(run: Any, solo: GRPOTrainer) -> None:
     ours, theirs = history(run.state), history(solo.state)
     assert len(ours) == len(theirs) > 0
+    for log in ours[-1], theirs[-1]:
+        log.pop("train_loss", None)  # of the steps since a resume
     for log, other in zip(ours, theirs, strict=True):
         assert log == pytest.approx(other, rel=1e-6, abs=1e-6, nan_ok=True)
     weights = dict(solo.model.named_parameters())
@@ -99,3 +103,195 @@ def test_each_history_is_that_of_the_run_alone(names, tmp_path):
         solo.train()
         assert found[name].status == "finished" and found[name].state.global_step == 4
         assert_equal(found[name], solo)
+
+
+def test_a_sweep_resumes_from_the_checkpoints_of_its_runs(tmp_path):
+    saved = {"save_strategy": "steps", "save_steps": 1}
+    sweep(tmp_path, SETTINGS, changes={**saved, "max_steps": 2, "lr_scheduler_type": "constant"}).run()
+    found = sweep(tmp_path, SETTINGS, changes={**saved, "lr_scheduler_type": "constant"}).run(
+        resume_from_checkpoint=True
+    )
+    for name in SETTINGS:
+        solo = alone(tmp_path, name, lr_scheduler_type="constant")
+        solo.train()
+        assert found[name].state.global_step == 4
+        assert_equal(found[name], solo)
+
+
+def test_a_stopped_run_continues_as_if_it_had_not_been_stopped(tmp_path):
+    made = sweep(tmp_path, ("plain", "hot"), changes={"save_strategy": "steps", "save_steps": 100})
+    seen: list[str] = []
+
+    class Control(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == 1:
+                seen.append(made.stop("plain"))
+            elif state.global_step == 3:
+                seen.append(f"{made.runs['plain'].status} at {made.runs['plain'].state.global_step}")
+                made.resume("plain")
+
+    made.runs["hot"].trainer.add_callback(Control())
+    found = made.run()
+    assert seen[1] == "stopped at 1" or seen[1] == "stopped at 2"
+    assert (tmp_path / "plain" / f"checkpoint-{seen[1][-1]}" / "trainer_state.json").is_file()
+    solo = alone(tmp_path, "plain")
+    solo.train()
+    assert_equal(found["plain"], solo)
+
+
+def test_a_run_that_is_stopped_until_the_end_keeps_its_checkpoint(tmp_path):
+    made = sweep(tmp_path, ("plain", "hot"), changes={"save_strategy": "steps", "save_steps": 100})
+    made.stop("hot")
+    found = made.run()
+    assert (found["plain"].status, found["hot"].status) == ("finished", "stopped")
+    assert found["hot"].state.global_step == 0
+    with pytest.raises(ConfigError, match="only an active run"):
+        made.stop("hot")
+    with pytest.raises(ConfigError, match="nearest: 'plain'"):
+        made.resume("plane")
+
+
+def test_a_run_that_fails_does_not_end_the_others(tmp_path, caplog):
+    def count_or_fail(completion_ids: Any, trainer_state: Any, **_: Any) -> list[float]:
+        if trainer_state.global_step == 2:
+            raise ValueError("no reward today")
+        return runs.count_reward(completion_ids)
+
+    made = sweep(tmp_path, ("plain", "hot"))
+    made.runs["hot"].trainer.reward_funcs = [count_or_fail]
+    found = made.run()
+    assert (found["plain"].status, found["hot"].status) == ("finished", "failed")
+    assert "no reward today" in str(found["hot"].error) and "run 'hot' failed" in caplog.text
+    solo = alone(tmp_path, "plain")
+    solo.train()
+    assert_equal(found["plain"], solo)
+
+
+def test_logits_that_are_not_finite_fail_their_run_alone(tmp_path):
+    made = sweep(tmp_path, ("plain", "hot"))
+    with torch.no_grad():
+        for name, parameter in made.runs["hot"].trainer.model.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(torch.nan)
+    found = made.run()
+    assert found["plain"].status == "finished" and "NaN" in str(found["hot"].error)
+    solo = alone(tmp_path, "plain")
+    solo.train()
+    assert_equal(found["plain"], solo)
+
+
+def test_the_error_is_raised_if_all_runs_fail(tmp_path):
+    def fail(**_: Any) -> list[float]:
+        raise ValueError("no reward today")
+
+    made = sweep(tmp_path, ("plain", "hot"))
+    for run in made.runs.values():
+        run.trainer.reward_funcs = [fail]
+    with pytest.raises(RewardError, match="no reward today"):
+        made.run()
+
+
+def test_runs_of_all_weights_follow_one_after_the_other(tmp_path, caplog):
+    started: list[str] = []
+
+    def note(trainer_state: Any, completion_ids: Any, **_: Any) -> list[float]:
+        started.append(threading.current_thread().name)
+        return runs.count_reward(completion_ids)
+
+    names = ("plain", "hot", "late")
+    given = {"plain": None, "hot": adapters(["hot"])["hot"], "late": None}
+    made = Sweep(
+        policy(),
+        note,
+        {name: config(tmp_path / name, **SETTINGS[name]) for name in names},
+        runs.prompts(),
+        processing_class=runs.tokenizer(),
+        peft_config=given,
+    )
+    found = made.run()
+    assert list(dict.fromkeys(started)) == ["hot", "plain", "late"]
+    assert started == sorted(started, key=["hot", "plain", "late"].index)
+    assert "one after the other: plain, late" in caplog.text
+    solo = GRPOTrainer(
+        policy(),
+        note,
+        config(tmp_path / "alone" / "late", **SETTINGS["late"]),
+        runs.prompts(),
+        processing_class=runs.tokenizer(),
+    )
+    solo.train()
+    assert found["late"].trainer is None  # its memory is free for the next run
+    for log, other in zip(history(found["late"].state), history(solo.state), strict=True):
+        assert log == pytest.approx(other, rel=1e-6, abs=1e-6, nan_ok=True)
+
+
+def test_scores_of_the_held_out_set_decide_which_runs_stop(tmp_path):
+    asked: list[Any] = []
+
+    def prune(scores: Any) -> list[str]:
+        asked.append(copy.deepcopy(dict(scores)))
+        return ["hot"]
+
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 100}
+    made = sweep(tmp_path, ("plain", "hot"), changes=settings, eval_dataset=runs.prompts(3), prune=prune)
+    found = made.run()
+    assert found["plain"].status == "finished" and found["hot"].status == "stopped"
+    scores = asked[-1]["plain"]
+    assert sorted(scores) == [1, 2, 3, 4]
+    logged = [log["eval_reward"] for log in found["plain"].state.log_history if "eval_reward" in log]
+    assert [len(means) for means in scores.values()] == [3] * 4
+    assert [sum(means) / 3 for means in scores.values()] == pytest.approx(logged, rel=1e-5)
+
+
+def test_rewards_may_differ_between_runs(tmp_path):
+    def odd(completion_ids: Any, **_: Any) -> list[float]:
+        return [float(sum(token % 2 for token in ids)) for ids in completion_ids]
+
+    names = ("plain", "hot")
+    made = Sweep(
+        policy(),
+        {"plain": runs.count_reward, "hot": odd},
+        {name: config(tmp_path / name) for name in names},
+        runs.prompts(),
+        processing_class=runs.tokenizer(),
+        peft_config=LoraConfig(task_type="CAUSAL_LM"),
+    )
+    found = made.run()
+    assert [name for name in found["hot"].state.log_history[0] if "odd" in name]
+    assert not [name for name in found["plain"].state.log_history[0] if "odd" in name]
+
+
+def test_a_line_of_the_table_has_every_run(tmp_path, capsys):
+    sweep(tmp_path, ("plain", "hot")).run()
+    lines = capsys.readouterr().out.splitlines()
+    assert "plain 1: " in lines[1] and "hot 1: " in lines[1]
+    assert "plain 4: " in lines[-1] and "hot 4: " in lines[-1] and "finished" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_vllm": True}, "use_vllm"),
+        ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
+        ({"report_to": "wandb"}, "one run per process"),
+        ({"output_dir": "elsewhere"}, "one directory each"),
+        ({"cast_lm_head_to_fp32": True}, "share a base model cannot have"),
+        ({"fp16": True}, "must be the same"),
+        ({"generation_kwargs": {"num_beams": 2}}, "decoding loop of transformers"),
+        ({"cache_implementation": "static"}, "decoding loop of transformers"),
+    ],
+)
+def test_settings_that_runs_of_a_process_cannot_have(changes, message, tmp_path, monkeypatch):
+    monkeypatch.setattr("groupwise.config.validation.report_to_is_installed", lambda c: ())
+    made = {name: config(tmp_path / name) for name in ("one", "two")}
+    for name, value in changes.items():
+        setattr(made["two"], name, [value] if name == "report_to" else value)
+    with pytest.raises(ConfigError, match=message):
+        Sweep(
+            policy(),
+            runs.count_reward,
+            made,
+            runs.prompts(),
+            processing_class=runs.tokenizer(),
+            peft_config=LoraConfig(task_type="CAUSAL_LM"),
+        )

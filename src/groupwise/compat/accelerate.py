@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,3 +29,10 @@ def forward_attribute(module: nn.Module) -> str:
     ``_old_forward``.
     """
     return "_old_forward" if "_old_forward" in vars(module) else "forward"
+
+
+def shared_states() -> list[dict[str, Any]]:
+    """Return the dictionaries that all instances of accelerate's state classes share in this process."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    return [kind._shared_state for kind in (PartialState, AcceleratorState, GradientState)]

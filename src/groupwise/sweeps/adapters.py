@@ -61,8 +61,20 @@ def check_adapter(run: str, adapter: PeftConfig) -> None:
 
 
 def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy of the modules and settings of ``model`` whose parameters and buffers are the same."""
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    """Return a copy of the modules and settings of ``model`` whose weights have the same memory.
+
+    Its parameters are objects of its own: a copy with an adapter freezes them.
+    """
+    shared: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
+    for parameter in model.parameters():
+        own = nn.Parameter(parameter.detach(), parameter.requires_grad)
+        shared[id(parameter)] = own if type(parameter) is nn.Parameter else parameter  # quantized: as it is
+    return copy.deepcopy(model, shared)
+
+
+def has_finite_adapter(policy: PeftModel) -> bool:
+    """Return True if no trained weight is NaN or infinite: its product with a masked zero would be NaN."""
+    return all(bool(weight.isfinite().all()) for weight in policy.parameters() if weight.requires_grad)
 
 
 def lora_layers(run: str, policy: PeftModel) -> dict[str, Any]:
@@ -78,8 +90,8 @@ def lora_layers(run: str, policy: PeftModel) -> dict[str, Any]:
             if type(layer).__name__ != "Linear" or not isinstance(layer.get_base_layer(), nn.Linear):
                 base = type(layer.get_base_layer()).__name__
                 raise ConfigError(
-                    f"the adapter of run {run!r} targets {name!r}, a layer of type {base}; the shared sampler "
-                    "supports nn.Linear alone"
+                    f"the adapter of run {run!r} targets {name!r}, a layer of type {base}; the shared "
+                    "sampler supports nn.Linear alone"
                 )
             found[name] = layer
     return found
@@ -96,15 +108,15 @@ class BatchRuns:
         self.runs_R, self._masks = runs_R, {}
 
     def mask(self, ranks: tuple[int, ...]) -> torch.Tensor:
-        """Return 1 where a column of the ranks of all runs belongs to the run of the row: (R, 1, C)."""
+        """Return True where a column of the ranks of all runs belongs to the run of the row: (R, 1, C)."""
         if ranks not in self._masks:  # layers with the same ranks share it
             owner_C = torch.arange(len(ranks)).repeat_interleave(torch.tensor(ranks)).to(self.runs_R.device)
-            self._masks[ranks] = (self.runs_R[:, None] == owner_C).float()[:, None]
+            self._masks[ranks] = (self.runs_R[:, None] == owner_C)[:, None]
         return self._masks[ranks]
 
 
 class RowAdapterLinear(nn.Module):
-    """Linear layer that adds the adapter of each row's run: ``((x Aᵀ) · mask) Bᵀ``.
+    """Linear layer that adds the adapter of each row's run: ``where(mask, x Aᵀ, 0) Bᵀ``.
 
     Two products with the stacked factors of all runs; a row's other columns are masked.
     """
@@ -133,8 +145,8 @@ class RowAdapterLinear(nn.Module):
         if not self.ranks:
             return out_RSO
         hidden_RSC = F.linear(x_RSI.to(self.a_CI.dtype), self.a_CI)
-        mask_R1C = self.runs.mask(self.ranks).to(hidden_RSC.dtype)
-        return (out_RSO + F.linear(hidden_RSC * mask_R1C, self.b_OC)).to(out_RSO.dtype)
+        own_RSC = hidden_RSC.where(self.runs.mask(self.ranks), 0.0)
+        return (out_RSO + F.linear(own_RSC, self.b_OC)).to(out_RSO.dtype)
 
 
 class RowAdapters:

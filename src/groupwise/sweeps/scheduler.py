@@ -6,7 +6,7 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,7 +24,7 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.advantages import total_rewards
 from groupwise.cpu import install_cpu_training
 from groupwise.data.dataset_checks import has_image_columns
-from groupwise.errors import ConfigError, nearest_name
+from groupwise.errors import BackendError, ConfigError, nearest_name
 from groupwise.generation.base import check_backend
 from groupwise.generation.transformers_backend import make_backend
 from groupwise.hf.run_directory import checkpoints
@@ -33,26 +33,29 @@ from groupwise.policy.loading import load_policy, load_processing_class
 from groupwise.random_state import preserved_state
 from groupwise.records import RewardBatch, RolloutBatch
 from groupwise.reporting.evaluation import EvaluationMetrics
-from groupwise.sweeps.adapters import RowAdapters, check_adapter, shared_copy
+from groupwise.sweeps.adapters import RowAdapters, check_adapter, has_finite_adapter, shared_copy
 from groupwise.sweeps.commands import answer_commands, sweep_lock
 from groupwise.sweeps.sampler import SampleRequest, SharedBackend, sample_together
 from groupwise.sweeps.turns import ClosedError, TurnThread, preserved_accelerate
 from groupwise.trainer import GRPOTrainer
 
 if TYPE_CHECKING:
-    from peft import PeftConfig
+    from peft import PeftConfig, PeftModel
 
 logger = logging.getLogger(__name__)
 
 #: Settings of the base model and of its forward passes, which runs that share it must have in common.
-COMMON = (
-    *("model_init_kwargs", "trust_remote_code", "cast_lm_head_to_fp32", "bf16", "fp16", "use_cpu"),
-    *("use_liger_kernel", "chat_template_kwargs"),
-)
+COMMON = (*("model_init_kwargs", "trust_remote_code", "bf16", "fp16", "use_cpu", "use_liger_kernel"),)
 #: Settings that runs in one process cannot have, with the value they must have.
 REFUSED: dict[str, Any] = {
     **{"use_vllm": False, "use_transformers_continuous_batching": False, "torch_compile": False},
-    **{"deepspeed": None, "fsdp": [], "enable_jit_checkpoint": False, "auto_find_batch_size": False},
+    **{
+        "cast_lm_head_to_fp32": False,
+        "deepspeed": None,
+        "fsdp": [],
+        "enable_jit_checkpoint": False,
+        "auto_find_batch_size": False,
+    },
 }
 #: Trackers with a run for each trainer of a process; the others have one for the process.
 TRACKERS = ("none", "tensorboard", "trackio")
@@ -111,9 +114,9 @@ class Sweep:
     """Runs with different settings on one base model, each an ordinary ``GRPOTrainer``.
 
     Runs with a LoRA adapter share the frozen weights of the base model and one sampler: a round computes
-    the pending optimizer step of every run, one run at a time, then decodes the completions of all runs as one
-    batch. The history of a run is that of the run on its own. Runs without an adapter follow one after the
-    other.
+    the pending optimizer step of every run, one run at a time, then decodes the completions of all runs as
+    one batch. The history of a run is that of the run on its own. Runs without an adapter follow one after
+    the other.
 
     Args:
         model: as in ``GRPOTrainer``; a model object without an adapter.
@@ -167,7 +170,9 @@ class Sweep:
     def _check(self) -> Path:
         """Check what can be checked before anything is loaded; returns the directory of the sweep."""
         if not self.runs:
-            raise ConfigError("runs={} is empty; give a configuration by name, such as {'low': GRPOConfig(…)}")
+            raise ConfigError(
+                "runs={} is empty; give a configuration by name, such as {'low': GRPOConfig(…)}"
+            )
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError("a sweep is one process on one device; start it without accelerate launch")
         if has_adapter(self.model):
@@ -210,7 +215,7 @@ class Sweep:
         if backend is not None:
             backend.thread = run.thread
             backend.check()
-            self._adapters.load({run.name: run.trainer.model})  # type: ignore[dict-item]  # checks its layers
+            self._adapters.load({run.name: _policy(run)})  # checks its layers
             self._adapters.unload()
         for printed in (PrinterCallback, ProgressCallback):  # the lines of all runs would alternate
             run.trainer.pop_callback(printed)
@@ -259,9 +264,13 @@ class Sweep:
         for run in active:
             while run.is_active and run.request is None:
                 self._advance(run)
-        waiting = [run for run in active if run.is_active]
+        waiting = [run for run in active if run.request is not None]
+        for run in [run for run in waiting if not has_finite_adapter(_policy(run))]:
+            error = BackendError("the adapter's weights are NaN or infinite, so no token can be sampled")
+            run.request, run.answer = None, error
+            waiting.remove(run)
         if waiting:
-            self._adapters.load({run.name: cast(GRPOTrainer, run.trainer).model for run in waiting})  # type: ignore[misc]
+            self._adapters.load({run.name: _policy(run) for run in waiting})
             requests = [cast(SampleRequest, run.request) for run in waiting]
             answers = sample_together(self._sampler, self._adapters.runs, requests)
             self._adapters.unload()
@@ -386,6 +395,10 @@ class _HeldOutScores(EvaluationMetrics):
         return {field.name: getattr(self, field.name) for field in fields(EvaluationMetrics)}
 
 
+def _policy(run: SweepRun) -> PeftModel:
+    return cast("PeftModel", cast(GRPOTrainer, run.trainer).model)
+
+
 def _of_run(value: Any, name: str) -> Any:
     """Return the value of a run from a dictionary by run, or the value of all runs."""
     return value.get(name) if isinstance(value, Mapping) else value
@@ -416,7 +429,7 @@ def _check_run(run: SweepRun, directory: Path) -> None:
         for name, allowed in REFUSED.items():
             if (getattr(args, name) or None) != (allowed or None):
                 raise ConfigError(
-                    f"run {run.name!r} has {name}={getattr(args, name)!r}, which runs that share a base model "
-                    f"cannot have; train it on its own, or set {name}={allowed!r}"
+                    f"run {run.name!r} has {name}={getattr(args, name)!r}, which runs that share a base "
+                    f"model cannot have; train it on its own, or set {name}={allowed!r}"
                 )
         check_backend(args)

@@ -7,14 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from accelerate.state import AcceleratorState, GradientState, PartialState
-
+from groupwise.compat.accelerate import shared_states
 from groupwise.random_state import get_state, set_state
 from groupwise.threads import start_thread
-
-
-#: Classes whose instances share one state, from the first that the others read.
-_SHARED: tuple[type, ...] = (PartialState, AcceleratorState, GradientState)
 
 
 class ClosedError(BaseException):
@@ -107,12 +102,10 @@ def preserved_accelerate() -> Iterator[None]:
 
 
 def _accelerate_state() -> list[dict[str, Any]]:
-    """Return the state that all instances of accelerate's classes share, which is replaced, not changed."""
-    return [dict(vars(kind())) for kind in _SHARED]
+    return [dict(shared) for shared in shared_states()]  # values are replaced, never changed in place
 
 
 def _set_accelerate_state(states: list[dict[str, Any]]) -> None:
-    for kind, state in zip(_SHARED, states, strict=True):
-        shared = vars(kind())
+    for shared, state in zip(shared_states(), states, strict=True):
         shared.clear()
         shared.update(state)
