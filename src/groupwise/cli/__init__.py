@@ -1,4 +1,4 @@
-"""The command line: ``groupwise train``, ``doctor``, ``report``, ``replay``, ``vllm-serve`` and ``env``.
+"""The command line: ``groupwise train``, ``sweep``, ``doctor``, ``report``, ``replay`` and others.
 
 Each command is a module with ``run(arguments) -> exit code``. Modules are imported when their command runs:
 help and mistyped commands do not load torch.
@@ -18,6 +18,7 @@ from groupwise.errors import GroupwiseError, nearest_name
 #: Command -> (module, summary).
 COMMANDS = {
     "train": ("train", "train with the settings of a YAML file and flags"),
+    "sweep": ("sweep", "train several configurations on one base model, or control a running sweep"),
     "doctor": ("doctor", "check a run before it starts: batches, prompts, rewards, memory"),
     "report": ("report", "write one HTML page about finished or running runs"),
     "replay": ("replay", "repeat a recorded step of a run, compare objectives on it, write a bug report"),
@@ -30,8 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        Exit code: 0; 1 if ``doctor`` found a problem or a replay leaves its record; 2 for invalid input, with
-        the message on standard error and no traceback unless ``--traceback`` is given; 130 if interrupted.
+        Exit code: 0; 1 if ``doctor`` found a problem, a replay leaves its record or a run of a sweep failed;
+        2 for invalid input, with the message on standard error and no traceback unless ``--traceback`` is
+        given; 130 if interrupted.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help"):

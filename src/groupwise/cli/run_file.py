@@ -76,9 +76,15 @@ def as_config_error(where: str) -> Iterator[None]:
 
 
 def read_run(
-    arguments: Sequence[str], command: str, config_class: type[GRPOConfig] = GRPOConfig
+    arguments: Sequence[str],
+    command: str,
+    config_class: type[GRPOConfig] = GRPOConfig,
+    settings: dict[str, Any] | None = None,
 ) -> tuple[RunArguments, GRPOConfig]:
     """Parse flags and the YAML file of ``--config``; both may have the keys of ``trl grpo``.
+
+    Args:
+        settings: content of the file, if it was read before.
 
     Raises:
         ConfigError: unreadable file, unknown keys or flags (all of them), or invalid settings.
@@ -93,7 +99,8 @@ def read_run(
     parser.add_argument("--config", help="YAML file with settings.")
     add_flags(parser)
     flags, extra = parser.parse_known_args(list(arguments))
-    settings = {} if flags.config is None else read_yaml(flags.config)
+    if settings is None:
+        settings = {} if flags.config is None else read_yaml(flags.config)
     names = [flag[2:].split("=")[0].replace("-", "_") for flag in arguments if flag.startswith("--")]
     known = [field.name for cls in (RunArguments, config_class) for field in fields(cls) if field.init]
     _check_names(settings, vars(flags), extra, known)

@@ -1,0 +1,90 @@
+"""``groupwise sweep``: the runs of a file, and commands to a running sweep."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from groupwise.cli import main
+from groupwise.cli.sweep import make_sweep
+
+RUNS = {
+    "low": {"learning_rate": 1e-4},
+    "high": {"learning_rate": 1e-1, "beta": 0.1, "rewards": ["my_rewards:constant", "my_rewards:even"]},
+}
+LORA = {"r": 2}
+
+
+def test_the_runs_of_a_file_are_trained_and_compared(run_file, capsys):
+    assert main(["sweep", "--config", run_file(runs=RUNS, lora=LORA, max_steps=2)]) == 0
+    assert "groupwise report out/high out/low --output out/report.html" in capsys.readouterr().out
+    for name, rate in (("low", 1e-4), ("high", 1e-1)):
+        directory = Path("out", name)
+        settings = json.loads((directory / "settings.json").read_text())["settings"]
+        assert settings["learning_rate"] == rate and settings["run_name"] == name
+        lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines if "reward" in line] == [1, 2]
+        assert ("rewards/constant/mean" in lines[0]) is (name == "high")
+        assert (directory / "adapter_model.safetensors").is_file() and (directory / "README.md").is_file()
+    assert main(["report", "out/low", "out/high", "--output", "out/report.html"]) == 0
+
+
+def test_flags_act_on_all_runs(run_file, tmp_path):
+    flags = ["--config", run_file(runs=RUNS, lora=LORA), "--output_dir", "elsewhere", "--max_steps", "7"]
+    sweep, resume, dataset = make_sweep(flags)
+    assert {run.args.max_steps for run in sweep.runs.values()} == {7} and not resume
+    assert sweep.directory == tmp_path / "elsewhere" and dataset == "rows.jsonl"
+    assert sweep.runs["high"].args.beta == 0.1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"runs": ...}, "has no runs"),
+        ({"runs": {"low": {"model": "other"}}}, "'model', which runs of a sweep have in common"),
+        ({"runs": {"low": {"learning_rat": 1}}}, "nearest: 'learning_rate'"),
+        ({"tools": "my_rewards:even"}, "does not support"),
+        ({"lora": {"use_dora": True}}, "use_dora"),
+    ],
+)
+def test_files_that_cannot_be_trained(changes, message, run_file, capsys):
+    assert main(["sweep", "--config", run_file(**{"runs": RUNS, "lora": LORA, **changes})]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_failed_run_is_an_exit_code(run_file, capsys):
+    runs = {"low": {}, "none": {"rewards": ["my_rewards:not_a_number"]}}
+    assert main(["sweep", "--config", run_file(runs=runs, lora=LORA)]) == 1
+    assert Path("out/low/adapter_model.safetensors").is_file()
+
+
+def test_a_command_reaches_a_running_sweep(run_file, capsys, monkeypatch):
+    sweep, _, _ = make_sweep(["--config", run_file(runs=RUNS, lora=LORA, max_steps=50)])
+    answers: list[object] = []
+
+    def control() -> None:
+        while not sweep.runs["low"].state.global_step:
+            time.sleep(0.05)
+        answers.append(main(["sweep", "out", "--stop", "high"]))
+        answers.append(main(["sweep", "out", "--resume", "low"]))
+        sweep.stop("low")
+
+    thread = threading.Thread(target=control)
+    thread.start()
+    sweep.run()
+    thread.join()
+    captured = capsys.readouterr()
+    assert answers == [0, 2] and "high stops after optimizer step" in captured.out
+    assert "only a stopped run can be resumed" in captured.err
+    assert {run.status for run in sweep.runs.values()} == {"stopped"}
+
+
+def test_commands_without_a_sweep(tmp_path, capsys):
+    assert main(["sweep", str(tmp_path), "--stop", "low"]) == 2
+    assert "no sweep is running" in capsys.readouterr().err
+    assert main(["sweep", str(tmp_path)]) == 2
+    assert "one command" in capsys.readouterr().err
