@@ -215,3 +215,16 @@ def test_the_slurm_job_serves_on_the_last_node_and_trains_on_the_others(tmp_path
     assert (
         "groupwise vllm-serve --config run.yaml --host 0.0.0.0 --port 8000 --tensor_parallel_size 8" in calls
     )
+
+
+def test_the_sweep_of_the_examples_is_trained(smollm2_path, tmp_path, monkeypatch, capsys):
+    from groupwise.cli import main
+
+    model = save_tiny_smollm2(smollm2_path, tmp_path / "model")
+    monkeypatch.chdir(EXAMPLES)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    flags = ["--model", str(model), "--max_steps", "1", "--use_cpu", "--bf16", "false"]
+    assert main(["sweep", "--config", "sweep.yaml", "--output_dir", str(tmp_path / "out"), *flags]) == 0
+    assert {path.parent.name for path in tmp_path.glob("out/*/adapter_model.safetensors")} == {
+        *("base", "fast", "near", "hot")
+    }
