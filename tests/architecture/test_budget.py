@@ -15,16 +15,16 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "groupwise"
 FILES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 
-#: Lines of a room, blank lines and docstrings included. The last four stand beside the trainer.
+#: Lines of a room, blank lines and docstrings included. The last five stand beside the trainer.
 BUDGET = {
-    "top level": 1384,
+    "top level": 1387,
     "agents": 1784,
-    "compat": 1036,
+    "compat": 1042,
     "config": 2100,
     "core": 1620,
     "cpu": 430,
     "data": 2200,
-    "generation": 4527,
+    "generation": 4576,
     "hf": 1661,
     "mixins": 1053,
     "policy": 4245,
@@ -32,9 +32,10 @@ BUDGET = {
     "reporting": 2802,
     "rewards": 1805,
     "tokenization": 1390,
-    "cli": 1770,
+    "cli": 1885,
     "recipes": 1776,
     "sandbox": 1035,
+    "sweeps": 1035,
     "trl_hooks": 1645,
 }
 #: Slack of the rooms together: lines that the budgets allow beyond those there are, in a hundred.
