@@ -1,4 +1,7 @@
-"""Runs of a sweep have the history of their run alone, and are stopped and resumed without a trace."""
+"""Runs of a sweep have the history of their run alone, and are stopped and resumed without a trace.
+
+Files: ``sweeps/scheduler.py``, ``sweeps/sampler.py``.
+"""
 
 from __future__ import annotations
 

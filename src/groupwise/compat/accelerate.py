@@ -33,6 +33,6 @@ def forward_attribute(module: nn.Module) -> str:
 
 def shared_states() -> list[dict[str, Any]]:
     """Return the dictionaries that all instances of accelerate's state classes share in this process."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate import state
 
-    return [kind._shared_state for kind in (PartialState, AcceleratorState, GradientState)]
+    return [kind._shared_state for kind in (state.PartialState, state.AcceleratorState, state.GradientState)]
