@@ -122,7 +122,9 @@ class Sweep:
         model: as in ``GRPOTrainer``; a model object without an adapter.
         reward_funcs: as in ``GRPOTrainer``, or a dictionary of such by run.
         runs: configurations by name. The output directory of a run is ``<directory of the sweep>/<name>``.
-        train_dataset, eval_dataset, processing_class: as in ``GRPOTrainer``.
+        train_dataset: as in ``GRPOTrainer``.
+        eval_dataset: the same.
+        processing_class: the same.
         peft_config: the adapter of all runs, or a dictionary by run, in which None trains all weights.
         prune: called with :data:`Scores` after a round with an evaluation; returns the runs to stop.
 
