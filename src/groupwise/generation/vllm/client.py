@@ -218,11 +218,7 @@ class VLLMServers:
         self._post("/resume", doing="resuming")
 
     def load_adapter(self, name: str, paths: Mapping[str, str]) -> None:
-        """Load a LoRA adapter; requests that are submitted later use it.
-
-        Args:
-            paths: its directory, by the address of the server.
-        """
+        """Load a LoRA adapter from its directory by server; requests that are submitted later use it."""
         bodies = [{"lora_name": name, "lora_path": paths[server.url]} for server in self.live]
         self._post("/v1/load_lora_adapter", bodies, doing="loading the LoRA adapter")
         self.adapter = name

@@ -318,8 +318,7 @@ class VLLMServerBackend(VLLMBackend):
     def _push_adapter(self, adapter: LoRAWeights, step: int, base: Iterator[NamedTensor]) -> None:
         """Load the adapter of this step under a name of its own, which later requests carry.
 
-        Args:
-            base: weights below the adapter, which are compared before; empty if they were.
+        ``base``, the weights below the adapter, are compared before; empty if they were.
         """
         servers, config = self.servers, self.config
         name = f"{servers.run_id}:{self._num_pushes}:{step}"
@@ -329,6 +328,11 @@ class VLLMServerBackend(VLLMBackend):
                 return
             if self._check.needs_base:
                 self._check.compare_base(base)
+        except BackendError as error:
+            raise BackendError(
+                f"{error}. With --enable-lora it must serve the weights below the adapter (of a policy in 4 "
+                "bits its dequantized matrices); without, it gets merged weights"
+            ) from error
         finally:
             for _ in base:  # gathering it is a collective
                 pass
