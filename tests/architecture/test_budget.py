@@ -27,7 +27,7 @@ BUDGET = {
     "generation": 4576,
     "hf": 1661,
     "mixins": 1053,
-    "policy": 4245,
+    "policy": 4227,
     "records": 1029,
     "reporting": 2802,
     "rewards": 1805,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.engine_runs import policy, trainer, trainer_logps
 
-from groupwise.generation.base import WeightSource
+from groupwise.generation.base import PolicyWeights
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
@@ -24,7 +24,7 @@ MISSING = 3  # so many log-probs of the first completion are not reported
 class PerturbedWeights:
     """Weights of another model, close to the policy."""
 
-    def __init__(self, source: WeightSource) -> None:
+    def __init__(self, source: PolicyWeights) -> None:
         self.source = source
 
     def full(self) -> Iterator[tuple[str, torch.Tensor]]:

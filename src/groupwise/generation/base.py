@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import chosen_backend, sampler_settings, truncating
 from groupwise.errors import ConfigError, nearest_name, warn_once
-from groupwise.policy.weight_iterator import WeightSource
+from groupwise.policy.weight_iterator import PolicyWeights
 from groupwise.records import Completion, SamplingOptions
 from groupwise.records.images import ImageInputs
 from groupwise.registry import Registry
@@ -78,7 +78,7 @@ class GenerationBackend(ABC):
     def prefetch(self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions, *, step: int) -> None:
         """Start generating the completions that ``generate`` will return at optimizer step ``step``."""
 
-    def sync_weights(self, source: WeightSource, *, step: int) -> None:
+    def sync_weights(self, source: PolicyWeights, *, step: int) -> None:
         """Load the policy's weights of optimizer step ``step``; a no-op if ``version == step``.
 
         Args:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -44,23 +44,6 @@ class LoRAWeights:
     tensors: Mapping[str, torch.Tensor]
     config: Mapping[str, Any]
     scaling: Mapping[str, float]
-
-
-class WeightSource(Protocol):
-    """Weights of the policy. The methods may be called any number of times while the weights do not change.
-
-    They gather sharded parameters, which is a collective: if one rank reads a source, all ranks must, and to
-    the end.
-    """
-
-    def full(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Iterate over (checkpoint name, whole tensor); adapters are merged."""
-
-    def adapter(self) -> LoRAWeights:
-        """Return the active LoRA adapter alone."""
-
-    def base(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Iterate over (checkpoint name, whole tensor) of the weights below the adapter."""
 
 
 @torch.no_grad()
@@ -140,7 +123,10 @@ def base_weights(model: CausalLM, *, dequantize: bool = True) -> Iterator[tuple[
 
 
 class PolicyWeights:
-    """Weights of a policy as a :class:`~groupwise.generation.base.WeightSource`.
+    """Weights of the policy. The methods may be called any number of times while the weights do not change.
+
+    They gather sharded parameters, which is a collective: if one rank calls a method, all ranks must, and
+    read its result to the end.
 
     Args:
         model: see :func:`weight_iterator`.

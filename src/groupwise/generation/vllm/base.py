@@ -19,7 +19,7 @@ from groupwise.generation.vllm.sampling import (
     num_logprobs,
     sampling_fields,
 )
-from groupwise.policy.weight_iterator import WeightSource
+from groupwise.policy.weight_iterator import PolicyWeights
 from groupwise.records import Completion, SamplingOptions
 
 
@@ -54,7 +54,7 @@ class VLLMBackend(GenerationBackend):
         """Return the samples of each request."""
 
     @abstractmethod
-    def load_weights(self, source: WeightSource, step: int) -> str | None:
+    def load_weights(self, source: PolicyWeights, step: int) -> str | None:
         """Load the weights of optimizer step ``step``; returns their digest if they were compared."""
 
     def reports_sampling_mask(self, generation_kwargs: Mapping[str, Any]) -> bool:
@@ -120,7 +120,7 @@ class VLLMBackend(GenerationBackend):
         rank = self.config.process_index
         return group_requests(prompts, limits, seed, step, rank, num_samples, sampling.images)
 
-    def sync_weights(self, source: WeightSource, *, step: int) -> None:
+    def sync_weights(self, source: PolicyWeights, *, step: int) -> None:
         """Load the weights of optimizer step ``step``; a no-op if vLLM has them."""
         if self.version == step:
             return

@@ -48,7 +48,7 @@ from groupwise.generation.vllm.weight_sync import (
 )
 from groupwise.policy.introspection import CausalLM, adapters_of, is_quantized, without_adapter
 from groupwise.policy.quantization import check_quantized
-from groupwise.policy.weight_iterator import WeightSource
+from groupwise.policy.weight_iterator import PolicyWeights
 from groupwise.random_state import preserved_state
 from groupwise.records import Completion, SamplingOptions
 from groupwise.tokenization.images import is_processor
@@ -188,7 +188,7 @@ class ColocatedBackend(VLLMBackend):
             getattr(getattr(sample, "sampling_mask", None), "token_ids", None),
         )
 
-    def load_weights(self, source: WeightSource, step: int) -> str | None:
+    def load_weights(self, source: PolicyWeights, step: int) -> str | None:
         """Load the weights and clear the caches of outputs that were computed with the previous ones."""
         self._wake("weights")
         with preserve_rng_state():

@@ -32,7 +32,7 @@ from groupwise.generation.vllm.sampling import Request, RequestKey
 from groupwise.generation.vllm.serve import as_shell_line, serve_command
 from groupwise.generation.vllm.transfer import BROADCASTING, WITH_METADATA, WeightTransfer
 from groupwise.generation.vllm.weight_check import WeightCheck
-from groupwise.policy.weight_iterator import LoRAWeights, WeightSource, rounded
+from groupwise.policy.weight_iterator import LoRAWeights, PolicyWeights, rounded
 from groupwise.policy.weight_source import EngineWeights, NamedTensor
 from groupwise.records import Completion, SamplingOptions
 from groupwise.tokenization.images import is_processor
@@ -72,7 +72,7 @@ class VLLMServerBackend(VLLMBackend):
         self.server_info: list[ServerInfo] = []
         self._servers: VLLMServers | None = None
         self._pending: dict[RequestKey, Future[list[Completion]]] = {}
-        self._source: WeightSource | None = None  # for servers that restart before the next sync
+        self._source: PolicyWeights | None = None  # for servers that restart before the next sync
         self._weights = EngineWeights()
         self._transfer: WeightTransfer | None = None
         self._adapters: weight_sync.ServerAdapters | None = None
@@ -91,7 +91,7 @@ class VLLMServerBackend(VLLMBackend):
         self._connect()
         return super().reports_sampling_mask(generation_kwargs)
 
-    def load_weights(self, source: WeightSource, step: int) -> str | None:
+    def load_weights(self, source: PolicyWeights, step: int) -> str | None:
         self._source = source
         return self._push_weights(step)
 

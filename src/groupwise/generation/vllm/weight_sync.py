@@ -20,7 +20,7 @@ from groupwise.generation.vllm.plugin import BACKEND, PLACE_ADAPTER
 from groupwise.generation.vllm.transfer import WeightTransfer, shared_memory
 from groupwise.generation.vllm.weight_check import WeightCheck
 from groupwise.policy.introspection import CausalLM
-from groupwise.policy.weight_iterator import LoRAWeights, WeightSource, base_weights
+from groupwise.policy.weight_iterator import LoRAWeights, PolicyWeights, base_weights
 from groupwise.policy.weight_source import EngineWeights
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class WeightSync(ABC):
     sleep_level: int
 
     @abstractmethod
-    def push(self, source: WeightSource, step: int, check: WeightCheck) -> str | None:
+    def push(self, source: PolicyWeights, step: int, check: WeightCheck) -> str | None:
         """Load the weights of optimizer step ``step`` into the engine and compare them.
 
         Returns:
@@ -68,7 +68,7 @@ class FullWeightSync(WeightSync):
         self.weights = EngineWeights()
         self.transfer = WeightTransfer(BACKEND, engine, self.weights, in_process=True)
 
-    def push(self, source: WeightSource, step: int, check: WeightCheck) -> str | None:
+    def push(self, source: PolicyWeights, step: int, check: WeightCheck) -> str | None:
         self.weights.begin(lambda: check.record(source.full()))
         self.transfer.push(step)
         return check.compare()
@@ -86,7 +86,7 @@ class LoRAWeightSync(WeightSync):
         self.num_pushes = 0
         self.request: Any = None  # vllm.lora.request.LoRARequest
 
-    def push(self, source: WeightSource, step: int, check: WeightCheck) -> str | None:
+    def push(self, source: PolicyWeights, step: int, check: WeightCheck) -> str | None:
         """Save the adapter and load it into the engine under a new id, because vLLM caches adapters by id."""
         from vllm.lora.request import LoRARequest
 
