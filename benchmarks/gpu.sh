@@ -5,10 +5,14 @@
 #
 #     benchmarks/gpu.sh weights [--model NAME]
 #
-# sends weights to a vLLM server instead: over CUDA IPC to one on the same GPU, then over NCCL if
-# CUDA_VISIBLE_DEVICES names a second GPU for the server. Expected after the name of each transfer: five log lines, the
-# first with staleness 0 and sampling/sampling_logp_difference/mean of the size of bf16 rounding (below 0.03), and
-# train_runtime. None of this has run yet.
+# sends weights to a vLLM server instead: over CUDA IPC to one on the same GPU, then over NCCL and as changed values
+# (sparse_nccl) if CUDA_VISIBLE_DEVICES names a second GPU for the server. Expected after the name of each transfer: five
+# log lines, the first with staleness 0 and sampling/sampling_logp_difference/mean of the size of bf16 rounding (below
+# 0.03), and train_runtime. vllm_weight_check compares all values after every transfer: "does not compute with the
+# trainer's weights" would name a tensor that arrived wrong. With sparse_nccl also one line "sent N of M values" per
+# transfer: N equal to M in the first, then 2 to 3 % of M for SmolLM2-135M (so on a CPU, in bf16 at this learning rate);
+# N equal to M in every line would mean that the weights were not compared with those sent before. None of this has run
+# yet.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [[ -z "${PYTHON:-}" ]]; then
@@ -32,17 +36,33 @@ if [[ "${1:-}" != weights ]]; then
 fi
 shift
 unset HF_HUB_OFFLINE
+export PYTHONPATH="examples:$PYTHONPATH"
+five_steps() { # with the log of groupwise at INFO
+  "$PYTHON" -c '
+import logging, runpy
+logging.basicConfig()
+logging.getLogger("groupwise").setLevel("INFO")
+runpy.run_path("examples/vllm_server.py", run_name="__main__")' --max_steps 5 --output_dir "$(mktemp -d)" "$@"
+}
 echo "CUDA IPC: trainer and server on one GPU"
-"$PYTHON" examples/vllm_server.py --max_steps 5 --output_dir "$(mktemp -d)" "$@"
+five_steps "$@"
 second=$(cut -s -d, -f2 <<<"$devices")
 if [[ -z "$second" ]]; then
   echo "NCCL: left out; set CUDA_VISIBLE_DEVICES to two GPUs"
   exit
 fi
-echo "NCCL: trainer and server on a GPU each"
-model=$("$PYTHON" -c 'import sys; sys.path.insert(0, "examples"); import smollm2
+model=$("$PYTHON" -c 'import smollm2
 print(smollm2.example_parser("", "").parse_known_args()[0].model)' "$@")
-CUDA_VISIBLE_DEVICES=$second "$PYTHON" -m groupwise.cli vllm-serve --model "$model" --port 8766 --max_model_length 256 &
-server=$!
-trap 'kill "$server"' EXIT
-"$PYTHON" examples/vllm_server.py --max_steps 5 --output_dir "$(mktemp -d)" --model "$model" --server http://127.0.0.1:8766
+port=8766
+for transfer in nccl sparse_nccl; do
+  echo "$transfer: trainer and server on a GPU each"
+  CUDA_VISIBLE_DEVICES=$second "$PYTHON" -m groupwise.cli vllm-serve --model "$model" --port "$port" \
+    --max_model_length 256 --weight_transfer "$transfer" &
+  server=$!
+  trap 'kill "$server"' EXIT
+  five_steps --model "$model" --server "http://127.0.0.1:$port"
+  kill "$server"
+  wait "$server" || true # its GPU memory is free
+  port=$((port + 1))
+done
+trap - EXIT
