@@ -186,6 +186,8 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    # Headers and body are two writes: the second would wait 40 ms for the client to acknowledge the first.
+    disable_nagle_algorithm = True
 
     def setup(self) -> None:
         super().setup()
