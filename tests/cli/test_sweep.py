@@ -63,7 +63,8 @@ def test_a_failed_run_is_an_exit_code(run_file, capsys):
 
 
 def test_a_command_reaches_a_running_sweep(run_file, capsys, monkeypatch):
-    sweep, _, _ = make_sweep(["--config", run_file(runs=RUNS, lora=LORA, max_steps=50)])
+    settings = {"max_steps": 50, "save_strategy": "steps", "save_steps": 100}
+    sweep, _, _ = make_sweep(["--config", run_file(runs=RUNS, lora=LORA, **settings)])
     answers: list[object] = []
 
     def control() -> None:
@@ -71,6 +72,11 @@ def test_a_command_reaches_a_running_sweep(run_file, capsys, monkeypatch):
             time.sleep(0.05)
         answers.append(main(["sweep", "out", "--stop", "high"]))
         answers.append(main(["sweep", "out", "--resume", "low"]))
+        clone = ["sweep", "out", "--clone", "low", "twin", "--set"]
+        answers.append(main([*clone, "learning_rate=-1"]))
+        answers.append(main([*clone, "learning_rate=1e-3", "max_steps=3"]))
+        while sweep.runs["low"].clones:
+            time.sleep(0.05)
         sweep.stop("low")
 
     thread = threading.Thread(target=control)
@@ -78,9 +84,12 @@ def test_a_command_reaches_a_running_sweep(run_file, capsys, monkeypatch):
     sweep.run()
     thread.join()
     captured = capsys.readouterr()
-    assert answers == [0, 2] and "high stops after optimizer step" in captured.out
-    assert "only a stopped run can be resumed" in captured.err
-    assert {run.status for run in sweep.runs.values()} == {"stopped"}
+    assert answers == [0, 2, 2, 0] and "high stops after optimizer step" in captured.out
+    assert "only a stopped run can be resumed" in captured.err and "learning_rate=-1" in captured.err
+    assert {name: run.status for name, run in sweep.runs.items()} == {
+        **{"low": "stopped", "high": "stopped", "twin": "finished"}
+    }
+    assert sweep.runs["twin"].args.learning_rate == 1e-3
 
 
 def test_commands_without_a_sweep(tmp_path, capsys):

@@ -6,6 +6,7 @@ Files: ``sweeps/scheduler.py``, ``sweeps/sampler.py``.
 from __future__ import annotations
 
 import copy
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -298,3 +299,73 @@ def test_settings_that_runs_of_a_process_cannot_have(changes, message, tmp_path,
             processing_class=runs.tokenizer(),
             peft_config=LoraConfig(task_type="CAUSAL_LM"),
         )
+
+
+def cloned(directory: Path, at: int, name: str = "plain", **changes: Any) -> dict[str, Any]:
+    made = sweep(directory, ("plain", "hot"), changes={"save_strategy": "steps", "save_steps": 100})
+
+    class Control(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == at:
+                made.clone(name, "twin", **changes)
+
+    made.runs[name].trainer.add_callback(Control())
+    return made.run()
+
+
+def test_a_clone_without_changes_has_the_history_of_its_source(tmp_path):
+    found = cloned(tmp_path, at=2)
+    twin, source = found["twin"], found["plain"]
+    assert (twin.status, twin.state.global_step, twin.resume_from) == (
+        *("finished", 4),
+        str(tmp_path / "plain" / "checkpoint-2"),
+    )
+    assert_equal(twin, source.trainer)
+    lines = (tmp_path / "twin" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines if '"reward"' in line] == [3, 4]
+
+
+def test_a_clone_starts_warm_with_its_own_learning_rate(tmp_path):
+    found = cloned(tmp_path, at=2, learning_rate=5e-2, beta=0.0)
+    twin, source = (history(found[name].state) for name in ("twin", "plain"))
+    assert twin[2]["reward"] == source[2]["reward"]  # same adapter, same random numbers
+    assert twin[3]["learning_rate"] == pytest.approx(5 * source[3]["learning_rate"])
+    moved = [
+        torch.dist(a, b).item()
+        for a, b in zip(
+            found["twin"].trainer.model.parameters(), found["plain"].trainer.model.parameters(), strict=True
+        )
+    ]
+    assert max(moved) > 1e-3
+
+
+def test_a_run_that_is_stopped_can_be_cloned(tmp_path):
+    made = sweep(tmp_path, ("plain", "hot"), changes={"save_strategy": "steps", "save_steps": 100})
+    made.stop("plain")
+    made.clone("plain", "twin")
+    found = made.run()
+    assert found["plain"].status == "stopped" and found["twin"].state.global_step == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "new_name", "changes", "message"),
+    [
+        ("plane", "twin", {}, "nearest: 'plain'"),
+        ("plain", "hot", {}, "not a new name"),
+        ("plain", "../twin", {}, "not a new name"),
+        ("plain", "twin", {"learning_rat": 1}, "nearest: 'learning_rate'"),
+        ("plain", "twin", {"output_dir": "x"}, "cannot be changed"),
+        ("hot", "twin", {}, "save_strategy='no'"),
+    ],
+)
+def test_clones_that_are_refused(name, new_name, changes, message, tmp_path):
+    made = sweep(tmp_path, ("plain", "hot"))
+    made.runs["plain"].args.save_strategy = "steps"
+    with pytest.raises(ConfigError, match=message):
+        made.clone(name, new_name, **changes)
+
+
+def test_a_clone_with_invalid_settings_is_a_failed_run(tmp_path, caplog):
+    found = cloned(tmp_path, at=1, learning_rate=-1.0)
+    assert found["twin"].status == "failed" and "learning_rate" in str(found["twin"].error)
+    assert found["plain"].status == "finished"

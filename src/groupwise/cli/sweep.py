@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from groupwise.cli.run_file import as_config_error, read_run, read_yaml
 from groupwise.cli.sources import check_model, load_datasets, lora_config, resolve_reward
@@ -27,7 +30,7 @@ def run(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="groupwise sweep",
         usage="groupwise sweep --config sweep.yaml [--field value ...]\n"
-        "       groupwise sweep DIR --stop NAME | --resume NAME",
+        "       groupwise sweep DIR --stop NAME | --resume NAME | --clone NAME NEW [--set SETTING=VALUE ...]",
         description="Train several configurations side by side on one base model. The file has the keys of "
         "groupwise train, and runs: {name: {setting: value}} with the differences; flags act on all runs.",
         allow_abbrev=False,
@@ -35,15 +38,32 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("directory", nargs="?", metavar="DIR", help="directory of a running sweep")
     parser.add_argument("--stop", metavar="NAME", help="stop a run after its optimizer step")
     parser.add_argument("--resume", metavar="NAME", help="continue a stopped run")
+    parser.add_argument("--clone", nargs=2, metavar=("NAME", "NEW"), help="start a copy of a run at its step")
+    parser.add_argument("--set", nargs="+", default=[], metavar="SETTING=VALUE", help="changes of the copy")
     if not arguments or (arguments[0].startswith("--") and arguments[0] != "--help"):
         return _train(arguments)
     options = parser.parse_args(arguments)
-    given = {name: value for name in ("stop", "resume") if (value := getattr(options, name)) is not None}
+    given = {name: value for name in ("stop", "resume", "clone") if (value := getattr(options, name))}
     if options.directory is None or len(given) != 1:
         raise ConfigError("give the directory of a sweep and one command, such as: out --stop low")
     ((action, name),) = given.items()
-    print(send_command(Path(options.directory), {"action": action, "name": name}))
+    command = {"action": action, "name": name}
+    if action == "clone":
+        changes = dict(_change(text) for text in options.set)
+        command = {"action": action, "name": name[0], "new_name": name[1], "changes": changes}
+    print(send_command(Path(options.directory), command))
     return 0
+
+
+def _change(text: str) -> tuple[str, Any]:
+    """Parse ``setting=value``; numbers, lists and dictionaries are written as in YAML, 1e-5 too."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"--set {text}: write setting=value")
+    parsed = yaml.safe_load(value)
+    with contextlib.suppress(ValueError):
+        parsed = float(parsed) if isinstance(parsed, str) else parsed  # YAML 1.1 reads 1e-5 as a text
+    return name, parsed
 
 
 def _train(arguments: Sequence[str]) -> int:

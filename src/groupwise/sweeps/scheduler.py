@@ -6,7 +6,7 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,12 +19,13 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.trainer_utils import SaveStrategy
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.advantages import total_rewards
 from groupwise.cpu import install_cpu_training
 from groupwise.data.dataset_checks import has_image_columns
-from groupwise.errors import BackendError, ConfigError, nearest_name
+from groupwise.errors import BackendError, ConfigError, GroupwiseError, nearest_name
 from groupwise.generation.base import check_backend
 from groupwise.generation.transformers_backend import make_backend
 from groupwise.hf.run_directory import checkpoints
@@ -93,6 +94,8 @@ class SweepRun:
     request: SampleRequest | None = None  # it waits for these completions
     answer: Any = None  # of its request, for its next turn
     stop_requested: bool = False
+    clones: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # requested: name and changes
+    learning_rate_factor: float = 1.0  # of a clone, beside the schedule in the checkpoint
 
     @property
     def shares_base(self) -> bool:
@@ -108,6 +111,11 @@ class SweepRun:
         result = self.trainer.train(resume_from_checkpoint=self.resume_from)
         self.trainer.save_model()
         return result
+
+    def save_step(self) -> None:
+        """Write a checkpoint of the last optimizer step, in the thread that waits to begin the next one."""
+        assert self.thread is not None and self.trainer is not None
+        self.thread.advance(self.trainer.save_last_completed_step)
 
 
 class Sweep:
@@ -222,7 +230,7 @@ class Sweep:
         for printed in (PrinterCallback, ProgressCallback):  # the lines of all runs would alternate
             run.trainer.pop_callback(printed)
         run.trainer.evaluation = _HeldOutScores(run)
-        run.trainer.add_callback(_StepTurns(run.thread))
+        run.trainer.add_callback(_StepTurns(run))
 
     # The schedule.
 
@@ -257,6 +265,8 @@ class Sweep:
 
     def _compute_round(self) -> None:
         """Advance the runs with adapters to their next completions; without any, another run by a step."""
+        for run in [run for run in self.runs.values() if run.status == "stopped"]:
+            self._start_clones(run)
         active = [run for run in self.runs.values() if run.is_active and run.shares_base]
         if not active:
             run = next(run for run in self.runs.values() if run.is_active)
@@ -296,9 +306,38 @@ class Sweep:
                 logger.error("run %r failed: %s: %s", run.name, type(run.error).__name__, run.error)
             if not run.shares_base:
                 run.trainer = None  # the next one needs the memory
-        elif run.request is None and run.stop_requested:  # before the step samples
-            thread.advance(trainer.save_last_completed_step)
-            run.status, run.stop_requested = "stopped", False
+        elif run.request is None:  # before the step samples
+            self._start_clones(run)
+            if run.stop_requested:
+                thread.advance(trainer.save_last_completed_step)
+                run.status, run.stop_requested = "stopped", False
+
+    def _start_clones(self, run: SweepRun) -> None:
+        """Start the requested copies of a run that is at the beginning of an optimizer step."""
+        requested, run.clones = run.clones, []
+        for name, changes in requested:
+            clone = SweepRun(name, run.args, run.reward_funcs, run.peft_config)
+            self.runs[name] = clone
+            try:
+                clone.args = self._clone_settings(run, name, changes)
+                if step := run.state.global_step:  # else it starts as the run did
+                    cast(TurnThread, run.thread).advance(
+                        cast(GRPOTrainer, run.trainer).save_last_completed_step
+                    )
+                    clone.resume_from = str(checkpoints(Path(str(run.args.output_dir)))[step])
+                    clone.learning_rate_factor = clone.args.learning_rate / run.args.learning_rate
+                self._build(clone)
+            except GroupwiseError as error:
+                clone.status, clone.error = "failed", error
+                logger.error("run %r was not started: %s", name, error)
+
+    def _clone_settings(self, run: SweepRun, name: str, changes: Mapping[str, Any]) -> GRPOConfig:
+        """Return the settings of a run with changes; call it in the thread of the scheduler."""
+        own = {"output_dir": str(self.directory / name), "run_name": name}
+        with preserved_accelerate():
+            args = replace(run.args, **{**own, **changes})
+        _check_run(SweepRun(name, args, run.reward_funcs, run.peft_config), self.directory)
+        return args
 
     def table_line(self) -> str:
         """Return a line with step and newest reward of every run."""
@@ -349,6 +388,34 @@ class Sweep:
             run.status = "running"
         return f"{name} continues at optimizer step {run.state.global_step}"
 
+    def clone(self, name: str, new_name: str, **changes: Any) -> str:
+        """Start a copy of a run at its next optimizer step: its adapter and optimizer, with changed settings.
+
+        The copy resumes from a checkpoint of the run, so that a copy without changes has the same history.
+
+        Args:
+            changes: fields of ``GRPOConfig``.
+
+        Raises:
+            ConfigError: no such run, or it cannot be copied; or a name or a change that is not allowed.
+        """
+        run = self._find(name)
+        if not run.shares_base or run.status not in ("waiting", "running", "stopped"):
+            raise ConfigError(
+                f"run {name!r} ({run.status}): only an unfinished run with an adapter is cloned"
+            )
+        if run.args.save_strategy == SaveStrategy.NO:
+            raise ConfigError(f"run {name!r} has save_strategy='no'; a clone starts from its checkpoint")
+        taken = [*self.runs, *(new for other in self.runs.values() for new, _ in other.clones)]
+        if new_name in taken or new_name != Path(new_name).name:
+            raise ConfigError(f"{new_name!r} is not a new name of a directory; taken: {', '.join(taken)}")
+        allowed = GRPOConfig.SETTINGS.keys() - {*COMMON, "output_dir"}
+        for key in changes:
+            if key not in allowed:
+                raise ConfigError(f"{key!r} cannot be changed; nearest: {nearest_name(key, allowed)!r}")
+        run.clones.append((new_name, changes))
+        return f"{new_name} starts from the state of {name} at its next optimizer step"
+
     def _find(self, name: str) -> SweepRun:
         if name not in self.runs:
             nearest = nearest_name(name, self.runs)
@@ -357,14 +424,37 @@ class Sweep:
 
     def _execute(self, command: dict[str, Any]) -> str:
         """Execute a command of another process."""
-        return {"stop": self.stop, "resume": self.resume}[command["action"]](command["name"])
+        action, name, changes = command["action"], command["name"], command.get("changes", {})
+        if action == "clone":
+            answer = self.clone(name, command["new_name"], **changes)
+            try:
+                self._clone_settings(self.runs[name], command["new_name"], changes)
+            except GroupwiseError:
+                self.runs[name].clones.pop()
+                raise
+            return answer
+        return {"stop": self.stop, "resume": self.resume}[action](name)
 
 
 class _StepTurns(TrainerCallback):
     """End the turn of a run at the beginning of each optimizer step; the scheduler may answer with a call."""
 
-    def __init__(self, thread: TurnThread) -> None:
-        self.thread = thread
+    def __init__(self, run: SweepRun) -> None:
+        self.thread, self.factor = cast(TurnThread, run.thread), run.learning_rate_factor
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Scale the learning rate of a clone: optimizer and schedule were loaded with that of its source."""
+        for group in kwargs["optimizer"].param_groups:
+            for name in ("lr", "initial_lr"):
+                if name in group:
+                    group[name] *= self.factor
+        schedule = kwargs["lr_scheduler"].state_dict()
+        for name in ("base_lrs", "_last_lr"):
+            if name in schedule:
+                schedule[name] = [rate * self.factor for rate in schedule[name]]
+        kwargs["lr_scheduler"].load_state_dict(schedule)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
