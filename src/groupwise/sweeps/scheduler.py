@@ -306,10 +306,10 @@ class Sweep:
                 logger.error("run %r failed: %s: %s", run.name, type(run.error).__name__, run.error)
             if not run.shares_base:
                 run.trainer = None  # the next one needs the memory
-        elif run.request is None:  # before the step samples
+        elif run.request is None:  # at the beginning of a step
             self._start_clones(run)
             if run.stop_requested:
-                thread.advance(trainer.save_last_completed_step)
+                run.save_step()
                 run.status, run.stop_requested = "stopped", False
 
     def _start_clones(self, run: SweepRun) -> None:
@@ -321,9 +321,7 @@ class Sweep:
             try:
                 clone.args = self._clone_settings(run, name, changes)
                 if step := run.state.global_step:  # else it starts as the run did
-                    cast(TurnThread, run.thread).advance(
-                        cast(GRPOTrainer, run.trainer).save_last_completed_step
-                    )
+                    run.save_step()
                     clone.resume_from = str(checkpoints(Path(str(run.args.output_dir)))[step])
                     clone.learning_rate_factor = clone.args.learning_rate / run.args.learning_rate
                 self._build(clone)
@@ -401,9 +399,7 @@ class Sweep:
         """
         run = self._find(name)
         if not run.shares_base or run.status not in ("waiting", "running", "stopped"):
-            raise ConfigError(
-                f"run {name!r} ({run.status}): only an unfinished run with an adapter is cloned"
-            )
+            raise ConfigError(f"run {name!r} ({run.status}): only an active run with an adapter is cloned")
         if run.args.save_strategy == SaveStrategy.NO:
             raise ConfigError(f"run {name!r} has save_strategy='no'; a clone starts from its checkpoint")
         taken = [*self.runs, *(new for other in self.runs.values() for new, _ in other.clones)]
