@@ -3,7 +3,8 @@
 SmolLM2-135M-Instruct with adapters of rank 16 on all linear layers; the runs differ in learning rate, β and
 temperature. Completions are forced to their full length, so that all process the same number of tokens. Each
 round starts a fresh process for the sweep and one for each run alone, and the next round starts with the
-other. Seconds are those of training; added memory is the peak of the process less what it had with all
+other. Seconds are those of training, beside those of the processor, which other processes on the machine
+disturb less; added memory is the peak of the process less what it had with all
 imports, before the model was loaded.
 
     python benchmarks/sweep.py --case generation --rounds 2   # 1 prompt, 8 completions of 128 tokens
@@ -22,7 +23,7 @@ import psutil
 from common import add_precision, measure_in_process, print_result, ratio_of_sums, write_results
 from step_time import SOURCES, binary_reward, make_dataset
 
-_KEYS = ("seconds", "added_mib")
+_KEYS = ("seconds", "cpu_seconds", "added_mib")
 CASES = {
     "generation": {"prompts": 1, "new_tokens": 128},
     "balanced": {"prompts": 4, "new_tokens": 32},
@@ -71,21 +72,22 @@ def run_worker(candidate: str, options: argparse.Namespace) -> None:
         }
         if candidate == "sweep":
             sweep = Sweep(model, binary_reward, args, data, None, tokenizer, peft_config=adapter)
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             states = {name: run.state for name, run in sweep.run().items()}
         else:
             trainer = GRPOTrainer(
                 model, binary_reward, args[candidate], data, processing_class=tokenizer, peft_config=adapter
             )
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             trainer.train()
             states = {candidate: trainer.state}
-        seconds = time.perf_counter() - start
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     logs = {name: [log for log in state.log_history if "reward" in log] for name, state in states.items()}
     print_result(
         {
             "seconds": seconds,
+            "cpu_seconds": cpu_seconds,
             "added_mib": peak_mib - before_mib,
             "generate_share": sum(log["time/generate"] for log in logs[next(iter(logs))]) / seconds,
             "rewards": {name: [log["reward"] for log in found] for name, found in logs.items()},
