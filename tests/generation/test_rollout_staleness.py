@@ -50,31 +50,21 @@ def run_with_tool(fake, directory, **given):
     return run_for(fake, directory, agent_runs.trainer, **given)
 
 
-def varies_in_odd_rows(completion_ids, row, **_):
-    """No variance in the groups of even rows."""
-    return [float(ids[2] * (number % 2)) for ids, number in zip(completion_ids, row, strict=True)]
+def varies_but_in_one_row(completion_ids, row, **_):
+    """No variance in the groups of row 0."""
+    return [float(ids[2] * (number > 0)) for ids, number in zip(completion_ids, row, strict=True)]
 
 
 def run_with_rounds(fake, directory, **given):
-    """Dynamic sampling of two groups per step: with even rows among the prompts, it takes several rounds."""
-    given = {"rewards": varies_in_odd_rows, "dynamic_sampling": True, **given}
-    return run_for(fake, directory, **{"per_device_train_batch_size": 8, **given})
+    """Dynamic sampling of four groups per step, with two rounds or leftover groups in most steps."""
+    given = {"rewards": varies_but_in_one_row, "dynamic_sampling": True, **given}
+    return run_for(fake, directory, **{"per_device_train_batch_size": 16, **given})
 
 
 def asked(fake):
     """The first prompt token and seed of every request, in order."""
     bodies = [body for path, body in fake.bodies if path == GENERATE]
     return [(body["token_ids"], body["sampling_params"]["seed"]) for body in bodies]
-
-
-class Count(TrainerCallback):
-    """Number of requests before each update."""
-
-    def __init__(self, counts, fake):
-        self.counts, self.fake = counts, fake
-
-    def on_pre_optimizer_step(self, *args, **kwargs):
-        self.counts.append(self.fake.seen[GENERATE])
 
 
 def losses(run):
@@ -99,26 +89,47 @@ def test_batches_are_prefetched_once(fake, tmp_path, depth):
 
 def test_the_next_batch_is_requested_before_the_update(fake, tmp_path):
     seen = []
-    run_for(fake, tmp_path, rollout_staleness=1, callbacks=[Count(seen, fake)]).train()
+
+    class Count(TrainerCallback):
+        def on_pre_optimizer_step(self, *args, **kwargs):
+            seen.append(fake.seen[GENERATE])
+
+    run_for(fake, tmp_path, rollout_staleness=1, callbacks=[Count()]).train()
     assert seen[0] == 2
 
 
-@pytest.mark.parametrize(("make", "num_ahead"), [(run_with_rounds, 2), (run_with_tool, 1)])
-def test_the_first_requests_of_a_batch_are_made_before_the_update(fake, tmp_path, make, num_ahead):
+@pytest.mark.parametrize("make", [run_with_rounds, run_with_tool])
+def test_the_first_requests_of_a_batch_are_made_before_the_update(fake, tmp_path, make):
     """Dynamic sampling: those of its first round. Tools: first turns. The others follow in its own step."""
-    requests, counts, rollouts = [], [], []
-    for depth in (0, 1):
-        run = make(fake, tmp_path / str(depth), rollout_staleness=depth)
-        run.add_callback(Count(before_update := [], fake))
-        generate_rollouts = run.generate_rollouts
-        run.generate_rollouts = lambda request, of=generate_rollouts: rollouts.append(0) or of(request)
-        run.train()
-        requests.append(sorted(asked(fake)))
-        counts.append(before_update[0])
-        fake.bodies.clear()
-    assert requests[0] == requests[1]  # the same prompts with the same seeds
-    assert len(requests[0]) > len(rollouts) / 2 or len(rollouts) > 8  # several turns, or several rounds
-    assert counts[1] == counts[0] + num_ahead
+    make(fake, tmp_path / "on_policy").train()
+    on_policy = sorted(asked(fake))
+    fake.bodies.clear()
+    run = make(fake, tmp_path / "ahead", rollout_staleness=1)
+    ahead, calls, before_update = {}, {}, []
+
+    class Updates(TrainerCallback):
+        def on_pre_optimizer_step(self, *args, **kwargs):
+            before_update.append(len(ahead))
+
+    run.add_callback(Updates())
+    prefetch, generate = run.backend.prefetch, run.backend.generate
+
+    def watched_prefetch(prompts, sampling, *, step):
+        ahead[step] = prompts
+        prefetch(prompts, sampling, step=step)
+
+    def watched_generate(prompts, sampling):
+        calls.setdefault(run.state.global_step, []).append(prompts)
+        return generate(prompts, sampling)
+
+    run.backend.prefetch, run.backend.generate = watched_prefetch, watched_generate
+    run.train()
+    assert sorted(asked(fake)) == on_policy  # the same prompts with the same seeds, none beyond the end
+    assert ahead == {step: calls[step][0] for step in (1, 2, 3)}
+    assert sum(map(len, calls.values())) > 4  # several rounds, or turns
+    if make is run_with_rounds:  # leftover groups leave less to sample
+        assert len({len(prompts) for prompts in ahead.values()}) > 1
+    assert before_update == [1, 2, 3, 3]
     assert staleness(run)[0] == 0 and all(0 < steps <= 1 for steps in staleness(run)[1:])
 
 
