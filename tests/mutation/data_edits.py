@@ -40,7 +40,7 @@ DATA = [
     *_prompts(
         ("        self._num_taken += num_prompts\n", ""),
         ("self.epoch, self.index = epoch, index + 1", "self.epoch, self.index = epoch, index"),
-        ("range(1, num_batches + 1)", "range(num_batches)"),
+        ("range(first, first + num_batches)", "range(num_batches)"),
         ("            self._kept.popleft()\n        self", "            pass\n        self"),
         ("self._kept_from, self._num_taken = (self.epoch, self.index), 0", "self._num_taken = 0"),
         ('"epoch": self.epoch', '"epoch": 0'),
