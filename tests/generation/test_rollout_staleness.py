@@ -12,6 +12,7 @@ from support.fakes.fake_vllm import GENERATE, FakeVLLM, with_tokenizer
 from transformers import TrainerCallback
 
 from groupwise.generation.vllm.http import HttpClient
+from groupwise.records import SamplerSettings
 
 
 @pytest.fixture
@@ -142,6 +143,17 @@ def test_a_rollout_func_is_never_prefetched_and_a_warning_says_so(fake, tmp_path
     requested: list[int] = []
     run.backend.prefetch = lambda *_, step: requested.append(step)
     run.train()
+    assert requested == []
+
+
+def test_environments_are_never_prefetched_and_a_warning_says_so(fake, tmp_path, caplog):
+    """What a rollout begins with is known after its ``reset``."""
+    environment = {"tools": None, "environment_factory": agent_runs.FlakyEnvironment}
+    run = run_with_tool(fake, tmp_path, rollout_staleness=1, rollout_on_error="retry", **environment)
+    assert "rollout_staleness=1 has no effect: the requests of environments" in caplog.text
+    requested: list[int] = []
+    run.backend.prefetch = lambda *_, step: requested.append(step)
+    run.prefetch_rollouts(SamplerSettings())
     assert requested == []
 
 
