@@ -41,7 +41,8 @@ from groupwise.trainer import GRPOTrainer
 _ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 #: Largest difference from the record where bits may differ, relative to 1 or to the value if that is larger.
-BUDGETS = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
+#: In bfloat16 about twice the largest one (0.12, of a log-prob) between the AVX-512 and AVX2 kernels of a CPU.
+BUDGETS = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.25}
 
 #: Fields of a window in the order in which a step computes them.
 _WINDOW = {
@@ -82,7 +83,7 @@ class StepComparison:
     budget: largest difference that is allowed; 0: none.
     first: first value outside of the budget, in the order of the computation; None: there is none.
     compared: number of compared values by quantity.
-    deviations: largest difference by quantity.
+    deviations: largest difference by quantity, relative to values above the scale of the quantity.
     """
 
     step: int
@@ -114,7 +115,8 @@ class StepComparison:
         one, other = recorded.double().flatten(), replayed.double().flatten()
         same = (one == other) | (one.isnan() & other.isnan())
         gap = torch.where(same, 0.0, (one - other).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
-        outside = (gap > self.budget * one.abs().nan_to_num(nan=0.0, posinf=0.0).clamp(min=scale)).nonzero()
+        gap /= one.abs().nan_to_num(nan=0.0, posinf=0.0).clamp(min=scale)  # what the budget limits
+        outside = (gap > self.budget).nonzero()
         if len(outside) and self.first is None:
             index = int(outside[0])
             self.first = Difference(quantity, place(index), one[index].item(), other[index].item())
@@ -133,7 +135,7 @@ class StepComparison:
         worst = max(self.deviations, key=lambda name: self.deviations[name])
         return (
             f"step {self.step} is within {self.budget:g} of the record: {values}; largest difference "
-            f"{self.deviations[worst]:.2g}, of a {worst}"
+            f"{self.deviations[worst]:.2g} (relative to values above 1), of a {worst}"
         )
 
 
