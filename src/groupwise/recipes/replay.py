@@ -41,7 +41,7 @@ from groupwise.trainer import GRPOTrainer
 _ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 #: Largest difference from the record where bits may differ, relative to 1 or to the value if that is larger.
-#: In bfloat16 about twice the largest one (0.12, of a log-prob) between the AVX-512 and AVX2 kernels of a CPU.
+#: In bfloat16 twice the largest one (0.12, of a log-prob) between the AVX-512 and AVX2 kernels of a CPU.
 BUDGETS = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.25}
 
 #: Fields of a window in the order in which a step computes them.

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from transformers import (
     PreTrainedModel,
     PrinterCallback,
@@ -22,7 +23,6 @@ from transformers import (
 from transformers.trainer_utils import SaveStrategy
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.core.advantages import total_rewards
 from groupwise.cpu import install_cpu_training
 from groupwise.data.dataset_checks import has_image_columns
 from groupwise.errors import BackendError, ConfigError, GroupwiseError, nearest_name
@@ -32,10 +32,9 @@ from groupwise.hf.run_directory import checkpoints
 from groupwise.policy.introspection import has_adapter
 from groupwise.policy.loading import load_policy, load_processing_class
 from groupwise.random_state import preserved_state
-from groupwise.records import RewardBatch, RolloutBatch
-from groupwise.reporting.evaluation import EvaluationMetrics
 from groupwise.sweeps.adapters import RowAdapters, check_adapter, has_finite_adapter, shared_copy
 from groupwise.sweeps.commands import answer_commands, sweep_lock
+from groupwise.sweeps.pruning import HeldOutScores, Pruning
 from groupwise.sweeps.sampler import SampleRequest, SharedBackend, sample_together
 from groupwise.sweeps.turns import ClosedError, TurnThread, preserved_accelerate
 from groupwise.trainer import GRPOTrainer
@@ -61,9 +60,6 @@ REFUSED: dict[str, Any] = {
 #: Trackers with a run for each trainer of a process; the others have one for the process.
 TRACKERS = ("none", "tensorboard", "trackio")
 
-#: Per-prompt rewards of the held-out set, in its order: by run and optimizer step.
-Scores = Mapping[str, Mapping[int, Sequence[float]]]
-
 
 @dataclass
 class SweepRun:
@@ -77,7 +73,7 @@ class SweepRun:
     error: exception of a failed run.
     trainer: None before and after the turn of a run without an adapter.
     state: of its trainer, also after the end.
-    scores: mean reward of every prompt of the held-out set, by the step of the evaluation.
+    scores: shares of completions that pass, by prompt of the held-out set and by the step of the evaluation.
     """
 
     name: str
@@ -88,7 +84,7 @@ class SweepRun:
     error: BaseException | None = None
     trainer: GRPOTrainer | None = None
     state: TrainerState = field(default_factory=TrainerState)
-    scores: dict[int, list[float]] = field(default_factory=dict)
+    scores: dict[int, torch.Tensor] = field(default_factory=dict)
     resume_from: str | bool | None = None
     thread: TurnThread | None = None
     request: SampleRequest | None = None  # it waits for these completions
@@ -134,7 +130,7 @@ class Sweep:
         eval_dataset: the same.
         processing_class: the same.
         peft_config: the adapter of all runs, or a dictionary by run, in which None trains all weights.
-        prune: called with :data:`Scores` after a round with an evaluation; returns the runs to stop.
+        prune: stop runs that are worse than another one on ``eval_dataset``; see :class:`Pruning`.
 
     Raises:
         ConfigError: settings that runs in one process cannot have, or that the shared sampler does not
@@ -150,18 +146,18 @@ class Sweep:
         eval_dataset: Any = None,
         processing_class: Any = None,
         peft_config: PeftConfig | Mapping[str, PeftConfig | None] | None = None,
-        prune: Callable[[Scores], Iterable[str]] | None = None,
+        prune: bool = False,
     ) -> None:
-        self.model, self.prune = model, prune
+        self.model = model
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.runs = {
             name: SweepRun(name, args, _of_run(reward_funcs, name), _of_run(peft_config, name))
             for name, args in runs.items()
         }
         self.directory = self._check()
+        self.pruning = Pruning(self.runs, reward_funcs, eval_dataset) if prune else None
         first = next(iter(self.runs.values())).args
         self.processing_class = load_processing_class(processing_class, model, first)
-        self._num_scores = 0
         self._rounds = 0
         shared = [run for run in self.runs.values() if run.shares_base]
         if shared:
@@ -229,7 +225,8 @@ class Sweep:
             self._adapters.unload()
         for printed in (PrinterCallback, ProgressCallback):  # the lines of all runs would alternate
             run.trainer.pop_callback(printed)
-        run.trainer.evaluation = _HeldOutScores(run)
+        trainer = run.trainer
+        trainer.evaluation = HeldOutScores(run.scores, lambda: trainer.state.global_step)
         run.trainer.add_callback(_StepTurns(run))
 
     # The schedule.
@@ -348,15 +345,13 @@ class Sweep:
         return f"{self._rounds:>5}  " + "  ".join(f"{cell:<{len(cell.split(':')[0]) + 8}}" for cell in cells)
 
     def _prune(self) -> None:
-        """Stop the runs that ``prune`` returns, once per new evaluation."""
-        num_scores = sum(len(run.scores) for run in self.runs.values())
-        if self.prune is None or num_scores == self._num_scores:
+        """Stop the runs that are worse than the leader, once all runs have the scores of an evaluation."""
+        if self.pruning is None:
             return
-        self._num_scores = num_scores
-        for name in self.prune({name: run.scores for name, run in self.runs.items()}):
-            if self.runs[name].is_active:
-                logger.warning("run %r is stopped: another run is better on the held-out set", name)
-                self.stop(name)
+        active = [run.name for run in self.runs.values() if run.is_active]
+        for found in self.pruning.losing_runs({name: run.scores for name, run in self.runs.items()}, active):
+            logger.warning("%s; the run is stopped", found)
+            self.stop(found.name)
 
     # Controls, from Python (a callback, another thread) and from another process.
 
@@ -457,30 +452,6 @@ class _StepTurns(TrainerCallback):
     ) -> None:
         while (call := self.thread.pause()) is not None:
             call()
-
-
-class _HeldOutScores(EvaluationMetrics):
-    """Evaluation metrics that also keep the mean reward of every prompt, for a comparison of runs."""
-
-    def __init__(self, run: SweepRun) -> None:
-        super().__init__()
-        self._run = run
-        self._rewards: list[float] = []
-
-    def add(self, rollouts: RolloutBatch, rewards: RewardBatch, config: GRPOConfig) -> None:
-        super().add(rollouts, rewards, config)
-        totals_N = total_rewards(rewards.with_step_sums(), config.multi_objective_aggregation)
-        self._rewards += totals_N[: rewards.num_valid].tolist()
-
-    def compute(self, name: str, config: GRPOConfig, *arguments: Any) -> dict[str, float]:
-        size, rewards = config.generations_per_eval_prompt, self._rewards
-        means = [sum(rewards[i : i + size]) / size for i in range(0, len(rewards), size)]
-        self._run.scores[self._run.state.global_step] = means
-        self._rewards = []
-        return super().compute(name, config, *arguments)
-
-    def snapshot(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(EvaluationMetrics)}
 
 
 def _policy(run: SweepRun) -> PeftModel:
