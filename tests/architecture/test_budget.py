@@ -32,10 +32,10 @@ BUDGET = {
     "reporting": 2802,
     "rewards": 1805,
     "tokenization": 1390,
-    "cli": 1902,
+    "cli": 1907,
     "recipes": 1776,
     "sandbox": 1035,
-    "sweeps": 1119,
+    "sweeps": 1260,
     "trl_hooks": 1645,
 }
 #: Slack of the rooms together: lines that the budgets allow beyond those there are, in a hundred.
@@ -53,7 +53,7 @@ LEAST_COMMENTS = 8.0
 
 #: Methods and properties of GRPOTrainer and its own bases, and other members of these classes; refused names
 #: of TRL do not count.
-METHODS, ATTRIBUTES = 92, 44
+METHODS, ATTRIBUTES = 93, 44
 
 
 def room_of(name: str) -> str:
