@@ -270,6 +270,12 @@ def test_the_last_server_has_the_full_time_to_come_back(fake, tmp_path, monkeypa
         backend.generate([[3], [5]])
 
 
+def test_the_address_of_a_router_is_refused(fake, tmp_path):
+    fake.info = "model='tiny', speculative_config=None"  # vllm-router drops ?config_format=json
+    with pytest.raises(BackendError, match=f"{fake.url} is the address of a router; give those of the"):
+        backend_for(fake, tmp_path).sync_weights(WEIGHTS, step=0)
+
+
 MISFITS = {
     "raw log-probs at a temperature": (
         {"logprobs_mode": "raw_logprobs"},

@@ -95,6 +95,8 @@ def check_servers(
 def _fetch_info(servers: VLLMServers, server: HttpClient) -> ServerInfo:
     path = "/server_info?config_format=json"
     info = servers.run(server.call("GET", path, doing="reading its configuration"))["vllm_config"]
+    if isinstance(info, str):  # vllm-router drops the query of a route
+        raise BackendError(f"{server.url} is the address of a router; give those of the servers behind it")
     model = info["model_config"]
     transfer = info.get("weight_transfer_config") or {}
     return ServerInfo(
