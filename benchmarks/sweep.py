@@ -7,7 +7,7 @@ other. Seconds are those of training, beside those of the processor, which other
 disturb less; added memory is the peak of the process less what it had with all
 imports, before the model was loaded.
 
-    python benchmarks/sweep.py --case generation --rounds 2   # 1 prompt, 8 completions of 128 tokens
+    python benchmarks/sweep.py --case generation --rounds 2   # 1 prompt, 4 completions of 64 tokens
     python benchmarks/sweep.py --case balanced                # 4 prompts, 8 completions of 32 tokens
 """
 
@@ -25,8 +25,8 @@ from step_time import SOURCES, binary_reward, make_dataset
 
 _KEYS = ("seconds", "cpu_seconds", "added_mib")
 CASES = {
-    "generation": {"prompts": 1, "new_tokens": 128},
-    "balanced": {"prompts": 4, "new_tokens": 32},
+    "generation": {"prompts": 1, "completions": 4, "new_tokens": 64},
+    "balanced": {"prompts": 4, "completions": 8, "new_tokens": 32},
 }
 RUNS = {
     "base": {"learning_rate": 1e-5},
@@ -47,8 +47,8 @@ def run_worker(candidate: str, options: argparse.Namespace) -> None:
 
     case = CASES[options.case]
     settings = {
-        "per_device_train_batch_size": case["prompts"] * 8,
-        "num_generations": 8,
+        "per_device_train_batch_size": case["prompts"] * case["completions"],
+        "num_generations": case["completions"],
         "max_completion_length": case["new_tokens"],
         "generation_kwargs": {"min_new_tokens": case["new_tokens"]},
         "model_init_kwargs": {"dtype": "float32"},
