@@ -388,3 +388,8 @@ def test_a_clone_with_invalid_settings_is_a_failed_run(tmp_path, caplog):
     found = cloned(tmp_path, at=1, learning_rate=-1.0)
     assert found["twin"].status == "failed" and "learning_rate" in str(found["twin"].error)
     assert found["plain"].status == "finished"
+
+
+def test_a_clone_of_a_run_that_ends_is_reported(tmp_path, caplog):
+    found = cloned(tmp_path, at=4)
+    assert "twin" not in found and "'twin' was not started: 'plain' ended" in caplog.text

@@ -301,6 +301,11 @@ class Sweep:
             run.status = "finished" if run.error is None else "failed"
             if run.error is not None:
                 logger.error("run %r failed: %s: %s", run.name, type(run.error).__name__, run.error)
+            for name, _ in run.clones:
+                logger.error(
+                    "run %r was not started: %r ended before its next optimizer step", name, run.name
+                )
+            run.clones = []
             if not run.shares_base:
                 run.trainer = None  # the next one needs the memory
         elif run.request is None:  # at the beginning of a step
