@@ -7,8 +7,8 @@ other. Seconds are those of training, beside those of the processor, which other
 disturb less; added memory is the peak of the process less what it had with all
 imports, before the model was loaded.
 
-    python benchmarks/sweep.py --case generation --rounds 2   # 1 prompt, 4 completions of 64 tokens
-    python benchmarks/sweep.py --case balanced                # 4 prompts, 8 completions of 32 tokens
+    python benchmarks/sweep.py --case generation --rounds 2   # 1 prompt, 2 completions of 64 tokens
+    python benchmarks/sweep.py --case balanced                # 1 prompt, 8 completions of 32 tokens
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from step_time import SOURCES, binary_reward, make_dataset
 
 _KEYS = ("seconds", "cpu_seconds", "added_mib")
 CASES = {
-    "generation": {"prompts": 1, "completions": 4, "new_tokens": 64},
-    "balanced": {"prompts": 4, "completions": 8, "new_tokens": 32},
+    "generation": {"prompts": 1, "completions": 2, "new_tokens": 64},
+    "balanced": {"prompts": 1, "completions": 8, "new_tokens": 32},
 }
 RUNS = {
     "base": {"learning_rate": 1e-5},
