@@ -35,7 +35,7 @@ BUDGET = {
     "cli": 1907,
     "recipes": 1776,
     "sandbox": 1035,
-    "sweeps": 1260,
+    "sweeps": 1265,
     "trl_hooks": 1645,
 }
 #: Slack of the rooms together: lines that the budgets allow beyond those there are, in a hundred.
