@@ -1,7 +1,7 @@
 """Count the optimizer steps that pruning saves in a sweep of four learning rates, of which one is too high.
 
-The task is that of examples/quickstart.py: reviews are positive or negative. One sweep prunes, the other, with
-the same seeds, does not; both write the shares of held-out completions that pass.
+The task is that of examples/quickstart.py: reviews are positive or negative. One sweep prunes, the other,
+with the same seeds, does not; both write the shares of held-out completions that pass.
 
     python benchmarks/sweep_pruning.py --steps 24
 """

@@ -185,6 +185,21 @@ def test_settings_that_a_callback_changed_act_again(tmp_path, tiny):
     assert Recording(tmp_path / FOLDER).step(3).settings["beta"] == pytest.approx(0.5 / 3)
 
 
+class _SetsLearningRate(TrainerCallback):
+    """Learning rates that no schedule gives."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for group in kwargs["optimizer"].param_groups:
+            group["lr"] = 1e-3 * (1 + state.global_step)
+
+
+def test_learning_rates_that_a_callback_set_are_those_of_the_replay(tmp_path, tiny):
+    recorded(tmp_path, tiny(), callbacks=[_SetsLearningRate()], max_steps=3, save_steps=3)
+    found = replay(tmp_path, 3)
+    assert found.equals_record and found.weights == "equal, bit for bit"
+    assert set(Recording(tmp_path / FOLDER).step(3).learning_rates) == {3e-3}
+
+
 class HalfAdvantages(GRPOTrainer):
     """A subclass with advantages of its own."""
 

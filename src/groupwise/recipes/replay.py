@@ -290,7 +290,7 @@ def _restore_generators(state: list[Any]) -> None:
 
 
 class _FollowRecord(TrainerCallback):
-    """Apply the settings of each recorded step, and stop after the last one."""
+    """Apply the settings and learning rates of each recorded step, and stop after the last one."""
 
     def __init__(self, trainer: RecordedSteps, last: int) -> None:
         self.trainer, self.last = trainer, last
@@ -301,13 +301,21 @@ class _FollowRecord(TrainerCallback):
         self.trainer.num_generations = 0
         step = self.trainer.only_step or state.global_step + 1
         recording = self.trainer.recording
+        self.learning_rates: list[float] = []
         if step not in recording.steps:  # it failed after its generation
             return
         record = recording.step(step, self.trainer.args.process_index)
+        self.learning_rates = record.learning_rates
         for name, value in record.settings.items():
             if is_replayed(name):
                 setattr(args, name, value)
         _restore_generators(record.rng)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        for group, rate in zip(kwargs["optimizer"].param_groups, self.learning_rates, strict=False):
+            group["lr"] = rate
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -85,6 +85,7 @@ class StepRecord:
     window: micro-batches as they were sampled, with token weights; ``rows_B`` are positions in the window.
     computed: forward passes; rows without a gradient are in none.
     gradient_norms: norm of each parameter's gradient, clipped; empty if ranks share the parameters.
+    learning_rates: of the optimizer's parameter groups; a callback may have set them.
     settings: settings that may change during a run.
     rng: states of torch's generators at the beginning of the step.
     num_generations: generation batches that were sampled in the step; 0: it uses an earlier one.
@@ -97,6 +98,7 @@ class StepRecord:
     window: list[MicroBatch]
     computed: list[ComputedRows]
     gradient_norms: dict[str, float]
+    learning_rates: list[float]
     settings: dict[str, Any]
     rng: list[Any]
     num_generations: int
@@ -125,6 +127,7 @@ class RolloutFiles(GRPOCallback):
         self._window: Sequence[MicroBatch] = []
         self._computed: list[tuple[MicroBatch, torch.Tensor | None, torch.Tensor]] = []
         self._gradient_norms: dict[str, float] = {}
+        self._learning_rates: list[float] = []
 
     def on_generation_end(
         self,
@@ -203,6 +206,7 @@ class RolloutFiles(GRPOCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self._learning_rates = [float(group["lr"]) for group in kwargs["optimizer"].param_groups]
         if not is_sharded(self.trainer.accelerator):
             self._gradient_norms = gradient_norms(self.trainer.model)
 
@@ -225,6 +229,7 @@ class RolloutFiles(GRPOCallback):
                 for batch, logps_BT, loss in self._computed
             ],
             gradient_norms=self._gradient_norms,
+            learning_rates=self._learning_rates,
             settings=changeable(trainer.args),
             rng=self._rng,
             num_generations=self._num_generations,
