@@ -1,10 +1,10 @@
 """Measure what the comparison of the weights (``vllm_weight_check``) adds to a step with a colocated engine.
 
-SmolLM2-135M-Instruct in float32 on a CPU. The seconds are those within the three parts of the comparison:
-digests of the tensors that are sent, digests of the matrices that vLLM repacks, and the report of the engine
-with the comparison. The first sync, which reads all repacked matrices back, is apart.
+SmolLM2-135M-Instruct in float32 on a CPU. After a few steps, weights are sent again and again, and compared
+in every other sync: the cost is the median difference of two consecutive syncs, the share that of the median
+step. The first sync, which reads all repacked matrices back, is apart.
 
-    OMP_NUM_THREADS=2 python benchmarks/weight_check.py --steps 5
+    OMP_NUM_THREADS=1 python benchmarks/weight_check.py
 """
 
 from __future__ import annotations
@@ -13,49 +13,25 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 from common import write_results
 
-CASES = {"2x8x64": (2, 64), "4x8x128": (4, 128)}  # prompts and tokens of their 8 completions
+CASES = {"2x8x64": (2, 64), "2x8x128": (2, 128)}  # prompts and tokens of their 8 completions
 
 
-class Clock:
-    """Seconds within functions, by name."""
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.seconds[name] += time.perf_counter() - start
-
-        return call
-
-    def read(self) -> dict[str, float]:
-        """Return the seconds since the last call."""
-        seconds, self.seconds = dict(self.seconds), defaultdict(float)
-        return seconds
+compared = True  # in the present sync
 
 
-def measure(path: str, prompts: int, limit: int, steps: int, clock: Clock) -> list[dict[str, Any]]:
-    """Return the seconds of the comparison and of the whole step, for every step."""
+def measure(path: str, prompts: int, limit: int, steps: int, pairs: int) -> dict[str, Any]:
+    """Return the seconds of steps, of their syncs, and of pairs of syncs with and without a comparison."""
+    global compared
     from datasets import Dataset
-    from transformers import TrainerCallback
 
     from groupwise import GRPOConfig, GRPOTrainer
-
-    rows: list[dict[str, Any]] = []
-
-    class Steps(TrainerCallback):
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            rows.append({"comparison": clock.read()})
+    from groupwise.policy.weight_iterator import PolicyWeights
 
     config = GRPOConfig(
         tempfile.mkdtemp(),
@@ -80,39 +56,51 @@ def measure(path: str, prompts: int, limit: int, steps: int, clock: Clock) -> li
         [{"prompt": f"Question {i}: what is {i} + {i}?"} for i in range(prompts * steps)]
     )
     reward = lambda completions, **_: [float(len(set(text))) for text in completions]  # noqa: E731
-    run = GRPOTrainer(path, reward, config, data, callbacks=[Steps()])
+    run = GRPOTrainer(path, reward, config, data)
     run.train()
     logs = [line for line in run.state.log_history if "loss" in line]
-    for row, line in zip(rows, logs, strict=True):
-        row["sync"], row["step"] = line["time/sync"], line["step_time"]
-        row["share"] = sum(row["comparison"].values()) / row["step"]
+    found: list[list[dict[str, float]]] = []
+    for _ in range(pairs):
+        found.append([])
+        for compared in (True, False):
+            run.backend.weight_check.mode = "every_sync" if compared else "off"
+            run.backend.version = None
+            start = {clock: read() for clock, read in CLOCKS.items()}
+            run.backend.sync_weights(PolicyWeights(run.model), step=steps)
+            found[-1].append({clock: read() - start[clock] for clock, read in CLOCKS.items()})
+    compared = True
     run.backend.close()
-    return rows
+    syncs, step_times = ([line[name] for line in logs] for name in ("time/sync", "step_time"))
+    return {"syncs": syncs, "steps": step_times, "pairs": found}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=5, help="of each case, the first of which is apart")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--pairs", type=int, default=15, help="of syncs with and without a comparison")
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     given = parser.parse_args()
 
+    import torch
     from smollm2 import local_model
 
     from groupwise.generation.vllm import weight_check
-    from groupwise.policy.digests import WeightDigests
 
-    clock = Clock()
-    WeightDigests._digests = clock.timed("sent", WeightDigests._digests)
-    weight_check.row_digests = clock.timed("repacked", weight_check.row_digests)
-    weight_check.WeightCheck.compare = clock.timed("report", weight_check.WeightCheck.compare)
+    of_repacked = weight_check.row_digests  # vLLM calls it in syncs without a comparison, too
+    weight_check.row_digests = lambda matrix: of_repacked(matrix) if compared else torch.empty(0)
     for name in given.cases:
         prompts, limit = CASES[name]
-        steps = measure(str(local_model()), prompts, limit, given.steps, clock)
-        later = steps[1:]
-        share = statistics.median(step["share"] for step in later)
-        results = {"case": name, "median_share": share, "first": steps[0], "later": later}
-        first = sum(steps[0]["comparison"].values())
-        print(f"{name}: {100 * share:.2f} % of a step (median); the first sync {first:.2f} s")
+        found = measure(str(local_model()), prompts, limit, given.steps, given.pairs)
+        cost = {
+            clock: statistics.median(with_it[clock] - without[clock] for with_it, without in found["pairs"])
+            for clock in CLOCKS
+        }
+        step = statistics.median(found["steps"][1:])
+        results = {"case": name, "cost": cost, "step": step, "share": cost["wall"] / step, **found}
+        print(
+            f"{name}: {cost['wall']:.2f} s ({cost['cpu']:.2f} s of CPU time) of a step of {step:.1f} s, "
+            f"{100 * results['share']:.2f} %; the first sync {found['syncs'][0]:.2f} s"
+        )
         write_results(f"weight_check_{name}_float32", results)
 
 

@@ -125,23 +125,23 @@ def weights():
     return {name: tensor.detach().clone() for name, tensor in weight_iterator(policy())}
 
 
-def compared(weights, engine, dtype="float32", sync=0):
+def compared(weights, engine, dtype="float32", sync=0, unrounded=None):
     """Load ``weights`` into an engine and compare."""
-    sent = WeightDigests([dtype], sync)
+    sent = WeightDigests([dtype], sync, unrounded=unrounded)
     engine.start_weight_update()
     engine.update_weights({"update_info": {"weights": list(sent.recorded(weights.items()))}})
     engine.finish_weight_update("0")
     sent.check("the engine", dtype, engine.collective_rpc("", {"shapes": sent.shapes(), "sync": sync}))
-    return sent.combined()
+    return sent
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_engine_that_loaded_the_weights_agrees(weights, dtype):
     engine = TinyEngine(weights.items(), getattr(torch, dtype))
-    first = compared(weights, engine, dtype)
-    assert first == compared(weights, engine, dtype, sync=1)
+    first = compared(weights, engine, dtype).combined()
+    assert first == compared(weights, engine, dtype, sync=1).combined()
     weights["model.norm.weight"][0] += 1
-    assert len(first) == 16 and first != compared(weights, engine, dtype, sync=2)
+    assert len(first) == 16 and first != compared(weights, engine, dtype, sync=2).combined()
 
 
 def test_vectors_that_an_engine_keeps_in_float32_are_compared_unrounded(weights):
@@ -152,6 +152,20 @@ def test_vectors_that_an_engine_keeps_in_float32_are_compared_unrounded(weights)
     engine.damage = lambda engine: engine.parameters["model.norm.weight"].copy_(torch.ones(()))
     with pytest.raises(BackendError, match=r"model\.norm\.weight has other values"):
         compared(weights, engine, "bfloat16")
+
+
+def test_unrounded_digests_are_taken_of_what_an_engine_holds_wider(weights):
+    """Once this is known; a tensor that it holds wider later on is a problem."""
+    engine = TinyEngine(weights.items(), torch.bfloat16)
+    norm, embedding = "model.norm.weight", "model.embed_tokens.weight"
+    engine.parameters[norm] = engine.parameters[norm].float()
+    assert compared(weights, engine, "bfloat16").wider == {norm}
+    later = compared(weights, engine, "bfloat16", unrounded={norm})
+    assert later.wider == {norm} and "" in later.own[norm].by_dtype
+    assert "" not in later.own[embedding].by_dtype
+    engine.parameters[embedding] = engine.parameters[embedding].float()
+    with pytest.raises(BackendError, match=f"{embedding} is held in float32, and was held in bfloat16"):
+        compared(weights, engine, "bfloat16", unrounded={norm})
 
 
 def test_a_tensor_that_comes_twice_is_refused(weights):

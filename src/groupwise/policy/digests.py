@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -53,11 +54,21 @@ def position_weights(index: torch.Tensor, seed: int) -> torch.Tensor:
     return (mixed ^ (mixed >> 29)) | 1
 
 
+@lru_cache(maxsize=64)  # a model has few shapes
+def _weights(
+    first: int, sizes: tuple[int, ...], steps: tuple[int, ...], device: torch.device, seed: int
+) -> torch.Tensor:
+    """Return the weights of the positions along axes of these sizes and steps, flat."""
+    positions = torch.tensor(first, device=device)
+    for size, step in zip(sizes, steps, strict=True):
+        positions = positions.unsqueeze(-1) + torch.arange(size, device=device) * step
+    return position_weights(positions.flatten(), seed)
+
+
 def row_digests(matrix: torch.Tensor, first_column: int = 0) -> torch.Tensor:
     """Return Σ_j v_j b_ij of the rows of a matrix (R, C) as (R,) int64; v begins at ``first_column``."""
     num_rows, num_columns = matrix.shape
-    columns = torch.arange(first_column, first_column + num_columns, device=matrix.device)
-    weights_C = position_weights(columns, _COLUMN)
+    weights_C = _weights(first_column, (num_columns,), (1,), matrix.device, _COLUMN)
     sums_R = torch.empty(num_rows, dtype=torch.int64, device=matrix.device)
     step = max(1, _CHUNK.get(matrix.device.type, _CHUNK_ON_DEVICE) // max(num_columns, 1))
     rows = min(step, num_rows)
@@ -72,9 +83,16 @@ def row_digests(matrix: torch.Tensor, first_column: int = 0) -> torch.Tensor:
     return sums_R
 
 
-def digest_of_rows(sums_R: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
-    """Return Σ_i u_i s_i, an int64 scalar, for row digests s and the indices of their rows."""
-    return (sums_R * position_weights(rows_R, _ROW)).sum()
+def digest_of_rows(
+    sums_R: torch.Tensor, first: int, sizes: tuple[int, ...], steps: tuple[int, ...]
+) -> torch.Tensor:
+    """Return Σ_i u_i s_i, an int64 scalar, for row digests s.
+
+    Args:
+        first: index of the first row.
+        sizes, steps: of the axes that the rows are made of, flattened; steps count rows.
+    """
+    return (sums_R * _weights(first, sizes, steps, sums_R.device, _ROW)).sum()
 
 
 def part_digest(values: torch.Tensor, offset: int, strides: Sequence[int], num_columns: int) -> torch.Tensor:
@@ -101,10 +119,9 @@ def part_digest(values: torch.Tensor, offset: int, strides: Sequence[int], num_c
         view, steps = view.unflatten(-1, (-1, num_columns)), [*steps[:-1], num_columns, 1]
     if first_column + view.shape[-1] > num_columns or any(step % num_columns for step in steps[:-1]):
         raise ValueError(f"no ranges of rows and columns: offset {offset}, strides {tuple(strides)}")
-    rows = torch.tensor(first_row, device=values.device)
-    for size, step in zip(view.shape[:-1], steps[:-1], strict=True):
-        rows = rows.unsqueeze(-1) + torch.arange(size, device=values.device) * (step // num_columns)
-    return digest_of_rows(row_digests(view.reshape(-1, view.shape[-1]), first_column), rows.flatten())
+    sums_R = row_digests(view.reshape(-1, view.shape[-1]), first_column)
+    row_steps = tuple(step // num_columns for step in steps[:-1])
+    return digest_of_rows(sums_R, first_row, tuple(view.shape[:-1]), row_steps)
 
 
 def tensor_digest(tensor: torch.Tensor) -> torch.Tensor:
@@ -128,7 +145,8 @@ def sampled_columns(sync: int, num_columns: int) -> range:
 class _Own:
     """Digests of one of the trainer's tensors.
 
-    by_dtype: int64 scalars by the dtype that an engine rounds it to, and "" for one that does not round it.
+    by_dtype: int64 scalars by the dtype that an engine rounds it to, and "" for one that does not round it,
+        if there may be one.
     sampled: of the columns :func:`sampled_columns` by dtype; empty for a vector.
     num_sampled: number of their elements.
     """
@@ -149,12 +167,18 @@ class WeightDigests:
         sync: number of the sync, which chooses the columns that are read back.
         base: digest of the weights below an adapter.
         scales: factors by name that an engine multiplies a tensor with after it has rounded it.
+        unrounded: names of tensors that an engine holds in a wider dtype than its own; None: not known yet.
+
+    Attributes:
+        wider: names of those that are, by the reports of :meth:`check`.
     """
 
     dtypes: Sequence[str]
     sync: int = 0
     base: str = ""
     scales: Mapping[str, float] = field(default_factory=dict)
+    unrounded: Collection[str] | None = None
+    wider: set[str] = field(default_factory=set)
     own: dict[str, _Own] = field(default_factory=dict)
 
     @torch.no_grad()
@@ -167,12 +191,13 @@ class WeightDigests:
         for name, tensor in weights:
             if name in self.own:
                 raise BackendError(f"the policy has two tensors named {name}; an engine would load only one")
-            self.own[name] = self._digests(tensor.detach(), self.scales.get(name, 1.0))
+            self.own[name] = self._digests(name, tensor.detach())
             yield name, tensor
 
-    def _digests(self, tensor: torch.Tensor, scale: float) -> _Own:
+    def _digests(self, name: str, tensor: torch.Tensor) -> _Own:
         by_dtype: dict[str, torch.Tensor] = {}
         sampled: dict[str, torch.Tensor] = {}
+        scale = self.scales.get(name, 1.0)
         columns = sampled_columns(self.sync, columns_of(tensor.shape))
         for dtype in self.dtypes:
             value = tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
@@ -183,7 +208,7 @@ class WeightDigests:
                 sampled[dtype] = part_digest(part, columns.start, (tensor.shape[1], 1), tensor.shape[1])
             if value.dtype.itemsize >= tensor.dtype.itemsize and scale == 1:
                 by_dtype[""] = by_dtype[dtype]  # not rounded
-        if "" not in by_dtype:
+        if "" not in by_dtype and (self.unrounded is None or name in self.unrounded):
             by_dtype[""] = tensor_digest(tensor if scale == 1 else tensor * scale)
         num_sampled = tensor.numel() // columns_of(tensor.shape) * len(columns)
         return _Own(tuple(tensor.shape), tensor.numel(), by_dtype, sampled, num_sampled)
@@ -212,6 +237,8 @@ class WeightDigests:
             BackendError: a tensor has other values, another dtype, or is missing, with its name.
         """
         opaque = {name for report in reports for name in report["opaque"]}
+        for report in reports:
+            self.wider |= {name for name, (_, _, held) in report["tensors"].items() if held != dtype}
         if opaque and self.sync == 0:
             logger.warning(
                 "%d of %d tensors of %s cannot be compared, because it transforms them in loading them: %s",
@@ -241,8 +268,10 @@ def _problem(name: str, own: _Own, dtype: str, reports: Sequence[Report]) -> str
     copies, rest = divmod(sum(count for _, count, _ in found), own.numel)
     if rest or not copies:
         return "was loaded in part"
-    digest = own.by_dtype[dtype if held == expected else ""].item()
-    if (sum(part for part, _, _ in found) - copies * digest) % _MODULUS:
+    digest = own.by_dtype.get(dtype if held == expected else "")
+    if digest is None:
+        return f"is held in {found[0][2]}, and was held in {dtype} before"
+    if (sum(part for part, _, _ in found) - copies * digest.item()) % _MODULUS:
         return "has other values"
     read = [report["sampled"][name] for report in reports if name in report["sampled"]]
     if not read:

@@ -197,8 +197,7 @@ class DigestReport:
         read_CN = read(columns)
         for place in places:
             first, count = place.offset // width, place.sizes[0]
-            rows = torch.arange(count, device=rows_N.device) + place.own_offset // width
-            digest = digest_of_rows(rows_N[first : first + count], rows)
+            digest = digest_of_rows(rows_N[first : first + count], place.own_offset // width, (count,), (1,))
             self._add(place.name, digest, count * width, read_CN)
             part = read_CN[:, first : first + count].T
             offset = place.own_offset + columns.start

@@ -78,7 +78,9 @@ class ServerProcess:
                 return self
             except OSError:
                 if self.process.poll() is not None or time.monotonic() > end:
-                    raise AssertionError(f"vLLM did not start:\n{self.output()[-4000:]}") from None
+                    output = self.output()
+                    cause = output[max(output.find("Traceback"), 0) :]  # of the engine
+                    raise AssertionError(f"vLLM did not start:\n{cause[:8000]}\n{output[-2000:]}") from None
                 time.sleep(0.3)
 
     def revive(self) -> ServerProcess:

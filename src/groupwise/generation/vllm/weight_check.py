@@ -44,6 +44,7 @@ class WeightCheck:
         self.num_syncs = 0
         self.base = ""  # digest of the weights below an adapter
         self._sent: WeightDigests | None = None
+        self._unrounded: set[str] = set()  # see WeightDigests
 
     @property
     def needs_base(self) -> bool:
@@ -56,7 +57,10 @@ class WeightCheck:
         """Iterate over the weights of a sync and take their digests, if it is to be compared."""
         due = self.mode == "every_sync" or (self.mode == "first" and not self.done)
         self._sent = WeightDigests(self.dtypes, self.num_syncs, self.base, scales or {}) if due else None
-        return iter(weights) if self._sent is None else self._sent.recorded(weights)
+        if self._sent is None:
+            return iter(weights)
+        self._sent.unrounded = self._unrounded if scales is None and self.done else None
+        return self._sent.recorded(weights)
 
     def compare(self) -> str | None:
         """Compare recorded weights with those of all engines.
@@ -72,7 +76,7 @@ class WeightCheck:
             return None
         for engine, dtype, reports in self.call(WEIGHTS, {"shapes": sent.shapes(), "sync": sent.sync}):
             sent.check(engine, dtype, reports)
-        self.num_syncs += 1
+        self.num_syncs, self._unrounded = self.num_syncs + 1, sent.wider
         return sent.combined()
 
     def compare_base(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
