@@ -24,7 +24,7 @@ BUDGET = {
     "core": 1620,
     "cpu": 430,
     "data": 2200,
-    "generation": 4578,
+    "generation": 4577,
     "hf": 1661,
     "mixins": 1053,
     "policy": 4227,

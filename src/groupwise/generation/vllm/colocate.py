@@ -90,20 +90,17 @@ class TensorParallelGroup:
 
     def generate(self, requests: list[T], generate: Callable[[list[T]], list[Output]]) -> list[Output]:
         """Generate the requests of all ranks, in the same order on each; returns this rank's outputs."""
-        if self.size == 1:
-            return generate(requests)
-        by_rank: list[list[T]] = [[] for _ in range(self.size)]
-        dist.all_gather_object(by_rank, requests, group=self.group)
+        by_rank = self.gather(requests)
         start = sum(len(part) for part in by_rank[: self.rank])
         outputs = generate([request for part in by_rank for request in part])
         return outputs[start : start + len(requests)]
 
-    def gather(self, of_rank: list[T]) -> list[T]:
-        """Return the lists of all ranks as one."""
-        by_rank: list[list[T]] = [of_rank] * self.size
+    def gather(self, of_rank: list[T]) -> list[list[T]]:
+        """Return the lists of all ranks."""
+        by_rank = [of_rank] * self.size
         if self.size > 1:
             dist.all_gather_object(by_rank, of_rank, group=self.group)
-        return [entry for part in by_rank for entry in part]
+        return by_rank
 
 
 class ColocatedBackend(VLLMBackend):
@@ -142,15 +139,13 @@ class ColocatedBackend(VLLMBackend):
         self.weight_check = WeightCheck(
             config.vllm_weight_check,
             [dtype],
-            lambda method, given: [
-                (
-                    "the colocated engine",
-                    dtype,
-                    group.gather(self._engine.collective_rpc(method, kwargs=given)),
-                )
-            ],
+            lambda method, given: [("the colocated engine", dtype, self._call_workers(method, given))],
         )
         self.release()
+
+    def _call_workers(self, method: str, given: dict[str, Any]) -> list[Any]:
+        by_rank = self.group.gather(self._engine.collective_rpc(method, kwargs=given))
+        return [answer for part in by_rank for answer in part]
 
     def complete(self, requests: list[Request], sampling: SamplingOptions) -> list[list[Completion]]:
         self._wake("kv_cache")
