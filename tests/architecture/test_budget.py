@@ -27,7 +27,7 @@ BUDGET = {
     "generation": 4577,
     "hf": 1661,
     "mixins": 1053,
-    "policy": 4227,
+    "policy": 4255,
     "records": 1029,
     "reporting": 2807,
     "rewards": 1805,
