@@ -18,10 +18,11 @@ from support import agent_runs
 from support.runs import count_reward, policy, prompts, tokenizer, trainer
 from transformers import GenerationConfig
 
-from groupwise import ConfigError, RewardError
+from groupwise import ConfigError, GRPOCallback, RewardError
 from groupwise import GRPOTrainer as PlainTrainer
 from groupwise.compat.trl import UNREAD_ATTRIBUTES
 from groupwise.records import Row
+from groupwise.reporting.rollout_files import FOLDER, Recording
 from groupwise.trl_hooks import GRPOTrainer, checks
 
 
@@ -52,6 +53,27 @@ def test_settings_that_the_hooks_cannot_express_are_refused(tmp_path, name):
         checks.check_settings(args, tokenizer())
     assert str(error.value).startswith(f"{name}={value!r} {reason}")
     assert f"set {name}={default!r}, or {counterpart}" in str(error.value)
+
+
+def test_a_callback_gets_the_generations_and_is_told_what_it_does_not_get(tmp_path, caplog):
+    seen: list[int] = []
+
+    class Rollouts(GRPOCallback):
+        def on_generation_end(self, args, state, control, rollouts, rewards):
+            seen.append(len(rollouts))
+
+    class Losses(GRPOCallback):
+        def on_loss(self, args, state, control, batch, logps_BT, loss):
+            raise AssertionError("TRL's step has no micro-batch of this kind")
+
+    made = run(tmp_path, callbacks=[Rollouts(), Losses()], save_rollouts=True, eval_dataset=prompts(4))
+    made.train()
+    made.evaluate()  # calls no event
+    assert seen == [4, 4]
+    told = {name for name in ("Rollouts:", "Losses:", "RolloutFiles:") if name in caplog.text}
+    assert told == {"Losses:", "RolloutFiles:"} and "neither on_window_begin nor on_loss" in caplog.text
+    found = Recording(tmp_path / FOLDER).generation(2, 0)
+    assert len(found.rollouts) == 4 and found.rewards.rewards_NF.shape == (4, 1)
 
 
 def test_a_refused_setting_ends_the_construction(tmp_path):

@@ -18,7 +18,7 @@ class GRPOCallback(TrainerCallback):
     :meth:`on_generation_end`; :meth:`on_window_begin`; for each micro-batch :meth:`on_loss`;
     ``on_pre_optimizer_step`` and ``on_step_end``. Each rank calls its own callbacks, with what it holds; the
     records are those of the trainer, to be read and not changed; they are passed by name. Evaluations call
-    none of the three.
+    none of the three, and the step of ``groupwise.trl_hooks`` calls :meth:`on_generation_end` alone.
     """
 
     def on_generation_end(

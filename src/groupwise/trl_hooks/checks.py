@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
+
+from transformers import TrainerCallback
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.objectives import OBJECTIVES
 from groupwise.core.weights import NORMALIZERS
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, warn_once
+from groupwise.reporting import GRPOCallback
 from groupwise.tokenization.images import is_processor
 
 logger = logging.getLogger(__name__)
@@ -127,6 +130,18 @@ def check_settings(args: GRPOConfig, processing_class: Any) -> None:
         )
     if is_processor(processing_class):
         raise ConfigError(f"processing_class is a {type(processing_class).__name__}: {NO_IMAGES}")
+
+
+def warn_of_callbacks(callbacks: Iterable[TrainerCallback]) -> None:
+    """Warn about callbacks with events for records that TRL's step does not make."""
+    events = ("on_window_begin", "on_loss")
+    for kind in [type(callback) for callback in callbacks if isinstance(callback, GRPOCallback)]:
+        if any(getattr(kind, event) is not getattr(GRPOCallback, event) for event in events):
+            warn_once(
+                logger,
+                "%s: here a step calls on_generation_end, and neither on_window_begin nor on_loss",
+                kind.__name__,
+            )
 
 
 def check_objective(args: GRPOConfig) -> None:

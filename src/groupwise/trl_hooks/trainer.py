@@ -53,6 +53,7 @@ from groupwise.trl_hooks.checks import (
     check_objective,
     check_settings,
     refuses_images,
+    warn_of_callbacks,
 )
 from groupwise.trl_hooks.config import GRPOConfig
 from groupwise.trl_hooks.inputs import (
@@ -125,6 +126,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         self._pending_metrics: defaultdict[str, list[float]] = defaultdict(list)
 
     def _reset_run_state(self, directory: str | None) -> None:
+        warn_of_callbacks(self.callback_handler.callbacks)
         super()._reset_run_state(directory)
         if directory is not None and not self.args.ignore_data_skip:
             self.buffer.read_rows_again(self.prompts, self.args.prompts_per_batch)
@@ -512,7 +514,9 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             self._begin_window()
         request = self.make_request(inputs, mode="train" if training else "eval")
         rollouts, rewards = self.sample(request)
-        if not training:
+        if training:
+            self.call_callbacks("on_generation_end", rollouts=rollouts, rewards=rewards)
+        else:
             self.evaluation.add(rollouts, rewards, self.args)
         # TRL's rule for old log-probs, in training and in evaluation.
         on_policy = self.args.trains_on_policy
