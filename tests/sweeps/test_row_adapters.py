@@ -1,4 +1,7 @@
-"""Copies of a base model share its weights, and a layer adds the adapter of each row's run."""
+"""Copies of a base model share its weights, and a layer adds the adapter of each row's run.
+
+Files: ``sweeps/adapters.py``.
+"""
 
 from __future__ import annotations
 
