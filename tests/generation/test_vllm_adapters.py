@@ -187,6 +187,23 @@ def test_a_server_that_cannot_read_the_file_gets_its_bytes(fake, model, tmp_path
     other.close()
 
 
+def test_bytes_that_do_not_arrive_are_an_error(fake, model, tmp_path, monkeypatch):
+    call = VLLMServers.call_workers
+
+    def full_disk(self, method, given):
+        if "files" in given:
+            raise BackendError("No space left on device")
+        return call(self, method, given)
+
+    fake.is_elsewhere = True
+    monkeypatch.setattr(VLLMServers, "call_workers", full_disk)
+    backend = backend_for(fake, model, tmp_path)
+    with pytest.raises(BackendError, match="No space left on device"):
+        backend.sync_weights(PolicyWeights(model), step=0)
+    assert fake.seen["/v1/load_lora_adapter"] == 0
+    backend.close()
+
+
 def test_the_log_names_the_path_way(backend, fake, model, caplog):
     caplog.set_level("INFO", "groupwise.generation.vllm.weight_sync")
     backend.sync_weights(PolicyWeights(model), step=0)

@@ -47,10 +47,13 @@ class Run:
     shares_base: bool = True
 
 
-def made(tmp_path: Path, *, rewards: Any = None, prompts: int = 20, **changes: dict[str, Any]) -> Pruning:
+def made(
+    tmp_path: Path, *, rewards: Any = None, prompts: int = 20, alone: str = "", **changes: dict[str, Any]
+) -> Pruning:
     common = {"eval_strategy": "steps", "eval_steps": 5, "use_cpu": True, "bf16": False}
     found: Any = {
-        name: Run(GRPOConfig(str(tmp_path / name), **{**common, **changes.get(name, {})})) for name in "abc"
+        name: Run(GRPOConfig(str(tmp_path / name), **{**common, **changes.get(name, {})}), name != alone)
+        for name in "abc"
     }
     return Pruning(found, rewards, Dataset.from_dict({"prompt": ["w"] * prompts}))
 
@@ -60,6 +63,9 @@ def test_runs_are_compared_once_per_evaluation_when_all_active_ones_have_its_sco
     scores: dict[str, dict[int, torch.Tensor]] = {name: {0: low_P} for name in "abc"}
     scores["a"][0] = high_P
     assert pruning.losing_runs(scores, "abc") == []  # before the first step
+    for name in "abc":  # an evaluation of a script, between those of the settings
+        scores[name][3] = scores[name][0]
+    assert pruning.losing_runs(scores, "abc") == []
     scores["a"][5], scores["b"][5] = high_P, low_P
     assert pruning.losing_runs(scores, "abc") == []  # c is missing
     scores["c"][5] = high_P
@@ -78,7 +84,10 @@ def test_runs_are_compared_once_per_evaluation_when_all_active_ones_have_its_sco
     ("changes", "message"),
     [
         ({"rewards": {"a": [len], "b": [max], "c": [len]}}, "different reward functions"),
-        ({"prompts": LEAST_PROMPTS - 1}, "eval_dataset of 20 prompts or more.*it has 19"),
+        ({"prompts": LEAST_PROMPTS - 1}, "eval_dataset of 20 prompts or more.*has 19"),
+        ({name: {"eval_max_samples": 7} for name in "abc"}, "an evaluation has 7"),
+        ({name: {"eval_steps": 0.1} for name in "abc"}, "a whole number of eval_steps"),
+        ({"alone": "b"}, "one has no adapter"),
         ({"b": {"eval_steps": 6}}, "the same .*reward_weights"),
         ({"c": {"reward_weights": [2.0]}}, "the same .*reward_weights"),
         ({name: {"eval_strategy": "epoch"} for name in "abc"}, "eval_strategy='steps'"),

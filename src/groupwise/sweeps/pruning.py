@@ -78,18 +78,20 @@ class Pruning:
         self.names = list(runs)
         first, *others = [{name: getattr(run.args, name) for name in _COMMON} for run in runs.values()]
         number = len(eval_dataset) if hasattr(eval_dataset, "column_names") else 0
+        number = min(number, first["eval_max_samples"] or number)
         by_run = list(reward_funcs.values()) if isinstance(reward_funcs, Mapping) else [reward_funcs]
         if any(given != by_run[0] for given in by_run):
             raise ConfigError("prune=True compares rewards, and the runs have different reward functions")
         if number < LEAST_PROMPTS:
             raise ConfigError(
                 f"prune=True needs an eval_dataset of {LEAST_PROMPTS} prompts or more, not a dictionary of "
-                f"datasets or a stream; it has {number}"
+                f"datasets or a stream; an evaluation has {number}"
             )
-        by_steps = first["eval_strategy"] == IntervalStrategy.STEPS
+        by_steps = first["eval_strategy"] == IntervalStrategy.STEPS and first["eval_steps"] >= 1
         if any(other != first for other in others) or not by_steps:
             raise ConfigError(
-                f"prune=True needs eval_strategy='steps', and the same {', '.join(_COMMON)} in all runs"
+                "prune=True needs eval_strategy='steps' with a whole number of eval_steps, and the same "
+                f"{', '.join(_COMMON)} in all runs"
             )
         if not all(run.shares_base for run in runs.values()):
             raise ConfigError("prune=True compares runs that train side by side, and one has no adapter")
@@ -105,7 +107,12 @@ class Pruning:
             scores: by run and optimizer step, (P,) scores of the held-out prompts.
             active: runs that still train.
         """
-        waited_for = [set(scores[name]) for name in self.names if name in active]
+        # An evaluation of a script between those of the settings is no look of its own.
+        waited_for = [
+            {step for step in scores[name] if step % self.eval_steps == 0}
+            for name in self.names
+            if name in active
+        ]
         step = max(set.intersection(*waited_for), default=0) if waited_for else 0
         if step <= self._compared:  # no evaluation since; at step 0 all runs are equal
             return []

@@ -156,7 +156,10 @@ class ServerAdapters:
         """Return the adapter's directory by the address of the server; None: it needs the files."""
         try:
             answers = self.servers.call_workers(PLACE_ADAPTER, {"path": str(path), **files})
-        except BackendError:  # without groupwise in its environment, a server can load only from the path
+        except BackendError:
+            if files:  # they did not arrive, for example because a disk is full
+                raise
+            # Without groupwise in its environment, a server can load only from the path.
             return dict.fromkeys((server.url for server in self.servers.live), str(path))
         return {url: None if None in found else found[0] for url, found in answers.items()}
 
