@@ -24,7 +24,7 @@ BUDGET = {
     "core": 1620,
     "cpu": 430,
     "data": 2200,
-    "generation": 4577,
+    "generation": 4580,
     "hf": 1661,
     "mixins": 1053,
     "policy": 4255,
@@ -35,7 +35,7 @@ BUDGET = {
     "cli": 1907,
     "recipes": 1785,
     "sandbox": 1035,
-    "sweeps": 1265,
+    "sweeps": 1272,
     "trl_hooks": 1660,
 }
 #: Slack of the rooms together: lines that the budgets allow beyond those there are, in a hundred.
