@@ -6,7 +6,7 @@ Prints the Markdown blocks of docs/learning.md, and with ``--page`` writes them 
 of the trained tasks, gains over the initial model of every run and decided by ``rule.py``, steps and times of
 both libraries, ablations, and reports of the literature beside them. Writes ``curves.png`` (reward by step),
 ``against_trl.png`` (over steps and minutes with both libraries) and ``samples.png`` (Pass@K and Maj@K of the
-initial model and of every cell) to ``--images``, by default beside the files.
+initial and of the trained model) to ``--images``, by default beside the files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ from run import ABLATIONS, SAMPLING_SEEDS
 OTHER_SAMPLES = "other samples"
 
 #: Cells whose reward is not the policy's share of right answers, but that of stored completions or of lines.
-OTHER_REWARD = ("sft", "rft", "dpo", "grpo_process")
+OTHER_REWARD = ("sft", "rft", "dpo", "grpo_process", "grpo_process_solution")
+
+#: Folder of runs with 64 samples per held-out question, and the end of their keys in ``Results``.
+MANY_SAMPLES = "samples_64"
 
 TASKS = (*tasks.TRAINED, *tasks.UNSEEN)
 
@@ -72,14 +75,22 @@ Results = dict[str, list[dict[str, Any]]]
 
 
 def load(directory: Path) -> Results:
-    """Return the finished runs of every cell by seed, and ``resampled`` with other sampling seeds."""
+    """Return the finished runs of every cell by seed, and those of other sampling seeds and more samples."""
     found: Results = {}
     for path in sorted(directory.glob("*-*.json")):  # of run.py; same_step.json is another comparison
         result = json.loads(path.read_text())
         found.setdefault(result["cell"], []).append(result)
     for path in sorted((directory / SAMPLING_SEEDS).glob("resampled-*.json")):
         found.setdefault(OTHER_SAMPLES, []).append(json.loads(path.read_text()))
+    for path in sorted((directory / MANY_SAMPLES).glob("*-*.json")):
+        result = json.loads(path.read_text())
+        found.setdefault(with_many_samples(result["cell"]), []).append(result)
     return {cell: sorted(runs, key=lambda run: run["seed"]) for cell, runs in found.items()}
+
+
+def with_many_samples(cell: str) -> str:
+    """Return the key of a cell whose evaluation has 64 samples per question."""
+    return f"{cell} {MANY_SAMPLES}"
 
 
 def score(metrics: Mapping[str, float], names: Sequence[str], metric: str) -> float:
@@ -95,7 +106,7 @@ def last_k(run: Mapping[str, Any]) -> int:
 
 def table(results: Results) -> str:
     """Return accuracy (pass@1), Maj@K and Pass@K of every cell, in and out of the trained tasks."""
-    k = last_k(next(iter(results.values()))[0])
+    k = min(last_k(runs[0]) for runs in results.values())
     columns = [(where, metric) for where in ("in", "out") for metric in ("pass@1", f"maj@{k}", f"pass@{k}")]
     names = {"in": tasks.TRAINED, "out": tasks.UNSEEN}
     lines = [
@@ -109,6 +120,31 @@ def table(results: Results) -> str:
         ]
         lines.append(f"| {cell} | {len(runs)} | " + " | ".join(shown) + " |")
     return "\n".join(lines)
+
+
+def initial_model(results: Results) -> dict[str, Any] | None:
+    """Return the initial model with 64 samples per question: the baseline of all gains, if it was run."""
+    return next(iter(results.get(with_many_samples("instruct"), [])), None)
+
+
+def over_initial(
+    runs: Sequence[dict[str, Any]], initial: Mapping[str, Any] | None
+) -> list[dict[str, dict[str, Any]]]:
+    """Return the runs with gains over one baseline, in place of those over the model's few samples of a seed.
+
+    The half-widths of the gains remain: those over few samples, which are rather too wide.
+    """
+    if initial is None:
+        return list(runs)
+    changed = []
+    for run in runs:
+        metrics = dict(run["evaluation"])
+        for key in [key for key in metrics if key.endswith("_gain")]:
+            name = key.removesuffix("_gain")
+            if name in initial["evaluation"]:
+                metrics[key] = metrics[name] - initial["evaluation"][name]
+        changed.append({**run, "evaluation": metrics})
+    return changed
 
 
 def gains(results: Results) -> str:
@@ -176,9 +212,12 @@ def _shown(given: tuple[float, float], spec: str = ".1%", sign: str = "") -> str
 
 def blocks(results: Results) -> dict[str, str]:
     """Return the generated blocks of the page that ``results`` suffice for, by name."""
-    methods = without_ablations(results)
+    methods, initial = without_ablations(results), initial_model(results)
     # Half as long as grpo_outcome, and as long as the runs of TRL.
     decided = {**methods, **{cell: results[cell] for cell in ("resampled",) if cell in results}}
+    decided = {cell: over_initial(runs, initial) for cell, runs in decided.items()}
+    if initial is not None:
+        methods["instruct"] = [initial]
     found = {
         "accuracy": table(methods),
         "verdicts": verdicts(decided),
@@ -193,6 +232,10 @@ def blocks(results: Results) -> dict[str, str]:
         }
         if "trl" in results:
             found |= {"trl": against_trl(results), "same_reward": same_reward(results)}
+        if {"grpo_iterative", "grpo_beta_0.04"} <= results.keys():
+            found["refresh"] = refresh(results)
+    if with_many_samples("grpo_outcome") in results:
+        found["figure_7"] = figure_7(results)
     return found
 
 
@@ -213,7 +256,12 @@ def with_blocks(page: str, found: Mapping[str, str]) -> str:
 
 def without_ablations(results: Results) -> Results:
     """Return the results of the methods."""
-    return {cell: runs for cell, runs in results.items() if cell not in (*ABLATIONS, OTHER_SAMPLES)}
+    others = (*ABLATIONS, OTHER_SAMPLES)
+    return {
+        cell: runs
+        for cell, runs in results.items()
+        if cell not in others and not cell.endswith(MANY_SAMPLES)
+    }
 
 
 def sentences(results: Results) -> list[str]:
@@ -388,6 +436,43 @@ def reported(results: Results) -> str:
     return "\n".join(lines)
 
 
+def refresh(results: Results) -> str:
+    """Return the differences of iterative GRPO from the same run without a refreshed reference."""
+    base, theirs = unchanged(results), {run["seed"]: run for run in results["grpo_beta_0.04"]}
+    runs = [run for run in results["grpo_iterative"] if run["seed"] in theirs]
+    lines = ["| | grpo_iterative | grpo_beta_0.04 | difference |", "|---|---|---|---|"]
+    for name, value, noise in (
+        ("mean reward", _mean_reward, base.reward_noise),
+        ("pass@1, chains", _accuracy, base.accuracy_noise),
+    ):
+        if noise is not None:
+            ours, others = [value(run) for run in runs], [value(theirs[run["seed"]]) for run in runs]
+            one = rule.comparison(ours, [[other] for other in others], noise)
+            lines.append(f"| {name} | {fmean(ours):.1%} | {fmean(others):.1%} | {one}: {one.verdict()} |")
+    return "\n".join(lines)
+
+
+def figure_7(results: Results) -> str:
+    """Return Pass@K and Maj@K on chains of the initial and of the trained model, 64 samples per question."""
+    initial, trained = (results[with_many_samples(cell)][0] for cell in ("instruct", "grpo_outcome"))
+    lines = [
+        "| K | Pass@K, initial | trained | difference | Maj@K, initial | trained | difference |",
+        "|---" * 7 + "|",
+    ]
+    for k in (2**n for n in range(7)):
+        shown = [str(k)]
+        for metric in (f"pass@{k}", f"maj@{k}"):
+            key = f"eval_chains_{metric}"
+            if f"{key}_gain" not in trained["evaluation"]:
+                shown += ["-"] * 3  # the majority of one sample is the sample
+                continue
+            one = decided_gains({"trained": [trained]}, metric)["trained", "chains"]
+            shown += [f"{run['evaluation'][key]:.1%}" for run in (initial, trained)]
+            shown.append(f"{one}: {one.verdict()}")
+        lines.append("| " + " | ".join(shown) + " |")
+    return "\n".join(lines)
+
+
 def against_trl(results: Results) -> str:
     """Return reward, accuracy and processor seconds of the steps that both libraries took, by seed.
 
@@ -529,22 +614,29 @@ def draw_against_trl(results: Results, path: Path, window: int) -> None:
 
 
 def draw_samples(results: Results, path: Path) -> None:
-    """Draw Pass@K and Maj@K over K on held-out questions of the trained tasks; the initial model is black."""
+    """Draw Pass@K and Maj@K over K on held-out questions of the trained task; the initial model is black.
+
+    The initial and the trained model have 64 samples per question, if they were run; otherwise all methods
+    are drawn as far as their samples go.
+    """
     import matplotlib.pyplot as plt
 
+    many = {cell: results.get(with_many_samples(cell)) for cell in ("instruct", "grpo_outcome")}
+    drawn = {cell: runs for cell, runs in many.items() if runs} if all(many.values()) else None
     figure, panels = plt.subplots(1, 2, figsize=(9, 4), sharey=True)
-    names = next(iter(results.values()))[0]["evaluation"]
     for axes, kind in zip(panels, ("pass", "maj"), strict=True):
-        ks = sorted({int(k) for name in names for k in re.findall(rf"_{kind}@(\d+)$", name)})
-        for number, (cell, runs) in enumerate(results.items()):
+        for number, (cell, runs) in enumerate((drawn or without_ablations(results)).items()):
+            names = runs[0]["evaluation"]
+            ks = sorted({int(k) for name in names for k in re.findall(rf"_{kind}@(\d+)$", name)})
             means = [
                 interval([score(run["evaluation"], tasks.TRAINED, f"{kind}@{k}") for run in runs])[0]
                 for k in ks
             ]
             colour = "black" if cell == "instruct" else f"C{number % 10}"
             axes.plot(ks, means, marker="o", color=colour, label=cell)
-        axes.set(xlabel="K", ylabel=f"{kind.capitalize()}@K", xscale="log")
-        axes.set_xticks(ks, [str(k) for k in ks])
+            axes.set_xscale("log")
+            axes.set_xticks(ks, [str(k) for k in ks])
+        axes.set(xlabel="K", ylabel=f"{kind.capitalize()}@K")
         axes.minorticks_off()
     panels[1].legend(fontsize="small")
     figure.savefig(path, dpi=120, bbox_inches="tight")
@@ -567,7 +659,7 @@ def main(arguments: Sequence[str] | None = None) -> str:
     images.mkdir(parents=True, exist_ok=True)
     draw_curves(without_ablations(results), images / "curves.png", options.window)
     draw_against_trl(results, images / "against_trl.png", options.window)
-    draw_samples(without_ablations(results), images / "samples.png")
+    draw_samples(results, images / "samples.png")
     found = blocks(results)
     if options.page is not None:
         options.page.write_text(with_blocks(options.page.read_text(), found))
