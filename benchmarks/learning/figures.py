@@ -258,9 +258,7 @@ def without_ablations(results: Results) -> Results:
     """Return the results of the methods."""
     others = (*ABLATIONS, OTHER_SAMPLES)
     return {
-        cell: runs
-        for cell, runs in results.items()
-        if cell not in others and not cell.endswith(MANY_SAMPLES)
+        cell: runs for cell, runs in results.items() if cell not in others and not cell.endswith(MANY_SAMPLES)
     }
 
 

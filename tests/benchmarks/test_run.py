@@ -215,6 +215,46 @@ def test_the_time_to_the_same_reward_ends_at_a_level_that_both_reach():
     ]
 
 
+def test_gains_are_over_one_baseline_of_many_samples_if_it_was_run():
+    metrics = {"eval_chains_pass@1": 0.5, "eval_chains_pass@1_gain": 0.4, "eval_chains_pass@1_gain_ci95": 0.1}
+    runs = [{"seed": 0, "evaluation": metrics}]
+    initial = {"evaluation": {"eval_chains_pass@1": 0.2}}
+    (changed,) = figures.over_initial(runs, initial)
+    assert changed["evaluation"] == {**metrics, "eval_chains_pass@1_gain": 0.3}
+    assert figures.over_initial(runs, None) == runs and metrics["eval_chains_pass@1_gain"] == 0.4
+
+
+def test_many_samples_are_read_from_their_folder_and_shown_up_to_k_64(tmp_path):
+    folder = tmp_path / figures.MANY_SAMPLES
+    folder.mkdir()
+    ks = [2**n for n in range(7)]
+    initial = {f"eval_chains_pass@{k}": k / 100 for k in ks}
+    gained = {f"eval_chains_pass@{k}_gain": 0.1 for k in ks} | {
+        f"eval_chains_pass@{k}_gain_ci95": 0.2 for k in ks
+    }
+    trained = {name: value + 0.1 for name, value in initial.items()} | gained
+    for cell, evaluation in (("instruct", initial), ("grpo_outcome", trained)):
+        content = {"cell": cell, "seed": 0, "scale": {"test_questions": 48}, "evaluation": evaluation}
+        (folder / f"{cell}-0.json").write_text(json.dumps(content))
+    results = figures.load(tmp_path)
+    assert figures.without_ablations(results) == {}
+    lines = figures.figure_7(results).splitlines()[2:]
+    assert len(lines) == 7 and lines[-1].startswith(
+        "| 64 | 64.0% | 74.0% | +10.0% ± 20.0%: none above 30 points | - "
+    )
+
+
+def test_a_refreshed_reference_is_compared_by_seed():
+    results = {**EQUAL, "grpo_iterative": [run_of(0, [0.5], 0.7), run_of(1, [0.5], 0.7)]}
+    results["grpo_beta_0.04"] = [run_of(0, [0.25], 0.5)]
+    results[figures.OTHER_SAMPLES] = [run_of(0, [0.1, 0.1], 0.7)]  # beside resampled, for the noise of accuracy
+    shown = figures.refresh(results).splitlines()[2:]
+    assert [line.rpartition(" ±")[0] for line in shown] == [
+        "| mean reward | 50.0% | 25.0% | +25.0%",
+        "| pass@1, chains | 70.0% | 50.0% | +20.0%",
+    ]
+
+
 def test_curves_are_means_over_steps_and_seeds():
     runs = [{"history": [{"reward": r} for r in values]} for values in ([0, 1, 1, 0], [1, 1, 0])]
     assert figures.rewards(runs[0], 2) == [0.5, 1.0, 0.5]
