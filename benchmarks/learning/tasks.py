@@ -161,7 +161,8 @@ def solution_reward(tokenizer: Any) -> Callable[..., Scores]:
     """Create a process reward with two scores: 1 for each line that is that line of the solution.
 
     The second line counts only if it is the last one: the sum is 2 for the solution and for nothing else. Its
-    score is at the last token, also without a second line.
+    score is at the last token. A missing second line is a wrong one: its score of 0 stands at the end token
+    alone, so that to stop there is never better than to try.
     """
 
     def reward(completion_ids: Sequence[Sequence[int]], solution: Sequence[str], **_: Any) -> Scores:
@@ -173,8 +174,8 @@ def solution_reward(tokenizer: Any) -> Callable[..., Scores]:
             return []
         end = len(ids) - 1
         first = float(bool(found) and found[0][1] == right[0])
-        if len(found) < 2:  # both scores are at the end
-            return [(end, first)]
+        if len(found) < 2:
+            return [(max(end - 1, 0), first), (end, 0.0)]
         return [(found[0][0], first), (end, float([text for _, text in found] == list(right)))]
 
     return reward

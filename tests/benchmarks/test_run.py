@@ -247,7 +247,7 @@ def test_many_samples_are_read_from_their_folder_and_shown_up_to_k_64(tmp_path):
 def test_a_refreshed_reference_is_compared_by_seed():
     results = {**EQUAL, "grpo_iterative": [run_of(0, [0.5], 0.7), run_of(1, [0.5], 0.7)]}
     results["grpo_beta_0.04"] = [run_of(0, [0.25], 0.5)]
-    results[figures.OTHER_SAMPLES] = [run_of(0, [0.1, 0.1], 0.7)]  # beside resampled, for the noise of accuracy
+    results[figures.OTHER_SAMPLES] = [run_of(0, [0.1, 0.1], 0.7)]  # gives the noise of accuracy
     shown = figures.refresh(results).splitlines()[2:]
     assert [line.rpartition(" ±")[0] for line in shown] == [
         "| mean reward | 50.0% | 25.0% | +25.0%",

@@ -9,6 +9,8 @@ import re
 import pytest
 import tasks
 
+from groupwise.core.advantages import process_advantages
+
 TEXTS = ["3 + 4 = 7", "7 * 2 = 15", "so it is", "7 * 2 = 14"]
 
 
@@ -17,6 +19,13 @@ class Letters:
 
     def decode(self, ids, skip_special_tokens):
         return "".join(chr(token) for token in ids)
+
+
+class WithEnd(Letters):
+    """The same with an end token, $, which is left out of the text."""
+
+    def decode(self, ids, skip_special_tokens):
+        return super().decode(ids, skip_special_tokens).replace("$", "")
 
 
 @pytest.mark.parametrize("task", tasks.GENERATORS)
@@ -107,15 +116,25 @@ SOLUTION = "4 + 3 = 7\n7 - 2 = 5"
         (SOLUTION + "\n5 + 0 = 5", [(9, 1.0), (28, 0.0)]),  # a further line, true and with the answer
         ("4 + 3 = 7\n4 + 3 = 7", [(9, 1.0), (18, 0.0)]),
         ("1 + 1 = 2\n7 - 2 = 5", [(9, 0.0), (18, 0.0)]),  # true, but of another question
-        ("4 + 3 = 7", [(8, 1.0)]),
-        ("7 - 2 = 5", [(8, 0.0)]),
-        ("\n", [(0, 0.0)]),
+        ("4 + 3 = 7", [(7, 1.0), (8, 0.0)]),
+        ("7 - 2 = 5", [(7, 0.0), (8, 0.0)]),
+        ("\n", [(0, 0.0), (0, 0.0)]),
         ("", []),
     ],
 )
 def test_only_the_solution_earns_the_reward_of_two_lines(text, scores):
     reward = tasks.solution_reward(Letters())
     assert reward(completion_ids=[[ord(letter) for letter in text]], solution=[SOLUTION]) == [scores]
+
+
+def test_to_stop_after_the_first_line_is_as_bad_as_a_wrong_second_one():
+    """The choice is the token after the first line: the end, or the beginning of another line."""
+    texts = ["4 + 3 = 7$", "4 + 3 = 7\n1 + 1 = 2", SOLUTION, "1 + 1 = 2\n7 - 2 = 5"]
+    ids = [[*map(ord, text)] for text in texts]
+    reward = tasks.solution_reward(WithEnd())
+    advantages_NT = process_advantages(reward(completion_ids=ids, solution=[SOLUTION] * 4), 4, 20)
+    stopped, wrong, right = advantages_NT[0, 9], advantages_NT[1, 10], advantages_NT[2, 10]
+    assert stopped == wrong < 0 < right
 
 
 def test_no_text_earns_more_than_the_solution():
