@@ -414,14 +414,9 @@ def replay(
         checkpoint = None if recording.is_bundle else _checkpoint_before(recording, step)
         if model is None:
             model = _model_of(recording, step, checkpoint)
+        text = processing_class or _processor_of(checkpoint, trust_remote_code)
         trainer = _build(
-            recording,
-            directory,
-            model,
-            processing_class or _processor_of(checkpoint, trust_remote_code),
-            trainer_class,
-            only_step=step if recording.is_bundle else None,
-            trust_remote_code=trust_remote_code,
+            recording, step, directory, model, text, trainer_class, trust_remote_code=trust_remote_code
         )
         trainer.add_callback(_FollowRecord(trainer, number))
         with _threads(header):
@@ -429,21 +424,24 @@ def replay(
         made = Recording(Path(directory, FOLDER))
         rank = trainer.args.process_index
         budget = _budget(header, trainer) if tolerance is None else tolerance
-        ours = recording.steps
-        pairs = [(step, 1)] if recording.is_bundle else [(made_at, made_at) for made_at in made.steps]
-        compared = [
-            compare(recording.step(of_run, rank), made.step(of_replay, rank), budget)
-            for of_run, of_replay in pairs
-            if of_run in ours
-        ]
         return Replay(
             start=str(checkpoint or (model if isinstance(model, str) else type(model).__name__)),
             last_step=step,
-            steps=compared,
+            steps=_compare_steps(recording, made, rank, budget),
             records=gather_object([made.step(number, rank)]),
             weights=None if recording.is_bundle else _compare_weights(recording, step, trainer, directory),
             trainer=trainer,
         )
+
+
+def _compare_steps(recording: Recording, made: Recording, rank: int, budget: float) -> list[StepComparison]:
+    """Compare the replayed steps that have a record; a bundle has one, the first step of its replay."""
+    replayed = {number: 1 if recording.is_bundle else number for number in recording.steps}
+    return [
+        compare(recording.step(number, rank), made.step(found, rank), budget)
+        for number, found in replayed.items()
+        if found in made.steps
+    ]
 
 
 def _check_run(header: Mapping[str, Any]) -> None:
@@ -499,12 +497,12 @@ def _model_of(recording: Recording, step: int, checkpoint: Path | None) -> str:
 
 def _build(
     recording: Recording,
+    step: int,
     directory: str,
     model: Any,
     processing_class: Any,
     trainer_class: type[GRPOTrainer],
     *,
-    only_step: int | None,
     trust_remote_code: bool,
 ) -> RecordedSteps:
     header = recording.header
@@ -516,7 +514,7 @@ def _build(
     truncation_unknown = bool(known) and recording.step(known[0]).truncation_unknown
     attributes = {
         "recording": recording,
-        "only_step": only_step,
+        "only_step": step if recording.is_bundle else None,
         "untrusted": header["rollout_func"] and not header["settings"].get("use_vllm"),
     }
     kind: Any = type(f"Recorded{trainer_class.__name__}", (RecordedSteps, trainer_class), attributes)
