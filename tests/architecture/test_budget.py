@@ -18,7 +18,7 @@ FILES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PAC
 #: Lines of a room, blank lines and docstrings included. The last five stand beside the trainer.
 BUDGET = {
     "top level": 1387,
-    "agents": 1784,
+    "agents": 1849,
     "compat": 1042,
     "config": 2100,
     "core": 1620,
