@@ -70,8 +70,9 @@ class RandomState:
 
 
 def get_state() -> tuple[Any, ...]:
-    """Return the state of the global generators of Python, NumPy and torch on all devices of this process."""
-    return random.getstate(), np.random.get_state(), _torch_state()
+    """Return the state of this process's Python, NumPy and torch generators, as a checkpoint can hold it."""
+    kind, key, *others = np.random.get_state()
+    return random.getstate(), (kind, key.tolist(), *others), _torch_state()  # type: ignore[attr-defined]
 
 
 def set_state(state: tuple[Any, ...]) -> None:

@@ -188,10 +188,6 @@ class GRPOTrainer(
         self.reward_funcs, self.reward_processing_classes = reward_funcs, reward_processing_classes
         self.reward_func_names: list[str] = []  # follow from the functions
         self.reward_weights = with_default_weights(args, reward_funcs)
-        self.reward_loader = RewardLoader(
-            args, self.accelerator, self.model, text_tokenizer(self.processing_class)
-        )
-        self._load_rewards()
         self._set_up(rollout_func, agents, backend)
 
     def _load_rewards(self) -> None:
@@ -207,13 +203,14 @@ class GRPOTrainer(
             self.reward_weights = loader.weights_F.clone()
 
     def _set_up(
-        self,
-        rollout_func: RolloutFunction | None,
-        agents: AgentLoop,
-        backend: str | GenerationBackend | None,
+        self, rollout_func: RolloutFunction | None, agents: AgentLoop, backend: str | GenerationBackend | None
     ) -> None:
         """Build the parts that need the policy on its device, then the state of a run."""
         args, accelerator = self.args, self.accelerator
+        self.reward_loader = RewardLoader(
+            args, accelerator, self.model, text_tokenizer(self.processing_class)
+        )
+        self._load_rewards()
         if self.reference.model is not None:  # sharded like the policy; no gradients, no optimizer state
             self.reference.model = accelerator.prepare_model(self.reference.model, evaluation_mode=True)
         if accelerator.device.type == "cpu":
@@ -226,9 +223,7 @@ class GRPOTrainer(
         self.tools = [tool.function for tool in agents.all_tools]
         self.agents = make_agents(agents, args, self.processing_class, self.backend, self.model, accelerator)
         warn_of_rollout_settings(
-            args,
-            requests_known=self.requests_known,
-            placeholder_logps=self.may_have_placeholder_logps(),
+            args, requests_known=rollout_func is None, placeholder_logps=self.may_have_placeholder_logps()
         )
         self.logprob_computer = make_logprob_computer(self.model, args, accelerator)
         self.logprob_mismatch = LogprobMismatchCheck(
@@ -555,8 +550,6 @@ class GRPOTrainer(
         self.entropy_control = EntropyControl(self.args.entropy_coef)
         self.metrics = {"train": self.metrics_class(), "eval": self.metrics_class()}
         self.window = AccumulationWindow.to_be_made(0)
-        if self.train_dataset is not None:
-            self.prompts = self.make_prompt_source()
         self._components = {
             "buffer": self.buffer,
             "leftover_groups": Attribute(self, "leftover_groups"),
@@ -568,7 +561,10 @@ class GRPOTrainer(
             "rng": self.rng,
         }
         if self.train_dataset is not None:
-            self._components["prompts"] = self.prompts
+            self._components["prompts"] = self.prompts = self.make_prompt_source()
+        if self.agents is not None:
+            self.agents.restore({})
+            self._components["agents"] = self.agents
         self.step_state.reset()
         self.backend.invalidate_weights()  # weights of an earlier run may belong to the same step
         self.pending_rng_checkpoint = directory
@@ -578,6 +574,7 @@ class GRPOTrainer(
         saved = state["settings"]
         warn_of_changes_on_resume(saved, self.args, self.train_dataset)
         self.resumed_optimizer = state["optimizer"]
+        state.setdefault("agents", {})  # of a run without them
         if self.args.ignore_data_skip:  # the epoch begins again at its first prompt
             state["prompts"]["index"] = 0
         self.step_state.restore(state)

@@ -89,8 +89,8 @@ def observe(factory: Any, blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Reset an environment with these blocks; return the content of the prompt."""
     loop = ToolLoop([], EnvironmentPool(factory))
     row = {"blocks": blocks}
-    loop.begin_batch([row])
-    steps = loop.run_rollout(Rollout(0, row))
+    (place,) = loop.begin_batch([row])
+    steps = loop.run_rollout(Rollout(0, row, place))
     return steps.send(loop.executor.start(next(steps))).messages[0]["content"]
 
 

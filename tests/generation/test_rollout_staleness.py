@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import random
+from functools import partial
+from typing import Any, ClassVar
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -11,8 +15,7 @@ from support import agent_runs, runs
 from support.fakes.fake_vllm import GENERATE, FakeVLLM, with_tokenizer
 from transformers import TrainerCallback
 
-from groupwise.generation.vllm.http import HttpClient
-from groupwise.records import SamplerSettings
+from groupwise.generation.vllm.http import HttpClient, ServerUnavailableError
 
 
 @pytest.fixture
@@ -49,6 +52,85 @@ def run_with_tool(fake, directory, **given):
     given = {"tools": [agent_runs.measure], "generation_kwargs": None, "max_completion_length": 60, **given}
     given = {"processing_class": tokenizer, "per_device_train_batch_size": 4, **given}
     return run_for(fake, directory, agent_runs.trainer, **given)
+
+
+class Quiz:
+    """Observation: the prompt backwards. Reward: letters that the tool has measured."""
+
+    made: ClassVar[list[Quiz]] = []
+
+    def __init__(self) -> None:
+        self.made.append(self)
+
+    def reset(self, prompt: Any, **row: Any) -> str:
+        self.length, self.shown = 0, f" {prompt[0]['content'][::-1]}"
+        return self.shown
+
+    def measure(self, text: str) -> int:
+        """Measure a text.
+
+        Args:
+            text: what to measure.
+        """
+        self.length += len(text)
+        return self.length
+
+    def get_reward(self) -> float:
+        return float(self.length)
+
+
+class Dice(Quiz):
+    """Draws from all generators."""
+
+    def reset(self, prompt: Any, **row: Any) -> str:
+        numbers = torch.rand(()).item(), random.random(), np.random.rand()
+        self.length, self.shown = 0, " ".join(f"{number:.6f}" for number in numbers)
+        return self.shown
+
+    def measure(self, text: str) -> int:
+        self.length += len(text) + int(torch.randint(9, ()))
+        return self.length
+
+    measure.__doc__ = Quiz.measure.__doc__
+
+    def get_reward(self) -> float:
+        return self.length + float(self.shown[:6]) + torch.rand(()).item()
+
+
+class Talk:
+    """Runs the rollouts itself: two turns."""
+
+    time_limit, uses_tools = 20.0, False
+
+    async def run_rollout(self, row: dict[str, Any], chat: Any) -> dict[str, Any]:
+        messages = [{"role": "user", "content": f"{row['prompt'][0]['content']} {torch.rand(()).item():.6f}"}]
+        response = await chat(messages, [])
+        await chat([*messages, response.message, {"role": "user", "content": "more"}], [])
+        return {"content": messages[0]["content"]}
+
+    def reward_funcs(self) -> list[Any]:
+        return [lambda content, **_: [float(text[-6:]) for text in content]]
+
+
+def matching(environments: list[Any], prompts: list[Any], **_: Any) -> list[float]:
+    """A reward that fails if an environment is that of another rollout, or was reset since."""
+    shown = [environment.shown for environment in environments]
+    assert [prompt[-1]["content"][-len(s) :] for prompt, s in zip(prompts, shown, strict=True)] == shown
+    return [0.0] * len(prompts)
+
+
+def run_with_environment(fake, directory, environment=Dice, **given):
+    rewards = {} if environment is Talk else {"reward_funcs": matching}
+    factory = Talk() if environment is Talk else environment
+    given = {"tools": None, "environment_factory": factory, **rewards, **given}
+    return run_with_tool(fake, directory, **given)
+
+
+run_with_quiz = partial(run_with_environment, environment=Quiz)
+run_with_dialogue = partial(run_with_environment, environment=Talk)
+run_with_environment_and_rounds = partial(
+    run_with_environment, dynamic_sampling=True, per_device_train_batch_size=8
+)
 
 
 def varies_but_in_one_row(completion_ids, row, **_):
@@ -99,9 +181,9 @@ def test_the_next_batch_is_requested_before_the_update(fake, tmp_path):
     assert seen[0] == 2
 
 
-@pytest.mark.parametrize("make", [run_with_rounds, run_with_tool])
+@pytest.mark.parametrize("make", [run_with_rounds, run_with_tool, run_with_quiz])
 def test_the_first_requests_of_a_batch_are_made_before_the_update(fake, tmp_path, make):
-    """Dynamic sampling: those of its first round. Tools: first turns. The others follow in its own step."""
+    """Dynamic sampling: those of its first round. Agents: first turns. The others follow in its own step."""
     make(fake, tmp_path / "on_policy").train()
     on_policy = sorted(asked(fake))
     fake.bodies.clear()
@@ -146,15 +228,57 @@ def test_a_rollout_func_is_never_prefetched_and_a_warning_says_so(fake, tmp_path
     assert requested == []
 
 
-def test_environments_are_never_prefetched_and_a_warning_says_so(fake, tmp_path, caplog):
-    """What a rollout begins with is known after its ``reset``."""
-    environment = {"tools": None, "environment_factory": agent_runs.FlakyEnvironment}
-    run = run_with_tool(fake, tmp_path, rollout_staleness=1, rollout_on_error="retry", **environment)
-    assert "rollout_staleness=1 has no effect: the requests of environments" in caplog.text
-    requested: list[int] = []
-    run.backend.prefetch = lambda *_, step: requested.append(step)
-    run.prefetch_rollouts(SamplerSettings())
-    assert requested == []
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_batch_ahead_has_environments_of_its_own(fake, tmp_path, depth):
+    """Evaluations, rewards and callbacks use those of their batch, which no later ``reset`` has changed."""
+    Quiz.made.clear()
+    run = run_with_environment(
+        fake,
+        tmp_path,
+        max_steps=5,
+        rollout_staleness=depth,
+        eval_strategy="steps",
+        eval_steps=2,
+        num_generations_eval=2,
+        per_device_eval_batch_size=4,
+        eval_dataset=agent_runs.chats(2),
+    )
+    seen, sample = [], run.sample
+
+    def watched(request):
+        rollouts, rewards = sample(request)
+        seen.append((run.environments, [environment.shown for environment in run.environments]))
+        return rollouts, rewards
+
+    class Shown(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            environments, shown = seen[-1]
+            assert [environment.shown for environment in environments] == shown
+
+    run.sample = watched
+    run.add_callback(Shown())
+    run.train()
+    assert len(seen) == 5 + 3 and all(len({*map(id, environments)}) == 4 for environments, _ in seen)
+    assert len(Quiz.made) == 4 * (depth + 1)
+    assert staleness(run)[0] == 0 and all(0 < steps <= depth for steps in staleness(run)[1:])
+
+
+def test_rollouts_that_fail_in_reset_ahead_are_repeated_in_their_own_step(fake, tmp_path):
+    class Broken(Quiz):
+        resets = 0
+
+        def reset(self, **row):
+            Broken.resets += 1
+            if Broken.resets in (2, 3, 17):  # two of batch 1, which begins first, and one of the last batch
+                raise OSError("no server")
+            return super().reset(**row)
+
+    settings = {"rollout_on_error": "retry", "rollout_retries": 1, "rollout_staleness": 1}
+    run = run_with_environment(fake, tmp_path, Broken, **settings)
+    run.train()
+    logs = [line for line in run.state.log_history if "loss" in line]
+    assert [line["rollouts/retry_frequency"] for line in logs] == [0, 0.5, 0, 0.25]
+    assert [line["rollouts/dropped_share"] for line in logs] == [0] * 4
 
 
 def test_every_generation_is_used_as_often_as_configured(fake, tmp_path):
@@ -166,16 +290,19 @@ def test_every_generation_is_used_as_often_as_configured(fake, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("make", "stop", "steps"),
+    ("make", "stop", "steps", "depth"),
     [
-        (run_for, 2, 4),
-        (run_for, 7, 9),  # with the next epoch's first batch asked for
-        (run_with_rounds, 2, 4),
-        (run_with_tool, 2, 4),
+        (run_for, 2, 4, 1),
+        (run_for, 7, 9, 1),  # with the next epoch's first batch asked for
+        (run_with_rounds, 2, 4, 1),
+        (run_with_tool, 2, 4, 1),
+        (run_with_environment, 2, 5, 2),
+        (run_with_environment_and_rounds, 1, 3, 1),
+        (run_with_dialogue, 2, 4, 1),
     ],
 )
-def test_a_resumed_run_loses_nothing_and_trains_nothing_twice(fake, tmp_path, make, stop, steps):
-    settings = {"rollout_staleness": 1, "max_steps": steps}
+def test_a_resumed_run_loses_nothing_and_trains_nothing_twice(fake, tmp_path, make, stop, steps, depth):
+    settings = {"rollout_staleness": depth, "max_steps": steps}
     whole = make(fake, tmp_path / "whole", **settings)
     whole.train()
     everything = sorted(asked(fake))
@@ -198,14 +325,19 @@ def test_a_resumed_run_loses_nothing_and_trains_nothing_twice(fake, tmp_path, ma
         assert torch.equal(weight, resumed.model.state_dict()[name])
 
 
-def test_an_unavailable_server_leaves_a_checkpoint_to_resume_from(fake, tmp_path):
-    whole = run_for(fake, tmp_path / "whole")
+@pytest.mark.parametrize(("make", "depth"), [(run_for, 0), (run_with_environment, 1)])
+def test_an_unavailable_server_leaves_a_checkpoint_to_resume_from(fake, tmp_path, make, depth):
+    make = partial(make, rollout_staleness=depth)
+    whole = make(fake, tmp_path / "whole")
     whole.train()
-    cut = run_for(fake, tmp_path / "cut", save_strategy="steps", save_steps=100)
+    cut = make(fake, tmp_path / "cut", save_strategy="steps", save_steps=100)
     generate_rollouts = cut.generate_rollouts
 
     def fail_at_third(request):
         if cut.state.global_step == 2:
+            if depth:  # first turns are there: fail after all calls of the environments
+                generate_rollouts(request)
+                raise ServerUnavailableError("failed 4 times")
             fake.failures[GENERATE] = [500] * 4
         return generate_rollouts(request)
 
@@ -213,7 +345,7 @@ def test_an_unavailable_server_leaves_a_checkpoint_to_resume_from(fake, tmp_path
     with pytest.raises(ConnectionError, match="failed 4 times"):
         cut.train()
     assert (tmp_path / "cut" / "checkpoint-2").is_dir()
-    resumed = run_for(fake, tmp_path / "cut")
+    resumed = make(fake, tmp_path / "cut")
     resumed.train(resume_from_checkpoint=True)
     assert losses(resumed) == losses(whole)
     for name, weight in whole.model.state_dict().items():

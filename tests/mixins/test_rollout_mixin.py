@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -119,6 +120,40 @@ def test_rollouts_of_a_later_step_are_requested_ahead():
     assert run.backend.calls == []
 
 
+@pytest.mark.parametrize("num_prompts", [None, 3])
+def test_agents_begin_batches_ahead_with_the_random_stream_of_the_user(num_prompts):
+    def first_turns(rows, backend, generation_kwargs, step):
+        torch.manual_seed(0)
+        return [[step]], (rows, backend, generation_kwargs["temperature"])
+
+    calls = []
+    prompts = SimpleNamespace(upcoming=lambda num_batches, *_: [ROWS] * num_batches)
+    run = mixin(
+        prompts=prompts,
+        state=SimpleNamespace(global_step=6, max_steps=9),
+        metrics={"train": SimpleNamespace(phase=lambda name: nullcontext(calls.append(name)))},
+        agents=SimpleNamespace(first_turns=first_turns, end_batch=lambda: calls.append("end")),
+    )
+    run.args.rollout_staleness = 2
+    state = torch.get_rng_state()
+    run.prefetch_rollouts(SamplerSettings(temperature=0.5), num_prompts)
+    given = ROWS, run.backend, 0.5
+    assert run.backend.prefetched == [([[7]], given, 7), ([[8]], given, 8)]
+    # Rounds of dynamic sampling are requested while the batch of this step is not over.
+    assert calls == ["end"] * (num_prompts is None) + ["generate"] * 2
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_agents_take_a_batch_ahead_in_training():
+    def generate_rollouts(rows, backend, generation_kwargs, generate, step):
+        columns = {"rows": rows, "prompts": ["p"], "prompt_ids": [[1]], "texts": ["t"]}
+        return RolloutBatch(completions=[Completion([step])], **columns)
+
+    run = mixin(agents=SimpleNamespace(generate_rollouts=generate_rollouts))
+    run.state = SimpleNamespace(global_step=6)
+    assert run.generate_rollouts(RolloutRequest(ROWS[:1], 1)).completions[0].token_ids == [6]
+
+
 def test_a_rollout_function_replaces_the_backend():
     def rollout(prompts, trainer):
         assert trainer is run
@@ -138,8 +173,8 @@ def test_a_rollout_function_replaces_the_backend():
 
 
 def test_agents_sample_with_the_settings_of_the_request():
-    def generate_rollouts(rows, backend, generation_kwargs, generate):
-        assert rows is request.rows and backend is run.backend
+    def generate_rollouts(rows, backend, generation_kwargs, generate, step):
+        assert rows is request.rows and backend is run.backend and step is None  # of training
         torch.manual_seed(0)  # of an environment: turns are still sampled from the stream of the run
         assert generate([[1]]) == ["a turn", first]
         assert generation_kwargs == {"top_p": 0.5}

@@ -120,6 +120,7 @@ def trainer(directory: Path | str, kind: type[GRPOTrainer] = GRPOTrainer, **give
         "environment_factory",
         "reward_funcs",
         "train_dataset",
+        "eval_dataset",
         "processing_class",
         "rollout_func",
         "callbacks",

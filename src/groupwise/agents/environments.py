@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch.utils.data import Dataset
 
@@ -47,32 +47,26 @@ class EnvironmentType:
 
     Attributes:
         title: name of the environment in messages.
-        cls: class of the instances.
-        instances: all instances created so far, None for discarded ones; a batch uses as many as it has
-            rollouts of this type.
+        first: the first instance, and ``cls`` its class.
+        idle: instances that belong to no batch.
         schemas: tool schemas by the name of the public method.
     """
 
     factory: EnvironmentFactory
     title: str
+    first: object = None
     cls: type = object
-    instances: list[Any] = field(default_factory=list)
+    idle: list[Any] = field(default_factory=list)
     schemas: dict[str, ToolSchema] = field(default_factory=dict)
 
     @property
     def has_reward(self) -> bool:
         return callable(getattr(self.cls, "get_reward", None))
 
-    def instance(self, number: int) -> Any:
-        """Return an instance, which is created if it is missing.
-
-        Raises:
-            AgentError: the factory raised.
-        """
-        if self.instances[number] is None:
-            with boundary(AgentError, f"environment_factory of {self.title}"):
-                self.instances[number] = self.factory()
-        return self.instances[number]
+    def create(self) -> Any:
+        """Call the factory; an AgentError if it raises."""
+        with boundary(AgentError, f"environment_factory of {self.title}"):
+            return self.factory()
 
     def tools(self, instance: object) -> list[Tool]:
         """Return the public methods of an instance as tools."""
@@ -81,16 +75,17 @@ class EnvironmentType:
         ]
 
 
-class Slot(NamedTuple):
-    """Place of one rollout in the pool; its instance is reused by the rollouts of later batches.
+@dataclass(eq=False)
+class Slot:
+    """Place of one rollout in the pool.
 
-    number: position among the instances of the type.
     columns: columns of the row that ``reset`` is called with.
+    instance: environment of the rollout until the slot is released; None: its next attempt creates one.
     """
 
     environment_type: EnvironmentType
-    number: int
     columns: dict[str, Any]
+    instance: Any = None
 
 
 class EnvironmentPool:
@@ -126,7 +121,7 @@ class EnvironmentPool:
 
     def tools_by_type(self) -> list[list[Tool]]:
         """Return the tools of the first instance of every type."""
-        return [each.tools(each.instances[0]) for each in self.types.values()]
+        return [each.tools(each.first) for each in self.types.values()]
 
     def reward_funcs(self) -> list[Callable[..., Any]]:
         """Return one reward function per class with ``get_reward``; it returns None for other rollouts."""
@@ -134,12 +129,11 @@ class EnvironmentPool:
         return [_reward_func(cls, each.title, self) for cls, each in classes.items()]
 
     def acquire(self, rows: Sequence[Mapping[str, Any]]) -> list[Slot]:
-        """Return a place in the pool for each row; every batch reuses the same instances.
+        """Return a slot for each row, with an idle instance if there is one.
 
         Raises:
             ConfigError: a row selects an unknown environment.
         """
-        used: dict[str | None, int] = {}
         slots = []
         for index, row in enumerate(rows):
             name = row.get("environment") if self.is_routed else None
@@ -148,14 +142,18 @@ class EnvironmentPool:
                     f"row {index} has environment={name!r}; allowed: the names in environment_factory, "
                     f"{', '.join(map(repr, self.types))} (column 'environment')"
                 )
-            number, environment_type = used.get(name, 0), self.types[name]
-            if number == len(environment_type.instances):
-                environment_type.instances.append(None)
-            used[name] = number + 1
+            kind = self.types[name]
             columns = {key: value for key, value in row.items() if not self.is_routed or key != "environment"}
-            slots.append(Slot(environment_type, number, columns))
+            slots.append(Slot(kind, columns, kind.idle.pop(0) if kind.idle else None))
         self.rewards = {}
         return slots
+
+    def release(self, slots: Sequence[Slot]) -> None:
+        """Let later batches reset the instances of these slots."""
+        for slot in slots:
+            if slot.instance is not None:
+                slot.environment_type.idle.append(slot.instance)
+                slot.instance = None  # slots may be released twice
 
 
 def _create_type(name: str | None, factory: EnvironmentFactory) -> EnvironmentType:
@@ -166,9 +164,9 @@ def _create_type(name: str | None, factory: EnvironmentFactory) -> EnvironmentTy
             f"environment_factory of {title} is {factory!r} ({type(factory).__name__}); allowed: a class or "
             "function that returns an instance, or a dict of such"
         )
-    made = EnvironmentType(factory, title, instances=[None])
-    instance = made.instance(0)
-    cls = made.cls = type(instance)
+    made = EnvironmentType(factory, title)
+    made.idle = [instance := made.create()]
+    made.first, made.cls = instance, (cls := type(instance))
     if name is None:
         made.title = title = f"environment {cls.__name__!r}"
     if not callable(getattr(cls, "reset", None)):

@@ -61,6 +61,7 @@ class Rollout:
 
     Attributes:
         index: position of the row in the batch.
+        place: that of :meth:`AgentLoop.begin_batch`.
         context_length: limit of prompt and completion in tokens; None: unlimited.
         prompt: messages before the first turn.
         messages: the conversation so far, prompt and the policy's turns included.
@@ -76,6 +77,7 @@ class Rollout:
 
     index: int
     row: dict[str, Any]
+    place: Any = None
     context_length: int | None = None
     prompt: Prompt = field(default_factory=list)
     messages: Prompt = field(default_factory=list)
@@ -100,7 +102,6 @@ class AgentLoop(ABC):
         uses_tools: requests may have tool schemas.
         reads_images: messages may have images.
         provides_tasks: rows need no prompt, because environments have the tasks.
-        first_turn_known: the request for the first turn follows from the row, without code of the user.
         is_routed: the column ``environment`` selects the environment of a row.
         as_rendered: returns a prompt as the chat template gets it, for checks of the dataset; None: rows have
             no prompts.
@@ -113,7 +114,6 @@ class AgentLoop(ABC):
     uses_tools: bool = False
     reads_images: bool = False
     provides_tasks: bool = True
-    first_turn_known: bool = False
     is_routed: bool = False
     as_rendered: Callable[[Prompt], Prompt] | None = None
 
@@ -122,12 +122,16 @@ class AgentLoop(ABC):
         """Reward functions of the environments."""
         return []
 
-    def begin_batch(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Prepare the rollouts of a batch, one per row.
+    def begin_batch(self, rows: Sequence[dict[str, Any]]) -> Sequence[Any]:
+        """Return the place of each rollout of a batch, such as its environment. Several batches may be begun.
 
         Raises:
             ConfigError: a row cannot be used.
         """
+        return [None] * len(rows)
+
+    def end_batch(self, places: Sequence[Any]) -> None:
+        """Let later batches use the places of a batch, whose rewards are computed. May be called twice."""
 
     @abstractmethod
     def run_rollout(self, rollout: Rollout) -> Steps:

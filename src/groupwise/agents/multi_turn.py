@@ -30,6 +30,7 @@ from groupwise.data.prompt_checks import context_length
 from groupwise.distributed import any_rank
 from groupwise.errors import AgentError, ConfigError
 from groupwise.generation.base import GenerationBackend, check_images, json_dict
+from groupwise.random_state import get_state, set_state
 from groupwise.records import Completion, RolloutBatch, SamplingOptions
 from groupwise.records.images import ImageInputs
 from groupwise.tokenization.images import encode_prompt, is_processor, row_images
@@ -38,6 +39,7 @@ from groupwise.tokenization.prompts import (
     continues_final_message,
     format_completion,
     is_conversational,
+    prompts_equal,
     with_text_content,
 )
 from groupwise.tokenization.rendering import PrefixMismatchError, Renderer
@@ -72,6 +74,8 @@ class MultiTurnRollouts:
         max_retries: repetitions of a failed rollout, after which its completion is dropped; None: the error
             of a rollout is raised.
         environments: environments of the latest batch, one per completion; None without environments.
+        ahead: batches that were begun and not yet taken, by the optimizer step that takes them: the state of
+            the random generators before their first call, and their rollouts ([]: to be begun again).
     """
 
     def __init__(
@@ -92,6 +96,8 @@ class MultiTurnRollouts:
         self.max_completion_length = config.max_completion_length
         self.max_retries = config.rollout_retries if config.rollout_on_error == "retry" else None
         self.environments: list[Any] | None = None
+        self.ahead: dict[int, tuple[Any, list[Rollout]]] = {}
+        self._places: Sequence[Any] = ()  # of the batch that was taken last
         self._warned: set[str] = set()
 
     def generate_rollouts(
@@ -100,6 +106,7 @@ class MultiTurnRollouts:
         backend: GenerationBackend,
         generation_kwargs: Mapping[str, Any] | None = None,
         generate: Generate | None = None,
+        step: int | None = None,
     ) -> RolloutBatch:
         """Run one rollout for each row; failed ones are repeated ``max_retries`` times and then dropped.
 
@@ -107,6 +114,7 @@ class MultiTurnRollouts:
             rows: dataset rows; rows of one group are adjacent.
             generation_kwargs: sampler settings in place of the run's, as in ``SamplingOptions``.
             generate: samples the turns; None: ``backend.generate``.
+            step: optimizer step, whose batch :meth:`first_turns` may have begun; None: of an evaluation.
 
         Returns:
             Completions of all turns, with ``loss_mask`` 0 on tokens that were not sampled; the columns of the
@@ -116,8 +124,13 @@ class MultiTurnRollouts:
             ConfigError: a row cannot be used.
             AgentError: a rollout failed, and ``max_retries`` is None.
         """
-        self.loop.begin_batch(rows)
-        rollouts = self._make_rollouts(enumerate(rows), backend)
+        self.end_batch()
+        if step in self.ahead:
+            rollouts = self._begin_batch(rows, backend, step)
+            del self.ahead[step]
+        else:
+            rollouts = self._make_rollouts(enumerate(rows), self.loop.begin_batch(rows), backend)
+        self._places = [rollout.place for rollout in rollouts]
         sample = partial(self._sample, backend, generate or backend.generate, generation_kwargs or {})
         self._run(rollouts, sample)
         num_repeated = 0
@@ -126,31 +139,77 @@ class MultiTurnRollouts:
             if not self.any_rank(bool(failed)):
                 break
             num_repeated += len(failed)
-            repeated = self._make_rollouts([(index, rows[index]) for index in failed], backend)
+            repeated = self._make_rollouts([(i, rows[i]) for i in failed], self._places, backend)
             self._run(repeated, sample)
             for rollout in repeated:
                 rollouts[rollout.index] = rollout
         return self._make_batch(rollouts, backend, num_repeated)
 
     def first_turns(
-        self, rows: list[dict[str, Any]], backend: GenerationBackend, generation_kwargs: Mapping[str, Any]
+        self,
+        rows: list[dict[str, Any]],
+        backend: GenerationBackend,
+        generation_kwargs: Mapping[str, Any],
+        step: int,
     ) -> tuple[list[list[int]], SamplingOptions]:
-        """Return the request that ``generate_rollouts`` begins with: contexts of all rows and their limits.
+        """Begin a later batch; return the request of its first turns, which ``generate_rollouts`` repeats.
 
         Args:
-            rows: as for ``generate_rollouts``. The loop must have ``first_turn_known``.
+            step: optimizer step that will take the batch.
+
+        Returns:
+            Contexts of the rollouts that did not fail, and their limits.
         """
-        rollouts = self._make_rollouts(enumerate(rows), backend)
+        ready = [rollout for rollout in self._begin_batch(rows, backend, step) if rollout.request is not None]
+        return self._turns(ready, backend, generation_kwargs)
+
+    def _begin_batch(
+        self, rows: list[dict[str, Any]], backend: GenerationBackend, step: int
+    ) -> list[Rollout]:
+        """Run each rollout of a batch up to the request of its first turn, unless that was done.
+
+        A restored batch, or one whose rows have changed, begins again in the random state of its beginning.
+        """
+        present = get_state()
+        state, rollouts = self.ahead.get(step, (present, []))
+        if rollouts and prompts_equal([rollout.row for rollout in rollouts], rows):
+            return rollouts
+        self._close(rollouts)
+        set_state(state)
+        rollouts = self._make_rollouts(enumerate(rows), self.loop.begin_batch(rows), backend)
+        self.ahead[step] = state, rollouts
+        waiting: list[Rollout] = []
+        self._advance([(rollout, None) for rollout in rollouts], waiting, MIN_WAIT)
+        while waiting:  # slow ones too: no call of the user's code is left for the time of the update
+            self._advance((), waiting, MIN_WAIT)
+        if state is not present:
+            set_state(present)
+        return rollouts
+
+    def end_batch(self) -> None:
+        """Let later batches use the environments of the last batch, whose rewards are computed."""
+        self.loop.end_batch(self._places)
+
+    def snapshot(self) -> dict[int, Any]:
+        """Return the random states in which the batches ahead have begun, by optimizer step."""
+        return {step: state for step, (state, _) in self.ahead.items()}
+
+    def restore(self, snapshot: dict[int, Any]) -> None:
+        """Discard the batches ahead; those of a snapshot begin again when they are next asked for."""
+        for _, rollouts in self.ahead.values():
+            self._close(rollouts)
+        self.ahead = {step: (state, []) for step, state in snapshot.items()}
+
+    def _close(self, rollouts: Sequence[Rollout]) -> None:
         for rollout in rollouts:
-            self._resume(rollout, None)
             rollout.steps.close()
-        return self._turns(rollouts, backend, generation_kwargs)
+        self.loop.end_batch([rollout.place for rollout in rollouts])
 
     def _make_rollouts(
-        self, rows: Iterable[tuple[int, dict[str, Any]]], backend: GenerationBackend
+        self, rows: Iterable[tuple[int, dict[str, Any]]], places: Sequence[Any], backend: GenerationBackend
     ) -> list[Rollout]:
         limits = [each for each in (self.context_length, backend.context_length) if each is not None]
-        rollouts = [Rollout(index, row, min(limits, default=None)) for index, row in rows]
+        rollouts = [Rollout(index, row, places[index], min(limits, default=None)) for index, row in rows]
         for rollout in rollouts:
             rollout.steps = self.loop.run_rollout(rollout)
         return rollouts
@@ -165,8 +224,9 @@ class MultiTurnRollouts:
         """
         waiting: list[Rollout] = []
         try:
-            values: Iterable[tuple[Rollout, object]] = [(rollout, None) for rollout in rollouts]
-            ready = self._advance(values, waiting, MIN_WAIT)
+            begun = [rollout for rollout in rollouts if rollout.request is not None]  # ahead
+            values: Iterable[tuple[Rollout, object]] = [(r, None) for r in rollouts if r.request is None]
+            ready = begun + self._advance(values, waiting, MIN_WAIT)
             while self.any_rank(bool(ready)):
                 started = time.monotonic()
                 values = zip(ready, sample(ready), strict=True)

@@ -61,10 +61,8 @@ class ToolLoop(AgentLoop):
         self.max_iterations, self.scores_rollouts = max_iterations, scores_rollouts
         self.is_multi_turn = bool(tools) or pool is not None
         self.provides_tasks = pool is not None
-        self.first_turn_known = pool is None
         self.is_routed = pool is not None and pool.is_routed
         self.as_rendered = with_text_content if self.is_multi_turn else _unchanged
-        self.slots: list[Slot] = []
         self._reported: set[tuple[str, str]] = set()
         of_types = [] if pool is None else pool.tools_by_type()
         for own in of_types or [[]]:
@@ -76,9 +74,12 @@ class ToolLoop(AgentLoop):
     def reward_funcs(self) -> list[Callable[..., Any]]:
         return [] if self.pool is None else self.pool.reward_funcs()
 
-    def begin_batch(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Assign an environment of the pool to every row."""
-        self.slots = [] if self.pool is None else self.pool.acquire(rows)
+    def begin_batch(self, rows: Sequence[dict[str, Any]]) -> Sequence[Slot | None]:
+        return [None] * len(rows) if self.pool is None else self.pool.acquire(rows)
+
+    def end_batch(self, places: Sequence[Any]) -> None:
+        if self.pool is not None:
+            self.pool.release(places)
 
     def run_rollout(self, rollout: Rollout) -> Steps:
         """Reset the environment, then alternate between turns and tool calls.
@@ -91,11 +92,13 @@ class ToolLoop(AgentLoop):
         if self.pool is None:
             yield from self._alternate(rollout, ToolSet(self.tools))
             return
-        slot = self.slots[rollout.index]
+        slot: Slot = rollout.place
         kind = slot.environment_type
         rollout.columns["environments"] = None
         try:
-            environment = rollout.columns["environments"] = kind.instance(slot.number)
+            if slot.instance is None:
+                slot.instance = kind.create()
+            environment = rollout.columns["environments"] = slot.instance
             (reset,) = yield [Invocation(functools.partial(environment.reset, **copied(slot.columns)))]
             with boundary(
                 AgentError, f"{kind.title}, method 'reset'", sample=rollout.index, row=slot.columns
@@ -110,7 +113,7 @@ class ToolLoop(AgentLoop):
                 with boundary(AgentError, f"{kind.title}, method 'get_reward'", sample=rollout.index):
                     reward.result()
         except AgentError:
-            kind.instances[slot.number] = None  # the next rollout gets a fresh one
+            slot.instance = None  # the next attempt gets a fresh one
             raise
 
     def _alternate(self, rollout: Rollout, tools: ToolSet) -> Steps:

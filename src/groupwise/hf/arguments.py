@@ -120,14 +120,12 @@ def warn_of_rollout_settings(args: GRPOConfig, *, requests_known: bool, placehol
     """Warn about settings of sampling that have no effect on the rollouts of this trainer.
 
     Args:
-        requests_known: the requests to the backend can be made in advance, as without environments and a
-            ``rollout_func``.
+        requests_known: the requests to the backend can be made in advance, as without a ``rollout_func``.
         placeholder_logps: log-probs of completions may be placeholders, as with a ``rollout_func``.
     """
     if args.rollout_staleness and not requests_known:
         logger.warning(
-            "rollout_staleness=%d has no effect: the requests of environments or a rollout_func cannot be "
-            "made in advance",
+            "rollout_staleness=%d has no effect: the requests of a rollout_func cannot be made in advance",
             args.rollout_staleness,
         )
     if args.rollout_func_importance_sampling_correction and not placeholder_logps:

@@ -45,6 +45,7 @@ class RolloutMixin:
 
     args: GRPOConfig
     state: TrainerState
+    metrics: dict[str, Any]
     prompts: PromptSource
     processing_class: Any
     backend: GenerationBackend
@@ -87,9 +88,10 @@ class RolloutMixin:
         assert self.agents is not None
         # Tools may draw random numbers any number of times; sampling must not depend on how often.
         generate = self.rng.user_code(False)(generate)
+        step = self.state.global_step if request.mode == "train" else None
         with self.rng.user_code():
             return self.agents.generate_rollouts(
-                request.rows, self.backend, request.generation_kwargs, generate
+                request.rows, self.backend, request.generation_kwargs, generate, step
             )
 
     def make_rollouts(
@@ -141,30 +143,28 @@ class RolloutMixin:
             for prompt, context_ids, ids, text in zip(prompts, prompt_ids, token_ids, texts, strict=True)
         ]
 
-    @property
-    def requests_known(self) -> bool:
-        """True if the requests to the backend, or those for first turns, follow from the rows alone."""
-        agents = self.agents
-        return self.rollout_func is None and (agents is None or agents.loop.first_turn_known)
-
     def prefetch_rollouts(self, sampler: SamplerSettings, num_prompts: int | None = None) -> None:
-        """Start generating the next ``rollout_staleness`` generations on a server; with tools, first turns.
+        """Start generating the next ``rollout_staleness`` generations on a server; with agents, first turns.
+
+        The user's code before them, such as ``reset``, runs now: none of it runs beside the update.
 
         Args:
             num_prompts: prompts of the next round of dynamic sampling, after those of this generation were
                 taken. None: generations of fixed size, and this one is not yet taken.
         """
         args = self.args
-        depth = args.rollout_staleness if self.requests_known else 0
-        steps = args.optimizer_steps_per_generation  # exact: rollout_staleness requires it
+        depth = args.rollout_staleness if self.rollout_func is None else 0
         size, first = (args.prompts_per_batch, 1) if num_prompts is None else (num_prompts, 0)
+        if self.agents is not None and num_prompts is None:
+            self.agents.end_batch()  # of the step before; with dynamic sampling, of this step: not yet over
         for ahead, rows in enumerate(self.prompts.upcoming(depth, size, first), start=1):
-            step = self.state.global_step + ahead * steps  # that the generation begins
+            step = self.state.global_step + ahead * args.optimizer_steps_per_generation  # whole steps
             if step >= self.state.max_steps:
                 return
             # The later request has the same settings, prompts and step: the server finds the results by them.
             if self.agents is not None:
-                prompt_ids, sampling = self.agents.first_turns(rows, self.backend, vars(sampler))
+                with self.metrics["train"].phase("generate"), self.rng.user_code():
+                    prompt_ids, sampling = self.agents.first_turns(rows, self.backend, vars(sampler), step)
             else:
                 prompt_ids, images = self.tokenize(rows)
                 sampling = SamplingOptions(images=images, generation_kwargs=vars(sampler))

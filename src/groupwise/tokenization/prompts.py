@@ -45,10 +45,10 @@ def generation_options(
 
 
 def prompts_equal(one: object, other: object) -> bool:
-    """Compare two prompts; False if they hold arrays, which have no single truth value."""
+    """Compare two prompts; False if they hold arrays or tensors, which have no single truth value."""
     try:
         return bool(one == other)
-    except ValueError:
+    except (ValueError, RuntimeError):
         return False
 
 

@@ -1,0 +1,161 @@
+"""Batches that are begun before their step: calls before the first turn, random state, environments."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from support.configs import config_of
+from support.fakes.scripted import ScriptedBackend, agents, byte_tokenizer, call, question
+
+from groupwise.agents import EnvironmentLoop, EnvironmentPool, MultiTurnRollouts, multi_turn
+from groupwise.errors import AgentError
+
+
+class Room:
+    """``reset`` draws a number and takes as long as the row says."""
+
+    resets: ClassVar[list[str]] = []
+
+    async def reset(self, name: str, seconds: float = 0.0, **row: Any) -> str:
+        await asyncio.sleep(seconds)
+        self.resets.append(name)
+        if name == "broken":
+            raise OSError("no server")
+        self.name, self.number = name, torch.rand(()).item()
+        return f" {name} {self.number}"
+
+    def look(self) -> str:
+        """Look around."""
+        return self.name
+
+    def get_reward(self) -> float:
+        return self.number
+
+
+@pytest.fixture(autouse=True)
+def nothing_reset() -> Iterator[None]:
+    Room.resets.clear()
+    yield
+
+
+def rows(*names: str, **columns: Any) -> list[dict[str, Any]]:
+    return [{**question("?"), "name": name, **columns} for name in names]
+
+
+def make(scripts: list[list[str]], **settings: Any) -> tuple[Any, Any, EnvironmentPool]:
+    tokenizer, pool = byte_tokenizer(), EnvironmentPool(Room)
+    return agents(tokenizer, (), pool, **settings), ScriptedBackend(tokenizer, scripts), pool
+
+
+def test_a_batch_begins_once_and_continues_in_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multi_turn, "MIN_WAIT", 0.01)
+    run, backend, pool = make([["now"], [call("look"), "x"], ["y"]])
+    own, later = rows("a"), [*rows("b", seconds=0.1), *rows("c")]
+    prompts, sampling = run.first_turns(later, backend, {"temperature": 0.5}, step=1)
+    assert Room.resets == ["c", "b"] and backend.calls == []  # the slow one was waited for
+    assert run.first_turns(later, backend, {}, step=1)[0] == prompts
+    now = run.generate_rollouts(own, backend, {}, None, 0)
+    assert Room.resets == ["c", "b", "a"]
+    batch = run.generate_rollouts([dict(row) for row in later], backend, {"temperature": 0.5}, None, 1)
+    assert Room.resets == ["c", "b", "a"]
+    # The first call repeats the request, and is that of all rollouts.
+    assert backend.calls[1] == prompts and backend.sampling[1] == sampling
+    assert [[message["content"] for message in text][1:2] for text in batch.texts] == [["b"], []]
+    first, second = now.extra["environments"], batch.extra["environments"]
+    assert [each.name for each in (*first, *second)] == ["a", "b", "c"]
+    (reward,) = pool.reward_funcs()
+    assert reward(**batch.extra) == [each.number for each in second]
+
+
+def test_a_restored_batch_begins_again_in_its_random_state() -> None:
+    run, backend, _ = make([])
+    later = rows("a", "b")
+    torch.manual_seed(3)
+    np.random.seed(3)
+    prompts, _ = run.first_turns(later, backend, {}, step=4)
+    snapshot, state = run.snapshot(), torch.get_rng_state()
+    torch.rand(5)
+    run.restore(snapshot)
+    moved = torch.get_rng_state()
+    assert run.first_turns(later, backend, {}, step=4)[0] == prompts
+    assert torch.equal(torch.get_rng_state(), moved) and not torch.equal(moved, state)
+    assert run.snapshot() is not snapshot and list(run.snapshot()) == [4]
+    # Changed rows: the calls of the rows that were expected count as not made.
+    run.first_turns(rows("c", "b"), backend, {}, step=4)
+    assert Room.resets == ["a", "b", "a", "b", "c", "b"]
+    assert torch.equal(torch.get_rng_state(), moved)
+    run.restore({})
+    assert run.snapshot() == {}
+
+
+def test_environments_are_free_after_the_end_of_their_batch() -> None:
+    run, backend, pool = make([["x"]] * 4)
+    (kind,) = pool.types.values()
+    run.generate_rollouts(rows("a", "b"), backend, {}, None, 0)
+    own = run.environments
+    run.first_turns(rows("c"), backend, {}, step=1)
+    assert [each.name for each in own] == ["a", "b"] and kind.idle == []
+    run.end_batch()
+    run.end_batch()
+    assert kind.idle == own
+    run.first_turns(rows("d"), backend, {}, step=2)
+    run.generate_rollouts(rows("e"), backend)  # an evaluation leaves the batches ahead alone
+    assert [each.name for each in own] == ["d", "e"]
+    run.restore(run.snapshot())
+    assert len(kind.idle) == 2 and own[1] not in kind.idle  # of the evaluation, which is not over
+
+
+def test_a_failure_ahead_is_raised_or_repeated_in_its_step() -> None:
+    later = rows("a", "broken")
+    run, backend, _ = make([["x"], ["y"]])
+    with pytest.raises(AgentError, match="no server"):
+        run.first_turns(later, backend, {}, step=1)
+    run, backend, _ = make([["x"], ["y"]], max_retries=1)
+    prompts, _ = run.first_turns(later, backend, {}, step=1)
+    assert len(prompts) == 1
+    batch = run.generate_rollouts(later, backend, {}, None, 1)
+    assert [completion.dropped for completion in batch.completions] == [False, True]
+    assert Room.resets == ["a", "broken"] * 2 + ["broken"]
+    assert batch.metrics["rollouts/retry_frequency"].value() == 1 / 2
+
+
+def test_an_environment_that_runs_the_rollout_waits_in_chat() -> None:
+    ended: list[str] = []
+
+    class Dialogue:
+        time_limit, uses_tools = 20.0, False
+
+        async def run_rollout(self, row: dict[str, Any], chat: Any) -> dict[str, Any]:
+            try:
+                response = await chat([{"role": "user", "content": row["name"]}], [])
+                return {"said": response.message["content"]}
+            finally:
+                ended.append(row["name"])
+
+        def reward_funcs(self) -> list[Any]:
+            return []
+
+    tokenizer = byte_tokenizer()
+    end_tokens = frozenset([tokenizer.eos_token_id])
+    run = MultiTurnRollouts(
+        EnvironmentLoop(Dialogue()), tokenizer, config_of(max_completion_length=50), end_tokens
+    )
+    backend = ScriptedBackend(tokenizer, [["one"], ["two"], ["three"]])
+    prompts, _ = run.first_turns(rows("a", "b"), backend, {}, step=1)
+    run.first_turns(rows("c"), backend, {}, step=2)
+    assert ended == []
+    batch = run.generate_rollouts(rows("a", "b"), backend, {}, None, 1)
+    assert backend.calls == [prompts] and batch.extra == {"said": ["one", "two"]}
+    (waiting,) = run.ahead[2][1]
+    run.restore({})
+    waiting.steps.close()
+    for _ in range(500):
+        if len(ended) == 3:
+            break
+        asyncio.run(asyncio.sleep(0.01))
+    assert sorted(ended) == ["a", "b", "c"]  # the one that was discarded is cancelled
