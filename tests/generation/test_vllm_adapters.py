@@ -26,6 +26,7 @@ from support.engine_runs import (
 )
 from support.fakes.fake_vllm import GENERATE, FakeVLLM
 from support.runs import policy, tokenizer
+from support.sweep_runs import alone, assert_equal_samples, sweep
 from support.workers.vllm_process import ServerProcess
 from test_vllm_server import UPDATE
 from transformers import AutoModelForCausalLM
@@ -314,6 +315,17 @@ def test_two_runs_on_a_real_server_sample_with_their_own_adapters(four_bits, tmp
     for run in runs:
         run.backend.close()
     assert not written[1].exists()
+
+
+@real
+def test_a_sweep_on_a_real_server_has_the_histories_of_its_runs_alone(four_bits, tmp_path):
+    server = four_bits[1]
+    given = {"vllm_mode": "server", "vllm_server_base_url": server.url, "vllm_server_timeout": 240.0}
+    given |= {"model": str(server.out_of_memory.parent / "model"), "vllm_engine_kwargs": None, "max_steps": 2}
+    found = sweep(tmp_path, **given).run()
+    for name, run in found.items():
+        assert_equal_samples(run, alone(tmp_path, name, **given))
+        run.trainer.backend.close()
 
 
 @real

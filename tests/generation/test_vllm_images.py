@@ -117,7 +117,7 @@ class StubEngine:
 
 
 def colocated(engine: Any, directory: Any) -> ColocatedBackend:
-    sync = SimpleNamespace(push=lambda *_: None, generate_kwargs=dict, close=lambda: None)
+    sync = SimpleNamespace(push=lambda *_: None, request=None, close=lambda: None)
     off = {"vllm_weight_check": "off", "use_cpu": True, "bf16": False}
     config = GRPOConfig(str(directory), max_completion_length=8, **off)
     return ColocatedBackend(engine, config, frozenset([1]), TensorParallelGroup(), sync, with_images=True)

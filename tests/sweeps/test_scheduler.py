@@ -14,9 +14,10 @@ import pytest
 import torch
 from peft import LoraConfig
 from support import runs
+from support.sweep_runs import assert_equal, config, history
 from transformers import TrainerCallback
 
-from groupwise import ConfigError, GRPOConfig, GRPOTrainer, RewardError, Sweep
+from groupwise import ConfigError, GRPOTrainer, RewardError, Sweep
 
 #: Configurations that differ in everything that a run may choose.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -31,29 +32,10 @@ ADAPTERS = {
     "masked": {"r": 3, "use_rslora": True, "target_modules": "all-linear"},
     "late": {"r": 2, "lora_dropout": 0.2},
 }
-#: Logged values that depend on the clock and the memory of the process.
-MEASURED = ("time/", "memory/", "step_time", "tokens_per_second", "_runtime", "_per_second")
 
 
 def policy() -> Any:
     return runs.policy(hidden_size=128, intermediate_size=128)  # layers that oneDNN computes
-
-
-def config(directory: Path, **given: Any) -> GRPOConfig:
-    settings = {
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_completion_length": 6,
-        "max_steps": 4,
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
-        "save_strategy": "no",
-        "report_to": "none",
-        "bf16": False,
-        "use_cpu": True,
-        "disable_tqdm": True,
-    }
-    return GRPOConfig(str(directory), **{**settings, **given})
 
 
 def adapters(names: Any) -> dict[str, LoraConfig]:
@@ -77,25 +59,6 @@ def alone(directory: Path, name: str, **changes: Any) -> GRPOTrainer:
         processing_class=runs.tokenizer(),
         peft_config=adapters([name])[name],
     )
-
-
-def history(state: Any) -> list[dict[str, Any]]:
-    return [
-        {key: value for key, value in log.items() if not any(part in key for part in MEASURED)}
-        for log in state.log_history
-    ]
-
-
-def assert_equal(run: Any, solo: GRPOTrainer) -> None:
-    ours, theirs = history(run.state), history(solo.state)
-    assert len(ours) == len(theirs) > 0
-    for log in ours[-1], theirs[-1]:
-        log.pop("train_loss", None)  # of the steps since a resume
-    for log, other in zip(ours, theirs, strict=True):
-        assert log == pytest.approx(other, rel=1e-6, abs=1e-6, nan_ok=True)
-    weights = dict(solo.model.named_parameters())
-    for name, parameter in run.trainer.model.named_parameters():
-        torch.testing.assert_close(parameter, weights[name], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("names", [("plain", "hot"), tuple(SETTINGS)], ids=["two", "four"])
@@ -294,7 +257,9 @@ def test_a_line_of_the_table_has_every_run(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"use_vllm": True}, "use_vllm"),
+        ({"use_vllm": True, "vllm_mode": "server"}, "use_vllm must be the same"),
+        ({"vllm_enable_sleep_mode": True}, "vllm_enable_sleep_mode"),
+        ({"vllm_engine_kwargs": {"enable_lora": False}}, "sends merged weights"),
         ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
         ({"report_to": "wandb"}, "one run per process"),
         ({"output_dir": "elsewhere"}, "one directory each"),

@@ -6,19 +6,20 @@ the tokens of a run on its own. Axes: P prompts, R rows of the batch, S position
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
+from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.padding import length_mask, pad_sequences
-from groupwise.cpu import cpu_generation
+from groupwise.cpu import cpu_generation, install_cpu_training
 from groupwise.errors import BackendError, ConfigError
-from groupwise.generation.base import RUN_SETTINGS
+from groupwise.generation.base import RUN_SETTINGS, ProcessingClass
 from groupwise.generation.decoding import (
     FINISHED_SHARE,
     RowSampler,
@@ -27,12 +28,22 @@ from groupwise.generation.decoding import (
     group_prompts,
     keep_autocast_weights,
 )
-from groupwise.generation.transformers_backend import TransformersBackend, without_model_settings
+from groupwise.generation.transformers_backend import (
+    TransformersBackend,
+    make_backend,
+    without_model_settings,
+)
 from groupwise.generation.truncation import make_recorder
 from groupwise.policy.introspection import CausalLM, evaluation_mode
 from groupwise.records import Completion, SamplingOptions
-from groupwise.sweeps.adapters import BatchRuns
+from groupwise.sweeps.adapters import BatchRuns, RowAdapters, shared_copy
 from groupwise.sweeps.turns import TurnThread
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+
+#: Settings and adapters of the runs that share a base model.
+Runs: TypeAlias = "Sequence[tuple[GRPOConfig, PeftConfig]]"
 
 
 @dataclass(frozen=True)
@@ -172,6 +183,46 @@ class _JointSampler(RowSampler):
             start += len(part.rows_R)
         self.runs.assign(self.runs.runs_R[remaining_R])
         return remaining_R
+
+
+class PolicySampler:
+    """Sampler of the runs that share a base model: our decoding loop, with the adapter of each row's run.
+
+    Args:
+        base: model without adapters.
+        runs: those that the sweep begins with.
+    """
+
+    def __init__(self, base: PreTrainedModel, runs: Runs, processing_class: ProcessingClass) -> None:
+        self.processing_class, self.adapters = processing_class, RowAdapters(shared_copy(base))
+        self.model: Any = self.adapters.model
+
+    def make_backend(self, config: GRPOConfig, adapter: PeftConfig) -> Any:
+        """Return the backend of a run, which gets its ``thread`` before it samples."""
+        return make_backend(lambda: self.adapters.model, config, self.processing_class, kind=SharedBackend)
+
+    def check(self, backend: Any, policy: PeftModel) -> None:
+        """Raise ConfigError if a run cannot be sampled together with others."""
+        backend.check()
+        self.adapters.load({backend.thread.name: policy})  # checks its layers
+        self.adapters.unload()
+
+    def prepare(self, accelerator: Any) -> None:
+        """Give the model the forward pass of the policies, under autocast too."""
+        self.model = accelerator.prepare_model(self.adapters.model, evaluation_mode=True)
+        install_cpu_training([self.model])
+
+    def sample(self, requests: Sequence[Any], policies: Mapping[str, PeftModel]) -> list[Any]:
+        """Return the answer to each run: completions in the order of its prompts, or an exception.
+
+        Args:
+            requests: those with which the runs paused.
+            policies: policies of the same runs, by name.
+        """
+        self.adapters.load(policies)
+        answers = sample_together(self.model, self.adapters.runs, requests)
+        self.adapters.unload()
+        return answers
 
 
 @torch.no_grad()

@@ -23,20 +23,20 @@ from transformers import (
 from transformers.trainer_utils import SaveStrategy
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.cpu import install_cpu_training
+from groupwise.config.sampling import chosen_backend
 from groupwise.data.dataset_checks import has_image_columns
 from groupwise.errors import BackendError, ConfigError, GroupwiseError, nearest_name
 from groupwise.generation.base import check_backend
-from groupwise.generation.transformers_backend import make_backend
 from groupwise.hf.run_directory import checkpoints
 from groupwise.policy.introspection import has_adapter
 from groupwise.policy.loading import load_policy, load_processing_class
 from groupwise.random_state import preserved_state
-from groupwise.sweeps.adapters import RowAdapters, check_adapter, has_finite_adapter, shared_copy
+from groupwise.sweeps.adapters import check_adapter, has_finite_adapter, shared_copy
 from groupwise.sweeps.commands import answer_commands, sweep_lock
 from groupwise.sweeps.pruning import HeldOutScores, Pruning
-from groupwise.sweeps.sampler import SampleRequest, SharedBackend, sample_together
+from groupwise.sweeps.sampler import PolicySampler
 from groupwise.sweeps.turns import ClosedError, TurnThread, preserved_accelerate
+from groupwise.sweeps.vllm import EngineSampler, ServerSampler, check_settings
 from groupwise.trainer import GRPOTrainer
 
 if TYPE_CHECKING:
@@ -45,17 +45,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: Settings of the base model and of its forward passes, which runs that share it must have in common.
-COMMON = (*("model_init_kwargs", "trust_remote_code", "bf16", "fp16", "use_cpu", "use_liger_kernel"),)
+COMMON = (
+    *("model_init_kwargs", "trust_remote_code", "bf16", "fp16", "use_cpu", "use_liger_kernel"),
+    *("use_vllm", "vllm_mode", "vllm_model_impl", "vllm_engine_kwargs"),
+    *("vllm_gpu_memory_utilization", "vllm_max_model_length"),
+)
 #: Settings that runs in one process cannot have, with the value they must have.
 REFUSED: dict[str, Any] = {
-    **{"use_vllm": False, "use_transformers_continuous_batching": False, "torch_compile": False},
     **{
+        "vllm_enable_sleep_mode": False,
+        "use_transformers_continuous_batching": False,
+        "torch_compile": False,
         "cast_lm_head_to_fp32": False,
         "deepspeed": None,
         "fsdp": [],
         "enable_jit_checkpoint": False,
         "auto_find_batch_size": False,
     },
+}
+#: Samplers by the name of the backend that a run on its own has.
+SAMPLERS: dict[str, Any] = {
+    **{"transformers": PolicySampler, "server": ServerSampler, "colocate": EngineSampler}
 }
 #: Trackers with a run for each trainer of a process; the others have one for the process.
 TRACKERS = ("none", "tensorboard", "trackio")
@@ -87,7 +97,7 @@ class SweepRun:
     scores: dict[int, torch.Tensor] = field(default_factory=dict)
     resume_from: str | bool | None = None
     thread: TurnThread | None = None
-    request: SampleRequest | None = None  # it waits for these completions
+    request: Any = None  # it waits for these completions
     answer: Any = None  # of its request, for its next turn
     stop_requested: bool = False
     clones: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # requested: name and changes
@@ -119,8 +129,9 @@ class Sweep:
 
     Runs with a LoRA adapter share the frozen weights of the base model and one sampler: a round computes
     the pending optimizer step of every run, one run at a time, then decodes the completions of all runs as
-    one batch. The history of a run is that of the run on its own. Runs without an adapter follow one after
-    the other.
+    one batch, also in a colocated vLLM engine (``use_vllm``). A vLLM server samples for the others while a
+    run computes. The history of a run is that of the run on its own. Runs without an adapter follow one
+    after the other.
 
     Args:
         model: as in ``GRPOTrainer``; a model object without an adapter.
@@ -162,13 +173,12 @@ class Sweep:
         shared = [run for run in self.runs.values() if run.shares_base]
         if shared:
             self._base = load_policy(model, shared[0].args).to(shared[0].args.device)  # type: ignore[arg-type]
-            self._adapters = RowAdapters(shared_copy(self._base))
+            given = [(run.args, run.peft_config) for run in shared]
+            kind = SAMPLERS[chosen_backend(shared[0].args)]
+            self.sampler = kind(self._base, given, self.processing_class)
             for run in shared:
                 self._build(run)
-            accelerator = cast(GRPOTrainer, shared[0].trainer).accelerator
-            # The same forward pass as the policies', under autocast too.
-            self._sampler = accelerator.prepare_model(self._adapters.model, evaluation_mode=True)
-            install_cpu_training([self._sampler])
+            self.sampler.prepare(cast(GRPOTrainer, shared[0].trainer).accelerator)
         if len(shared) < len(self.runs):
             alone = [run.name for run in self.runs.values() if not run.shares_base]
             logger.warning("without an adapter, trained one after the other: %s", ", ".join(alone))
@@ -199,14 +209,9 @@ class Sweep:
         """Build the trainer of a run and its thread, which begins with the random state of a run alone."""
         if run.shares_base:
             model: Any = shared_copy(self._base)
-            backend = cast(
-                SharedBackend,
-                make_backend(
-                    lambda: self._adapters.model, run.args, self.processing_class, kind=SharedBackend
-                ),
-            )
+            backend = self.sampler.make_backend(run.args, run.peft_config)
         else:
-            model, backend = self.model if isinstance(self.model, str) else copy.deepcopy(self.model), None  # type: ignore[assignment]
+            model, backend = self.model if isinstance(self.model, str) else copy.deepcopy(self.model), None
         run.trainer = GRPOTrainer(
             model,
             run.reward_funcs,
@@ -220,9 +225,7 @@ class Sweep:
         run.thread = TurnThread(run.name, run.train)
         if backend is not None:
             backend.thread = run.thread
-            backend.check()
-            self._adapters.load({run.name: _policy(run)})  # checks its layers
-            self._adapters.unload()
+            self.sampler.check(backend, _policy(run))
         for printed in (PrinterCallback, ProgressCallback):  # the lines of all runs would alternate
             run.trainer.pop_callback(printed)
         trainer = run.trainer
@@ -279,10 +282,8 @@ class Sweep:
             run.request, run.answer = None, error
             waiting.remove(run)
         if waiting:
-            self._adapters.load({run.name: _policy(run) for run in waiting})
-            requests = [cast(SampleRequest, run.request) for run in waiting]
-            answers = sample_together(self._sampler, self._adapters.runs, requests)
-            self._adapters.unload()
+            policies = {run.name: _policy(run) for run in waiting}
+            answers = self.sampler.sample([run.request for run in waiting], policies)
             for run, answer in zip(waiting, answers, strict=True):
                 run.request, run.answer = None, answer
         self._prune()
@@ -496,4 +497,5 @@ def _check_run(run: SweepRun, directory: Path) -> None:
                     f"run {run.name!r} has {name}={getattr(args, name)!r}, which runs that share a base "
                     f"model cannot have; train it on its own, or set {name}={allowed!r}"
                 )
+        check_settings(run.name, args)
         check_backend(args)

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -62,6 +62,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Output = TypeVar("Output")
+#: A backend, one of its requests, and its ``vllm.SamplingParams``.
+EngineCall: TypeAlias = "tuple[ColocatedBackend, Request, Any]"
 
 
 @dataclass(frozen=True)
@@ -149,28 +151,16 @@ class ColocatedBackend(VLLMBackend):
 
     def complete(self, requests: list[Request], sampling: SamplingOptions) -> list[list[Completion]]:
         self._wake("kv_cache")
-        params = self.shared_params(sampling.generation_kwargs)
-        with preserve_rng_state():
-            return self.group.generate(requests, lambda all_ranks: self._generate(all_ranks, params))
+        return self.group.generate(
+            requests, lambda all_ranks: generate_together(self._engine, self.calls(all_ranks, sampling))
+        )
 
-    def _generate(self, requests: list[Request], shared: dict[str, Any]) -> list[list[Completion]]:
-        """Return the samples of each request; ``shared`` are the fields of ``SamplingParams`` of all."""
-        params = [sampling_params(request.params(shared, self.max_logprobs)) for request in requests]
-        with abort_on_error(self._engine):
-            outputs = self._engine.generate(
-                [engine_prompt(request) for request in requests],
-                params,
-                use_tqdm=False,
-                **self.weight_sync.generate_kwargs(),
-            )
-        completions = []
-        for request, param, output in zip(requests, params, outputs, strict=True):
-            check_expanded(request, output.prompt_token_ids, "the engine")
-            samples = [self._completion(sample, param.logprobs > 0) for sample in output.outputs]
-            completions.append(request.by_row(samples))
-        return completions
+    def calls(self, requests: list[Request], sampling: SamplingOptions) -> list[EngineCall]:
+        """Return the requests as they are passed to :func:`generate_together`."""
+        shared = self.shared_params(sampling.generation_kwargs)
+        return [(self, one, sampling_params(one.params(shared, self.max_logprobs))) for one in requests]
 
-    def _completion(self, sample: CompletionOutput, with_mask: bool) -> Completion:
+    def completion(self, sample: CompletionOutput, with_mask: bool) -> Completion:
         entries = sample.logprobs  # by position: {token id: Logprob} of the sampled and the top_k tokens
         return make_completion(
             sample.token_ids,
@@ -218,8 +208,24 @@ class ColocatedBackend(VLLMBackend):
         self.weight_sync.close()
         if self.engine is not None:
             shut_down(self.engine)
-            self.engine = None
-        self.version = None
+        self.engine = self.version = None
+
+
+def generate_together(engine: LLM, calls: Sequence[EngineCall]) -> list[list[Completion]]:
+    """Sample the requests of backends with one engine in one call of it; returns the samples of each."""
+    with preserve_rng_state(), abort_on_error(engine):
+        outputs = engine.generate(
+            [engine_prompt(request) for _, request, _ in calls],
+            [params for *_, params in calls],
+            use_tqdm=False,
+            lora_request=[backend.weight_sync.request for backend, *_ in calls],
+        )
+    completions = []
+    for (backend, request, params), output in zip(calls, outputs, strict=True):
+        check_expanded(request, output.prompt_token_ids, "the engine")
+        with_mask = params.logprobs > 0
+        completions.append(request.by_row([backend.completion(one, with_mask) for one in output.outputs]))
+    return completions
 
 
 def make_backend(

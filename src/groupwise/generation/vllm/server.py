@@ -400,6 +400,7 @@ def make_backend(
     config: GRPOConfig,
     processing_class: ProcessingClass,
     suppress_tokens: Sequence[int] = (),
+    kind: type[VLLMServerBackend] = VLLMServerBackend,
 ) -> VLLMServerBackend:
     """Construct the backend; see :class:`groupwise.generation.base.BackendFactory`.
 
@@ -412,7 +413,7 @@ def make_backend(
     lora_rank = 0
     with suppress(ConfigError):
         lora_rank = weight_sync.lora_rank(model)
-    return VLLMServerBackend(config, model.config, ends, processing_class, suppress_tokens, lora_rank)
+    return kind(config, model.config, ends, processing_class, suppress_tokens, lora_rank)
 
 
 def server_urls(config: GRPOConfig) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import shutil
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 #: Values of ``max_lora_rank`` that vLLM accepts.
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_adapter_ids = itertools.count(1)  # of all adapters of this process: several may be in one engine
 
 
 class WeightSync(ABC):
@@ -39,9 +41,11 @@ class WeightSync(ABC):
 
     Attributes:
         sleep_level: of ``LLM.sleep``; 1 moves the engine's weights to the host, 2 discards them.
+        request: ``LoRARequest`` of the adapter; None: requests use the weights of the model.
     """
 
     sleep_level: int
+    request: Any = None
 
     @abstractmethod
     def push(self, source: PolicyWeights, step: int, check: WeightCheck) -> str | None:
@@ -50,10 +54,6 @@ class WeightSync(ABC):
         Returns:
             the digest of all tensors; None if they were not compared.
         """
-
-    def generate_kwargs(self) -> dict[str, Any]:
-        """Return further arguments of ``LLM.generate``."""
-        return {}
 
     def close(self) -> None:
         """Release files and connections."""
@@ -83,8 +83,6 @@ class LoRAWeightSync(WeightSync):
         self.engine = engine
         self.directory = Path(tempfile.mkdtemp(prefix="groupwise-"))
         self._remove = weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
-        self.num_pushes = 0
-        self.request: Any = None  # vllm.lora.request.LoRARequest
 
     def push(self, source: PolicyWeights, step: int, check: WeightCheck) -> str | None:
         """Save the adapter and load it into the engine under a new id, because vLLM caches adapters by id."""
@@ -94,15 +92,11 @@ class LoRAWeightSync(WeightSync):
             check.compare_base(source.base())
         if self.request is not None:
             remove_lora(self.engine, self.request.lora_int_id)
-        self.num_pushes += 1
-        adapter = source.adapter()
+        adapter, number = source.adapter(), next(_adapter_ids)
         save_adapter(adapter, self.directory)
-        self.request = LoRARequest("policy", self.num_pushes, str(self.directory))
+        self.request = LoRARequest(f"adapter-{number}", number, str(self.directory))
         add_lora(self.engine, self.request)
         return check.compare_adapter(adapter)
-
-    def generate_kwargs(self) -> dict[str, Any]:
-        return {"lora_request": self.request}
 
     def close(self) -> None:
         self._remove()
@@ -217,6 +211,5 @@ def adapter_arguments(model: CausalLM, directory: str, *, quantized: bool = Fals
         "enable_lora": True,
         "load_format": "bitsandbytes" if quantized else "safetensors",
         "weight_transfer_config": None,
-        "max_loras": 1,
         "max_lora_rank": next((allowed for allowed in _RANKS if allowed >= rank), rank),
     }
