@@ -191,9 +191,9 @@ def test_an_interrupted_generation_leaves_no_requests(run, monkeypatch):
 def test_equal_neighbours_are_samples_of_one_request_and_differ(run, monkeypatch):
     sync(run, run.model)
     requests = []
-    generate = run.backend._generate
+    calls = run.backend.calls
     monkeypatch.setattr(
-        run.backend, "_generate", lambda given, settings: requests.extend(given) or generate(given, settings)
+        run.backend, "calls", lambda given, sampling: requests.extend(given) or calls(given, sampling)
     )
     prompts = [[4, 5]] * 8 + [[6]] * 2
     state = run.backend.snapshot()

@@ -137,7 +137,7 @@ def sleeping(monkeypatch, tmp_path):
     engine = FakeEngine()
     config = GRPOConfig(str(tmp_path), vllm_enable_sleep_mode=True, **NO_CHECK)
     backend = ColocatedBackend(engine, config, frozenset([1]), TensorParallelGroup(), FullWeightSync(engine))
-    backend._generate = lambda requests, settings: backend.engine.generate(requests)
+    backend.calls = lambda requests, sampling: []
     return backend
 
 
