@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from groupwise.errors import BackendError
 from groupwise.sweeps.turns import ClosedError, TurnThread, preserved_accelerate
 
 
@@ -23,6 +24,15 @@ def test_a_thread_pauses_and_gets_answers():
     thread = TurnThread("one", body)
     assert thread.advance() == 1 and thread.advance("a") == 2 and not thread.has_ended
     assert thread.advance("b") is None and thread.has_ended and thread.result == "got a and b"
+
+
+def test_a_thread_that_does_not_run_gets_no_turn():
+    thread = TurnThread("one", lambda: None)
+    with pytest.raises(BackendError, match="'one' samples only while a sweep"):
+        thread.pause()
+    thread.advance()
+    with pytest.raises(BackendError, match="'one' samples only while a sweep"):
+        thread.pause()
 
 
 def test_each_thread_draws_its_own_random_numbers():

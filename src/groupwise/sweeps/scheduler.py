@@ -52,21 +52,12 @@ COMMON = (
 )
 #: Settings that runs in one process cannot have, with the value they must have.
 REFUSED: dict[str, Any] = {
-    **{
-        "vllm_enable_sleep_mode": False,
-        "use_transformers_continuous_batching": False,
-        "torch_compile": False,
-        "cast_lm_head_to_fp32": False,
-        "deepspeed": None,
-        "fsdp": [],
-        "enable_jit_checkpoint": False,
-        "auto_find_batch_size": False,
-    },
+    **{"use_transformers_continuous_batching": False, "vllm_enable_sleep_mode": False},
+    **{"torch_compile": False, "cast_lm_head_to_fp32": False, "deepspeed": None, "fsdp": []},
+    **{"enable_jit_checkpoint": False, "auto_find_batch_size": False},
 }
 #: Samplers by the name of the backend that a run on its own has.
-SAMPLERS: dict[str, Any] = {
-    **{"transformers": PolicySampler, "server": ServerSampler, "colocate": EngineSampler}
-}
+SAMPLERS: dict[str, Any] = {"transformers": PolicySampler, "server": ServerSampler, "colocate": EngineSampler}
 #: Trackers with a run for each trainer of a process; the others have one for the process.
 TRACKERS = ("none", "tensorboard", "trackio")
 
@@ -174,8 +165,8 @@ class Sweep:
         if shared:
             self._base = load_policy(model, shared[0].args).to(shared[0].args.device)  # type: ignore[arg-type]
             given = [(run.args, run.peft_config) for run in shared]
-            kind = SAMPLERS[chosen_backend(shared[0].args)]
-            self.sampler = kind(self._base, given, self.processing_class)
+            make = SAMPLERS[chosen_backend(shared[0].args)]
+            self.sampler = make(self._base, given, self.processing_class)
             for run in shared:
                 self._build(run)
             self.sampler.prepare(cast(GRPOTrainer, shared[0].trainer).accelerator)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from groupwise.compat.accelerate import shared_states
+from groupwise.errors import BackendError
 from groupwise.random_state import get_state, set_state
 from groupwise.threads import start_thread
 
@@ -58,7 +59,15 @@ class TurnThread:
         return given
 
     def pause(self, given: Any = None) -> Any:
-        """End the turn, called in the thread; returns the ``answer`` of the next one."""
+        """End the turn, called in the thread; returns the ``answer`` of the next one.
+
+        Raises:
+            BackendError: the thread does not run, so that no other turn would come.
+        """
+        if self.has_ended or not self._has_started:
+            raise BackendError(
+                f"run {self.name!r} samples only while a sweep trains it; load its directory to evaluate it"
+            )
         self._pauses.put(given)
         answer = self._turns.get()
         if isinstance(answer, BaseException):
