@@ -18,6 +18,7 @@ from support.engine_runs import ENGINE, policy
 from support.fakes.fake_vllm import GENERATE, FakeVLLM, with_tokenizer
 from support.fakes.tiny_engine import TinyEngine
 from support.sweep_runs import SETTINGS, alone, assert_equal, assert_equal_samples, history, sweep
+from transformers import TrainerCallback
 
 from groupwise import GRPOConfig
 from groupwise.errors import BackendError
@@ -58,6 +59,22 @@ def test_histories_on_a_server_are_those_of_the_runs_alone(fake, tmp_path, stale
         assert found[name].status == "finished"
         assert_equal(found[name], alone(tmp_path, name, **given))
     assert history(found["plain"].state) != history(found["hot"].state)
+
+
+def test_a_clone_samples_with_adapters_of_its_own(fake, tmp_path):
+    made = sweep(tmp_path, **on_server(fake, save_strategy="steps", save_steps=100))
+
+    class Control(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == 1:
+                made.clone("hot", "twin")
+
+    made.runs["hot"].trainer.add_callback(Control())
+    found = made.run()
+    assert found["twin"].resume_from == str(tmp_path / "hot" / "checkpoint-1")
+    assert_equal(found["twin"], found["hot"].trainer)
+    used = Counter(body["model"].split(":")[0] for path, body in fake.bodies if path == GENERATE)
+    assert [*used.values()] == [6, 6, 4]
 
 
 def test_a_server_of_merged_weights_is_refused(fake, tmp_path):
