@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from accelerate.utils import gather_object
@@ -39,6 +39,8 @@ from groupwise.tokenization.images import is_processor
 from groupwise.tokenization.text import end_tokens, text_tokenizer
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _ATTEMPTS = 4
 
@@ -78,7 +80,6 @@ class VLLMServerBackend(VLLMBackend):
         self._adapters: weight_sync.ServerAdapters | None = None
         self._num_pushes = 0  # of adapters, part of their names
         self._check = WeightCheck("off", (), self._weight_reports)
-        self._digest: str | None = None  # of the last weights, on rank 0
 
     def prefetch(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions = RUN_SETTINGS, *, step: int
@@ -90,10 +91,6 @@ class VLLMServerBackend(VLLMBackend):
         """See :class:`VLLMBackend`. Connects to the servers: their flags decide."""
         self._connect()
         return super().reports_sampling_mask(generation_kwargs)
-
-    def load_weights(self, source: PolicyWeights, step: int) -> str | None:
-        self._source = source
-        return self._push_weights(step)
 
     def close(self) -> None:
         """Cancel all requests and disconnect; the next ``sync_weights`` connects again."""
@@ -143,16 +140,21 @@ class VLLMServerBackend(VLLMBackend):
         """Return the samples of each request; pushes the weights again to servers that lost them."""
         samples: dict[RequestKey, list[Completion]] = {}
         missing = requests
-        for _ in range(_ATTEMPTS):
+
+        def collect() -> bool:
+            nonlocal missing
             self._submit(missing, sampling)
-            missing, error = self._collect(missing, samples, sampling)
-            self._raise_on_all_ranks(error)
-            if not any(gather_object([bool(missing)])):
+            missing = self._collect(missing, samples, sampling)
+            return bool(missing)
+
+        for _ in range(_ATTEMPTS):
+            if not any(self._on_all_ranks(collect)[0]):
                 return [samples[request.key] for request in requests]
             logger.warning("a vLLM server restarted without this run's weights; sending them again")
             self.disconnect()
             self._check.done, step = False, self.version or 0
-            self.record_digest(step, self._push_weights(step))
+            assert self._source is not None  # set before the version
+            self.record_digest(step, self.load_weights(self._source, step))
         raise BackendError(
             f"vLLM servers lost their weights {_ATTEMPTS} times within one generation; does another run send "
             "its weights to the same servers?"
@@ -163,35 +165,28 @@ class VLLMServerBackend(VLLMBackend):
         requests: list[Request],
         samples: dict[RequestKey, list[Completion]],
         sampling: SamplingOptions,
-    ) -> tuple[list[Request], BackendError | None]:
-        """Wait for the requests and add their results to ``samples``.
+    ) -> list[Request]:
+        """Wait for the requests, add their results to ``samples``, and raise the first failure.
 
         Returns:
-            requests to servers that lost their weights, and the first failure.
+            requests to servers that lost their weights.
         """
         lost: list[Request] = []
-        error: BackendError | None = None
         waiting = {self._pending.pop(request.key): request for request in requests}
-        try:
-            while waiting and error is None:
-                done, _ = wait(waiting, return_when=FIRST_COMPLETED)
-                finished = []
-                for future in [future for future in waiting if future in done]:
-                    request = waiting.pop(future)
-                    try:
-                        samples[request.key] = future.result()
-                        finished.append(request)
-                    except LostWeightsError:
-                        lost.append(request)
-                    except BackendError as failure:
-                        error = error or failure
-                if sampling.on_finished is not None and finished and error is None:
-                    rows = [row for request in finished for row in request.rows]
-                    sampling.on_finished(rows, [one for request in finished for one in samples[request.key]])
-        except BaseException:  # an interrupt; nothing will read the other results
-            self.close()
-            raise
-        return lost, error
+        while waiting:
+            done, _ = wait(waiting, return_when=FIRST_COMPLETED)
+            finished = []
+            for future in [future for future in waiting if future in done]:
+                request = waiting.pop(future)
+                try:
+                    samples[request.key] = future.result()
+                    finished.append(request)
+                except LostWeightsError:
+                    lost.append(request)
+            if sampling.on_finished is not None and finished:
+                rows = [row for request in finished for row in request.rows]
+                sampling.on_finished(rows, [one for request in finished for one in samples[request.key]])
+        return lost
 
     @property
     def servers(self) -> VLLMServers:
@@ -202,30 +197,23 @@ class VLLMServerBackend(VLLMBackend):
 
     def _connect(self) -> None:
         """Wait for the servers and check them. A collective: all ranks call it."""
-        if self._servers is not None:
-            return
-        config, error = self.config, None
-        urls = server_urls(config)
-        run_id = gather_object([uuid.uuid4().hex[:12]])[0]  # that of rank 0
-        servers = VLLMServers(urls, config.vllm_server_timeout, self._start_command(urls[0]), run_id)
-        try:
-            servers.wait_until_up("connecting")
-            self.server_info = check_servers(
-                servers, self.model_config, config, self.tokenizer, self.lora_rank
-            )
-            self.context_length = min(info.max_model_length for info in self.server_info)
-            self._check = WeightCheck(
-                config.vllm_weight_check, [info.dtype for info in self.server_info], self._weight_reports
-            )
-            if self.server_info[0].returns_sampling_mask:
-                self.max_logprobs = servers.max_logprobs = None
-        except BackendError as failure:
-            error = failure
-        except BaseException:
-            servers.close()
-            raise
-        self._servers = servers
-        self._raise_on_all_ranks(error)
+        if self._servers is None:
+            config, urls = self.config, server_urls(self.config)
+            run_id = gather_object([uuid.uuid4().hex[:12]])[0]  # that of rank 0
+            command = self._start_command(urls[0])
+            self._servers = VLLMServers(urls, config.vllm_server_timeout, command, run_id)
+            self._on_all_ranks(self._check_servers)
+
+    def _check_servers(self) -> None:
+        servers, config = self.servers, self.config
+        servers.wait_until_up("connecting")
+        infos = check_servers(servers, self.model_config, config, self.tokenizer, self.lora_rank)
+        self.server_info, self.context_length = infos, min(info.max_model_length for info in infos)
+        self._check = WeightCheck(
+            config.vllm_weight_check, [info.dtype for info in infos], self._weight_reports
+        )
+        if infos[0].returns_sampling_mask:
+            self.max_logprobs = servers.max_logprobs = None
 
     def _start_command(self, url: str) -> str:
         """Return the shell command that starts a server at ``url``, for error messages."""
@@ -244,17 +232,11 @@ class VLLMServerBackend(VLLMBackend):
         answers = self.servers.call_workers(method, given)
         return [(f"the vLLM server at {url}", dtypes[url], reports) for url, reports in answers.items()]
 
-    def _push_weights(self, step: int) -> str | None:
-        """Push the weights, again if a server restarts meanwhile. A collective: all ranks gather shards.
-
-        Returns:
-            their digest; None if they were not compared.
-        """
-        if self._source is None:
-            raise BackendError("the backend has no weights; call sync_weights before generate")
+    def load_weights(self, source: PolicyWeights, step: int) -> str | None:
+        """Push the weights, again if a server restarts meanwhile. A collective: all ranks gather shards."""
+        self._source = source
         self._connect()
-        source, dtypes = self._source, [info.dtype for info in self.server_info]
-        first = self.server_info[0]  # stands for all: they do not differ
+        first, dtypes = self.server_info[0], [info.dtype for info in self.server_info]
 
         def read() -> Iterator[NamedTensor]:
             weights = rounded(source.full(), dtypes)
@@ -263,59 +245,39 @@ class VLLMServerBackend(VLLMBackend):
         for attempt in range(1, _ATTEMPTS + 1):
             self._find_lost()
             self._num_pushes += 1
-            if first.max_lora_rank is not None:
+            if first.max_lora_rank is not None:  # it stands for all: they do not differ
                 adapter, base = source.adapter(), iter(source.base() if self._check.needs_base else ())
-                lost = self._try_on_all_ranks(partial(self._push_adapter, adapter, step, base))
+                digests, lost = self._on_all_ranks(partial(self._push_adapter, adapter, step, base))
             else:
                 self._weights.begin(read)
                 if first.weight_transfer in WITH_METADATA:
                     self._weights.metadata()  # a collective, so before a failure of rank 0
-                lost = self._try_on_all_ranks(partial(self._prepare, retry=attempt > 1))
-                if lost is None and self._transfer is not None:
-                    lost = self._try_on_all_ranks(partial(self._push, self._transfer, step))
+                _, lost = self._on_all_ranks(partial(self._prepare, retry=attempt > 1))
+                if lost is None:
+                    digests, lost = self._on_all_ranks(partial(self._push, step))
+            self._check.done = lost is None
             if lost is None:
-                self._check.done = True
-                return gather_object([self._digest])[0]
-            self._check.done = False
+                return digests[0]
+            self.disconnect()  # a restarted server must be connected again
             logger.warning("sending weights failed (%s)", lost)
-        self._raise_on_all_ranks(
-            ServerUnavailableError(
-                f"sending weights to the vLLM servers failed {_ATTEMPTS} times; the last error: {lost}"
-            )
+        self.close()
+        raise ServerUnavailableError(
+            f"sending weights to the vLLM servers failed {_ATTEMPTS} times; the last error: {lost}"
         )
-        raise AssertionError("the line before raises")
 
     def _find_lost(self) -> None:
         """Leave out servers that do not respond, and take back those that do again; the same on all ranks."""
-        changed, error = False, None
-        try:
-            if self.config.process_index == 0:
-                changed = self.servers.find_lost("sending weights")
-        except BackendError as failure:
-            error = failure
-        self._raise_on_all_ranks(error)
-        changed, self.servers.lost = gather_object([(changed, self.servers.lost)])[0]
+
+        def find() -> tuple[bool, set[str]]:
+            is_first = self.config.process_index == 0
+            return is_first and self.servers.find_lost("sending weights"), self.servers.lost
+
+        (changed, self.servers.lost), *_ = self._on_all_ranks(find)[0]
         if changed:
             self.disconnect()
             self._check.done = False
 
-    def _try_on_all_ranks(self, run: Callable[[], None]) -> str | None:
-        """Run a part of a push; returns the first message about a lost answer, the same on all ranks."""
-        lost: str | None = None
-        error: BackendError | None = None
-        try:
-            run()
-        except LostAnswerError as failure:
-            lost = str(failure)
-        except BackendError as failure:
-            error = failure
-        self._raise_on_all_ranks(error)
-        lost = next((message for message in gather_object([lost]) if message is not None), None)
-        if lost is not None:
-            self.disconnect()  # a restarted server must be connected again
-        return lost
-
-    def _push_adapter(self, adapter: LoRAWeights, step: int, base: Iterator[NamedTensor]) -> None:
+    def _push_adapter(self, adapter: LoRAWeights, step: int, base: Iterator[NamedTensor]) -> str | None:
         """Load the adapter of this step under a name of its own, which later requests carry.
 
         ``base``, the weights below the adapter, are compared before; empty if they were.
@@ -325,7 +287,7 @@ class VLLMServerBackend(VLLMBackend):
         try:
             if config.process_index != 0:
                 servers.adapter = name
-                return
+                return None
             if self._check.needs_base:
                 self._check.compare_base(base)
         except BackendError as error:
@@ -339,7 +301,7 @@ class VLLMServerBackend(VLLMBackend):
         if self._adapters is None:
             self._adapters = weight_sync.ServerAdapters(servers, 1 + config.rollout_staleness)
         self._adapters.push(adapter, name)
-        self._digest = self._check.compare_adapter(adapter)
+        return self._check.compare_adapter(adapter)
 
     def _prepare(self, *, retry: bool) -> None:
         """Connect to the servers and suspend them."""
@@ -359,27 +321,41 @@ class VLLMServerBackend(VLLMBackend):
         if rank == 0:
             servers.pause()
 
-    def _push(self, transfer: WeightTransfer, step: int) -> None:
-        transfer.push(step)
-        if self.config.process_index == 0:
-            self._digest = self._check.compare()
-            self.servers.resume(with_images=is_processor(self.tokenizer))
+    def _push(self, step: int) -> str | None:
+        assert self._transfer is not None  # _prepare connected it
+        self._transfer.push(step)
+        if self.config.process_index != 0:
+            return None
+        digest = self._check.compare()
+        self.servers.resume(with_images=is_processor(self.tokenizer))
+        return digest
 
     # Ranks.
 
-    def _raise_on_all_ranks(self, error: BackendError | None) -> None:
-        """Raise on all ranks if one has an error, so that no rank waits for another."""
-        failure = None if error is None else (isinstance(error, ServerUnavailableError), str(error))
-        failures = [
-            (rank, *other) for rank, other in enumerate(gather_object([failure])) if other is not None
-        ]
-        if not failures:
-            return
-        self.close()
-        if error is not None and self.config.world_size == 1:
-            raise error
-        rank, unavailable, message = failures[0]
-        raise (ServerUnavailableError if unavailable else BackendError)(f"rank {rank}: {message}") from error
+    def _on_all_ranks(self, run: Callable[[], T]) -> tuple[list[T], str | None]:
+        """Run a function on each rank. If it fails on one, all ranks raise, so that none waits for another.
+
+        Returns:
+            the results of all ranks, and the first message about a lost answer, instead of a result.
+        """
+        result: Any = None
+        failure: Exception | None = None
+        try:
+            result = run()
+        except (LostAnswerError, BackendError) as error:
+            failure = error
+        except BaseException:  # an interrupt; nothing will read the results of requests
+            self.close()
+            raise
+        by_rank = gather_object([(result, failure)])
+        for rank, (_, of_rank) in enumerate(by_rank):
+            if isinstance(of_rank, BackendError):
+                self.close()
+                if self.config.world_size == 1:
+                    raise of_rank
+                raise type(of_rank)(f"rank {rank}: {of_rank}") from failure
+        lost = next((str(of_rank) for _, of_rank in by_rank if of_rank is not None), None)
+        return [result for result, _ in by_rank], lost
 
 
 def check_config(config: GRPOConfig) -> None:
