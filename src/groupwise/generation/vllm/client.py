@@ -115,14 +115,8 @@ class VLLMServers:
                 server = min((s for s in in_turn if s.url not in self.lost), key=lambda s: self._load[s.url])
                 self._load[server.url] += 1
                 try:
-                    response = await server.call(
-                        "POST",
-                        "/inference/v1/generate",
-                        body,
-                        doing=doing,
-                        before_retry=partial(self._check_weights, server, adapter),
-                        check=_check_complete,
-                        patience=patience,
+                    response = await server.retry(
+                        partial(self._attempt, server, body, doing), doing, patience
                     )
                 except ServerUnavailableError as error:
                     if patience is None:
@@ -144,6 +138,14 @@ class VLLMServers:
             # vLLM before 0.32. No update comes between: the preflight refuses rollout_staleness with it.
             version = await self._weight_version(server)
         return request.by_row([self._completion(choice, with_mask, version) for choice in choices])
+
+    async def _attempt(self, server: HttpClient, body: dict[str, Any], doing: str, number: int) -> Any:
+        if number > 1:
+            await self._check_weights(server, body.get("model"))
+        response = await server.once("POST", "/inference/v1/generate", body, doing=doing)
+        if reasons := {choice["finish_reason"] for choice in response["choices"]} - {"stop", "length"}:
+            raise LostAnswerError(f"the server ended a completion by {', '.join(sorted(map(str, reasons)))}")
+        return response
 
     def _completion(self, choice: dict[str, Any], with_mask: bool, version: str | None) -> Completion:
         content = choice["logprobs"]["content"]
@@ -313,13 +315,6 @@ class VLLMServers:
                 raise result
             results.append(result)
         return results
-
-
-def _check_complete(response: Any) -> None:
-    """Raise LostAnswerError for completions that a shutdown of the server cut short."""
-    reasons = {choice["finish_reason"] for choice in response["choices"]} - {"stop", "length"}
-    if reasons:
-        raise LostAnswerError(f"the server ended a completion by {', '.join(sorted(map(str, reasons)))}")
 
 
 async def fetch_num_tokens(server: HttpClient) -> float | None:

@@ -8,7 +8,7 @@ import logging
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from groupwise.errors import BackendError, ConfigError
@@ -17,6 +17,8 @@ try:
     import httpx
 except ImportError as missing:
     raise ConfigError("vllm_mode='server' needs httpx: pip install 'groupwise[vllm]'") from missing
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request at INFO
@@ -69,49 +71,36 @@ class HttpClient:
         self._last_progress = self._last_poll = time.monotonic()
         self._progress: float | None = None
 
-    async def call(
-        self,
-        method: str,
-        path: str,
-        body: object = None,
-        *,
-        doing: str,
-        before_retry: Callable[[], Awaitable[None]] | None = None,
-        check: Callable[[Any], None] | None = None,
-        patience: float | None = None,
-    ) -> Any:
-        """Send an idempotent request, and repeat it if the response is lost.
+    async def call(self, method: str, path: str, body: object = None, *, doing: str) -> Any:
+        """Send an idempotent request; see :meth:`once` and :meth:`retry`."""
+        return await self.retry(lambda number: self.once(method, path, body, doing=doing), doing)
+
+    async def retry(
+        self, attempt: Callable[[int], Awaitable[T]], doing: str, patience: float | None = None
+    ) -> T:
+        """Await ``attempt(number)``, again once the server is healthy if it raises LostAnswerError.
 
         Args:
-            doing: what the request is for, in messages.
-            before_retry: called once the server is healthy again; may raise to give up.
-            check: called with the decoded response; raises LostAnswerError to repeat the request.
+            doing: what it is for, in messages.
             patience: see :meth:`wait_until_up`.
-
-        Returns:
-            the decoded response; text if it is not JSON.
 
         Raises:
             ServerUnavailableError: no response within the timeout, or all attempts failed.
-            BackendError: the server refused the request.
         """
-        for attempt in range(1, self.attempts + 1):
+        number = 1
+        while True:
             try:
-                response = await self.once(method, path, body, doing=doing)
-                if check is not None:
-                    check(response)
-                return response
+                return await attempt(number)
             except LostAnswerError as lost:
-                if attempt == self.attempts:
+                if number == self.attempts:
                     raise ServerUnavailableError(
-                        f"the vLLM server at {self.url} failed {attempt} times while {doing}; the last "
+                        f"the vLLM server at {self.url} failed {number} times while {doing}; the last "
                         f"error: {lost}"
                     ) from lost
                 logger.warning("%s: %s while %s; trying again", self.url, lost, doing)
-                await asyncio.sleep(self.first_pause * 2 ** (attempt - 1))
+                await asyncio.sleep(self.first_pause * 2 ** (number - 1))
                 await self.wait_until_up(doing, patience)
-                if before_retry is not None:
-                    await before_retry()
+                number += 1
 
     async def once(
         self, method: str, path: str, body: object = None, *, doing: str, timeout: float | None = None
@@ -121,9 +110,13 @@ class HttpClient:
         Args:
             timeout: maximum seconds to wait; None: as long as the server makes progress.
 
+        Returns:
+            the decoded response; text if it is not JSON.
+
         Raises:
             LostAnswerError: no usable response; repeating the request may succeed.
-            ServerUnavailableError, BackendError: as in :meth:`call`.
+            ServerUnavailableError: no progress within the timeout of the client.
+            BackendError: the server refused the request.
         """
         sending = self._send(method, path, body)
         try:
