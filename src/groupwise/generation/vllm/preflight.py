@@ -31,25 +31,19 @@ _PROBE = "The answer: 3.14 + 2.7 = 5.84\n\tünïcode 你好"
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """Configuration that a server reports.
+    """Configuration that a server reports, as far as it is read after the checks.
 
     Attributes:
         max_lora_rank: None without ``--enable-lora``.
-        shape: fields of ``_SHAPE``, as far as they are known.
     """
 
     url: str
-    version: str
     model: str
     dtype: str
-    logprobs_mode: str
     max_model_length: int
-    max_samples: int
     weight_transfer: str | None
-    quantization: str | None
     max_lora_rank: int | None
     returns_sampling_mask: bool
-    shape: dict[str, int]
 
 
 def check_servers(
@@ -71,15 +65,21 @@ def check_servers(
     Raises:
         BackendError: a server does not fit; the message lists all reasons, each with the fix.
     """
-    infos = [_fetch_info(servers, server) for server in servers.servers]
-    problems = []
-    for info, server in zip(infos, servers.servers, strict=True):
-        found = _problems(info, model_config.get_text_config(decoder=True), config)
+    policy = model_config.get_text_config(decoder=True)
+    dtype = "bfloat16" if config.bf16 else "float16" if config.fp16 else "float32"
+    infos, problems = [], []
+    for server in servers.servers:
+        info, found = _compare(servers, server, policy, config, lora_rank)
         if tokenizer is not None and not found:
-            found += _tokenizer_problem(servers, server, tokenizer, info)
-        found += _adapter_problem(info, lora_rank)
+            found = _tokenizer_problem(servers, server, tokenizer, info)
+        infos.append(info)
         problems += [f"\n  - {info.url}: {problem}" for problem in found]
-        _warn_about_dtype(info, config)
+        if info.dtype != dtype:
+            logger.warning(
+                "the vLLM server at %s computes in %s and the trainer in %s, so log-probs differ; start it "
+                "with --dtype %s",
+                *(info.url, info.dtype, dtype, dtype),
+            )
     flags: dict[str, set[Any]] = {
         "--enable-lora": {info.max_lora_rank is None for info in infos},
         "--weight-transfer-config": {info.weight_transfer for info in infos},
@@ -92,27 +92,90 @@ def check_servers(
     return infos
 
 
-def _fetch_info(servers: VLLMServers, server: HttpClient) -> ServerInfo:
+def _compare(
+    servers: VLLMServers,
+    server: HttpClient,
+    policy: PreTrainedConfig,
+    config: GRPOConfig,
+    lora_rank: int | None,
+) -> tuple[ServerInfo, list[str]]:
+    """Return the configuration of a server, and the reasons why it does not fit."""
     path = "/server_info?config_format=json"
-    info = servers.run(server.call("GET", path, doing="reading its configuration"))["vllm_config"]
-    if isinstance(info, str):  # vllm-router drops the query of a route
+    given = servers.run(server.call("GET", path, doing="reading its configuration"))["vllm_config"]
+    if isinstance(given, str):  # vllm-router drops the query of a route
         raise BackendError(f"{server.url} is the address of a router; give those of the servers behind it")
-    model = info["model_config"]
-    transfer = info.get("weight_transfer_config") or {}
-    return ServerInfo(
+    version = servers.run(server.call("GET", "/version", doing="reading its version"))["version"]
+    model = given["model_config"]
+    info = ServerInfo(
         url=server.url,
-        version=servers.run(server.call("GET", "/version", doing="reading its version"))["version"],
         model=model["model"],
         dtype=str(model["dtype"]).removeprefix("torch."),
-        logprobs_mode=model["logprobs_mode"],
         max_model_length=model["max_model_len"],
-        max_samples=info["scheduler_config"]["max_num_seqs"],
-        weight_transfer=transfer.get("backend"),
-        quantization=model.get("quantization"),
-        max_lora_rank=(info.get("lora_config") or {}).get("max_lora_rank"),
+        weight_transfer=(given.get("weight_transfer_config") or {}).get("backend"),
+        max_lora_rank=(given.get("lora_config") or {}).get("max_lora_rank"),
         returns_sampling_mask=bool(model.get("return_sampling_mask")),
-        shape=_shape(model["model"]),
     )
+    return info, _problems(info, given, version, policy, config, lora_rank)
+
+
+def _problems(
+    info: ServerInfo,
+    given: dict[str, Any],
+    version: str,
+    policy: PreTrainedConfig,
+    config: GRPOConfig,
+    lora_rank: int | None,
+) -> list[str]:
+    model, transfer, max_rank = given["model_config"], info.weight_transfer, info.max_lora_rank
+    quantization, logprobs_mode = model.get("quantization"), model["logprobs_mode"]
+    loads_4_bits = (
+        quantization == "bitsandbytes" and getattr(policy, "quantization_config", None) and max_rank
+    )
+    needs_gpu = transfer in _SENDABLE and transfer != "groupwise"
+    fits_raw = (  # raw log-probs are those of the sampling distribution if nothing changes it
+        sampler_settings(config) == SamplerSettings()
+        and not config.generation_kwargs
+        and config.vllm_structured_outputs_regex is None
+    )
+    max_samples = given["scheduler_config"]["max_num_seqs"]
+    needed = config.max_completion_length + (config.max_prompt_length or 1)
+    checks = {
+        f"it serves {info.model} with {name}={size}, but the policy has {expected}; serve that model": True
+        for name, size in _shape(info.model).items()
+        if (expected := getattr(policy, name, None)) not in (None, size)
+    } | {
+        f"its weights are quantized by {quantization}, but full matrices are sent; serve the model without "
+        "quantization, or with --enable-lora the checkpoint of a policy in 4 bits": (
+            quantization in _PACKED and not loads_4_bits
+        ),
+        "it takes no weights; start it with --weight-transfer-config, as groupwise vllm-serve does": (
+            transfer is None
+        ),
+        f"its weight transfer {transfer!r} is not supported; allowed: {', '.join(_SENDABLE)}": (
+            transfer not in (None, *_SENDABLE)
+        ),
+        f"its weight transfer {transfer!r} sends from a GPU, but the policy trains on {config.device.type}; "
+        "start it with the backend 'groupwise'": needs_gpu and config.device.type != "cuda",
+        f"it reports {logprobs_mode}, which are not log-probs of the sampling distribution; start it with "
+        "--logprobs-mode processed_logprobs": logprobs_mode
+        not in ("processed_logprobs", *(["raw_logprobs"] if fits_raw else [])),
+        f"it runs vLLM {version}, which does not report the weights that sampled each token, as "
+        f"rollout_staleness needs; install {_REPORTS_WEIGHTS} or newer there, or set rollout_staleness=0": (
+            config.rollout_staleness > 0 and Version(version) < _REPORTS_WEIGHTS
+        ),
+        f"it runs {max_samples} sequences at a time, fewer than num_generations={config.num_generations}; "
+        "raise --max-num-seqs": max_samples < config.num_generations,
+        "it was started with --return-sampling-mask, and refuses requests without truncation; start it "
+        "without, or set top_k, top_p or min_p": info.returns_sampling_mask and not truncating(config),
+        f"--max-model-len {info.max_model_length} is less than {needed}, the sum of max_prompt_length and "
+        "max_completion_length; raise it, or lower those": info.max_model_length < needed,
+        "it was started with --enable-lora, but the policy has no plain LoRA adapter, which can be sent "
+        "alone; start it without, to send merged weights": max_rank is not None and lora_rank == 0,
+        f"its --max-lora-rank {max_rank} is less than the adapter's {lora_rank}; raise it": (
+            max_rank is not None and (lora_rank or 0) > max_rank
+        ),
+    }
+    return [problem for problem, applies in checks.items() if applies]
 
 
 def _shape(model: str) -> dict[str, int]:
@@ -125,85 +188,6 @@ def _shape(model: str) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if isinstance(size, int)}
 
 
-def _problems(info: ServerInfo, policy: PreTrainedConfig, config: GRPOConfig) -> list[str]:
-    found = []
-    for name, size in info.shape.items():
-        expected = getattr(policy, name, size)
-        if expected is not None and expected != size:
-            found.append(
-                f"it serves {info.model} with {name}={size}, but the policy has {expected}; serve that model"
-            )
-    same_base = info.quantization == "bitsandbytes" and getattr(policy, "quantization_config", None)
-    if info.quantization in _PACKED and not (same_base and info.max_lora_rank):
-        found.append(
-            f"its weights are quantized by {info.quantization}, but full matrices are sent; serve the model "
-            "without quantization, or with --enable-lora the checkpoint of a policy in 4 bits"
-        )
-    if info.weight_transfer is None:
-        found.append(
-            "it takes no weights; start it with --weight-transfer-config, as groupwise vllm-serve does"
-        )
-    elif info.weight_transfer not in _SENDABLE:
-        found.append(
-            f"its weight transfer {info.weight_transfer!r} is not supported; allowed: {', '.join(_SENDABLE)}"
-        )
-    elif info.weight_transfer != "groupwise" and config.device.type != "cuda":
-        found.append(
-            f"its weight transfer {info.weight_transfer!r} sends from a GPU, but the policy trains on "
-            f"{config.device.type}; start it with the backend 'groupwise'"
-        )
-    if info.logprobs_mode != "processed_logprobs" and not _raw_logprobs_fit(config, info.logprobs_mode):
-        found.append(
-            f"it reports {info.logprobs_mode}, which are not log-probs of the sampling distribution; start "
-            "it with --logprobs-mode processed_logprobs"
-        )
-    if config.rollout_staleness and Version(info.version) < _REPORTS_WEIGHTS:
-        found.append(
-            f"it runs vLLM {info.version}, which does not report the weights that sampled each token, as "
-            f"rollout_staleness needs; install {_REPORTS_WEIGHTS} or newer there, or set rollout_staleness=0"
-        )
-    if info.max_samples < config.num_generations:
-        found.append(
-            f"it runs {info.max_samples} sequences at a time, fewer than num_generations="
-            f"{config.num_generations}; raise --max-num-seqs"
-        )
-    if info.returns_sampling_mask and not truncating(config):
-        found.append(
-            "it was started with --return-sampling-mask, and refuses requests without truncation; start it "
-            "without, or set top_k, top_p or min_p"
-        )
-    needed = config.max_completion_length + (config.max_prompt_length or 1)
-    if info.max_model_length < needed:
-        found.append(
-            f"--max-model-len {info.max_model_length} is less than {needed}, the sum of max_prompt_length "
-            "and max_completion_length; raise it, or lower those"
-        )
-    return found
-
-
-def _adapter_problem(info: ServerInfo, lora_rank: int | None) -> list[str]:
-    if info.max_lora_rank is None or lora_rank is None:
-        return []
-    if lora_rank == 0:
-        return [
-            "it was started with --enable-lora, but the policy has no plain LoRA adapter, which can be sent "
-            "alone; start it without, to send merged weights"
-        ]
-    if lora_rank > info.max_lora_rank:
-        return [f"its --max-lora-rank {info.max_lora_rank} is less than the adapter's {lora_rank}; raise it"]
-    return []
-
-
-def _raw_logprobs_fit(config: GRPOConfig, mode: str) -> bool:
-    """Return True if raw log-probs are those of the sampling distribution."""
-    return (
-        mode == "raw_logprobs"
-        and sampler_settings(config) == SamplerSettings()
-        and not config.generation_kwargs
-        and config.vllm_structured_outputs_regex is None
-    )
-
-
 def _tokenizer_problem(
     servers: VLLMServers, server: HttpClient, tokenizer: ProcessingClass, info: ServerInfo
 ) -> list[str]:
@@ -212,19 +196,8 @@ def _tokenizer_problem(
         found = servers.run(server.call("POST", "/tokenize", body, doing="comparing tokenizers"))["tokens"]
     except BackendError:
         return []  # a server without a tokenizer: only token ids are exchanged
-    expected = text_tokenizer(tokenizer)(_PROBE, add_special_tokens=False)["input_ids"]
-    if list(expected) == list(found):
+    if list(text_tokenizer(tokenizer)(_PROBE, add_special_tokens=False)["input_ids"]) == list(found):
         return []
     return [
         f"the tokenizer of {info.model} is not the policy's: token ids have another meaning; serve its model"
     ]
-
-
-def _warn_about_dtype(info: ServerInfo, config: GRPOConfig) -> None:
-    expected = "bfloat16" if config.bf16 else "float16" if config.fp16 else "float32"
-    if info.dtype != expected:
-        logger.warning(
-            "the vLLM server at %s computes in %s and the trainer in %s, so log-probs differ; start it with "
-            "--dtype %s",
-            *(info.url, info.dtype, expected, expected),
-        )
