@@ -118,8 +118,8 @@ class TinyEngine:
 
     def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> list[Any]:
         if method == ADAPTERS:
-            return [[self._adapter_report(adapter, **kwargs) for adapter in self.adapters]]
-        return [self._weight_report(**kwargs)]
+            return [[self._adapter_report(adapter, kwargs["shapes"]) for adapter in self.adapters]]
+        return [[self._weight_report(**kwargs)]]
 
     def _weight_report(self, shapes: dict[str, list[int]], sync: int) -> dict[str, Any]:
         if self._places is None or self._places[0] != shapes:

@@ -62,8 +62,11 @@ class WeightCheck:
         self._sent.unrounded = self._unrounded if scales is None and self.done else None
         return self._sent.recorded(weights)
 
-    def compare(self) -> str | None:
+    def compare(self, method: str = WEIGHTS) -> str | None:
         """Compare recorded weights with those of all engines.
+
+        Args:
+            method: of the workers; one of the reports that each returns must have the values.
 
         Returns:
             the digest of all tensors; None if nothing was recorded.
@@ -74,8 +77,16 @@ class WeightCheck:
         sent, self._sent = self._sent, None
         if sent is None:
             return None
-        for engine, dtype, reports in self.call(WEIGHTS, {"shapes": sent.shapes(), "sync": sent.sync}):
-            sent.check(engine, dtype, reports)
+        for engine, dtype, of_workers in self.call(method, {"shapes": sent.shapes(), "sync": sent.sync}):
+            failures = [BackendError(f"{engine} has no adapter")]
+            for reports in zip(*of_workers, strict=True):
+                try:
+                    sent.check(engine, dtype, reports)
+                    break
+                except BackendError as failure:
+                    failures.append(failure)
+            else:
+                raise failures[:2][-1]  # of the latest adapter
         self.num_syncs, self._unrounded = self.num_syncs + 1, sent.wider
         return sent.combined()
 
@@ -87,28 +98,15 @@ class WeightCheck:
         self.base = self.compare() or ""
 
     def compare_adapter(self, adapter: LoRAWeights) -> str | None:
-        """Compare an adapter: one of those of each engine must have its values. See :meth:`compare`."""
+        """Compare an adapter. See :meth:`compare`."""
         for _ in self.record(adapter.tensors.items(), adapter.scaling):
             pass
-        sent, self._sent = self._sent, None
-        if sent is None:
-            return None
-        for engine, dtype, of_workers in self.call(ADAPTERS, {"shapes": sent.shapes()}):
-            failures = []
-            for reports in zip(*of_workers, strict=True):  # the latest adapter first
-                try:
-                    sent.check(engine, dtype, reports)
-                    break
-                except BackendError as failure:
-                    failures.append(failure)
-            else:
-                raise failures[0] if failures else BackendError(f"{engine} has no adapter")
-        return sent.combined()
+        return self.compare(ADAPTERS)
 
 
 @torch.no_grad()
-def weight_report(worker: Any, shapes: Mapping[str, Sequence[int]], sync: int) -> dict[str, Any]:
-    """Return the digests of a worker's weights by checkpoint name, without adapters.
+def weight_report(worker: Any, shapes: Mapping[str, Sequence[int]], sync: int) -> list[dict[str, Any]]:
+    """Return one report: the digests of a worker's weights by checkpoint name, without adapters.
 
     Args:
         shapes: shapes of the checkpoint's tensors.
@@ -120,7 +118,7 @@ def weight_report(worker: Any, shapes: Mapping[str, Sequence[int]], sync: int) -
     model, report = worker.model_runner.get_model(), DigestReport(shapes)
     if worker.model_config.quantization is not None:  # it computes with other values by intent
         report.opaque.update(shapes)
-        return report.result()
+        return [report.result()]
     vllm_weights.keep_digests_of_repacked(row_digests)
     with vllm_weights.without_lora_layers(model):
         if getattr(worker, "groupwise_places", (None,))[0] != shapes:
@@ -146,7 +144,7 @@ def weight_report(worker: Any, shapes: Mapping[str, Sequence[int]], sync: int) -
                     rows_N = getattr(kernel, "row_digests", None)
                     read = vllm_weights.kernel_reader(module, kernel, shape[1])
                     report.add_repacked(own, (shape[0], shape[1]), read, rows_N, sync)
-    return report.result()
+    return [report.result()]
 
 
 def _find_places(model: Any, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> Places:
@@ -159,11 +157,12 @@ def _find_places(model: Any, shapes: Mapping[str, Sequence[int]], dtype: torch.d
 
 
 @torch.no_grad()
-def adapter_reports(worker: Any, shapes: Mapping[str, Sequence[int]]) -> list[dict[str, Any]]:
+def adapter_reports(worker: Any, shapes: Mapping[str, Sequence[int]], sync: int) -> list[dict[str, Any]]:
     """Return one report per LoRA adapter of a worker, the latest first.
 
     Args:
         shapes: shapes of the adapter's tensors by their names in the format of PEFT.
+        sync: without effect, as all values can be read.
     """
     reports = []
     for tensors in vllm_weights.adapter_tensors(worker, shapes):
