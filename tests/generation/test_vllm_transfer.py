@@ -513,7 +513,7 @@ def test_the_engine_without_a_gpu_is_in_the_factory_of_vllm(
 
     model, client = policy(), Client()
     engine = WeightTransferTrainerFactory.trainer_init(
-        BucketSenderInfo(rank=0), client=client, source=ModuleSource(model)
+        BucketSenderInfo(), client=client, source=ModuleSource(model)
     )
     engine.send_weights()
     engine.shutdown()

@@ -130,13 +130,15 @@ class WeightTransfer:
 
         def connect() -> Any:
             if backend == BACKEND:  # without vLLM in the trainer's environment
-                info = BucketSenderInfo(rank=rank, **given)
-                return BucketSender.trainer_init(info, client=self.client, source=weights)
+                return BucketSender.trainer_init(
+                    BucketSenderInfo(**given), client=self.client, source=weights
+                )
             source = None if backend == "sparse_nccl" else weights
             return trainer_engine(backend, self.client, source, rank=rank, **given)
 
-        # A vLLM TrainerWeightTransferEngine; None: this rank only reads the source.
-        self.engine: Any = None if rank > 0 and backend in BROADCASTING else self._run(connect)
+        # A vLLM TrainerWeightTransferEngine; None: this rank only reads the source. The ranks of "ipc" share
+        # barriers.
+        self.engine: Any = None if rank > 0 and backend != "ipc" else self._run(connect)
 
     def push(self, step: int) -> None:
         """Replace the engines' weights by those of the pass that ``weights.begin`` began.
@@ -230,11 +232,10 @@ class WeightTransfer:
 
 @dataclass
 class BucketSenderInfo:
-    """Init info of :class:`BucketSender`: rank 0 sends; an engine in this process gets the tensors."""
+    """Init info of :class:`BucketSender`: an engine in this process gets the tensors."""
 
     backend: ClassVar[str] = BACKEND
 
-    rank: int = 0
     in_process: bool = False
 
 
@@ -249,29 +250,22 @@ class BucketSender:
     def __init__(
         self, init_info: BucketSenderInfo, client: VLLMWeightSyncClient, source: Iterable[NamedTensor]
     ) -> None:
-        self.info, self.client = init_info, client
+        self.client = client
         self.read = getattr(source, "iter_full", partial(iter, source))  # a source of vLLM 0.33 has iter_full
         self.directory: Path | None = None
-        if init_info.rank == 0 and not init_info.in_process:
-            self.directory, lock = _locked_directory(shared_memory())
-            # At the latest when the process ends: shared memory would stay occupied.
-            self._remove = weakref.finalize(self, _remove, self.directory, lock)
+        if not init_info.in_process:
+            self.directory, self._remove = shared_directory(self)
 
     @classmethod
     def trainer_init(
         cls, init_info: BucketSenderInfo, *, client: VLLMWeightSyncClient, source: Iterable[NamedTensor]
     ) -> BucketSender:
         """Connect to the engine, as vLLM's ``WeightTransferTrainerFactory`` calls it."""
-        if init_info.rank == 0:
-            client.init_weight_transfer_engine({})
+        client.init_weight_transfer_engine({})
         return cls(init_info, client, source)
 
     def send_weights(self) -> None:
-        """Send all weights of the source; ranks other than 0 read them."""
-        if self.info.rank > 0:
-            for _ in self.read():
-                pass
-            return
+        """Send all weights of the source."""
         self.client.start_weight_update()
         for bucket in buckets(self.read(), BUCKET_BYTES):
             if self.directory is None:
@@ -303,26 +297,28 @@ class BucketSender:
             self._remove()
 
 
-def shared_memory() -> Path:
-    """Return the directory in memory that processes of a machine share, else that of temporary files."""
-    return _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+def shared_directory(owner: object) -> tuple[Path, Callable[[], object]]:
+    """Make a directory in memory that processes of a machine share, else among temporary files.
 
+    Its lock ends with the process. Directories without a lock are removed: their process has ended. Those of
+    other users are skipped.
 
-def _locked_directory(parent: Path) -> tuple[Path, IO[str]]:
-    """Make a directory whose lock ends with the process or with the returned file.
-
-    Directories without a lock are removed: their process has ended. Those of other users are skipped.
+    Returns:
+        the directory, and a function that removes it. That is called at the latest when ``owner`` or the
+        process ends, because shared memory would stay occupied.
     """
     import fcntl
 
+    parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     for directory in parent.glob("groupwise-*"):
         with suppress(OSError), open(directory / "lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process runs
             shutil.rmtree(directory, ignore_errors=True)
     hidden = Path(tempfile.mkdtemp(prefix=".groupwise-", dir=parent))  # not found before it is locked
-    lock = open(hidden / "lock", "w")  # noqa: SIM115  open as long as the sender
+    lock = open(hidden / "lock", "w")  # noqa: SIM115  open as long as the directory
     fcntl.flock(lock, fcntl.LOCK_EX)
-    return hidden.rename(parent / hidden.name.removeprefix(".")), lock
+    directory = hidden.rename(parent / hidden.name.removeprefix("."))
+    return directory, weakref.finalize(owner, _remove, directory, lock)
 
 
 def _remove(directory: Path, lock: IO[str]) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from groupwise.compat.vllm import add_lora, remove_lora
 from groupwise.errors import BackendError, ConfigError
 from groupwise.generation.vllm.plugin import BACKEND, PLACE_ADAPTER
-from groupwise.generation.vllm.transfer import WeightTransfer, shared_memory
+from groupwise.generation.vllm.transfer import WeightTransfer, shared_directory
 from groupwise.generation.vllm.weight_check import WeightCheck
 from groupwise.policy.introspection import CausalLM
 from groupwise.policy.weight_iterator import LoRAWeights, PolicyWeights, base_weights
@@ -122,8 +122,7 @@ class ServerAdapters:
 
     def __init__(self, servers: VLLMServers, num_kept: int) -> None:
         self.servers, self.num_kept = servers, num_kept
-        self.directory = Path(tempfile.mkdtemp(prefix="groupwise-adapters-", dir=shared_memory()))
-        self._remove = weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
+        self.directory, self._remove = shared_directory(self)
         self.names: list[str] = []
 
     def push(self, adapter: LoRAWeights, name: str) -> int:
