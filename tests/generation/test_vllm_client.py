@@ -22,7 +22,7 @@ from groupwise.generation.vllm.sampling import Request, group_requests
 
 @pytest.fixture
 def servers(fake):
-    client = VLLMServers([fake.url], timeout=5.0, start_command="vllm serve tiny")
+    client = VLLMServers([fake.url], timeout=5.0, hint=lambda url: "; start it with: vllm serve tiny")
     fake.version = f"{client.run_id}:3"
     yield client
     client.close()
@@ -139,7 +139,7 @@ def test_repeated_server_errors_raise_a_connection_error_with_the_last_message(s
 
 def test_without_a_server_the_error_has_the_start_command(fake):
     fake.close()
-    client = VLLMServers([fake.url], timeout=0.5, start_command="vllm serve tiny")
+    client = VLLMServers([fake.url], timeout=0.5, hint=lambda url: "; start it with: vllm serve tiny")
     with pytest.raises(ConnectionError, match=r"vllm_server_timeout=0.5 s while connecting.*vllm serve tiny"):
         client.wait_until_up("connecting")
     client.close()

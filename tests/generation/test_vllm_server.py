@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.fakes.fake_vllm import GENERATE, FakeVLLM
+from support.fakes.fake_vllm import GENERATE, FakeRouter, FakeVLLM
 from support.runs import policy, tokenizer
 from support.serialization import reloaded
 from support.workers.launch import run_ranks
@@ -270,10 +270,76 @@ def test_the_last_server_has_the_full_time_to_come_back(fake, tmp_path, monkeypa
         backend.generate([[3], [5]])
 
 
-def test_the_address_of_a_router_is_refused(fake, tmp_path):
-    fake.info = "model='tiny', speculative_config=None"  # vllm-router drops ?config_format=json
-    with pytest.raises(BackendError, match=f"{fake.url} is the address of a router; give those of the"):
-        backend_for(fake, tmp_path).sync_weights(WEIGHTS, step=0)
+@pytest.fixture
+def router(fake):
+    """A router in front of two servers."""
+    second = FakeVLLM()
+    second.info = fake.info
+    router = FakeRouter([fake, second])
+    yield router
+    router.close()
+    second.close()
+
+
+def test_behind_a_router_weights_go_to_all_workers_and_requests_to_the_router(router, fake, tmp_path):
+    alone = backend_for(fake, tmp_path)
+    alone.sync_weights(WEIGHTS, step=4)
+    undisturbed = alone.generate([[3], [3], [5], [7]])
+    alone.close()
+    backend = backend_for(router, tmp_path)
+    backend.sync_weights(WEIGHTS, step=4)
+    assert backend.generate([[3], [3], [5], [7]]) == undisturbed
+    assert router.seen == {"/health": 1, "/list_workers": 1, GENERATE: 3}
+    assert [worker.seen["/finish_weight_update"] for worker in router.workers] == [2, 1]
+    assert {worker.url for worker in router.workers} == {info.url for info in backend.server_info}
+    backend.close()
+
+
+def test_a_worker_that_missed_an_update_gets_the_weights_before_its_tokens_count(
+    router, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(client, "PATIENCE", 0.2)
+    _, second = router.workers
+    backend = backend_for(router, tmp_path)
+    backend.sync_weights(WEIGHTS, step=4)
+    second.failures["/health"] = [500] * 10  # the router does not notice, and it has the weights of step 4
+    backend.sync_weights(WEIGHTS, step=5)
+    assert backend.servers.lost == {second.url}
+    second.failures.clear()
+    completions = backend.generate([[3], [5]])
+    assert [c.versions for c in completions] == [[5] * 4] * 2 and backend.servers.lost == set()
+    assert "restarted without this run's weights" in caplog.text
+    backend.close()
+
+
+def test_a_request_that_a_router_loses_is_repeated_once_all_workers_have_the_weights(router, fake, tmp_path):
+    backend = backend_for(router, tmp_path)
+    backend.sync_weights(WEIGHTS, step=4)
+    before = backend.snapshot()
+    undisturbed = backend.generate([[3], [5]])
+    router.failures[GENERATE], fake.version = [503], "default"
+    backend.restore(before)
+    assert backend.generate([[3], [5]]) == undisturbed
+    assert router.seen["/readiness"] == 1  # vllm-router's /health would wait for all workers
+    assert fake.seen["/weight_info"] == 1 and fake.seen["/finish_weight_update"] == 2
+    backend.close()
+
+
+def test_a_router_in_front_of_servers_that_do_not_report_the_weights_of_tokens_is_refused(
+    router, fake, tmp_path
+):
+    fake.release = "0.31.0"
+    with pytest.raises(BackendError, match=r"as routers and rollout_staleness need; install 0\.32"):
+        backend_for(router, tmp_path).sync_weights(WEIGHTS, step=0)
+
+
+def test_a_router_is_the_only_address_and_has_workers(router, fake, tmp_path):
+    message = f"{router.url} is the address of a router; give it alone, with workers behind it"
+    with pytest.raises(BackendError, match=message):
+        backend_for([fake, router], tmp_path).sync_weights(WEIGHTS, step=0)
+    router.workers = []
+    with pytest.raises(BackendError, match=message):
+        backend_for(router, tmp_path).sync_weights(WEIGHTS, step=0)
 
 
 MISFITS = {

@@ -80,6 +80,8 @@ class FakeVLLM:
             getattr(self.engine, path[1:])(*filter(None, [body]))
         elif path == "/update_weights" and body["update_info"].get("path"):
             self.weights |= load_file(body["update_info"]["path"])
+        if path == "/list_workers":
+            return 404, "Not Found"
         if path == "/collective_rpc" and body["method"] == PLACE_ADAPTER:
             given = body["kwargs"]
             if self.is_elsewhere:
@@ -157,6 +159,24 @@ class FakeVLLM:
         self.http.server_close()
         for connection in list(self.http.open_connections):
             connection.close()
+
+
+class FakeRouter(FakeVLLM):
+    """Answers like vllm-router: each request goes to the next worker in turn."""
+
+    def __init__(self, workers: list[FakeVLLM]) -> None:
+        super().__init__()
+        self.workers = workers
+
+    def answer(self, path: str, query: dict[str, list[str]], body: Any) -> Any:
+        if path == "/list_workers":
+            return {"urls": [worker.url for worker in self.workers]}
+        if path in ("/health", "/readiness"):
+            return {}
+        assert path == GENERATE, path  # vllm-router would send an update to one of the workers
+        worker = self.workers[self.seen[GENERATE] % len(self.workers)]
+        worker.bodies.append((path, body))
+        return worker.answer(path, query, body)
 
 
 def with_tokenizer(fake: FakeVLLM, tokenizer: Any) -> FakeVLLM:

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -54,26 +55,33 @@ class VLLMServers:
     Args:
         urls: addresses. A request goes to the server with the fewest in flight, weights go to all of them.
         timeout: seconds without progress after which a wait raises a ConnectionError.
-        start_command: the command that starts a server, for that error.
+        hint: returns the end of that error's message for an address.
         run_id: part of the weight version, which a restarted server does not have.
 
     Attributes:
+        router: a router in front of the servers, to which all requests go; see :meth:`find_workers`.
+        steps: optimizer steps whose weights the servers got, in order. The caller adds each before its sync.
         lost: addresses of lost servers.
     """
 
     def __init__(
-        self, urls: Sequence[str], timeout: float, start_command: str = "", run_id: str = "run"
+        self,
+        urls: Sequence[str],
+        timeout: float,
+        hint: Callable[[str], str] = lambda url: "",
+        run_id: str = "run",
     ) -> None:
         key = os.environ.get("VLLM_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        hint = f"; start it with: {start_command}" if start_command else ""
-        self.servers = [HttpClient(url, timeout, headers, hint, fetch_num_tokens) for url in urls]
-        self.run_id = run_id
+        self._connect = lambda url: HttpClient(url, timeout, headers, hint(url), fetch_num_tokens)
+        self.servers = [self._connect(url) for url in urls]
+        self.router: HttpClient | None = None
+        self.run_id, self.steps = run_id, list[int]()
         self.world_sizes: list[int] = []
         self.adapter: str | None = None  # of new requests; None: the weights of the model
         self.max_logprobs: int | None = DEFAULT_MAX_LOGPROBS  # None: the servers report sampling masks
         self.lost: set[str] = set()
-        self._load = dict.fromkeys((server.url for server in self.servers), 0)  # requests in flight
+        self._load: Counter[str] = Counter()  # requests in flight
         self._slots = asyncio.Semaphore(CONCURRENCY * len(urls))
         self._background = EventLoop(
             "vllm-client", lambda: ServerUnavailableError("the client of the vLLM servers was closed")
@@ -94,13 +102,14 @@ class VLLMServers:
         Returns:
             one future per request. It raises LostWeightsError if the server needs weights first.
         """
+        since = len(self.steps) - 1
         return [
-            self._background.submit(self._generate(first, request, sampling, self.adapter))
+            self._background.submit(self._generate(first, request, sampling, self.adapter, since))
             for request in requests
         ]
 
     async def _generate(
-        self, first: int, request: Request, sampling: dict[str, Any], adapter: str | None
+        self, first: int, request: Request, sampling: dict[str, Any], adapter: str | None, since: int
     ) -> list[Completion]:
         params = request.params(sampling, self.max_logprobs)
         body: dict[str, Any] = {**server_prompt(request), "sampling_params": params}
@@ -110,8 +119,9 @@ class VLLMServers:
         response = None
         async with self._slots:
             while response is None:
-                patience = PATIENCE if len(self.live) > 1 else None
                 in_turn = self.servers[first % len(self.servers) :] + self.servers
+                in_turn = in_turn if self.router is None else [self.router]
+                patience = PATIENCE if self.router is None and len(self.live) > 1 else None
                 server = min((s for s in in_turn if s.url not in self.lost), key=lambda s: self._load[s.url])
                 self._load[server.url] += 1
                 try:
@@ -137,7 +147,11 @@ class VLLMServers:
         if adapter is None and "weight_versions" not in choices[0]:
             # vLLM before 0.32. No update comes between: the preflight refuses rollout_staleness with it.
             version = await self._weight_version(server)
-        return request.by_row([self._completion(choice, with_mask, version) for choice in choices])
+        completions = [self._completion(choice, with_mask, version) for choice in choices]
+        sampled_by = {step for completion in completions for step in completion.versions or ()}
+        if self.router is not None and not sampled_by <= {*self.steps[since:]}:
+            raise LostWeightsError(sampled_by)  # the router chose a worker that was away during an update
+        return request.by_row(completions)
 
     async def _attempt(self, server: HttpClient, body: dict[str, Any], doing: str, number: int) -> Any:
         if number > 1:
@@ -171,15 +185,20 @@ class VLLMServers:
         return int(parts[-1])
 
     async def _check_weights(self, server: HttpClient, adapter: str | None) -> None:
-        if adapter is not None:
-            models = await server.once("GET", "/v1/models", doing="reading its adapters")
+        """Raise LostWeightsError if the server, or a worker behind the router, does not have the weights."""
+        if server is self.router:
+            for worker in self.servers:
+                with suppress(LostAnswerError):  # the router leaves it out
+                    await self._check_weights(worker, adapter)
+        elif adapter is None:
+            self._step(await self._weight_version(server))
+        else:
+            models = await server.once("GET", "/v1/models", doing="reading its adapters", timeout=10.0)
             if adapter not in [model["id"] for model in models["data"]]:
                 raise LostWeightsError(adapter)
-            return
-        self._step(await self._weight_version(server))
 
     async def _weight_version(self, server: HttpClient) -> str:
-        info = await server.once("GET", "/weight_info", doing="reading its weight version")
+        info = await server.once("GET", "/weight_info", doing="reading its weight version", timeout=10.0)
         return info["weight_version"]
 
     # Weights: the methods of ``vllm.LLM``, for all servers together. These requests are never repeated.
@@ -255,6 +274,37 @@ class VLLMServers:
         """Servers that are not lost."""
         return [server for server in self.servers if server.url not in self.lost]
 
+    def find_workers(self) -> None:
+        """If the only address is that of a vllm-router, send requests to it, and all else to its workers."""
+
+        async def list_workers(server: HttpClient) -> list[str] | None:
+            try:
+                doing = "listing the workers of a router"
+                return (await server.call("GET", "/list_workers", doing=doing))["urls"]
+            except ServerUnavailableError:
+                raise
+            except BackendError:  # a server does not have this route
+                return None
+
+        listed = zip(self.servers, self._on_all(list_workers), strict=True)
+        routers = [(server, urls) for server, urls in listed if urls is not None]
+        if not routers:
+            return
+        router, workers = routers[0]
+        if len(self.servers) > 1 or not workers:
+            raise BackendError(
+                f"{router.url} is the address of a router; give it alone, with workers behind it, or give "
+                "those of its workers"
+            )
+        self.servers = [self._connect(url) for url in sorted(workers)]
+        router.health, router.read_progress = "/readiness", self._fetch_num_tokens
+        self.router, self._slots = router, asyncio.Semaphore(CONCURRENCY * len(self.servers))
+
+    async def _fetch_num_tokens(self, _: HttpClient) -> float:
+        """Return the number of tokens of all servers that respond: which of them has a request is unknown."""
+        counts = await asyncio.gather(*map(fetch_num_tokens, self.servers), return_exceptions=True)
+        return sum(count for count in counts if isinstance(count, float))
+
     def wait_until_up(self, doing: str) -> None:
         """Return once all servers are healthy; raises a ConnectionError after the timeout."""
         self._on_all(lambda server: server.wait_until_up(doing))
@@ -294,7 +344,7 @@ class VLLMServers:
         self._background.close(self._close_connections)
 
     async def _close_connections(self) -> None:
-        for server in self.servers:
+        for server in filter(None, [*self.servers, self.router]):
             await server.close()
 
     def _post(

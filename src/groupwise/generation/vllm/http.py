@@ -48,6 +48,7 @@ class HttpClient:
 
     attempts = 4
     first_pause = 0.5  # seconds before the second attempt; doubles with each
+    health = "/health"  # route that responds once requests are taken
 
     def __init__(
         self,
@@ -145,7 +146,8 @@ class HttpClient:
         while True:
             left = end - time.monotonic()
             try:
-                await self.once("GET", "/health", doing="checking", timeout=max(min(left, _MAX_POLL), 0.1))
+                limited = max(min(left, _MAX_POLL), 0.1)
+                await self.once("GET", self.health, doing="checking", timeout=limited)
                 return
             except LostAnswerError as error:
                 if left <= 0:

@@ -68,6 +68,7 @@ def check_servers(
     policy = model_config.get_text_config(decoder=True)
     dtype = "bfloat16" if config.bf16 else "float16" if config.fp16 else "float32"
     infos, problems = [], []
+    servers.find_workers()
     for server in servers.servers:
         info, found = _compare(servers, server, policy, config, lora_rank)
         if tokenizer is not None and not found:
@@ -102,8 +103,6 @@ def _compare(
     """Return the configuration of a server, and the reasons why it does not fit."""
     path = "/server_info?config_format=json"
     given = servers.run(server.call("GET", path, doing="reading its configuration"))["vllm_config"]
-    if isinstance(given, str):  # vllm-router drops the query of a route
-        raise BackendError(f"{server.url} is the address of a router; give those of the servers behind it")
     version = servers.run(server.call("GET", "/version", doing="reading its version"))["version"]
     model = given["model_config"]
     info = ServerInfo(
@@ -115,7 +114,8 @@ def _compare(
         max_lora_rank=(given.get("lora_config") or {}).get("max_lora_rank"),
         returns_sampling_mask=bool(model.get("return_sampling_mask")),
     )
-    return info, _problems(info, given, version, policy, config, lora_rank)
+    has_router = servers.router is not None
+    return info, _problems(info, given, version, policy, config, lora_rank, has_router)
 
 
 def _problems(
@@ -125,6 +125,7 @@ def _problems(
     policy: PreTrainedConfig,
     config: GRPOConfig,
     lora_rank: int | None,
+    has_router: bool,
 ) -> list[str]:
     model, transfer, max_rank = given["model_config"], info.weight_transfer, info.max_lora_rank
     quantization, logprobs_mode = model.get("quantization"), model["logprobs_mode"]
@@ -137,6 +138,7 @@ def _problems(
         and not config.generation_kwargs
         and config.vllm_structured_outputs_regex is None
     )
+    needs_versions = has_router or config.rollout_staleness > 0
     max_samples = given["scheduler_config"]["max_num_seqs"]
     needed = config.max_completion_length + (config.max_prompt_length or 1)
     checks = {
@@ -159,10 +161,9 @@ def _problems(
         f"it reports {logprobs_mode}, which are not log-probs of the sampling distribution; start it with "
         "--logprobs-mode processed_logprobs": logprobs_mode
         not in ("processed_logprobs", *(["raw_logprobs"] if fits_raw else [])),
-        f"it runs vLLM {version}, which does not report the weights that sampled each token, as "
-        f"rollout_staleness needs; install {_REPORTS_WEIGHTS} or newer there, or set rollout_staleness=0": (
-            config.rollout_staleness > 0 and Version(version) < _REPORTS_WEIGHTS
-        ),
+        f"it runs vLLM {version}, which does not report the weights that sampled each token, as routers and "
+        f"rollout_staleness need; install {_REPORTS_WEIGHTS} or newer there, or set rollout_staleness=0 and "
+        "give the addresses of servers": needs_versions and Version(version) < _REPORTS_WEIGHTS,
         f"it runs {max_samples} sequences at a time, fewer than num_generations={config.num_generations}; "
         "raise --max-num-seqs": max_samples < config.num_generations,
         "it was started with --return-sampling-mask, and refuses requests without truncation; start it "

@@ -200,8 +200,7 @@ class VLLMServerBackend(VLLMBackend):
         if self._servers is None:
             config, urls = self.config, server_urls(self.config)
             run_id = gather_object([uuid.uuid4().hex[:12]])[0]  # that of rank 0
-            command = self._start_command(urls[0])
-            self._servers = VLLMServers(urls, config.vllm_server_timeout, command, run_id)
+            self._servers = VLLMServers(urls, config.vllm_server_timeout, self._start_hint, run_id)
             self._on_all_ranks(self._check_servers)
 
     def _check_servers(self) -> None:
@@ -215,14 +214,13 @@ class VLLMServerBackend(VLLMBackend):
         if infos[0].returns_sampling_mask:
             self.max_logprobs = servers.max_logprobs = None
 
-    def _start_command(self, url: str) -> str:
-        """Return the shell command that starts a server at ``url``, for error messages."""
+    def _start_hint(self, url: str) -> str:
         command, environment = serve_command(
             name_or_path(self.model_config) or "MODEL",
             port=urlsplit(parse_url(url)).port or 8000,
             device="cuda" if self.config.device.type == "cuda" else "cpu",
         )
-        return as_shell_line(command, environment)
+        return f"; start it with: {as_shell_line(command, environment)}"
 
     # Weights.
 
@@ -236,6 +234,7 @@ class VLLMServerBackend(VLLMBackend):
         """Push the weights, again if a server restarts meanwhile. A collective: all ranks gather shards."""
         self._source = source
         self._connect()
+        self.servers.steps.append(step)
         first, dtypes = self.server_info[0], [info.dtype for info in self.server_info]
 
         def read() -> Iterator[NamedTensor]:
