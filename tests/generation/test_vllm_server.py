@@ -325,9 +325,10 @@ def test_a_request_that_a_router_loses_is_repeated_once_all_workers_have_the_wei
     backend.close()
 
 
-def test_a_router_in_front_of_servers_that_do_not_report_the_weights_of_tokens_is_refused(
-    router, fake, tmp_path
-):
+def test_a_router_that_would_hide_which_weights_sampled_is_refused(router, fake, tmp_path):
+    fake.info["kv_transfer_config"] = {"kv_role": "kv_producer"}
+    with pytest.raises(BackendError, match="start it without --kv-transfer-config"):
+        backend_for(router, tmp_path).sync_weights(WEIGHTS, step=0)
     fake.release = "0.31.0"
     with pytest.raises(BackendError, match=r"as routers and rollout_staleness need; install 0\.32"):
         backend_for(router, tmp_path).sync_weights(WEIGHTS, step=0)

@@ -164,6 +164,8 @@ def _problems(
         f"it runs vLLM {version}, which does not report the weights that sampled each token, as routers and "
         f"rollout_staleness need; install {_REPORTS_WEIGHTS} or newer there, or set rollout_staleness=0 and "
         "give the addresses of servers": needs_versions and Version(version) < _REPORTS_WEIGHTS,
+        "it sends keys and values to workers behind the router, which an update would not replace; start it "
+        "without --kv-transfer-config": has_router and given.get("kv_transfer_config") is not None,
         f"it runs {max_samples} sequences at a time, fewer than num_generations={config.num_generations}; "
         "raise --max-num-seqs": max_samples < config.num_generations,
         "it was started with --return-sampling-mask, and refuses requests without truncation; start it "
