@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from packaging.version import Version
-from support.agent_runs import LETTERS, measure, tokenizer, trainer
+from support.agent_runs import LETTERS, calls_reward, measure, tokenizer, trainer
 from support.engine_runs import vllm_version
 from support.workers.vllm_process import ServerProcess
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -104,6 +104,30 @@ def test_turns_continue_one_history_and_tokens_of_tools_are_masked(tmp_path):
         assert any("<|im_start|>tool" in answer for answer in observed)
 
 
+class Scale:
+    """An environment with the tool; ``reset`` draws from the user's random stream."""
+
+    def reset(self, **row: Any) -> str:
+        self.shown = f" {torch.rand(()).item():.4f}"
+        return self.shown
+
+    def measure(self, text: str) -> int:
+        """Measure a text.
+
+        Args:
+            text: what to measure.
+        """
+        return measure(text)
+
+
+def calls_in_own_environment(
+    completions: list[Any], environments: list[Any], prompts: list[Any], **_: Any
+) -> list[float]:
+    shown = zip(prompts, environments, strict=True)
+    assert all(prompt[-1]["content"].endswith(environment.shown) for prompt, environment in shown)
+    return calls_reward(completions)
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(vllm_version() < Version("0.32"), reason="it does not report the weights of each token")
 def test_first_turns_are_generated_ahead_on_a_server(tmp_path):
@@ -115,7 +139,8 @@ def test_first_turns_are_generated_ahead_on_a_server(tmp_path):
         tmp_path / "run",
         processing_class=text,
         model=policy(text),
-        tools=[measure],
+        environment_factory=Scale,
+        reward_funcs=calls_in_own_environment,
         use_vllm=True,
         vllm_mode="server",
         vllm_server_base_url=server.url,
