@@ -36,6 +36,9 @@ OTHER_REWARD = ("sft", "rft", "dpo", "grpo_process", "grpo_process_solution")
 #: Folder of runs with 64 samples per held-out question, and the end of their keys in ``Results``.
 MANY_SAMPLES = "samples_64"
 
+#: Folder of runs that were made at the same time on one machine, for their times; likewise.
+ONE_MACHINE = "one_machine"
+
 TASKS = (*tasks.TRAINED, *tasks.UNSEEN)
 
 STALE = [f"stale_{age}" for age in range(1, 5)]
@@ -82,9 +85,10 @@ def load(directory: Path) -> Results:
         found.setdefault(result["cell"], []).append(result)
     for path in sorted((directory / SAMPLING_SEEDS).glob("resampled-*.json")):
         found.setdefault(OTHER_SAMPLES, []).append(json.loads(path.read_text()))
-    for path in sorted((directory / MANY_SAMPLES).glob("*-*.json")):
-        result = json.loads(path.read_text())
-        found.setdefault(with_many_samples(result["cell"]), []).append(result)
+    for folder in (MANY_SAMPLES, ONE_MACHINE):
+        for path in sorted((directory / folder).glob("*-*.json")):
+            result = json.loads(path.read_text())
+            found.setdefault(f"{result['cell']} {folder}", []).append(result)
     return {cell: sorted(runs, key=lambda run: run["seed"]) for cell, runs in found.items()}
 
 
@@ -236,6 +240,8 @@ def blocks(results: Results) -> dict[str, str]:
             found["refresh"] = refresh(results)
     if with_many_samples("grpo_outcome") in results:
         found["figure_7"] = figure_7(results)
+    if f"trl {ONE_MACHINE}" in results:
+        found["micro_batches"] = equal_micro_batches(results)
     return found
 
 
@@ -258,7 +264,9 @@ def without_ablations(results: Results) -> Results:
     """Return the results of the methods."""
     others = (*ABLATIONS, OTHER_SAMPLES)
     return {
-        cell: runs for cell, runs in results.items() if cell not in others and not cell.endswith(MANY_SAMPLES)
+        cell: runs
+        for cell, runs in results.items()
+        if cell not in others and not cell.endswith((MANY_SAMPLES, ONE_MACHINE))
     }
 
 
@@ -512,6 +520,20 @@ def against_trl(results: Results) -> str:
             theirs = rule.comparison(column, [unchanged_[seed] for seed in seeds], noise)
             differences.append(_decided(Difference(-theirs.mean, theirs.half)))
     lines.append(f"| difference | | {differences[0]} | | {differences[1]} | | | | |")
+    return "\n".join(lines)
+
+
+def equal_micro_batches(results: Results) -> str:
+    """Return the processor seconds of runs on one machine, of which two have the same micro-batches."""
+    lines = ["| cell | micro-batches | processor s of 15 steps | TRL's divided by it |", "|---" * 4 + "|"]
+    total = results[f"trl {ONE_MACHINE}"][0]["step_processor_seconds"][14]
+    for cell in ("resampled", "micro_batches_4", "trl"):
+        run = results[f"{cell} {ONE_MACHINE}"][0]
+        rows, parts = (
+            run["settings"][name] for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
+        )
+        own = run["step_processor_seconds"][14]
+        lines.append(f"| {cell} | {parts} of {rows} rows | {own:.0f} | {total / own:.1f} |")
     return "\n".join(lines)
 
 

@@ -244,6 +244,21 @@ def test_many_samples_are_read_from_their_folder_and_shown_up_to_k_64(tmp_path):
     )
 
 
+def test_times_on_one_machine_are_divided_by_those_of_the_same_run():
+    def timed(total: float, rows: int) -> list[dict]:
+        settings = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 64 // rows}
+        return [{"settings": settings, "step_processor_seconds": [0.0] * 14 + [total]}]
+
+    results = {"resampled one_machine": timed(100.0, 64), "micro_batches_4 one_machine": timed(80.0, 16)}
+    results["trl one_machine"] = timed(400.0, 16)
+    assert figures.without_ablations(results) == {}
+    assert figures.equal_micro_batches(results).splitlines()[2:] == [
+        "| resampled | 1 of 64 rows | 100 | 4.0 |",
+        "| micro_batches_4 | 4 of 16 rows | 80 | 5.0 |",
+        "| trl | 4 of 16 rows | 400 | 1.0 |",
+    ]
+
+
 def test_a_refreshed_reference_is_compared_by_seed():
     results = {**EQUAL, "grpo_iterative": [run_of(0, [0.5], 0.7), run_of(1, [0.5], 0.7)]}
     results["grpo_beta_0.04"] = [run_of(0, [0.25], 0.5)]
