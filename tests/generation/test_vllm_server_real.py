@@ -26,6 +26,7 @@ from transformers import TrainerCallback
 from groupwise.errors import BackendError
 from groupwise.generation.vllm import transfer
 from groupwise.generation.vllm.client import fetch_num_tokens
+from groupwise.generation.vllm.weight_check import WeightCheck
 from groupwise.policy.weight_iterator import PolicyWeights
 
 pytestmark = [
@@ -263,6 +264,33 @@ def test_a_run_continues_without_a_break_on_the_remaining_server(server, undistu
     assert lost[0] == set() and lost[-1] == {second.url}
     assert_same_run(run, undisturbed)
     run.backend.close()
+
+
+def test_the_second_data_parallel_engine_of_a_server_has_the_trainers_weights(tmp_path, monkeypatch):
+    """vLLM answers for the first engine; a flipped bit in the second one ends the run."""
+    name = "model.norm.weight"
+    process = ServerProcess(tmp_path, ("--data-parallel-size", "2")).start().wait()
+    run = run_for(process, tmp_path / "run")
+    compare = WeightCheck.compare
+
+    def flip_first(check):
+        run.backend.servers.call_workers("flip_bit", {"engine": 1, "name": name})
+        return compare(check)
+
+    try:
+        sync(run, run.model)
+        assert run.backend.server_info[0].num_engines == 2
+        prompts = [*PROMPTS, *([20 + i] for i in range(8))]  # enough for both
+        assert engine_greedy(run.backend, prompts) == greedy(run.model, prompts, 6, run.backend.end_tokens)
+        with monkeypatch.context() as patch:
+            patch.setattr(WeightCheck, "compare", flip_first)
+            with pytest.raises(BackendError, match=rf"one of the 2 data-parallel engines .* {name}'"):
+                run.backend.sync_weights(PolicyWeights(run.model), step=1)
+        run.backend.sync_weights(PolicyWeights(run.model), step=1)
+        assert run.backend.version == 1
+    finally:
+        run.backend.close()
+        process.kill()
 
 
 def test_another_model_is_refused_before_training(server, tmp_path):

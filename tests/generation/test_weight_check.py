@@ -251,6 +251,23 @@ def test_150_faults_of_one_of_two_servers_are_found_and_named(servers, model):
     assert backend.version == 1001
 
 
+def test_40_faults_of_a_second_data_parallel_engine_are_found_and_named(servers, model):
+    """vLLM returns what the first engine answers, which has the weights."""
+    faulty = servers.fakes[1]
+    faulty.copy = TinyEngine(PolicyWeights(model).full())
+    faulty.info["parallel_config"] = {"data_parallel_size": 2}
+    servers.backend.sync_weights(PolicyWeights(model), step=1000)
+    where = f"one of the 2 data-parallel engines of the vLLM server at {faulty.url}"
+    found = [inject(servers.backend, faulty.copy, model, seed, where) for seed in range(40)]
+    servers.backend.sync_weights(PolicyWeights(model), step=1001)
+    assert servers.backend.version == 1001 and set(found) == {fault.__name__ for fault in FAULTS}
+
+
+def test_engines_are_compared_with_each_other_only_where_there_are_several(servers, model):
+    servers.backend.sync_weights(PolicyWeights(model), step=0)
+    assert [fake.seen["/collective_rpc"] for fake in servers.fakes] == [1, 1]
+
+
 # Adapters alone.
 
 
@@ -338,6 +355,23 @@ def test_35_faults_of_an_adapter_on_servers_are_found(adapted, tmp_path, monkeyp
         servers.backend.sync_weights(PolicyWeights(adapted), step=1000)
         for seed in range(35):
             inject_into_adapter(servers.backend, servers.fakes[seed % 2].engine, adapted, seed)
+        servers.backend.sync_weights(PolicyWeights(adapted), step=1001)
+    finally:
+        servers.close()
+
+
+def test_faults_of_an_adapter_in_a_second_data_parallel_engine_are_found(adapted, tmp_path, monkeypatch):
+    monkeypatch.setattr(HttpClient, "first_pause", 0.02)
+    servers = Servers(tmp_path, adapted, lora_rank=4)
+    base = dict(PolicyWeights(adapted).base())
+    for fake in servers.fakes:
+        fake.copy = TinyEngine(base.items())
+        load(fake.copy, base)
+        fake.info["parallel_config"] = {"data_parallel_size": 2}
+    try:
+        servers.backend.sync_weights(PolicyWeights(adapted), step=1000)
+        for seed in range(14):
+            inject_into_adapter(servers.backend, servers.fakes[seed % 2].copy, adapted, seed)
         servers.backend.sync_weights(PolicyWeights(adapted), step=1001)
     finally:
         servers.close()

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from groupwise.generation.vllm.plugin import PLACE_ADAPTER, place_adapter
-from groupwise.generation.vllm.weight_check import ADAPTERS
+from groupwise.generation.vllm.weight_check import ADAPTERS, SAME, same_reports
 from groupwise.policy.weight_places import DigestReport
 from support.fakes.tiny_engine import TinyEngine, scaled_adapter
 
@@ -28,6 +28,7 @@ class FakeVLLM:
 
     weights: tensors that it received, or has below its adapters.
     engine: holds the weights in its place, as vLLM does.
+    copy: second data-parallel engine, whose answers are not returned.
     failures: answers to give instead, by path, used up one by one: a status, "drop" (closes the connection),
         "hang", a finish reason, or a function that returns one of them or None.
     """
@@ -42,6 +43,7 @@ class FakeVLLM:
         self.adapters: dict[str, dict[str, Any]] = {}  # contents by name
         self.weights: dict[str, torch.Tensor] = {}
         self.engine: TinyEngine | None = None
+        self.copy: TinyEngine | None = None
         self.is_elsewhere = False  # on a machine that cannot read the trainer's files
         self.info = {
             "model_config": {
@@ -74,10 +76,11 @@ class FakeVLLM:
             config = json.loads((directory / "adapter_config.json").read_text())
             tensors = load_file(directory / "adapter_model.safetensors")
             self.adapters[body["lora_name"]] = {"config": config, "tensors": tensors}
-            if self.engine is not None:
-                self.engine.add_adapter(tensors, config["lora_alpha"] / config["r"])
+            for engine in self._engines():
+                engine.add_adapter(tensors, config["lora_alpha"] / config["r"])
         if self.engine is not None and path in ("/start_weight_update", "/update_weights"):
-            getattr(self.engine, path[1:])(*filter(None, [body]))
+            for engine in self._engines():
+                getattr(engine, path[1:])(*filter(None, [body]))
         elif path == "/update_weights" and body["update_info"].get("path"):
             self.weights |= load_file(body["update_info"]["path"])
         if path == "/list_workers":
@@ -87,13 +90,20 @@ class FakeVLLM:
             if self.is_elsewhere:
                 given = {**given, "path": f"/another/machine/{Path(given['path']).name}"}
             return {"results": [place_adapter(None, **given)]}
+        if path == "/collective_rpc" and body["method"] == SAME:
+            try:
+                for engine in self._engines():
+                    same_reports(engine, **body["kwargs"])
+            except ValueError as error:
+                return 500, f"Worker failed with error '{error}'"
+            return {"results": [None]}
         if path == "/collective_rpc":
             return {"results": self._reports(body["method"], body["kwargs"])}
         if path == "/v1/unload_lora_adapter":
             del self.adapters[body["lora_name"]]
         if path == "/finish_weight_update":
-            if self.engine is not None:
-                self.engine.finish_weight_update()
+            for engine in self._engines():
+                engine.finish_weight_update()
             self.version = body.get("weight_version", self.version)
         if path == "/pause":
             assert query == {"mode": ["keep"]}
@@ -109,9 +119,12 @@ class FakeVLLM:
         }
         return answers.get(path, {})
 
+    def _engines(self) -> list[TinyEngine]:
+        return [engine for engine in (self.engine, self.copy) if engine is not None]
+
     def _reports(self, method: str, given: dict[str, Any]) -> list[Any]:
         if self.engine is not None:
-            return self.engine.collective_rpc(method, given)
+            return next(iter([engine.collective_rpc(method, given) for engine in self._engines()]))
         reports = []
         for adapter in reversed(self.adapters.values()) if method == ADAPTERS else [None]:
             report = DigestReport(given["shapes"])

@@ -52,6 +52,7 @@ class TinyEngine:
         dtype: torch.dtype = torch.float32,
         tied_head: bool = True,
     ) -> None:
+        self.rank = 0
         self.model_config = SimpleNamespace(dtype=dtype, max_model_len=128, max_logprobs=20)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in weights}
         rows: dict[str, dict[int, int]] = {}
@@ -118,8 +119,11 @@ class TinyEngine:
 
     def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> list[Any]:
         if method == ADAPTERS:
-            return [[self._adapter_report(adapter, kwargs["shapes"]) for adapter in self.adapters]]
-        return [[self._weight_report(**kwargs)]]
+            reports = [self._adapter_report(adapter, kwargs["shapes"]) for adapter in self.adapters]
+        else:
+            reports = [self._weight_report(**kwargs)]
+        self.groupwise_reports = reports
+        return [reports]
 
     def _weight_report(self, shapes: dict[str, list[int]], sync: int) -> dict[str, Any]:
         if self._places is None or self._places[0] != shapes:

@@ -17,7 +17,7 @@ from support.workers.launch import WITH_VLLM, Script
 HERE = Path(__file__).parent
 # A small cache and few places; the tests of several servers at a time would not fit otherwise.
 SMALL = ["--kv-cache-memory-bytes", str(2**24), "--max-num-seqs", "32"]
-SMALL += ["--worker-extension-cls", "support.fakes.out_of_memory.Extension"]
+SMALL += ["--worker-extension-cls", "support.fakes.worker_faults.Extension"]
 
 
 class ServerProcess:

@@ -251,8 +251,14 @@ class VLLMServers:
             with suppress(LostAnswerError, BackendError):
                 self._post(path, [body], doing="unloading an adapter", timeout=5.0)
 
-    def call_workers(self, method: str, given: dict[str, Any]) -> dict[str, list[Any]]:
-        """Call a method of the workers; returns the answers of all workers of each server, by address."""
+    def call_workers(
+        self, method: str, given: dict[str, Any], url: str | None = None
+    ) -> dict[str, list[Any]]:
+        """Call a method of the workers of all servers, or of that with the address ``url``.
+
+        Returns:
+            by address, the answers of all workers of a server, or of those of its first data-parallel engine.
+        """
         body = {"method": method, "kwargs": given}
 
         async def call(server: HttpClient) -> tuple[str, list[Any]]:
@@ -260,7 +266,7 @@ class VLLMServers:
             return server.url, answer["results"]
 
         try:
-            return dict(self._on_all(call))
+            return dict(self._on_all(call, url))
         except LostAnswerError as error:
             if method not in str(error):
                 raise
@@ -353,11 +359,14 @@ class VLLMServers:
         by_url = {s.url: bodies[i % len(bodies)] for i, s in enumerate(self.live)}
         self._on_all(lambda s: s.once("POST", path, by_url[s.url], doing=doing, timeout=timeout))
 
-    def _on_all(self, call: Callable[[HttpClient], Coroutine[Any, Any, T]]) -> list[T]:
-        """Call all servers that are not lost at once and wait for all of them; raises the first error."""
+    def _on_all(
+        self, call: Callable[[HttpClient], Coroutine[Any, Any, T]], url: str | None = None
+    ) -> list[T]:
+        """Call all servers that are not lost, or one, at once and wait for all; raises the first error."""
+        servers = [server for server in self.live if url in (None, server.url)]
 
         async def gather() -> list[T | BaseException]:
-            return await asyncio.gather(*map(call, self.live), return_exceptions=True)
+            return await asyncio.gather(*map(call, servers), return_exceptions=True)
 
         results: list[T] = []
         for result in self.run(gather()):

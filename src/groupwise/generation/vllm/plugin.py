@@ -11,7 +11,14 @@ from typing import Any
 
 from groupwise.compat.vllm import register_weight_transfer_engine
 from groupwise.compat.vllm_weights import add_worker_method
-from groupwise.generation.vllm.weight_check import ADAPTERS, WEIGHTS, adapter_reports, weight_report
+from groupwise.generation.vllm.weight_check import (
+    ADAPTERS,
+    SAME,
+    WEIGHTS,
+    adapter_reports,
+    same_reports,
+    weight_report,
+)
 
 #: Name of the weight-transfer engine that needs no GPU.
 BACKEND = "groupwise"
@@ -31,6 +38,7 @@ def register() -> None:
     )
     add_worker_method(WEIGHTS, weight_report)
     add_worker_method(ADAPTERS, adapter_reports)
+    add_worker_method(SAME, same_reports)
     add_worker_method(PLACE_ADAPTER, place_adapter)
 
 

@@ -35,6 +35,7 @@ class ServerInfo:
 
     Attributes:
         max_lora_rank: None without ``--enable-lora``.
+        num_engines: data-parallel copies of the model.
     """
 
     url: str
@@ -44,6 +45,7 @@ class ServerInfo:
     weight_transfer: str | None
     max_lora_rank: int | None
     returns_sampling_mask: bool
+    num_engines: int
 
 
 def check_servers(
@@ -113,6 +115,7 @@ def _compare(
         weight_transfer=(given.get("weight_transfer_config") or {}).get("backend"),
         max_lora_rank=(given.get("lora_config") or {}).get("max_lora_rank"),
         returns_sampling_mask=bool(model.get("return_sampling_mask")),
+        num_engines=given.get("parallel_config", {}).get("data_parallel_size", 1),
     )
     has_router = servers.router is not None
     return info, _problems(info, given, version, policy, config, lora_rank, has_router)

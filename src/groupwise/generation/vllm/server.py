@@ -31,7 +31,8 @@ from groupwise.generation.vllm.preflight import ServerInfo, check_servers
 from groupwise.generation.vllm.sampling import Request, RequestKey
 from groupwise.generation.vllm.serve import as_shell_line, serve_command
 from groupwise.generation.vllm.transfer import BROADCASTING, WITH_METADATA, WeightTransfer
-from groupwise.generation.vllm.weight_check import WeightCheck
+from groupwise.generation.vllm.weight_check import DIFFERS, SAME, WeightCheck
+from groupwise.policy.digests import Report
 from groupwise.policy.weight_iterator import LoRAWeights, PolicyWeights, rounded
 from groupwise.policy.weight_source import EngineWeights, NamedTensor
 from groupwise.records import Completion, SamplingOptions
@@ -209,7 +210,10 @@ class VLLMServerBackend(VLLMBackend):
         infos = check_servers(servers, self.model_config, config, self.tokenizer, self.lora_rank)
         self.server_info, self.context_length = infos, min(info.max_model_length for info in infos)
         self._check = WeightCheck(
-            config.vllm_weight_check, [info.dtype for info in infos], self._weight_reports
+            config.vllm_weight_check,
+            [info.dtype for info in infos],
+            self._weight_reports,
+            self._compare_engines,
         )
         if infos[0].returns_sampling_mask:
             self.max_logprobs = servers.max_logprobs = None
@@ -229,6 +233,20 @@ class VLLMServerBackend(VLLMBackend):
         dtypes = {info.url: info.dtype for info in self.server_info}
         answers = self.servers.call_workers(method, given)
         return [(f"the vLLM server at {url}", dtypes[url], reports) for url, reports in answers.items()]
+
+    def _compare_engines(self, name: str, reports: Sequence[Report]) -> None:
+        """Compare the data-parallel engines of a server with the reports of its first one."""
+        info = next(info for info in self.server_info if name.endswith(info.url))
+        if info.num_engines > 1:
+            try:
+                self.servers.call_workers(SAME, {"reports": list(reports)}, info.url)
+            except LostAnswerError as error:
+                if DIFFERS not in str(error):
+                    raise
+                raise BackendError(
+                    f"one of the {info.num_engines} data-parallel engines of {name} does not compute with "
+                    f"the trainer's weights ({error})"
+                ) from error
 
     def load_weights(self, source: PolicyWeights, step: int) -> str | None:
         """Push the weights, again if a server restarts meanwhile. A collective: all ranks gather shards."""

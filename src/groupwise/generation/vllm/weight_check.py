@@ -13,14 +13,17 @@ import torch
 
 from groupwise.compat import vllm_weights
 from groupwise.errors import BackendError
-from groupwise.policy.digests import WeightDigests, row_digests
+from groupwise.policy.digests import Report, WeightDigests, row_digests
 from groupwise.policy.weight_iterator import LoRAWeights
 from groupwise.policy.weight_places import DigestReport, Places, find_places
 
 logger = logging.getLogger(__name__)
 
 #: Methods of the workers, for ``collective_rpc``.
-WEIGHTS, ADAPTERS = "groupwise_weight_report", "groupwise_adapter_reports"
+WEIGHTS, ADAPTERS, SAME = "groupwise_weight_report", "groupwise_adapter_reports", "groupwise_same_reports"
+
+#: Begins the message of :func:`same_reports`.
+DIFFERS = "it differs from the first data-parallel engine in"
 
 #: Calls a method of all workers; returns (engine, dtype, answers of its workers) of each engine.
 Call = Callable[[str, dict[str, Any]], Iterable[tuple[str, str, list[Any]]]]
@@ -33,13 +36,22 @@ class WeightCheck:
         mode: ``vllm_weight_check``.
         dtypes: names of the dtypes that the engines compute in.
         call: see :data:`Call`.
+        compare_others: called with the name of an engine that has the weights and the reports of its workers;
+            raises a BackendError if a data-parallel copy of it has others. None: there are no copies.
 
     Attributes:
         done: the engines were compared since they started.
     """
 
-    def __init__(self, mode: str, dtypes: Sequence[str], call: Call) -> None:
+    def __init__(
+        self,
+        mode: str,
+        dtypes: Sequence[str],
+        call: Call,
+        compare_others: Callable[[str, Sequence[Report]], None] | None = None,
+    ) -> None:
         self.mode, self.dtypes, self.call = mode, tuple(dict.fromkeys(dtypes)), call
+        self.compare_others = compare_others
         self.done = False
         self.num_syncs = 0
         self.base = ""  # digest of the weights below an adapter
@@ -87,6 +99,8 @@ class WeightCheck:
                     failures.append(failure)
             else:
                 raise failures[:2][-1]  # of the latest adapter
+            if self.compare_others is not None:
+                self.compare_others(engine, reports)
         self.num_syncs, self._unrounded = self.num_syncs + 1, sent.wider
         return sent.combined()
 
@@ -118,7 +132,7 @@ def weight_report(worker: Any, shapes: Mapping[str, Sequence[int]], sync: int) -
     model, report = worker.model_runner.get_model(), DigestReport(shapes)
     if worker.model_config.quantization is not None:  # it computes with other values by intent
         report.opaque.update(shapes)
-        return [report.result()]
+        return _kept(worker, [report.result()])
     vllm_weights.keep_digests_of_repacked(row_digests)
     with vllm_weights.without_lora_layers(model):
         if getattr(worker, "groupwise_places", (None,))[0] != shapes:
@@ -144,7 +158,7 @@ def weight_report(worker: Any, shapes: Mapping[str, Sequence[int]], sync: int) -
                     rows_N = getattr(kernel, "row_digests", None)
                     read = vllm_weights.kernel_reader(module, kernel, shape[1])
                     report.add_repacked(own, (shape[0], shape[1]), read, rows_N, sync)
-    return [report.result()]
+    return _kept(worker, [report.result()])
 
 
 def _find_places(model: Any, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> Places:
@@ -173,4 +187,33 @@ def adapter_reports(worker: Any, shapes: Mapping[str, Sequence[int]], sync: int)
             else:
                 report.add_tensor(name, tensor)
         reports.append(report.result())
+    return _kept(worker, reports)
+
+
+def _kept(worker: Any, reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    worker.groupwise_reports = reports
     return reports
+
+
+def same_reports(worker: Any, reports: Sequence[Report]) -> None:
+    """Compare the latest reports of a worker with that of the same worker of its server's first engine.
+
+    vLLM returns what the workers of the first data-parallel engine answer, or an error of any engine.
+
+    Args:
+        reports: of the workers of the first engine, by rank.
+
+    Raises:
+        ValueError: none of the worker's reports is equal; the message names tensors.
+    """
+    first = reports[worker.rank]
+    if first in worker.groupwise_reports:
+        return
+    latest = next(iter(worker.groupwise_reports), {})  # empty: no adapter was loaded
+    names = {
+        name
+        for part in ("tensors", "sampled")
+        for name, values in first[part].items()
+        if latest.get(part, {}).get(name) != values
+    } or {"the tensors that can be compared"}
+    raise ValueError(f"{DIFFERS} {', '.join(sorted(names)[:3])}")

@@ -1,6 +1,6 @@
-"""Imported by the workers of a test's vLLM server: a forward pass that runs out of memory, once, on demand.
+"""Faults on demand in the workers of a test's vLLM server, which imports it for ``--worker-extension-cls``.
 
-vLLM imports it for ``--worker-extension-cls``; the class itself adds nothing.
+A forward pass that runs out of memory, once, and a flipped bit.
 """
 
 from __future__ import annotations
@@ -28,4 +28,10 @@ GPUModelRunner._model_forward = _forward_or_fail
 
 
 class Extension:
-    """Interface that vLLM requires."""
+    """Methods for ``collective_rpc``."""
+
+    def flip_bit(self: Any, engine: int, name: str) -> None:
+        """Change one bit of a float32 parameter of one data-parallel engine."""
+        if self.vllm_config.parallel_config.data_parallel_index == engine:
+            parameter = self.model_runner.get_model().get_parameter(name)
+            parameter.data.view(torch.int32).view(-1)[5] ^= 1
