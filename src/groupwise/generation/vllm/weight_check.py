@@ -209,7 +209,7 @@ def same_reports(worker: Any, reports: Sequence[Report]) -> None:
     first = reports[worker.rank]
     if first in worker.groupwise_reports:
         return
-    latest = next(iter(worker.groupwise_reports), {})  # empty: no adapter was loaded
+    latest: Report = next(iter(worker.groupwise_reports), {})  # empty: no adapter was loaded
     names = {
         name
         for part in ("tensors", "sampled")
