@@ -572,7 +572,7 @@ class GRPOTrainer(
             return
         state = checkpointing.load_state(directory, self.args.process_index, self.args.world_size)
         saved = state["settings"]
-        warn_of_changes_on_resume(saved, self.args, self.train_dataset)
+        warn_of_changes_on_resume(saved, self.args, self.train_dataset, self.applied_on_resume)
         self.resumed_optimizer = state["optimizer"]
         state.setdefault("agents", {})  # of a run without them
         if self.args.ignore_data_skip:  # the epoch begins again at its first prompt

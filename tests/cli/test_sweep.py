@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -62,11 +64,23 @@ def test_a_file_can_ask_to_stop_losing_runs(run_file):
         ({"prune": True}, "prune=True compares rewards, and the runs have different reward functions"),
         ({"runs": {"low": {"prune": True}}}, "'prune', which runs of a sweep have in common"),
         ({"lora": {"use_dora": True}}, "use_dora"),
+        (
+            {"resume_from_checkpoint": "out/low/checkpoint-2"},
+            "its own newest checkpoint; allowed: true, false",
+        ),
+        ({"runs": {"_a": {}}}, "must be that of a directory"),
     ],
 )
 def test_files_that_cannot_be_trained(changes, message, run_file, capsys):
     assert main(["sweep", "--config", run_file(**{"runs": RUNS, "lora": LORA, **changes})]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("given", "resumes"), [(True, True), ("false", False), (False, False)])
+def test_a_sweep_resumes_only_if_asked_to(given, resumes, run_file):
+    assert (
+        make_sweep(["--config", run_file(runs=RUNS, lora=LORA, resume_from_checkpoint=given)])[1] == resumes
+    )
 
 
 def test_a_failed_run_is_an_exit_code(run_file, capsys):
@@ -87,7 +101,11 @@ def test_a_command_reaches_a_running_sweep(run_file, capsys, monkeypatch):
         answers.append(main(["sweep", "out", "--resume", "low"]))
         clone = ["sweep", "out", "--clone", "low", "twin", "--set"]
         answers.append(main([*clone, "learning_rate=-1"]))
-        answers.append(main([*clone, "learning_rate=1e-3", "max_steps=3"]))
+        answers.append(main([*clone, "lr_scheduler_type=constnt"]))  # an error of transformers
+        answers.append(main([*clone, "name=x"]))
+        answers.append(main([*clone, "weight_decay=0.1"]))
+        answers.append(main([*clone, "max_steps=1"]))
+        answers.append(main([*clone, "learning_rate=1e-3", "max_steps=50"]))
         while sweep.runs["low"].clones:
             time.sleep(0.05)
         sweep.stop("low")
@@ -97,8 +115,12 @@ def test_a_command_reaches_a_running_sweep(run_file, capsys, monkeypatch):
     sweep.run()
     thread.join()
     captured = capsys.readouterr()
-    assert answers == [0, 2, 2, 0] and "high stops after optimizer step" in captured.out
-    assert "only a stopped run can be resumed" in captured.err and "learning_rate=-1" in captured.err
+    assert answers == [0, 2, 2, 2, 2, 2, 2, 0] and "high stops after optimizer step" in captured.out
+    for message in (
+        *("only a stopped run can be resumed", "learning_rate=-1", "constnt is not a valid SchedulerType"),
+        *("'name' is no setting", "'weight_decay' cannot be changed", "nearest valid:"),
+    ):
+        assert message in captured.err
     assert {name: run.status for name, run in sweep.runs.items()} == {
         **{"low": "stopped", "high": "stopped", "twin": "finished"}
     }
@@ -108,5 +130,20 @@ def test_a_command_reaches_a_running_sweep(run_file, capsys, monkeypatch):
 def test_commands_without_a_sweep(tmp_path, capsys):
     assert main(["sweep", str(tmp_path), "--stop", "low"]) == 2
     assert "no sweep is running" in capsys.readouterr().err
-    assert main(["sweep", str(tmp_path)]) == 2
-    assert "one command" in capsys.readouterr().err
+    for arguments in ([str(tmp_path)], ["--stop", "low"]):
+        assert main(["sweep", *arguments]) == 2
+        assert "one command" in capsys.readouterr().err
+    assert main(["sweep", str(tmp_path), "--stop", "low", "--set", "beta=0"]) == 2
+    assert "--set has the changes of a clone" in capsys.readouterr().err
+
+
+def test_commands_do_not_load_torch(tmp_path):
+    code = "import sys; from groupwise.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    arguments = [sys.executable, "-c", code, "sweep", str(tmp_path), "--stop", "low"]
+    assert subprocess.run(arguments, capture_output=True).returncode == 0
+
+
+def test_a_run_without_logs_is_not_in_the_command_of_the_report(run_file, capsys):
+    runs = {"a b": {}, "none": {"rewards": ["my_rewards:not_a_number"]}}
+    assert main(["sweep", "--config", run_file(runs=runs, lora=LORA)]) == 1
+    assert capsys.readouterr().out.endswith("groupwise report 'out/a b' --output out/report.html\n")

@@ -13,6 +13,8 @@ from groupwise.sweeps.commands import answer_commands, send_command, sweep_lock
 
 def test_a_command_is_answered_or_refused(tmp_path):
     def execute(command: dict[str, str]) -> str:
+        if command["name"] == "odd":
+            raise KeyError("odd")
         if command["name"] != "low":
             raise ConfigError("no run 'lo'; nearest: 'low'")
         return f"{command['action']} {command['name']}"
@@ -30,6 +32,9 @@ def test_a_command_is_answered_or_refused(tmp_path):
             assert send_command(tmp_path, {"action": "stop", "name": "low"}, 0.01) == "stop low"
             with pytest.raises(ConfigError, match="nearest: 'low'"):
                 send_command(tmp_path, {"action": "stop", "name": "lo"}, 0.01)
+            with pytest.raises(ConfigError, match="KeyError: 'odd'"):  # the sweep goes on
+                send_command(tmp_path, {"action": "stop", "name": "odd"}, 0.01)
+            assert send_command(tmp_path, {"action": "stop", "name": "low"}, 0.01) == "stop low"
         finally:
             done.set()
             thread.join()

@@ -6,6 +6,7 @@ Files: ``sweeps/scheduler.py``, ``sweeps/sampler.py``.
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from support.sweep_runs import assert_equal, config, history
 from transformers import TrainerCallback
 
 from groupwise import ConfigError, GRPOTrainer, RewardError, Sweep
+from groupwise.reporting.metrics_file import read_metrics
+from groupwise.sweeps.commands import SavedClone, read_clones, write_clones
 
 #: Configurations that differ in everything that a run may choose.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -336,9 +339,11 @@ def test_a_run_that_is_stopped_can_be_cloned(tmp_path):
     [
         ("plane", "twin", {}, "nearest: 'plain'"),
         ("plain", "hot", {}, "not a new name"),
-        ("plain", "../twin", {}, "not a new name"),
+        *[("plain", name, {}, "not a new name") for name in ("../twin", "", ".", "..", "_commands")],
         ("plain", "twin", {"learning_rat": 1}, "nearest: 'learning_rate'"),
-        ("plain", "twin", {"output_dir": "x"}, "cannot be changed"),
+        ("plain", "twin", {"output_dir": "x"}, "'output_dir' cannot be changed: it is .*twin'"),
+        ("plain", "twin", {"lora": {}}, "'lora' cannot be changed: the clone has that of 'plain'"),
+        ("plain", "twin", {"save_steps": 5}, "state in the checkpoint of 'plain'"),
         ("hot", "twin", {}, "save_strategy='no'"),
     ],
 )
@@ -347,6 +352,37 @@ def test_clones_that_are_refused(name, new_name, changes, message, tmp_path):
     made.runs["plain"].args.save_strategy = "steps"
     with pytest.raises(ConfigError, match=message):
         made.clone(name, new_name, **changes)
+
+
+def test_a_clone_continues_in_a_sweep_that_is_resumed(tmp_path, caplog):
+    cloned(tmp_path, at=2, learning_rate=5e-2)
+    assert "which has no effect" not in caplog.text  # the learning rate has one
+    shutil.copytree(tmp_path / "twin", tmp_path / "whole")
+    for run in ("plain", "hot", "twin"):  # as if the sweep had been killed after step 3
+        shutil.rmtree(tmp_path / run / "checkpoint-4", ignore_errors=True)
+    changes = {"save_strategy": "steps", "save_steps": 100}
+    found = sweep(tmp_path, ("plain", "hot"), changes=changes).run(resume_from_checkpoint=True)
+    twin = found["twin"]
+    assert (twin.status, twin.args.learning_rate, twin.resume_from) == (
+        *("finished", 5e-2),
+        str(tmp_path / "plain" / "checkpoint-2"),
+    )
+    ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("twin", "whole"))
+    for log, other in zip(ours[:2], theirs[:2], strict=True):
+        assert (log["step"], log["reward"]) == (other["step"], other["reward"])
+        assert log["learning_rate"] == pytest.approx(other["learning_rate"])
+    # From its own checkpoint, whose optimizer and schedule have the rate already.
+    again = sweep(tmp_path, ("plain", "hot"), changes=changes).run(resume_from_checkpoint=True)["twin"]
+    assert (again.resume_from, again.learning_rate_factor, again.state.global_step) == (True, 1.0, 4)
+    assert "twin" not in sweep(tmp_path, ("plain", "hot"), changes=changes).run()  # another sweep
+    assert read_clones(tmp_path) == {}
+
+
+def test_a_clone_without_any_checkpoint_does_not_continue(tmp_path, caplog):
+    write_clones(tmp_path, {"twin": SavedClone("plain", {"hub_token": "hf_secret"}, str(tmp_path / "gone"))})
+    assert "hf_secret" not in (tmp_path / "_clones.json").read_text()
+    assert "twin" not in sweep(tmp_path, ("plain", "hot")).run(resume_from_checkpoint=True)
+    assert "clone 'twin' of 'plain' does not continue: it has no checkpoint" in caplog.text
 
 
 def test_a_clone_with_invalid_settings_is_a_failed_run(tmp_path, caplog):

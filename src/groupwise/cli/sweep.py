@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from groupwise.cli.run_file import as_config_error, read_run, read_yaml
-from groupwise.cli.sources import check_model, load_datasets, lora_config, resolve_reward
 from groupwise.errors import ConfigError
 from groupwise.sweeps.commands import send_command
-from groupwise.sweeps.scheduler import Sweep
+
+if TYPE_CHECKING:
+    from groupwise.sweeps.scheduler import Sweep
 
 #: Keys that are the same for all runs, because they share model, data and directory.
 _COMMON = (
@@ -41,12 +42,19 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--resume", metavar="NAME", help="continue a stopped run")
     parser.add_argument("--clone", nargs=2, metavar=("NAME", "NEW"), help="start a copy of a run at its step")
     parser.add_argument("--set", nargs="+", default=[], metavar="SETTING=VALUE", help="changes of the copy")
-    if not arguments or (arguments[0].startswith("--") and arguments[0] != "--help"):
+    commands = ("stop", "resume", "clone")
+    own = {"--help", *(f"--{name}" for name in commands)}
+    if not arguments or (arguments[0].startswith("--") and own.isdisjoint(arguments)):
         return _train(arguments)
     options = parser.parse_args(arguments)
-    given = {name: value for name in ("stop", "resume", "clone") if (value := getattr(options, name))}
+    given = {name: value for name in commands if (value := getattr(options, name))}
     if options.directory is None or len(given) != 1:
-        raise ConfigError("give the directory of a sweep and one command, such as: out --stop low")
+        raise ConfigError(
+            "give the directory of a running sweep and one command, such as groupwise sweep out --stop low; "
+            "groupwise sweep --config sweep.yaml starts a sweep"
+        )
+    if options.set and "clone" not in given:
+        raise ConfigError("--set has the changes of a clone: groupwise sweep out --clone NAME NEW --set …")
     ((action, name),) = given.items()
     command = {"action": action, "name": name}
     if action == "clone":
@@ -68,13 +76,16 @@ def _change(text: str) -> tuple[str, Any]:
 
 
 def _train(arguments: Sequence[str]) -> int:
+    from groupwise.reporting.metrics_file import METRICS_FILE
+
     sweep, resume, dataset = make_sweep(arguments)
     runs = sweep.run(resume_from_checkpoint=resume)
     for run in runs.values():
         if run.status == "finished" and run.trainer is not None:
             run.trainer.create_model_card(dataset_name=dataset)
-    paths = [os.path.relpath(sweep.directory / name) for name in (*runs, "report.html")]
-    print(f"\ngroupwise report {' '.join(paths[:-1])} --output {paths[-1]}")
+    logged = [name for name in runs if (sweep.directory / name / METRICS_FILE).exists()]
+    paths = [os.path.relpath(sweep.directory / name) for name in (*logged, "report.html")]
+    print("\n" + shlex.join(["groupwise", "report", *paths[:-1], "--output", paths[-1]]))
     return int(any(run.status == "failed" for run in runs.values()))
 
 
@@ -84,6 +95,10 @@ def make_sweep(arguments: Sequence[str]) -> tuple[Sweep, bool, str | None]:
     Raises:
         ConfigError: the file has no runs, or a run has a setting that cannot be trained with.
     """
+    from groupwise.cli.run_file import as_config_error, read_run, read_yaml
+    from groupwise.cli.sources import check_model, load_datasets, lora_config, resolve_reward
+    from groupwise.sweeps.scheduler import Sweep
+
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     parser.add_argument("--output_dir", "--output-dir")
@@ -106,6 +121,12 @@ def make_sweep(arguments: Sequence[str]) -> tuple[Sweep, bool, str | None]:
         for name, changes in runs.items()
     }
     common, config = next(iter(parsed.values()))
+    resume = str(config.resume_from_checkpoint or False).lower()
+    if resume not in ("true", "false"):
+        raise ConfigError(
+            f"resume_from_checkpoint={config.resume_from_checkpoint!r}: every run of a sweep continues from "
+            "its own newest checkpoint; allowed: true, false"
+        )
     check_model(common, config)
     train_dataset, eval_dataset = load_datasets(common)
     with as_config_error("setting up"):
@@ -118,7 +139,7 @@ def make_sweep(arguments: Sequence[str]) -> tuple[Sweep, bool, str | None]:
             peft_config={name: lora_config(run) for name, (run, _) in parsed.items()},
             prune=prune,
         )
-    return sweep, bool(config.resume_from_checkpoint), common.dataset
+    return sweep, resume == "true", common.dataset
 
 
 def _of_run(settings: dict[str, Any], name: str, changes: dict[str, Any], directory: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
-from collections.abc import Mapping, Sized
+from collections.abc import Collection, Mapping, Sized
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -125,11 +125,17 @@ def resume_settings(config: GRPOConfig, train_dataset: object) -> dict[str, Any]
     return {name: int(value) if isinstance(value, DerivedInt) else value for name, value in plain.items()}
 
 
-def warn_of_changes_on_resume(saved: Mapping[str, Any], config: GRPOConfig, train_dataset: object) -> None:
-    """Log a warning per consequence of changes since ``saved``, the settings of a checkpoint."""
+def warn_of_changes_on_resume(
+    saved: Mapping[str, Any], config: GRPOConfig, train_dataset: object, applied: Collection[str] = ()
+) -> None:
+    """Log a warning per consequence of changes since ``saved``, the settings of a checkpoint.
+
+    Args:
+        applied: settings that a callback applies to the restored state.
+    """
     now = resume_settings(config, train_dataset)
     changes: dict[str, list[str]] = {}
-    for name in [name for name, value in saved.items() if now.get(name) != value]:
+    for name in [name for name, value in saved.items() if now.get(name) != value and name not in applied]:
         setting = config.SETTINGS.get(name)
         consequence = setting.on_resume if setting else PROMPT_ORDER
         if consequence == SCHEDULE and now["lr_scheduler_type"] in _STATEFUL_SCHEDULES:

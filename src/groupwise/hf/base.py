@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -125,6 +125,7 @@ class BaseTrainer(Trainer):
         self.evaluation = EvaluationMetrics()
         self.pending_rng_checkpoint: str | None = None
         self.resumed_optimizer: list[str] = []  # optimizer_classes() of the checkpoint
+        self.applied_on_resume: Collection[str] = ()  # changed settings that a callback applies
         self.rng = RandomState()
         self.run_directory = RunDirectory(args)
         self.splitter: OutOfMemorySplitter[MicroBatch] = OutOfMemorySplitter(

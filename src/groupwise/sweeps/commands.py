@@ -1,4 +1,4 @@
-"""Commands to a running sweep from another process: small files in its directory."""
+"""Small files in the directory of a sweep: commands from another process, and the clones that it started."""
 
 from __future__ import annotations
 
@@ -9,13 +9,39 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
 
+from groupwise.config.redact import masked
 from groupwise.errors import ConfigError, GroupwiseError
 
-_LOCK, _FOLDER = "_sweep.lock", "_commands"
+_LOCK, _FOLDER, _CLONES = "_sweep.lock", "_commands", "_clones.json"
+
+
+class SavedClone(NamedTuple):
+    """Clone that a sweep started; its settings are those of ``source`` with ``changes``.
+
+    checkpoint: that of the source from which it started; None: it started at step 0.
+    """
+
+    source: str
+    changes: dict[str, Any]
+    checkpoint: str | None
+
+
+def read_clones(directory: Path) -> dict[str, SavedClone]:
+    """Return the clones of the last sweep in ``directory`` by name, a clone after its source."""
+    path = directory / _CLONES
+    if not path.exists():
+        return {}
+    return {name: SavedClone(*saved) for name, saved in json.loads(path.read_text(encoding="utf-8")).items()}
+
+
+def write_clones(directory: Path, clones: dict[str, SavedClone]) -> None:
+    """Save the clones for a sweep that is resumed in another process, without credentials."""
+    if clones or (directory / _CLONES).exists():
+        _write(directory / _CLONES, masked({name: list(clone) for name, clone in clones.items()}))
 
 
 @contextmanager
@@ -46,6 +72,8 @@ def answer_commands(directory: Path, execute: Callable[[dict[str, Any]], str]) -
             answer = {"accepted": True, "text": execute(json.loads(path.read_text(encoding="utf-8")))}
         except GroupwiseError as error:
             answer = {"accepted": False, "text": str(error)}
+        except Exception as error:  # a command must not end the runs
+            answer = {"accepted": False, "text": f"{type(error).__name__}: {error}"}
         _write(path.with_suffix(".answer"), answer)
         path.unlink()
 
@@ -89,5 +117,5 @@ def _is_running(directory: Path) -> bool:
 def _write(path: Path, content: dict[str, Any]) -> None:
     """Write a file that appears with its whole content."""
     partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps(content), encoding="utf-8")
+    partial.write_text(json.dumps(content, default=str), encoding="utf-8")
     os.replace(partial, path)

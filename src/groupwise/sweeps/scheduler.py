@@ -6,7 +6,7 @@ import copy
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,6 +24,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import chosen_backend
+from groupwise.config.settings import OPTIMIZER_STATE, TRAINER_STATE
 from groupwise.data.dataset_checks import has_image_columns
 from groupwise.errors import BackendError, ConfigError, GroupwiseError, nearest_name
 from groupwise.generation.base import check_backend
@@ -32,7 +33,7 @@ from groupwise.policy.introspection import has_adapter
 from groupwise.policy.loading import load_policy, load_processing_class
 from groupwise.random_state import preserved_state
 from groupwise.sweeps.adapters import check_adapter, has_finite_adapter, shared_copy
-from groupwise.sweeps.commands import answer_commands, sweep_lock
+from groupwise.sweeps.commands import SavedClone, answer_commands, read_clones, sweep_lock, write_clones
 from groupwise.sweeps.pruning import HeldOutScores, Pruning
 from groupwise.sweeps.sampler import PolicySampler
 from groupwise.sweeps.turns import ClosedError, TurnThread, preserved_accelerate
@@ -56,6 +57,8 @@ REFUSED: dict[str, Any] = {
     **{"torch_compile": False, "cast_lm_head_to_fp32": False, "deepspeed": None, "fsdp": []},
     **{"enable_jit_checkpoint": False, "auto_find_batch_size": False},
 }
+#: ``Setting.on_resume`` of settings whose value in a checkpoint acts.
+_OF_CHECKPOINT = (OPTIMIZER_STATE, TRAINER_STATE)
 #: Samplers by the name of the backend that a run on its own has.
 SAMPLERS: dict[str, Any] = {"transformers": PolicySampler, "server": ServerSampler, "colocate": EngineSampler}
 #: Trackers with a run for each trainer of a process; the others have one for the process.
@@ -160,7 +163,7 @@ class Sweep:
         self.pruning = Pruning(self.runs, reward_funcs, eval_dataset) if prune else None
         first = next(iter(self.runs.values())).args
         self.processing_class = load_processing_class(processing_class, model, first)
-        self._rounds = 0
+        self._rounds, self._saved_clones = 0, dict[str, SavedClone]()
         shared = [run for run in self.runs.values() if run.shares_base]
         if shared:
             self._base = load_policy(model, shared[0].args).to(shared[0].args.device)  # type: ignore[arg-type]
@@ -237,11 +240,10 @@ class Sweep:
         Raises:
             Exception: of the first run, if all runs failed.
         """
-        for run in self.runs.values():
-            if resume_from_checkpoint and checkpoints(Path(str(run.args.output_dir))):
-                run.resume_from = True
         with preserved_state(), preserved_accelerate(), sweep_lock(self.directory):
             try:
+                self._saved_clones = self._resume() if resume_from_checkpoint else {}
+                write_clones(self.directory, self._saved_clones)
                 while any(run.is_active for run in self.runs.values()):
                     self._compute_round()
                     answer_commands(self.directory, self._execute)
@@ -253,6 +255,24 @@ class Sweep:
         if len(failed) == len(self.runs):
             raise cast(BaseException, failed[0].error)
         return self.runs
+
+    def _resume(self) -> dict[str, SavedClone]:
+        """Let every run continue from its newest checkpoint, clones too; returns the clones of the file."""
+        for run in self.runs.values():
+            if checkpoints(Path(str(run.args.output_dir))):
+                run.resume_from = True
+        saved = read_clones(self.directory)
+        for name, clone in saved.items():
+            if name in self.runs:  # the settings of the sweep have it now
+                continue
+            try:
+                start: str | bool | None = bool(checkpoints(self.directory / name)) or clone.checkpoint
+                if isinstance(start, str) and not Path(start).is_dir():
+                    raise ConfigError(f"it has no checkpoint, and that of its source, {start!r}, is gone")
+                self._add_clone(self._find(clone.source), name, clone.changes, start)
+            except GroupwiseError as error:
+                logger.error("clone %r of %r does not continue: %s", name, clone.source, error)
+        return saved
 
     def _compute_round(self) -> None:
         """Advance the runs with adapters to their next completions; without any, another run by a step."""
@@ -310,25 +330,51 @@ class Sweep:
         """Start the requested copies of a run that is at the beginning of an optimizer step."""
         requested, run.clones = run.clones, []
         for name, changes in requested:
-            clone = SweepRun(name, run.args, run.reward_funcs, run.peft_config)
-            self.runs[name] = clone
-            try:
-                clone.args = self._clone_settings(run, name, changes)
-                if step := run.state.global_step:  # else it starts as the run did
-                    run.save_step()
-                    clone.resume_from = str(checkpoints(Path(str(run.args.output_dir)))[step])
-                    clone.learning_rate_factor = clone.args.learning_rate / run.args.learning_rate
-                self._build(clone)
-            except GroupwiseError as error:
-                clone.status, clone.error = "failed", error
-                logger.error("run %r was not started: %s", name, error)
+            start = None  # it starts as the run did
+            if step := run.state.global_step:
+                run.save_step()
+                start = str(checkpoints(Path(str(run.args.output_dir)))[step])
+            self._add_clone(run, name, changes, start)
+            if self.runs[name].error is None:
+                self._saved_clones[name] = SavedClone(run.name, dict(changes), start)
+                write_clones(self.directory, self._saved_clones)
+
+    def _add_clone(
+        self, run: SweepRun, name: str, changes: Mapping[str, Any], start: str | bool | None
+    ) -> None:
+        """Build a copy of a run with changes.
+
+        Args:
+            start: checkpoint of ``run``; True: the newest one of the copy; None: the beginning.
+        """
+        clone = self.runs[name] = SweepRun(name, run.args, run.reward_funcs, run.peft_config)
+        clone.resume_from = start
+        try:
+            clone.args = self._clone_settings(run, name, changes)
+            if isinstance(start, str):
+                clone.learning_rate_factor = clone.args.learning_rate / run.args.learning_rate
+            self._build(clone)
+            cast(GRPOTrainer, clone.trainer).applied_on_resume = {"learning_rate"}
+        except GroupwiseError as error:
+            clone.status, clone.error = "failed", error
+            logger.error("run %r was not started: %s", name, error)
 
     def _clone_settings(self, run: SweepRun, name: str, changes: Mapping[str, Any]) -> GRPOConfig:
         """Return the settings of a run with changes; call it in the thread of the scheduler."""
         own = {"output_dir": str(self.directory / name), "run_name": name}
-        with preserved_accelerate():
-            args = replace(run.args, **{**own, **changes})
+        try:
+            with preserved_accelerate():
+                args = replace(run.args, **{**own, **changes})
+        except GroupwiseError:
+            raise
+        except Exception as error:  # transformers raises many types for values that it does not know
+            raise ConfigError(f"settings of run {name!r}: {error}") from error
         _check_run(SweepRun(name, args, run.reward_funcs, run.peft_config), self.directory)
+        if 0 < args.max_steps <= run.state.global_step:
+            raise ConfigError(
+                f"run {name!r} has max_steps={args.max_steps}, and {run.name!r} is at step "
+                f"{run.state.global_step} already; nearest valid: {run.state.global_step + 1}"
+            )
         return args
 
     def table_line(self) -> str:
@@ -387,20 +433,35 @@ class Sweep:
             changes: fields of ``GRPOConfig``.
 
         Raises:
-            ConfigError: no such run, or it cannot be copied; or a name or a change that is not allowed.
+            ConfigError: no such run, or it cannot be copied; or a name or a change that is not allowed. The
+                values are checked when the copy starts: with invalid ones it is a failed run.
         """
+        return self._request_clone(name, new_name, changes)
+
+    def _request_clone(self, name: str, new_name: str, changes: dict[str, Any]) -> str:
         run = self._find(name)
         if not run.shares_base or run.status not in ("waiting", "running", "stopped"):
             raise ConfigError(f"run {name!r} ({run.status}): only an active run with an adapter is cloned")
         if run.args.save_strategy == SaveStrategy.NO:
             raise ConfigError(f"run {name!r} has save_strategy='no'; a clone starts from its checkpoint")
         taken = [*self.runs, *(new for other in self.runs.values() for new, _ in other.clones)]
-        if new_name in taken or new_name != Path(new_name).name:
+        if new_name in taken or not _is_name(new_name):
             raise ConfigError(f"{new_name!r} is not a new name of a directory; taken: {', '.join(taken)}")
-        allowed = GRPOConfig.SETTINGS.keys() - {*COMMON, "output_dir"}
+        allowed = {item.name for item in fields(GRPOConfig) if item.init} - {*COMMON, "output_dir"}
         for key in changes:
+            if key == "learning_rate":  # scaled in the restored optimizer
+                continue
+            if key == "output_dir":
+                raise ConfigError(f"'output_dir' cannot be changed: it is {str(self.directory / new_name)!r}")
+            if key in (*COMMON, "rewards", "lora", "model", "dataset"):
+                raise ConfigError(f"{key!r} cannot be changed: the clone has that of {name!r}")
+            if key in GRPOConfig.SETTINGS and GRPOConfig.SETTINGS[key].on_resume in _OF_CHECKPOINT:
+                raise ConfigError(
+                    f"{key!r} cannot be changed: the clone continues with the state in the checkpoint of "
+                    f"{name!r}; of the optimizer, learning_rate alone can change"
+                )
             if key not in allowed:
-                raise ConfigError(f"{key!r} cannot be changed; nearest: {nearest_name(key, allowed)!r}")
+                raise ConfigError(f"{key!r} is no setting; nearest: {nearest_name(key, allowed)!r}")
         run.clones.append((new_name, changes))
         return f"{new_name} starts from the state of {name} at its next optimizer step"
 
@@ -414,7 +475,7 @@ class Sweep:
         """Execute a command of another process."""
         action, name, changes = command["action"], command["name"], command.get("changes", {})
         if action == "clone":
-            answer = self.clone(name, command["new_name"], **changes)
+            answer = self._request_clone(name, command["new_name"], changes)
             try:
                 self._clone_settings(self.runs[name], command["new_name"], changes)
             except GroupwiseError:
@@ -460,13 +521,23 @@ def _of_run(value: Any, name: str) -> Any:
     return value.get(name) if isinstance(value, Mapping) else value
 
 
+def _is_name(name: str) -> bool:
+    """Return True for the name of a directory of its own beside the files of the sweep."""
+    return name == Path(name).name and not name.startswith((".", "_")) and bool(name)
+
+
 def _check_run(run: SweepRun, directory: Path) -> None:
-    """Check the settings of one run.
+    """Check the name and the settings of one run.
 
     Raises:
         ConfigError: naming the run and the setting.
     """
     args = run.args
+    if not _is_name(run.name):
+        raise ConfigError(
+            f"the name of run {run.name!r} must be that of a directory, without / and with another first "
+            "character than . and _"
+        )
     if not isinstance(args, GRPOConfig):
         raise ConfigError(f"run {run.name!r} is a {type(args).__name__}; it must be a groupwise.GRPOConfig")
     if Path(str(args.output_dir)) != directory / run.name:
