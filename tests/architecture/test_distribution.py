@@ -53,8 +53,11 @@ def test_an_installation_runs_the_lines_of_readme(installed: Path, tmp_path: Pat
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     policy().save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
-    code = code.replace("path/or/hub-id", "model")
-    code = code.replace('"out", ', '"out", max_steps=1, max_completion_length=4, use_cpu=True, bf16=False, ')
+    assert "SmolLM2-135M-Instruct" in code and "max_completion_length=32" in code
+    code = code.replace("HuggingFaceTB/SmolLM2-135M-Instruct", "model")
+    code = code.replace(
+        "max_completion_length=32", "max_completion_length=4, max_steps=1, use_cpu=True, bf16=False"
+    )
     code += "import groupwise; print(groupwise.__file__)"
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     done = subprocess.run(

@@ -15,6 +15,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [page for pattern in ("*.md", "docs/*.md", "benchmarks/*.md") for page in sorted(ROOT.glob(pattern))]
 BLOCK = re.compile(r"(?:<!-- not run: (?P<reason>[^>]+) -->\n)?```python\n(?P<code>.*?)```", flags=re.DOTALL)
+#: Models that blocks train; others are loaded by nothing that runs.
+MODELS = re.compile("path/or/hub-id|HuggingFaceTB/SmolLM2-135M-Instruct")
 WITH_CODE = [page for page in PAGES if BLOCK.search(page.read_text())]
 
 
@@ -53,7 +55,7 @@ SMALL = {"max_steps": 1, "max_completion_length": 4, "use_cpu": True, "bf16": Fa
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
-    """Save the random two-layer policy that replaces "path/or/hub-id"."""
+    """Save the random two-layer policy that replaces the models of the pages."""
     from support.runs import policy, tokenizer
 
     directory = tmp_path_factory.mktemp("documentation")
@@ -91,7 +93,7 @@ def test_code_in_the_documentation_runs(page, tiny_model, tiny_agent, tmp_path, 
     namespace = {"__name__": "documentation"}
     for number, block in enumerate(BLOCK.finditer(page.read_text()), 1):
         if not block["reason"]:
-            code = block["code"].replace("path/or/hub-id", str(model))
+            code = MODELS.sub(str(model), block["code"])
             exec(compile(code, f"{page.name}, block {number}", "exec", dont_inherit=True), namespace)
 
 
