@@ -30,6 +30,9 @@ from run import ABLATIONS, SAMPLING_SEEDS
 #: Runs that differ from ``resampled`` only in the seed of sampling, by its key in ``Results``.
 OTHER_SAMPLES = "other samples"
 
+#: Runs of ``grpo_outcome`` of a second family of sampling seeds, likewise.
+OTHER_OUTCOME = "grpo_outcome, other samples"
+
 #: Cells whose reward is not the policy's share of right answers, but that of stored completions or of lines.
 OTHER_REWARD = ("sft", "rft", "dpo", "grpo_process", "grpo_process_solution")
 
@@ -83,8 +86,9 @@ def load(directory: Path) -> Results:
     for path in sorted(directory.glob("*-*.json")):  # of run.py; same_step.json is another comparison
         result = json.loads(path.read_text())
         found.setdefault(result["cell"], []).append(result)
-    for path in sorted((directory / SAMPLING_SEEDS).glob("resampled-*.json")):
-        found.setdefault(OTHER_SAMPLES, []).append(json.loads(path.read_text()))
+    for cell, key in (("resampled", OTHER_SAMPLES), ("grpo_outcome", OTHER_OUTCOME)):
+        for path in sorted((directory / SAMPLING_SEEDS).glob(f"{cell}-*.json")):
+            found.setdefault(key, []).append(json.loads(path.read_text()))
     for folder in (MANY_SAMPLES, ONE_MACHINE):
         for path in sorted((directory / folder).glob("*-*.json")):
             result = json.loads(path.read_text())
@@ -217,8 +221,9 @@ def _shown(given: tuple[float, float], spec: str = ".1%", sign: str = "") -> str
 def blocks(results: Results) -> dict[str, str]:
     """Return the generated blocks of the page that ``results`` suffice for, by name."""
     methods, initial = without_ablations(results), initial_model(results)
-    # Half as long as grpo_outcome, and as long as the runs of TRL.
-    decided = {**methods, **{cell: results[cell] for cell in ("resampled",) if cell in results}}
+    # Half as long as grpo_outcome, and as long as the runs of TRL; then the headline again, of other samples.
+    others = ("resampled", OTHER_OUTCOME)
+    decided = {**methods, **{cell: results[cell] for cell in others if cell in results}}
     decided = {cell: over_initial(runs, initial) for cell, runs in decided.items()}
     if initial is not None:
         methods["instruct"] = [initial]
@@ -262,7 +267,7 @@ def with_blocks(page: str, found: Mapping[str, str]) -> str:
 
 def without_ablations(results: Results) -> Results:
     """Return the results of the methods."""
-    others = (*ABLATIONS, OTHER_SAMPLES)
+    others = (*ABLATIONS, OTHER_SAMPLES, OTHER_OUTCOME)
     return {
         cell: runs
         for cell, runs in results.items()
@@ -297,7 +302,7 @@ def unchanged_steps(results: Results) -> dict[int, list[dict[str, Any]]]:
 
     These are the first steps of ``grpo_outcome``, ``resampled``, and the runs of other sampling seeds.
     """
-    cells = ("resampled", "grpo_outcome", OTHER_SAMPLES)
+    cells = ("resampled", "grpo_outcome", OTHER_SAMPLES, OTHER_OUTCOME)
     seeds = [run["seed"] for run in results.get("resampled", [])]
     found = {seed: [run for cell in cells for run in _of(results, cell, seed)] for seed in seeds}
     return found if any(len(runs) > 1 for runs in found.values()) else {}

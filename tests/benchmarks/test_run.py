@@ -174,6 +174,23 @@ def test_unchanged_runs_of_one_order_of_questions_give_the_noise():
     ]
 
 
+def test_runs_of_a_second_family_of_samples_have_a_row_of_their_own_and_count_as_unchanged(tmp_path):
+    folder = tmp_path / figures.SAMPLING_SEEDS
+    folder.mkdir()
+    gained = {"eval_chains_pass@1_gain": 0.5, "eval_chains_pass@1_gain_ci95": 0.1}
+    for seed in (0, 1):
+        made = {**run_of(seed, [0.1, 0.3, 0.9], 0.8), "cell": "grpo_outcome", "scale": {"test_questions": 48}}
+        made["evaluation"] |= gained
+        (folder / f"grpo_outcome-{seed}-400.json").write_text(json.dumps(made))
+    results = {**EQUAL, **figures.load(tmp_path)}
+    assert figures.noise_table(results).splitlines()[2] == "| 0 | 30.0%, 50.0%, 20.0% | 50.0% |"
+    assert figures.verdicts({figures.OTHER_OUTCOME: results[figures.OTHER_OUTCOME]}).splitlines()[2] == (
+        "| grpo_outcome, other samples | +50.0% ± 10.0%: **gain** | - | - | - |"
+    )
+    assert figures.OTHER_OUTCOME not in figures.without_ablations(results)
+    assert figures.OTHER_OUTCOME in figures.blocks(results)["verdicts"]
+
+
 def test_ablations_are_compared_with_all_unchanged_runs_of_the_same_order():
     results = {**EQUAL, "group_4": [run_of(1, [0.5, 0.1], 0.25)], "stale_1": [run_of(0, [0.0, 0.0], 0.1)]}
     results["stale_1_corrected"] = [run_of(0, [1.0, 1.0], 0.2)]
