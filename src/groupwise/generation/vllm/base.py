@@ -6,6 +6,7 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from groupwise.config.grpo_config import GRPOConfig
@@ -82,15 +83,12 @@ class VLLMBackend(GenerationBackend):
         requests = self.make_requests(prompts, sampling, self.version, num_samples)
         samples = self.complete(requests, sampling)
         self._num_samples = num_samples  # only now: a failed call is repeated with the same seeds
-        return [self._with_digest(completion) for of_request in samples for completion in of_request]
-
-    def _with_digest(self, completion: Completion) -> Completion:
-        """Add the digests of the weights that sampled the tokens, if all of them are known."""
-        digests = [
-            self.weight_digests.get(version, "") for version in dict.fromkeys(completion.versions or ())
-        ]
-        known = bool(digests) and all(digests)
-        return replace(completion, weight_digest="+".join(digests)) if known else completion
+        completions = []
+        for completion in chain.from_iterable(samples):  # with the digests of its weights, if all are known
+            digests = [self.weight_digests.get(one, "") for one in dict.fromkeys(completion.versions or ())]
+            known = bool(digests) and all(digests)
+            completions.append(replace(completion, weight_digest="+".join(digests)) if known else completion)
+        return completions
 
     def make_requests(
         self,

@@ -8,6 +8,7 @@ import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, TypeAlias
 
 from groupwise.config.grpo_config import GRPOConfig
@@ -79,12 +80,11 @@ class Request:
             "max_tokens": self.max_tokens,
             "logprobs": wanted if wanted <= (max_logprobs or 0) else 0,
         }
-        if max_logprobs is None and greedy:
-            fields |= {"temperature": 1.0, "top_k": 1}
-        elif (
-            max_logprobs is None and wanted == 0 and (sampling.get("top_p", 1.0) < 1 or sampling.get("min_p"))
-        ):
-            fields["top_k"] = _NO_TOP_K
+        if max_logprobs is None:
+            if greedy:
+                fields |= {"temperature": 1.0, "top_k": 1}
+            elif wanted == 0 and (sampling.get("top_p", 1.0) < 1 or sampling.get("min_p")):
+                fields["top_k"] = _NO_TOP_K
         return fields
 
     @property
@@ -176,25 +176,19 @@ def group_requests(
     """
     requests: list[Request] = []
     num_samples = {} if num_samples is None else num_samples
-    row = 0
-    while row < len(prompts):
-        end = row + 1
-        while (
-            end < len(prompts)
-            and prompts[end] == prompts[row]
-            and limits[end] == limits[row]
-            and (images is None or images[end].digest == images[row].digest)
-        ):
-            end += 1
-        own = None if images is None else images[row]
-        key = f"{seed} {step} {rank} {list(prompts[row])}{'' if own is None else own.digest}".encode()
-        digest = hashlib.blake2b(key, digest_size=8).digest()
+
+    def content(row: int) -> tuple[tuple[int, ...], int, str]:
+        return tuple(prompts[row]), limits[row], "" if images is None else images[row].digest
+
+    for (prompt, limit, of_images), group in groupby(range(len(prompts)), content):
+        rows = list(group)
+        digest = hashlib.blake2b(f"{seed} {step} {rank} {list(prompt)}{of_images}".encode(), digest_size=8)
         # 62 bits: base_seed + samples fits a signed 64-bit integer
-        base_seed = int.from_bytes(digest, "big") >> 2
+        base_seed = int.from_bytes(digest.digest(), "big") >> 2
         first = num_samples.get(base_seed, 0)
-        requests.append(Request(prompts[row], range(row, end), base_seed + first, limits[row], own))
-        num_samples[base_seed] = first + end - row
-        row = end
+        own = None if images is None else images[rows[0]]
+        requests.append(Request(prompts[rows[0]], rows, base_seed + first, limit, own))
+        num_samples[base_seed] = first + len(rows)
     return requests
 
 
@@ -207,7 +201,12 @@ def engine_prompt(request: Request) -> dict[str, Any]:
 
 def server_prompt(request: Request) -> dict[str, Any]:
     """Return the fields of a prompt in the body of ``/inference/v1/generate``; images are lossless PNG."""
-    parts = [{"type": "image_url", "url": _data_url(image)} for image in request.pictures]
+    parts = []
+    for image in request.pictures:
+        file = io.BytesIO()
+        as_rgb(image).save(file, "PNG")
+        url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+        parts.append({"type": "image_url", "url": url})
     prompt: dict[str, Any] = {"token_ids": request.unexpanded_prompt}
     return {**prompt, "content_parts": parts, "return_token_ids": True} if parts else prompt
 
@@ -230,9 +229,3 @@ def check_expanded(request: Request, prompt_ids: Sequence[int] | None, where: st
         "prompt; give it the trainer's processor (preprocessor_config.json and chat template of the served "
         "model, or --mm-processor-kwargs)"
     )
-
-
-def _data_url(image: Any) -> str:
-    file = io.BytesIO()
-    as_rgb(image).save(file, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
