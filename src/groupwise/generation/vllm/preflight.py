@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,32 +107,20 @@ def _compare(
     path = "/server_info?config_format=json"
     given = servers.run(server.call("GET", path, doing="reading its configuration"))["vllm_config"]
     version = servers.run(server.call("GET", "/version", doing="reading its version"))["version"]
-    model = given["model_config"]
+    model, max_samples = given["model_config"], given["scheduler_config"]["max_num_seqs"]
+    transfer = (given.get("weight_transfer_config") or {}).get("backend")
+    max_rank = (given.get("lora_config") or {}).get("max_lora_rank")
+    quantization, logprobs_mode = model.get("quantization"), model["logprobs_mode"]
     info = ServerInfo(
         url=server.url,
         model=model["model"],
         dtype=str(model["dtype"]).removeprefix("torch."),
         max_model_length=model["max_model_len"],
-        weight_transfer=(given.get("weight_transfer_config") or {}).get("backend"),
-        max_lora_rank=(given.get("lora_config") or {}).get("max_lora_rank"),
+        weight_transfer=transfer,
+        max_lora_rank=max_rank,
         returns_sampling_mask=bool(model.get("return_sampling_mask")),
         num_engines=given.get("parallel_config", {}).get("data_parallel_size", 1),
     )
-    has_router = servers.router is not None
-    return info, _problems(info, given, version, policy, config, lora_rank, has_router)
-
-
-def _problems(
-    info: ServerInfo,
-    given: dict[str, Any],
-    version: str,
-    policy: PreTrainedConfig,
-    config: GRPOConfig,
-    lora_rank: int | None,
-    has_router: bool,
-) -> list[str]:
-    model, transfer, max_rank = given["model_config"], info.weight_transfer, info.max_lora_rank
-    quantization, logprobs_mode = model.get("quantization"), model["logprobs_mode"]
     loads_4_bits = (
         quantization == "bitsandbytes" and getattr(policy, "quantization_config", None) and max_rank
     )
@@ -141,8 +130,8 @@ def _problems(
         and not config.generation_kwargs
         and config.vllm_structured_outputs_regex is None
     )
+    has_router = servers.router is not None
     needs_versions = has_router or config.rollout_staleness > 0
-    max_samples = given["scheduler_config"]["max_num_seqs"]
     needed = config.max_completion_length + (config.max_prompt_length or 1)
     checks = {
         f"it serves {info.model} with {name}={size}, but the policy has {expected}; serve that model": True
@@ -181,7 +170,7 @@ def _problems(
             max_rank is not None and (lora_rank or 0) > max_rank
         ),
     }
-    return [problem for problem, applies in checks.items() if applies]
+    return info, [problem for problem, applies in checks.items() if applies]
 
 
 def _shape(model: str) -> dict[str, int]:
@@ -198,12 +187,12 @@ def _tokenizer_problem(
     servers: VLLMServers, server: HttpClient, tokenizer: ProcessingClass, info: ServerInfo
 ) -> list[str]:
     body = {"model": None, "prompt": _PROBE, "add_special_tokens": False}
-    try:
+    own = text_tokenizer(tokenizer)(_PROBE, add_special_tokens=False)["input_ids"]
+    with suppress(BackendError):  # a server without a tokenizer: only token ids are exchanged
         found = servers.run(server.call("POST", "/tokenize", body, doing="comparing tokenizers"))["tokens"]
-    except BackendError:
-        return []  # a server without a tokenizer: only token ids are exchanged
-    if list(text_tokenizer(tokenizer)(_PROBE, add_special_tokens=False)["input_ids"]) == list(found):
-        return []
-    return [
-        f"the tokenizer of {info.model} is not the policy's: token ids have another meaning; serve its model"
-    ]
+        if list(found) != list(own):
+            return [
+                f"the tokenizer of {info.model} is not the policy's: token ids have another meaning; serve "
+                "its model"
+            ]
+    return []
