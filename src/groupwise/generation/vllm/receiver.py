@@ -26,11 +26,6 @@ logging.getLogger("vllm.model_executor.models.utils").addFilter(
 
 
 @dataclass
-class NoInitInfo(WeightTransferInitInfo):
-    """Empty: no connection to set up."""
-
-
-@dataclass
 class Weights(WeightTransferUpdateInfo):
     """One bucket of weights.
 
@@ -43,17 +38,17 @@ class Weights(WeightTransferUpdateInfo):
     path: str | None = None
 
 
-class CheckpointReceiver(WeightTransferEngine[NoInitInfo, Weights]):
+class CheckpointReceiver(WeightTransferEngine[WeightTransferInitInfo, Weights]):
     """Loads buckets of weights under checkpoint names.
 
     Uses vLLM's layerwise reload: kernels repack the weights of loaded layers, after which ``load_weights``
     alone fails.
     """
 
-    init_info_cls = NoInitInfo
+    init_info_cls = WeightTransferInitInfo  # empty: no connection to set up
     update_info_cls = Weights
 
-    def init_transfer_engine(self, init_info: NoInitInfo) -> None:
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
         """Record the parameter names, before an update replaces the layers' parameters."""
         self.names = {name for name, _ in self.model.named_parameters()}
 
@@ -67,14 +62,10 @@ class CheckpointReceiver(WeightTransferEngine[NoInitInfo, Weights]):
         if update_info.path is not None:
             # Memory-mapped: stays readable after the sender has removed the file.
             weights = list(load_file(update_info.path, device=str(self.device)).items())
-        if weights is None:
-            self._check_complete()
-            return
-        # Some models do not return the names they loaded.
-        self.missing -= self.model.load_weights(weights) or self.missing
-
-    def _check_complete(self) -> None:
-        if self.missing and self.model_config.quantization is None:
+        if weights is not None:
+            # Some models do not return the names they loaded.
+            self.missing -= self.model.load_weights(weights) or self.missing
+        elif self.missing and self.model_config.quantization is None:
             some = ", ".join(sorted(self.missing)[:4])
             raise ValueError(
                 f"the trainer sent no weights for {len(self.missing)} parameters of the engine ({some}, "

@@ -19,11 +19,11 @@ import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from safetensors.torch import save_file
@@ -49,19 +49,61 @@ WITH_METADATA, BROADCASTING = ("nccl", "ipc"), ("nccl", "sparse_nccl")
 _SHARED_MEMORY = Path("/dev/shm")
 
 
-class _Client:
-    """``VLLMWeightSyncClient`` that keeps the first failure and sends nothing after it.
+class WeightTransfer:
+    """Connection of one rank to engines that receive weights, and ``VLLMWeightSyncClient`` of vLLM's engines.
 
-    A failure raised inside vLLM's engine would leave the other ranks in its collectives.
+    As the client it keeps the first failure and sends nothing after it: a failure raised inside vLLM's engine
+    would leave the other ranks in its collectives.
+
+    Args:
+        backend: name of the weight-transfer engine.
+        receiver: the engines, used by rank 0.
+        weights: the source. For a backend in ``WITH_METADATA`` its first pass has begun.
+        rank: rank 0 sends; the others take part in the collectives of source and engine.
+        timeout: seconds that a broadcast may take after the engines have answered. Their answers have a limit
+            of their own.
+        given: further fields of the trainer's init info, such as the rendezvous.
 
     Attributes:
         answer: set by the request during which the engines receive, or by the first failure.
+
+    Raises:
+        BackendError, LostAnswerError: the engines did not connect.
     """
 
-    def __init__(self, receiver: LLM | VLLMServers) -> None:
-        self.receiver = receiver
+    def __init__(
+        self,
+        backend: str,
+        receiver: LLM | VLLMServers,
+        weights: EngineWeights,
+        *,
+        rank: int = 0,
+        timeout: float = 240.0,
+        **given: Any,
+    ) -> None:
+        self.backend, self.receiver, self.weights = backend, receiver, weights
+        self.rank, self.timeout = rank, timeout
         self.failure: Exception | None = None
         self.answer: Future[None] = Future()
+        self._changes = ChangedValues()  # of sparse_nccl
+        if backend in WITH_METADATA:
+            sizes = [one.nbytes for one in weights.metadata()]
+            # CUDA IPC refuses a tensor that is larger than its buffer.
+            given |= {"packed": True, "packed_buffer_size_bytes": max(*sizes, min(BUCKET_BYTES, sum(sizes)))}
+        if backend == "nccl":
+            # Up to 0.32 a server receives two buffers on two streams and loads a layer that is in both of
+            # them on the second one, without an order between the two.
+            given["packed_num_buffers"] = 1
+
+        def connect() -> Any:
+            if backend == BACKEND:  # without vLLM in the trainer's environment
+                return BucketSender.trainer_init(BucketSenderInfo(**given), client=self, source=weights)
+            source = None if backend == "sparse_nccl" else weights
+            return trainer_engine(backend, self, source, rank=rank, **given)
+
+        # A vLLM TrainerWeightTransferEngine; None: this rank only reads the source. The ranks of "ipc" share
+        # barriers.
+        self.engine: Any = None if rank > 0 and backend != "ipc" else self._run(connect)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._request(self.receiver.init_weight_transfer_engine, {"init_info": init_info})
@@ -78,7 +120,7 @@ class _Client:
         settle(self.answer)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Do nothing: :meth:`WeightTransfer.push` finishes, with the version of the weights."""
+        """Do nothing: :meth:`push` finishes, with the version of the weights."""
 
     def _request(self, send: Callable[..., None], *body: dict[str, Any]) -> None:
         try:
@@ -89,57 +131,6 @@ class _Client:
         if self.failure is not None:
             settle(self.answer, error=self.failure)
 
-
-class WeightTransfer:
-    """Connection of one rank to engines that receive weights.
-
-    Args:
-        backend: name of the weight-transfer engine.
-        receiver: the engines, used by rank 0.
-        weights: the source. For a backend in ``WITH_METADATA`` its first pass has begun.
-        rank: rank 0 sends; the others take part in the collectives of source and engine.
-        timeout: seconds that a broadcast may take after the engines have answered. Their answers have a limit
-            of their own.
-        given: further fields of the trainer's init info, such as the rendezvous.
-
-    Raises:
-        BackendError, LostAnswerError: the engines did not connect.
-    """
-
-    def __init__(
-        self,
-        backend: str,
-        receiver: LLM | VLLMServers,
-        weights: EngineWeights,
-        *,
-        rank: int = 0,
-        timeout: float = 240.0,
-        **given: Any,
-    ) -> None:
-        self.backend, self.weights, self.rank, self.timeout = backend, weights, rank, timeout
-        self.client = _Client(receiver)
-        self._changes = ChangedValues()  # of sparse_nccl
-        if backend in WITH_METADATA:
-            sizes = [one.nbytes for one in weights.metadata()]
-            # CUDA IPC refuses a tensor that is larger than its buffer.
-            given |= {"packed": True, "packed_buffer_size_bytes": max(*sizes, min(BUCKET_BYTES, sum(sizes)))}
-        if backend == "nccl":
-            # Up to 0.32 a server receives two buffers on two streams and loads a layer that is in both of
-            # them on the second one, without an order between the two.
-            given["packed_num_buffers"] = 1
-
-        def connect() -> Any:
-            if backend == BACKEND:  # without vLLM in the trainer's environment
-                return BucketSender.trainer_init(
-                    BucketSenderInfo(**given), client=self.client, source=weights
-                )
-            source = None if backend == "sparse_nccl" else weights
-            return trainer_engine(backend, self.client, source, rank=rank, **given)
-
-        # A vLLM TrainerWeightTransferEngine; None: this rank only reads the source. The ranks of "ipc" share
-        # barriers.
-        self.engine: Any = None if rank > 0 and backend != "ipc" else self._run(connect)
-
     def push(self, step: int) -> None:
         """Replace the engines' weights by those of the pass that ``weights.begin`` began.
 
@@ -149,7 +140,7 @@ class WeightTransfer:
         Args:
             step: optimizer step of the weights, which becomes their version.
         """
-        self.client.failure = None
+        self.failure = None
         try:
             if self.engine is None:
                 self.weights.end(read_rest=True)
@@ -158,14 +149,14 @@ class WeightTransfer:
             else:
                 self._run(self.engine.send_weights)
         except BaseException as error:
-            self.client.failure = BackendError("the update failed")  # requests of a thread are not sent
+            self.failure = BackendError("the update failed")  # requests of a thread are not sent
             self.weights.end(read_rest=isinstance(error, Exception))
             if self.rank == 0:
                 with suppress(Exception):  # the engine may have ended the update itself
-                    self.client.receiver.finish_weight_update()
+                    self.receiver.finish_weight_update()
             raise
         if self.rank == 0:
-            self.client.receiver.finish_weight_update(str(step))
+            self.receiver.finish_weight_update(str(step))
 
     def close(self) -> None:
         """Release files, connections and memory."""
@@ -183,11 +174,11 @@ class WeightTransfer:
         Raises:
             BackendError, LostAnswerError: the broadcast or a request failed; the message has both states.
         """
-        self.client.answer = answer = Future[None]()
+        self.answer = answer = Future[None]()
         if self.backend not in BROADCASTING:
             result = function()
-            if self.client.failure is not None:
-                raise self.client.failure
+            if self.failure is not None:
+                raise self.failure
             return result
         stream = current_stream()
 
@@ -214,7 +205,7 @@ class WeightTransfer:
 
     def _send_changes(self) -> None:
         """Send the values of which a bit changed since the last push, and all of them in the first one."""
-        self.client.start_weight_update()
+        self.start_weight_update()
         num_sent = num_values = 0
         for bucket in buckets(self.weights, BUCKET_BYTES):
             patches = []
@@ -315,12 +306,9 @@ def shared_directory(owner: object) -> tuple[Path, Callable[[], object]]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process runs
             shutil.rmtree(directory, ignore_errors=True)
     hidden = Path(tempfile.mkdtemp(prefix=".groupwise-", dir=parent))  # not found before it is locked
-    lock = open(hidden / "lock", "w")  # noqa: SIM115  open as long as the directory
+    stack = ExitStack()
+    lock = stack.enter_context(open(hidden / "lock", "w"))  # noqa: SIM115  open as long as the directory
     fcntl.flock(lock, fcntl.LOCK_EX)
     directory = hidden.rename(parent / hidden.name.removeprefix("."))
-    return directory, weakref.finalize(owner, _remove, directory, lock)
-
-
-def _remove(directory: Path, lock: IO[str]) -> None:
-    shutil.rmtree(directory, ignore_errors=True)
-    lock.close()
+    stack.callback(shutil.rmtree, directory, ignore_errors=True)
+    return directory, weakref.finalize(owner, stack.close)
