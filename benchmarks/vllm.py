@@ -58,12 +58,12 @@ def engine_backend(model: Any, tokenizer: Any, limit: int, precision: str) -> An
 
 
 def server_backend(model: Any, tokenizer: Any, limit: int, precision: str, url: str) -> Any:
-    from groupwise.generation.vllm import server
+    from groupwise.generation.vllm.server import VLLMServerBackend
 
     full = {"ignore_eos": True, "min_tokens": limit}
     given = {"vllm_mode": "server", "vllm_server_base_url": url, "generation_kwargs": full}
     config = settings(limit, precision, use_vllm=True, **given)
-    return server.make_backend(lambda: model, config, tokenizer)
+    return VLLMServerBackend(lambda: model, config, tokenizer)
 
 
 def own_backend(model: Any, tokenizer: Any, limit: int, precision: str) -> Any:

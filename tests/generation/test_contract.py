@@ -87,12 +87,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
             weights = CountedWeights(model)
             chosen: Any = EchoBackend() if name == "fake" else None
             check_backend(config, chosen)
-            tokenizer = None if name == "server" else runs.tokenizer()
-            if name == "server":  # the stand-in has no tokenizer to compare
-                from groupwise.generation.vllm.server import VLLMServerBackend
-
-                chosen = VLLMServerBackend(config, model.config, frozenset([1]))
-            backend = make_backend(lambda: model, config, tokenizer or runs.tokenizer(), chosen)
+            backend = make_backend(lambda: model, config, runs.tokenizer(), chosen)
             made[name] = Case(backend=backend, weights=weights, name=name)
         made[name].backend.sync_weights(made[name].weights, step=3)
         return made[name]

@@ -35,8 +35,7 @@ from groupwise import GRPOConfig, GRPOTrainer
 from groupwise.errors import BackendError
 from groupwise.generation.vllm.client import VLLMServers
 from groupwise.generation.vllm.plugin import PLACE_ADAPTER
-from groupwise.generation.vllm.server import VLLMServerBackend
-from groupwise.generation.vllm.weight_sync import ServerAdapters
+from groupwise.generation.vllm.server import ServerAdapters, VLLMServerBackend
 from groupwise.policy.weight_iterator import PolicyWeights
 
 QUESTIONS = ["What is 2+3?", "Name a colour."]
@@ -68,7 +67,9 @@ def backend_for(fake, model, tmp_path, lora_rank=4, **given):
     settings |= {"use_vllm": True, "vllm_mode": "server"}
     config = GRPOConfig(str(tmp_path), per_device_train_batch_size=4, **{**settings, **given})
     config.vllm_server_base_url, config.vllm_server_timeout = fake.url, 2.0
-    return VLLMServerBackend(config, model.config, frozenset([1]), lora_rank=lora_rank)
+    backend = VLLMServerBackend(lambda: model, config, tokenizer())
+    backend.lora_rank = lora_rank
+    return backend
 
 
 @pytest.fixture
@@ -170,7 +171,7 @@ def test_the_files_are_in_shared_memory_for_servers_of_this_machine(backend, fak
 
 def test_a_server_that_cannot_read_the_file_gets_its_bytes(fake, model, tmp_path, monkeypatch, caplog):
     """Of two servers one is on another machine: it writes the files to a directory of its own."""
-    caplog.set_level("INFO", "groupwise.generation.vllm.weight_sync")
+    caplog.set_level("INFO", "groupwise.generation.vllm.server")
     other = FakeVLLM()
     other.info["lora_config"], other.weights, other.is_elsewhere = {"max_lora_rank": 8}, fake.weights, True
     backend, source = backend_for(fake, model, tmp_path), PolicyWeights(model)
@@ -206,7 +207,7 @@ def test_bytes_that_do_not_arrive_are_an_error(fake, model, tmp_path, monkeypatc
 
 
 def test_the_log_names_the_path_way(backend, fake, model, caplog):
-    caplog.set_level("INFO", "groupwise.generation.vllm.weight_sync")
+    caplog.set_level("INFO", "groupwise.generation.vllm.server")
     backend.sync_weights(PolicyWeights(model), step=0)
     (name,) = fake.adapters
     assert f"sending the adapter {name} by its path: 0." in caplog.text
@@ -286,7 +287,7 @@ def four_bits(tmp_path_factory):
 @real
 def test_a_real_server_follows_the_adapter_of_a_4_bit_policy(four_bits, tmp_path, caplog):
     """It serves the dequantized matrices, and gets the adapter alone."""
-    caplog.set_level("INFO", "groupwise.generation.vllm.weight_sync")
+    caplog.set_level("INFO", "groupwise.generation.vllm.server")
     given, server = four_bits
     assert_follows_four_bits(run_for(server, tmp_path, **given), [[4, 5], [6], [7, 8, 9]])
     assert caplog.text.count("by its path") == 4  # before training, in two steps and after them

@@ -23,7 +23,7 @@ from support.runs import policy, prompts, tokenizer, trainer
 from groupwise import ConfigError, GRPOConfig, GRPOTrainer
 from groupwise.errors import BackendError
 from groupwise.generation.vllm import colocate, engine, transfer
-from groupwise.generation.vllm.colocate import ColocatedBackend, TensorParallelGroup, check_policy
+from groupwise.generation.vllm.colocate import ColocatedBackend, check_policy
 from groupwise.generation.vllm.transfer import BucketSender, BucketSenderInfo, WeightTransfer
 from groupwise.generation.vllm.weight_sync import FullWeightSync
 from groupwise.policy.weight_source import EngineWeights
@@ -136,7 +136,7 @@ def sleeping(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     engine = FakeEngine()
     config = GRPOConfig(str(tmp_path), vllm_enable_sleep_mode=True, **NO_CHECK)
-    backend = ColocatedBackend(engine, config, frozenset([1]), TensorParallelGroup(), FullWeightSync(engine))
+    backend = ColocatedBackend(engine, config, frozenset([1]), FullWeightSync(engine))
     backend.calls = lambda requests, sampling: []
     return backend
 
@@ -182,9 +182,7 @@ def test_sampling_masks_of_the_engine_are_recorded(tmp_path):
     recorded.generate = generate
     recorded.llm_engine = SimpleNamespace()
     config = GRPOConfig(str(tmp_path), top_p=0.9, **NO_CHECK)
-    backend = ColocatedBackend(
-        recorded, config, frozenset([1]), TensorParallelGroup(), FullWeightSync(recorded)
-    )
+    backend = ColocatedBackend(recorded, config, frozenset([1]), FullWeightSync(recorded))
     assert backend.reports_sampling_mask({})
     backend.sync_weights(weights(("w", torch.ones(2))), step=0)
     (completion,) = backend.generate([[5]], SamplingOptions())
@@ -317,18 +315,24 @@ def test_a_push_after_a_failed_one_replaces_all_weights(shared_memory):
     made.close()
 
 
-def test_tensor_parallel_ranks_generate_all_requests_and_return_their_own(monkeypatch):
-    asked = []
+def test_tensor_parallel_ranks_generate_all_requests_and_return_their_own(tmp_path, monkeypatch):
+    asked, given = [], FakeEngine()
 
-    def answer(requests):
+    def answer(engine, requests):
         asked.append(list(requests))
         return [request * 10 for request in requests]
 
     def gather(everyone, mine, group):
         everyone[:] = [[1, 2, 3], mine]
 
+    config = GRPOConfig(str(tmp_path), **NO_CHECK)
+    backend = ColocatedBackend(given, config, frozenset([1]), FullWeightSync(given), group="group")
+    backend.calls = lambda requests, sampling: requests
+    monkeypatch.setattr(colocate, "generate_together", answer)
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
-    assert TensorParallelGroup(2, 1, "group").generate([4, 5], answer) == [40, 50]
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 2)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda group: 1)
+    assert backend.complete([4, 5], SamplingOptions()) == [40, 50]
     assert asked == [[1, 2, 3, 4, 5]]
 
 
@@ -356,7 +360,7 @@ def test_a_processor_without_images_starts_an_engine_for_text_alone(tmp_path, mo
         raise RuntimeError("far enough")
 
     monkeypatch.setattr(vllm, "LLM", start)
-    monkeypatch.setattr(colocate, "has_multimodal_classes", lambda: False)
+    monkeypatch.setattr(colocate, "is_torchvision_available", lambda: False)
     rows = Dataset.from_dict({"prompt": ["w1"] * 8})
     vision, processor = tiny_vlm.build("gemma3")
     for model, processing_class in ((vision, processor), (policy(), tokenizer())):

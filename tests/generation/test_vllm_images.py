@@ -19,7 +19,7 @@ from test_vllm_server import backend_for
 from groupwise import ConfigError, GRPOConfig, GRPOTrainer
 from groupwise.errors import BackendError
 from groupwise.generation.vllm import colocate, engine
-from groupwise.generation.vllm.colocate import ColocatedBackend, TensorParallelGroup
+from groupwise.generation.vllm.colocate import ColocatedBackend
 from groupwise.generation.vllm.sampling import group_requests
 from groupwise.records import SamplingOptions
 from groupwise.tokenization.images import as_rgb, encode_prompt
@@ -120,7 +120,7 @@ def colocated(engine: Any, directory: Any) -> ColocatedBackend:
     sync = SimpleNamespace(push=lambda *_: None, request=None, close=lambda: None)
     off = {"vllm_weight_check": "off", "use_cpu": True, "bf16": False}
     config = GRPOConfig(str(directory), max_completion_length=8, **off)
-    return ColocatedBackend(engine, config, frozenset([1]), TensorParallelGroup(), sync, with_images=True)
+    return ColocatedBackend(engine, config, frozenset([1]), sync, with_images=True)
 
 
 def test_the_engine_gets_images_and_the_prompt_before_expansion(processor, tmp_path):
@@ -154,7 +154,7 @@ def test_a_server_gets_images_and_the_prompt_before_expansion(processor, fake, t
 
     fake.answer = expanding
     backend = backend_for(fake, tmp_path)
-    backend.tokenizer = processor
+    backend.processing_class = processor
     fake.info["model_config"]["model"] = str(tmp_path / "unknown")
     backend.sync_weights(SimpleNamespace(full=lambda: iter([("w", torch.ones(2))])), step=0)
     assert fake.seen["/reset_encoder_cache"] == 1
@@ -187,9 +187,9 @@ def test_a_column_of_images_needs_an_engine_that_processes_them(tmp_path, monkey
             GRPOTrainer("no/such/model", lambda **_: [], config, rows(image=[None] * 8))
         return str(error.value)
 
-    monkeypatch.setattr(engine, "has_multimodal_classes", lambda: False)
+    monkeypatch.setattr(engine, "is_torchvision_available", lambda: False)
     assert "vLLM's vision-language models need torchvision" in refused()
-    monkeypatch.setattr(engine, "has_multimodal_classes", lambda: True)
+    monkeypatch.setattr(engine, "is_torchvision_available", lambda: True)
     text_only = {"language_model_only": True}
     assert "['language_model_only'] starts an engine for text" in refused(vllm_engine_kwargs=text_only)
 
@@ -204,7 +204,7 @@ def test_an_engine_is_for_text_where_it_cannot_process_images(tmp_path, monkeypa
         return StubEngine()
 
     monkeypatch.setattr(vllm, "LLM", start)
-    monkeypatch.setattr(colocate, "has_multimodal_classes", lambda: has_classes)
+    monkeypatch.setattr(colocate, "is_torchvision_available", lambda: has_classes)
     config = GRPOConfig(str(tmp_path), use_vllm=True, max_completion_length=8, bf16=False, use_cpu=True)
     model, processor = tiny_vlm.build("gemma3")
     run = GRPOTrainer(model, lambda **_: [], config, rows(), processing_class=processor)

@@ -41,7 +41,7 @@ def backend_for(fake, tmp_path, **given):
         ",".join(server.url for server in fake) if isinstance(fake, list) else fake.url
     )
     config.vllm_server_timeout = 2.0
-    return VLLMServerBackend(config, WEIGHTS.model.config, frozenset([1]))
+    return VLLMServerBackend(lambda: WEIGHTS.model, config, tokenizer())
 
 
 @pytest.fixture
@@ -425,7 +425,6 @@ def test_another_model_is_refused(backend, fake, tmp_path):
 
 
 def test_another_tokenizer_is_refused(backend, fake):
-    backend.tokenizer = tokenizer()
     answer = fake.answer
     fake.answer = lambda path, q, body: {"tokens": [7, 8]} if path == "/tokenize" else answer(path, q, body)
     with pytest.raises(BackendError, match="tokenizer of tiny is not the policy's"):

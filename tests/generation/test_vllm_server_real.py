@@ -25,7 +25,6 @@ from transformers import TrainerCallback
 
 from groupwise.errors import BackendError
 from groupwise.generation.vllm import transfer
-from groupwise.generation.vllm.client import fetch_num_tokens
 from groupwise.generation.vllm.weight_check import WeightCheck
 from groupwise.policy.weight_iterator import PolicyWeights
 
@@ -147,10 +146,10 @@ def test_weights_updated_in_mid_completion_are_recorded_per_token(server, tmp_pa
     weights.append(run.model)
     (http,) = run.backend.servers.servers
     client = run.backend.servers
-    before = client.run(fetch_num_tokens(http))
+    before = client.run(http.fetch_num_tokens())
     run.backend.prefetch(prompts, step=1)
     end = time.monotonic() + 120
-    while client.run(fetch_num_tokens(http)) < before + 50 and time.monotonic() < end:
+    while client.run(http.fetch_num_tokens()) < before + 50 and time.monotonic() < end:
         pass
     client.pause()  # the tiny model would finish all of them while a busy machine prepares the weights
     run.backend.sync_weights(PolicyWeights(run.model), step=1)

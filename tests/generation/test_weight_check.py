@@ -18,11 +18,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support.fakes.fake_vllm import FakeVLLM
 from support.fakes.tiny_engine import TinyEngine, target
-from support.runs import policy
+from support.runs import policy, tokenizer
 
 from groupwise import GRPOConfig
 from groupwise.errors import BackendError
-from groupwise.generation.vllm.colocate import ColocatedBackend, TensorParallelGroup
+from groupwise.generation.vllm.colocate import ColocatedBackend
 from groupwise.generation.vllm.http import HttpClient
 from groupwise.generation.vllm.server import VLLMServerBackend
 from groupwise.generation.vllm.weight_check import WeightCheck
@@ -175,7 +175,7 @@ def colocated(
     directory: Any, model: Any, engine: TinyEngine, sync: Any = FullWeightSync, **given: Any
 ) -> Any:
     config = config_for(directory, vllm_enable_sleep_mode=False, **given)
-    return ColocatedBackend(engine, config, frozenset([1]), TensorParallelGroup(), sync(engine))
+    return ColocatedBackend(engine, config, frozenset([1]), sync(engine))
 
 
 class Servers:
@@ -192,7 +192,7 @@ class Servers:
         config = config_for(directory, vllm_mode="server", **given)
         config.vllm_server_base_url = ",".join(fake.url for fake in self.fakes)
         config.vllm_server_timeout = 10.0
-        self.backend = VLLMServerBackend(config, model.config, frozenset([1]), lora_rank=lora_rank)
+        self.backend = VLLMServerBackend(lambda: model, config, tokenizer())
 
     def close(self) -> None:
         self.backend.close()

@@ -125,7 +125,7 @@ def test_an_adapter_that_vllm_does_not_support_is_refused_with_advice_to_merge(t
     ],
 )
 def test_the_engine_has_4_bits_with_the_plugin_in_16_bits(monkeypatch, caplog, arguments, plugin, expected):
-    monkeypatch.setattr(colocate, "has_bitsandbytes", lambda: plugin)
+    monkeypatch.setattr(colocate.compat, "has_bitsandbytes", lambda: plugin)
     model = SimpleNamespace(is_quantized=True, num_parameters=lambda: 3_000_000_000)
     with caplog.at_level(logging.WARNING):
         assert colocate.loads_quantized(model, arguments) is expected

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import BackendError, ConfigError
 from groupwise.generation.base import ProcessingClass, json_dict
-from groupwise.generation.vllm import colocate, server
+from groupwise.generation.vllm import colocate
 from groupwise.generation.vllm.colocate import ColocatedBackend, EngineCall, generate_together
 from groupwise.generation.vllm.engine import engine_arguments
 from groupwise.generation.vllm.sampling import Request
@@ -59,9 +59,7 @@ class ServerSampler:
         self.suppress_tokens = image_suppress_tokens(base, processing_class)
 
     def make_backend(self, config: GRPOConfig, adapter: PeftConfig) -> Any:
-        backend = server.make_backend(
-            lambda: self.base, config, self.processing_class, self.suppress_tokens, kind=ServerBackend
-        )
+        backend = ServerBackend(lambda: self.base, config, self.processing_class, self.suppress_tokens)
         backend.lora_rank = _rank(adapter)
         return backend
 
@@ -110,9 +108,10 @@ class EngineSampler(ServerSampler):
         self.started = colocate.make_backend(lambda: policy, config, processing_class, self.suppress_tokens)
 
     def make_backend(self, config: GRPOConfig, adapter: PeftConfig) -> Any:
-        engine, ends, group = self.started.engine, self.started.end_tokens, self.started.group
+        engine, ends = self.started.engine, self.started.end_tokens
         assert engine is not None
-        return EngineBackend(engine, config, ends, group, LoRAWeightSync(engine), self.suppress_tokens)
+        sync = LoRAWeightSync(engine)
+        return EngineBackend(engine, config, ends, sync, self.suppress_tokens, group=self.started.group)
 
     def sample(self, requests: Sequence[list[EngineCall]], policies: Mapping[str, PeftModel]) -> list[Any]:
         """Return the completions of all runs by request, from one call of the engine."""

@@ -10,7 +10,7 @@ from groupwise.generation.vllm.http import HttpClient
 from groupwise.generation.vllm.server import VLLMServerBackend
 from groupwise.policy.weight_iterator import PolicyWeights
 from support.fakes.fake_vllm import GENERATE, FakeVLLM
-from support.runs import policy
+from support.runs import policy, tokenizer
 
 
 def main(port: int, directory: str) -> None:
@@ -24,7 +24,7 @@ def main(port: int, directory: str) -> None:
     fake = FakeVLLM(port) if rank == 0 else None
     config.distributed_state.wait_for_everyone()
     model = policy()
-    backend = VLLMServerBackend(config, model.config, frozenset([1]))
+    backend = VLLMServerBackend(lambda: model, config, tokenizer())
     prompts = [[3], [3], [5 + rank]]
 
     backend.sync_weights(PolicyWeights(model), step=4)

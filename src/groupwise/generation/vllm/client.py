@@ -8,17 +8,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from groupwise.errors import BackendError
 from groupwise.generation.vllm.http import HttpClient, LostAnswerError, ServerUnavailableError
-from groupwise.generation.vllm.plugin import PLACE_ADAPTER
 from groupwise.generation.vllm.sampling import (
     DEFAULT_MAX_LOGPROBS,
     Request,
@@ -39,7 +38,6 @@ CONCURRENCY = 128
 PATIENCE = 5.0
 
 _UNUSABLE = "incomplete"
-_COUNTERS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total\S* (\S+)$", re.MULTILINE)
 
 
 class LostWeightsError(Exception):
@@ -73,7 +71,7 @@ class VLLMServers:
     ) -> None:
         key = os.environ.get("VLLM_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._connect = lambda url: HttpClient(url, timeout, headers, hint(url), fetch_num_tokens)
+        self._connect = lambda url: HttpClient(url, timeout, headers, hint(url))
         self.servers = [self._connect(url) for url in urls]
         self.router: HttpClient | None = None
         self.run_id, self.steps = run_id, list[int]()
@@ -201,31 +199,37 @@ class VLLMServers:
         info = await server.once("GET", "/weight_info", doing="reading its weight version", timeout=10.0)
         return info["weight_version"]
 
-    # Weights: the methods of ``vllm.LLM``, for all servers together. These requests are never repeated.
+    def post(
+        self, path: str, bodies: Sequence[Any] = ({},), *, doing: str, timeout: float | None = None
+    ) -> None:
+        """Send a request to all servers once, with the bodies by server or one for all."""
+        by_url = {s.url: bodies[i % len(bodies)] for i, s in enumerate(self.live)}
+        self._on_all(lambda s: s.once("POST", path, by_url[s.url], doing=doing, timeout=timeout))
+
+    # Weights: the methods of ``vllm.LLM``, for all servers together.
 
     def init_weight_transfer_engine(self, request: dict[str, Any]) -> None:
         """Connect every server to the transfer; ``rank_offset`` is that of the first server."""
-        bodies, init_info = [], request["init_info"]
-        rank = init_info.get("rank_offset")
-        for size in self.world_sizes or [1] * len(self.live):
-            bodies.append({"init_info": init_info if rank is None else {**init_info, "rank_offset": rank}})
-            rank = None if rank is None else rank + size
-        self._post("/init_weight_transfer_engine", bodies, doing="joining the weight transfer")
+        bodies, given = [request], request["init_info"]
+        if "rank_offset" in given:
+            ranks = accumulate(self.world_sizes or [1] * len(self.live), initial=given["rank_offset"])
+            bodies = [{"init_info": {**given, "rank_offset": rank}} for rank in ranks]
+        self.post("/init_weight_transfer_engine", bodies, doing="joining the weight transfer")
 
     def start_weight_update(self) -> None:
-        self._post("/start_weight_update", doing="starting a weight update")
+        self.post("/start_weight_update", doing="starting a weight update")
 
     def update_weights(self, request: dict[str, Any]) -> None:
-        self._post("/update_weights", [request], doing="receiving weights")
+        self.post("/update_weights", [request], doing="receiving weights")
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         # Without a version the update failed, and the server's weights must not pass for an earlier version.
         version = _UNUSABLE if weight_version is None else f"{self.run_id}:{weight_version}"
-        self._post("/finish_weight_update", [{"weight_version": version}], doing="finishing a weight update")
+        self.post("/finish_weight_update", [{"weight_version": version}], doing="finishing a weight update")
 
     def pause(self) -> None:
         """Suspend running requests until :meth:`resume`."""
-        self._post("/pause?mode=keep", doing="pausing")
+        self.post("/pause?mode=keep", doing="pausing")
 
     def resume(self, *, with_images: bool = False) -> None:
         """Continue suspended requests; their keys and values are recomputed with the new weights.
@@ -233,23 +237,10 @@ class VLLMServers:
         Args:
             with_images: requests may have images; the outputs of the vision tower are recomputed, too.
         """
-        self._post("/reset_prefix_cache?reset_running_requests=true", doing="resetting the prefix cache")
+        self.post("/reset_prefix_cache?reset_running_requests=true", doing="resetting the prefix cache")
         if with_images:
-            self._post("/reset_encoder_cache", doing="resetting the encoder cache")
-        self._post("/resume", doing="resuming")
-
-    def load_adapter(self, name: str, paths: Mapping[str, str]) -> None:
-        """Load a LoRA adapter from its directory by server; requests that are submitted later use it."""
-        bodies = [{"lora_name": name, "lora_path": paths[server.url]} for server in self.live]
-        self._post("/v1/load_lora_adapter", bodies, doing="loading the LoRA adapter")
-        self.adapter = name
-
-    def unload_adapter(self, name: str) -> None:
-        """Remove a LoRA adapter from the servers that respond; a restarted one does not have it."""
-        files = {"method": PLACE_ADAPTER, "kwargs": {"path": name, "files": {}}}
-        for path, body in (("/v1/unload_lora_adapter", {"lora_name": name}), ("/collective_rpc", files)):
-            with suppress(LostAnswerError, BackendError):
-                self._post(path, [body], doing="unloading an adapter", timeout=5.0)
+            self.post("/reset_encoder_cache", doing="resetting the encoder cache")
+        self.post("/resume", doing="resuming")
 
     def call_workers(
         self, method: str, given: dict[str, Any], url: str | None = None
@@ -303,13 +294,14 @@ class VLLMServers:
                 "those of its workers"
             )
         self.servers = [self._connect(url) for url in sorted(workers)]
-        router.health, router.read_progress = "/readiness", self._fetch_num_tokens
-        self.router, self._slots = router, asyncio.Semaphore(CONCURRENCY * len(self.servers))
 
-    async def _fetch_num_tokens(self, _: HttpClient) -> float:
-        """Return the number of tokens of all servers that respond: which of them has a request is unknown."""
-        counts = await asyncio.gather(*map(fetch_num_tokens, self.servers), return_exceptions=True)
-        return sum(count for count in counts if isinstance(count, float))
+        async def fetch_num_tokens() -> float:  # of all: which of them has a request is unknown
+            counting = [worker.fetch_num_tokens() for worker in self.servers]
+            counts = await asyncio.gather(*counting, return_exceptions=True)
+            return sum(count for count in counts if isinstance(count, float))
+
+        router.health, router.read_progress = "/readiness", fetch_num_tokens
+        self.router, self._slots = router, asyncio.Semaphore(CONCURRENCY * len(self.servers))
 
     def wait_until_up(self, doing: str) -> None:
         """Return once all servers are healthy; raises a ConnectionError after the timeout."""
@@ -317,7 +309,7 @@ class VLLMServers:
 
     def find_lost(self, doing: str) -> bool:
         """Update ``lost``; returns True if it changed. If no server is healthy, wait for all of them."""
-        before = set(self.lost)
+        before, self.lost = self.lost, set()
 
         async def is_up(server: HttpClient) -> bool:
             try:
@@ -326,13 +318,11 @@ class VLLMServers:
                 return False
             return True
 
-        if len(self.servers) > 1:
-            self.lost = set()
-            up = self._on_all(is_up)
-            if any(up):
-                self.lost = {server.url for server, is_up in zip(self.servers, up, strict=True) if not is_up}
-                return self.lost != before
-        self.wait_until_up(doing)
+        up = self._on_all(is_up) if len(self.servers) > 1 else []
+        if any(up):
+            self.lost = {server.url for server, is_up in zip(self.servers, up, strict=True) if not is_up}
+        else:
+            self.wait_until_up(doing)
         return self.lost != before
 
     def fetch_world_sizes(self) -> list[int]:
@@ -353,12 +343,6 @@ class VLLMServers:
         for server in filter(None, [*self.servers, self.router]):
             await server.close()
 
-    def _post(
-        self, path: str, bodies: Sequence[Any] = ({},), *, doing: str, timeout: float | None = None
-    ) -> None:
-        by_url = {s.url: bodies[i % len(bodies)] for i, s in enumerate(self.live)}
-        self._on_all(lambda s: s.once("POST", path, by_url[s.url], doing=doing, timeout=timeout))
-
     def _on_all(
         self, call: Callable[[HttpClient], Coroutine[Any, Any, T]], url: str | None = None
     ) -> list[T]:
@@ -374,10 +358,3 @@ class VLLMServers:
                 raise result
             results.append(result)
         return results
-
-
-async def fetch_num_tokens(server: HttpClient) -> float | None:
-    """Return the number of tokens the server has read and generated; None if it has no such counters."""
-    text = await server.once("GET", "/metrics", doing="reading its metrics", timeout=10.0)
-    counts = _COUNTERS.findall(text or "")
-    return sum(map(float, counts)) if counts else None

@@ -11,21 +11,16 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils import is_torchvision_available
 
-from groupwise.compat.vllm import (
-    abort_on_error,
-    has_bitsandbytes,
-    preserve_buffers,
-    reset_encoder_cache,
-    shut_down,
-)
+from groupwise.compat import vllm as compat
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import BackendError, ConfigError
 from groupwise.generation.base import BackendEntry, ProcessingClass
@@ -34,18 +29,12 @@ from groupwise.generation.vllm.engine import (
     check_engine,
     check_engine_images,
     engine_arguments,
-    has_multimodal_classes,
     sampling_params,
 )
 from groupwise.generation.vllm.plugin import register
 from groupwise.generation.vllm.sampling import Request, check_expanded, engine_prompt, make_completion
 from groupwise.generation.vllm.weight_check import WeightCheck
-from groupwise.generation.vllm.weight_sync import (
-    FullWeightSync,
-    LoRAWeightSync,
-    WeightSync,
-    adapter_arguments,
-)
+from groupwise.generation.vllm.weight_sync import FullWeightSync, LoRAWeightSync, adapter_arguments
 from groupwise.policy.introspection import CausalLM, adapters_of, is_quantized, without_adapter
 from groupwise.policy.quantization import check_quantized
 from groupwise.policy.weight_iterator import PolicyWeights
@@ -61,48 +50,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Output = TypeVar("Output")
 #: A backend, one of its requests, and its ``vllm.SamplingParams``.
 EngineCall: TypeAlias = "tuple[ColocatedBackend, Request, Any]"
-
-
-@dataclass(frozen=True)
-class TensorParallelGroup:
-    """Neighbouring ranks that share one engine; all of them compute the requests of each.
-
-    Attributes:
-        size: number of ranks.
-        rank: this rank's index in the group.
-        group: process group; None: this rank has an engine for itself.
-    """
-
-    size: int = 1
-    rank: int = 0
-    group: dist.ProcessGroup | None = None
-
-    @classmethod
-    def of(cls, config: GRPOConfig) -> TensorParallelGroup:
-        """Create the groups of ``vllm_tensor_parallel_size`` ranks. A collective: all ranks must call it."""
-        size, world_size = config.vllm_tensor_parallel_size, config.world_size
-        if size == 1:
-            return cls()
-        ranks = [list(range(start, start + size)) for start in range(0, world_size, size)]
-        group, _ = dist.new_subgroups_by_enumeration(ranks)
-        return cls(size, config.process_index % size, group)
-
-    def generate(self, requests: list[T], generate: Callable[[list[T]], list[Output]]) -> list[Output]:
-        """Generate the requests of all ranks, in the same order on each; returns this rank's outputs."""
-        by_rank = self.gather(requests)
-        start = sum(len(part) for part in by_rank[: self.rank])
-        outputs = generate([request for part in by_rank for request in part])
-        return outputs[start : start + len(requests)]
-
-    def gather(self, of_rank: list[T]) -> list[list[T]]:
-        """Return the lists of all ranks."""
-        by_rank = [of_rank] * self.size
-        if self.size > 1:
-            dist.all_gather_object(by_rank, of_rank, group=self.group)
-        return by_rank
 
 
 class ColocatedBackend(VLLMBackend):
@@ -112,8 +61,8 @@ class ColocatedBackend(VLLMBackend):
         engine: a ``vllm.LLM``.
         config, end_tokens, suppress_tokens: see :class:`VLLMBackend`. With ``vllm_enable_sleep_mode`` the
             engine's memory is free while the trainer trains.
-        group: ranks that share the engine.
         weight_sync: pushes weights into the engine.
+        group: ranks that share the engine, each of which computes the requests of all; None: this rank alone.
         with_images: the engine processes images.
     """
 
@@ -124,36 +73,42 @@ class ColocatedBackend(VLLMBackend):
         engine: LLM,
         config: GRPOConfig,
         end_tokens: frozenset[int],
-        group: TensorParallelGroup,
-        weight_sync: WeightSync,
+        weight_sync: FullWeightSync | LoRAWeightSync,
         suppress_tokens: Sequence[int] = (),
         *,
+        group: dist.ProcessGroup | None = None,
         with_images: bool = False,
     ) -> None:
         super().__init__(config, end_tokens, suppress_tokens)
         self.engine: LLM | None = engine
-        self.group, self.weight_sync, self.supports_images = group, weight_sync, with_images
+        self.weight_sync, self.group, self.supports_images = weight_sync, group, with_images
         self.context_length = engine.model_config.max_model_len
         with_masks = getattr(engine.model_config, "return_sampling_mask", False)
         self.max_logprobs = None if with_masks else engine.model_config.max_logprobs
         self.asleep: set[str] = set()
         dtype = str(engine.model_config.dtype).removeprefix("torch.")
-        self.weight_check = WeightCheck(
-            config.vllm_weight_check,
-            [dtype],
-            lambda method, given: [("the colocated engine", dtype, self._call_workers(method, given))],
-        )
+        self.weight_check = WeightCheck(config.vllm_weight_check, [dtype], self._weight_reports)
         self.release()
 
-    def _call_workers(self, method: str, given: dict[str, Any]) -> list[Any]:
-        by_rank = self.group.gather(self._engine.collective_rpc(method, kwargs=given))
-        return [answer for part in by_rank for answer in part]
+    def _gather(self, of_rank: list[T]) -> tuple[list[T], int]:
+        """Return the items of all ranks that share the engine, and the index of this rank's first one."""
+        if self.group is None:
+            return of_rank, 0
+        by_rank = [of_rank] * dist.get_world_size(self.group)
+        dist.all_gather_object(by_rank, of_rank, group=self.group)
+        start = sum(map(len, by_rank[: dist.get_rank(self.group)]))
+        return list(chain.from_iterable(by_rank)), start
+
+    def _weight_reports(self, method: str, given: dict[str, Any]) -> list[tuple[str, str, list[Any]]]:
+        """Return (engine, dtype, reports of its workers); see :class:`WeightCheck`."""
+        reports, _ = self._gather(self._engine.collective_rpc(method, kwargs=given))
+        return [("the colocated engine", self.weight_check.dtypes[0], reports)]
 
     def complete(self, requests: list[Request], sampling: SamplingOptions) -> list[list[Completion]]:
         self._wake("kv_cache")
-        return self.group.generate(
-            requests, lambda all_ranks: generate_together(self._engine, self.calls(all_ranks, sampling))
-        )
+        of_all, start = self._gather(requests)  # in the same order on all ranks
+        samples = generate_together(self._engine, self.calls(of_all, sampling))
+        return samples[start : start + len(requests)]
 
     def calls(self, requests: list[Request], sampling: SamplingOptions) -> list[EngineCall]:
         """Return the requests as they are passed to :func:`generate_together`."""
@@ -176,12 +131,12 @@ class ColocatedBackend(VLLMBackend):
     def load_weights(self, source: PolicyWeights, step: int) -> str | None:
         """Load the weights and clear the caches of outputs that were computed with the previous ones."""
         self._wake("weights")
-        with preserve_rng_state():
+        with preserved_state():
             digest = self.weight_sync.push(source, step, self.weight_check)
         self.weight_check.done = True
         self._engine.reset_prefix_cache()
         if self.supports_images:
-            reset_encoder_cache(self._engine)
+            compat.reset_encoder_cache(self._engine)
         return digest
 
     def release(self) -> None:
@@ -207,13 +162,13 @@ class ColocatedBackend(VLLMBackend):
         """Shut the engine down and free its memory."""
         self.weight_sync.close()
         if self.engine is not None:
-            shut_down(self.engine)
+            compat.shut_down(self.engine)
         self.engine = self.version = None
 
 
 def generate_together(engine: LLM, calls: Sequence[EngineCall]) -> list[list[Completion]]:
     """Sample the requests of backends with one engine in one call of it; returns the samples of each."""
-    with preserve_rng_state(), abort_on_error(engine):
+    with preserved_state(), compat.abort_on_error(engine):
         outputs = engine.generate(
             [engine_prompt(request) for _, request, _ in calls],
             [params for *_, params in calls],
@@ -238,42 +193,39 @@ def make_backend(
     model: CausalLM = policy()
     check_policy(model)
     from vllm import LLM
+    from vllm.distributed import get_tp_group
 
     register()
-    group = TensorParallelGroup.of(config)
     base = without_adapter(model)
-    with tempfile.TemporaryDirectory(prefix="groupwise-") as directory, preserve_rng_state():
+    with tempfile.TemporaryDirectory(prefix="groupwise-") as directory, preserved_state():
         processing_class.save_pretrained(directory)
-        arguments = engine_arguments(config, directory, _dtype(config, base))
+        own = "bfloat16" if config.bf16 else "float16" if config.fp16 else str(base.dtype)
+        arguments = engine_arguments(config, directory, own.removeprefix("torch."))
         only_adapter = sends_only_adapter(model, arguments)
         quantized = only_adapter and loads_quantized(model, arguments)
-        _save_config(base, directory, quantized=quantized)
+        model_config = copy.deepcopy(base.config)
+        # A model constructed from a config names no architecture; vLLM needs it.
+        model_config.architectures = model_config.architectures or [type(base).__name__]
+        if not quantized and hasattr(model_config, "quantization_config"):
+            del model_config.quantization_config  # the engine does not share it
+        model_config.save_pretrained(directory)
         with_processor = is_processor(processing_class)
         if with_processor:
-            arguments.setdefault("language_model_only", not has_multimodal_classes())
+            # vLLM's classes of vision-language models need torchvision.
+            arguments.setdefault("language_model_only", not is_torchvision_available())
         if only_adapter:
             arguments |= adapter_arguments(model, directory, quantized=quantized)
-        with preserve_model_classes(base), preserve_buffers():
+        with preserve_patched(base), compat.preserve_buffers():
             engine = LLM(**arguments)
     return ColocatedBackend(
         engine,
         config,
         frozenset(end_tokens(model.generation_config, text_tokenizer(processing_class))),
-        group,
         LoRAWeightSync(engine) if only_adapter else FullWeightSync(engine),
         suppress_tokens,
+        group=get_tp_group().cpu_group if config.vllm_tensor_parallel_size > 1 else None,
         with_images=with_processor and not arguments["language_model_only"],
     )
-
-
-def _save_config(model: PreTrainedModel, directory: str, *, quantized: bool) -> None:
-    """Write the engine's model config, without the policy's quantization unless the engine shares it."""
-    model_config = copy.deepcopy(model.config)
-    # A model constructed from a config names no architecture; vLLM needs it.
-    model_config.architectures = model_config.architectures or [type(model).__name__]
-    if not quantized and hasattr(model_config, "quantization_config"):
-        del model_config.quantization_config
-    model_config.save_pretrained(directory)
 
 
 def sends_only_adapter(model: CausalLM, arguments: Mapping[str, Any]) -> bool:
@@ -291,7 +243,7 @@ def loads_quantized(model: CausalLM, arguments: Mapping[str, Any]) -> bool:
         return False
     chosen = arguments.get("quantization")
     in_16_bits = arguments["dtype"] in ("bfloat16", "float16")
-    if chosen in (None, "bitsandbytes") and in_16_bits and has_bitsandbytes():
+    if chosen in (None, "bitsandbytes") and in_16_bits and compat.has_bitsandbytes():
         return True
     if chosen is None:
         size = model.num_parameters() * (2 if in_16_bits else 4)
@@ -327,36 +279,21 @@ def check_policy(model: CausalLM) -> None:
         )
 
 
-def _dtype(config: GRPOConfig, model: PreTrainedModel) -> str:
-    """Return the name of the trainer's compute dtype."""
-    if config.bf16 or config.fp16:
-        return "bfloat16" if config.bf16 else "float16"
-    return str(model.dtype).removeprefix("torch.")
-
-
 @contextmanager
-def preserve_rng_state() -> Iterator[None]:
-    """Restore all global random number generators at exit; vLLM seeds them for the whole process."""
-    set_num_threads = torch.set_num_threads
-    try:
-        with preserved_state():
-            yield
-    finally:
-        torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it
+def preserve_patched(model: nn.Module) -> Iterator[None]:
+    """Restore at exit what vLLM patches in this process when it starts an engine.
 
-
-@contextmanager
-def preserve_model_classes(model: nn.Module) -> Iterator[None]:
-    """Restore the classes of the model's modules at exit.
-
-    With ``model_impl="transformers"`` vLLM builds its model from the same transformers class and patches that
+    That is ``torch.set_num_threads``, which its CPU worker disables, and the classes of the model's modules:
+    with ``model_impl="transformers"`` vLLM builds its model from the same transformers class and patches that
     class for its compiler, after which the policy could neither run nor be constructed again.
     """
     classes = {type(module) for module in model.modules() if isinstance(module, PreTrainedModel)}
     before = {cls: (cls.__bases__, dict(vars(cls))) for cls in classes}
+    set_num_threads = torch.set_num_threads
     try:
         yield
     finally:
+        torch.set_num_threads = set_num_threads
         for cls, (bases, attributes) in before.items():
             if cls.__bases__ != bases:
                 cls.__bases__ = bases

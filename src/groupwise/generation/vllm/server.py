@@ -7,31 +7,36 @@ any time: lost requests are repeated with the same seeds, and a restarted server
 from __future__ import annotations
 
 import logging
+import shutil
+import socket
 import uuid
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from accelerate.utils import gather_object
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from groupwise.compat.transformers import name_or_path
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import BackendError, ConfigError
 from groupwise.generation.base import RUN_SETTINGS, BackendEntry, ProcessingClass
-from groupwise.generation.vllm import weight_sync
 from groupwise.generation.vllm.base import VLLMBackend
 from groupwise.generation.vllm.client import LostWeightsError, VLLMServers
 from groupwise.generation.vllm.colocate import check_policy
 from groupwise.generation.vllm.http import LostAnswerError, ServerUnavailableError, parse_url
+from groupwise.generation.vllm.plugin import PLACE_ADAPTER
 from groupwise.generation.vllm.preflight import ServerInfo, check_servers
 from groupwise.generation.vllm.sampling import Request, RequestKey
 from groupwise.generation.vllm.serve import as_shell_line, serve_command
-from groupwise.generation.vllm.transfer import BROADCASTING, WITH_METADATA, WeightTransfer
+from groupwise.generation.vllm.transfer import BROADCASTING, WITH_METADATA, WeightTransfer, shared_directory
 from groupwise.generation.vllm.weight_check import DIFFERS, SAME, WeightCheck
+from groupwise.generation.vllm.weight_sync import lora_rank, save_adapter
 from groupwise.policy.digests import Report
 from groupwise.policy.weight_iterator import LoRAWeights, PolicyWeights, rounded
 from groupwise.policy.weight_source import EngineWeights, NamedTensor
@@ -50,35 +55,40 @@ class VLLMServerBackend(VLLMBackend):
     """Samples on the servers of ``vllm_server_base_url``; connects in the first ``sync_weights``.
 
     Args:
-        config: settings of the run.
-        model_config: config of the policy, compared with the servers' model.
-        end_tokens: token ids that end a completion.
-        tokenizer: compared with the servers' tokenizer; None skips that.
-        suppress_tokens: token ids that are not sampled.
+        policy, config, suppress_tokens: see :class:`groupwise.generation.base.BackendFactory`.
+        processing_class: compared with the servers' tokenizer.
+
+    Attributes:
         lora_rank: rank of an adapter that can be sent alone, to servers with ``--enable-lora``; 0: the policy
             has none.
+
+    Raises:
+        ConfigError: vLLM cannot load the policy's weights.
     """
 
     supports_images = True
 
     def __init__(
         self,
+        policy: Callable[[], PreTrainedModel],
         config: GRPOConfig,
-        model_config: PreTrainedConfig,
-        end_tokens: frozenset[int],
-        tokenizer: ProcessingClass | None = None,
+        processing_class: ProcessingClass,
         suppress_tokens: Sequence[int] = (),
-        lora_rank: int = 0,
     ) -> None:
-        super().__init__(config, end_tokens, suppress_tokens)
-        self.model_config, self.tokenizer, self.lora_rank = model_config, tokenizer, lora_rank
+        model = policy()
+        check_policy(model)
+        ends = end_tokens(model.generation_config, text_tokenizer(processing_class))
+        super().__init__(config, frozenset(ends), suppress_tokens)
+        self.model_config, self.processing_class, self.lora_rank = model.config, processing_class, 0
+        with suppress(ConfigError):
+            self.lora_rank = lora_rank(model)
         self.server_info: list[ServerInfo] = []
         self._servers: VLLMServers | None = None
         self._pending: dict[RequestKey, Future[list[Completion]]] = {}
         self._source: PolicyWeights | None = None  # for servers that restart before the next sync
         self._weights = EngineWeights()
         self._transfer: WeightTransfer | None = None
-        self._adapters: weight_sync.ServerAdapters | None = None
+        self._adapters: ServerAdapters | None = None
         self._num_pushes = 0  # of adapters, part of their names
         self._check = WeightCheck("off", (), self._weight_reports)
 
@@ -95,13 +105,11 @@ class VLLMServerBackend(VLLMBackend):
 
     def close(self) -> None:
         """Cancel all requests and disconnect; the next ``sync_weights`` connects again."""
-        adapters, self._adapters = self._adapters, None
-        if adapters is not None:
-            adapters.close()
-        if self._servers is not None:
-            self._servers.close()
+        for part in (self._adapters, self._servers):
+            if part is not None:
+                part.close()
         self.disconnect()
-        self._servers = self.version = self._source = None
+        self._adapters = self._servers = self.version = self._source = None
         self._pending = {}
 
     def disconnect(self) -> None:
@@ -140,16 +148,8 @@ class VLLMServerBackend(VLLMBackend):
     def complete(self, requests: list[Request], sampling: SamplingOptions) -> list[list[Completion]]:
         """Return the samples of each request; pushes the weights again to servers that lost them."""
         samples: dict[RequestKey, list[Completion]] = {}
-        missing = requests
-
-        def collect() -> bool:
-            nonlocal missing
-            self._submit(missing, sampling)
-            missing = self._collect(missing, samples, sampling)
-            return bool(missing)
-
         for _ in range(_ATTEMPTS):
-            if not any(self._on_all_ranks(collect)[0]):
+            if not any(self._on_all_ranks(partial(self._collect, requests, samples, sampling))):
                 return [samples[request.key] for request in requests]
             logger.warning("a vLLM server restarted without this run's weights; sending them again")
             self.disconnect()
@@ -166,28 +166,27 @@ class VLLMServerBackend(VLLMBackend):
         requests: list[Request],
         samples: dict[RequestKey, list[Completion]],
         sampling: SamplingOptions,
-    ) -> list[Request]:
-        """Wait for the requests, add their results to ``samples``, and raise the first failure.
+    ) -> bool:
+        """Wait for the requests that ``samples`` lacks, add their results to it, and raise the first failure.
 
         Returns:
-            requests to servers that lost their weights.
+            True if servers lost their weights, so that results are missing.
         """
-        lost: list[Request] = []
-        waiting = {self._pending.pop(request.key): request for request in requests}
+        missing = [request for request in requests if request.key not in samples]
+        self._submit(missing, sampling)
+        waiting = {self._pending.pop(request.key): request for request in missing}
         while waiting:
             done, _ = wait(waiting, return_when=FIRST_COMPLETED)
             finished = []
             for future in [future for future in waiting if future in done]:
                 request = waiting.pop(future)
-                try:
+                with suppress(LostWeightsError):
                     samples[request.key] = future.result()
                     finished.append(request)
-                except LostWeightsError:
-                    lost.append(request)
             if sampling.on_finished is not None and finished:
                 rows = [row for request in finished for row in request.rows]
                 sampling.on_finished(rows, [one for request in finished for one in samples[request.key]])
-        return lost
+        return len(samples) < len(requests)
 
     @property
     def servers(self) -> VLLMServers:
@@ -207,7 +206,7 @@ class VLLMServerBackend(VLLMBackend):
     def _check_servers(self) -> None:
         servers, config = self.servers, self.config
         servers.wait_until_up("connecting")
-        infos = check_servers(servers, self.model_config, config, self.tokenizer, self.lora_rank)
+        infos = check_servers(servers, self.model_config, config, self.processing_class, self.lora_rank)
         self.server_info, self.context_length = infos, min(info.max_model_length for info in infos)
         self._check = WeightCheck(
             config.vllm_weight_check,
@@ -262,21 +261,22 @@ class VLLMServerBackend(VLLMBackend):
         for attempt in range(1, _ATTEMPTS + 1):
             self._find_lost()
             self._num_pushes += 1
-            if first.max_lora_rank is not None:  # it stands for all: they do not differ
-                adapter, base = source.adapter(), iter(source.base() if self._check.needs_base else ())
-                digests, lost = self._on_all_ranks(partial(self._push_adapter, adapter, step, base))
-            else:
-                self._weights.begin(read)
-                if first.weight_transfer in WITH_METADATA:
-                    self._weights.metadata()  # a collective, so before a failure of rank 0
-                _, lost = self._on_all_ranks(partial(self._prepare, retry=attempt > 1))
-                if lost is None:
-                    digests, lost = self._on_all_ranks(partial(self._push, step))
-            self._check.done = lost is None
-            if lost is None:
+            try:
+                if first.max_lora_rank is not None:  # it stands for all: they do not differ
+                    adapter, base = source.adapter(), iter(source.base() if self._check.needs_base else ())
+                    digests = self._on_all_ranks(partial(self._push_adapter, adapter, step, base))
+                else:
+                    self._weights.begin(read)
+                    if first.weight_transfer in WITH_METADATA:
+                        self._weights.metadata()  # a collective, so before a failure of rank 0
+                    self._on_all_ranks(partial(self._prepare, retry=attempt > 1))
+                    digests = self._on_all_ranks(partial(self._push, step))
+                self._check.done = True
                 return digests[0]
-            self.disconnect()  # a restarted server must be connected again
-            logger.warning("sending weights failed (%s)", lost)
+            except LostAnswerError as error:
+                lost, self._check.done = str(error), False
+                self.disconnect()  # a restarted server must be connected again
+                logger.warning("sending weights failed (%s)", lost)
         self.close()
         raise ServerUnavailableError(
             f"sending weights to the vLLM servers failed {_ATTEMPTS} times; the last error: {lost}"
@@ -284,12 +284,11 @@ class VLLMServerBackend(VLLMBackend):
 
     def _find_lost(self) -> None:
         """Leave out servers that do not respond, and take back those that do again; the same on all ranks."""
-
-        def find() -> tuple[bool, set[str]]:
-            is_first = self.config.process_index == 0
-            return is_first and self.servers.find_lost("sending weights"), self.servers.lost
-
-        (changed, self.servers.lost), *_ = self._on_all_ranks(find)[0]
+        servers, is_first = self.servers, self.config.process_index == 0
+        by_rank = self._on_all_ranks(
+            lambda: (is_first and servers.find_lost("sending weights"), servers.lost)
+        )
+        changed, servers.lost = by_rank[0]
         if changed:
             self.disconnect()
             self._check.done = False
@@ -302,10 +301,7 @@ class VLLMServerBackend(VLLMBackend):
         servers, config = self.servers, self.config
         name = f"{servers.run_id}:{self._num_pushes}:{step}"
         try:
-            if config.process_index != 0:
-                servers.adapter = name
-                return None
-            if self._check.needs_base:
+            if config.process_index == 0 and self._check.needs_base:
                 self._check.compare_base(base)
         except BackendError as error:
             raise BackendError(
@@ -315,10 +311,11 @@ class VLLMServerBackend(VLLMBackend):
         finally:
             for _ in base:  # gathering it is a collective
                 pass
-        if self._adapters is None:
-            self._adapters = weight_sync.ServerAdapters(servers, 1 + config.rollout_staleness)
-        self._adapters.push(adapter, name)
-        return self._check.compare_adapter(adapter)
+        if config.process_index == 0:
+            self._adapters = self._adapters or ServerAdapters(servers, 1 + config.rollout_staleness)
+            self._adapters.push(adapter, name)
+        servers.adapter = name
+        return self._check.compare_adapter(adapter) if config.process_index == 0 else None
 
     def _prepare(self, *, retry: bool) -> None:
         """Connect to the servers and suspend them."""
@@ -330,7 +327,11 @@ class VLLMServerBackend(VLLMBackend):
             backend, timeout = str(self.server_info[0].weight_transfer), self.config.vllm_server_timeout
             given: dict[str, Any] = {}
             if backend in BROADCASTING and rank == 0:
-                given = {"master_address": _own_address(servers), "master_port": self.config.vllm_group_port}
+                with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                    server = urlsplit(servers.servers[0].url)
+                    probe.connect((server.hostname, server.port))  # UDP: sends nothing
+                    given["master_address"] = probe.getsockname()[0]  # of this machine, for the first server
+                given["master_port"] = self.config.vllm_group_port
                 given["world_size"] = 1 + sum(servers.fetch_world_sizes())
             self._transfer = WeightTransfer(
                 backend, servers, self._weights, rank=rank, timeout=timeout, **given
@@ -344,16 +345,15 @@ class VLLMServerBackend(VLLMBackend):
         if self.config.process_index != 0:
             return None
         digest = self._check.compare()
-        self.servers.resume(with_images=is_processor(self.tokenizer))
+        self.servers.resume(with_images=is_processor(self.processing_class))
         return digest
 
     # Ranks.
 
-    def _on_all_ranks(self, run: Callable[[], T]) -> tuple[list[T], str | None]:
-        """Run a function on each rank. If it fails on one, all ranks raise, so that none waits for another.
+    def _on_all_ranks(self, run: Callable[[], T]) -> list[T]:
+        """Run a function on each rank and return the results of all ranks.
 
-        Returns:
-            the results of all ranks, and the first message about a lost answer, instead of a result.
+        If it fails on one, all ranks raise, so that none waits for another.
         """
         result: Any = None
         failure: Exception | None = None
@@ -365,14 +365,77 @@ class VLLMServerBackend(VLLMBackend):
             self.close()
             raise
         by_rank = gather_object([(result, failure)])
-        for rank, (_, of_rank) in enumerate(by_rank):
-            if isinstance(of_rank, BackendError):
+        failed = [(rank, of_rank) for rank, (_, of_rank) in enumerate(by_rank) if of_rank is not None]
+        # A lost answer, after which a caller may try again, counts only if no rank has another failure.
+        for rank, first in sorted(failed, key=lambda pair: isinstance(pair[1], LostAnswerError)):
+            if isinstance(first, BackendError):
                 self.close()
-                if self.config.world_size == 1:
-                    raise of_rank
-                raise type(of_rank)(f"rank {rank}: {of_rank}") from failure
-        lost = next((str(of_rank) for _, of_rank in by_rank if of_rank is not None), None)
-        return [result for result, _ in by_rank], lost
+            if self.config.world_size == 1:
+                raise first
+            raise type(first)(f"rank {rank}: {first}") from failure
+        return [result for result, _ in by_rank]
+
+
+class ServerAdapters:
+    """LoRA adapters of a run on its servers: files in shared memory, whose bytes other machines get.
+
+    Requests that are under way finish with the adapter that they were sent for, so the latest ones stay.
+
+    Args:
+        servers: started with ``--enable-lora`` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1.
+        num_kept: adapters that requests may still use, the new one included.
+    """
+
+    def __init__(self, servers: VLLMServers, num_kept: int) -> None:
+        self.servers, self.num_kept = servers, num_kept
+        self.directory, self._remove = shared_directory(self)
+        self.names: list[str] = []
+
+    def push(self, adapter: LoRAWeights, name: str) -> int:
+        """Load the adapter on every server and unload those that no request uses; returns its bytes."""
+        path = self.directory / name
+        path.mkdir()
+        size, way = save_adapter(adapter, path), "by its path"
+        try:
+            places = self._place(path)
+            if None in places.values():
+                files = {file.name: b64encode(file.read_bytes()).decode() for file in path.iterdir()}
+                size, way = sum(map(len, files.values())), "as bytes, because a server cannot read its path"
+                places = self._place(path, files=files)
+            logger.info("sending the adapter %s %s: %.2f MB", name, way, size / 1e6)
+            bodies = [{"lora_name": name, "lora_path": places[one.url]} for one in self.servers.live]
+            self.servers.post("/v1/load_lora_adapter", bodies, doing="loading the LoRA adapter")
+        except BaseException:
+            self._unload([name])  # some of the servers may have it
+            raise
+        self.names.append(name)
+        self._unload(self.names[: -self.num_kept])
+        return size
+
+    def _place(self, path: Path, **files: Any) -> dict[str, Any]:
+        """Return the adapter's directory by the address of the server; None: it needs the files."""
+        try:
+            answers = self.servers.call_workers(PLACE_ADAPTER, {"path": str(path), **files})
+        except BackendError:
+            if files:  # they did not arrive, for example because a disk is full
+                raise
+            # Without groupwise in its environment, a server can load only from the path.
+            return dict.fromkeys((server.url for server in self.servers.live), str(path))
+        return {url: None if None in found else found[0] for url, found in answers.items()}
+
+    def _unload(self, names: list[str]) -> None:
+        for name in names:
+            files = {"method": PLACE_ADAPTER, "kwargs": {"path": name, "files": {}}}
+            for path, body in (("/v1/unload_lora_adapter", {"lora_name": name}), ("/collective_rpc", files)):
+                with suppress(LostAnswerError, BackendError):  # a restarted server does not have it
+                    self.servers.post(path, [body], doing="unloading an adapter", timeout=5.0)
+            shutil.rmtree(self.directory / name, ignore_errors=True)
+        self.names = [name for name in self.names if name not in names]
+
+    def close(self) -> None:
+        """Unload this run's adapters from servers that respond, and remove the files."""
+        self._unload(self.names)
+        self._remove()
 
 
 def check_config(config: GRPOConfig) -> None:
@@ -388,41 +451,10 @@ def check_config(config: GRPOConfig) -> None:
         raise ConfigError(f"vllm_server_base_url: {error}") from None
 
 
-def make_backend(
-    policy: Callable[[], PreTrainedModel],
-    config: GRPOConfig,
-    processing_class: ProcessingClass,
-    suppress_tokens: Sequence[int] = (),
-    kind: type[VLLMServerBackend] = VLLMServerBackend,
-) -> VLLMServerBackend:
-    """Construct the backend; see :class:`groupwise.generation.base.BackendFactory`.
-
-    Raises:
-        ConfigError: vLLM cannot load the policy's weights.
-    """
-    model = policy()
-    check_policy(model)
-    ends = frozenset(end_tokens(model.generation_config, text_tokenizer(processing_class)))
-    lora_rank = 0
-    with suppress(ConfigError):
-        lora_rank = weight_sync.lora_rank(model)
-    return kind(config, model.config, ends, processing_class, suppress_tokens, lora_rank)
-
-
 def server_urls(config: GRPOConfig) -> list[str]:
     """Return the addresses of all servers."""
     given = config.vllm_server_base_url or f"http://{config.vllm_server_host}:{config.vllm_server_port}"
     return [url.strip() for url in given.split(",") if url.strip()]
 
 
-def _own_address(servers: VLLMServers) -> str:
-    """Return the address of this machine that the first server can reach."""
-    import socket
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        server = urlsplit(servers.servers[0].url)
-        probe.connect((server.hostname, server.port))  # UDP: sends nothing
-        return probe.getsockname()[0]
-
-
-ENTRY = BackendEntry(make_backend, check_config, supports_images=True)
+ENTRY = BackendEntry(VLLMServerBackend, check_config, supports_images=True)

@@ -1,24 +1,21 @@
-"""Weight sync into the colocated engine: all weights, or the LoRA adapter alone; adapters on servers."""
+"""Weight sync into the colocated engine: all weights, or the LoRA adapter alone."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import logging
 import shutil
 import tempfile
 import weakref
-from abc import ABC, abstractmethod
-from base64 import b64encode
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import save_file
 
 from groupwise.compat.vllm import add_lora, remove_lora
-from groupwise.errors import BackendError, ConfigError
-from groupwise.generation.vllm.plugin import BACKEND, PLACE_ADAPTER
-from groupwise.generation.vllm.transfer import WeightTransfer, shared_directory
+from groupwise.errors import ConfigError
+from groupwise.generation.vllm.plugin import BACKEND
+from groupwise.generation.vllm.transfer import WeightTransfer
 from groupwise.generation.vllm.weight_check import WeightCheck
 from groupwise.policy.introspection import CausalLM
 from groupwise.policy.weight_iterator import LoRAWeights, PolicyWeights, base_weights
@@ -27,57 +24,49 @@ from groupwise.policy.weight_source import EngineWeights
 if TYPE_CHECKING:
     from vllm import LLM
 
-    from groupwise.generation.vllm.client import VLLMServers
-
-logger = logging.getLogger(__name__)
-
 #: Values of ``max_lora_rank`` that vLLM accepts.
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _adapter_ids = itertools.count(1)  # of all adapters of this process: several may be in one engine
 
 
-class WeightSync(ABC):
-    """Transfer of weights into the colocated engine.
+class FullWeightSync:
+    """Pushes all weights into the colocated engine, with adapters merged into them.
 
     Attributes:
         sleep_level: of ``LLM.sleep``; 1 moves the engine's weights to the host, 2 discards them.
         request: ``LoRARequest`` of the adapter; None: requests use the weights of the model.
     """
 
-    sleep_level: int
-    request: Any = None
-
-    @abstractmethod
-    def push(self, source: PolicyWeights, step: int, check: WeightCheck) -> str | None:
-        """Load the weights of optimizer step ``step`` into the engine and compare them.
-
-        Returns:
-            the digest of all tensors; None if they were not compared.
-        """
-
-    def close(self) -> None:
-        """Release files and connections."""
-
-
-class FullWeightSync(WeightSync):
-    """Pushes all weights, with adapters merged into them."""
-
     sleep_level = 2  # the next push restores them
+    request: Any = None
 
     def __init__(self, engine: LLM) -> None:
         self.weights = EngineWeights()
         self.transfer = WeightTransfer(BACKEND, engine, self.weights, in_process=True)
 
     def push(self, source: PolicyWeights, step: int, check: WeightCheck) -> str | None:
+        """Load the weights of optimizer step ``step`` into the engine and compare them.
+
+        Returns:
+            the digest of all tensors; None if they were not compared.
+        """
         self.weights.begin(lambda: check.record(source.full()))
         self.transfer.push(step)
         return check.compare()
 
+    def close(self) -> None:
+        """Release files and connections."""
+        self.transfer.close()
 
-class LoRAWeightSync(WeightSync):
-    """Pushes only the LoRA adapter; the engine loads the base weights once, at start."""
+
+class LoRAWeightSync:
+    """Pushes only the LoRA adapter; the engine loads the base weights once, at start.
+
+    Has the methods and attributes of :class:`FullWeightSync`.
+    """
 
     sleep_level = 1  # the base weights are not pushed again
+    request: Any = None
 
     def __init__(self, engine: LLM) -> None:
         self.engine = engine
@@ -108,64 +97,6 @@ def save_adapter(adapter: LoRAWeights, directory: Path) -> int:
     save_file(dict(adapter.tensors), path)
     (directory / "adapter_config.json").write_text(json.dumps(adapter.config, default=str))
     return path.stat().st_size
-
-
-class ServerAdapters:
-    """LoRA adapters of a run on its servers: files in shared memory, whose bytes other machines get.
-
-    Requests that are under way finish with the adapter that they were sent for, so the latest ones stay.
-
-    Args:
-        servers: started with ``--enable-lora`` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1.
-        num_kept: adapters that requests may still use, the new one included.
-    """
-
-    def __init__(self, servers: VLLMServers, num_kept: int) -> None:
-        self.servers, self.num_kept = servers, num_kept
-        self.directory, self._remove = shared_directory(self)
-        self.names: list[str] = []
-
-    def push(self, adapter: LoRAWeights, name: str) -> int:
-        """Load the adapter on every server and unload those that no request uses; returns its bytes."""
-        path = self.directory / name
-        path.mkdir()
-        size, way = save_adapter(adapter, path), "by its path"
-        try:
-            places = self._place(path)
-            if None in places.values():
-                files = {file.name: b64encode(file.read_bytes()).decode() for file in path.iterdir()}
-                size, way = sum(map(len, files.values())), "as bytes, because a server cannot read its path"
-                places = self._place(path, files=files)
-            logger.info("sending the adapter %s %s: %.2f MB", name, way, size / 1e6)
-            self.servers.load_adapter(name, places)
-        except BaseException:
-            self._unload([name])  # some of the servers may have it
-            raise
-        self.names.append(name)
-        self._unload(self.names[: -self.num_kept])
-        return size
-
-    def _place(self, path: Path, **files: Any) -> dict[str, Any]:
-        """Return the adapter's directory by the address of the server; None: it needs the files."""
-        try:
-            answers = self.servers.call_workers(PLACE_ADAPTER, {"path": str(path), **files})
-        except BackendError:
-            if files:  # they did not arrive, for example because a disk is full
-                raise
-            # Without groupwise in its environment, a server can load only from the path.
-            return dict.fromkeys((server.url for server in self.servers.live), str(path))
-        return {url: None if None in found else found[0] for url, found in answers.items()}
-
-    def _unload(self, names: list[str]) -> None:
-        for name in names:
-            self.servers.unload_adapter(name)
-            shutil.rmtree(self.directory / name, ignore_errors=True)
-        self.names = [name for name in self.names if name not in names]
-
-    def close(self) -> None:
-        """Unload this run's adapters from servers that respond, and remove the files."""
-        self._unload(self.names)
-        self._remove()
 
 
 def lora_rank(model: CausalLM) -> int:
