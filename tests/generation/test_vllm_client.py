@@ -28,12 +28,15 @@ def servers(fake):
     client.close()
 
 
-def ask(client, count=1, samples=2, limit=8, temperature=1.0, **sampling):
+def submit(client, count=1, samples=2, limit=8, max_logprobs=20, **sampling):
     requests = [Request([5, 6 + i], range(samples), seed=10 + i, max_tokens=limit) for i in range(count)]
-    return [
-        future.result(timeout=30)
-        for future in client.submit(requests, {"temperature": temperature, **sampling})
-    ]
+    return client.submit(
+        [(one, one.params({"temperature": 1.0, **sampling}, max_logprobs)) for one in requests]
+    )
+
+
+def ask(client, **given):
+    return [future.result(timeout=30) for future in submit(client, **given)]
 
 
 def test_answers_become_completions_in_order(servers):
@@ -76,7 +79,6 @@ def test_with_top_k_the_kept_tokens_are_requested(servers, fake):
 
 def test_sampling_masks_of_the_servers_are_exact_for_every_truncation(servers, fake):
     fake.info["model_config"]["return_sampling_mask"] = True
-    servers.max_logprobs = None
     no_limit = 2**31 - 1
     for sampling, top_k in (
         ({"top_k": 300, "top_p": 0.9}, 300),
@@ -84,7 +86,7 @@ def test_sampling_masks_of_the_servers_are_exact_for_every_truncation(servers, f
         ({"min_p": 0.1, "top_k": -1}, no_limit),
         ({"temperature": 0.0, "top_p": 0.9}, 1),  # greedy: the most probable token
     ):
-        ((completion,),) = ask(servers, samples=1, **sampling)
+        ((completion,),) = ask(servers, samples=1, max_logprobs=None, **sampling)
         assert completion.sampling_mask.ids.tolist() == [6, 8, 14, 16, 0, 2, 1, 3]
         assert completion.sampling_mask.counts.tolist() == [2, 2, 2, 2]
         sent = fake.bodies[-1][1]["sampling_params"]
@@ -227,7 +229,7 @@ def test_a_connection_is_given_up_after_a_server_error(servers, fake):
 
 def test_waiting_ends_when_the_client_is_closed(servers, fake):
     fake.failures[GENERATE] = ["hang"]
-    (future,) = servers.submit([Request([1], range(1), 0, 4)], {})
+    (future,) = submit(servers)
     time.sleep(0.2)
     servers.close()
     with pytest.raises(ServerUnavailableError, match="closed"):
@@ -277,8 +279,7 @@ def test_a_request_goes_to_the_server_with_the_fewest_in_flight(monkeypatch):
     client = VLLMServers([fake.url for fake in fakes], timeout=30.0)
     for fake in fakes:
         fake.version = f"{client.run_id}:3"
-    requests = [Request([5, 6 + i], range(2), seed=10 + i, max_tokens=8) for i in range(6)]
-    futures = client.submit(requests, {"temperature": 1.0})
+    futures = submit(client, count=6)
     by_the_other = [future.result(timeout=30)[0].token_ids[0] for future in futures[1:]]
     slow.set()
     assert [futures[0].result(timeout=30)[0].token_ids[0], *by_the_other] == [6 + i for i in range(6)]

@@ -56,7 +56,8 @@ def far_away():
 
 
 def ask(client):
-    (future,) = client.submit([Request([5], range(2), seed=1, max_tokens=8)], {})
+    request = Request([5], range(2), seed=1, max_tokens=8)
+    (future,) = client.submit([(request, request.params({}, 20))])
     return future
 
 

@@ -18,13 +18,7 @@ from typing import Any, TypeVar
 
 from groupwise.errors import BackendError
 from groupwise.generation.vllm.http import HttpClient, LostAnswerError, ServerUnavailableError
-from groupwise.generation.vllm.sampling import (
-    DEFAULT_MAX_LOGPROBS,
-    Request,
-    check_expanded,
-    make_completion,
-    server_prompt,
-)
+from groupwise.generation.vllm.sampling import Request, check_expanded, make_completion, server_prompt
 from groupwise.records import Completion
 from groupwise.threads import EventLoop
 
@@ -77,7 +71,6 @@ class VLLMServers:
         self.run_id, self.steps = run_id, list[int]()
         self.world_sizes: list[int] = []
         self.adapter: str | None = None  # of new requests; None: the weights of the model
-        self.max_logprobs: int | None = DEFAULT_MAX_LOGPROBS  # None: the servers report sampling masks
         self.lost: set[str] = set()
         self._load: Counter[str] = Counter()  # requests in flight
         self._slots = asyncio.Semaphore(CONCURRENCY * len(urls))
@@ -88,13 +81,12 @@ class VLLMServers:
     # Generation.
 
     def submit(
-        self, requests: Sequence[Request], sampling: dict[str, Any], first: int = 0
+        self, requests: Sequence[tuple[Request, dict[str, Any]]], first: int = 0
     ) -> list[Future[list[Completion]]]:
         """Send the requests in the background.
 
         Args:
-            requests: sampled alike by all servers.
-            sampling: fields of vLLM's ``SamplingParams`` shared by all requests.
+            requests: with the fields of vLLM's ``SamplingParams``; sampled alike by all servers.
             first: index of the server that is preferred among equally loaded ones.
 
         Returns:
@@ -102,14 +94,13 @@ class VLLMServers:
         """
         since = len(self.steps) - 1
         return [
-            self._background.submit(self._generate(first, request, sampling, self.adapter, since))
-            for request in requests
+            self._background.submit(self._generate(first, request, params, self.adapter, since))
+            for request, params in requests
         ]
 
     async def _generate(
-        self, first: int, request: Request, sampling: dict[str, Any], adapter: str | None, since: int
+        self, first: int, request: Request, params: dict[str, Any], adapter: str | None, since: int
     ) -> list[Completion]:
-        params = request.params(sampling, self.max_logprobs)
         body: dict[str, Any] = {**server_prompt(request), "sampling_params": params}
         if adapter is not None:
             body["model"] = adapter

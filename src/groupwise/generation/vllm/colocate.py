@@ -25,12 +25,7 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import BackendError, ConfigError
 from groupwise.generation.base import BackendEntry, ProcessingClass
 from groupwise.generation.vllm.base import VLLMBackend
-from groupwise.generation.vllm.engine import (
-    check_engine,
-    check_engine_images,
-    engine_arguments,
-    sampling_params,
-)
+from groupwise.generation.vllm.engine import check_engine, check_images, engine_arguments, sampling_params
 from groupwise.generation.vllm.plugin import register
 from groupwise.generation.vllm.sampling import Request, check_expanded, engine_prompt, make_completion
 from groupwise.generation.vllm.weight_check import WeightCheck
@@ -304,4 +299,4 @@ def preserve_patched(model: nn.Module) -> Iterator[None]:
                     setattr(cls, name, value)
 
 
-ENTRY = BackendEntry(make_backend, check_engine, supports_images=True, check_images=check_engine_images)
+ENTRY = BackendEntry(make_backend, check_engine, supports_images=True, check_images=check_images)

@@ -111,7 +111,7 @@ def prepare_environment(config: GRPOConfig) -> None:
         os.environ.setdefault("MASTER_PORT", "29500")
 
 
-def check_engine_images(config: GRPOConfig) -> None:
+def check_images(config: GRPOConfig) -> None:
     """Check that a colocated engine can process images.
 
     Raises:

@@ -140,9 +140,10 @@ class VLLMServerBackend(VLLMBackend):
     def _submit(self, requests: list[Request], sampling: SamplingOptions) -> None:
         """Send the requests that are not pending."""
         new = [request for request in requests if request.key not in self._pending]
-        params = self.shared_params(sampling.generation_kwargs)
+        shared = self.shared_params(sampling.generation_kwargs)
+        calls = [(request, request.params(shared, self.max_logprobs)) for request in new]
         # Ranks prefer different servers, so that a few requests of each rank do not all go to the first.
-        futures = self.servers.submit(new, params, first=self.config.process_index)
+        futures = self.servers.submit(calls, first=self.config.process_index)
         self._pending.update((request.key, future) for request, future in zip(new, futures, strict=True))
 
     def complete(self, requests: list[Request], sampling: SamplingOptions) -> list[list[Completion]]:
@@ -215,7 +216,7 @@ class VLLMServerBackend(VLLMBackend):
             self._compare_engines,
         )
         if infos[0].returns_sampling_mask:
-            self.max_logprobs = servers.max_logprobs = None
+            self.max_logprobs = None
 
     def _start_hint(self, url: str) -> str:
         command, environment = serve_command(
