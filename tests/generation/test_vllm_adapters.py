@@ -1,6 +1,6 @@
 """Adapters of LoRA runs on servers: their files, their names, and the requests that carry them.
 
-Files: ``generation/vllm/server.py``, ``generation/vllm/client.py``, ``generation/vllm/weight_sync.py``.
+Files: ``generation/vllm/server.py``, ``generation/vllm/client.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Settings that vLLM would refuse late or not at all; transport and sleep order without an engine.
 
-Files: ``generation/vllm/weight_sync.py``.
+Files: ``generation/vllm/colocate.py``, ``generation/vllm/engine.py``.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from support.runs import policy, prompts, tokenizer, trainer
 from groupwise import ConfigError, GRPOConfig, GRPOTrainer
 from groupwise.errors import BackendError
 from groupwise.generation.vllm import colocate, engine, transfer
-from groupwise.generation.vllm.colocate import ColocatedBackend, check_policy
+from groupwise.generation.vllm.colocate import ColocatedBackend, FullWeightSync, check_policy
 from groupwise.generation.vllm.transfer import BucketSender, BucketSenderInfo, WeightTransfer
-from groupwise.generation.vllm.weight_sync import FullWeightSync
 from groupwise.policy.weight_source import EngineWeights
 from groupwise.records import SamplingOptions
 

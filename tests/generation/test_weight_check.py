@@ -22,11 +22,10 @@ from support.runs import policy, tokenizer
 
 from groupwise import GRPOConfig
 from groupwise.errors import BackendError
-from groupwise.generation.vllm.colocate import ColocatedBackend
+from groupwise.generation.vllm.colocate import ColocatedBackend, FullWeightSync, LoRAWeightSync
 from groupwise.generation.vllm.http import HttpClient
 from groupwise.generation.vllm.server import VLLMServerBackend
 from groupwise.generation.vllm.weight_check import WeightCheck
-from groupwise.generation.vllm.weight_sync import FullWeightSync, LoRAWeightSync
 from groupwise.policy.weight_iterator import PolicyWeights
 
 MATRIX = "model.layers.1.self_attn.{}_proj.weight"

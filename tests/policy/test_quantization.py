@@ -16,7 +16,7 @@ from transformers import BitsAndBytesConfig
 
 from groupwise import ConfigError, GRPOConfig
 from groupwise.generation.vllm import colocate
-from groupwise.generation.vllm.weight_sync import adapter_arguments
+from groupwise.generation.vllm.colocate import adapter_arguments
 from groupwise.policy import loading
 from groupwise.policy.quantization import check_quantization, quantization_of
 

@@ -14,7 +14,7 @@ from support.workers.launch import run_ranks
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from groupwise.errors import BackendError
-from groupwise.generation.vllm.weight_sync import adapter_arguments
+from groupwise.generation.vllm.colocate import adapter_arguments
 from groupwise.policy.quantization import keep_4bit_weights_unpacked
 from groupwise.policy.weight_iterator import base_weights, buckets, rounded, weight_iterator
 

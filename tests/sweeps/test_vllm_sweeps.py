@@ -22,9 +22,8 @@ from transformers import TrainerCallback
 
 from groupwise import GRPOConfig
 from groupwise.errors import BackendError
-from groupwise.generation.vllm.colocate import ColocatedBackend
+from groupwise.generation.vllm.colocate import ColocatedBackend, LoRAWeightSync
 from groupwise.generation.vllm.http import HttpClient
-from groupwise.generation.vllm.weight_sync import LoRAWeightSync
 from groupwise.policy.weight_iterator import PolicyWeights
 
 

@@ -7,15 +7,19 @@ and after each optimizer step, from the memory of this process.
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
+import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import is_torchvision_available
@@ -26,13 +30,14 @@ from groupwise.errors import BackendError, ConfigError
 from groupwise.generation.base import BackendEntry, ProcessingClass
 from groupwise.generation.vllm.base import VLLMBackend
 from groupwise.generation.vllm.engine import check_engine, check_images, engine_arguments, sampling_params
-from groupwise.generation.vllm.plugin import register
+from groupwise.generation.vllm.plugin import BACKEND, register
 from groupwise.generation.vllm.sampling import Request, check_expanded, engine_prompt, make_completion
+from groupwise.generation.vllm.transfer import WeightTransfer, save_adapter
 from groupwise.generation.vllm.weight_check import WeightCheck
-from groupwise.generation.vllm.weight_sync import FullWeightSync, LoRAWeightSync, adapter_arguments
 from groupwise.policy.introspection import CausalLM, adapters_of, is_quantized, without_adapter
 from groupwise.policy.quantization import check_quantized
-from groupwise.policy.weight_iterator import PolicyWeights
+from groupwise.policy.weight_iterator import PolicyWeights, base_weights
+from groupwise.policy.weight_source import EngineWeights
 from groupwise.random_state import preserved_state
 from groupwise.records import Completion, SamplingOptions
 from groupwise.tokenization.images import is_processor
@@ -47,6 +52,72 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 #: A backend, one of its requests, and its ``vllm.SamplingParams``.
 EngineCall: TypeAlias = "tuple[ColocatedBackend, Request, Any]"
+
+#: Values of ``max_lora_rank`` that vLLM accepts.
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_adapter_ids = itertools.count(1)  # of all adapters of this process: several may be in one engine
+
+
+class FullWeightSync:
+    """Pushes all weights into the colocated engine, with adapters merged into them.
+
+    Attributes:
+        sleep_level: of ``LLM.sleep``; 1 moves the engine's weights to the host, 2 discards them.
+        request: ``LoRARequest`` of the adapter; None: requests use the weights of the model.
+    """
+
+    sleep_level = 2  # the next push restores them
+    request: Any = None
+
+    def __init__(self, engine: LLM) -> None:
+        self.weights = EngineWeights()
+        self.transfer = WeightTransfer(BACKEND, engine, self.weights, in_process=True)
+
+    def push(self, source: PolicyWeights, step: int, check: WeightCheck) -> str | None:
+        """Load the weights of optimizer step ``step`` into the engine and compare them.
+
+        Returns:
+            the digest of all tensors; None if they were not compared.
+        """
+        self.weights.begin(lambda: check.record(source.full()))
+        self.transfer.push(step)
+        return check.compare()
+
+    def close(self) -> None:
+        """Release files and connections."""
+        self.transfer.close()
+
+
+class LoRAWeightSync:
+    """Pushes only the LoRA adapter; the engine loads the base weights once, at start.
+
+    Has the methods and attributes of :class:`FullWeightSync`.
+    """
+
+    sleep_level = 1  # the base weights are not pushed again
+    request: Any = None
+
+    def __init__(self, engine: LLM) -> None:
+        self.engine = engine
+        self.directory = Path(tempfile.mkdtemp(prefix="groupwise-"))
+        self._remove = weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
+
+    def push(self, source: PolicyWeights, step: int, check: WeightCheck) -> str | None:
+        """Save the adapter and load it into the engine under a new id, because vLLM caches adapters by id."""
+        from vllm.lora.request import LoRARequest
+
+        if check.needs_base:
+            check.compare_base(source.base())
+        if self.request is not None:
+            compat.remove_lora(self.engine, self.request.lora_int_id)
+        adapter, number = source.adapter(), next(_adapter_ids)
+        save_adapter(adapter, self.directory)
+        self.request = LoRARequest(f"adapter-{number}", number, str(self.directory))
+        compat.add_lora(self.engine, self.request)
+        return check.compare_adapter(adapter)
+
+    def close(self) -> None:
+        self._remove()
 
 
 class ColocatedBackend(VLLMBackend):
@@ -92,7 +163,7 @@ class ColocatedBackend(VLLMBackend):
         by_rank = [of_rank] * dist.get_world_size(self.group)
         dist.all_gather_object(by_rank, of_rank, group=self.group)
         start = sum(map(len, by_rank[: dist.get_rank(self.group)]))
-        return list(chain.from_iterable(by_rank)), start
+        return list(itertools.chain.from_iterable(by_rank)), start
 
     def _weight_reports(self, method: str, given: dict[str, Any]) -> list[tuple[str, str, list[Any]]]:
         """Return (engine, dtype, reports of its workers); see :class:`WeightCheck`."""
@@ -272,6 +343,52 @@ def check_policy(model: CausalLM) -> None:
             "too, and would not use the trained copy; set tie_word_embeddings=False in the model's config, "
             "or use_vllm=False"
         )
+
+
+def lora_rank(model: CausalLM) -> int:
+    """Return the largest rank of a LoRA adapter that vLLM can load beside the base weights.
+
+    Raises:
+        ConfigError: the policy does not train a plain LoRA adapter.
+    """
+    lora = model.peft_config[model.active_adapter] if hasattr(model, "active_adapter") else None
+    if lora is None or lora.peft_type != "LORA":
+        raise ConfigError(
+            "vllm_engine_kwargs['enable_lora'] sends only the LoRA adapter, but the policy has none; leave "
+            "it out"
+        )
+    unsupported = [
+        name
+        for name in ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters")
+        if getattr(lora, name, None)
+    ] + (["bias"] if lora.bias != "none" else [])
+    if unsupported:
+        raise ConfigError(
+            f"the adapter has {', '.join(unsupported)}, which vLLM does not support in an adapter; "
+            "set vllm_engine_kwargs['enable_lora'] to False to send merged weights"
+        )
+    return max([lora.r, *lora.rank_pattern.values()])
+
+
+def adapter_arguments(model: CausalLM, directory: str, *, quantized: bool = False) -> dict[str, Any]:
+    """Return the engine arguments of LoRA weight sync, after writing the base weights to ``directory``.
+
+    Args:
+        quantized: write 4-bit weights as they are, for an engine that loads them; otherwise as full matrices.
+
+    Raises:
+        ConfigError: see :func:`lora_rank`.
+    """
+    rank = lora_rank(model)
+    weights = base_weights(model, dequantize=not quantized)
+    base = {name: tensor.cpu().contiguous() for name, tensor in weights}
+    save_file(base, Path(directory) / "model.safetensors", metadata={"format": "pt"})
+    return {
+        "enable_lora": True,
+        "load_format": "bitsandbytes" if quantized else "safetensors",
+        "weight_transfer_config": None,
+        "max_lora_rank": next((allowed for allowed in _RANKS if allowed >= rank), rank),
+    }
 
 
 @contextmanager

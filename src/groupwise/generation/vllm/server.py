@@ -28,15 +28,20 @@ from groupwise.errors import BackendError, ConfigError
 from groupwise.generation.base import RUN_SETTINGS, BackendEntry, ProcessingClass
 from groupwise.generation.vllm.base import VLLMBackend
 from groupwise.generation.vllm.client import LostWeightsError, VLLMServers
-from groupwise.generation.vllm.colocate import check_policy
+from groupwise.generation.vllm.colocate import check_policy, lora_rank
 from groupwise.generation.vllm.http import LostAnswerError, ServerUnavailableError, parse_url
 from groupwise.generation.vllm.plugin import PLACE_ADAPTER
 from groupwise.generation.vllm.preflight import ServerInfo, check_servers
 from groupwise.generation.vllm.sampling import Request, RequestKey
 from groupwise.generation.vllm.serve import as_shell_line, serve_command
-from groupwise.generation.vllm.transfer import BROADCASTING, WITH_METADATA, WeightTransfer, shared_directory
+from groupwise.generation.vllm.transfer import (
+    BROADCASTING,
+    WITH_METADATA,
+    WeightTransfer,
+    save_adapter,
+    shared_directory,
+)
 from groupwise.generation.vllm.weight_check import DIFFERS, SAME, WeightCheck
-from groupwise.generation.vllm.weight_sync import lora_rank, save_adapter
 from groupwise.policy.digests import Report
 from groupwise.policy.weight_iterator import LoRAWeights, PolicyWeights, rounded
 from groupwise.policy.weight_source import EngineWeights, NamedTensor

@@ -10,6 +10,7 @@ of their ``--weight-transfer-config``.
 from __future__ import annotations
 
 import base64
+import json
 import logging
 import pickle
 import shutil
@@ -31,7 +32,7 @@ from safetensors.torch import save_file
 from groupwise.compat.vllm import sparse_patch, trainer_engine
 from groupwise.errors import BackendError
 from groupwise.generation.vllm.plugin import BACKEND
-from groupwise.policy.weight_iterator import BUCKET_BYTES, buckets
+from groupwise.policy.weight_iterator import BUCKET_BYTES, LoRAWeights, buckets
 from groupwise.policy.weight_source import ChangedValues, EngineWeights, NamedTensor, current_stream
 from groupwise.threads import settle, start_thread
 
@@ -286,6 +287,14 @@ class BucketSender:
         """Remove the directory."""
         if self.directory is not None:
             self._remove()
+
+
+def save_adapter(adapter: LoRAWeights, directory: Path) -> int:
+    """Write an adapter in the format of PEFT, which vLLM reads; returns the number of bytes."""
+    path = directory / "adapter_model.safetensors"
+    save_file(dict(adapter.tensors), path)
+    (directory / "adapter_config.json").write_text(json.dumps(adapter.config, default=str))
+    return path.stat().st_size
 
 
 def shared_directory(owner: object) -> tuple[Path, Callable[[], object]]:
