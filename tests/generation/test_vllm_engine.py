@@ -23,7 +23,7 @@ from support.runs import policy, prompts, tokenizer, trainer
 from groupwise import ConfigError, GRPOConfig, GRPOTrainer
 from groupwise.errors import BackendError
 from groupwise.generation.vllm import colocate, engine, transfer
-from groupwise.generation.vllm.colocate import ColocatedBackend, FullWeightSync, check_policy
+from groupwise.generation.vllm.colocate import ColocatedBackend, check_policy
 from groupwise.generation.vllm.transfer import BucketSender, BucketSenderInfo, WeightTransfer
 from groupwise.policy.weight_source import EngineWeights
 from groupwise.records import SamplingOptions
@@ -135,7 +135,7 @@ def sleeping(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     engine = FakeEngine()
     config = GRPOConfig(str(tmp_path), vllm_enable_sleep_mode=True, **NO_CHECK)
-    backend = ColocatedBackend(engine, config, frozenset([1]), FullWeightSync(engine))
+    backend = ColocatedBackend(engine, config, frozenset([1]))
     backend.calls = lambda requests, sampling: []
     return backend
 
@@ -181,7 +181,7 @@ def test_sampling_masks_of_the_engine_are_recorded(tmp_path):
     recorded.generate = generate
     recorded.llm_engine = SimpleNamespace()
     config = GRPOConfig(str(tmp_path), top_p=0.9, **NO_CHECK)
-    backend = ColocatedBackend(recorded, config, frozenset([1]), FullWeightSync(recorded))
+    backend = ColocatedBackend(recorded, config, frozenset([1]))
     assert backend.reports_sampling_mask({})
     backend.sync_weights(weights(("w", torch.ones(2))), step=0)
     (completion,) = backend.generate([[5]], SamplingOptions())
@@ -325,7 +325,7 @@ def test_tensor_parallel_ranks_generate_all_requests_and_return_their_own(tmp_pa
         everyone[:] = [[1, 2, 3], mine]
 
     config = GRPOConfig(str(tmp_path), **NO_CHECK)
-    backend = ColocatedBackend(given, config, frozenset([1]), FullWeightSync(given), group="group")
+    backend = ColocatedBackend(given, config, frozenset([1]), group="group")
     backend.calls = lambda requests, sampling: requests
     monkeypatch.setattr(colocate, "generate_together", answer)
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)

@@ -120,7 +120,7 @@ def colocated(engine: Any, directory: Any) -> ColocatedBackend:
     sync = SimpleNamespace(push=lambda *_: None, request=None, close=lambda: None)
     off = {"vllm_weight_check": "off", "use_cpu": True, "bf16": False}
     config = GRPOConfig(str(directory), max_completion_length=8, **off)
-    return ColocatedBackend(engine, config, frozenset([1]), sync, with_images=True)
+    return ColocatedBackend(engine, config, frozenset([1]), lora=sync, with_images=True)
 
 
 def test_the_engine_gets_images_and_the_prompt_before_expansion(processor, tmp_path):

@@ -22,7 +22,7 @@ from support.runs import policy, tokenizer
 
 from groupwise import GRPOConfig
 from groupwise.errors import BackendError
-from groupwise.generation.vllm.colocate import ColocatedBackend, FullWeightSync, LoRAWeightSync
+from groupwise.generation.vllm.colocate import ColocatedBackend, LoRAWeightSync
 from groupwise.generation.vllm.http import HttpClient
 from groupwise.generation.vllm.server import VLLMServerBackend
 from groupwise.generation.vllm.weight_check import WeightCheck
@@ -170,11 +170,9 @@ def adapted(model):
     return made
 
 
-def colocated(
-    directory: Any, model: Any, engine: TinyEngine, sync: Any = FullWeightSync, **given: Any
-) -> Any:
+def colocated(directory: Any, model: Any, engine: TinyEngine, lora: Any = None, **given: Any) -> Any:
     config = config_for(directory, vllm_enable_sleep_mode=False, **given)
-    return ColocatedBackend(engine, config, frozenset([1]), sync(engine))
+    return ColocatedBackend(engine, config, frozenset([1]), lora=lora)
 
 
 class Servers:
@@ -338,13 +336,13 @@ def test_70_faults_of_an_adapter_in_a_colocated_engine_are_found(adapted, tmp_pa
     base = dict(PolicyWeights(adapted).base())
     engine = TinyEngine(base.items())
     load(engine, base)
-    backend = colocated(tmp_path, adapted, engine, LoRAWeightSync)
+    backend = colocated(tmp_path, adapted, engine, LoRAWeightSync(engine))
     backend.sync_weights(PolicyWeights(adapted), step=1000)
     for seed in range(70):
         inject_into_adapter(backend, engine, adapted, seed)
     backend.sync_weights(PolicyWeights(adapted), step=1001)
     assert backend.version == 1001
-    backend.weight_sync.close()
+    backend.lora.close()
 
 
 def test_35_faults_of_an_adapter_on_servers_are_found(adapted, tmp_path, monkeypatch):
@@ -380,10 +378,10 @@ def test_another_base_model_below_an_adapter_of_an_engine_is_found(adapted, tmp_
     other = {name: tensor + 1e-6 for name, tensor in PolicyWeights(adapted).base()}
     engine = TinyEngine(other.items())
     load(engine, other)
-    backend = colocated(tmp_path, adapted, engine, LoRAWeightSync)
+    backend = colocated(tmp_path, adapted, engine, LoRAWeightSync(engine))
     with pytest.raises(BackendError, match=r"embed_tokens\.weight has other values"):
         backend.sync_weights(PolicyWeights(adapted), step=0)
-    backend.weight_sync.close()
+    backend.lora.close()
 
 
 def test_another_base_model_below_an_adapter_of_one_server_is_found(adapted, tmp_path):

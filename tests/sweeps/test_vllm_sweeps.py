@@ -145,7 +145,7 @@ def without_vllm(monkeypatch):
 
 def backend_on(engine: FakeEngine, given: GRPOConfig) -> ColocatedBackend:
     ends = frozenset([1])
-    return ColocatedBackend(engine, given, ends, LoRAWeightSync(engine))
+    return ColocatedBackend(engine, given, ends, lora=LoRAWeightSync(engine))
 
 
 def test_one_call_of_an_engine_samples_the_requests_of_all_runs(without_vllm, tmp_path, monkeypatch):

@@ -83,7 +83,8 @@ class EngineBackend(ColocatedBackend):
 
     def close(self) -> None:
         """Remove the files of the run; the engine is that of all runs."""
-        self.weight_sync.close()
+        assert self.lora is not None
+        self.lora.close()
 
 
 class EngineSampler(ServerSampler):
@@ -109,8 +110,8 @@ class EngineSampler(ServerSampler):
     def make_backend(self, config: GRPOConfig, adapter: PeftConfig) -> Any:
         engine, ends = self.started.engine, self.started.end_tokens
         assert engine is not None
-        sync = LoRAWeightSync(engine)
-        return EngineBackend(engine, config, ends, sync, self.suppress_tokens, group=self.started.group)
+        lora, group = LoRAWeightSync(engine), self.started.group
+        return EngineBackend(engine, config, ends, self.suppress_tokens, lora=lora, group=group)
 
     def sample(self, requests: Sequence[list[EngineCall]], policies: Mapping[str, PeftModel]) -> list[Any]:
         """Return the completions of all runs by request, from one call of the engine."""

@@ -58,52 +58,26 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _adapter_ids = itertools.count(1)  # of all adapters of this process: several may be in one engine
 
 
-class FullWeightSync:
-    """Pushes all weights into the colocated engine, with adapters merged into them.
-
-    Attributes:
-        sleep_level: of ``LLM.sleep``; 1 moves the engine's weights to the host, 2 discards them.
-        request: ``LoRARequest`` of the adapter; None: requests use the weights of the model.
-    """
-
-    sleep_level = 2  # the next push restores them
-    request: Any = None
-
-    def __init__(self, engine: LLM) -> None:
-        self.weights = EngineWeights()
-        self.transfer = WeightTransfer(BACKEND, engine, self.weights, in_process=True)
-
-    def push(self, source: PolicyWeights, step: int, check: WeightCheck) -> str | None:
-        """Load the weights of optimizer step ``step`` into the engine and compare them.
-
-        Returns:
-            the digest of all tensors; None if they were not compared.
-        """
-        self.weights.begin(lambda: check.record(source.full()))
-        self.transfer.push(step)
-        return check.compare()
-
-    def close(self) -> None:
-        """Release files and connections."""
-        self.transfer.close()
-
-
 class LoRAWeightSync:
     """Pushes only the LoRA adapter; the engine loads the base weights once, at start.
 
-    Has the methods and attributes of :class:`FullWeightSync`.
+    Attributes:
+        request: ``LoRARequest`` of the adapter, for requests that it samples.
+        close: removes the files.
     """
 
-    sleep_level = 1  # the base weights are not pushed again
     request: Any = None
 
     def __init__(self, engine: LLM) -> None:
         self.engine = engine
         self.directory = Path(tempfile.mkdtemp(prefix="groupwise-"))
-        self._remove = weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
+        self.close = weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
 
-    def push(self, source: PolicyWeights, step: int, check: WeightCheck) -> str | None:
-        """Save the adapter and load it into the engine under a new id, because vLLM caches adapters by id."""
+    def push(self, source: PolicyWeights, check: WeightCheck) -> str | None:
+        """Save the adapter, load it into the engine and compare it; returns the digest if it was compared.
+
+        It gets a new id, because vLLM caches adapters by id.
+        """
         from vllm.lora.request import LoRARequest
 
         if check.needs_base:
@@ -116,9 +90,6 @@ class LoRAWeightSync:
         compat.add_lora(self.engine, self.request)
         return check.compare_adapter(adapter)
 
-    def close(self) -> None:
-        self._remove()
-
 
 class ColocatedBackend(VLLMBackend):
     """Samples with a vLLM engine in the trainer's process and on its device.
@@ -127,7 +98,7 @@ class ColocatedBackend(VLLMBackend):
         engine: a ``vllm.LLM``.
         config, end_tokens, suppress_tokens: see :class:`VLLMBackend`. With ``vllm_enable_sleep_mode`` the
             engine's memory is free while the trainer trains.
-        weight_sync: pushes weights into the engine.
+        lora: pushes the adapter alone; None: all weights are pushed, with adapters merged into them.
         group: ranks that share the engine, each of which computes the requests of all; None: this rank alone.
         with_images: the engine processes images.
     """
@@ -139,15 +110,18 @@ class ColocatedBackend(VLLMBackend):
         engine: LLM,
         config: GRPOConfig,
         end_tokens: frozenset[int],
-        weight_sync: FullWeightSync | LoRAWeightSync,
         suppress_tokens: Sequence[int] = (),
         *,
+        lora: LoRAWeightSync | None = None,
         group: dist.ProcessGroup | None = None,
         with_images: bool = False,
     ) -> None:
         super().__init__(config, end_tokens, suppress_tokens)
         self.engine: LLM | None = engine
-        self.weight_sync, self.group, self.supports_images = weight_sync, group, with_images
+        self.lora, self.group, self.supports_images = lora, group, with_images
+        self._weights = EngineWeights()
+        if lora is None:
+            self._transfer = WeightTransfer(BACKEND, engine, self._weights, in_process=True)
         self.context_length = engine.model_config.max_model_len
         with_masks = getattr(engine.model_config, "return_sampling_mask", False)
         self.max_logprobs = None if with_masks else engine.model_config.max_logprobs
@@ -198,7 +172,12 @@ class ColocatedBackend(VLLMBackend):
         """Load the weights and clear the caches of outputs that were computed with the previous ones."""
         self._wake("weights")
         with preserved_state():
-            digest = self.weight_sync.push(source, step, self.weight_check)
+            if self.lora is not None:
+                digest = self.lora.push(source, self.weight_check)
+            else:
+                self._weights.begin(lambda: self.weight_check.record(source.full()))
+                self._transfer.push(step)
+                digest = self.weight_check.compare()
         self.weight_check.done = True
         self._engine.reset_prefix_cache()
         if self.supports_images:
@@ -208,7 +187,8 @@ class ColocatedBackend(VLLMBackend):
     def release(self) -> None:
         """Put the engine to sleep until the next sync, if sleep mode is on."""
         if self.config.vllm_enable_sleep_mode and not self.asleep:
-            self._engine.sleep(level=self.weight_sync.sleep_level)
+            # 2 discards the engine's weights, which the next push restores; 1 moves them to the host.
+            self._engine.sleep(level=2 if self.lora is None else 1)
             self.asleep = {"weights", "kv_cache"}
             self.version = None
 
@@ -226,7 +206,8 @@ class ColocatedBackend(VLLMBackend):
 
     def close(self) -> None:
         """Shut the engine down and free its memory."""
-        self.weight_sync.close()
+        if self.lora is not None:
+            self.lora.close()
         if self.engine is not None:
             compat.shut_down(self.engine)
         self.engine = self.version = None
@@ -239,7 +220,7 @@ def generate_together(engine: LLM, calls: Sequence[EngineCall]) -> list[list[Com
             [engine_prompt(request) for _, request, _ in calls],
             [params for *_, params in calls],
             use_tqdm=False,
-            lora_request=[backend.weight_sync.request for backend, *_ in calls],
+            lora_request=[backend.lora and backend.lora.request for backend, *_ in calls],
         )
     completions = []
     for (backend, request, params), output in zip(calls, outputs, strict=True):
@@ -287,8 +268,8 @@ def make_backend(
         engine,
         config,
         frozenset(end_tokens(model.generation_config, text_tokenizer(processing_class))),
-        LoRAWeightSync(engine) if only_adapter else FullWeightSync(engine),
         suppress_tokens,
+        lora=LoRAWeightSync(engine) if only_adapter else None,
         group=get_tp_group().cpu_group if config.vllm_tensor_parallel_size > 1 else None,
         with_images=with_processor and not arguments["language_model_only"],
     )
