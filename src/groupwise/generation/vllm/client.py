@@ -31,8 +31,6 @@ CONCURRENCY = 128
 #: Seconds that a server may be away while others can take its requests.
 PATIENCE = 5.0
 
-_UNUSABLE = "incomplete"
-
 
 class LostWeightsError(Exception):
     """A server does not have this run's weights: it was restarted, or another run replaced them."""
@@ -215,7 +213,7 @@ class VLLMServers:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         # Without a version the update failed, and the server's weights must not pass for an earlier version.
-        version = _UNUSABLE if weight_version is None else f"{self.run_id}:{weight_version}"
+        version = "incomplete" if weight_version is None else f"{self.run_id}:{weight_version}"
         self.post("/finish_weight_update", [{"weight_version": version}], doing="finishing a weight update")
 
     def pause(self) -> None:

@@ -20,8 +20,6 @@ from groupwise.generation.vllm.sampling import DEFAULT_MAX_LOGPROBS, num_logprob
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
-_GIB = 2**30
-
 #: Engine arguments that a config field or the trainer sets.
 _RESERVED = {
     "model": "the trainer's model",
@@ -163,7 +161,7 @@ def engine_arguments(config: GRPOConfig, model: str, dtype: str) -> dict[str, An
     if config.vllm_model_impl == "transformers":
         arguments["enforce_eager"] = True  # vLLM would compile the policy's class too
     if config.device.type == "cpu":
-        arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": 2 * _GIB}
+        arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": 2 * 2**30}
         # With chunked prefill, vLLM's CPU build crashes on requests with a seed.
         arguments["enable_chunked_prefill"] = False
     return arguments | json_dict(config.vllm_engine_kwargs)

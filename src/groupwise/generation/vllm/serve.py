@@ -9,9 +9,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-#: vLLM's weight-transfer engine by device; "same_gpu": policy and server share a GPU.
-TRANSFERS = {"cuda": "nccl", "same_gpu": "ipc", "cpu": "groupwise"}
-
 
 def serve_command(
     model: str,
@@ -35,13 +32,14 @@ def serve_command(
         device: "cuda" or "cpu".
         dtype: of the server's weights; "auto" is float32 on a CPU.
         max_model_length: maximum number of prompt and completion tokens; None: the model's own limit.
-        weight_transfer: name of vLLM's weight-transfer engine; None: chosen by device.
+        weight_transfer: name of vLLM's weight-transfer engine, such as "ipc" if policy and server share a
+            GPU; None: "nccl" on CUDA, "groupwise" on a CPU.
         extra: further arguments of ``vllm serve``; the last one of a name wins.
 
     Returns:
         command, and environment variables to set for it.
     """
-    transfer = weight_transfer or TRANSFERS[device]
+    transfer = weight_transfer or ("nccl" if device == "cuda" else "groupwise")
     command = [*_launcher(), model, "--host", host, "--port", str(port)]
     command += ["--weight-transfer-config", json.dumps({"backend": transfer})]
     command += ["--logprobs-mode", "processed_logprobs", "--enable-scale-out"]
