@@ -24,7 +24,7 @@ BUDGET = {
     "core": 1620,
     "cpu": 430,
     "data": 2200,
-    "generation": 4650,
+    "generation": 4405,
     "hf": 1661,
     "mixins": 1053,
     "policy": 4255,
