@@ -246,8 +246,8 @@ def make_backend(
     base = without_adapter(model)
     with tempfile.TemporaryDirectory(prefix="groupwise-") as directory, preserved_state():
         processing_class.save_pretrained(directory)
-        own = "bfloat16" if config.bf16 else "float16" if config.fp16 else str(base.dtype)
-        arguments = engine_arguments(config, directory, own.removeprefix("torch."))
+        compute_dtype = "bfloat16" if config.bf16 else "float16" if config.fp16 else str(base.dtype)
+        arguments = engine_arguments(config, directory, compute_dtype.removeprefix("torch."))
         only_adapter = sends_only_adapter(model, arguments)
         quantized = only_adapter and loads_quantized(model, arguments)
         model_config = copy.deepcopy(base.config)
