@@ -249,10 +249,10 @@ def elsewhere(patch):
     """Give servers a path that they cannot read in place of the adapter's, as on another machine."""
     call = VLLMServers.call_workers
 
-    def call_workers(servers, method, given):
+    def call_workers(servers, method, given, url=None):
         if method == PLACE_ADAPTER:
             given = {**given, "path": f"/another/machine/{Path(given['path']).name}"}
-        return call(servers, method, given)
+        return call(servers, method, given, url)
 
     patch.setattr(VLLMServers, "call_workers", call_workers)
 
@@ -270,7 +270,7 @@ def real(test):
 
 @pytest.fixture(scope="module")
 def four_bits(tmp_path_factory):
-    """The arguments of a trainer with a policy in 4 bits, and a server of its matrices."""
+    """The arguments of a trainer with a policy in 4 bits, and a server of its matrices with two engines."""
     pytest.importorskip("bitsandbytes")
     directory = tmp_path_factory.mktemp("server")
     given = four_bit_policy(directory / "base")
@@ -279,7 +279,8 @@ def four_bits(tmp_path_factory):
         directory / "model"
     )
     tokenizer().save_pretrained(directory / "model")
-    server = ServerProcess(directory, ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2"))
+    flags = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--data-parallel-size", "2")
+    server = ServerProcess(directory, flags)
     yield given, server.start().wait()
     server.kill()
 
