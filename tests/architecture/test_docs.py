@@ -124,6 +124,14 @@ def test_generated_pages_match_the_code():
     assert stale == [], "run python scripts/generate_docs.py"
 
 
+def test_comments_of_fields_are_no_headings_of_the_configuration_page():
+    """A group is named in a few words; a comment that explains a field is a sentence."""
+    from generate_docs import field_groups
+
+    assert "Batches" in field_groups()
+    assert [title for title in field_groups() if len(title.split()) > 4 or ";" in title] == []
+
+
 def test_every_setting_is_on_the_configuration_page():
     from groupwise import GRPOConfig
 

@@ -152,8 +152,8 @@ class GRPOFields(TrainingArguments):
         "Recompute activations in the backward pass to save memory.", card="if_changed")] = True
     remove_unused_columns: Annotated[bool, Setting(
         "Drop dataset columns that the model does not take; reward functions do not receive them.")] = False
-    # HfArgumentParser takes the second type for the flag; TrainingArguments makes "none" an empty list.
     report_to: Annotated[None | str | list, Setting(  # noqa: RUF036
+        # HfArgumentParser takes the second type for the flag; TrainingArguments makes "none" an empty list.
         'Trackers of the metrics; "none": none. None: trackio where it is installed, with its database on '
         "this machine, but none under CI (environment variable CI).")] = None
     bf16: Annotated[bool | None, Setting(
