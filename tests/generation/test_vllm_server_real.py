@@ -165,6 +165,40 @@ def test_weights_updated_in_mid_completion_are_recorded_per_token(server, tmp_pa
     run.backend.close()
 
 
+def test_requests_of_a_rollout_that_is_repeated_stop_on_the_server(server, tmp_path):
+    """Closing their connections ends them, running and waiting ones."""
+    run = run_for(server, tmp_path, max_completion_length=100)
+    sync(run, run.model)
+    run.backend.end_tokens, run.backend.sampling["stop_token_ids"] = frozenset(), []
+    run.backend.sampling["ignore_eos"] = True
+    client = run.backend.servers
+    (http,) = client.servers
+
+    def counted(name):
+        text = client.run(http.once("GET", "/metrics", doing="reading its metrics"))
+        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"vllm:{name}"))
+
+    def unfinished():
+        return counted("num_requests_running{") + counted("num_requests_waiting{")
+
+    def wait_for(condition):
+        end = time.monotonic() + 120
+        while not condition() and time.monotonic() < end:
+            pass
+
+    before, state = counted("generation_tokens_total{"), run.backend.snapshot()
+    run.backend.prefetch([[4 + i] for i in range(16) for _ in range(16)], step=1)  # 25,600 tokens
+    wait_for(lambda: counted("generation_tokens_total{") >= before + 50)
+    client.pause()  # the tiny model would finish all of them while a busy machine closes the connections
+    assert unfinished() > 0
+    run.backend.restore(state)
+    client.resume()
+    wait_for(lambda: unfinished() == 0)
+    assert unfinished() == 0
+    assert counted("generation_tokens_total{") - before < 25_600 / 2
+    run.backend.close()
+
+
 @reports_weights
 def test_a_run_that_generates_ahead(server, tmp_path):
     run = run_for(server, tmp_path, max_steps=3, rollout_staleness=1)
