@@ -113,6 +113,29 @@ def test_problems_come_before_warnings_in_what_to_change_first(capsys):
     ]
 
 
+def test_every_wrong_setting_is_a_finding_of_its_own(run_file, capsys):
+    wrong = {"learning_rate": -1, "beta": -1, "temperature": 0, "loss_type": "gpro"}
+    assert main(["doctor", "--config", run_file(**wrong), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["findings"]) == 4 and len(found["first"]) == 3
+    assert {one["text"].split("=")[0] for one in found["findings"]} == wrong.keys()
+
+
+def test_a_check_that_was_skipped_is_nothing_to_change(run_file, capsys):
+    assert main(["doctor", "--config", run_file(lora={"use_dorra": True}), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [one["text"] for one in found["first"]] == [
+        "lora has the unknown key 'use_dorra'; nearest: 'use_dora'"
+    ]
+    assert "skipped" in found["findings"][-1]["text"]
+
+
+@pytest.mark.parametrize("name", ["num_prompts", "num_processes", "max_new_tokens"])
+def test_sizes_of_the_trial_are_positive(name, run_file, capsys):
+    assert main(["doctor", "--config", run_file(), f"--{name}", "0"]) == 2
+    assert f"--{name} 0: allowed: 1 or more" in capsys.readouterr().err
+
+
 def test_settings_without_effect_are_a_warning(run_file, capfd):
     assert main(["doctor", "--no_model", "--config", run_file(entropy_target=0.3)]) == 0
     shown = " ".join(capfd.readouterr().out.split())

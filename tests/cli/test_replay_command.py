@@ -63,6 +63,12 @@ def test_a_step_that_leaves_the_record_has_exit_code_1(trained, tmp_path, capfd)
     assert "step 1 leaves the record at the loss: recorded " in capfd.readouterr().out
 
 
+def test_a_step_without_a_record_is_said_and_has_exit_code_1(trained, tmp_path, capfd):
+    (tmp_path / "out" / "rollouts" / "step-000002.rank0.pt.gz").unlink()
+    assert main(["replay", "out", "--step", "2"]) == 1
+    assert "step 2 has no record to compare with" in capfd.readouterr().out
+
+
 def test_a_bundle_is_written_and_replayed(trained, tiny, capfd):
     assert main(["replay", "out", "--bundle", "bug.zip"]) == 2
     assert "--bundle needs --step" in capfd.readouterr().err

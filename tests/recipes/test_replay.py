@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from safetensors.torch import load_file, save_file
 from support import agent_runs, tiny_vlm
 from support.fakes.fake_backend import EchoBackend
 from support.runs import policy, prompts, tokenizer, trainer
@@ -301,8 +302,9 @@ def test_recordings_that_cannot_be_replayed_say_why(tmp_path, tiny):
         replay(tmp_path, 1)
     model = tiny()
     recorded(tmp_path / "run", model)
-    with pytest.raises(ConfigError, match=r"generation-000004.*does not exist; recorded steps: 1-3"):
-        replay(tmp_path / "run", 5)
+    for step in (0, 5):
+        with pytest.raises(ConfigError, match=rf"step {step} is not recorded; recorded steps: 1-3"):
+            replay(tmp_path / "run", step)
     header = tmp_path / "run" / FOLDER / "run.json"
     values = json.loads(header.read_text())
     header.write_text(json.dumps({**values, "model": ""}))
@@ -319,6 +321,9 @@ def test_recordings_that_cannot_be_replayed_say_why(tmp_path, tiny):
         header.write_text(json.dumps({**values, **change_of}))
         with pytest.raises(ConfigError, match=message):
             replay(tmp_path / "run", 1)
+    header.write_text(json.dumps({name: value for name, value in values.items() if name != "world_size"}))
+    with pytest.raises(ConfigError, match=r"run.json' is damaged: it has no world_size"):
+        replay(tmp_path / "run", 1)
     header.write_text(json.dumps({**values, "format": 2}))
     with pytest.raises(ConfigError, match=r"format 2, and this version of groupwise reads format 1"):
         replay(tmp_path / "run", 1)
@@ -400,7 +405,7 @@ def test_a_bundle_is_small_has_no_secret_and_is_replayed_elsewhere(tmp_path, tin
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     model = tiny()
-    kwargs = {"token": IN_CONFIG, "note": f"key {SECRETS['WANDB_API_KEY']}"}
+    kwargs = {"token": IN_CONFIG, "note": "confidential instructions"}
     hidden = {"hub_token": IN_CONFIG, "chat_template_kwargs": kwargs, "run_name": "private-name"}
     data = prompts(8).map(lambda row: {"prompt": "w1 w2 w3"})
     recorded(tmp_path / "run", model, save_steps=1, num_iterations=2, train_dataset=data, **hidden)
@@ -415,7 +420,7 @@ def test_a_bundle_is_small_has_no_secret_and_is_replayed_elsewhere(tmp_path, tin
             contents |= {name: archive.read(name) for name in archive.namelist()}
     assert "generation-000001.0.rank0.pt" in contents
     assert Recording(tmp_path / "run" / FOLDER).generation(1, 0).rollouts.prompts == ["w1 w2 w3"] * 4
-    secrets = [*SECRETS.values(), IN_CONFIG, "private-name", str(tmp_path), "w1 w2 w3"]
+    secrets = [*SECRETS.values(), IN_CONFIG, "private-name", str(tmp_path), "w1 w2 w3", kwargs["note"]]
     text = b"".join(contents.values())
     assert [secret for secret in secrets if secret.encode() in text] == []
     assert json.loads(contents["run.json"])["settings"]["learning_rate"] == 1e-2
@@ -426,6 +431,48 @@ def test_a_bundle_is_small_has_no_secret_and_is_replayed_elsewhere(tmp_path, tin
     assert found.steps[0].compared["log-prob"] > 0 and found.steps[0].budget == 0
     with pytest.raises(ConfigError, match=r"step 2 and not the weights before it; .*checkpoint-1"):
         replay(bundle)
+
+
+def test_a_bundle_has_no_path_of_the_machine_and_no_text(tmp_path, tiny):
+    model = str(shutil.copytree(tiny(), tmp_path / "private-home" / "weights"))
+    adapter = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    recorded(tmp_path / "run", model, peft_config=adapter)
+    shutil.rmtree(tmp_path / "private-home")  # a path stays one
+    header = tmp_path / "run" / FOLDER / "run.json"
+    values = json.loads(header.read_text())
+    assert "private-home" in values["model"] and "private-home" in str(values["adapter"])
+    values["settings"]["generation_kwargs"] = {"stop_strings": ["confidential"], "typical_p": 0.9}
+    header.write_text(json.dumps({**values, "reward_funcs": [str(tmp_path / "private-home" / "judge")]}))
+    write_bundle(Recording(tmp_path / "run" / FOLDER), 1, tmp_path / "bug.zip")
+    with zipfile.ZipFile(tmp_path / "bug.zip") as archive:
+        text = b"".join(archive.read(name) for name in archive.namelist()).decode(errors="replace")
+        found = json.loads(archive.read("run.json"))
+    assert "private-home" not in text and "confidential" not in text
+    assert (found["model"], found["reward_funcs"]) == ("weights", ["judge"])
+    assert found["settings"]["generation_kwargs"] == {"typical_p": 0.9}
+
+
+@pytest.mark.parametrize("name", ["step-000002.rank0.pt.gz", "generation-000002.0.rank0.pt.gz"])
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[: len(data) // 2], lambda data: gzip.compress(b"hello")]
+)
+def test_a_damaged_file_is_named(tmp_path, tiny, name, damage):
+    recorded(tmp_path, tiny())
+    path = tmp_path / FOLDER / name
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ConfigError, match=rf"{name}' is damaged"):
+        replay(tmp_path, 2)
+
+
+def test_weights_that_differ_leave_the_record_where_bits_must_be_the_same(tmp_path, tiny):
+    recorded(tmp_path, tiny(), save_steps=1)
+    assert replay(tmp_path, 2).equals_record
+    path = tmp_path / "checkpoint-2" / "model.safetensors"
+    weights = load_file(path)
+    first = next(iter(weights))
+    save_file({**weights, first: weights[first] + 1}, path, metadata={"format": "pt"})
+    found = replay(tmp_path, 2)
+    assert first in found.weights and not found.equals_record
 
 
 def test_weights_of_another_step_leave_a_bundle_at_the_first_log_prob(tmp_path, tiny):

@@ -183,6 +183,7 @@ def test_callbacks_of_trainer_are_replaced_by_subclasses():
     class WithCallbacks:
         def __init__(self, *callbacks):
             self.callbacks = list(callbacks)
+            self.is_world_process_zero = lambda: True
 
         def pop_callback(self, kind):
             found = next((one for one in self.callbacks if isinstance(one, kind)), None)
@@ -219,11 +220,35 @@ callback.on_train_end(args, state, TrainerControl())
 """
 
 
-def test_the_bar_names_a_long_phase_in_a_real_terminal():
+#: Evaluation before training: its bar begins with the second batch.
+EVALUATION = """
+import gc, threading, time
+from transformers import TrainerControl, TrainerState
+from groupwise.reporting import terminal
+
+start = time.perf_counter()
+callback = terminal.LogLinesProgressCallback((), lambda: ("generate", 3 + time.perf_counter() - start))
+time.sleep(2.5)
+state = TrainerState(is_world_process_zero=True)
+callback.on_prediction_step(None, state, TrainerControl(), eval_dataloader=[0, 1])
+time.sleep(1.5)
+callback.phase = lambda: None
+time.sleep(1.5)
+assert callback.prediction_bar.desc == "" and callback._line is None
+callback.on_evaluate(None, state, TrainerControl())
+del callback
+gc.collect()
+time.sleep(1.5)
+assert threading.active_count() <= 2  # tqdm's own monitor
+"""
+
+
+def shown_by(program: str) -> str:
+    """Run a program in a terminal; returns what it wrote."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))  # rows and columns
     environment = {**os.environ, "TERM": "xterm"}
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=slave, stderr=slave, env=environment)
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=slave, stderr=slave, env=environment)
     os.close(slave)
     output = b""
     try:
@@ -233,8 +258,19 @@ def test_the_bar_names_a_long_phase_in_a_real_terminal():
         pass
     os.close(master)
     assert process.wait() == 0
-    shown = output.decode()
+    return output.decode()
+
+
+def test_the_bar_names_a_long_phase_in_a_real_terminal():
+    shown = shown_by(PROGRAM)
     assert re.search(r"generate [45] s", shown) and "0.500" in shown
+    assert "generate" not in shown.rpartition("\r")[2]  # the last state of the bar names none
+
+
+def test_a_phase_outside_of_training_is_shown_too():
+    shown = shown_by(EVALUATION)
+    line, _, bar = shown.partition("0/2")
+    assert re.search(r"generate [45] s", line) and re.search(r"generate [678] s: +50%", bar)
 
 
 def test_a_file_gets_neither_colours_nor_phases(tmp_path: Path):

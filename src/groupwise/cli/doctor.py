@@ -17,7 +17,7 @@ from groupwise.agents.environments import add_environment_rows
 from groupwise.agents.multi_turn import make_renderer
 from groupwise.agents.tool_loop import make_agent_loop
 from groupwise.cli.checks import batch_findings, length_findings, tokenizer_findings
-from groupwise.cli.findings import Finding, Report, fail, ok, warn
+from groupwise.cli.findings import SKIPPED, Finding, Report, fail, ok, warn
 from groupwise.cli.run_file import RunArguments, read_run
 from groupwise.cli.sources import (
     check_model,
@@ -59,6 +59,9 @@ def run(arguments: Sequence[str]) -> int:
     if options.help:
         print(_parser().format_help())
         return 0
+    for name in ("num_processes", "num_prompts", "max_new_tokens"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name} {getattr(options, name)}: allowed: 1 or more")
     report = Report(as_json=options.json)
     # With --json, stdout has the object alone: rewards and libraries may print.
     with redirect_stdout(sys.stderr if options.json else sys.stdout):
@@ -73,7 +76,7 @@ def _check_run(options: argparse.Namespace, rest: Sequence[str], report: Report)
     try:
         settings, config = read_run(rest, "doctor", type("GRPOConfig", (GRPOConfig,), processes))
     except ConfigError as error:
-        report.add([fail("settings", str(error))])
+        report.add(fail("settings", text) for text in str(error).split("\n  - ")[1:] or [str(error)])
         return
     shown = ", ".join(f"{name}={value}" for name, value in card_settings(config).items())
     report.add([ok("settings", f"every constraint holds: {shown}")])
@@ -100,7 +103,7 @@ def _check_run(options: argparse.Namespace, rest: Sequence[str], report: Report)
             found = report.attempt("prompts", _check_prompts, settings, config, agents, datasets, report)
             prompts = found or prompts
     if not options.no_model and report.failed:
-        report.add([warn("trial", "skipped because of the problems above")])
+        report.add([SKIPPED])
     elif not options.no_model:
         report.attempt("trial", _trial, settings, config, *prompts, options, report)
 

@@ -27,6 +27,8 @@ class Finding(NamedTuple):
 
 
 ok, warn, fail = (partial(Finding, status) for status in STATUSES)
+#: Finding that is nothing to change by itself.
+SKIPPED = warn("trial", "skipped because of the problems above")
 
 _STATUS, _SUBJECT = 6, 15  # widths of the first two columns
 
@@ -65,7 +67,7 @@ class Report:
     def first(self) -> list[Finding]:
         """The findings to act on first, at most three: problems, then warnings."""
         urgent = [one for status in ("fail", "warn") for one in self.findings if one.status == status]
-        return urgent[:3]
+        return [one for one in urgent if one != SKIPPED][:3]
 
     def close(self) -> int:
         """Print the numbers of problems and warnings and what to change first; return the exit code."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Replay a step, or write a bundle; exit code 1 if the step leaves the record."""
+    """Replay a step, or write a bundle; exit code 1 if the step leaves the record or has none."""
     options = _parser().parse_args(list(arguments))
     from groupwise.core.objectives import OBJECTIVES
     from groupwise.recipes import replay
@@ -61,7 +61,7 @@ def run(arguments: Sequence[str]) -> int:
         if options.objective is not None:
             names = None if options.objective == "all" else [options.objective]
             print(table(objective_table(result.records, result.trainer.args, names)))
-        return int(not result.equals_record)
+        return int(not (result.equals_record and result.is_compared))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -91,8 +91,11 @@ def report(result: Replay) -> str:
     """Return one line per replayed step, and one about the weights."""
     lines = [f"from {result.start}"]
     lines += [str(step) for step in result.steps]
-    if not result.steps:
-        lines.append("no replayed step has a record: the run ended before its update")
+    if not result.is_compared:
+        lines.append(
+            f"step {result.last_step} has no record to compare with: the run ended before its update, or the "
+            "file is missing"
+        )
     if result.weights is not None:
         lines.append(f"weights after step {result.last_step}, beside the checkpoint: {result.weights}")
     return "\n".join(lines)

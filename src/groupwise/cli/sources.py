@@ -142,6 +142,10 @@ def lora_config(run: RunArguments) -> LoraConfig | None:
         from peft import LoraConfig
     except ImportError as missing:
         raise ConfigError("lora needs PEFT: pip install 'groupwise[peft]'") from missing
+    known = [field.name for field in fields(LoraConfig)]
+    for name in run.lora:
+        if name not in known:
+            raise ConfigError(f"lora has the unknown key {name!r}; nearest: {nearest_name(name, known)!r}")
     with boundary(ConfigError, "lora", arguments=run.lora):
         return LoraConfig(**{"task_type": "CAUSAL_LM", **run.lora})
 

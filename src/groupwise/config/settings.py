@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Final, Literal, TypeVar
 
+from groupwise.config.redact import masked
 from groupwise.errors import ConfigError, nearest_name
 
 Config = TypeVar("Config", bound=type)
@@ -47,7 +48,7 @@ class Condition:
         if value == default or self.holds(config):
             return
         shown = ", ".join(f"{other}={getattr(config, other)!r}" for other in self.reads)
-        given = f"{name}={value!r}" + (f" with {shown}" if shown else "")
+        given = f"{name}={masked(value, name)!r}" + (f" with {shown}" if shown else "")
         why = f": {self.reason}" if self.reason else f" requires {self.text}"
         nearest = self.nearest.format(c=config) or f"{name}={default!r}"
         yield violation(f"{given}{why}", self.text, nearest)

@@ -20,6 +20,7 @@ from transformers.integrations import integration_utils
 from groupwise.compat.trl import is_trl_default
 from groupwise.config.conditions import COLOCATE
 from groupwise.config.fields import GRPOFields
+from groupwise.config.redact import masked
 from groupwise.config.sampling import truncating
 from groupwise.config.settings import (
     default_of,
@@ -105,9 +106,9 @@ def warnings_of(config: GRPOFields) -> list[str]:
         if value == default_of(config, name) or is_trl_default(name, value):
             continue
         if setting.ignored:
-            messages.append(f"{name}={value!r} is ignored: {setting.ignored}")
+            messages.append(f"{name}={masked(value, name)!r} is ignored: {setting.ignored}")
         elif unless is not None and not unless.holds(config):
-            messages.append(f"{name}={value!r} has no effect unless {unless.text}")
+            messages.append(f"{name}={masked(value, name)!r} has no effect unless {unless.text}")
     return messages
 
 

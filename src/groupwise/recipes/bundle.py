@@ -20,6 +20,7 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.redact import masked, redact
 from groupwise.errors import ConfigError
 from groupwise.records.serialization import host_copy
+from groupwise.reporting.model_card import public_name
 from groupwise.reporting.rollout_files import FOLDER, HEADER, Recording, file_name
 
 #: Settings of ``TrainingArguments`` that an update depends on.
@@ -38,9 +39,12 @@ _NOT_REPLAYED = (
     *("rollout_", "reward_weights", "max_tool", "tool_timeout", "reward_timeout", "reward_on_error"),
     *("eval_", "num_generations_eval", "log_", "num_completions_to_print", "terminal_metrics"),
     *("save_rollouts", "trust_remote_code", "model_init_kwargs", "wandb_", "use_liger_loss"),
+    "chat_template_kwargs",
 )
 #: Settings with one of these beginnings that the loss depends on.
 _OF_THE_LOSS = ("vllm_importance_sampling", "rollout_func_importance")
+#: Fields of an adapter's configuration that have paths of this machine, or texts.
+_OF_THE_MACHINE = ("base_model_name_or_path", "revision", "auto_mapping")
 _INHERITED = {item.name for item in fields(TrainingArguments)}
 _OWN = {item.name for item in fields(GRPOConfig)} - _INHERITED
 
@@ -71,8 +75,11 @@ def write_bundle(recording: Recording, step: int, file: Path) -> int:
         record = recording.step(step, rank)
         if any(batch.images is not None for batch in record.window):
             raise ConfigError(f"step {step} has images, which a bundle lacks; share the folder of the run")
-        settings = masked({n: v for n, v in record.settings.items() if is_replayed(n)})
-        values = {**vars(record), "settings": settings, "computed": [vars(rows) for rows in record.computed]}
+        values = {
+            **vars(record),
+            "settings": _settings(record.settings),
+            "computed": [vars(rows) for rows in record.computed],
+        }
         parts[_name("step", step, rank)] = _saved(values)
         for part in range(record.num_generations):
             generation = recording.generation(step, part, rank)
@@ -92,11 +99,25 @@ def write_bundle(recording: Recording, step: int, file: Path) -> int:
 
 
 def _header(header: dict[str, Any]) -> dict[str, Any]:
-    settings = {name: value for name, value in header["settings"].items() if is_replayed(name)}
-    name = header["model"]
-    if Path(name).is_dir():  # a path of this machine
-        name = Path(name).name
-    return {**header, "settings": masked(settings), "model": name, "bundle": True}
+    adapter = header["adapter"] and {
+        name: value for name, value in header["adapter"].items() if name not in _OF_THE_MACHINE
+    }
+    own = {
+        "settings": _settings(header["settings"]),
+        "model": public_name(header["model"]),
+        "adapter": adapter,
+    }
+    names = [public_name(name) for name in header["reward_funcs"]]  # that of a reward model is its path
+    return {**header, **own, "reward_funcs": names, "bundle": True}
+
+
+def _settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the update without credentials; of generation, which may have texts, numbers."""
+    kept = {name: value for name, value in settings.items() if is_replayed(name)}
+    if isinstance(kept.get("generation_kwargs"), dict):
+        given = kept["generation_kwargs"].items()
+        kept["generation_kwargs"] = {name: v for name, v in given if isinstance(v, int | float)}
+    return dict(masked(kept))
 
 
 def _name(kind: str, step: int, rank: int, part: int | None = None) -> str:

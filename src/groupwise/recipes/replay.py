@@ -44,6 +44,7 @@ _ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_a
 #: In bfloat16 twice the largest one (0.12, of a log-prob) between the AVX-512 and AVX2 kernels of a CPU.
 BUDGETS = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.25}
 
+EQUAL = "equal, bit for bit"
 #: Fields of a window in the order in which a step computes them.
 _WINDOW = {
     "prompt_ids_BL": "prompt token",
@@ -369,8 +370,14 @@ class Replay:
 
     @property
     def equals_record(self) -> bool:
-        """True if every step is within the budget."""
-        return all(step.first is None for step in self.steps)
+        """True if every step is within the budget, and the weights where their bits must be the same."""
+        exact = any(step.budget == 0 for step in self.steps)
+        return all(step.first is None for step in self.steps) and (not exact or self.weights in (None, EQUAL))
+
+    @property
+    def is_compared(self) -> bool:
+        """True if the last step has a record; without one, its file is missing or the run ended in it."""
+        return any(step.step == self.last_step for step in self.steps)
 
 
 def replay(
@@ -409,6 +416,7 @@ def replay(
         header = recording.header
         _check_run(header)
         step = recording.last_step if step is None else step
+        recording.check_step(step)
         # A bundle has one step, which is the first one of the replay; the model has the weights before it.
         number = 1 if recording.is_bundle else step
         checkpoint = None if recording.is_bundle else _checkpoint_before(recording, step)
@@ -591,4 +599,4 @@ def _compare_weights(recording: Recording, step: int, trainer: GRPOTrainer, dire
                 if not torch.equal(one, other):
                     gap = (one.float() - other.float()).abs().max().item()
                     return f"{name} differs by up to {gap:.2g}"
-    return "equal, bit for bit"
+    return EQUAL

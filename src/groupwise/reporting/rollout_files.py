@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 FOLDER, HEADER, FORMAT = "rollouts", "run.json", 1
 #: ``step-000012.rank0.pt.gz``, ``generation-000012.0.rank0.pt.gz``: the optimizer step, counted from 1.
 _FILE = re.compile(r"(step|generation)-(\d+)(?:\.(\d+))?\.rank(\d+)\.pt(\.gz)?")
+#: Keys of ``run.json`` that a replay needs.
+_KEYS = {"format", "settings", "versions", "device", "model", "adapter", "trainer", "world_size", "max_steps"}
 #: Packages whose versions decide if a step can be repeated bit by bit.
 _PACKAGES = ("groupwise", "torch", "transformers", "accelerate", "peft")
 
@@ -397,6 +399,8 @@ class Recording:
                 f"groupwise reads format {FORMAT}; replay them with the version that wrote them: "
                 f"{found.get('versions', {}).get('groupwise')}"
             )
+        if missing := sorted(_KEYS - found.keys()):
+            raise ConfigError(f"{str(self.folder / HEADER)!r} is damaged: it has no {', '.join(missing)}")
         return found
 
     @property
@@ -416,6 +420,11 @@ class Recording:
         """Optimizer steps with a complete record."""
         found = [_FILE.fullmatch(path.name) for path in self.folder.iterdir()]
         return sorted({int(match[2]) for match in found if match and match[1] == "step"})
+
+    def check_step(self, step: int) -> None:
+        """Raise ConfigError if neither an optimizer step nor its generation is recorded."""
+        if step not in self.steps and not any(self.folder.glob(file_name("generation", step, 0, 0))):
+            raise ConfigError(f"step {step} is not recorded; recorded steps: {_ranges(self.steps)}")
 
     def step(self, step: int, rank: int = 0) -> StepRecord:
         """Read an optimizer step."""
@@ -449,7 +458,11 @@ class Recording:
             raise ConfigError(
                 f"{str(path)!r} does not exist; recorded steps: {_ranges(self.steps)}"
             ) from None
-        return load(io.BytesIO(gzip.decompress(content)))
+        try:
+            return load(io.BytesIO(gzip.decompress(content)))
+        except Exception as error:  # of gzip, zlib, pickle, torch: what a file of other bytes leads to
+            kind = type(error).__name__
+            raise ConfigError(f"{str(path)!r} is damaged ({kind}: {error}); replay another step") from None
 
 
 def _ranges(steps: Sequence[int]) -> str:

@@ -7,6 +7,7 @@ import shutil
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -256,29 +257,49 @@ class LogLinesCallback(_LogLines, PrinterCallback):
 class LogLinesProgressCallback(_LogLines, ProgressCallback):
     """Lines of the logs above the progress bars; the bar names a phase that takes more than some seconds.
 
+    A phase outside of training, such as the first batch of ``evaluate()``, gets a line of its own.
+
     Args:
         extra: names of further metrics in the lines.
         phase: see :data:`Phase`.
     """
 
-    def on_train_begin(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
-        super().on_train_begin(args, state, control, **kwargs)
-        self._end = threading.Event()
-        if self.training_bar is not None and sys.stderr.isatty():
-            shown = (self.training_bar, self._end)
-            threading.Thread(target=self._show_phase, args=shown, daemon=True).start()
+    def __init__(self, extra: Sequence[str] = (), phase: Phase = lambda: None) -> None:
+        super().__init__(extra, phase)
+        self._line: tqdm | None = None
+        if sys.stderr.isatty():
+            # The thread ends with the callback: a strong reference would keep the trainer.
+            threading.Thread(target=_show_phases, args=(weakref.ref(self),), daemon=True).start()
 
     def on_train_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
-        self._end.set()
+        if self.training_bar is not None:
+            self.training_bar.set_description_str("")
         super().on_train_end(args, state, control, **kwargs)
 
-    def _show_phase(self, bar: tqdm, end: threading.Event) -> None:
-        """Write the phase in front of the bar once a second; in a thread, because the phases block."""
-        while not end.wait(1.0):
-            running = self.phase()
-            shown = f"{running[0]} {running[1]:.0f} s" if running and running[1] >= SLOW else ""
-            if shown or bar.desc:
+    def show_phase(self) -> None:
+        """Write the running phase in front of the lowest bar; without a bar, on a line that is removed."""
+        running = self.phase()
+        text = f"{running[0]} {running[1]:.0f} s" if running and running[1] >= SLOW else ""
+        bars: list[tqdm] = [bar for bar in (self.prediction_bar, self.training_bar) if bar is not None]
+        if self._line is not None and (bars or not text):
+            self._line.close()
+            self._line = None
+        if text and not bars:
+            if self._line is None:
+                self._line = tqdm(bar_format="{desc}", leave=False)
+            bars = [self._line]
+        for bar in bars:
+            shown = text if bar is bars[0] else ""
+            if bar.desc != shown:
                 bar.set_description_str(shown)
+
+
+def _show_phases(callback: weakref.ref[LogLinesProgressCallback]) -> None:
+    """Show the phase once a second; in a thread, because the phases block."""
+    while (shown := callback()) is not None:
+        shown.show_phase()
+        del shown
+        time.sleep(1.0)
 
 
 def show_log_lines(trainer: Trainer, extra: Sequence[str], phase: Phase) -> None:
@@ -286,6 +307,7 @@ def show_log_lines(trainer: Trainer, extra: Sequence[str], phase: Phase) -> None
 
     The replacement is a subclass: ``trainer.remove_callback(ProgressCallback)`` removes it too.
     """
+    phase = phase if trainer.is_world_process_zero() else lambda: None
     for stock, ours in ((ProgressCallback, LogLinesProgressCallback), (PrinterCallback, LogLinesCallback)):
         if trainer.pop_callback(stock) is not None:
             trainer.add_callback(ours(extra, phase))
