@@ -29,7 +29,7 @@ BUDGET = {
     "mixins": 1053,
     "policy": 4255,
     "records": 1029,
-    "reporting": 2845,
+    "reporting": 2868,
     "rewards": 1805,
     "tokenization": 1390,
     "cli": 1942,
