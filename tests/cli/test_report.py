@@ -31,3 +31,9 @@ def test_the_report_of_several_runs_is_in_the_working_directory(tmp_path, monkey
 def test_a_directory_that_is_no_run_is_an_error(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
     assert "is not the output directory of a run" in capsys.readouterr().err
+
+
+def test_an_output_that_is_a_directory_is_an_error(tmp_path, capsys):
+    save_run(tmp_path / "run", LOGS)
+    assert main(["report", str(tmp_path / "run"), "--output", str(tmp_path)]) == 2
+    assert "is a directory; write" in capsys.readouterr().err

@@ -68,6 +68,21 @@ def test_a_resumed_run_drops_later_steps_and_an_incomplete_line(tmp_path):
     assert [record["step"] for record in read_metrics(tmp_path / METRICS_FILE)] == [1, 2, 3]
 
 
+def test_an_evaluation_before_a_resumed_training_is_no_double(tmp_path):
+    args, path = config(tmp_path), tmp_path / METRICS_FILE
+    path.write_text('{"step": 0, "time": 1, "eval_reward": 0.1}\n{"step": 1}\n{"step": 2}\n{"ste')
+    callback = MetricsFileCallback()
+    for logs in ({"eval_reward": 0.1}, {"eval_math_reward": 0.2}):  # the script begins again
+        callback.on_log(args, state(0), TrainerControl(), logs)
+    callback.on_train_begin(args, state(1), TrainerControl())
+    callback.on_log(args, state(2), TrainerControl(), {"reward": 1.0})
+    records = [
+        (record["step"], *[name for name in record if name.endswith("reward")])
+        for record in read_metrics(path)
+    ]
+    assert records == [(0, "eval_reward"), (0, "eval_math_reward"), (1,), (2, "reward")]
+
+
 def test_a_file_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     args = config(tmp_path / "run")
     (tmp_path / "run" / METRICS_FILE).mkdir(parents=True)

@@ -11,8 +11,20 @@ from groupwise.reporting.run_files import read_run, saved_text
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"neither metrics\.jsonl nor checkpoint"):
+    with pytest.raises(ConfigError, match=r"no logs in metrics\.jsonl or checkpoint"):
         read_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["settings.json", "checkpoint-5/trainer_state.json", "completions/completions_00001.parquet"]
+)
+def test_a_damaged_file_is_named(name, tmp_path):
+    save_run(tmp_path / "run", [{"reward": 1.0}], {"max_steps": 3})
+    path = tmp_path / "run" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text('{"half')
+    with pytest.raises(ConfigError, match=f"reading '.*{path.name}' raised"):
+        read_run(tmp_path / "run")
 
 
 def test_logs_of_a_checkpoint_stand_in_for_the_file(tmp_path):

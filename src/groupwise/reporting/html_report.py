@@ -56,6 +56,8 @@ def write_report(
         )
     target = Path(output or (paths[0] / "report.html" if len(paths) == 1 else "report.html"))
     page = report_page(dict(zip(_names(paths), map(read_run, paths), strict=True)), max_completions)
+    if target.is_dir():
+        raise ConfigError(f"output {str(target)!r} is a directory; write {str(target / 'report.html')!r}")
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(page, encoding="utf-8")
     return target

@@ -24,7 +24,8 @@ class MetricsFileCallback(TrainerCallback):
     """Append every log of the main process to :data:`METRICS_FILE`, with the step and the time in seconds.
 
     Training begins with the configuration in :data:`SETTINGS_FILE`: model and settings, without credentials.
-    A resumed run drops the lines after the step that it resumes from, which it logs again; a new run keeps
+    A resumed run drops the lines after the step that it resumes from, which it logs again, and evaluations
+    before training whose metrics the file has at their step already; a new run keeps
     the file of an earlier one as ``metrics-<time of its last line>.jsonl``; evaluations before training are
     of the new one. Values that JSON does not have (NaN, infinities) are null. An error of the file system is
     logged as a warning and the log is lost.
@@ -43,10 +44,11 @@ class MetricsFileCallback(TrainerCallback):
         path = Path(str(args.output_dir), METRICS_FILE)
         if path.exists():
             try:
+                first_byte = None if self._has_trained else self._first_byte
                 if state.global_step == 0:
-                    _set_earlier_aside(path, None if self._has_trained else self._first_byte)
+                    _set_earlier_aside(path, first_byte)
                 else:
-                    _drop_lines_after(path, state.global_step)
+                    _drop_lines_after(path, state.global_step, first_byte)
             except OSError as error:
                 logger.warning("%s of an earlier run stays as it is: %s", path, error)
         self._has_trained = True
@@ -91,8 +93,12 @@ def _plain(value: Any) -> Any:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the logs of a file, in order; a last line that a killed process left incomplete is dropped."""
+    return _records(path.read_bytes())
+
+
+def _records(lines: bytes) -> list[dict[str, Any]]:
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in lines.decode().splitlines():
         try:
             records.append(json.loads(line))
         except ValueError:
@@ -113,9 +119,18 @@ def _set_earlier_aside(path: Path, first_byte: int | None) -> None:
         os.truncate(earlier, first_byte or 0)
 
 
-def _drop_lines_after(path: Path, step: int) -> None:
-    """Rewrite the file atomically without the logs of steps after ``step``."""
-    kept = [record for record in read_metrics(path) if record["step"] <= step]
+def _drop_lines_after(path: Path, step: int, first_byte: int | None) -> None:
+    """Rewrite the file atomically without the logs of steps after ``step``.
+
+    Args:
+        first_byte: beginning of the evaluations before training, which stay once; None: there are none.
+    """
+    content = path.read_bytes()
+    kept = [record for record in _records(content[:first_byte]) if record["step"] <= step]
+    known = {(record["step"], *record) for record in kept}
+    own = [] if first_byte is None else _records(content[first_byte:])
+    kept += [record for record in own if (record["step"], *record) not in known]
+    kept.sort(key=lambda record: record["step"])
     partial = path.with_name(f".{path.name}.tmp")
     partial.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
     os.replace(partial, path)

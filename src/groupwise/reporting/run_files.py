@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, boundary
 from groupwise.reporting.metrics_file import METRICS_FILE, SETTINGS_FILE, read_metrics
 from groupwise.reporting.table import reward_columns, row_text
 
@@ -68,14 +68,14 @@ def read_run(directory: Path) -> RunFiles:
     checkpoints = sorted(_steps_of(directory.glob(f"checkpoint-*/{_STATE}")))
     states = [directory / f"checkpoint-{step}" / _STATE for step in checkpoints[-1:]]
     states += [path for path in [directory / _STATE] if path.is_file()]
-    state = json.loads(states[0].read_text(encoding="utf-8")) if states else {}
+    state = _read_json(states[0]) if states else {}
     path = directory / METRICS_FILE
     logs = read_metrics(path) if path.is_file() else state.get("log_history", [])
     completions = [row for folder in _folders(directory) for row in _read_completions(folder)]
     if not logs and not completions:
         raise ConfigError(
-            f"{str(directory)!r} is not the output directory of a run: it has neither {METRICS_FILE} nor "
-            f"checkpoint-*/{_STATE} nor completions/*.parquet"
+            f"{str(directory)!r} is not the output directory of a run: it has no logs in {METRICS_FILE} "
+            f"or checkpoint-*/{_STATE}, and no completions/*.parquet"
         )
     settings = _read_settings(directory / SETTINGS_FILE)
     settings = settings or {name: state[name] for name in _STATE_SETTINGS if name in state}
@@ -91,8 +91,13 @@ def _steps_of(states: Iterator[Path]) -> Iterator[int]:
 def _read_settings(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    saved = json.loads(path.read_text(encoding="utf-8"))
+    saved = _read_json(path)
     return {"model": saved["model"], "world_size": saved["world_size"], **saved["settings"]}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    with boundary(ConfigError, f"reading {str(path)!r}"):
+        return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 def _folders(directory: Path) -> list[Path]:
@@ -103,7 +108,8 @@ def _folders(directory: Path) -> list[Path]:
 def _read_completions(folder: Path) -> Iterator[SavedCompletion]:
     mode = folder.name.removeprefix("completions").removeprefix("_") or "train"
     for path in sorted(folder.glob("completions_*.parquet")):
-        table = pq.read_table(path)
+        with boundary(ConfigError, f"reading {str(path)!r}"):
+            table = pq.read_table(path)
         rewards = reward_columns(table.column_names)
         fixed = {"step", "prompt", "completion", "advantage", *rewards}
         for row in table.to_pylist():
