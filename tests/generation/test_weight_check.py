@@ -345,19 +345,9 @@ def test_70_faults_of_an_adapter_in_a_colocated_engine_are_found(adapted, tmp_pa
     backend.lora.close()
 
 
-def test_35_faults_of_an_adapter_on_servers_are_found(adapted, tmp_path, monkeypatch):
-    monkeypatch.setattr(HttpClient, "first_pause", 0.02)
-    servers = Servers(tmp_path, adapted, lora_rank=4)
-    try:
-        servers.backend.sync_weights(PolicyWeights(adapted), step=1000)
-        for seed in range(35):
-            inject_into_adapter(servers.backend, servers.fakes[seed % 2].engine, adapted, seed)
-        servers.backend.sync_weights(PolicyWeights(adapted), step=1001)
-    finally:
-        servers.close()
-
-
-def test_faults_of_an_adapter_in_a_second_data_parallel_engine_are_found(adapted, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("faulty", "count"), [("engine", 35), ("copy", 14)])
+def test_faults_of_an_adapter_on_servers_are_found(faulty, count, adapted, tmp_path, monkeypatch):
+    """In the engines that vLLM answers for, and in their data-parallel copies."""
     monkeypatch.setattr(HttpClient, "first_pause", 0.02)
     servers = Servers(tmp_path, adapted, lora_rank=4)
     base = dict(PolicyWeights(adapted).base())
@@ -367,8 +357,8 @@ def test_faults_of_an_adapter_in_a_second_data_parallel_engine_are_found(adapted
         fake.info["parallel_config"] = {"data_parallel_size": 2}
     try:
         servers.backend.sync_weights(PolicyWeights(adapted), step=1000)
-        for seed in range(14):
-            inject_into_adapter(servers.backend, servers.fakes[seed % 2].copy, adapted, seed)
+        for seed in range(count):
+            inject_into_adapter(servers.backend, getattr(servers.fakes[seed % 2], faulty), adapted, seed)
         servers.backend.sync_weights(PolicyWeights(adapted), step=1001)
     finally:
         servers.close()
