@@ -25,7 +25,7 @@ BUDGET = {
     "cpu": 430,
     "data": 2200,
     "generation": 4405,
-    "hf": 1661,
+    "hf": 1663,
     "mixins": 1053,
     "policy": 4255,
     "records": 1029,
