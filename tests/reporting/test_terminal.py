@@ -243,12 +243,33 @@ assert threading.active_count() <= 2  # tqdm's own monitor
 """
 
 
-def shown_by(program: str) -> str:
+#: The first batch of an evaluation of a trainer, whose metrics are made after its callbacks.
+TRAINER = """
+import sys, time
+from support.runs import prompts, trainer
+from groupwise.reporting import terminal
+
+terminal.SLOW = 0.5
+made = terminal.LogLinesProgressCallback.__init__
+def slowly(*given):
+    made(*given)
+    time.sleep(1.5)  # the thread asks for the phase of a trainer that is still being built
+terminal.LogLinesProgressCallback.__init__ = slowly
+def judge(completions, **_):
+    time.sleep(2.5)
+    return [0.0] * len(completions)
+trainer(sys.argv[1], judge, disable_tqdm=False, eval_dataset=prompts(1)).evaluate()
+"""
+
+
+def shown_by(program: str, *arguments: str) -> str:
     """Run a program in a terminal; returns what it wrote."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))  # rows and columns
     environment = {**os.environ, "TERM": "xterm"}
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=slave, stderr=slave, env=environment)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *arguments], stdout=slave, stderr=slave, env=environment
+    )
     os.close(slave)
     output = b""
     try:
@@ -271,6 +292,11 @@ def test_a_phase_outside_of_training_is_shown_too():
     shown = shown_by(EVALUATION)
     line, _, bar = shown.partition("0/2")
     assert re.search(r"generate [45] s", line) and re.search(r"generate [678] s: +50%", bar)
+
+
+def test_the_first_batch_of_an_evaluation_shows_its_phase(tmp_path):
+    shown = shown_by(TRAINER, str(tmp_path))
+    assert re.search(r"reward [12] s", shown) and "Error" not in shown
 
 
 def test_a_file_gets_neither_colours_nor_phases(tmp_path: Path):

@@ -138,9 +138,11 @@ class BaseTrainer(Trainer):
         self._window_loss: torch.Tensor | None = None
         self._logged_step = 0  # metrics up to this step are logged
         self.step_state = StepState(lambda: self.state.global_step, lambda: self._components)
-        reporting.show_log_lines(
-            self, args.terminal_metrics or (), lambda: self.metrics[self._mode].timer.running
-        )
+
+        def running() -> tuple[str, float] | None:  # in the thread of the progress bar, from now on
+            return self.metrics[self._mode].timer.running if hasattr(self, "metrics") else None
+
+        reporting.show_log_lines(self, args.terminal_metrics or (), running)
         self.add_callback(reporting.MetricsFileCallback())
         self.add_callback(reporting.TrackioAlertsCallback())
         if args.save_rollouts:
