@@ -3,12 +3,14 @@
     OMP_NUM_THREADS=1 PYTHONPATH=src:examples python scripts/record_runs.py adapters --seeds 0
     OMP_NUM_THREADS=1 PYTHONPATH=src:examples python scripts/record_runs.py transcript
     PYTHONPATH=src python scripts/record_runs.py quickstart
+    PYTHONPATH=src python scripts/record_runs.py accuracies --seeds 0 1 2
 
 ``adapters`` trains the task of ``examples/quickstart.py`` with an adapter and with all weights;
 ``transcript`` runs ``examples/tools.py`` and keeps the completions of its first and of its last step;
 ``quickstart`` runs ``examples/quickstart.py`` and keeps its logs, completions of one log, and a picture
-of its report (with Chromium). All write to ``benchmarks/results/``; ``scripts/draw_images.py`` and
-``scripts/generate_docs.py`` read the files.
+of its report (with Chromium); ``accuracies`` runs it with every seed, sampling with transformers and with
+vLLM. All write to ``benchmarks/results/``; ``scripts/draw_images.py`` and ``scripts/generate_docs.py`` read
+the files.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 ADAPTERS, TRANSCRIPT = RESULTS / "adapters.json", RESULTS / "tool_transcript.json"
-QUICKSTART = RESULTS / "quickstart.json"
+QUICKSTART, ACCURACIES = RESULTS / "quickstart.json", RESULTS / "quickstart_accuracies.json"
 REPORT = ROOT / "docs" / "images" / "report.png"
 STEPS = 40
 #: Settings beside those that both share.
@@ -175,11 +177,29 @@ def record_quickstart(steps: int = STEPS) -> None:
             Image.open(REPORT).convert("RGB").quantize(64).save(REPORT, optimize=True)
 
 
+def record_accuracies(seeds: list[int]) -> None:
+    """Run the quickstart with every seed and sampler that the file lacks; keep the held-out accuracies."""
+    runs = json.loads(ACCURACIES.read_text()) if ACCURACIES.exists() else []
+    known = [(run["settings"]["seed"], run["settings"]["use_vllm"]) for run in runs]
+    for seed, use_vllm in ((seed, use_vllm) for use_vllm in (False, True) for seed in seeds):
+        if (seed, use_vllm) not in known:
+            started = conditions()
+            with tempfile.TemporaryDirectory() as folder:
+                command = [sys.executable, str(ROOT / "examples" / "quickstart.py"), "--seed", str(seed)]
+                command += ["--output_dir", folder, "--json", f"{folder}/accuracies.json"]
+                command += ["--use_vllm"] * use_vllm
+                subprocess.run(command, check=True, env={**os.environ, "CI": "1"})
+                found = json.loads(Path(folder, "accuracies.json").read_text())
+            del found["settings"]["output_dir"]
+            runs.append({**found, "conditions": started})
+            ACCURACIES.write_text(json.dumps(runs, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["adapters", "transcript", "quickstart"])
+    parser.add_argument("what", choices=["adapters", "transcript", "quickstart", "accuracies"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--names", nargs="+", default=list(SETTINGS))
     parser.add_argument("--max_steps", type=int, default=20)
@@ -188,6 +208,8 @@ def main() -> None:
         record_adapters(options.seeds, options.names)
     elif options.what == "quickstart":
         record_quickstart()
+    elif options.what == "accuracies":
+        record_accuracies(options.seeds)
     else:
         record_transcript(options.max_steps)
 
