@@ -34,7 +34,7 @@ class MetricsFileCallback(TrainerCallback):
     def __init__(self) -> None:
         super().__init__()
         self._has_trained = False
-        self._first_byte: int | None = None  # of the evaluations before training in the file
+        self._start: int | None = None  # of the evaluations before training in the file
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -44,11 +44,11 @@ class MetricsFileCallback(TrainerCallback):
         path = Path(str(args.output_dir), METRICS_FILE)
         if path.exists():
             try:
-                first_byte = None if self._has_trained else self._first_byte
+                start = None if self._has_trained else self._start
                 if state.global_step == 0:
-                    _set_earlier_aside(path, first_byte)
+                    _set_earlier_aside(path, start)
                 else:
-                    _drop_lines_after(path, state.global_step, first_byte)
+                    _drop_lines_after(path, state.global_step, start)
             except OSError as error:
                 logger.warning("%s of an earlier run stays as it is: %s", path, error)
         self._has_trained = True
@@ -76,8 +76,8 @@ class MetricsFileCallback(TrainerCallback):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as file:
-                if self._first_byte is None:
-                    self._first_byte = file.tell()
+                if self._start is None:
+                    self._start = file.tell()
                 file.write(json.dumps({name: _plain(value) for name, value in record.items()}) + "\n")
         except OSError as error:
             logger.warning(
@@ -106,29 +106,29 @@ def _records(lines: bytes) -> list[dict[str, Any]]:
     return records
 
 
-def _set_earlier_aside(path: Path, first_byte: int | None) -> None:
-    """Rename the file after the time of its last line; what begins at ``first_byte`` stays, None: nothing."""
-    if first_byte == 0:
+def _set_earlier_aside(path: Path, start: int | None) -> None:
+    """Rename the file after the time of its last line; what begins at ``start`` stays, None: nothing."""
+    if start == 0:
         return
-    own = b"" if first_byte is None else path.read_bytes()[first_byte:]
+    own = b"" if start is None else path.read_bytes()[start:]
     ended = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
     earlier = path.with_name(f"{path.stem}-{ended}{path.suffix}")
     os.replace(path, earlier)
     if own:
         path.write_bytes(own)
-        os.truncate(earlier, first_byte or 0)
+        os.truncate(earlier, start or 0)
 
 
-def _drop_lines_after(path: Path, step: int, first_byte: int | None) -> None:
+def _drop_lines_after(path: Path, step: int, start: int | None) -> None:
     """Rewrite the file atomically without the logs of steps after ``step``.
 
     Args:
-        first_byte: beginning of the evaluations before training, which stay once; None: there are none.
+        start: beginning of the evaluations before training, which stay once; None: there are none.
     """
     content = path.read_bytes()
-    kept = [record for record in _records(content[:first_byte]) if record["step"] <= step]
+    kept = [record for record in _records(content[:start]) if record["step"] <= step]
     known = {(record["step"], *record) for record in kept}
-    own = [] if first_byte is None else _records(content[first_byte:])
+    own = [] if start is None else _records(content[start:])
     kept += [record for record in own if (record["step"], *record) not in known]
     kept.sort(key=lambda record: record["step"])
     partial = path.with_name(f".{path.name}.tmp")

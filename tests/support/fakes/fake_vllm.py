@@ -53,6 +53,7 @@ class FakeVLLM:
                 "max_model_len": 128,
             },
             "scheduler_config": {"max_num_seqs": 16},
+            "parallel_config": {"data_parallel_size": 1},
             "weight_transfer_config": {"backend": "groupwise"},
         }
         self.logprob = lambda position: -0.5 * (position + 1)

@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 #: Config fields that determine the shapes of weights.
 _SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-_SENDABLE = ("groupwise", "nccl", "ipc", "sparse_nccl")
+_FROM_GPU = ("nccl", "ipc", "sparse_nccl")
+_SENDABLE = ("groupwise", *_FROM_GPU)
 #: Quantizations of checkpoints with packed weights, which do not take the full matrices that are sent.
 _PACKED = ("bitsandbytes", "awq", "auto_awq", "awq_marlin", "gptq", "auto_gptq", "gptq_marlin")
 _REPORTS_WEIGHTS = Version("0.32")
@@ -96,6 +97,25 @@ def check_servers(
     return infos
 
 
+def _fetch(servers: VLLMServers, server: HttpClient) -> tuple[ServerInfo, dict[str, Any], str]:
+    """Return the configuration of a server, as far as it is kept and whole, and its version of vLLM."""
+    path = "/server_info?config_format=json"
+    given = servers.run(server.call("GET", path, doing="reading its configuration"))["vllm_config"]
+    version = servers.run(server.call("GET", "/version", doing="reading its version"))["version"]
+    model = given["model_config"]
+    info = ServerInfo(
+        url=server.url,
+        model=model["model"],
+        dtype=str(model["dtype"]).removeprefix("torch."),
+        max_model_length=model["max_model_len"],
+        weight_transfer=(given.get("weight_transfer_config") or {}).get("backend"),
+        max_lora_rank=(given.get("lora_config") or {}).get("max_lora_rank"),
+        returns_sampling_mask=bool(model.get("return_sampling_mask")),
+        num_engines=given["parallel_config"]["data_parallel_size"],
+    )
+    return info, given, version
+
+
 def _compare(
     servers: VLLMServers,
     server: HttpClient,
@@ -104,34 +124,18 @@ def _compare(
     lora_rank: int | None,
 ) -> tuple[ServerInfo, list[str]]:
     """Return the configuration of a server, and the reasons why it does not fit."""
-    path = "/server_info?config_format=json"
-    given = servers.run(server.call("GET", path, doing="reading its configuration"))["vllm_config"]
-    version = servers.run(server.call("GET", "/version", doing="reading its version"))["version"]
+    info, given, version = _fetch(servers, server)
     model, max_samples = given["model_config"], given["scheduler_config"]["max_num_seqs"]
-    transfer = (given.get("weight_transfer_config") or {}).get("backend")
-    max_rank = (given.get("lora_config") or {}).get("max_lora_rank")
+    transfer, max_rank, has_router = info.weight_transfer, info.max_lora_rank, servers.router is not None
     quantization, logprobs_mode = model.get("quantization"), model["logprobs_mode"]
-    info = ServerInfo(
-        url=server.url,
-        model=model["model"],
-        dtype=str(model["dtype"]).removeprefix("torch."),
-        max_model_length=model["max_model_len"],
-        weight_transfer=transfer,
-        max_lora_rank=max_rank,
-        returns_sampling_mask=bool(model.get("return_sampling_mask")),
-        num_engines=given.get("parallel_config", {}).get("data_parallel_size", 1),
-    )
     loads_4_bits = (
         quantization == "bitsandbytes" and getattr(policy, "quantization_config", None) and max_rank
     )
-    needs_gpu = transfer in _SENDABLE and transfer != "groupwise"
     fits_raw = (  # raw log-probs are those of the sampling distribution if nothing changes it
         sampler_settings(config) == SamplerSettings()
         and not config.generation_kwargs
         and config.vllm_structured_outputs_regex is None
     )
-    has_router = servers.router is not None
-    needs_versions = has_router or config.rollout_staleness > 0
     needed = config.max_completion_length + (config.max_prompt_length or 1)
     checks = {
         f"it serves {info.model} with {name}={size}, but the policy has {expected}; serve that model": True
@@ -149,13 +153,14 @@ def _compare(
             transfer not in (None, *_SENDABLE)
         ),
         f"its weight transfer {transfer!r} sends from a GPU, but the policy trains on {config.device.type}; "
-        "start it with the backend 'groupwise'": needs_gpu and config.device.type != "cuda",
+        "start it with the backend 'groupwise'": transfer in _FROM_GPU and config.device.type != "cuda",
         f"it reports {logprobs_mode}, which are not log-probs of the sampling distribution; start it with "
         "--logprobs-mode processed_logprobs": logprobs_mode
         not in ("processed_logprobs", *(["raw_logprobs"] if fits_raw else [])),
         f"it runs vLLM {version}, which does not report the weights that sampled each token, as routers and "
         f"rollout_staleness need; install {_REPORTS_WEIGHTS} or newer there, or set rollout_staleness=0 and "
-        "give the addresses of servers": needs_versions and Version(version) < _REPORTS_WEIGHTS,
+        "give the addresses of servers": (has_router or config.rollout_staleness > 0)
+        and Version(version) < _REPORTS_WEIGHTS,
         "it sends keys and values to workers behind the router, which an update would not replace; start it "
         "without --kv-transfer-config": has_router and given.get("kv_transfer_config") is not None,
         f"it runs {max_samples} sequences at a time, fewer than num_generations={config.num_generations}; "
