@@ -46,7 +46,9 @@ def far_away():
         script = Path(__file__).parents[1].joinpath("support", "fakes", "fake_vllm.py")
         command = ["ip", "netns", "exec", NAME, sys.executable, str(script), THERE, "run:3"]
         process = subprocess.Popen(command)
-        yield f"http://{THERE}:8000"
+        url = f"http://{THERE}:8000"
+        VLLMServers([url], timeout=60.0).wait_until_up("starting it")
+        yield url
     finally:
         if process is not None:
             process.kill()
@@ -73,7 +75,6 @@ def test_a_short_network_outage_delays_the_answer(far_away):
 
 
 def test_a_long_network_outage_raises_a_connection_error(far_away):
-    VLLMServers([far_away], timeout=60.0).wait_until_up("connecting")  # the server is still starting
     client = VLLMServers([far_away], timeout=2.0)
     client.wait_until_up("connecting")
     future = ask(client)
