@@ -144,12 +144,15 @@ def test_weights_updated_in_mid_completion_are_recorded_per_token(server, tmp_pa
         for parameter in run.model.parameters():  # keys and values change too
             parameter.mul_(0.9)
     weights.append(run.model)
-    (http,) = run.backend.servers.servers
     client = run.backend.servers
-    before = client.run(http.fetch_num_tokens())
+
+    def num_tokens():
+        return sum(client.on_all(lambda server: server.fetch_num_tokens()).values())
+
+    before = num_tokens()
     run.backend.prefetch(prompts, step=1)
     end = time.monotonic() + 120
-    while client.run(http.fetch_num_tokens()) < before + 50 and time.monotonic() < end:
+    while num_tokens() < before + 50 and time.monotonic() < end:
         pass
     client.pause()  # the tiny model would finish all of them while a busy machine prepares the weights
     run.backend.sync_weights(PolicyWeights(run.model), step=1)
@@ -172,10 +175,10 @@ def test_requests_of_a_rollout_that_is_repeated_stop_on_the_server(server, tmp_p
     run.backend.end_tokens, run.backend.sampling["stop_token_ids"] = frozenset(), []
     run.backend.sampling["ignore_eos"] = True
     client = run.backend.servers
-    (http,) = client.servers
 
     def counted(name):
-        text = client.run(http.once("GET", "/metrics", doing="reading its metrics"))
+        texts = client.on_all(lambda server: server.once("GET", "/metrics", doing="reading its metrics"))
+        (text,) = texts.values()
         return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"vllm:{name}"))
 
     def unfinished():

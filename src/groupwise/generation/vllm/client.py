@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
@@ -61,13 +60,10 @@ class VLLMServers:
         hint: Callable[[str], str] = lambda url: "",
         run_id: str = "run",
     ) -> None:
-        key = os.environ.get("VLLM_API_KEY")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._connect = lambda url: HttpClient(url, timeout, headers, hint(url))
+        self._connect = lambda url: HttpClient(url, timeout, hint(url))
         self.servers = [self._connect(url) for url in urls]
         self.router: HttpClient | None = None
         self.run_id, self.steps = run_id, list[int]()
-        self.world_sizes: list[int] = []
         self.adapter: str | None = None  # of new requests; None: the weights of the model
         self.lost: set[str] = set()
         self._load: Counter[str] = Counter()  # requests in flight
@@ -106,15 +102,14 @@ class VLLMServers:
         response = None
         async with self._slots:
             while response is None:
-                in_turn = self.servers[first % len(self.servers) :] + self.servers
-                in_turn = in_turn if self.router is None else [self.router]
-                patience = PATIENCE if self.router is None and len(self.live) > 1 else None
-                server = min((s for s in in_turn if s.url not in self.lost), key=lambda s: self._load[s.url])
+                targets = self.live if self.router is None else [self.router]
+                patience = PATIENCE if len(targets) > 1 else None
+                in_turn = targets[first % len(targets) :] + targets
+                server = min(in_turn, key=lambda s: self._load[s.url])
                 self._load[server.url] += 1
                 try:
-                    response = await server.retry(
-                        partial(self._attempt, server, body, doing), doing, patience
-                    )
+                    attempt = partial(self._attempt, server, body, doing)
+                    response = await server.retry(attempt, doing, patience)
                 except ServerUnavailableError as error:
                     if patience is None:
                         raise
@@ -129,12 +124,11 @@ class VLLMServers:
                     self._load[server.url] -= 1
         check_expanded(request, response.get("prompt_token_ids"), f"the vLLM server at {server.url}")
         choices = sorted(response["choices"], key=lambda choice: choice["index"])
-        with_mask = params["logprobs"] > 0
         version = adapter
         if adapter is None and "weight_versions" not in choices[0]:
             # vLLM before 0.32. No update comes between: the preflight refuses rollout_staleness with it.
             version = await self._weight_version(server)
-        completions = [self._completion(choice, with_mask, version) for choice in choices]
+        completions = [self._completion(choice, params["logprobs"] > 0, version) for choice in choices]
         sampled_by = {step for completion in completions for step in completion.versions or ()}
         if self.router is not None and not sampled_by <= {*self.steps[since:]}:
             raise LostWeightsError(sampled_by)  # the router chose a worker that was away during an update
@@ -193,7 +187,7 @@ class VLLMServers:
     ) -> None:
         """Send a request to all servers once, with the bodies by server or one for all."""
         by_url = {s.url: bodies[i % len(bodies)] for i, s in enumerate(self.live)}
-        self._on_all(lambda s: s.once("POST", path, by_url[s.url], doing=doing, timeout=timeout))
+        self.on_all(lambda s: s.once("POST", path, by_url[s.url], doing=doing, timeout=timeout))
 
     # Weights: the methods of ``vllm.LLM``, for all servers together.
 
@@ -201,7 +195,7 @@ class VLLMServers:
         """Connect every server to the transfer; ``rank_offset`` is that of the first server."""
         bodies, given = [request], request["init_info"]
         if "rank_offset" in given:
-            ranks = accumulate(self.world_sizes or [1] * len(self.live), initial=given["rank_offset"])
+            ranks = accumulate(self.fetch_world_sizes(), initial=given["rank_offset"])
             bodies = [{"init_info": {**given, "rank_offset": rank}} for rank in ranks]
         self.post("/init_weight_transfer_engine", bodies, doing="joining the weight transfer")
 
@@ -239,14 +233,9 @@ class VLLMServers:
         Returns:
             by address, the answers of all workers of a server, or of those of its first data-parallel engine.
         """
-        body = {"method": method, "kwargs": given}
-
-        async def call(server: HttpClient) -> tuple[str, list[Any]]:
-            answer = await server.once("POST", "/collective_rpc", body, doing=f"calling {method}")
-            return server.url, answer["results"]
-
+        body, doing = {"method": method, "kwargs": given}, f"calling {method}"
         try:
-            return dict(self._on_all(call, url))
+            answers = self.on_all(lambda s: s.once("POST", "/collective_rpc", body, doing=doing), url)
         except LostAnswerError as error:
             if method not in str(error):
                 raise
@@ -254,6 +243,7 @@ class VLLMServers:
                 f"a vLLM server does not have {method} ({error}); install groupwise in its environment, or "
                 "set vllm_weight_check='off'"
             ) from error
+        return {url: answer["results"] for url, answer in answers.items()}
 
     @property
     def live(self) -> list[HttpClient]:
@@ -265,85 +255,72 @@ class VLLMServers:
 
         async def list_workers(server: HttpClient) -> list[str] | None:
             try:
-                doing = "listing the workers of a router"
-                return (await server.call("GET", "/list_workers", doing=doing))["urls"]
+                answer = await server.call("GET", "/list_workers", doing="listing the workers of a router")
             except ServerUnavailableError:
                 raise
             except BackendError:  # a server does not have this route
                 return None
+            return answer["urls"]
 
-        listed = zip(self.servers, self._on_all(list_workers), strict=True)
-        routers = [(server, urls) for server, urls in listed if urls is not None]
+        listed = self.on_all(list_workers)
+        routers = [server for server in self.servers if listed[server.url] is not None]
         if not routers:
             return
-        router, workers = routers[0]
+        router, workers = routers[0], listed[routers[0].url]
         if len(self.servers) > 1 or not workers:
             raise BackendError(
                 f"{router.url} is the address of a router; give it alone, with workers behind it, or give "
                 "those of its workers"
             )
-        self.servers = [self._connect(url) for url in sorted(workers)]
-
-        async def fetch_num_tokens() -> float:  # of all: which of them has a request is unknown
-            counting = [worker.fetch_num_tokens() for worker in self.servers]
-            counts = await asyncio.gather(*counting, return_exceptions=True)
-            return sum(count for count in counts if isinstance(count, float))
-
-        router.health, router.read_progress = "/readiness", fetch_num_tokens
-        self.router, self._slots = router, asyncio.Semaphore(CONCURRENCY * len(self.servers))
+        self.router, self.servers = router, [self._connect(url) for url in sorted(workers)]
+        self._slots = asyncio.Semaphore(CONCURRENCY * len(self.servers))
+        router.health = "/readiness"
+        router.counted = self.servers  # which of them has a request is unknown
 
     def wait_until_up(self, doing: str) -> None:
         """Return once all servers are healthy; raises a ConnectionError after the timeout."""
-        self._on_all(lambda server: server.wait_until_up(doing))
+        self.on_all(lambda server: server.wait_until_up(doing))
 
     def find_lost(self, doing: str) -> bool:
         """Update ``lost``; returns True if it changed. If no server is healthy, wait for all of them."""
         before, self.lost = self.lost, set()
 
         async def is_up(server: HttpClient) -> bool:
-            try:
+            with suppress(ServerUnavailableError):
                 await server.wait_until_up(doing, 0.0 if server.url in before else PATIENCE)
-            except ServerUnavailableError:
-                return False
-            return True
+                return True
+            return False
 
-        up = self._on_all(is_up) if len(self.servers) > 1 else []
-        if any(up):
-            self.lost = {server.url for server, is_up in zip(self.servers, up, strict=True) if not is_up}
+        up = self.on_all(is_up) if len(self.servers) > 1 else {}
+        if any(up.values()):
+            self.lost = {url for url, is_up in up.items() if not is_up}
         else:
             self.wait_until_up(doing)
         return self.lost != before
 
     def fetch_world_sizes(self) -> list[int]:
         """Return the number of workers of each server."""
-        responses = self._on_all(lambda s: s.call("GET", "/get_world_size", doing="reading its world size"))
-        self.world_sizes = [response["world_size"] for response in responses]
-        return self.world_sizes
+        answers = self.on_all(lambda s: s.once("GET", "/get_world_size", doing="reading its world size"))
+        return [answer["world_size"] for answer in answers.values()]
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine of a server's client, and return its result."""
-        return self._background.submit(coroutine).result()
+    def on_all(
+        self, call: Callable[[HttpClient], Coroutine[Any, Any, T]], url: str | None = None
+    ) -> dict[str, T]:
+        """Call all servers that are not lost, or one, at once and wait for all.
+
+        Returns:
+            results by address. Raises the first error.
+        """
+        servers = [server for server in self.live if url in (None, server.url)]
+        futures = {server.url: self._background.submit(call(server)) for server in servers}
+        wait(futures.values())
+        return {url: future.result() for url, future in futures.items()}
 
     def close(self) -> None:
         """Cancel all requests and close the connections."""
-        self._background.close(self._close_connections)
 
-    async def _close_connections(self) -> None:
-        for server in filter(None, [*self.servers, self.router]):
-            await server.close()
+        async def close_connections() -> None:
+            for server in filter(None, [*self.servers, self.router]):
+                await server.http.aclose()
 
-    def _on_all(
-        self, call: Callable[[HttpClient], Coroutine[Any, Any, T]], url: str | None = None
-    ) -> list[T]:
-        """Call all servers that are not lost, or one, at once and wait for all; raises the first error."""
-        servers = [server for server in self.live if url in (None, server.url)]
-
-        async def gather() -> list[T | BaseException]:
-            return await asyncio.gather(*map(call, servers), return_exceptions=True)
-
-        results: list[T] = []
-        for result in self.run(gather()):
-            if isinstance(result, BaseException):
-                raise result
-            results.append(result)
-        return results
+        self._background.close(close_connections)

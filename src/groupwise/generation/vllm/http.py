@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import re
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -44,24 +45,24 @@ class HttpClient:
     Args:
         url: see :func:`parse_url`.
         timeout: seconds without progress after which a wait raises ServerUnavailableError.
-        headers: sent with every request; never part of a message.
         hint: end of that error's message.
 
     Attributes:
         health: route that responds once requests are taken.
-        read_progress: returns a number that changes while the server works, or None if it has none.
+        counted: servers whose tokens are the progress of this one: itself, or the workers of a router.
     """
 
     attempts = 4
     first_pause = 0.5  # seconds before the second attempt; doubles with each
     health = "/health"
 
-    def __init__(self, url: str, timeout: float, headers: dict[str, str], hint: str) -> None:
+    def __init__(self, url: str, timeout: float, hint: str) -> None:
         self.url, self.timeout, self.hint = parse_url(url), timeout, hint
-        self.read_progress: Callable[[], Awaitable[float | None]] = self.fetch_num_tokens
-        self._http = httpx.AsyncClient(
+        self.counted = [self]
+        key = os.environ.get("VLLM_API_KEY")  # never part of a message
+        self.http = httpx.AsyncClient(
             base_url=self.url,
-            headers=headers,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
             verify=ssl.create_default_context() if self.url.startswith("https") else False,
             trust_env=False,  # no proxy
             timeout=httpx.Timeout(None, connect=min(timeout, _MAX_POLL)),
@@ -69,7 +70,7 @@ class HttpClient:
         )
         self._polling = asyncio.Lock()
         self._last_progress = self._last_poll = time.monotonic()
-        self._progress: float | None = None
+        self._num_tokens = 0.0
 
     async def call(self, method: str, path: str, body: object = None, *, doing: str) -> Any:
         """Send an idempotent request; see :meth:`once` and :meth:`retry`."""
@@ -118,34 +119,31 @@ class HttpClient:
             ServerUnavailableError: no progress within the timeout of the client.
             BackendError: the server refused the request.
         """
-        sending = self._send(method, path, body)
+        request, start = asyncio.ensure_future(self._send(method, path, body)), time.monotonic()
         try:
-            if timeout is None:
-                response = await self._while_progress(sending, doing)
-            else:
-                response = await asyncio.wait_for(sending, timeout)
-        except asyncio.TimeoutError:
-            raise LostAnswerError(f"no response within {timeout:.1f} s") from None
-        except httpx.TransportError as error:
-            raise LostAnswerError(f"{type(error).__name__}: {error}") from error
-        status = response.status_code
-        if status == 200:
-            try:
-                return response.json() if response.content else None
-            except ValueError:
-                return response.text
-        shown = f"{method} {path} returned {status}: {_reason(response.text)}"
-        if status in _RETRYABLE:
-            raise LostAnswerError(shown)
-        raise BackendError(
-            f"the vLLM server at {self.url} refused a request. {shown}{_ADVICE.get(status, '')}"
-        )
+            while not (await asyncio.wait([request], timeout=timeout or self.timeout / 8))[0]:
+                if timeout is not None:
+                    raise LostAnswerError(f"no response within {timeout:.1f} s")
+                last_progress = max(start, await self._poll_progress())
+                if not request.done() and time.monotonic() - last_progress >= self.timeout:
+                    raise ServerUnavailableError(
+                        f"the vLLM server at {self.url} made no progress for vllm_server_timeout="
+                        f"{self.timeout:g} s while {doing}; look at its log and restart it, or raise "
+                        "vllm_server_timeout if it is only slow"
+                    )
+        finally:
+            request.cancel()  # no effect on a finished request
+        response = request.result()
+        if timeout is None:
+            self._last_progress = time.monotonic()
+        return response
 
-    async def fetch_num_tokens(self) -> float | None:
-        """Return the number of tokens the server has read and generated; None if it has no such counters."""
-        text = await self.once("GET", "/metrics", doing="reading its metrics", timeout=_MAX_POLL)
-        counts = _COUNTERS.findall(text or "")
-        return sum(map(float, counts)) if counts else None
+    async def fetch_num_tokens(self) -> float:
+        """Return the number of tokens the server has read and generated; 0 if it does not report them."""
+        with suppress(LostAnswerError, BackendError):
+            text = await self.once("GET", "/metrics", doing="reading its metrics", timeout=_MAX_POLL)
+            return sum(map(float, _COUNTERS.findall(text)))
+        return 0.0
 
     async def wait_until_up(self, doing: str, patience: float | None = None) -> None:
         """Return once the server is healthy.
@@ -158,7 +156,7 @@ class HttpClient:
         """
         limit = f"vllm_server_timeout={self.timeout:g}" if patience is None else f"{patience:g}"
         end = time.monotonic() + (self.timeout if patience is None else patience)
-        pause, warned = 0.1, False
+        shortest = pause = 0.1
         while True:
             left = end - time.monotonic()
             try:
@@ -171,55 +169,40 @@ class HttpClient:
                         f"no vLLM server was ready at {self.url} within {limit} s while {doing} "
                         f"({error}){self.hint}"
                     ) from None
-                if not warned:
-                    logger.warning(
-                        "waiting up to %g s for the vLLM server at %s (%s)", max(left, 0), self.url, error
-                    )
-                warned, pause = True, min(pause * 1.5, 2.0)
-            await asyncio.sleep(min(pause, max(left, 0.0)))
+                if pause == shortest:
+                    logger.warning("waiting up to %g s for the vLLM server at %s (%s)", left, self.url, error)
+            pause = min(pause * 1.5, 2.0)
+            await asyncio.sleep(min(pause, left))
 
-    async def close(self) -> None:
-        """Close all connections."""
-        await self._http.aclose()
-
-    async def _send(self, method: str, path: str, body: object) -> httpx.Response:
-        async with self._http.stream(method, path, json=body) as response:
-            await response.aread()
-            if response.status_code >= 500:
-                # The server closes the connection soon, maybe during the next request.
-                await response.extensions["network_stream"].aclose()
-        return response
-
-    async def _while_progress(
-        self, sending: Coroutine[None, None, httpx.Response], doing: str
-    ) -> httpx.Response:
-        """Await the response, and give up when the server has made no progress for ``timeout`` seconds."""
-        request, start = asyncio.ensure_future(sending), time.monotonic()
+    async def _send(self, method: str, path: str, body: object) -> Any:
         try:
-            while not (await asyncio.wait([request], timeout=self.timeout / 8))[0]:
-                last_progress = max(start, await self._poll_progress())
-                if not request.done() and time.monotonic() - last_progress >= self.timeout:
-                    raise ServerUnavailableError(
-                        f"the vLLM server at {self.url} made no progress for vllm_server_timeout="
-                        f"{self.timeout:g} s while {doing}; look at its log and restart it, or raise "
-                        "vllm_server_timeout if it is only slow"
-                    )
-        finally:
-            request.cancel()  # no effect on a finished request
-        response = request.result()
-        self._last_progress = time.monotonic()
-        return response
+            async with self.http.stream(method, path, json=body) as response:
+                await response.aread()
+                if response.status_code >= 500:
+                    # The server closes the connection soon, maybe during the next request.
+                    await response.extensions["network_stream"].aclose()
+        except httpx.TransportError as error:
+            raise LostAnswerError(f"{type(error).__name__}: {error}") from error
+        status = response.status_code
+        if status == 200:
+            with suppress(ValueError):
+                return response.json()
+            return response.text
+        shown = f"{method} {path} returned {status}: {_reason(response.text)}"
+        if status in _RETRYABLE:
+            raise LostAnswerError(shown)
+        raise BackendError(
+            f"the vLLM server at {self.url} refused a request. {shown}{_ADVICE.get(status, '')}"
+        )
 
     async def _poll_progress(self) -> float:
-        """Return the time of the server's last response or last change of its progress."""
+        """Return the time of the server's last response or last change of its number of tokens."""
         async with self._polling:  # one request polls for all
             if time.monotonic() - max(self._last_poll, self._last_progress) >= self.timeout / 8:
-                progress = None
-                with suppress(LostAnswerError, BackendError):
-                    progress = await self.read_progress()
+                counts = await asyncio.gather(*(server.fetch_num_tokens() for server in self.counted))
                 self._last_poll = time.monotonic()
-                if progress not in (None, self._progress):
-                    self._progress, self._last_progress = progress, self._last_poll
+                if sum(counts) not in (0, self._num_tokens):
+                    self._num_tokens, self._last_progress = sum(counts), self._last_poll
         return self._last_progress
 
 
@@ -257,11 +240,9 @@ _ADVICE = {
 
 def _reason(text: str) -> str:
     """Return the message of an error response, shortened."""
-    try:
+    with suppress(ValueError):
         found = json.loads(text)
         while isinstance(found, dict):
             found = found.get("error") or found.get("message") or found.get("detail") or str(found)
         text = str(found)
-    except ValueError:
-        pass
     return text if len(text) <= 500 else text[:500] + "..."

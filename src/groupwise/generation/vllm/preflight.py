@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from packaging.version import Version
@@ -31,23 +30,45 @@ _REPORTS_WEIGHTS = Version("0.32")
 _PROBE = "The answer: 3.14 + 2.7 = 5.84\n\tünïcode 你好"
 
 
-@dataclass(frozen=True)
 class ServerInfo:
-    """Configuration that a server reports, as far as it is read after the checks.
+    """Configuration that a server reports.
+
+    Args:
+        url: address.
+        given: vLLM's configuration.
+        version: of vLLM.
+        probe_ids: tokens of ``_PROBE``; None: the server has no tokenizer, only token ids are exchanged.
 
     Attributes:
+        weight_transfer: None without ``--weight-transfer-config``.
         max_lora_rank: None without ``--enable-lora``.
         num_engines: data-parallel copies of the model.
     """
 
-    url: str
-    model: str
-    dtype: str
-    max_model_length: int
-    weight_transfer: str | None
-    max_lora_rank: int | None
-    returns_sampling_mask: bool
-    num_engines: int
+    def __init__(self, url: str, given: dict[str, Any], version: str, probe_ids: list[int] | None) -> None:
+        model = given["model_config"]
+        self.url, self.version, self.probe_ids = url, version, probe_ids
+        self.model: str = model["model"]
+        self.dtype = str(model["dtype"]).removeprefix("torch.")
+        self.quantization: str | None = model.get("quantization")
+        self.logprobs_mode: str = model["logprobs_mode"]
+        self.max_model_length: int = model["max_model_len"]
+        self.returns_sampling_mask = bool(model.get("return_sampling_mask"))
+        self.max_num_seqs: int = given["scheduler_config"]["max_num_seqs"]
+        self.num_engines: int = given["parallel_config"]["data_parallel_size"]
+        self.weight_transfer: str | None = (given.get("weight_transfer_config") or {}).get("backend")
+        self.max_lora_rank: int | None = (given.get("lora_config") or {}).get("max_lora_rank")
+        self.sends_keys = given.get("kv_transfer_config") is not None
+
+
+async def _fetch(server: HttpClient) -> ServerInfo:
+    path = "/server_info?config_format=json"
+    given = await server.call("GET", path, doing="reading its configuration")
+    version = await server.call("GET", "/version", doing="reading its version")
+    body, probe_ids = {"model": None, "prompt": _PROBE, "add_special_tokens": False}, None
+    with suppress(BackendError):
+        probe_ids = (await server.call("POST", "/tokenize", body, doing="comparing tokenizers"))["tokens"]
+    return ServerInfo(server.url, given["vllm_config"], version["version"], probe_ids)
 
 
 def check_servers(
@@ -71,13 +92,18 @@ def check_servers(
     """
     policy = model_config.get_text_config(decoder=True)
     dtype = "bfloat16" if config.bf16 else "float16" if config.fp16 else "float32"
-    infos, problems = [], []
+    own_ids = None
+    if tokenizer is not None:
+        own_ids = text_tokenizer(tokenizer)(_PROBE, add_special_tokens=False)["input_ids"]
     servers.find_workers()
-    for server in servers.servers:
-        info, found = _compare(servers, server, policy, config, lora_rank)
-        if tokenizer is not None and not found:
-            found = _tokenizer_problem(servers, server, tokenizer, info)
-        infos.append(info)
+    infos, problems = list(servers.on_all(_fetch).values()), []
+    for info in infos:
+        found = _problems(info, policy, config, lora_rank, has_router=servers.router is not None)
+        if not found and None not in (own_ids, info.probe_ids) and own_ids != info.probe_ids:
+            found = [
+                f"the tokenizer of {info.model} is not the policy's: token ids have another meaning; serve "
+                "its model"
+            ]
         problems += [f"\n  - {info.url}: {problem}" for problem in found]
         if info.dtype != dtype:
             logger.warning(
@@ -97,39 +123,17 @@ def check_servers(
     return infos
 
 
-def _fetch(servers: VLLMServers, server: HttpClient) -> tuple[ServerInfo, dict[str, Any], str]:
-    """Return the configuration of a server, as far as it is kept and whole, and its version of vLLM."""
-    path = "/server_info?config_format=json"
-    given = servers.run(server.call("GET", path, doing="reading its configuration"))["vllm_config"]
-    version = servers.run(server.call("GET", "/version", doing="reading its version"))["version"]
-    model = given["model_config"]
-    info = ServerInfo(
-        url=server.url,
-        model=model["model"],
-        dtype=str(model["dtype"]).removeprefix("torch."),
-        max_model_length=model["max_model_len"],
-        weight_transfer=(given.get("weight_transfer_config") or {}).get("backend"),
-        max_lora_rank=(given.get("lora_config") or {}).get("max_lora_rank"),
-        returns_sampling_mask=bool(model.get("return_sampling_mask")),
-        num_engines=given["parallel_config"]["data_parallel_size"],
-    )
-    return info, given, version
-
-
-def _compare(
-    servers: VLLMServers,
-    server: HttpClient,
-    policy: PreTrainedConfig,
-    config: GRPOConfig,
-    lora_rank: int | None,
-) -> tuple[ServerInfo, list[str]]:
-    """Return the configuration of a server, and the reasons why it does not fit."""
-    info, given, version = _fetch(servers, server)
-    model, max_samples = given["model_config"], given["scheduler_config"]["max_num_seqs"]
-    transfer, max_rank, has_router = info.weight_transfer, info.max_lora_rank, servers.router is not None
-    quantization, logprobs_mode = model.get("quantization"), model["logprobs_mode"]
+def _problems(
+    info: ServerInfo, policy: PreTrainedConfig, config: GRPOConfig, lora_rank: int | None, *, has_router: bool
+) -> list[str]:
+    """Return the reasons why a server does not fit."""
+    served = policy
+    with suppress(OSError, ValueError):  # its files may not be on this machine
+        served = AutoConfig.from_pretrained(info.model, local_files_only=True).get_text_config(decoder=True)
+    sizes = [(name, getattr(served, name, None), getattr(policy, name, None)) for name in _SHAPE]
+    transfer, max_rank, mode = info.weight_transfer, info.max_lora_rank, info.logprobs_mode
     loads_4_bits = (
-        quantization == "bitsandbytes" and getattr(policy, "quantization_config", None) and max_rank
+        info.quantization == "bitsandbytes" and getattr(policy, "quantization_config", None) and max_rank
     )
     fits_raw = (  # raw log-probs are those of the sampling distribution if nothing changes it
         sampler_settings(config) == SamplerSettings()
@@ -138,13 +142,14 @@ def _compare(
     )
     needed = config.max_completion_length + (config.max_prompt_length or 1)
     checks = {
-        f"it serves {info.model} with {name}={size}, but the policy has {expected}; serve that model": True
-        for name, size in _shape(info.model).items()
-        if (expected := getattr(policy, name, None)) not in (None, size)
+        f"it serves {info.model} with {name}={size}, but the policy has {expected}; serve that model": (
+            None not in (size, expected) and size != expected
+        )
+        for name, size, expected in sizes
     } | {
-        f"its weights are quantized by {quantization}, but full matrices are sent; serve the model without "
-        "quantization, or with --enable-lora the checkpoint of a policy in 4 bits": (
-            quantization in _PACKED and not loads_4_bits
+        f"its weights are quantized by {info.quantization}, but full matrices are sent; serve the model "
+        "without quantization, or with --enable-lora the checkpoint of a policy in 4 bits": (
+            info.quantization in _PACKED and not loads_4_bits
         ),
         "it takes no weights; start it with --weight-transfer-config, as groupwise vllm-serve does": (
             transfer is None
@@ -154,17 +159,19 @@ def _compare(
         ),
         f"its weight transfer {transfer!r} sends from a GPU, but the policy trains on {config.device.type}; "
         "start it with the backend 'groupwise'": transfer in _FROM_GPU and config.device.type != "cuda",
-        f"it reports {logprobs_mode}, which are not log-probs of the sampling distribution; start it with "
-        "--logprobs-mode processed_logprobs": logprobs_mode
-        not in ("processed_logprobs", *(["raw_logprobs"] if fits_raw else [])),
-        f"it runs vLLM {version}, which does not report the weights that sampled each token, as routers and "
-        f"rollout_staleness need; install {_REPORTS_WEIGHTS} or newer there, or set rollout_staleness=0 and "
-        "give the addresses of servers": (has_router or config.rollout_staleness > 0)
-        and Version(version) < _REPORTS_WEIGHTS,
+        f"it reports {mode}, which are not log-probs of the sampling distribution; start it with "
+        "--logprobs-mode processed_logprobs": (
+            mode != "processed_logprobs" and not (mode == "raw_logprobs" and fits_raw)
+        ),
+        f"it runs vLLM {info.version}, which does not report the weights that sampled each token, as routers "
+        f"and rollout_staleness need; install {_REPORTS_WEIGHTS} or newer there, or set rollout_staleness=0 "
+        "and give the addresses of servers": (
+            (has_router or config.rollout_staleness > 0) and Version(info.version) < _REPORTS_WEIGHTS
+        ),
         "it sends keys and values to workers behind the router, which an update would not replace; start it "
-        "without --kv-transfer-config": has_router and given.get("kv_transfer_config") is not None,
-        f"it runs {max_samples} sequences at a time, fewer than num_generations={config.num_generations}; "
-        "raise --max-num-seqs": max_samples < config.num_generations,
+        "without --kv-transfer-config": has_router and info.sends_keys,
+        f"it runs {info.max_num_seqs} sequences at a time, fewer than num_generations="
+        f"{config.num_generations}; raise --max-num-seqs": info.max_num_seqs < config.num_generations,
         "it was started with --return-sampling-mask, and refuses requests without truncation; start it "
         "without, or set top_k, top_p or min_p": info.returns_sampling_mask and not truncating(config),
         f"--max-model-len {info.max_model_length} is less than {needed}, the sum of max_prompt_length and "
@@ -175,29 +182,4 @@ def _compare(
             max_rank is not None and (lora_rank or 0) > max_rank
         ),
     }
-    return info, [problem for problem, applies in checks.items() if applies]
-
-
-def _shape(model: str) -> dict[str, int]:
-    """Return the shape of a served model from its files; empty if they are not on this machine."""
-    try:
-        config = AutoConfig.from_pretrained(model, local_files_only=True)
-    except (OSError, ValueError):
-        return {}
-    sizes = {name: getattr(config.get_text_config(decoder=True), name, None) for name in _SHAPE}
-    return {name: size for name, size in sizes.items() if isinstance(size, int)}
-
-
-def _tokenizer_problem(
-    servers: VLLMServers, server: HttpClient, tokenizer: ProcessingClass, info: ServerInfo
-) -> list[str]:
-    body = {"model": None, "prompt": _PROBE, "add_special_tokens": False}
-    own = text_tokenizer(tokenizer)(_PROBE, add_special_tokens=False)["input_ids"]
-    with suppress(BackendError):  # a server without a tokenizer: only token ids are exchanged
-        found = servers.run(server.call("POST", "/tokenize", body, doing="comparing tokenizers"))["tokens"]
-        if list(found) != list(own):
-            return [
-                f"the tokenizer of {info.model} is not the policy's: token ids have another meaning; serve "
-                "its model"
-            ]
-    return []
+    return [problem for problem, applies in checks.items() if applies]
